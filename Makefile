@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # A file's tests share what its fixtures made, and so go to one worker.
 WORKERS := -n 2 --dist loadfile
 
-.PHONY: demo fast fuzz test test-bounds test-full test-loops test-megatron-next test-msrun test-slurm lint types unit docs browser pace pictures study wheel clean
+.PHONY: chaos demo fast fuzz test lock test-bounds test-full test-locked test-loops test-megatron-next test-msrun test-slurm lint types unit docs browser pace pictures simgrid study wheel clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,25 @@ types: $(STAMP)
 
 unit: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS) --no-loadscope-reorder --durations=20
+
+# What `make test` installs, pinned and with hashes, in requirements-ci.txt: after a change of dependencies, on Python 3.11.
+lock: $(STAMP)
+	$(BIN)/python -m tests.lock
+
+# `make test` in an environment of those very files. For Python 3.11 on Linux and x86_64, so nothing else depends on it.
+LOCKED_VENV  ?= .venv-locked
+LOCKED_STAMP := $(LOCKED_VENV)/.installed
+
+$(LOCKED_STAMP): pyproject.toml constraints.txt requirements-ci.txt
+	$(PYTHON) -m venv $(LOCKED_VENV)
+	$(LOCKED_VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(LOCKED_VENV)/bin/python -m pip install --quiet --no-deps --require-hashes --only-binary :all: --requirement requirements-ci.txt
+	$(LOCKED_VENV)/bin/python -m pip install --quiet --no-deps --constraint constraints.txt torch
+	$(LOCKED_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $(LOCKED_STAMP)
+
+test-locked: $(LOCKED_STAMP)
+	$(MAKE) --no-print-directory BIN=$(LOCKED_VENV)/bin STAMP=$(LOCKED_STAMP) lint types unit
 
 # The inner loop, under a minute on two cores: the tests that neither start processes nor need PyTorch.
 fast: $(STAMP)
@@ -60,6 +79,13 @@ pictures: $(STAMP)
 # Plans in wall time, on ranks that sleep an accelerator's seconds and really wait for each other; some ten minutes, mostly asleep.
 pace: $(STAMP)
 	$(BIN)/python -m benchmarks.pace --picture docs/pictures/paced.svg
+
+# Plans replayed by SimGrid, in which messages share links, beside their predicted seconds; some minutes. Needs root, on Debian or
+# Ubuntu, whose python3-simgrid it installs where it is not there: the package index has its sources alone.
+simgrid: $(STAMP)
+	/usr/bin/python3 -c "import simgrid" 2> /dev/null || { apt-get update -qq && apt-get install -y -qq python3-simgrid; }
+	$(BIN)/python -m benchmarks.simgrid_replay --ranks 64
+	$(BIN)/python -m benchmarks.simgrid_replay --ranks 1024 --blocks 2
 
 # The papers' study by simulation, docs/research/study.md and its pictures; some minutes.
 study: $(STAMP)
@@ -126,10 +152,16 @@ test-bounds: $(STAMP)
 test-full: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS) -m full --durations=20
 
-# Changed files of every kind, 10,000 of them, through the commands that read them; a quarter of an hour on two free cores.
-FUZZ ?= 10000
+# Changed inputs of every kind, 20,000 of them, through what reads them, in two processes; a quarter of an hour on two free cores.
+FUZZ ?= 20000
 fuzz: $(STAMP)
 	$(BIN)/python -m tests.fuzz $(FUZZ)
 
+# One fault in each of 200 real jobs of four ranks, which must end, resume, and equal an undisturbed job in every bit; under an hour
+# on two free cores. A full disk and a stalled network need root, and are skipped without.
+CHAOS ?= 200
+chaos: $(STAMP)
+	$(BIN)/python -m tests.chaos $(CHAOS)
+
 clean:
-	rm -rf $(VENV) $(LOOPS_VENV) $(MSRUN_VENV) $(NEXT_VENV) demo site
+	rm -rf $(VENV) $(LOCKED_VENV) $(LOOPS_VENV) $(MSRUN_VENV) $(NEXT_VENV) demo site

@@ -44,7 +44,7 @@ OPENING = (
     "First: how long the files of Python's standard library are, and what a token costs on this machine.",
     "Then two plans, each checked against one process, two trainings, and a table: predicted beside measured.",
     "Then a line of text by the trained model, loaded with transformers, and what the same files would take on 64",
-    "ranks, by six strategies, and a page of the run to look at. All of it takes some three minutes.",
+    "ranks, by each strategy, and a page of the run to look at. All of it takes some six minutes.",
 )
 
 console = Console(stderr=True, highlight=False)

@@ -30,10 +30,11 @@ from fcp_cli.commands.profile import profile_app
 from fcp_cli.commands.report import report
 from fcp_cli.commands.selftest import selftest
 from fcp_cli.commands.trace import trace
+from fcp_cli.commands.trust import trust
 from fcp_cli.commands.verify import verify
 from fcp_cli.commands.watch import watch
 from fcp_cli.config import read_config, unknown_variables
-from fcp_cli.console import note, print_error, verbosity
+from fcp_cli.console import note, print_error, settle_terminal_size, verbosity
 from fcp_cli.errors import FcpError
 from fcp_cli.extras import pip_install_module
 from fcp_cli.words import first_line
@@ -47,7 +48,7 @@ app = App(
     help="""Plan and launch Flexible Context Parallelism: ring-attention groups of any degree, decided before training.
 
     Every option can also be set by FCP_<COMMAND>_<OPTION> in the environment, or in fcp.yaml. Exit status: 0 done,
-    1 the input or the plan is at fault, 2 wrong usage.
+    1 the input or the plan is at fault, 2 wrong usage, 128 + N ended by signal N: 130 for Ctrl-C, 143 for SIGTERM.
     """,
     epilog="fcp profile\nfcp plan dataset.parquet\nfcp launch --model qwen3-tiny",
 )
@@ -55,7 +56,7 @@ app = App(
 app.add_typer(manifest_app, name="manifest")
 app.add_typer(profile_app, name="profile")
 app.add_typer(jobs_app, name="jobs")
-for _verb in (plan, launch, check, inspect, compare, verify, watch, report, trace, env, selftest):
+for _verb in (plan, launch, check, inspect, compare, verify, watch, report, trace, env, selftest, trust):
     app.command()(_verb)
 app.command("list")(list_names)
 
@@ -90,15 +91,14 @@ def root(
     context.auto_envvar_prefix = "FCP"
     for line in unknown_variables(os.environ, context.command):
         note(f"warning: {line}")
-    if config is None and not no_config and Path("fcp.yaml").is_file():
-        config = Path("fcp.yaml")
-    if config is not None:
-        context.default_map = read_config(config, context.command)
-        context.obj = config
+    found = config is None and not no_config and Path("fcp.yaml").is_file()
+    if found or config is not None:
+        context.default_map, context.obj = read_config(config or Path("fcp.yaml"), context.command, found=found)
 
 
 def main() -> None:
     """Run `fcp`; an FcpError becomes one line on stderr and its exit status."""
+    settle_terminal_size(os.environ)
     try:
         app()
     except FcpError as error:

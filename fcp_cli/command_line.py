@@ -20,6 +20,7 @@ from fcp_cli.console import verbosity
 from fcp_cli.errors import FcpError, Interrupted, UsageError
 from fcp_cli.known import OF_OPTION, known_names
 from fcp_cli.options import Opt, Option, build, options_of, read_value
+from fcp_cli.trust import refuse_untrusted
 from fcp_cli.words import nearest
 
 T = TypeVar("T")
@@ -47,6 +48,10 @@ def takes(kind: type[T], *examples: str) -> Callable[[Callable[[T], None]], Call
             values |= {option.name: tuple(values[option.name] or ()) for option in options if option.many}
             given = {name for name, source in sources.items() if source and source.name != "DEFAULT"}
             typed = {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+            named = {name for name, source in sources.items() if source and source.name == "DEFAULT_MAP"}
+            configured = [option for option in options if option.name in named]
+            if configured:
+                refuse_untrusted(context.find_root().obj, configured, values, _config_key(context))
             try:
                 function(build(kind, values, given=given, typed=typed))
             except FcpError as error:  # one that names an option names where its value was set, too
@@ -311,10 +316,17 @@ def _origin(context: Any, name: str) -> str:
     """Return where a wrong value comes from if it was not typed: the command that was typed has no flag to blame."""
     source = context and context.get_parameter_source(name)
     if source is not None and source.name == "DEFAULT_MAP":
-        key, file = name.replace("_", "-"), context.find_root().obj
-        while context.parent is not None:
-            key, context = f"{context.info_name}.{key}", context.parent
+        key, file = f"{_config_key(context)}.{name.replace('_', '-')}", context.find_root().obj.path
         return f" (set by {key} in {file})"
     if source is not None and source.name == "ENVIRONMENT":
         return f" (set by {context.auto_envvar_prefix}_{name.upper()})"
     return ""
+
+
+def _config_key(context: Any) -> str:
+    """Return the key of a command in the config, as "manifest.build"."""
+    words: list[str] = []
+    while context.parent is not None:
+        words.insert(0, context.info_name)
+        context = context.parent
+    return ".".join(words)

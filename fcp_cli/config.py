@@ -7,11 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from fcp_cli.errors import UsageError
+from fcp_cli.trust import ConfigFile, digest_of
 from fcp_cli.words import did_you_mean
 
 
-def read_config(path: Path, group: Any) -> dict[str, Any]:
+def read_config(path: Path, group: Any, *, found: bool) -> tuple[dict[str, Any], ConfigFile]:
     """Read a config file into click's default_map for the command group `group`.
+
+    Args:
+        path: the file.
+        group: the commands.
+        found: nobody named the file: it stands in the current folder.
 
     Raises:
         UsageError: unreadable, not YAML, or it names a command or an option that does not exist.
@@ -21,11 +27,12 @@ def read_config(path: Path, group: Any) -> dict[str, Any]:
 
     text = read_text(path, error=UsageError, what="the config ")
     config = parse_yaml(text, name=str(path), error=UsageError)
+    file = ConfigFile(path=path, digest=digest_of(text) if found else None)
     if config is None:
-        return {}
+        return {}, file
     if not isinstance(config, dict):
         raise UsageError(f"{path} must map commands to their options, for example 'plan: {{ranks: 64}}'")
-    return _group_defaults(config, group, where=str(path))
+    return _group_defaults(config, group, where=str(path)), file
 
 
 def _group_defaults(config: dict[str, Any], group: Any, *, where: str) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from fcp_cli.words import one_line
 
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
     from rich.table import Table
+
+
+_LEAST_COLUMNS: Final = 40  # narrower, the figures of tables are cut
 
 
 @dataclass(slots=True)
@@ -34,6 +37,16 @@ def human() -> Console:
     return Console(stderr=True, quiet=verbosity.level < 0, highlight=False)
 
 
+def settle_terminal_size(environment: MutableMapping[str, str]) -> None:
+    """Drop COLUMNS and LINES that are no size of a terminal: libraries print nothing at all into 0 columns."""
+    for name, least in (("COLUMNS", _LEAST_COLUMNS), ("LINES", 1)):
+        value = environment.get(name, "")
+        if not value.isdecimal() or len(value) > 5 or not int(value):
+            environment.pop(name, None)
+        elif int(value) < least:
+            environment[name] = str(least)
+
+
 def print_table(console: Console, table: Table) -> None:
     """Print a table whose columns come by falling importance: those that have no room are left out, none is cut."""
     wide = console.options.update(max_width=1 << 16)
@@ -47,6 +60,13 @@ def print_table(console: Console, table: Table) -> None:
 def note(message: str) -> None:
     """Print a line about what was assumed or chosen; silent under -q."""
     human().print(one_line(message), markup=False, soft_wrap=True)
+
+
+def print_always(message: str) -> None:
+    """Print a line that a question is about, even under -q."""
+    console = human()
+    console.quiet = False
+    console.print(one_line(message), markup=False, soft_wrap=True)
 
 
 def print_error(message: str) -> None:

@@ -8,7 +8,7 @@ FcpError                     exit status 1: the input, the plan or the run is at
 ├── MaskError                a mask that no sequence can have
 ├── RunError                 a training job that cannot follow its plan
 ├── UsageError               exit status 2: the command line is at fault
-└── Interrupted              exit status 130: Ctrl-C
+└── Interrupted              exit status 130: Ctrl-C; 128 + N for a job that signal N stopped
 
 Each carries one line: what was wrong, the value, where, and the command or flag that helps. Pages of the documentation
 are named as they lie in the sources, or where the site is that FCP_DOCS_URL names.

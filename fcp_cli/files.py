@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import glob
 import os
+import shutil
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Final
 
 from fcp_cli.errors import FcpError, UsageError
 
 USUAL_MANIFESTS = ("lengths.parquet", "dataset.parquet")
+_PARTIAL: Final = ".partial"
+_LEFTOVER_SECONDS: Final = 3600.0  # a live writer without a lock, on some network file systems, has written since
+_LOOP: Final = "it is a loop of symbolic links"
 
 
 def manifest_here() -> Path | None:
@@ -18,31 +27,104 @@ def manifest_here() -> Path | None:
 
 
 @contextmanager
-def replaced_atomically(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; rename it over `path` if the block succeeds, remove it otherwise.
+def replaced_atomically(path: Path, *, durable: bool = True) -> Iterator[Path]:
+    """Yield a temporary file beside `path`; rename it over `path` if the block succeeds, remove it otherwise.
 
-    A block left by Ctrl-C or a full disk leaves nothing behind, and whatever stood at `path` before is untouched. A
-    symbolic link stays one: what it points to is replaced.
+    A block that ends in Ctrl-C or on a full disk changes nothing. A symbolic link stays one: its target is replaced,
+    and keeps its permissions. Nothing can fail after the rename.
+
+    Args:
+        path: the file to replace.
+        durable: flush to disk before the rename, so that a power cut leaves the old file or the new one. False suits
+            small files that are written every few seconds, or can be computed again.
 
     Raises:
         FcpError: the file cannot be written (no such folder, not a file, no permission, disk full).
     """
-    name, path = path, path.resolve()  # messages name the path as typed
+    name, path = path, _resolved(path)  # messages name the path as typed
     if path.exists() and not path.is_file():  # renaming over a device would put a file in its place
         raise FcpError(f"cannot write {name}: it is not a file")
     if not path.parent.is_dir():
         raise FcpError(f"cannot write {name}: there is no folder {name.parent}")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    if durable:
+        _remove_leftovers(path)
+    with ExitStack() as stack:
+        try:
+            temporary, descriptor = _create_temporary(path)
+            stack.callback(os.close, descriptor)
+            stack.callback(_remove_quietly, temporary)
+            yield temporary
+            with suppress(FileNotFoundError):
+                os.fchmod(descriptor, path.stat().st_mode & 0o777)
+            if durable:
+                flush_to_disk(temporary)
+            temporary.replace(path)
+        except OSError as error:
+            raise FcpError(f"cannot write {name}: {reason_of(error, name.parent)}") from error
+    if durable:
+        with suppress(OSError):  # some file systems flush no folders
+            flush_to_disk(path.parent)
+
+
+def _resolved(path: Path) -> Path:
     try:
-        yield temporary
-        temporary.replace(path)
-    except OSError as error:
-        # pyarrow puts the name of the temporary and its own words around what the system said.
-        reason = os.strerror(error.errno) if error.errno else error
-        raise FcpError(f"cannot write {name}: {reason}") from error
-    finally:
+        return path.resolve()
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop, before Python 3.13
+        raise FcpError(f"cannot write {path}: {_LOOP}") from error
+
+
+def _create_temporary(path: Path) -> tuple[Path, int]:
+    """Create an empty file that nobody else has a name for, and lock it: the lock ends with the process.
+
+    The exclusive creation refuses whatever others put there, above all a symbolic link to somebody's file.
+    """
+    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}{_PARTIAL}")
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    with suppress(OSError):  # some network file systems have no locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return temporary, descriptor
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove the temporary files of killed writers of `path`: old ones whose lock nobody holds."""
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}"):
         with suppress(OSError):
-            temporary.unlink()
+            descriptor = os.open(leftover, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if time.time() - os.fstat(descriptor).st_mtime > _LEFTOVER_SECONDS:
+                    leftover.unlink()
+            finally:
+                os.close(descriptor)
+
+
+def _remove_quietly(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()
+
+
+def flush_to_disk(path: Path) -> None:
+    """Wait until the disk has a file, or the names in a folder.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def reason_of(error: OSError, folder: Path) -> str:
+    """Return why a file in `folder` cannot be written: the system's words, and the free space of a full disk."""
+    # pyarrow puts the name of the temporary file and its own words around the system's.
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return reason
+    with suppress(OSError):
+        reason += f" ({shutil.disk_usage(folder).free:,} bytes free in {folder})"
+    return reason
 
 
 def refuse_to_overwrite(output: Path, *sources: Path | None) -> None:
@@ -56,9 +138,9 @@ def refuse_to_overwrite(output: Path, *sources: Path | None) -> None:
             raise UsageError(f"-o {output} would overwrite the source; name another file with -o")
 
 
-def write_text_atomically(path: Path, text: str) -> None:
+def write_text_atomically(path: Path, text: str, *, durable: bool = True) -> None:
     """Write a small text file whole or not at all."""
-    with replaced_atomically(path) as temporary:
+    with replaced_atomically(path, durable=durable) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, Literal, get_args
 
-Known = Literal["models", "clusters", "solvers", "targets"]
+Known = Literal["models", "clusters", "measured", "solvers", "targets"]
 KINDS: Final[tuple[Known, ...]] = get_args(Known)
 OF_OPTION: Final[dict[str, Known]] = {
     "model": "models",
@@ -21,6 +21,10 @@ def known_names(kind: Known) -> list[str]:
         from fcp_cli.planning.solvers import solver_names
 
         return solver_names()
+    if kind == "measured":
+        from fcp_cli.cost.measured import shipped_measured
+
+        return list(dict.fromkeys(one.device for one in shipped_measured()))
     if kind == "targets":
         from fcp_cli.launching.request import Target
 
@@ -28,3 +32,12 @@ def known_names(kind: Known) -> list[str]:
     from fcp_cli.models.descriptions import shipped_names
 
     return shipped_names("model" if kind == "models" else "cluster")
+
+
+def other_names(kind: Known) -> dict[str, list[str]]:
+    """Return the aliases by which options know names of a kind, too."""
+    if kind in ("solvers", "targets", "measured"):
+        return {}
+    from fcp_cli.models.descriptions import shipped_aliases
+
+    return shipped_aliases("model" if kind == "models" else "cluster")

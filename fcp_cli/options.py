@@ -32,6 +32,18 @@ MOST_RANKS: Final = 1 << 20
 """Plans of tens of thousands are made in minutes; what is far beyond is a slip."""
 MOST_TOKENS: Final = 1 << 40
 """Of a rank; times `MOST_RANKS` it still fits 64 bits."""
+MOST_WAIT: Final = 10**8
+"""Three years, in seconds: what is longer no timer of the system takes."""
+MOST_WORKERS: Final = 4096
+"""Processes that one machine may start."""
+MOST_ROWS: Final = 1 << 33
+"""Sequences of a data set; masks over them have a byte for each."""
+MOST_PIXELS: Final = 1 << 16
+"""Of a side; picture formats end there."""
+MOST_EPOCHS: Final = 100_000
+"""Every epoch is planned, step by step."""
+MOST_AHEAD: Final = 10_000
+"""Steps, or batches, that are held in memory before they train."""
 _MOST_WHOLE: Final = 2**63 - 1
 _METAVARS: Final[dict[Any, str]] = {int: "N", float: "X", str: "NAME", Path: "FILE"}
 
@@ -50,6 +62,8 @@ class Opt:
         group: heading in the help of this option and of those after it, up to the next that names one.
         negatable: a switch has a `--no-...`, too.
         commas: a field of type `tuple[int, ...]` is one word of positive numbers, as 1,2,4; they arrive in order.
+        trust: an `fcp.yaml` that nobody named sets this option only if it is trusted: always for one that "runs" code
+            or commands, opens connections or shares what containers see; if the path is outside for one that "writes".
     """
 
     help: str
@@ -63,6 +77,7 @@ class Opt:
     group: str | None = None
     negatable: bool = False
     commas: bool = False
+    trust: Literal["runs", "writes"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +234,8 @@ def _whole_numbers(value: Any, flag: str) -> tuple[int, ...]:
         numbers = {int(word) for word in map(str, words) if word.strip()}
     except ValueError:
         raise UsageError(f"{flag} is {value!r}; give whole numbers with commas, as 1,2,4") from None
-    if any(number < 1 for number in numbers):
-        raise UsageError(f"{flag} is {value!r}; every number must be at least 1")
+    if any(not 1 <= number <= MOST_TOKENS for number in numbers):
+        raise UsageError(f"{flag} is {value!r}; every number must be at least 1 and at most {MOST_TOKENS}")
     return tuple(sorted(numbers))
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from fcp_cli.errors import UsageError
-from fcp_cli.options import Opt, check_limits
+from fcp_cli.options import MOST_RANKS, Opt, check_limits
 from fcp_cli.tuning import check_tuning
 
 ZeroStage: TypeAlias = Literal[0, 1, 2, 3]
@@ -32,7 +32,7 @@ ZeroOption: TypeAlias = Annotated[
 ]
 ShardRanksOption: TypeAlias = Annotated[
     int | None,
-    Opt("Ranks that share one copy of what is shared out, as those of a node.", min=1, unset="all"),
+    Opt("Ranks that share one copy of what is shared out, as those of a node.", min=1, max=MOST_RANKS, unset="all"),
 ]
 ReduceOption: TypeAlias = Annotated[
     Literal["auto", "step", "wave"],

@@ -105,7 +105,7 @@ def frozen_names(names: Iterable[str], freeze: str) -> set[str]:
 
 def _similar(pattern: str, names: list[str]) -> list[str]:
     """Return patterns of what the names consist of, nearest first."""
-    parts = {part: None for name in names for part in name.split(".")[:-1] if not part.isdigit()}
+    parts = {part: None for name in names for part in name.split(".")[:-1] if not part.isdecimal()}
     wanted = next((part for part in pattern.split(".") if part.strip("*")), pattern)
     near = nearest_words(wanted.strip("*"), parts, most=3, cutoff=0.4)
     return [f"'{part}.*'" for part in near or list(parts)[:3]]

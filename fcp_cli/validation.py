@@ -34,6 +34,7 @@ Share = Annotated[float, Meta(ge=0, le=1, description="a share from 0 to 1")]
 Count = Annotated[int, Meta(ge=1, le=_MOST_WHOLE, description="a whole number of at least 1")]
 RankCount = Annotated[int, Meta(ge=1, le=MOST_RANKS, description="a whole number of at least 1")]
 NonNegativeCount = Annotated[int, Meta(ge=0, le=_MOST_WHOLE, description="a whole number of at least 0")]
+PathText = Annotated[str, Meta(pattern=r"^[^\0]+\Z", description="a name of a file, without the character NUL")]
 NonEmptyText = Annotated[str, Meta(min_length=1, description="a text")]
 
 _PLACE: Final = re.compile(r" - at `\$\.?(.*)`$")
@@ -76,14 +77,14 @@ def validated(document: Any, kind: type[T], *, where: str, error: type[FcpError]
         raise error(f"{where}: {message}{remedy and separator + remedy}") from failure
 
 
-def require_shape(document: Any, kind: type[Any]) -> None:
-    """Check the values that a dataclass names, and pass over all others: for records that others add to.
+def require_shape(document: Any, kind: type[T]) -> T:
+    """Return the values that a dataclass or a TypedDict names, and pass over all others, which others may add.
 
     Raises:
         ValueError: one is missing, or is none of its kind; the message is short and has its path.
     """
     try:
-        msgspec.convert(document, kind)
+        return msgspec.convert(document, kind)
     except msgspec.ValidationError as failure:
         raise ValueError(str(failure)) from failure
 
@@ -113,7 +114,7 @@ def _visit(path: str, rules: types.Type, value: Any, places: dict[str, _Place]) 
         for key in (key for key in value if key not in fields):
             near = nearest(str(key), fields)
             hint = f"did you mean {prefix}{near}?" if near else f"known: {', '.join(sorted(fields))}"
-            raise _UnknownKeyError(f"unknown key {prefix}{key}; {hint}")
+            raise _UnknownKeyError(f"unknown key {prefix}{str(key)[:100]}; {hint}")
         for key, inner in fields.items():
             _visit(f"{prefix}{key}", inner, value.get(key), places)
     elif isinstance(rules, types.DictType) and isinstance(value, Mapping):

@@ -19,12 +19,14 @@ def one_line(text: str, *, most: int = 1200) -> str:
     return line if len(line) <= most else f"{line[: most * 2 // 3]} [...] {line[-(most // 3) :]}"
 
 
+_MOST_CHARACTERS = 1000  # libraries list all that they know
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error, or its type where it has no words."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """Return the first line of an error, shortened if it is long, or its type if it has no words."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return line if len(line) <= _MOST_CHARACTERS else f"{line[: _MOST_CHARACTERS - 3]}..."
 
 
 def first_sentence(error: BaseException) -> str:

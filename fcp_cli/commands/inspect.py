@@ -57,7 +57,6 @@ def _step(file: PlanFile, wanted: int) -> StepPlan:
 
 
 def _inspect_degree(file: PlanFile, wanted: int, order: int, manifest: Path | None, json: bool) -> None:
-    from fcp_cli.manifest.read import read_manifest
     from fcp_cli.planning.problem import problem_of
     from fcp_cli.report.why import explain_degree, print_why
 
@@ -66,7 +65,7 @@ def _inspect_degree(file: PlanFile, wanted: int, order: int, manifest: Path | No
         raise UsageError(f"step {wanted} has micro-batches 0 to {len(step) - 1}, not --why {order}")
     if step.microbatch(order).is_idle:
         raise UsageError(f"--why {order}: micro-batch {order} of step {wanted} is idle; it has no sequences")
-    table = read_manifest(manifest) if manifest is not None else None
+    table = file.manifest(manifest)
     problem = problem_of(file.metadata, name=str(file.path), step=wanted)
     explanation = explain_degree(step, order, problem, manifest=table, metadata=file.metadata)
     if json:
@@ -127,7 +126,6 @@ def _summarise(file: PlanFile) -> tuple[PlanSummary, list[StepPlan], int]:
 
 
 def _speedup(file: PlanFile, sample: list[StepPlan], longest: int, manifest: Path | None) -> tuple[float, int] | None:
-    from fcp_cli.manifest.read import read_manifest
     from fcp_cli.planning.baseline import static_speedup
     from fcp_cli.planning.problem import problem_of
 
@@ -135,6 +133,6 @@ def _speedup(file: PlanFile, sample: list[StepPlan], longest: int, manifest: Pat
         sample,
         problem_of(file.metadata, name=str(file.path)),
         longest_tokens=longest,
-        manifest=read_manifest(manifest) if manifest is not None else None,
+        manifest=file.manifest(manifest),
     )
     return None if found is None else (found[0], found[1].degree)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 from fcp_cli.command_line import App, takes
-from fcp_cli.console import human, note, print_json
-from fcp_cli.options import Arg, Opt
+from fcp_cli.console import human, note, print_always, print_json
+from fcp_cli.errors import RunError, UsageError
+from fcp_cli.options import Arg, Opt, Typed
+from fcp_cli.words import one_line
 
 jobs_app = App()
 
@@ -30,16 +32,14 @@ def jobs(options: JobsOptions) -> None:
     The state is the scheduler's word while a job waits or runs, and the run's own once it has ended.
     """
     from rich.table import Table
+    from rich.text import Text
 
-    from fcp_cli.launching.started.jobs import job_state, started_runs
+    from fcp_cli.launching.started.jobs import listed_state, started_runs
     from fcp_cli.launching.started.outside import ThisMachine
 
-    found = [job_state(run_dir, ThisMachine()) for run_dir in started_runs(options.runs)]
+    found = [listed_state(run_dir, ThisMachine()) for run_dir in started_runs(options.runs)]
     if options.json:
-        shown = [
-            {"run_dir": str(job.run_dir), "where": job.where, "state": job.state, "steps": job.steps} for job in found
-        ]
-        print_json({"jobs": shown})
+        print_json({"jobs": [{**asdict(job), "run_dir": str(job.run_dir)} for job in found]})
         return
     if not found:
         note(f"no job was launched into {options.runs}")
@@ -48,7 +48,9 @@ def jobs(options: JobsOptions) -> None:
     for heading in ("run", "where", "state", "steps"):
         table.add_column(heading, overflow="fold", no_wrap=heading == "steps")
     for job in found:
-        table.add_row(str(job.run_dir), job.where, job.state, str(job.steps))
+        state = f"{job.state}: {job.problem}" if job.problem else job.state
+        # A name of a folder may hold anything, rich's markup included.
+        table.add_row(*(Text(one_line(cell)) for cell in (str(job.run_dir), job.where, state, str(job.steps))))
     human().print(table)
 
 
@@ -66,14 +68,34 @@ def log(options: OneJob) -> None:
     from fcp_cli.launching.started.jobs import log_of, require_run
     from fcp_cli.launching.started.outside import ThisMachine
 
-    sys.stdout.write(log_of(require_run(options.run_dir), ThisMachine()))
+    sys.stdout.writelines(log_of(require_run(options.run_dir), ThisMachine()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CancelOptions(OneJob):
+    """Which job to end."""
+
+    yes: Annotated[bool, Opt("End it without asking; obeyed on the command line alone.", flags=("--yes", "-y"))] = False
+    typed: Annotated[frozenset[str], Typed()] = frozenset()
 
 
 @jobs_app.command()
-@takes(OneJob, "fcp jobs cancel runs/qwen3-tiny-001", "fcp jobs cancel qwen3-tiny-001")
-def cancel(options: OneJob) -> None:
-    """End a job; here and under Slurm its ranks finish their step and save first."""
-    from fcp_cli.launching.started import jobs as started
+@takes(CancelOptions, "fcp jobs cancel runs/qwen3-tiny-001", "fcp jobs cancel qwen3-tiny-001 --yes")
+def cancel(options: CancelOptions) -> None:
+    """End a job, after showing it and asking; here and under Slurm its ranks finish their step and save first."""
+    from fcp_cli.launching.started.cancel import end, find_cancellation
+    from fcp_cli.launching.started.jobs import require_run
     from fcp_cli.launching.started.outside import ThisMachine
 
-    note(started.cancel(started.require_run(options.run_dir), ThisMachine()))
+    found = find_cancellation(require_run(options.run_dir), ThisMachine())
+    asks = "yes" not in options.typed  # a file that lies in the current folder must not answer for the user
+    if asks and (sys.stdin is None or not sys.stdin.isatty()):
+        raise UsageError(f"there is no terminal to ask on; to end {found.job.run_dir} without being asked, add --yes")
+    for line in found.describe():
+        (print_always if asks else note)(line)
+    if asks:
+        sys.stderr.write("End it? [y/N] ")
+        sys.stderr.flush()
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            raise RunError("nothing was cancelled")
+    note(end(found, ThisMachine()))

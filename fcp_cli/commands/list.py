@@ -9,7 +9,7 @@ import typer
 
 from fcp_cli.command_line import takes
 from fcp_cli.console import print_json
-from fcp_cli.known import KINDS, Known, known_names
+from fcp_cli.known import KINDS, Known, known_names, other_names
 from fcp_cli.options import Arg, Opt
 
 
@@ -17,19 +17,22 @@ from fcp_cli.options import Arg, Opt
 class ListOptions:
     """What to list."""
 
-    kind: Annotated[Known | None, Arg("models, clusters, solvers or targets; without it, all.")] = None
+    kind: Annotated[Known | None, Arg("models, clusters, measured, solvers or targets; without it, all.")] = None
     json: Annotated[bool, Opt("Print one JSON document on stdout.")] = False
 
 
 @takes(ListOptions, "fcp list models", "fcp list")
 def list_names(options: ListOptions) -> None:
-    """List the models, clusters, solvers and targets that options know by name, one a line."""
-    found: dict[str, list[str]] = {kind: known_names(kind) for kind in KINDS if options.kind in (None, kind)}
+    """List the models, clusters, solvers and targets that options know by name, and the devices that were measured."""
+    kinds = [kind for kind in KINDS if options.kind in (None, kind)]
+    found = {str(kind): known_names(kind) for kind in kinds}
     if options.json:
         print_json(found)
         return
-    for kind, names in found.items():
+    for kind in kinds:
         if options.kind is None:
             typer.echo(f"{kind}:")
-        for name in names:
-            typer.echo(name if options.kind else f"  {name}")
+        aliases = other_names(kind)
+        for name in found[kind]:
+            shown = f"{name} ({', '.join(aliases[name])})" if aliases.get(name) else name
+            typer.echo(shown if options.kind else f"  {shown}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from fcp_cli.command_line import App, takes
 from fcp_cli.console import human, note, print_json, print_table, progress
 from fcp_cli.files import refuse_to_overwrite
-from fcp_cli.options import Arg, Opt, Typed
+from fcp_cli.options import MOST_PIXELS, MOST_ROWS, Arg, Opt, Typed
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from fcp_cli.manifest.sources.detect import SourceOptions
     from fcp_cli.manifest.summary import ManifestSummary
+    from fcp_cli.manifest.table import LengthTable
 
 manifest_app = App(
     no_args_is_help=True,
@@ -36,7 +37,9 @@ class BuildOptions:
     source: Annotated[
         Path, Arg("Folder of text files; JSONL, Parquet, Arrow or tar file, or a folder of them; Megatron .idx.")
     ]
-    output: Annotated[Path, Opt("The manifest to write.", flags=("--output", "-o"))] = Path("lengths.parquet")
+    output: Annotated[Path, Opt("The manifest to write.", flags=("--output", "-o"), trust="writes")] = Path(
+        "lengths.parquet"
+    )
     tokenizer: Annotated[
         str,
         Opt(
@@ -139,7 +142,7 @@ def build(options: BuildOptions) -> None:
         note(f"{unlearned} of {built.rows:,} with no token that is learned: they take time and train nothing")
     for reason, count in built.skipped.items():
         note(f"left out {counted(count, f'{reason} sequence')}")
-    _report(output, "length", json=options.json, extra={"skipped": built.skipped})
+    _report(output, built.table, built.source, json=options.json, extra={"skipped": built.skipped})
     note(f"wrote {output}; next: fcp plan {output}")
 
 
@@ -156,7 +159,12 @@ class ShowOptions:
 @takes(ShowOptions, "fcp manifest show lengths.parquet", "fcp manifest show dataset.parquet --length-column input_ids")
 def show(options: ShowOptions) -> None:
     """Show counts, percentiles and a histogram of the lengths of a manifest."""
-    _report(options.path, options.length_column, json=options.json, extra={})
+    from fcp_cli.manifest.header import manifest_source
+    from fcp_cli.manifest.read import read_manifest
+
+    table = read_manifest(options.path, length_column=options.length_column)
+    source = None if str(options.path) == "-" else manifest_source(options.path)
+    _report(options.path, table, source, json=options.json, extra={})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,16 +174,20 @@ class SynthOptions:
     name: Annotated[
         Literal["msrvtt", "internvid", "openvid", "mixed"], Arg("The data set to imitate.", metavar="DATASET")
     ]
-    output: Annotated[Path, Opt("The JSON lines to write.", flags=("--output", "-o"))] = Path("sizes.jsonl")
-    rows: Annotated[int, Opt("Sequences.", min=1)] = 10_000
+    output: Annotated[Path, Opt("The JSON lines to write.", flags=("--output", "-o"), trust="writes")] = Path(
+        "sizes.jsonl"
+    )
+    rows: Annotated[int, Opt("Sequences.", min=1, max=MOST_ROWS)] = 10_000
     seed: Annotated[int, Opt("Seed of the random sizes.", min=0)] = 0
     short_side: Annotated[
         int | None,
-        Opt("Scale pictures to N pixels on their shorter side, for small models.", min=1, unset="none"),
+        Opt(
+            "Scale pictures to N pixels on their shorter side, for small models.", min=1, max=MOST_PIXELS, unset="none"
+        ),
     ] = None
     fps: Annotated[
         float | None,
-        Opt("Frames per second of the clips; InternVL takes every frame it is given.", min=0.01, unset="30"),
+        Opt("Frames per second of the clips; InternVL takes every frame it is given.", min=0.01, max=1000, unset="30"),
     ] = None
 
 
@@ -238,13 +250,12 @@ def _note_unused(description: dict[str, Any], options: SourceOptions) -> None:
         note(f"--vocab-size is not used for {kind}; it follows from the tokens")
 
 
-def _report(path: Path, length_column: str, *, json: bool, extra: dict[str, Any]) -> None:
-    from fcp_cli.manifest.header import manifest_source
-    from fcp_cli.manifest.read import read_manifest, remarks
+def _report(
+    path: Path, table: LengthTable, source: dict[str, Any] | None, *, json: bool, extra: dict[str, Any]
+) -> None:
+    from fcp_cli.manifest.read import remarks
     from fcp_cli.manifest.summary import summarize
 
-    table = read_manifest(path, length_column=length_column)
-    source = None if str(path) == "-" else manifest_source(path)
     summary = summarize(table)
     if json:
         head = {"manifest": str(path), "content_hash": table.content_hash(), "source": source}

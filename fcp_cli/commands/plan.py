@@ -13,7 +13,7 @@ from fcp_cli.command_line import takes
 from fcp_cli.console import Origins, human, note, print_json, progress
 from fcp_cli.errors import UsageError
 from fcp_cli.files import refuse_to_overwrite
-from fcp_cli.options import Opt, Typed, options_of
+from fcp_cli.options import MOST_RANKS, MOST_WORKERS, Opt, Typed, options_of
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.words import counted, duration
 
@@ -32,19 +32,28 @@ class PlanOptions(PlanRequest):
     """The options of `fcp plan`."""
 
     output: Annotated[
-        Path | None, Opt("The plan to write; - is stdout.", group="Options", flags=("--output", "-o"), unset=f"{_PLAN}")
+        Path | None,
+        Opt(
+            "The plan to write; - is stdout.",
+            group="Options",
+            flags=("--output", "-o"),
+            unset=f"{_PLAN}",
+            trust="writes",
+        ),
     ] = None
     solver: Annotated[str, Opt("fcp, or a published strategy; see 'fcp compare'.")] = "fcp"
     resume: Annotated[bool, Opt("Continue the same plan after an interruption.")] = False
     continue_from: Annotated[
         Path | None, Opt("Plan what a stopped run has left, in the same batches, for other --ranks.", metavar="RUN_DIR")
     ] = None
-    max_degree: Annotated[int | None, Opt("1: no rings, each sequence on one rank.", min=1, unset="no limit")] = None
+    max_degree: Annotated[
+        int | None, Opt("1: no rings, each sequence on one rank.", min=1, max=MOST_RANKS, unset="no limit")
+    ] = None
     max_groups: Annotated[
         int | None, Opt("Most distinct groups of degree > 1 in the whole plan.", min=1, unset="no limit")
     ] = None
     max_peers: Annotated[
-        int | None, Opt("Most ranks that a rank ever has beside it in rings.", min=1, unset="no limit")
+        int | None, Opt("Most ranks that a rank ever has beside it in rings.", min=1, max=MOST_RANKS, unset="no limit")
     ] = None
     robust: Annotated[
         bool, Opt("Of answers within 0.5 % choose the one that noise, a slow rank and shared links hurt least.")
@@ -53,7 +62,7 @@ class PlanOptions(PlanRequest):
         Literal["megatron-execution-plan"] | None,
         Opt("Write the plan in another's form, too, beside it: PLAN.execution.jsonl.", unset="nothing"),
     ] = None
-    workers: Annotated[int | None, Opt("Planning processes.", min=1, unset="as many as pay")] = None
+    workers: Annotated[int | None, Opt("Planning processes.", min=1, max=MOST_WORKERS, unset="as many as pay")] = None
     json: Annotated[bool, Opt("Print the summary as one JSON document on stdout.")] = False
     typed: Annotated[frozenset[str], Typed()] = frozenset()
 

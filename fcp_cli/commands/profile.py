@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from fcp_cli.command_line import App, takes
 from fcp_cli.console import Origins, human, note, print_json, progress
 from fcp_cli.errors import ProfileError, UsageError
-from fcp_cli.files import refuse_to_overwrite
+from fcp_cli.files import refuse_to_overwrite, write_text_atomically
 from fcp_cli.options import Arg, Opt
 from fcp_cli.profiling.options import ProfileRequest
 from fcp_cli.words import counted
@@ -36,7 +36,17 @@ class ProfileOptions(ProfileRequest):
     hf_config: Annotated[
         Path | None, Opt("config.json of a Hugging Face model, instead of --model.", group="Options")
     ] = None
-    output: Annotated[Path, Opt("The profile to write; - is stdout.", flags=("--output", "-o"))] = _OUTPUT
+    output: Annotated[Path, Opt("The profile to write; - is stdout.", flags=("--output", "-o"), trust="writes")] = (
+        _OUTPUT
+    )
+    share: Annotated[
+        Path | None,
+        Opt(
+            "Also write what was measured of the device, without names or paths, for others.",
+            metavar="FILE",
+            trust="writes",
+        ),
+    ] = None
     json: Annotated[bool, Opt("Print the result as one JSON document on stdout.")] = False
 
 
@@ -58,6 +68,7 @@ def profile(options: ProfileOptions) -> None:
     if options.model is not None and options.hf_config is not None:
         raise UsageError("--model and --hf-config exclude each other; give one")
     _refuse_two_documents(output, options.json)
+    _check_share(options)
     if options.hf_config is not None:
         options = replace(options, model=str(options.hf_config))
     if options.samples is None and str(output) != "-":
@@ -77,8 +88,27 @@ def profile(options: ProfileOptions) -> None:
             return
         found, failure = _measured(measurement, options, origins)
     _finish(found, output, options.json, origins)
+    if options.share is not None:
+        _share(found, options.share)
     if failure is not None:
         raise ProfileError(failure)
+
+
+def _check_share(options: ProfileOptions) -> None:
+    share = options.share
+    if share is None:
+        return
+    if options.analytic:
+        raise UsageError("--share writes what was measured; leave out --analytic")
+    if share in (options.output, options.samples, options.from_samples):
+        raise UsageError(f"--share {share} would overwrite another file of the command; name a new one")
+
+
+def _share(found: CostProfile, path: Path) -> None:
+    from fcp_cli.profiling.share import file_name, shared_text
+
+    write_text_atomically(path, shared_text(found))
+    note(f"wrote {path}; as profiles/measured/{file_name(found)} it serves all users of the device")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +153,9 @@ class FitOptions:
     """Which runs to refit from."""
 
     metrics: Annotated[tuple[Path, ...], Arg("Folders of runs, or their metrics.jsonl.", metavar="RUN_DIR")]
-    output: Annotated[Path, Opt("The profile to write; - is stdout.", flags=("--output", "-o"))] = _OUTPUT
+    output: Annotated[Path, Opt("The profile to write; - is stdout.", flags=("--output", "-o"), trust="writes")] = (
+        _OUTPUT
+    )
     profile: Annotated[Path | None, Opt("Profile to compare with and to start from.", unset="the plan's own")] = None
     plan: Annotated[Path | None, Opt("The runs' plan, if it lies elsewhere now.")] = None
     skip_steps: Annotated[int, Opt("Steps after each start to leave out.", min=0)] = 1
@@ -295,7 +327,7 @@ def _refuse_two_documents(output: Path, json: bool) -> None:
 
 def _write(found: CostProfile, output: Path) -> None:
     from fcp_cli.cost.profile import dump_cost_profile
-    from fcp_cli.files import manifest_here, write_text_atomically
+    from fcp_cli.files import manifest_here
 
     text = dump_cost_profile(found)
     if str(output) == "-":

@@ -37,7 +37,7 @@ class ReportOptions:
     metrics: Annotated[
         Path | None, Opt("metrics.jsonl of a run that followed the plan, or its folder.", metavar="RUN_DIR")
     ] = None
-    output: Annotated[Path, Opt("The page to write.", flags=("--output", "-o"))] = Path("report.html")
+    output: Annotated[Path, Opt("The page to write.", flags=("--output", "-o"), trust="writes")] = Path("report.html")
     manifest: Annotated[Path | None, Opt("The plan's manifest, where it has mask or vision columns.")] = None
     json: Annotated[bool, Opt("Print its figures as one JSON document on stdout.")] = False
 
@@ -49,7 +49,6 @@ def report(options: ReportOptions) -> None:
     Of a run also its loss, and what was measured beside what was planned.
     """
     from fcp_cli.files import refuse_to_overwrite, write_text_atomically
-    from fcp_cli.manifest.read import read_manifest
     from fcp_cli.report.page import Report, javascript_bundle
     from fcp_cli.report.plan_file import open_plan
 
@@ -58,7 +57,7 @@ def report(options: ReportOptions) -> None:
         raise FcpError(f"cannot write {output}: there is no folder {output.parent}")
     refuse_to_overwrite(output, options.plan, options.metrics, options.manifest)
     file = open_plan(options.plan)
-    table = read_manifest(options.manifest) if options.manifest is not None else None
+    table = file.manifest(options.manifest)
     javascript_bundle()  # before the work: it may be missing
     picture, sample = _draw_plan(file)
     run, measured, problems = _draw_run(options.metrics, file, picture)
@@ -67,7 +66,7 @@ def report(options: ReportOptions) -> None:
         plan=picture,
         run=measured,
         run_name=run.path.resolve().parent.name if run is not None else "",
-        run_facts=run.run if run is not None else {},
+        run_facts=run.run if run is not None else None,
         speedup=_speedup(file, sample, picture.longest_tokens, table),
         warnings=[*file.problems, *problems],
     )

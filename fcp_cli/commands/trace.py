@@ -29,9 +29,9 @@ class TraceOptions:
 
     inputs: Annotated[tuple[Path, ...], Arg("A plan, the metrics of a run, or both.", metavar="PLAN|RUN.jsonl")]
     steps: Annotated[str | None, Opt("Only steps A to before B.", metavar="A:B", unset="all")] = None
-    output: Annotated[Path, Opt("The trace to write; .gz compresses it, - is stdout.", flags=("--output", "-o"))] = (
-        Path("trace.json")
-    )
+    output: Annotated[
+        Path, Opt("The trace to write; .gz compresses it, - is stdout.", flags=("--output", "-o"), trust="writes")
+    ] = Path("trace.json")
     json: Annotated[bool, Opt("Print what was written as one JSON document on stdout.")] = False
 
 

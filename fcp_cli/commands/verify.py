@@ -10,7 +10,7 @@ import typer
 
 from fcp_cli.command_line import takes
 from fcp_cli.console import human, note, print_json, print_table
-from fcp_cli.options import Opt
+from fcp_cli.options import MOST_TOKENS, Opt
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:
@@ -24,7 +24,9 @@ class VerifyOptions:
     plan: Annotated[Path, Opt("The plan to verify.")] = Path("plan.parquet")
     steps: Annotated[int, Opt("Steps to replay.", min=1)] = 3
     first_step: Annotated[int, Opt("The first of them.", min=0)] = 0
-    max_length: Annotated[int, Opt("Scale all lengths down until the longest has this many tokens.", min=1)] = 256
+    max_length: Annotated[
+        int, Opt("Scale all lengths down until the longest has this many tokens.", min=1, max=MOST_TOKENS)
+    ] = 256
     json: Annotated[bool, Opt("Print the result as one JSON document on stdout.")] = False
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,13 +14,15 @@ from fcp_cli.command_line import takes
 from fcp_cli.console import human, note, print_json
 from fcp_cli.errors import RunError
 from fcp_cli.kinds import another_kind
-from fcp_cli.options import Arg, Opt
+from fcp_cli.options import MOST_WAIT, Arg, Opt
+from fcp_cli.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from fcp_cli.report.watch import RunState, Standing
     from fcp_cli.runs.metrics_reader import MetricsTail
+    from fcp_cli.runs.metrics_record import MetricsRecord
     from fcp_cli.runs.step_position import StepPosition
 
 
@@ -30,7 +32,7 @@ class WatchOptions:
 
     run_dir: Annotated[Path, Arg("The run's folder, or its metrics.jsonl.")]
     every: Annotated[int, Opt("Through a pipe: steps between two lines.", min=1)] = 1
-    interval: Annotated[float, Opt("Seconds between two readings.", min=0.1, metavar="SECONDS")] = 1.0
+    interval: Annotated[float, Opt("Seconds between two readings.", min=0.1, max=MOST_WAIT, metavar="SECONDS")] = 1.0
     once: Annotated[bool, Opt("Show the state now and end.")] = False
     json: Annotated[bool, Opt("Print the state now as one JSON document on stdout.")] = False
 
@@ -61,6 +63,7 @@ def watch(options: WatchOptions) -> None:
             _follow_lines(watched, console, options.interval, options.every)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None  # nothing of the watcher's was lost; the run trains on
+    watched.note_damage()
     if watched.standing != "finished":
         raise RunError(f"{options.run_dir}: {watched.remark()}")
     _note_finished(watched)
@@ -87,8 +90,9 @@ class _Watched:
     state: RunState
     ascii_only: bool
     quiet_seconds: float = field(init=False, default=0.0)
+    _damaged: int = field(init=False, default=0)
 
-    def update(self, show: Callable[[dict[str, Any]], None] = lambda record: None) -> Standing:
+    def update(self, show: Callable[[MetricsRecord], None] = lambda record: None) -> Standing:
         """Read new records, showing each, and return whether the run still trains.
 
         The heartbeat is read first: a run that has ended by then has written all that will come.
@@ -104,6 +108,12 @@ class _Watched:
         self.quiet_seconds = _quiet_seconds(self.tail.path, paths.launch)
         self.standing = self.state.standing(self.heartbeat, quiet_seconds=self.quiet_seconds)
         return self.standing
+
+    def note_damage(self) -> None:
+        """Print a line about lines of the metrics that were skipped since the last call, if any."""
+        if self.tail.damaged > self._damaged:
+            self._damaged = self.tail.damaged
+            note(f"warning: {self.tail.path}: {counted(self._damaged, 'line')} damaged; skipped")
 
     def position(self) -> StepPosition | None:
         """Return how far the run's long step has come, if it is in one."""
@@ -123,10 +133,11 @@ def _show_once(watched: _Watched, console: Console, *, json: bool) -> None:
     from fcp_cli.report.watch import run_view
 
     standing = watched.update()
+    watched.note_damage()
     if json:
         print_json(watched.state.to_json(standing))
         return
-    if not watched.state.run and standing == "running":
+    if watched.state.run is None and standing == "running":
         raise RunError(f"{watched.tail.path} has no metrics yet")
     console.print(run_view(watched.state, watched.remark(), ascii_only=watched.ascii_only))
     if standing == "finished":
@@ -165,9 +176,10 @@ def _follow_lines(watched: _Watched, console: Console, interval: float, every: i
 
     lines, waits = TrainingProgress(console, every=every), False
     while watched.update(lines.feed) == "running":
+        watched.note_damage()
         if (position := watched.position()) is not None:
             lines.show_position(position)
-        if not watched.state.run and not waits:
+        if watched.state.run is None and not waits:
             note(f"waiting for {watched.tail.path}")
             waits = True
         time.sleep(interval)

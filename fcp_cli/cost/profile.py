@@ -4,8 +4,8 @@ Two keys are optional and come together: the coefficient `exposed_ring_share`, a
 fit of the same samples without it, for whatever compares strategies. Optional, too, are the coefficients of chunks, of
 a ring's last hop, of layers with windows and of their halos, the block `step` with what a step takes beside its micro-
 batches, the block `heads`, without which groups are rings, the block `recipe`, which times and memory are of, `sync`,
-which its memory is of, and `phase`, which its times are of where it is not training. A reader refuses every key that it
-does not know.
+which its memory is of, `phase`, which its times are of where it is not training, and `attention_kernels`, a measured
+table of the device's kernels. A reader refuses every key that it does not know.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from typing import Annotated, Any, Final, Literal
 import yaml
 from msgspec import Meta
 
+from fcp_cli.attention_kernels import KernelTable
 from fcp_cli.errors import ProfileError
+from fcp_cli.kernel_names import KERNELS, KernelName
 from fcp_cli.kinds import another_kind
 from fcp_cli.reading.documents import parse_yaml, read_text
 from fcp_cli.recipe import Phase, Recipe
@@ -166,6 +168,7 @@ class CostProfile:
         recipe: that the times and the memory are of; None where nobody said.
         sync: that the memory is of: what is gathered and kept depends on it; None where nobody said.
         phase: `forward` where the times are of forward passes alone; None: of training.
+        attention_kernels: measured kernels of the device, or None.
         text: the YAML it was read from, kept whole for the plan's metadata.
     """
 
@@ -181,6 +184,7 @@ class CostProfile:
     recipe: Recipe | None = None
     sync: Sync | None = None
     phase: Phase | None = None
+    attention_kernels: KernelTable | None = None
     measurement: Mapping[str, Any] = field(default_factory=dict)
     text: str = field(default="", compare=False)
 
@@ -189,6 +193,26 @@ class CostProfile:
         """Ranks that share out the experts of a layer, as the measurement block says; 1 where it says nothing."""
         found = self.measurement.get("expert_parallel", 1)
         return found if isinstance(found, int) and found > 0 else 1
+
+    @property
+    def attention_kernel(self) -> KernelName | None:
+        """Attention kernel that the times are of, or None if unknown."""
+        if self.attention_kernels is not None and self.attention_kernels.kernel is not None:
+            return self.attention_kernels.kernel
+        found = self.measurement.get("attention_kernel")
+        return next((name for name in KERNELS if name == found), None)
+
+    def kernel_ratio(self, runs: KernelName, assumed: KernelName) -> float | None:
+        """Return how many times as long attention takes on `runs` as on `assumed`, or None if unknown."""
+        if self.attention_kernels is not None:
+            return self.attention_kernels.ratio(runs, assumed)
+        seconds = self.measurement.get("attention_seconds_by_kernel")
+        if not isinstance(seconds, Mapping):
+            return None
+        first, second = (seconds.get(name) for name in (runs, assumed))
+        if isinstance(first, float) and isinstance(second, float) and second > 0:
+            return first / second
+        return None
 
     def on_common_ground(self) -> CostProfile:
         """Return the profile that strategies are compared under: without an exposed share of the ring."""
@@ -225,6 +249,7 @@ class _File(_Costs):
     recipe: Recipe | None = None
     sync: Sync | None = None
     phase: Phase | None = None
+    attention_kernels: KernelTable | None = None
     measurement: Mapping[str, Any] | None = None
 
 
@@ -280,6 +305,7 @@ def parse_cost_profile(text: str, *, name: str) -> CostProfile:
         recipe=file.recipe,
         sync=file.sync,
         phase=file.phase,
+        attention_kernels=file.attention_kernels,
         measurement=file.measurement or {},
         text=text,
     )
@@ -348,6 +374,8 @@ def dump_cost_profile(profile: CostProfile) -> str:
         document["sync"] = profile.sync
     if profile.phase is not None:
         document["phase"] = profile.phase
+    if profile.attention_kernels is not None:
+        document["attention_kernels"] = profile.attention_kernels.document()
     if profile.measurement:
         document["measurement"] = dict(profile.measurement)
     return yaml.dump(_inlined(document), Dumper=_Dumper, sort_keys=False, width=120)

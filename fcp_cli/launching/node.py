@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -23,12 +23,15 @@ from fcp_cli.files import write_text_atomically
 from fcp_cli.launching.job.commands import path_of_python
 from fcp_cli.launching.job.environment import interface_value
 from fcp_cli.launching.job.job import PLAN_VARIABLE, RUN_DIR_VARIABLE
+from fcp_cli.launching.supervision.full_disk import full_disk_line, is_full
 from fcp_cli.launching.supervision.run import JobOutcome, Screen, run_command
 from fcp_cli.launching.supervision.watching import RunWatcher
 from fcp_cli.machine.network import interface_towards, port_problem, resolution_problem
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.heartbeat import beating
+from fcp_cli.runs.owner import STALE_SECONDS
+from fcp_cli.runs.ownership import Ownership, own
 from fcp_cli.runs.record import write_record
 from fcp_cli.runs.summary import closing_line
 from fcp_cli.training.progress import TrainingProgress
@@ -37,6 +40,7 @@ _GRACE_SECONDS = 280  # Slurm is asked to send SIGTERM 300 seconds before it end
 _STOP_FILE_VARIABLE = "FCP_STOP_FILE"  # set by Slurm's script, which makes the file when it receives that signal
 _RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"  # set by Slurm from the second start of a job on
 _TRAINER = "fcp_cli.training.train"
+_OWNER_SECONDS = 1.5 * STALE_SECONDS  # an owner on another node is known to be gone by then
 _LOOK_UP_SECONDS = 5.0  # a resolver under the load of a whole job's start may fail for a moment
 
 
@@ -63,13 +67,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("the command to run comes after --")
     try:
         _require_address(options.master_addr)
-        return _run(_resumed(command), options, _environment(options))
+        with ExitStack() as owned:
+            return _run(_resumed(command), options, _environment(options), owned)
     except (FcpError, OSError) as error:
         _print(f"error: node {options.node_rank}: {error}")
         return 1
 
 
-def _run(command: Sequence[str], options: argparse.Namespace, environment: Mapping[str, str]) -> int:
+def _own(run_dir: Path) -> Ownership:
+    """Own the run folder; a start that Slurm has ended on another node may seem to run for a while."""
+    batch_job = os.environ.get("SLURM_JOB_ID", "")
+    return own(
+        run_dir,
+        job=f"slurm {batch_job}" if batch_job else "",
+        restarts=bool(batch_job),
+        patience_seconds=_OWNER_SECONDS,
+        announce=_print,
+    )
+
+
+def _run(command: Sequence[str], options: argparse.Namespace, environment: Mapping[str, str], owned: ExitStack) -> int:
     heartbeat, is_first = None, options.node_rank == 0
     watcher: RunWatcher | None = None
     if is_first and options.master_port is not None and (problem := port_problem(options.master_port)):
@@ -77,6 +94,7 @@ def _run(command: Sequence[str], options: argparse.Namespace, environment: Mappi
         raise RunError(f"{where} is {problem}; choose another with --master-port")
     if is_first and RUN_DIR_VARIABLE in environment:
         paths = RunPaths(run_dir=Path(environment[RUN_DIR_VARIABLE]))
+        owned.enter_context(_own(paths.run_dir))
         _write_record(paths, Path(environment[PLAN_VARIABLE]), options.record)
         heartbeat, watcher = paths.heartbeat, RunWatcher(paths, _progress(command))
     with beating(heartbeat) as pulse:
@@ -99,6 +117,9 @@ def _run(command: Sequence[str], options: argparse.Namespace, environment: Mappi
         watcher.close()
         if not outcome.status:
             _print(closing_line(watcher.summary, watcher.paths))
+        if outcome.failure is not None and is_full(watcher.paths.run_dir):
+            _print(f"error: {full_disk_line(watcher.paths.run_dir, resume='')}")
+            return 1
     return _report(outcome, shows=is_first)
 
 
@@ -113,7 +134,7 @@ def _resumed(command: Sequence[str]) -> Sequence[str]:
     The trainer then continues from the newest checkpoint, or begins again where there is none.
     """
     restarts = os.environ.get(_RESTARTS_VARIABLE, "")
-    is_restart = restarts.isdigit() and int(restarts) > 0
+    is_restart = restarts.isdecimal() and int(restarts) > 0
     if not is_restart or _TRAINER not in command or "--resume" in command:
         return command
     return [*command, "--resume"]

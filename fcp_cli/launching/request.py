@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from fcp_cli.options import Arg, Group, Opt
+from fcp_cli.kernel_names import KernelChoice
+from fcp_cli.options import MOST_AHEAD, MOST_RANKS, MOST_ROWS, MOST_TOKENS, MOST_WAIT, Arg, Group, Opt
 from fcp_cli.plan.planner_place import PlannerPlace
 from fcp_cli.training.settings import Device, TrainSettings
 
@@ -34,15 +35,27 @@ class ClusterOptions:
         Opt("Where it runs: here, by ssh (scripts), on Slurm or Kubernetes (pytorchjob).", unset="what options imply"),
     ] = None
     template: Annotated[
-        Path | None, Opt("Your own template of the job's files.", metavar="FILE.j2", unset="the target's in launchers/")
+        Path | None,
+        Opt(
+            "Your own template of the job's files.", metavar="FILE.j2", unset="the target's in launchers/", trust="runs"
+        ),
     ] = None
-    hostfile: Annotated[Path | None, Opt("Nodes, one a line, node 0 first.")] = None
-    setup: Annotated[tuple[str, ...], Opt("Shell that a node runs first; may be repeated.", metavar="LINE")] = ()
-    sbatch_option: Annotated[tuple[str, ...], Opt("As --partition=gpu; may be repeated.", metavar="OPTION")] = ()
-    srun_option: Annotated[tuple[str, ...], Opt("As --container-image=IMAGE; may be repeated.", metavar="OPTION")] = ()
-    image: Annotated[str | None, Opt("Container image with fcp, torch and your code; Kubernetes needs one.")] = None
+    hostfile: Annotated[Path | None, Opt("Nodes, one a line, node 0 first.", trust="runs")] = None
+    setup: Annotated[
+        tuple[str, ...], Opt("Shell that a node runs first; may be repeated.", metavar="LINE", trust="runs")
+    ] = ()
+    sbatch_option: Annotated[
+        tuple[str, ...], Opt("As --partition=gpu; may be repeated.", metavar="OPTION", trust="runs")
+    ] = ()
+    srun_option: Annotated[
+        tuple[str, ...], Opt("As --container-image=IMAGE; may be repeated.", metavar="OPTION", trust="runs")
+    ] = ()
+    image: Annotated[
+        str | None, Opt("Container image with fcp, torch and your code; Kubernetes needs one.", trust="runs")
+    ] = None
     mount: Annotated[
-        tuple[str, ...], Opt("Volume of a container, as CLAIM:/path; may be repeated.", metavar="CLAIM:PATH")
+        tuple[str, ...],
+        Opt("Volume of a container, as CLAIM:/path; may be repeated.", metavar="CLAIM:PATH", trust="runs"),
     ] = ()
     namespace: Annotated[str | None, Opt("Namespace of the job on Kubernetes.", unset="kubectl's")] = None
     request: Annotated[
@@ -51,15 +64,19 @@ class ClusterOptions:
     node_selector: Annotated[
         tuple[str, ...], Opt("Label of the nodes to run on; may be repeated.", metavar="KEY=VALUE")
     ] = ()
-    pull_secret: Annotated[tuple[str, ...], Opt("Secret to pull the image with; may be repeated.", metavar="NAME")] = ()
+    pull_secret: Annotated[
+        tuple[str, ...], Opt("Secret to pull the image with; may be repeated.", metavar="NAME", trust="runs")
+    ] = ()
     rdma_resource: Annotated[
         str | None, Opt("RDMA devices of each node, as rdma/hca=1.", metavar="NAME=N", unset="none: TCP")
     ] = None
-    host_network: Annotated[bool, Opt("Containers use the node's own network.")] = False
+    host_network: Annotated[bool, Opt("Containers use the node's own network.", trust="runs")] = False
     shm_size: Annotated[
         str | None, Opt("Size of a container's /dev/shm, as 64Gi.", metavar="SIZE", unset="the node's memory")
     ] = None
-    python: Annotated[str | None, Opt("Interpreter on the nodes.", metavar="PATH", unset="this one")] = None
+    python: Annotated[str | None, Opt("Interpreter on the nodes.", metavar="PATH", unset="this one", trust="runs")] = (
+        None
+    )
     job_name: Annotated[str | None, Opt("Name of the job.", unset="the run directory's")] = None
 
 
@@ -83,10 +100,11 @@ class LaunchRequest:
         None
     )
     synthetic: Annotated[bool, Opt("Train on random tokens of the planned lengths.")] = False
-    ranks: Annotated[int | None, Opt("Refuse a plan for another number of ranks.", min=1)] = None
+    ranks: Annotated[int | None, Opt("Refuse a plan for another number of ranks.", min=1, max=MOST_RANKS)] = None
     device: Annotated[Device, Opt("What the ranks run on.")] = "auto"
     run_dir: Annotated[
-        Path | None, Opt("Folder of metrics, checkpoints and logs.", metavar="DIR", unset="a new runs/NAME-NNN")
+        Path | None,
+        Opt("Folder of metrics, checkpoints and logs.", metavar="DIR", unset="a new runs/NAME-NNN", trust="writes"),
     ] = None
     resume: Annotated[bool, Opt("Continue from the newest checkpoint, with the settings of the run.")] = False
     online: Annotated[bool, Opt("Plan the stream of a script of yours while it trains, in place of a plan.")] = False
@@ -95,13 +113,14 @@ class LaunchRequest:
         None
     )
     global_batch_size: Annotated[
-        int | None, Opt("Sequences per step of an online job.", min=1, unset="the stream gives whole batches")
+        int | None,
+        Opt("Sequences per step of an online job.", min=1, max=MOST_ROWS, unset="the stream gives whole batches"),
     ] = None
     global_batch_tokens: Annotated[
-        int | None, Opt("Most tokens per step of an online job.", min=1, unset="no limit")
+        int | None, Opt("Most tokens per step of an online job.", min=1, max=MOST_TOKENS, unset="no limit")
     ] = None
     ahead: Annotated[
-        int | None, Opt("Steps that an online job plans before the one that trains.", min=0, unset="2")
+        int | None, Opt("Steps that an online job plans before the one that trains.", min=0, max=MOST_AHEAD, unset="2")
     ] = None
     stream_begins: Annotated[
         Literal["over", "here"] | None,
@@ -110,7 +129,13 @@ class LaunchRequest:
         ),
     ] = None
     reorder_window: Annotated[
-        int | None, Opt("Batches in a row of an online job that may share their sequences out anew.", min=1, unset="1")
+        int | None,
+        Opt(
+            "Batches in a row of an online job that may share their sequences out anew.",
+            min=1,
+            max=MOST_AHEAD,
+            unset="1",
+        ),
     ] = None
     refit_every: Annotated[
         int | None, Opt("Steps after which an online job plans by what was measured.", min=1, unset="never")
@@ -125,23 +150,38 @@ class LaunchRequest:
         ),
     ] = None
     grace: Annotated[
-        int, Opt("How long a step may still take after SIGTERM, before all is ended.", min=1, metavar="SECONDS")
+        int,
+        Opt(
+            "How long a step may still take after SIGTERM, before all is ended.",
+            min=1,
+            max=MOST_WAIT,
+            metavar="SECONDS",
+        ),
     ] = 45
     dry_run: Annotated[bool, Opt("Print the commands; start and write nothing.")] = False
     training: Annotated[Mapping[str, Any], Group("Bundled trainer", of=TrainSettings)] = field(default_factory=dict)
     rank_timeout: Annotated[
         int | None,
-        Opt("How long ranks wait for each other.", min=1, metavar="SECONDS", unset="torch's: 600, 1800 on CPUs"),
+        Opt(
+            "How long ranks wait for each other.",
+            min=1,
+            max=MOST_WAIT,
+            metavar="SECONDS",
+            unset="torch's: 600, 1800 on CPUs",
+        ),
     ] = None
+    attention_kernel: Annotated[
+        KernelChoice, Opt("Attention kernel of NVIDIA devices, for all calls that it takes; auto: by measurement.")
+    ] = "auto"
     numa_binding: Annotated[NumaBinding | None, Opt("Keep ranks on cores near their device.", unset="not bound")] = None
-    nodes: Annotated[int | None, Opt("Machines to spread the ranks over.", min=1, group="Several nodes", unset="1")] = (
-        None
-    )
-    node_rank: Annotated[int | None, Opt("Which of them this is, from 0.", min=0)] = None
-    master_addr: Annotated[str | None, Opt("Address of node 0.", metavar="HOST")] = None
+    nodes: Annotated[
+        int | None, Opt("Machines to spread the ranks over.", min=1, max=MOST_RANKS, group="Several nodes", unset="1")
+    ] = None
+    node_rank: Annotated[int | None, Opt("Which of them this is, from 0.", min=0, max=MOST_RANKS)] = None
+    master_addr: Annotated[str | None, Opt("Address of node 0.", metavar="HOST", trust="runs")] = None
     master_port: Annotated[int, Opt("A free port of node 0.", min=0, max=65535)] = 29500
-    join_timeout: Annotated[int, Opt("How long the nodes wait for each other to start.", min=1, metavar="SECONDS")] = (
-        300
-    )
+    join_timeout: Annotated[
+        int, Opt("How long the nodes wait for each other to start.", min=1, max=MOST_WAIT, metavar="SECONDS")
+    ] = 300
     launcher: Annotated[Launcher, Opt("What starts a node's ranks.", group=_CLUSTERS)] = "torchrun"
     cluster: Annotated[ClusterOptions, Group(_CLUSTERS)] = ClusterOptions()

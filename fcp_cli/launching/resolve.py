@@ -11,6 +11,7 @@ from pathlib import Path
 from fcp_cli.console import Origins
 from fcp_cli.errors import PlanError, RunError, UsageError
 from fcp_cli.files import USUAL_MANIFESTS, manifest_here
+from fcp_cli.kernel_names import KernelChoice
 from fcp_cli.launching.assumed_plan import assumed_plan
 from fcp_cli.launching.checks import preflight
 from fcp_cli.launching.job.environment import job_variables, set_by_fcp
@@ -27,11 +28,12 @@ from fcp_cli.launching.targets.options import (
     hosts_of,
     refuse_local_options,
 )
-from fcp_cli.launching.trainer_settings import model_of_run, run_dir_of, trainer_settings
+from fcp_cli.launching.trainer_settings import model_of_run, recorded_settings, run_dir_of, trainer_settings
 from fcp_cli.machine.devices import Machine, find_machine_without_torch
 from fcp_cli.machine.network import free_ports, interface_towards
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.recipe import RecipeRequest
+from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.launch_record import followed_plan, latest_run_dir, read_launch
 
 DEFAULT_PLAN = Path("plan.parquet")
@@ -114,11 +116,19 @@ def _placed(
         # Nodes of a cluster's job start when the cluster has them, so they keep the launcher's own patience.
         join_timeout_seconds=request.join_timeout if target == LOCAL else None,
         rank_timeout_seconds=request.rank_timeout,
+        attention_kernel=_attention_kernel(request, machine),
         numa_binding=_numa_binding(request),
         grace_seconds=request.grace,
         launcher=request.launcher,
         target=target,
     )
+
+
+def _attention_kernel(request: LaunchRequest, machine: Machine) -> KernelChoice:
+    asked = request.attention_kernel
+    if asked != "auto" and machine.device in ("cpu", "npu"):
+        raise UsageError(f"--attention-kernel {asked} is for NVIDIA devices, and this job runs on {machine.device}")
+    return asked
 
 
 def _numa_binding(request: LaunchRequest) -> NumaBinding | None:
@@ -197,7 +207,7 @@ def _as_before(request: LaunchRequest, assumed: Origins) -> LaunchRequest:
         raise RunError(
             f"{run_dir} ran {' '.join(before.program)}, which resumes by its own means; launch it again after --"
         )
-    training = before.training
+    training = recorded_settings(before.training, RunPaths(run_dir=run_dir).launch)
     if request.plan is not None:  # another plan is of another recipe
         training = {name: value for name, value in training.items() if name not in _RECIPE_SETTINGS}
     return replace(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
+from dataclasses import make_dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_type_hints
 
 from fcp_cli.console import Origins
 from fcp_cli.errors import PlanError, ProfileError, RunError, UsageError
@@ -23,6 +25,7 @@ from fcp_cli.runs.folder import RunPaths, next_run_dir
 from fcp_cli.runs.launch_record import read_launch
 from fcp_cli.training.optional import require_libraries
 from fcp_cli.training.settings import TrainSettings
+from fcp_cli.validation import validated
 
 _PATHS: Final = (
     "weights",
@@ -73,7 +76,13 @@ def trainer_settings(request: LaunchRequest, job: Job, assumed: Origins) -> Trai
     if not is_assumed(metadata):
         preflight.check_steps(plan, metadata, settings.steps)
     if request.resume:
-        preflight.check_resumable(settings.run_dir, read_launch(settings.run_dir), metadata, settings.steps)
+        preflight.check_resumable(
+            settings.run_dir,
+            read_launch(settings.run_dir),
+            metadata,
+            settings.steps,
+            accepts_unrecorded=settings.accept_unrecorded,
+        )
     else:
         preflight.check_beginning(plan, metadata)
     return settings
@@ -89,6 +98,19 @@ def _model(given: str | None, metadata: PlanMetadata, assumed: Origins) -> str:
     if given is None:
         assumed.assume("--model", planned, "the plan's cost profile")
     return given or str(planned)
+
+
+def recorded_settings(training: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """Return the settings in the record of a launch, if each is one of the trainer's and of its type.
+
+    Raises:
+        RunError: one is not.
+    """
+    of_paths = {Path: str, Path | None: str | None}
+    kinds = [(name, of_paths.get(kind, kind), None) for name, kind in get_type_hints(TrainSettings).items()]
+    shape = make_dataclass("RecordedSettings", kinds, kw_only=True)
+    validated(training, shape, where=f"{path} is damaged: training", error=RunError)
+    return training
 
 
 def model_of_run(run_dir: Path, model: str | None) -> str | None:

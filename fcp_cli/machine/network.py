@@ -5,10 +5,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import ipaddress
+import re
 import socket
 import struct
 from contextlib import suppress
 
+# A name or an address, perhaps in brackets or with a zone; nothing that a program could take for an option.
+_HOST = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:%-]*|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?\]")
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 _LAST_PORT = 65535
 _PROBE_PORT = 9  # nothing is sent: connecting a datagram socket only picks a route
@@ -19,6 +22,11 @@ def interfaces() -> tuple[str, ...]:
     with suppress(OSError):
         return tuple(name for _, name in socket.if_nameindex())
     return ()
+
+
+def is_host(text: str) -> bool:
+    """Return whether a text can be the name or the address of a machine."""
+    return _HOST.fullmatch(text) is not None
 
 
 def addresses_of(host: str) -> tuple[str, ...]:

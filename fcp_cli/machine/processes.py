@@ -25,6 +25,12 @@ def children(pid: int) -> list[int]:
     return [child for child, parent in _parents().items() if parent == pid]
 
 
+def parent(pid: int) -> int:
+    """Return the parent of a process; 0 if it has none, or is gone."""
+    stat = _stat(pid)
+    return int(stat[_PARENT]) if stat else 0
+
+
 def exit_status(pid: int) -> int | None:
     """Return how another process's child ended, before that one has asked; None while it runs, or where it is gone.
 
@@ -34,6 +40,12 @@ def exit_status(pid: int) -> int | None:
     return os.waitstatus_to_exitcode(int(stat[_EXIT_CODE])) if stat and stat[_STATE] == "Z" else None
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal has stopped a process until SIGCONT; a debugger that holds it does not count."""
+    stat = _stat(pid)
+    return bool(stat) and stat[_STATE] == "T"
+
+
 def leads_session(pid: int) -> bool:
     """Return whether the process was started as the first of a session of its own."""
     stat = _stat(pid)
@@ -41,9 +53,9 @@ def leads_session(pid: int) -> bool:
 
 
 def started_ticks(pid: int) -> int | None:
-    """Return clock ticks from boot to the start of a process; None where there is no /proc or no such process."""
+    """Return clock ticks from boot to the start of a live process, or None if there is none, or no /proc."""
     stat = _stat(pid)
-    return int(stat[_STARTED]) if stat else None
+    return int(stat[_STARTED]) if stat and stat[_STATE] not in _ENDED else None
 
 
 def environment_of(pid: int) -> dict[str, str]:
@@ -55,7 +67,17 @@ def environment_of(pid: int) -> dict[str, str]:
     return dict(os.fsdecode(entry).split("=", 1) for entry in entries if b"=" in entry)
 
 
+def command_of(pid: int) -> list[str]:
+    """Return the command line of a process; empty where it cannot be read."""
+    try:
+        words = (Path("/proc") / str(pid) / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return []
+    return [os.fsdecode(word) for word in words if word]
+
+
 _HALT_SECONDS = 1.0  # one that waits for a disk halts later, and is ended all the same
+_ENDED = ("Z", "X")  # a zombie runs nothing any more
 _HALTED = ("T", "t", "Z")  # stopped, traced, or waiting to be asked how it ended
 
 # Places in /proc/PID/stat, counted after the command name.

@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from fcp_cli.errors import ManifestError
+from fcp_cli.errors import ManifestError, UsageError
 from fcp_cli.files import replaced_atomically
 from fcp_cli.manifest.checks import LONGEST_TOKENS
-from fcp_cli.manifest.header import LEARNED_COLUMN, MANIFEST_FORMAT, METADATA_KEY
+from fcp_cli.manifest.header import LEARNED_COLUMN, MANIFEST_FORMAT, METADATA_KEY, NOT_PARQUET
+from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.sources.base import RowBatch, Source
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.parquet_writer import parquet_writer
 
 _GROUP_ROWS: Final = 1 << 17
 
@@ -29,15 +32,22 @@ class BuiltManifest:
 
     Attributes:
         path: the manifest.
-        rows: sequences in it.
+        table: its lengths and work factors, read back from the file.
+        source: its recorded source.
         skipped: sequences that were left out, by reason (`empty`: no tokens).
         unlearned: sequences in it of which no token is learned.
     """
 
     path: Path
-    rows: int
+    table: LengthTable
+    source: dict[str, Any]
     skipped: dict[str, int]
     unlearned: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Return the number of sequences."""
+        return len(self.table)
 
 
 def build_manifest(source: Source, path: Path, *, advance: Callable[[int], None] = lambda done: None) -> BuiltManifest:
@@ -49,30 +59,44 @@ def build_manifest(source: Source, path: Path, *, advance: Callable[[int], None]
         advance: called with the units of the source (see `Source.units`) that were done since the last call.
 
     Raises:
-        ManifestError: the source cannot be read, holds no sequence, or one that is too long for a plan.
+        UsageError: `path` has the suffix of another format.
+        ManifestError: the source cannot be read, holds no sequence, or one that no plan can hold.
         FcpError: the manifest cannot be written.
     """
+    if path.suffix in NOT_PARQUET:
+        raise UsageError(f"a manifest is a Parquet file, which {path} would not be read as; name it .parquet with -o")
     skipped: Counter[str] = Counter()
     largest_token, unlearned = -1, 0
-    with replaced_atomically(path) as temporary, _Writer(temporary) as writer:
-        for batch in source.batches():
-            rows = _kept(batch, source)
-            skipped.update(batch.skipped)
-            skipped["empty"] += batch.rows.num_rows - rows.num_rows
-            largest_token = max(largest_token, batch.largest_token)
-            if LEARNED_COLUMN in rows.schema.names:
-                unlearned += int((rows.column(LEARNED_COLUMN).to_numpy() == 0).sum())
-            writer.add(rows)
-            advance(batch.done)
-        skipped = +skipped  # without the reasons that never occurred
-        description = source.describe()
-        if writer.rows == 0:
-            reasons = "".join(f"; {count} skipped as {reason}" for reason, count in sorted(skipped.items()))
-            raise ManifestError(f"{description['path']} holds no sequence with tokens{reasons}")
-        if largest_token >= 0:
-            description["vocab_size"] = largest_token + 1
-        writer.finish({"format": MANIFEST_FORMAT, "source": description, "skipped": dict(skipped)})
-    return BuiltManifest(path=path, rows=writer.rows, skipped=dict(skipped), unlearned=unlearned)
+    with replaced_atomically(path) as temporary:
+        with _Writer(temporary) as writer:
+            for batch in source.batches():
+                rows = _kept(batch, source)
+                skipped.update(batch.skipped)
+                skipped["empty"] += batch.rows.num_rows - rows.num_rows
+                largest_token = max(largest_token, batch.largest_token)
+                if LEARNED_COLUMN in rows.schema.names:
+                    unlearned += int((rows.column(LEARNED_COLUMN).to_numpy() == 0).sum())
+                writer.add(rows)
+                advance(batch.done)
+            skipped = +skipped  # without the reasons that never occurred
+            description = source.describe()
+            if writer.rows == 0:
+                reasons = "".join(f"; {count} skipped as {reason}" for reason, count in sorted(skipped.items()))
+                raise ManifestError(f"{description['path']} holds no sequence with tokens{reasons}")
+            if largest_token >= 0:
+                description["vocab_size"] = largest_token + 1
+            writer.finish({"format": MANIFEST_FORMAT, "source": description, "skipped": dict(skipped)})
+        table = _read_back(temporary, path)
+    return BuiltManifest(path=path, table=table, source=description, skipped=dict(skipped), unlearned=unlearned)
+
+
+def _read_back(temporary: Path, path: Path) -> LengthTable:
+    """Read a manifest before it replaces another, as `fcp plan` will: nothing may fail after that."""
+    try:
+        return replace(read_manifest(temporary), name=path.name)
+    except ManifestError as error:
+        message = str(error).replace(str(temporary), str(path)).replace(temporary.name, path.name)
+        raise ManifestError(f"{message}; {path} is as it was") from error
 
 
 def _kept(batch: RowBatch, source: Source) -> Any:
@@ -92,6 +116,7 @@ class _Writer:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: Any = None
+        self._stack = ExitStack()
         self._pending: list[Any] = []
         self.rows = 0
 
@@ -101,8 +126,7 @@ class _Writer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._stack.__exit__(kind, error, trace)
 
     def add(self, rows: Any) -> None:
         self._pending.append(rows)
@@ -118,6 +142,5 @@ class _Writer:
         table = pa.Table.from_batches(self._pending)
         self._pending = []
         if self._file is None:
-            # The Arrow schema is not stored beside the Parquet one, or its metadata would hide the header.
-            self._file = pq.ParquetWriter(self._path, table.schema, compression="zstd", store_schema=False)
+            self._file = self._stack.enter_context(parquet_writer(self._path, table.schema))
         self._file.write_table(table)

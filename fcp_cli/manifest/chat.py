@@ -7,7 +7,7 @@ A record is one of these; the first that fits is taken:
     prompt + completion             two texts, or two lists of turns
     instruction + output            Alpaca, with an optional `input` and `system`
 
-Turns are rendered by the chat template of the tokenizer, as `apply_chat_template` of transformers does. What the
+Turns are rendered by the chat template of the tokenizer (`chat_template`). What the
 assistant said reaches from the template's generation prompt to the mark that ends its turn, which is learned with it.
 
 Turns about pictures have contents in parts, `{"type": "image"}` where one stands. What the template writes there is
@@ -28,7 +28,9 @@ import numpy as np
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.extras import pip_install
+from fcp_cli.manifest.chat_template import render_chat
 from fcp_cli.reading.documents import read_json
+from fcp_cli.validation import shown
 from fcp_cli.vision.processors import Marks, VisionProcessor, Visual
 from fcp_cli.words import first_line
 
@@ -197,7 +199,10 @@ class ChatEncoder:
 
     def _encode(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         # The template writes special tokens itself.
-        found = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+        try:
+            found = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+        except (TypeError, ValueError, OverflowError) as error:  # of its settings, or of texts that UTF-8 cannot hold
+            raise ManifestError(f"the tokenizer of {self.folder} cannot encode: {first_line(error)}") from error
         return list(zip(found["input_ids"], found["offset_mapping"], strict=True))
 
     def _marked(self, rendered: _Rendered, ids: list[int], offsets: list[tuple[int, int]], place: str) -> Encoded:
@@ -268,16 +273,15 @@ class ChatEncoder:
 
     def _template(self, turns: list[dict[str, Any]], tools: Any, place: str, *, prompts: bool = False) -> str:
         try:
-            rendered: str = self._tokenizer.apply_chat_template(
+            return render_chat(
+                self._tokenizer.get_chat_template(self._own_template, tools),
                 turns,
                 tools=tools,
-                tokenize=False,
-                add_generation_prompt=prompts,
-                chat_template=self._own_template,
+                prompts=prompts,
+                special_tokens=self._tokenizer.special_tokens_map,
             )
         except Exception as error:  # a template raises what it likes
             raise ManifestError(f"{place}: the chat template of {self.folder} fails: {first_line(error)}") from error
-        return rendered
 
 
 def _given_tokens(record: Mapping[str, Any], place: str) -> Encoded:
@@ -334,8 +338,8 @@ def _listed(record: Mapping[str, Any], name: str, place: str, with_pictures: boo
 
 def _turn(turn: Mapping[str, Any], name: str, place: str, with_pictures: bool) -> dict[str, Any]:
     role = turn.get("role", turn.get("from"))
-    if role not in _ROLES:
-        raise ManifestError(f"{place}: a turn of {name!r} is of {role!r}; roles are {', '.join(sorted(_ROLES))}")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise ManifestError(f"{place}: a turn of {name!r} is of {shown(role)}; roles are {', '.join(sorted(_ROLES))}")
     found = {key: value for key, value in turn.items() if key not in ("from", "value") and value is not None}
     content = turn.get("content", turn.get("value"))
     if with_pictures and has_pictures(content):

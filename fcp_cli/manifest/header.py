@@ -11,6 +11,7 @@ from typing import Any, Final
 from fcp_cli.errors import ManifestError
 from fcp_cli.kinds import another_kind
 from fcp_cli.reading.parquet import FAILURES, FOOTER_KEY, footer_document, open_footer, reason_of
+from fcp_cli.validation import shown
 
 METADATA_KEY: Final = FOOTER_KEY
 MANIFEST_FORMAT: Final = "fcp-manifest/1"
@@ -18,7 +19,7 @@ LEARNED_COLUMN: Final = "learned_tokens"
 """Column of chat data: tokens of a sequence that are learned."""
 LINE_SUFFIXES: Final = (".jsonl", ".ndjson", ".txt")
 TABLE_SUFFIXES: Final = (".csv", ".tsv")
-_NOT_PARQUET: Final = (*LINE_SUFFIXES, *TABLE_SUFFIXES, ".arrow", ".feather")
+NOT_PARQUET: Final = (*LINE_SUFFIXES, *TABLE_SUFFIXES, ".arrow", ".feather", ".ipc")
 
 
 @contextmanager
@@ -97,15 +98,48 @@ def manifest_source(path: str | Path) -> dict[str, Any] | None:
     """
     path = Path(path)
     files = manifest_files(path)
-    if path.is_dir() or path.suffix in _NOT_PARQUET:
+    if path.is_dir() or path.suffix in NOT_PARQUET:
         return None
     source = read_header(read_footer(files[0])).get("source")
-    return source if isinstance(source, dict) else None
+    return _checked_source(source, path) if isinstance(source, dict) else None
+
+
+_TEXTS: Final = ("path", "kind", "tokenizer", "column", "train_on", "content", "mask")
+_LISTS: Final = ("include", "exclude", "files")
+_NEEDED: Final = {"chat": ("tokenizer", "train_on"), "text": ("tokenizer",), "jsonl": ("column",)}
+
+
+def _checked_source(source: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return a recorded source whose values have the types that `fcp manifest build` writes.
+
+    Raises:
+        ManifestError: a value is missing or of another type.
+    """
+    kind = source.get("kind")
+    needed = ("path", "kind", *(_NEEDED.get(kind, ()) if isinstance(kind, str) else ()))
+    if source.get("content") == "pixels":
+        needed += ("processor", "tokenizer", "train_on")
+    wrong = [name for name in needed if source.get(name) is None]
+    wrong += [name for name in _TEXTS if not isinstance(source.get(name), str | None)]
+    wrong += [name for name in _LISTS if not _are_texts(source.get(name, []))]
+    size, processor = source.get("vocab_size"), source.get("processor")
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or not 0 <= size < 1 << 63):
+        wrong.append("vocab_size")
+    if processor is not None and not (isinstance(processor, dict) and isinstance(processor.get("name"), str)):
+        wrong.append("processor")
+    if wrong:
+        value = shown(source.get(wrong[0]))
+        raise ManifestError(f"{path}: its source is damaged: {wrong[0]} is {value}; build it again")
+    return source
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def build_command(source: Mapping[str, Any], manifest: Path) -> str:
     """Return the `fcp manifest build` line that makes `manifest` again from a recorded source."""
-    words = ["fcp", "manifest", "build", str(source["path"]), "--kind", str(source["kind"])]
+    words = ["fcp", "manifest", "build", source["path"], "--kind", source["kind"]]
     for pattern in source.get("include", []):
         words += ["--include", pattern]
     for pattern in source.get("exclude", []):

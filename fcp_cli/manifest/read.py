@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -40,6 +40,7 @@ from fcp_cli.manifest.sources.masks import MASK_COLUMN, mask_rule
 from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, CsvShard, Shard, open_shard
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.masks import MaskRows
+from fcp_cli.reading.inputs import bounded_lines, open_input
 from fcp_cli.reading.parquet import open_parquet
 from fcp_cli.words import nearest
 
@@ -68,20 +69,28 @@ def read_manifest(path: str | Path, *, length_column: str = "length", step_colum
     """
     path = Path(path)
     if str(path) == "-":
-        return read_lengths_jsonl(sys.stdin, length_column=length_column, step_column=step_column)
+        return read_lengths_jsonl(_text_lines(sys.stdin.buffer), length_column=length_column, step_column=step_column)
     files = manifest_files(path)
-    if files[0].suffix in LINE_SUFFIXES:
+    if files[0].suffix in LINE_SUFFIXES or path.is_fifo():  # `fcp plan <(...)`
         if mistaken := another_kind(files[0], "manifest", may_be_text=True):
             raise ManifestError(mistaken)
         try:
-            with files[0].open(encoding="utf-8") as lines:
+            with open_input(files[0]) as stream:
                 return read_lengths_jsonl(
-                    lines, length_column=length_column, step_column=step_column, place=str(path), name=path.name
+                    _text_lines(stream),
+                    length_column=length_column,
+                    step_column=step_column,
+                    place=str(path),
+                    name=path.name,
                 )
         except OSError as error:
             raise ManifestError(f"cannot read {path}: {error.strerror or error}") from error
     table = _of_columns(path, [_open(file) for file in files], length_column, step_column)
     return table if table.eta is None else replace(table, masks=_masks(path))
+
+
+def _text_lines(stream: IO[bytes]) -> Iterator[str]:
+    return (line.decode() for line in bounded_lines(stream))
 
 
 def _masks(path: Path) -> MaskRows | None:
@@ -94,6 +103,8 @@ def _masks(path: Path) -> MaskRows | None:
         return MaskRows(kind, np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64))
     with readable(path):
         column = open_parquet(path).read(columns=[MASK_COLUMN]).column(MASK_COLUMN).combine_chunks()
+    if not pa.types.is_list(column.type) or column.null_count or column.flatten().null_count:
+        raise ManifestError(f"{path}: the column {MASK_COLUMN} must hold lists of whole numbers without nulls")
     sizes = pc.list_value_length(column).to_numpy()
     return MaskRows(kind, np.concatenate(([0], np.cumsum(sizes))), column.flatten().to_numpy().astype(np.int64))
 
@@ -197,7 +208,7 @@ def _factor(column: Any, file: Path, name: str) -> FloatArray | IntArray:
     if pa.types.is_null(kind):
         return np.zeros(len(column), np.int64)
     if name == "eta" and (pa.types.is_floating(kind) or pa.types.is_integer(kind)):
-        floats: FloatArray = pc.fill_null(column.cast(pa.float64()), 0.0).to_numpy(zero_copy_only=False)
+        floats: FloatArray = pc.fill_null(column.cast(pa.float64(), safe=False), 0.0).to_numpy(zero_copy_only=False)
         return floats
     if name != "eta" and pa.types.is_integer(kind):
         return _int64(pc.fill_null(column.cast(pa.int64(), safe=False), 0))

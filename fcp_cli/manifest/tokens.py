@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import pyarrow as pa
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
@@ -173,7 +174,7 @@ def open_media(manifest_path: str | Path) -> MediaRecords | None:
         raise ManifestError(f"{path} was built from {root}, which is gone; {remedy}")
     if "byte_offset" not in open_shard(path).schema.names:
         raise ManifestError(f"{path} does not record where its records are in {root}; {remedy}")
-    return MediaRecords(root, recorded_processor(source["processor"]), _column(path, "byte_offset").to_numpy())
+    return MediaRecords(root, recorded_processor(source["processor"]), _integers(path, "byte_offset"))
 
 
 def open_pictures(manifest_path: str | Path, *, kept: Path | None = None) -> PictureRecords | None:
@@ -222,7 +223,7 @@ def _picture_records(path: Path, root: Path, source: dict[str, Any], remedy: str
     data = PictureData(
         path=root, files=_files(root, source), encoder=ChatEncoder(folder, source["train_on"], processor)
     )
-    shards, records = _column(path, "shard").to_numpy(), _column(path, "record").to_numpy()
+    shards, records = _shards(path, source), _integers(path, "record")
     return PictureRecords(data, shards, records, _column(path, PICTURES_COLUMN), source.get("vocab_size", 0))
 
 
@@ -249,22 +250,20 @@ def _source_tokens(path: Path, source: dict[str, Any], remedy: str) -> SourceTok
         return TextTokens(root, _column(path, "id"), open_tokenizer(source["tokenizer"]))
     if source["kind"] == "jsonl":
         data = JsonLines(path=root, files=_files(root, source), column=source["column"], tokenizer=_tokenizer(source))
-        shards, byte_offsets = _column(path, "shard").to_numpy(), _column(path, "byte_offset").to_numpy()
+        shards, byte_offsets = _shards(path, source), _integers(path, "byte_offset")
         return JsonLinesTokens(data, shards, byte_offsets, vocab_size)
     if source["kind"] == "chat":
         encoder = ChatEncoder(Path(source["tokenizer"]), source["train_on"])
         chat = ChatData(path=root, files=_files(root, source), encoder=encoder)
-        return ChatTokens(chat, _column(path, "shard").to_numpy(), _column(path, "record").to_numpy(), vocab_size)
+        return ChatTokens(chat, _shards(path, source), _integers(path, "record"), vocab_size)
     if _has_pixels(source):
         return _picture_records(path, root, source, remedy)
     if source["kind"] == "megatron":
-        return MegatronTokens(
-            MegatronIndex.open(root, vocab_size=source.get("vocab_size")), _column(path, "id").to_numpy()
-        )
+        return MegatronTokens(MegatronIndex.open(root, vocab_size=source.get("vocab_size")), _integers(path, "id"))
     if source["kind"] in ("parquet", "arrow") and source["content"] != "lengths":
         opened = [open_shard(file) for file in _files(root, source)]
         columns = columnar(root, opened, source["column"], _tokenizer(source))
-        return ColumnarTokens(columns, _column(path, "id").to_numpy(), vocab_size)
+        return ColumnarTokens(columns, _integers(path, "id"), vocab_size)
     raise ManifestError(
         f"{path} was built from the lengths in {root}, which holds no tokens; train on synthetic tokens"
     )
@@ -278,6 +277,26 @@ def _tokenizer(source: dict[str, Any]) -> Any:
     return open_tokenizer(source.get("tokenizer") or "bytes")
 
 
+def _integers(path: Path, name: str) -> IntArray:
+    """Return a column of whole numbers that say where each row lies."""
+    column = _column(path, name)
+    if not pa.types.is_integer(column.type):
+        raise ManifestError(f"{path}: the column {name} is of {column.type}; build the manifest again")
+    found: IntArray = column.to_numpy()
+    return found
+
+
+def _shards(path: Path, source: dict[str, Any]) -> IntArray:
+    """Return the file of each row, by its place in the list of the source."""
+    shards, files = _integers(path, "shard"), _files(Path(source["path"]), source)
+    if len(shards) and not 0 <= shards.min() <= shards.max() < len(files):
+        raise ManifestError(f"{path}: the column shard names files beyond the {len(files)} of its source")
+    return shards
+
+
 def _column(path: Path, name: str) -> Any:
     with readable(path):
-        return open_parquet(path).read(columns=[name]).column(name).combine_chunks()
+        column = open_parquet(path).read(columns=[name]).column(name).combine_chunks()
+    if column.null_count:
+        raise ManifestError(f"{path}: the column {name} has nulls; build the manifest again")
+    return column

@@ -35,9 +35,7 @@ def find_shipped(name: str, *, kind: Kind) -> Path:
     Raises:
         ProfileError: there is none; the message lists the nearest names.
     """
-    names = _shipped_names(kind)
-    by_key = {_key(candidate): path for candidate, path in names.items()}
-    path = by_key.get(_key(name)) or by_key.get(_key(name.rsplit("/", 1)[-1]))
+    names, path = _shipped_names(kind), _shipped_path(name, kind)
     if path is not None:
         return path
     keys = {_key(candidate): candidate for candidate in names}
@@ -45,6 +43,25 @@ def find_shipped(name: str, *, kind: Kind) -> Path:
     hint = f"nearest: {', '.join(keys[key] for key in near)}" if near else f"known: {', '.join(shipped_names(kind))}"
     other = "or give a YAML or the folder of a checkpoint" if kind == "model" else "or give a YAML"
     raise ProfileError(f"unknown {kind} {name!r}; {hint}; {other}")
+
+
+def is_shipped(name: str, *, kind: Kind) -> bool:
+    """Return whether a description of that name or alias is shipped."""
+    return _shipped_path(name, kind) is not None
+
+
+def _shipped_path(name: str, kind: Kind) -> Path | None:
+    by_key = {_key(candidate): path for candidate, path in _shipped_names(kind).items()}
+    return by_key.get(_key(name)) or by_key.get(_key(name.rsplit("/", 1)[-1]))
+
+
+def shipped_aliases(kind: Kind) -> dict[str, list[str]]:
+    """Return the other names of each shipped description."""
+    aliases: dict[str, list[str]] = {name: [] for name in shipped_names(kind)}
+    for name, path in _shipped_names(kind).items():
+        if name != path.stem:
+            aliases[path.stem].append(name)
+    return aliases
 
 
 def shipped_names(kind: Kind) -> list[str]:

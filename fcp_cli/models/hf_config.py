@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any, Final
 
 from fcp_cli.errors import ProfileError
+from fcp_cli.models.hf_vision import VisionFamily, family_of, vision_figures
 from fcp_cli.models.layers import Architecture, Attention
+from fcp_cli.models.sizes import MOST_LAYERS
 from fcp_cli.reading.documents import kind_of, read_json
+from fcp_cli.rotations import growing_rotation
+from fcp_cli.validation import shown
 
 # Model type of a language model -> the family whose layers it has.
 _ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "qwen3": "qwen3",
     "qwen3_vl_text": "qwen3",
     "qwen2": "qwen2",
-    "qwen2_5_vl": "qwen2",  # whose published files hold the language model's figures beside the tower's block
     "qwen2_5_vl_text": "qwen2",
     "llama": "llama",
     "mistral": "llama",
@@ -88,47 +91,72 @@ _DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "gemma3_text": {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
     "gpt_oss": {"attention_bias": True},
 }
-_MOST_LAYERS: Final = 10_000
-_UNTIED: Final = ("qwen2_5_vl", "qwen2_5_vl_text", "bamba", *EXPERT_NAMES)  # where they do not say
+_UNTIED: Final = ("qwen2_5_vl_text", "bamba", *EXPERT_NAMES)  # where they do not say
 _WITH_HEAD_NORMS: Final = ("qwen3", "qwen3_vl_text", "qwen3_moe", "qwen3_vl_moe_text", "gemma3_text", "qwen3_next")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HfConfig:
-    """The language model of a config.json.
+    """The model of a config.json.
 
     Attributes:
         architecture: as `ModelSpec` has it.
-        figures: by the names of `TextFigures`, not yet checked; what the file leaves out is missing.
+        figures: of the language model by the names of `TextFigures`, not yet validated; those that the file omits are
+            missing.
+        vision: figures of the encoder by the names of `VisionSpec`, not yet validated, or None without an encoder.
     """
 
     name: str
     architecture: Architecture
     figures: Mapping[str, Any]
+    vision: Mapping[str, Any] | None
 
 
 def read_hf_config(path: Path) -> HfConfig:
-    """Read a Hugging Face config.json; the language model of a vision model is read from its own block.
+    """Read a Hugging Face config.json: the language model, and the encoder of a vision-language model.
 
     Raises:
-        ProfileError: unreadable, or not a model of a known architecture.
+        ProfileError: unreadable, not a model of a known architecture, or with an encoder that fcp cannot describe.
     """
     document = read_json(path, error=ProfileError, what="the model configuration ")
     if not isinstance(document, dict):
         raise ProfileError(f"{path} is not a model configuration: expected a JSON object")
-    text = _block(document, "text_config", path) or _block(document, "llm_config", path) or document
-    model_type = str(text.get("model_type", document.get("model_type")))
+    family = family_of(document, where=path)
+    whole = _text_block(document, family, path)
+    model_type = whole["model_type"]
     if model_type not in _ARCHITECTURES:
         raise ProfileError(f"{path}: model_type is {model_type!r}; known: {', '.join(sorted(_ARCHITECTURES))}")
     architecture = _ARCHITECTURES[model_type]
-    whole = {**_DEFAULTS.get(model_type, {}), "model_type": model_type, **text}
-    whole.setdefault("tie_word_embeddings", document.get("tie_word_embeddings", model_type not in _UNTIED))
     figures = _text_figures(whole, architecture, where=str(path))
     return HfConfig(
         name=Path(_named(document) or path.resolve().parent.name).name or path.stem,
-        architecture=architecture,
+        architecture=architecture if family is None else family.architecture,
         figures={key: value for key, value in figures.items() if value is not None},
+        vision=None if family is None else vision_figures(document, family, where=path),
     )
+
+
+def _text_block(document: Mapping[str, Any], family: VisionFamily | None, path: Path) -> dict[str, Any]:
+    """Return the block of the language model with the defaults of its class, its model type among them.
+
+    Raises:
+        ProfileError: a vision-language model with a language model of another family.
+    """
+    text = _block(document, "text_config", path) or _block(document, "llm_config", path) or document
+    named = text.get("model_type")
+    if family is not None and (named is None or text is document):
+        named = family.text_types[0]
+    model_type = str(named or document.get("model_type"))
+    if family is not None and model_type not in family.text_types:
+        raise ProfileError(
+            f"{path}: text_config.model_type is {model_type!r}; known for {document['model_type']}: "
+            f"{', '.join(family.text_types)}"
+        )
+    whole = {**_DEFAULTS.get(model_type, {}), **text, "model_type": model_type}
+    if family is not None and family.is_tied is not None:  # transformers ignores the language model's own setting
+        whole["tie_word_embeddings"] = document.get("tie_word_embeddings", family.is_tied)
+    whole.setdefault("tie_word_embeddings", document.get("tie_word_embeddings", model_type not in _UNTIED))
+    return whole
 
 
 def _block(document: Mapping[str, Any], key: str, path: Path | str) -> dict[str, Any]:
@@ -151,6 +179,12 @@ def _named(document: Mapping[str, Any]) -> str:
 def _text_figures(text: Mapping[str, Any], architecture: Architecture, *, where: str) -> dict[str, Any]:
     model_type = text["model_type"]
     rope = _block(text, "rope_parameters", where)
+    growing = growing_rotation(rope, text.get("rope_scaling"))
+    if growing is not None:
+        raise ProfileError(
+            f"{where}: its rope_type {growing} rotates by the longest position that a rank sees, which no plan can be "
+            "followed with; choose another, such as yarn"
+        )
     found = {figure: text.get(name) for figure, name in TEXT_NAMES.items()}
     kinds, experts = _attention(text, architecture, where=where), _experts(text, architecture, where=where)
     if experts is not None and not experts.get("dense_layers"):
@@ -216,15 +250,18 @@ def _attention(text: Mapping[str, Any], architecture: Architecture, *, where: st
         return ["latent"]
     if architecture == "bamba":
         full, layers = text.get("attn_layer_indices") or [], text.get("num_hidden_layers")
-        if not isinstance(full, list) or not isinstance(layers, int):
-            return []
-        return ["full" if layer in full else "mamba" for layer in range(min(layers, _MOST_LAYERS))]
+        if not isinstance(full, list):
+            raise ProfileError(f"{where}: attn_layer_indices is {shown(full)}; it must be a list of layers")
+        if not isinstance(layers, int) or layers < 1:
+            return ["full"]  # the number of layers is refused where it is validated
+        indices = {index for index in full if isinstance(index, int)}
+        return ["full" if layer in indices else "mamba" for layer in range(min(layers, MOST_LAYERS))]
     types = text.get("layer_types")
     if isinstance(types, list) and types:
         by_name = {name: kind for kind, name in LAYER_TYPES.items()}
-        unknown = next((name for name in types if name not in by_name), None)
-        if unknown is not None:
-            raise ProfileError(f"{where}: layer_types has {unknown!r}; known: {', '.join(by_name)}")
+        unknown = [name for name in types if not isinstance(name, str) or name not in by_name]
+        if unknown:
+            raise ProfileError(f"{where}: layer_types has {shown(unknown[0])}; known: {', '.join(by_name)}")
         return [by_name[name] for name in types]
     if architecture == "gpt_oss":
         return ["window", "full"]
@@ -237,8 +274,8 @@ def _attention(text: Mapping[str, Any], architecture: Architecture, *, where: st
     first, layers = text.get("max_window_layers", 0), text.get("num_hidden_layers")
     if not isinstance(first, int) or not isinstance(layers, int):
         return ["window"]
-    return ["full" if layer < first else "window" for layer in range(min(layers, _MOST_LAYERS))]
+    return ["full" if layer < first else "window" for layer in range(min(layers, MOST_LAYERS))]
 
 
 def _repeated(kind: Attention, period: Any) -> list[Attention]:
-    return [kind] * (period - 1) if isinstance(period, int) and 0 < period <= _MOST_LAYERS else []
+    return [kind] * (period - 1) if isinstance(period, int) and 0 < period <= MOST_LAYERS else []

@@ -12,7 +12,18 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final, Literal, TypeAlias
 
-from fcp_cli.validation import Count, NonNegativeCount, Positive
+from fcp_cli.models.sizes import (
+    ExpertCount,
+    HeadCount,
+    KernelSize,
+    LayerCount,
+    LayerIndex,
+    OptionalWidth,
+    TokenCount,
+    VocabularySize,
+    Width,
+)
+from fcp_cli.validation import Positive
 
 Architecture: TypeAlias = Literal[
     "qwen3",
@@ -67,11 +78,11 @@ class Experts:
         dense_layers: first layers of the model that have an MLP of `ffn_size` instead.
     """
 
-    count: Count
-    active: Count
-    ffn_size: Count
-    shared_ffn_size: NonNegativeCount = 0
-    dense_layers: NonNegativeCount = 0
+    count: ExpertCount
+    active: ExpertCount
+    ffn_size: Width
+    shared_ffn_size: OptionalWidth = 0
+    dense_layers: LayerIndex = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,10 +96,10 @@ class Latent:
         value_size: of a value's head.
     """
 
-    query_rank: Count | None = None
-    key_value_rank: Count
-    rotary_size: Count
-    value_size: Count
+    query_rank: Width | None = None
+    key_value_rank: Width
+    rotary_size: Width
+    value_size: Width
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,11 +112,11 @@ class Linear:
         kernel_size: tokens of the short convolution over queries, keys and values.
     """
 
-    key_heads: Count
-    value_heads: Count
-    key_size: Count
-    value_size: Count
-    kernel_size: Count
+    key_heads: HeadCount
+    value_heads: HeadCount
+    key_size: Width
+    value_size: Width
+    kernel_size: KernelSize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,12 +132,12 @@ class Mamba:
         chunk_size: tokens that its kernel takes at once.
     """
 
-    heads: Count
-    head_size: Count
-    groups: Count
-    state_size: Count
-    kernel_size: Count
-    chunk_size: Count
+    heads: HeadCount
+    head_size: Width
+    groups: HeadCount
+    state_size: Width
+    kernel_size: KernelSize
+    chunk_size: TokenCount
 
     @property
     def width(self) -> int:
@@ -157,20 +168,20 @@ class TextFigures:
         experts, latent, linear, mamba: given where layers have them.
     """
 
-    num_layers: Count
-    hidden_size: Count
-    num_heads: Count
-    num_kv_heads: Count
-    head_dim: Count
-    vocab_size: Count
+    num_layers: LayerCount
+    hidden_size: Width
+    num_heads: HeadCount
+    num_kv_heads: HeadCount
+    head_dim: Width
+    vocab_size: VocabularySize
     tied_embeddings: bool
-    ffn_size: Count | None = None
+    ffn_size: Width | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
     rope_theta: Positive = 10_000.0
     norm_eps: Positive = 1e-6
     attention: tuple[Attention, ...] = ("full",)
-    window_tokens: Count | None = None
+    window_tokens: TokenCount | None = None
     experts: Experts | None = None
     latent: Latent | None = None
     linear: Linear | None = None

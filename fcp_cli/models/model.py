@@ -11,7 +11,8 @@ from fcp_cli.errors import ProfileError
 from fcp_cli.models.descriptions import find_shipped, read_description
 from fcp_cli.models.hf_config import read_hf_config
 from fcp_cli.models.layers import Architecture, LanguageModel, TextFigures
-from fcp_cli.validation import Count, NonEmptyText, NonNegativeCount, validated
+from fcp_cli.models.sizes import HeadCount, KernelSize, LayerCount, LayerIndex, PixelCount, Width
+from fcp_cli.validation import NonEmptyText, validated
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,18 +33,18 @@ class VisionSpec:
     """
 
     kind: Literal["qwen3_vl", "qwen2_5_vl", "internvit", "siglip"]
-    depth: Count
-    hidden_size: Count
-    num_heads: Count
-    ffn_size: Count
-    patch_size: Count
-    temporal_patch_size: Count
-    merge_size: Count
-    out_hidden_size: Count
-    image_size: Count | None = None
-    deepstack_layers: tuple[NonNegativeCount, ...] = ()
-    window_size: Count | None = None
-    full_attention_layers: tuple[NonNegativeCount, ...] = ()
+    depth: LayerCount
+    hidden_size: Width
+    num_heads: HeadCount
+    ffn_size: Width
+    patch_size: PixelCount
+    temporal_patch_size: KernelSize
+    merge_size: KernelSize
+    out_hidden_size: Width
+    image_size: PixelCount | None = None
+    deepstack_layers: tuple[LayerIndex, ...] = ()
+    window_size: PixelCount | None = None
+    full_attention_layers: tuple[LayerIndex, ...] = ()
 
     @property
     def block_parameters(self) -> int:
@@ -168,15 +169,24 @@ def load_model(name_or_path: str | Path) -> ModelSpec:
 
 
 def load_hf_config(path: Path) -> ModelSpec:
-    """Read a Hugging Face config.json; the language model of a vision model is read from its own block.
+    """Read a Hugging Face config.json: the language model, and the encoder of a vision-language model.
 
     Raises:
-        ProfileError: unreadable, not a model of a known architecture, or contradictory figures.
+        ProfileError: unreadable, not a model of a known architecture, with an encoder that fcp cannot describe, or
+            contradictory figures.
     """
     read = read_hf_config(path)
     text = validated(read.figures, TextFigures, where=str(path), error=ProfileError)
-    sources = {"text": str(path)}
-    spec = ModelSpec(**_values(text), name=read.name, architecture=read.architecture, sources=sources)
+    vision = None
+    if read.vision is not None:
+        vision = validated(read.vision, VisionSpec, where=f"{path}: vision_config", error=ProfileError)
+    spec = ModelSpec(
+        **_values(text),
+        name=read.name,
+        architecture=read.architecture,
+        vision=vision,
+        sources={"text": str(path)},
+    )
     return _checked(spec, where=str(path))
 
 

@@ -20,9 +20,12 @@ _BACKBONES: Final = {
 def text_config(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
     """Return the language model as transformers knows it: (model type, configuration arguments).
 
-    Models with a vision tower give their language backbone: Qwen3 for Qwen3-VL, Qwen2 for Qwen2.5-VL and InternVL.
+    Models with a vision tower give their language backbone: Qwen3 for Qwen3-VL, Qwen2 for Qwen2.5-VL, either for
+    InternVL.
     """
     model_type = _BACKBONES.get(spec.architecture, spec.architecture)
+    if spec.architecture == "internvl" and spec.qk_norm:
+        model_type = "qwen3"  # InternVL3.5
     given = ((name, getattr(spec, figure)) for figure, name in TEXT_NAMES.items())
     arguments = {name: value for name, value in given if value is not None}
     if spec.experts is not None:

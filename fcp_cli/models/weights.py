@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from fcp_cli.errors import RunError
 from fcp_cli.reading.documents import read_json
+from fcp_cli.validation import shown
 from fcp_cli.words import first_line
 
 INDEX: Final = "model.safetensors.index.json"
@@ -47,7 +48,9 @@ def find_weights(folder: Path) -> WeightFiles:
     if (folder / INDEX).is_file():
         document = read_json(folder / INDEX, error=RunError)
         names = document.get("weight_map") if isinstance(document, dict) else None
-        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        if not isinstance(names, dict) or not all(
+            isinstance(name, str) and name.isprintable() for name in names.values()
+        ):
             raise RunError(f"{folder / INDEX} has no 'weight_map' from tensors to files; copy the checkpoint again")
         files = {tensor: folder / Path(name).name for tensor, name in names.items()}
     elif (folder / SINGLE).is_file():
@@ -62,7 +65,7 @@ def find_weights(folder: Path) -> WeightFiles:
     for file in sorted(set(files.values())):
         missing = {tensor for tensor, place in files.items() if place == file} - set(_tensors_of(file))
         if missing:
-            raise RunError(f"{file} has no tensor {min(missing)!r}, which {INDEX} looks for there; copy it again")
+            raise RunError(f"{file} has no tensor {shown(min(missing))}, which {INDEX} looks for there; copy it again")
     return WeightFiles(folder=folder, files=files)
 
 

@@ -54,22 +54,31 @@ def check_plan(path: Path, *, manifest: LengthTable | None = None) -> Iterator[F
         return  # nothing that follows would mean anything
     coverage = _Coverage(metadata, manifest)
     groups: set[RingGroup] = set()
-    steps = 0
+    steps, broken = 0, False
     yield from coverage.begin()
-    for step in reader.steps():
+    for step, fault in reader.stored_steps():
         steps += 1
-        yield from coverage.add(step)
-        yield from check_step(step, metadata, profile, manifest if coverage.knows(step) else None)
-        groups.update(step.ring_groups())
+        yield from coverage.add(step, broken=fault is not None)
+        if fault is None:
+            yield from check_step(step, metadata, profile, manifest)
+            groups.update(step.ring_groups())
+        else:
+            broken = True
+            yield fault
     if steps != metadata.steps:
         yield Finding(message=f"it has {counted(steps, 'step')}, its metadata states {metadata.steps}")
+    if not broken:
+        yield from _check_groups(groups, metadata)
+    yield from coverage.finish()
+
+
+def _check_groups(groups: set[RingGroup], metadata: PlanMetadata) -> Iterator[Finding]:
     if len(groups) != metadata.distinct_groups:
         stated = metadata.distinct_groups
         yield Finding(message=f"it has {len(groups)} distinct groups of degree > 1, its metadata states {stated}")
     if groups and metadata.solver_options.get("max_degree") == 1:
         yield Finding(message=f"it has {counted(len(groups), 'ring')}, its metadata states that it has none")
     yield from _check_peers(groups, metadata)
-    yield from coverage.finish()
 
 
 def _check_peers(groups: set[RingGroup], metadata: PlanMetadata) -> Iterator[Finding]:
@@ -168,11 +177,6 @@ def _check_times(
     step: StepPlan, metadata: PlanMetadata, profile: CostProfile, manifest: LengthTable | None
 ) -> Iterator[Finding]:
     """Check that seconds follow from the cost profile, starts from ranks and sync, and the makespan from both."""
-    for name, values in (("start_seconds", step.start_seconds), ("seconds", step.seconds)):
-        impossible = ~(np.isfinite(values) & (values >= 0))
-        for order in np.flatnonzero(impossible)[:1].tolist():
-            yield Finding(step=step.step, order=order, message=f"{name} is {values[order]}")
-            return
     prices = step_prices(
         step,
         profile=refitted(profile, metadata.refit_at(step.step)),
@@ -241,10 +245,6 @@ class _Coverage:
             self._seen |= unpack_rows(metadata.continues.trained, metadata.manifest.rows)
         self._steps = metadata.first_step
 
-    def knows(self, step: StepPlan) -> bool:
-        """Return whether all of a step's sequences are rows of the manifest."""
-        return bool(((step.sequences >= 0) & (step.sequences < len(self._seen))).all())
-
     def begin(self) -> Iterator[Finding]:
         """Check that a plan that continues a run counts as trained what the epoch's steps before it had."""
         if not self._metadata.has_equal_batches:
@@ -257,10 +257,19 @@ class _Coverage:
                 f"trained, where {due} are due"
             )
 
-    def add(self, step: StepPlan) -> Iterator[Finding]:
-        """Count a step; at the end of an epoch, all of it must have been seen."""
+    def add(self, step: StepPlan, *, broken: bool) -> Iterator[Finding]:
+        """Count a step; at the end of an epoch, all of it must have been seen.
+
+        Args:
+            step: the next one.
+            broken: it holds values that no plan has, which say nothing about the rows that it names.
+        """
         self._steps += 1
-        yield from self._check_rows(step)
+        if broken:
+            known = step.sequences[(step.sequences >= 0) & (step.sequences < len(self._seen))]
+            self._seen[known] = True
+        else:
+            yield from self._check_rows(step)
         size = self._metadata.global_batch_size
         if not self._metadata.has_equal_batches and len(step.sequences) > size:
             yield Finding(
@@ -275,12 +284,7 @@ class _Coverage:
             self._seen[:] = False
 
     def _check_rows(self, step: StepPlan) -> Iterator[Finding]:
-        rows = step.sequences
-        if not self.knows(step):
-            row = rows[first_of((rows < 0) | (rows >= len(self._seen)))]
-            yield Finding(step=step.step, message=f"sequence {row} of a manifest of {counted(len(self._seen), 'row')}")
-            return
-        values, counts = np.unique(rows, return_counts=True)
+        values, counts = np.unique(step.sequences, return_counts=True)
         again = values[(counts > 1) | self._seen[values]]
         if len(again):
             yield Finding(step=step.step, message=f"sequence {again[0]} appears again in its epoch")

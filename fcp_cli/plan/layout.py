@@ -56,26 +56,17 @@ def check_layout(step: StepPlan, limits: Limits) -> Iterator[Finding]:
     rank_findings = list(check_ranks(step, limits))
     yield from rank_findings
     yield from _check_budget(step, limits)
-    yield from _check_heads(step)
+    if (broken := broken_heads(step)) is not None:
+        yield broken
     if not rank_findings:
         yield from _check_waves(step, limits)
 
 
 def check_ranks(step: StepPlan, limits: Limits) -> Iterator[Finding]:
     """Check that every row has ranks, ascending and in range, and that every rank has a row."""
-    if (step.degrees < 1).any():
-        yield Finding(step=step.step, order=first_of(step.degrees < 1), message="no ranks")
+    if (broken := broken_ranks(step, limits.num_ranks)) is not None:
+        yield broken
         return
-    outside = (step.ranks < 0) | (step.ranks >= limits.num_ranks)
-    if outside.any():
-        at = first_of(outside)
-        message = f"rank {step.ranks[at]} of a job of {limits.num_ranks}"
-        yield Finding(step=step.step, order=row_of_rank(step, at), message=message)
-        return
-    falls = step.ranks[1:] <= step.ranks[:-1]
-    falls[step.rank_offsets[1:-1] - 1] = False  # from one row's last rank to the next row's first
-    if falls.any():
-        yield Finding(step=step.step, order=row_of_rank(step, first_of(falls)), message="its ranks do not ascend")
     absent = np.flatnonzero(np.bincount(step.ranks, minlength=limits.num_ranks) == 0)
     if len(absent):
         message = f"rank {absent[0]} has no row ({len(absent)} ranks have none); an idle rank needs an idle row"
@@ -85,6 +76,22 @@ def check_ranks(step: StepPlan, limits: Limits) -> Iterator[Finding]:
         yield Finding(
             step=step.step, order=first_of(odd), message="an idle row has one rank and takes no time; this one does not"
         )
+
+
+def broken_ranks(step: StepPlan, num_ranks: int) -> Finding | None:
+    """Return the first row without ranks, with one that the job does not have, or whose ranks do not ascend."""
+    if (step.degrees < 1).any():
+        return Finding(step=step.step, order=first_of(step.degrees < 1), message="no ranks")
+    outside = (step.ranks < 0) | (step.ranks >= num_ranks)
+    if outside.any():
+        at = first_of(outside)
+        message = f"rank {step.ranks[at]} of a job of {num_ranks}"
+        return Finding(step=step.step, order=row_of_rank(step, at), message=message)
+    falls = step.ranks[1:] <= step.ranks[:-1]
+    falls[step.rank_offsets[1:-1] - 1] = False  # from one row's last rank to the next row's first
+    if falls.any():
+        return Finding(step=step.step, order=row_of_rank(step, first_of(falls)), message="its ranks do not ascend")
+    return None
 
 
 def row_of_rank(step: StepPlan, at: int) -> int:
@@ -102,15 +109,17 @@ def _check_budget(step: StepPlan, limits: Limits) -> Iterator[Finding]:
         yield Finding(step=step.step, order=order, message=message)
 
 
-def _check_heads(step: StepPlan) -> Iterator[Finding]:
-    """Check that as many ranks share heads as the degree is a multiple of."""
+def broken_heads(step: StepPlan) -> Finding | None:
+    """Return the first row whose heads degree does not divide its degree."""
     if step.heads_degree is None:
-        return
+        return None
     heads, degrees = step.heads_degree, step.degrees
     wrong = (heads < 1) | (degrees % np.maximum(heads, 1) != 0)
-    for order in np.flatnonzero(wrong)[:1].tolist():
-        message = f"a heads degree of {heads[order]} does not divide the degree {degrees[order]}"
-        yield Finding(step=step.step, order=order, message=message)
+    if not wrong.any():
+        return None
+    order = first_of(wrong)
+    message = f"a heads degree of {heads[order]} does not divide the degree {degrees[order]}"
+    return Finding(step=step.step, order=order, message=message)
 
 
 def _check_waves(step: StepPlan, limits: Limits) -> Iterator[Finding]:

@@ -8,13 +8,15 @@ import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from fcp_cli.errors import PlanError
 from fcp_cli.masks import MaskRows
+from fcp_cli.options import MOST_ROWS
 from fcp_cli.plan.masks import PlannedMasks
 from fcp_cli.plan.pipeline import Pipeline
 from fcp_cli.plan.refits import Refit, refit_at
@@ -34,6 +36,7 @@ _OPTIONAL_KEYS: Final = (
 )
 _OPTIONAL_RECIPE_KEYS: Final = ("lora", "freeze")
 
+RowCount = Annotated[int, Meta(ge=0, le=MOST_ROWS, description="a whole number of at least 0")]
 Sync = Literal["iteration", "microbatch"]
 LastBatch = Literal["keep", "drop"]
 EncoderBalance = Literal["wave"]
@@ -44,7 +47,7 @@ class ManifestReference:
     """The manifest a plan was made from: its sequences are row numbers into it."""
 
     name: str
-    rows: NonNegativeCount
+    rows: RowCount
     content_hash: str
 
     @property

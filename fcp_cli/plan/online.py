@@ -12,7 +12,9 @@ from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import METADATA_KEY, PlanMetadata, parse_metadata
 from fcp_cli.plan.planner_place import PlannerPlace
 from fcp_cli.reading.documents import read_json
+from fcp_cli.reading.inputs import require_input
 from fcp_cli.validation import Count, NonNegativeCount, validated
+from fcp_cli.words import first_sentence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +73,10 @@ def read_online_settings(path: Path) -> OnlineSettings:
     Raises:
         FcpError: the file is missing or damaged.
     """
+    try:
+        require_input(path, seekable=True)
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {first_sentence(error)}") from error
     return settings_of_json(read_json(path, error=RunError), name=str(path))
 
 

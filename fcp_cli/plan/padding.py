@@ -1,4 +1,4 @@
-"""Padding: the length and work of a sequence on a ring of equal chunks, as Transformer Engine and MindSpeed cut it.
+"""Padding: the length of a sequence on a ring of equal chunks, as Transformer Engine and MindSpeed cut it.
 
 This is the definition; the planner's kernels repeat it, and a test holds the two equal bit by bit.
 
@@ -16,8 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from fcp_cli.arrays import IntArray
-from fcp_cli.cost.model import WindowWork, Work, reach_tokens, token_in_window_seconds
-from fcp_cli.cost.profile import CostProfile
 from fcp_cli.plan.step import StepPlan, offsets_of
 
 _CHUNKS_PER_RANK = 2  # one from the front of the sequence and one from its back
@@ -45,35 +43,6 @@ def padded_tokens(length_tokens: npt.ArrayLike, degree: npt.ArrayLike, multiple:
         return lengths
     unit = multiple * np.asarray(degree, dtype=np.int64)
     return np.asarray(-(-lengths // unit) * unit, dtype=np.int64)
-
-
-def padded_work(work: Work, degree: npt.ArrayLike, multiple: int | None, profile: CostProfile) -> Work:
-    """Return the work of sequences padded for groups of `degree` ranks, still before division by it.
-
-    Args:
-        work: of the sequences as they are, or padded for one rank; no group pads less.
-        degree: of the group of each; broadcasts.
-        multiple: the padding multiple, or None: nothing is padded.
-        profile: gives the seconds of a token of padding beside attention.
-    """
-    if multiple is None:
-        return work
-    tokens = padded_tokens(work.tokens, degree, multiple)
-    growth = tokens / work.tokens
-    added = profile.coefficients.linear_seconds_per_token * (tokens - work.tokens)
-    windows = work.windows
-    if windows is not None:
-        windows = WindowWork(
-            seconds=windows.seconds + token_in_window_seconds(profile.coefficients) * (tokens - work.tokens),
-            halo_tokens=np.minimum(tokens, 2 * reach_tokens(profile.coefficients)),
-            shortest_tokens=tokens,
-        )
-    return Work(
-        attention_seconds=work.attention_seconds * growth * growth,
-        linear_seconds=work.linear_seconds + added,
-        tokens=tokens,
-        windows=windows,
-    )
 
 
 def padded_lengths(step: StepPlan, multiple: int | None) -> IntArray:

@@ -12,7 +12,8 @@ from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.cost.model import Work, encoder_seconds, group_seconds, sequence_work, vision_seconds
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.manifest.table import LengthTable
-from fcp_cli.plan.padding import padded_tokens, padded_work
+from fcp_cli.plan.padded_work import padded_work
+from fcp_cli.plan.padding import padded_tokens
 from fcp_cli.plan.speeds import Speeds, slowest_speeds
 from fcp_cli.plan.step import StepPlan, sizes_of
 from fcp_cli.recipe import Recipe, SplitAttention

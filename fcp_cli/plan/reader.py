@@ -13,9 +13,11 @@ from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.errors import PlanError
 from fcp_cli.kinds import another_kind
 from fcp_cli.plan.hashing import PlanHasher
+from fcp_cli.plan.layout import Finding, first_of
 from fcp_cli.plan.metadata import PlanMetadata, parse_metadata
-from fcp_cli.plan.schema import schema_of, steps_from_arrow
+from fcp_cli.plan.schema import schema_of
 from fcp_cli.plan.step import StepPlan
+from fcp_cli.plan.stored import StepLimits, broken_seconds, stored_steps
 from fcp_cli.reading.parquet import FAILURES, open_parquet, reason_of
 
 
@@ -55,7 +57,26 @@ class PlanReader:
                 raise PlanError(f"{self.path}: the column {field.name} is {found.field(index).type}, not {field.type}")
 
     def steps(self, first: int = 0) -> Iterator[StepPlan]:
-        """Yield the steps from `first` on; row groups that end before it are not read."""
+        """Yield the steps from `first` on, without gaps; row groups that end before it are not read.
+
+        Raises:
+            PlanError: the file is damaged, or a step holds a value that no plan has.
+        """
+        due = max(first, self.metadata.first_step)
+        for step, fault in self.stored_steps(first):
+            if fault is None and step.step != due:
+                fault = Finding(step=due, message=f"it is missing: step {step.step} stands in its place")
+            if fault is not None:
+                raise PlanError(f"{self.path}: {fault}; see 'fcp check {self.path}'")
+            yield step
+            due += 1
+
+    def stored_steps(self, first: int = 0) -> Iterator[tuple[StepPlan, Finding | None]]:
+        """Yield the steps from `first` on as they are stored, each with the first value that no plan has, or None.
+
+        For those that report faults, or show the rest: all others read `steps`.
+        """
+        limits = StepLimits(num_ranks=self.metadata.num_ranks, rows=self.metadata.manifest.rows)
         held: pa.Table | None = None
         for table in self.tables(first):
             table = table if held is None else pa.concat_tables([held, table])
@@ -63,9 +84,9 @@ class PlanReader:
             steps = table.column("step").to_numpy()
             last_start = int((steps != steps[-1]).sum())
             held = table.slice(last_start)
-            yield from (step for step in steps_from_arrow(table.slice(0, last_start)) if step.step >= first)
+            yield from (found for found in stored_steps(table.slice(0, last_start), limits) if found[0].step >= first)
         if held is not None:
-            yield from (step for step in steps_from_arrow(held) if step.step >= first)
+            yield from (found for found in stored_steps(held, limits) if found[0].step >= first)
 
     def predicted_seconds(self) -> tuple[IntArray, FloatArray]:
         """Return [steps] the optimizer steps of the plan, and [steps] the makespan of each, reading two columns alone.
@@ -74,11 +95,16 @@ class PlanReader:
             PlanError: the file is damaged.
         """
         try:
-            table = self._file.read(columns=["step", "step_seconds"])
+            table = self._without_nulls(self._file.read(columns=["step", "step_seconds"]))
         except FAILURES as error:
             raise PlanError(f"{self.path} is damaged ({reason_of(error)})") from error
         steps, rows = np.unique(table.column("step").to_numpy(), return_index=True)
-        return steps, table.column("step_seconds").to_numpy()[rows]
+        seconds = table.column("step_seconds").to_numpy()[rows]
+        wrong = broken_seconds(seconds)
+        if wrong.any():
+            found = f"step {steps[first_of(wrong)]}: step_seconds is {seconds[first_of(wrong)]}"
+            raise PlanError(f"{self.path}: {found}; see 'fcp check {self.path}'")
+        return steps, seconds
 
     def tables(self, first: int = 0) -> Iterator[pa.Table]:
         """Yield the rows as they are stored, by row groups; those that end before step `first` are left out."""
@@ -97,7 +123,7 @@ class PlanReader:
 
     def _without_nulls(self, table: pa.Table) -> pa.Table:
         # A foreign writer may declare columns nullable, and NumPy would read a null as whatever lies below it.
-        for name in self._schema.names:
+        for name in table.schema.names:
             column = table.column(name)
             values = column.combine_chunks().flatten() if pa.types.is_list(column.type) else column
             if column.null_count or values.null_count:

@@ -8,14 +8,16 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fcp_cli.errors import PlanError
 from fcp_cli.files import replaced_atomically
+from fcp_cli.parquet_writer import parquet_writer
 from fcp_cli.plan.hashing import PlanHasher
 from fcp_cli.plan.metadata import METADATA_KEY, PlanMetadata
 from fcp_cli.plan.schema import schema_of, steps_to_arrow
 from fcp_cli.plan.step import RingGroup, StepPlan
+from fcp_cli.plan.stored import MOST_SECONDS
 
 # Row groups hold whole steps, so that a reader can start at any step without reading what lies before it.
 _ROWS_PER_ROW_GROUP = 32_768
@@ -39,6 +41,11 @@ class PlanWriter:
         due = self.metadata.first_step + self._steps
         if step.step != due:
             raise ValueError(f"step {step.step} appended where step {due} is due")
+        if not step.makespan_seconds <= MOST_SECONDS:
+            raise PlanError(
+                f"step {step.step} takes {step.makespan_seconds:.3g} s by its cost profile; a plan holds times of at "
+                f"most {MOST_SECONDS:g} s. See the profile's coefficients with 'fcp profile show'"
+            )
         self._steps += 1
         self._pending.append(step)
         self._pending_rows += len(step)
@@ -76,14 +83,9 @@ def plan_writer(path: Path, metadata: PlanMetadata) -> Iterator[PlanWriter]:
     Raises:
         FcpError: the file cannot be written.
     """
-    # Without Arrow's own copy of the schema, readers take the footer's key-value metadata for the schema's: that is
-    # how totals and hash, known only at the end, become schema metadata of a streamed file.
     with (
         replaced_atomically(path) as temporary,
-        pa.OSFile(str(temporary), "wb") as sink,
-        pq.ParquetWriter(
-            sink, schema_of(splits_heads=metadata.attention is not None), compression="zstd", store_schema=False
-        ) as parquet,
+        parquet_writer(temporary, schema_of(splits_heads=metadata.attention is not None)) as parquet,
     ):
         writer = PlanWriter(parquet, metadata)
         yield writer

@@ -77,7 +77,7 @@ def with_encoder_ranks(batches: GlobalBatches, wanted: str, origins: Origins) ->
         count = min(found, key=found.__getitem__)
         origins.assume("--encoder-ranks", count, f"the first step takes {found[count]:.4g} s then, the least of some")
         return set_aside(problem, count)
-    if not wanted.isascii() or not wanted.isdigit() or not 0 < int(wanted) <= most:
+    if not wanted.isascii() or not wanted.isdecimal() or not 0 < int(wanted) <= most:
         raise UsageError(f"--encoder-ranks is {wanted!r}; it must be auto, or 1 to {most} of {most + 1} ranks")
     return set_aside(problem, int(wanted))
 

@@ -1,7 +1,7 @@
 """Keep the finished steps of a long plan beside it until it is whole, so that `--resume` can continue it.
 
-A folder `.NAME.journal` holds `key` (a hash of everything that determines the plan) and parts `000000.arrow`, ...: each
-appears whole or not at all, so what lies there after a crash is a true prefix of the plan.
+A folder `.NAME.journal` holds `key` (a hash of everything that determines the plan) and parts `000000.steps`, ...: each
+appears whole or not at all, with a digest, so what lies there after a crash is a true prefix of the plan.
 """
 
 from __future__ import annotations
@@ -9,17 +9,20 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
-
-import pyarrow as pa
+from typing import Final
 
 from fcp_cli.errors import FcpError
 from fcp_cli.files import replaced_atomically, write_text_atomically
 from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.plan.schema import steps_from_arrow, steps_to_arrow
+from fcp_cli.plan.schema import steps_to_arrow
 from fcp_cli.plan.step import StepPlan
+from fcp_cli.plan.stored import StepLimits, steps_in_order
+from fcp_cli.reading.documents import DamagedError, read_text
+from fcp_cli.reading.records import read_records, table_content, table_of_content, write_record
+from fcp_cli.words import first_sentence
 
+_FORMAT: Final = "fcp-journal/2"
 _ROWS_PER_PART = 8_192
 
 
@@ -33,7 +36,9 @@ class Journal:
 
     def __init__(self, path: Path, metadata: PlanMetadata) -> None:
         self.folder = path.with_name(f".{path.name}.journal")
-        self._key = hashlib.sha256(metadata.hashed_json()).hexdigest()
+        self._key = f"{_FORMAT} {hashlib.sha256(metadata.hashed_json()).hexdigest()}"
+        self._metadata = metadata
+        self._due = metadata.first_step
         self._parts = 0
         self._pending: list[StepPlan] = []
         self._rows = 0
@@ -58,28 +63,37 @@ class Journal:
         Raises:
             FcpError: there is no journal, it belongs to a plan of other inputs, or it is damaged.
         """
-        try:
-            key = (self.folder / "key").read_text(encoding="utf-8")
-        except OSError as error:
-            raise FcpError(f"nothing to resume: there is no {self.folder}; run without --resume") from error
-        if key != self._key:
+        if not (self.folder / "key").is_file():
+            raise FcpError(f"nothing to resume: there is no {self.folder}; run without --resume")
+        if read_text(self.folder / "key", error=FcpError, what="the journal ") != self._key:
             raise FcpError(
-                f"cannot resume: {self.folder} was begun with another manifest, cost profile or options; "
-                "give the same ones, or run without --resume to start over"
+                f"cannot resume: {self.folder} was begun with another manifest, cost profile or options, or by another "
+                "version of fcp; give the same ones, or run without --resume to start over"
             )
         return self._kept_steps()
 
     def _kept_steps(self) -> Iterator[StepPlan]:
         while (part := self._part(self._parts)).exists():
             try:
-                with pa.memory_map(str(part)) as source, pa.ipc.open_file(source) as reader:
-                    steps = list(steps_from_arrow(reader.read_all()))
-            except (OSError, pa.ArrowInvalid) as error:
+                steps = self._steps_of(part)
+            except (OSError, DamagedError) as error:
                 raise FcpError(
-                    f"cannot resume: {part} is damaged: {error}; run without --resume to start over"
+                    f"cannot resume: {part} is damaged: {first_sentence(error)}; run without --resume to start over"
                 ) from error
             self._parts += 1
             yield from steps
+
+    def _steps_of(self, part: Path) -> list[StepPlan]:
+        contents = list(read_records(part))
+        if len(contents) != 1:
+            raise DamagedError("it does not hold one whole record")
+        metadata = self._metadata
+        limits = StepLimits(num_ranks=metadata.num_ranks, rows=metadata.manifest.rows)
+        steps = steps_in_order(
+            table_of_content(contents[0]), limits, due=self._due, splits_heads=metadata.attention is not None
+        )
+        self._due += len(steps)
+        return steps
 
     def append(self, step: StepPlan) -> None:
         """Add the next step; it is safe on disk with the part that it fills."""
@@ -88,19 +102,14 @@ class Journal:
         if self._rows < _ROWS_PER_PART:
             return
         table = steps_to_arrow(self._pending)
-        with (
-            replaced_atomically(self._part(self._parts)) as temporary,
-            pa.OSFile(str(temporary), "wb") as sink,
-            pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer,
-        ):
-            writer.write_table(table)
+        with replaced_atomically(self._part(self._parts)) as temporary, temporary.open("wb") as file:
+            write_record(file, table_content(table))
         self._parts += 1
         self._pending, self._rows = [], 0
 
     def remove(self) -> None:
-        """Remove the journal: the plan is whole, or starts over."""
-        with suppress(FileNotFoundError):
-            shutil.rmtree(self.folder)
+        """Remove the journal: the plan is whole, or starts over. `start` reports one that stays."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _part(self, number: int) -> Path:
-        return self.folder / f"{number:06}.arrow"
+        return self.folder / f"{number:06}.steps"

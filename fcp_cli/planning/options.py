@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from fcp_cli.options import MOST_RANKS, MOST_TOKENS, Arg, Group, Opt
+from fcp_cli.kernel_names import KernelChoice
+from fcp_cli.options import MOST_EPOCHS, MOST_RANKS, MOST_ROWS, MOST_TOKENS, Arg, Group, Opt
 from fcp_cli.recipe import RecipeRequest
 
 
@@ -36,6 +37,9 @@ class PlanRequest:
             unset="the accelerators here, else example-8x8",
         ),
     ] = None
+    attention_kernel: Annotated[
+        KernelChoice, Opt("Attention kernel to price without a profile; auto: the cluster's first.")
+    ] = "auto"
     ranks: Annotated[int | None, Opt("Model replicas.", min=1, max=MOST_RANKS, unset="the cluster's")] = None
     ranks_per_node: Annotated[
         int | None, Opt("Ranks that share a node.", min=1, max=MOST_RANKS, unset="the cluster's")
@@ -68,13 +72,19 @@ class PlanRequest:
         float | None, Opt("Price of a device for an hour, for the money that the verdict names.", min=0)
     ] = None
     tensor_parallel: Annotated[
-        int | None, Opt("Devices that share each layer.", metavar="T", min=1, unset="the profile's")
+        int | None, Opt("Devices that share each layer.", metavar="T", min=1, max=MOST_RANKS, unset="the profile's")
     ] = None
     pipeline_parallel: Annotated[
-        int | None, Opt("Stages of a pipeline.", metavar="P", min=1, unset="the profile's")
+        int | None, Opt("Stages of a pipeline.", metavar="P", min=1, max=MOST_RANKS, unset="the profile's")
     ] = None
     virtual_stages: Annotated[
-        int, Opt("Blocks of layers on each stage, run interleaved (Megatron's virtual pipeline).", metavar="V", min=1)
+        int,
+        Opt(
+            "Blocks of layers on each stage, run interleaved (Megatron's virtual pipeline).",
+            metavar="V",
+            min=1,
+            max=MOST_RANKS,
+        ),
     ] = 1
     padded_rings: Annotated[
         bool, Opt("Count the padding of rings of equal chunks (Transformer Engine, MindSpeed).", negatable=True)
@@ -101,10 +111,16 @@ class PlanRequest:
     )
 
     global_batch_size: Annotated[
-        int | None, Opt("Sequences per optimizer step.", min=1, group="Global batches", unset="512")
+        int | None, Opt("Sequences per optimizer step.", min=1, max=MOST_ROWS, group="Global batches", unset="512")
     ] = None
     global_batch_tokens: Annotated[
-        int | None, Opt("Most tokens per optimizer step, in place of a number of sequences.", min=1, unset="no limit")
+        int | None,
+        Opt(
+            "Most tokens per optimizer step, in place of a number of sequences.",
+            min=1,
+            max=MOST_TOKENS,
+            unset="no limit",
+        ),
     ] = None
     step_column: Annotated[
         str | None,
@@ -114,11 +130,12 @@ class PlanRequest:
         ),
     ] = None
     steps: Annotated[int | None, Opt("Plan only the first N steps.", min=1, unset="all")] = None
-    epochs: Annotated[int, Opt("Passes over the data.", min=1)] = 1
+    epochs: Annotated[int, Opt("Passes over the data.", min=1, max=MOST_EPOCHS)] = 1
     seed: Annotated[int, Opt("Seed of shuffling and solver.", min=0)] = 0
     shuffle: Annotated[bool, Opt("Shuffle every epoch.", negatable=True)] = True
     max_length: Annotated[
-        int | None, Opt("Tokens beyond which a sequence is overlong.", min=1, unset="what all ranks can hold")
+        int | None,
+        Opt("Tokens beyond which a sequence is overlong.", min=1, max=MOST_TOKENS, unset="what all ranks can hold"),
     ] = None
     overlong: Annotated[Literal["error", "drop", "truncate"], Opt("What to do about overlong sequences.")] = "error"
     last_batch: Annotated[Literal["keep", "drop"], Opt("What to do about an epoch's last, partial batch.")] = "keep"

@@ -323,10 +323,12 @@ def _profile_at_hand(request: PlanRequest, origins: Origins) -> CostProfile | No
     if path is None and not _FOLDER_PROFILE.is_file():
         return None
     profile = load_cost_profile(path or _FOLDER_PROFILE)
-    what = f"{profile.model} on {profile.cluster}"
+    kernel = f" with attention kernel {profile.attention_kernel}" if request.attention_kernel != "auto" else ""
+    what = f"{profile.model} on {profile.cluster}{kernel}"
     is_meant = _is_meant(profile, request)
     if path is not None and not is_meant:
-        raise UsageError(f"{path} is of {what}; leave --model and --cluster out, or --profile to have one computed")
+        options = "--model, --cluster and --attention-kernel"
+        raise UsageError(f"{path} is of {what}; drop {options} to use it, or --profile to have one computed")
     if path is None:
         origins.assume("--profile", _FOLDER_PROFILE if is_meant else f"not {_FOLDER_PROFILE}", f"found here: {what}")
     return profile if is_meant else None
@@ -335,7 +337,7 @@ def _profile_at_hand(request: PlanRequest, origins: Origins) -> CostProfile | No
 def _is_meant(profile: CostProfile, request: PlanRequest) -> bool:
     same_model = request.model is None or profile.model in (request.model, load_model(request.model).name)
     same_cluster = request.cluster is None or profile.cluster in (request.cluster, load_cluster(request.cluster).name)
-    return same_model and same_cluster
+    return same_model and same_cluster and request.attention_kernel in ("auto", profile.attention_kernel)
 
 
 def computed_basis(
@@ -352,7 +354,7 @@ def computed_basis(
     spec = load_model(request.model or DEFAULT_MODEL)
     if request.model is None:
         origins.assume("--model", spec.name, "and what 'fcp launch' trains under the plan; name yours")
-    cluster = given = cluster or _cluster_to_plan_for(request, origins)
+    cluster = given = (cluster or _cluster_to_plan_for(request, origins)).running(request.attention_kernel)
     tensor_parallel, pipeline_parallel = request.tensor_parallel or 1, request.pipeline_parallel or 1
     require_pipelines(request, pipeline_parallel)
     ranks = replace(ranks_on(request, cluster, tensor_parallel, pipeline_parallel, origins), most_peers=most_peers)

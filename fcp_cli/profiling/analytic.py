@@ -9,7 +9,7 @@ A frozen vision encoder runs its forward alone. Experts that ranks share out are
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile, Heads, Sync
@@ -30,6 +30,9 @@ ATTENTION_BACKWARD = 2.5  # forwards
 # Bytes that a hop reads and writes per element of a token's queries and layer, beside its kernel: partial results are
 # added up, and queries, results and their gradients taken out and put back. Counted of the runtime's own operations.
 CHUNK_BYTES_FORWARD, CHUNK_BYTES_BACKWARD = 25.0, 26.0
+# Share of a rank's queries that a hop's kernel takes, on average: all of them against half of the keys of an earlier
+# rank, or half of them against all keys of a later one.
+HOP_QUERIES = 0.75
 
 
 def ring_bytes_per_token(
@@ -255,11 +258,14 @@ class _Job:
         operations = forward_operations(spec)
         devices = self.cut.devices
         matrix_rate = cluster.peak_flops * cluster.linear_efficiency * devices
-        attention_rate = cluster.peak_flops * cluster.attention_efficiency * devices
+        rate = cluster.attention_rate
+        attention_rate = cluster.peak_flops * rate.forward * devices
         # Recomputing runs the forward again; `selective` keeps what attention computed, and so its ring.
         runs_ring_again, recomputes = recipe.recompute == "full", recipe.recompute != "none"
         backward = backward_of(spec, recipe)
-        attention_backward = ATTENTION_BACKWARD + runs_ring_again
+        attention_backward = ATTENTION_BACKWARD * (rate.forward / rate.backward) + runs_ring_again
+        passes = 1 + backward.layers * attention_backward
+        token_seconds = rate.token_pairs * passes / attention_rate
         kv_bytes = precision_of(recipe).activation
         # The runtime's rings sum dK and dV in at least fp32.
         sent: dict[str, Any] = {"recompute": runs_ring_again, "reached": backward.layers}
@@ -269,12 +275,11 @@ class _Job:
         vision = backward.vision
         last_bytes, last_seconds = self.last_hop(gradient_bytes=max(4, kv_bytes), reached=backward.layers)
         return Coefficients(
-            attention_seconds_per_token2=(1 + backward.layers * attention_backward)
-            * operations.attention_per_token2
-            / attention_rate,
+            attention_seconds_per_token2=passes * operations.attention_per_token2 / attention_rate,
             linear_seconds_per_token=backward.language.total(recomputes=recomputes)
             * operations.linear_per_token
             / matrix_rate
+            + token_seconds * (operations.attention_per_token2 + operations.window_per_token2)
             + self.exchange_seconds_per_token(passes=1 + backward.layers * (1 + recomputes)),
             ring_bytes_per_token=ring_bytes / devices,
             microbatch_seconds=cluster.microbatch_seconds,
@@ -283,10 +288,9 @@ class _Job:
             vision_seconds_per_patch2=(1 + vision.inputs * attention_backward)
             * operations.vision_per_patch2
             / attention_rate,
-            chunk_seconds_per_token=self.chunk_seconds_per_token(reached=backward.layers),
-            window_seconds_per_token2=(1 + backward.layers * attention_backward)
-            * operations.window_per_token2
-            / attention_rate,
+            chunk_seconds_per_token=self.chunk_seconds_per_token(reached=backward.layers)
+            + HOP_QUERIES * token_seconds * operations.attention_per_token2,
+            window_seconds_per_token2=passes * operations.window_per_token2 / attention_rate,
             window_tokens=float(spec.window_tokens or 0),
             halo_bytes_per_token=halo_bytes_per_token(spec, **widths, **sent) / devices,
             halo_message_seconds=messages_per_halo(spec, **sent) * cluster.message_seconds / self.cut.pipeline_parallel,
@@ -310,7 +314,7 @@ class _Job:
             "device": cluster.device,
             "peak_flops": cluster.peak_flops,
             "linear_efficiency": cluster.linear_efficiency,
-            "attention_efficiency": cluster.attention_efficiency,
+            **_assumed_rate(cluster),
             "forward_operations_per_token": operations.linear_per_token,
             "forward_attention_operations_per_token2": operations.attention_per_token2,
             **vision,
@@ -328,3 +332,17 @@ class _Job:
             "memory_reserve_fraction": RESERVE_FRACTION,
             "cluster_sources": dict(cluster.sources),
         }
+
+
+def _assumed_rate(cluster: ClusterSpec) -> dict[str, Any]:
+    if cluster.attention_kernel is None:
+        return {"attention_efficiency": cluster.attention_efficiency}
+    seconds = {name: 1 / rate.forward + ATTENTION_BACKWARD / rate.backward for name, rate in cluster.attention.items()}
+    return {
+        "attention_kernel": cluster.attention_kernel,
+        "attention_rate": asdict(cluster.attention_rate),
+        # Of long sequences, forward and backward, as multiples of the kernel's that the profile is of.
+        "attention_seconds_by_kernel": {
+            name: round(value / seconds[cluster.attention_kernel], 3) for name, value in seconds.items()
+        },
+    }

@@ -10,6 +10,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from fcp_cli import __version__
+from fcp_cli.attention_kernels import KernelTable
 from fcp_cli.cost.fitting import Fit, Sample, mean_absolute_percentage, predicted_seconds
 from fcp_cli.cost.heads_fitting import fit_groups
 from fcp_cli.cost.profile import Bandwidth, CostProfile, Sync, dump_cost_profile
@@ -20,7 +21,7 @@ from fcp_cli.profiling.analytic import analytic_profile, counted_heads, messages
 from fcp_cli.profiling.measurement import timed_settings
 from fcp_cli.profiling.memory_block import MemoryFigures, place_of, readings, text_bytes_per_token
 from fcp_cli.profiling.points import Point
-from fcp_cli.profiling.samples import MeasuredPoint, SamplesFile, measured_points
+from fcp_cli.profiling.samples import MeasuredPoint, SamplesFile, kernel_table, measured_points
 from fcp_cli.profiling.tuned import heads_of_trained, measured_recipe, scaled_to_trained
 from fcp_cli.profiling.vision_fit import (
     VisionFit,
@@ -128,8 +129,17 @@ def profile_from_samples(
         "vision_encoder": _vision_record(samples, vision, timed.freeze_vision) if spec.vision is not None else None,
         "points": [_point_record(point, float(seconds)) for point, seconds in zip(measured, predicted, strict=True)],
     }
-    profile = replace(profile, measurement=_rounded(measurement))
+    profile = replace(profile, measurement=_rounded(measurement), attention_kernels=_kernels(samples))
     return replace(profile, text=dump_cost_profile(profile))
+
+
+def _kernels(samples: SamplesFile) -> KernelTable | None:
+    table = kernel_table(samples)
+    if table is None:
+        return None
+    names = ("forward_seconds", "backward_seconds", "first_seconds")
+    timings = (replace(one, **{name: _rounded(getattr(one, name)) for name in names}) for one in table.timings)
+    return replace(table, timings=tuple(timings))
 
 
 def _fit(

@@ -37,7 +37,8 @@ def computed_profile(request: ProfileRequest, origins: Origins) -> CostProfile:
         UsageError: a cut that the model does not allow, or a recipe that contradicts itself.
         ProfileError: unknown model or cluster, or no room for a token under what was asked for.
     """
-    spec, cluster = load_model(request.model or DEFAULT_MODEL), load_cluster(request.cluster or EXAMPLE_CLUSTER)
+    spec = load_model(request.model or DEFAULT_MODEL)
+    cluster = load_cluster(request.cluster or EXAMPLE_CLUSTER).running(request.attention_kernel)
     _assume(origins, "--model", request.model, spec.name, "--model or --hf-config sets it")
     _assume(origins, "--cluster", request.cluster, cluster.name, "--cluster sets it")
     devices = request.tensor_parallel * request.pipeline_parallel
@@ -56,8 +57,11 @@ def computed_profile(request: ProfileRequest, origins: Origins) -> CostProfile:
     _require_room(spec, request, place, fit)
     if spec.vision is not None and not request.recipe.freeze_vision:
         origins.assume("vision encoder", "trained", "--freeze-vision leaves it as it is")
+    rate, kernel = cluster.attention_rate, cluster.attention_kernel
+    shares = sorted({rate.forward, rate.backward}, reverse=True)
     efficiency = f"{cluster.linear_efficiency:.0%} of {cluster.peak_flops / 1e12:g} TFLOP/s, attention "
-    origins.assume("efficiency", efficiency + f"{cluster.attention_efficiency:.0%}", f"from {cluster.name}")
+    efficiency += " and ".join(f"{share:.0%}" for share in shares) + (f" ({kernel})" if kernel else "")
+    origins.assume("efficiency", efficiency, f"from {cluster.name}")
     return analytic_profile(
         spec,
         cluster,

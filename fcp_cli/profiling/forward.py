@@ -16,6 +16,7 @@ from fcp_cli.errors import ProfileError
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.state import State
 from fcp_cli.memory.trained import backward_of
+from fcp_cli.models.cluster import AttentionRate
 from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.models.shipped import DEFAULT_MODEL
 from fcp_cli.profiling.analytic import (
@@ -27,6 +28,7 @@ from fcp_cli.profiling.analytic import (
     ring_bytes_per_token,
 )
 from fcp_cli.recipe import Recipe
+from fcp_cli.validation import validated
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,8 +54,13 @@ class ForwardShares:
     wave_floor: float
 
 
-def forward_shares(spec: ModelSpec, recipe: Recipe) -> ForwardShares:
-    """Return the shares of a forward in what a recipe trains; a figure of the model that both have cancels out."""
+def forward_shares(spec: ModelSpec, recipe: Recipe, *, backward_slowdown: float = 1.0) -> ForwardShares:
+    """Return the shares of a forward in what a recipe trains; a figure of the model that both have cancels out.
+
+    Args:
+        spec, recipe: of the training profile.
+        backward_slowdown: rate of the attention kernel's forward over that of its backward.
+    """
     backward, precision = backward_of(spec, recipe), precision_of(recipe)
     again, recomputes = recipe.recompute == "full", recipe.recompute != "none"
     kv = precision.activation
@@ -67,7 +74,7 @@ def forward_shares(spec: ModelSpec, recipe: Recipe) -> ForwardShares:
     state = State(spec=spec, recipe=recipe, precision=precision, shards=1)
     gathered = state.computed_weight * state.parameters
     scattered = precision.gradient * state.trained if recipe.reduce == "wave" else 0.0
-    attention_backward = ATTENTION_BACKWARD + again
+    attention_backward = ATTENTION_BACKWARD * backward_slowdown + again
     return ForwardShares(
         attention=1 / (1 + backward.layers * attention_backward),
         linear=1 / backward.language.total(recomputes=recomputes),
@@ -90,7 +97,8 @@ def forward_profile(profile: CostProfile) -> CostProfile:
     """
     if profile.phase == "forward":
         return profile
-    shares = forward_shares(_spec_of(profile.model), profile.recipe or Recipe())
+    slowdown = backward_slowdown(profile)
+    shares = forward_shares(_spec_of(profile.model), profile.recipe or Recipe(), backward_slowdown=slowdown)
     ground = profile.common_ground
     made = replace(
         profile,
@@ -103,6 +111,19 @@ def forward_profile(profile: CostProfile) -> CostProfile:
         phase="forward",
     )
     return replace(made, text=dump_cost_profile(made))
+
+
+def backward_slowdown(profile: CostProfile) -> float:
+    """Return the rate of attention's forward over its backward's, as a computed profile assumes it; 1 if it is unknown.
+
+    Raises:
+        ProfileError: the profile's measurement block has an impossible rate.
+    """
+    rate = profile.measurement.get("attention_rate")
+    if rate is None:
+        return 1.0
+    found = validated(rate, AttentionRate, where="the profile: attention_rate", error=ProfileError)
+    return found.forward / found.backward
 
 
 def _exchanged(heads: Heads, share: float) -> Heads:

@@ -10,6 +10,7 @@ from typing import Any
 
 from fcp_cli.cost.profile import Sync, heads_degrees
 from fcp_cli.errors import ProfileError
+from fcp_cli.files import write_text_atomically
 from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.profiling.points import Point, VisionPoint, heads_points, measurement_points, vision_points
 from fcp_cli.reading.documents import decode_json, read_json
@@ -97,7 +98,7 @@ class Measurement(Subject):
         """Write the request that every rank of the worker reads, whatever folder it runs in."""
         model = str(Path(self.model).resolve()) if Path(self.model).exists() else self.model
         document = {**asdict(self), "model": model, "samples": str(self.samples.resolve())}
-        path.write_text(json.dumps(document), encoding="utf-8")
+        write_text_atomically(path, json.dumps(document))
 
 
 def read_measurement(path: Path) -> Measurement:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from fcp_cli.options import Group, Opt
+from fcp_cli.kernel_names import KernelChoice
+from fcp_cli.options import MOST_RANKS, Group, Opt
 from fcp_cli.recipe import RecipeRequest
 
 
@@ -60,13 +61,18 @@ class ProfileRequest:
         tuple[int, ...],
         Opt("Layer counts to measure and extrapolate from, as 2,6.", commas=True, unset="all, or two that fit"),
     ] = ()
-    samples: Annotated[Path | None, Opt("File that keeps the samples.", unset="OUTPUT.samples.jsonl")] = None
+    samples: Annotated[
+        Path | None, Opt("File that keeps the samples.", unset="OUTPUT.samples.jsonl", trust="writes")
+    ] = None
     fresh: Annotated[bool, Opt("Begin again instead of continuing an interrupted measurement.")] = False
     from_samples: Annotated[Path | None, Opt("Fit these samples; measure nothing.")] = None
-    nodes: Annotated[int, Opt("With several, print what to run on each node.", min=1)] = 1
-    devices_per_node: Annotated[int, Opt("Devices of each of several nodes.", min=1)] = 8
+    nodes: Annotated[int, Opt("With several, print what to run on each node.", min=1, max=MOST_RANKS)] = 1
+    devices_per_node: Annotated[int, Opt("Devices of each of several nodes.", min=1, max=MOST_RANKS)] = 8
 
     analytic: Annotated[bool, Opt("Compute from the figures of model and cluster.", group="Without measuring")] = False
-    tensor_parallel: Annotated[int, Opt("Devices that share each layer.", metavar="T", min=1)] = 1
-    pipeline_parallel: Annotated[int, Opt("Stages of a pipeline.", metavar="P", min=1)] = 1
-    expert_parallel: Annotated[int, Opt("Ranks that share out the experts of a layer.", metavar="E", min=1)] = 1
+    attention_kernel: Annotated[KernelChoice, Opt("Attention kernel to price; auto: the cluster's first.")] = "auto"
+    tensor_parallel: Annotated[int, Opt("Devices that share each layer.", metavar="T", min=1, max=MOST_RANKS)] = 1
+    pipeline_parallel: Annotated[int, Opt("Stages of a pipeline.", metavar="P", min=1, max=MOST_RANKS)] = 1
+    expert_parallel: Annotated[
+        int, Opt("Ranks that share out the experts of a layer.", metavar="E", min=1, max=MOST_RANKS)
+    ] = 1

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.runs.metrics_reader import read_metrics
+from fcp_cli.runs.metrics_record import MetricsRecord, RunRecord, StepRecord
 
 # Every so many samples one is held out: the error on these is what the new profile can promise.
 HOLD_OUT_EVERY = 5
@@ -38,7 +38,7 @@ class RunSamples:
     steps: int
     metadata: PlanMetadata
     planned: CostProfile
-    run: Mapping[str, Any]
+    run: RunRecord
     closing_seconds: tuple[float, ...] = ()
 
     @property
@@ -83,13 +83,14 @@ def samples_of_run(metrics: Path, *, plan: Path | None, skip_steps: int) -> RunS
         ProfileError: it is not the plan of the run, or no step is left.
     """
     records = read_metrics(metrics)
-    run = next(record for record in records if record.get("kind") == "run")
-    path = plan or Path(str(run.get("plan", "")))
+    run = records[0]
+    assert run["kind"] == "run"  # as the reader requires
+    path = plan or Path(run.get("plan", ""))
     reader = PlanReader(path)
     if run.get("plan_hash") not in (reader.metadata.plan_hash, ""):  # without one it planned while it trained
         raise ProfileError(
             f"{path} is not the plan of {metrics}: its hash is {reader.metadata.plan_hash[:12]}, the run's is "
-            f"{str(run.get('plan_hash'))[:12]}; give the right one with --plan"
+            f"{run.get('plan_hash', '')[:12]}; give the right one with --plan"
         )
     measured = dict(_steps_after_warm_up(records, skip_steps))
     if not measured:
@@ -109,12 +110,10 @@ def samples_of_run(metrics: Path, *, plan: Path | None, skip_steps: int) -> RunS
     )
 
 
-def _closing_seconds(records: Iterable[Mapping[str, Any]]) -> Iterable[float]:
+def _closing_seconds(records: Iterable[StepRecord]) -> Iterable[float]:
     for record in records:
-        timings = [timing for rank in record["ranks"] for timing in rank["micro_batches"]]
-        if record.get("seconds") and all("start_seconds" in timing for timing in timings):
-            last = max(float(timing["start_seconds"]) + float(timing["seconds"]) for timing in timings)
-            yield max(0.0, float(record["seconds"]) - last)
+        ends = [one["start_seconds"] + one["seconds"] for rank in record["ranks"] for one in rank["micro_batches"]]
+        yield max(0.0, record["seconds"] - max(ends, default=0.0))
 
 
 def _measured_step(runs: Sequence[RunSamples], before: StepTerms) -> StepTerms:
@@ -126,26 +125,22 @@ def _measured_step(runs: Sequence[RunSamples], before: StepTerms) -> StepTerms:
     return replace(before, update_seconds=float(np.median(found)), tail_seconds=0.0 if summed else before.tail_seconds)
 
 
-def _steps_after_warm_up(
-    records: Sequence[Mapping[str, Any]], skip_steps: int
-) -> Iterable[tuple[int, Mapping[str, Any]]]:
+def _steps_after_warm_up(records: Sequence[MetricsRecord], skip_steps: int) -> Iterable[tuple[int, StepRecord]]:
     since_start = 0
     for record in records:
-        if record.get("kind") == "run":
+        if record["kind"] == "run":
             since_start = 0
-        elif record.get("kind") == "step":
+        elif record["kind"] == "step":
             if since_start >= skip_steps:
-                yield int(record["step"]), record
+                yield record["step"], record
             since_start += 1
 
 
-def _samples_of_step(
-    step: StepPlan, record: Mapping[str, Any], ranks_per_node: int, planned: CostProfile
-) -> Iterable[Sample]:
+def _samples_of_step(step: StepPlan, record: StepRecord, ranks_per_node: int, planned: CostProfile) -> Iterable[Sample]:
     shortest: dict[int, float] = {}
     for rank in record["ranks"]:
         for timing in rank["micro_batches"]:
-            order, seconds = int(timing["order"]), float(timing["seconds"])
+            order, seconds = timing["order"], timing["seconds"]
             shortest[order] = min(seconds, shortest.get(order, seconds))
     for microbatch in step.microbatches():
         seconds = shortest.get(microbatch.order, 0.0)
@@ -193,7 +188,7 @@ def refit(runs: Sequence[RunSamples], *, before: CostProfile | None = None) -> R
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "method": "micro-batches of training runs",
         "runs": [
-            {key: run.run[key] for key in _RUN_KEYS if key in run.run}
+            {key: value for key, value in run.run.items() if key in _RUN_KEYS}
             | {"steps": run.steps, "micro_batches": len(run.samples)}
             for run in runs
         ],

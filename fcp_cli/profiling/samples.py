@@ -14,8 +14,10 @@ from typing import Any, Final, Generic, Literal
 
 import numpy as np
 
+from fcp_cli.attention_kernels import KernelTable
 from fcp_cli.cost.fitting import LEAST_SAMPLES, Sample
 from fcp_cli.errors import ProfileError
+from fcp_cli.files import reason_of, write_text_atomically
 from fcp_cli.kinds import another_kind
 from fcp_cli.profiling.measurement import Measurement, Subject, model_figures, timed_settings
 from fcp_cli.profiling.points import P, Point
@@ -48,6 +50,12 @@ class _Step:
     seconds: tuple[NonNegative, ...]
     state_bytes: NonNegative
     optimizer_share: Share = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kernels:
+    kind: str
+    table: KernelTable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +96,12 @@ class _LeftOut:
 
 
 # The kinds of lines whose figures are fitted; the others describe the measurement, with whatever else.
-_FITTED_LINES: Final[Mapping[str, type]] = {"observation": _Observation, "transfer": _Transfer, "step": _Step}
+_FITTED_LINES: Final[Mapping[str, type]] = {
+    "observation": _Observation,
+    "transfer": _Transfer,
+    "step": _Step,
+    "attention_kernels": _Kernels,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,6 +173,14 @@ class SamplesFile:
         return found
 
 
+def kernel_table(samples: SamplesFile) -> KernelTable | None:
+    """Return the table of attention kernels that was measured last, or None."""
+    lines = samples.of_kind("attention_kernels")
+    if not lines:
+        return None
+    return validated(lines[-1], _Kernels, where=str(samples.path), error=ProfileError).table
+
+
 _DESCRIBING_LINES: Final[Mapping[str, type]] = {
     "memory": _Memory,
     "vision_memory": _VisionMemory,
@@ -185,18 +206,19 @@ def prepare_samples(measurement: Measurement, *, fresh: bool) -> bool:
             _require_same(measurement, samples)
             append_line(path, {"kind": "resumed"})
             return True
-    try:
-        begin_samples(measurement)
-    except OSError as error:
-        raise ProfileError(f"cannot write the samples {path}: {error.strerror or error}") from error
+    begin_samples(measurement)
     return False
 
 
 def begin_samples(measurement: Measurement) -> None:
-    """Write the first line of a samples file."""
+    """Write the first line of a samples file.
+
+    Raises:
+        FcpError: it cannot be written.
+    """
     subject = measurement.subject()
     header = {"format": FORMAT, **asdict(subject), "figures": model_figures(subject.model), "emulate": subject.emulate}
-    measurement.samples.write_text(json.dumps(header) + "\n", encoding="utf-8")
+    write_text_atomically(measurement.samples, json.dumps(header) + "\n")
 
 
 def _require_same(measurement: Measurement, samples: SamplesFile) -> None:
@@ -258,9 +280,16 @@ def _parse(row: str) -> dict[str, Any] | None:
 
 
 def append_line(path: Path, line: Mapping[str, Any]) -> None:
-    """Add one line and close the file, so that it survives whatever comes next."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    """Add one line and close the file, so that it survives whatever comes next.
+
+    Raises:
+        ProfileError: it cannot be written.
+    """
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    except OSError as error:
+        raise ProfileError(f"cannot write the samples {path}: {reason_of(error, path.parent)}") from error
 
 
 def measured_points(

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fcp_cli.attention_kernels import KernelTable
 from fcp_cli.machine.host import usable_cores
 from fcp_cli.models.model import load_model
 from fcp_cli.profiling.device import (
@@ -32,14 +34,18 @@ from fcp_cli.profiling.device import (
     sm_clock_mhz,
 )
 from fcp_cli.profiling.footprint import Footprint, points_that_fit, vision_points_that_fit
+from fcp_cli.profiling.kernel_timing import time_kernels
 from fcp_cli.profiling.links import Messenger, fresh_links, links, message_sizes, most_message_bytes
 from fcp_cli.profiling.measurement import Measurement, read_measurement
 from fcp_cli.profiling.points import LEAST_SIDE, P, Point, VisionPoint
-from fcp_cli.profiling.samples import append_line, read_samples
+from fcp_cli.profiling.samples import append_line, kernel_table, read_samples
 from fcp_cli.profiling.schedule import Schedule, Task
 from fcp_cli.profiling.update_step import UpdateStep, state_bytes
 from fcp_cli.profiling.vision_workload import VisionWorkload, build_encoder
 from fcp_cli.profiling.workload import SilentTransport, Workload, build_model, groups_of
+from fcp_cli.runtime.kernels import prefer
+from fcp_cli.runtime.kernels.chosen import Preference
+from fcp_cli.runtime.kernels.probe import Signature
 from fcp_cli.runtime.transport import ProcessTransport, Transport
 from fcp_cli.runtime.world import ProcessWorld, join_process_group, local_device
 
@@ -117,6 +123,7 @@ class Measurer:
             self._write(kind="left_out", points=self.left_out, reason="more memory than a rank has")
         if self.world.size > 1 and not self.request.emulate:
             self._transfers()
+        self._prefer_kernels()
         self._warm_up()
         self._clocks("before")
         for_vision = _VISION_BUDGET_SHARE if self.vision else 0.0
@@ -176,6 +183,37 @@ class Measurer:
             for num_bytes in sizes:
                 seconds = messenger.seconds(link, num_bytes, repeats=_TRANSFER_REPEATS)
                 self._write(kind="transfer", tier=link.tier, bytes=num_bytes, seconds=seconds)
+
+    def _prefer_kernels(self) -> None:
+        """Time the attention kernels on rank 0, once; all packs are then measured on the quickest of each shape."""
+        if self.device.type != "cuda" or self.workload.dtype not in (torch.bfloat16, torch.float16):
+            return
+        told: list[KernelTable | None] = [self._kernel_table() if self.is_first else None]
+        dist.broadcast_object_list(told, device=torch.device("cpu"))
+        if told[0] is not None:
+            prefer(Preference(table=told[0]))
+
+    def _kernel_table(self) -> KernelTable | None:
+        """Return the table in the samples, of an earlier run on such a device, else a new one; None if nothing ran."""
+        spec, name = self.spec, device_name(self.device)
+        known = kernel_table(read_samples(self.request.samples))
+        if known is not None and (known.device, known.release) == (name, torch.__version__):
+            return known
+        value_dim = spec.value_size // spec.num_kv_heads
+        signature = Signature(spec.num_heads, spec.num_kv_heads, spec.head_dim, value_dim, self.workload.dtype)
+        timings = time_kernels(self.device, signature, self.request.max_length)
+        if not timings:
+            return None
+        table = KernelTable(
+            device=name,
+            release=torch.__version__,
+            heads=(spec.num_heads, spec.num_kv_heads, spec.head_dim),
+            layers=spec.num_layers,
+            timings=tuple(timings),
+        )
+        table = replace(table, kernel=next(iter(table.quickest())))
+        self._write(kind="attention_kernels", table=table.document())
+        return table
 
     def _clocks(self, when: str) -> None:
         """Write down the clocks of all ranks, where a driver tells them: boost clocks do not last."""

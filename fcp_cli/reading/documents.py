@@ -17,11 +17,13 @@ from typing import Any, Final
 import yaml
 
 from fcp_cli.errors import FcpError
+from fcp_cli.reading.inputs import open_input, too_large
 from fcp_cli.words import first_sentence
 
 MOST_DEPTH: Final = 64
 MOST_VALUES: Final = 5_000_000
 MOST_BYTES: Final = 1 << 28
+MOST_LIST_BYTES: Final = 1 << 32  # of a data set that is one JSON list: Python needs some ten times as much for it
 MOST_YAML_BYTES: Final = 1 << 19  # the reader takes seconds for so much
 MOST_YAML_VALUES: Final = 200_000  # aliases make many of few
 _MOST_BITS: Final = 1000  # whatever is no larger is a finite float, too; checkpoints hold numbers beyond 64 bits
@@ -42,18 +44,18 @@ def read_text(path: Path, *, error: type[FcpError], what: str = "", most_bytes: 
         path: the file.
         error: the class to raise.
         what: stands before the path in messages, with a space behind it: "the model ".
-        most_bytes: more are refused before they are read.
+        most_bytes: larger files are refused.
 
     Raises:
         FcpError: of the class `error`: it cannot be read, is no UTF-8, or is larger.
     """
     try:
-        with path.open("rb") as file:
+        with open_input(path, most_bytes=most_bytes) as file:
             content = bytearray()
-            while piece := file.read(1 << 20):  # one may be of a device without an end
+            while piece := file.read(1 << 20):  # a pipe may have no end
                 content += piece
                 if len(content) > most_bytes:
-                    raise DamagedError(f"it is larger than {most_bytes >> 20} MiB")
+                    raise too_large(path, most_bytes)
         return content.decode()
     except (OSError, ValueError) as failure:
         reason = "it is not UTF-8 text" if isinstance(failure, UnicodeDecodeError) else first_sentence(failure)
@@ -110,12 +112,12 @@ def read_object(path: Path, *, error: type[FcpError], what: str = "") -> dict[st
 
 
 def read_records(path: Path, *, error: type[FcpError]) -> list[dict[str, Any]]:
-    """Return the records of a data set that is one JSON list, however large.
+    """Return the records of a data set that is one JSON list of at most `MOST_LIST_BYTES`.
 
     Raises:
         FcpError: of the class `error`: the file cannot be read, or is no list of objects.
     """
-    text = read_text(path, error=error, most_bytes=1 << 40)
+    text = read_text(path, error=error, most_bytes=MOST_LIST_BYTES)
     try:
         document = decode_record(text)
     except DamagedError as failure:

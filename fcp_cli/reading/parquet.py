@@ -1,7 +1,13 @@
-"""Opens Parquet files that anybody may have written, and reads what their footers say."""
+"""Opens Parquet files that anybody may have written, and reads their footers.
+
+Checksums are verified if a file has them: Parquet's own of each page, and fcp's of the footer, for which Parquet has
+none. The latter stands before the footer, in bytes that Parquet leaves unused: `footer_mark`.
+"""
 
 from __future__ import annotations
 
+import os
+import zlib
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,12 +17,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fcp_cli.reading.documents import decode_json
+from fcp_cli.reading.inputs import require_input
 from fcp_cli.words import first_sentence
 
 FOOTER_KEY: Final = b"fcp"
 FAILURES: Final = (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, MemoryError)
 """What reading a damaged file may raise; an FcpError is none of them."""
 _MOST_VALUES: Final = 100_000
+END_BYTES: Final = 8  # the length of the footer, and the magic bytes
+_MARK: Final = b"fcp-crc\0"
+_MARK_BYTES: Final = len(_MARK) + 4
 
 
 def open_parquet(path: Path, footer: Any = None) -> Any:
@@ -25,7 +35,10 @@ def open_parquet(path: Path, footer: Any = None) -> Any:
     Raises:
         Exception: one of `FAILURES`.
     """
-    file = pq.ParquetFile(path, metadata=footer)
+    require_input(path, seekable=True)
+    if footer is None:
+        _verify_footer(path)
+    file = pq.ParquetFile(path, metadata=footer, page_checksum_verification=True)
     require_names(file.schema_arrow)
     return file
 
@@ -36,9 +49,40 @@ def open_footer(path: Path) -> Any:
     Raises:
         Exception: one of `FAILURES`.
     """
+    require_input(path, seekable=True)
+    _verify_footer(path)
     footer = pq.read_metadata(path)
     require_names(footer.schema.to_arrow_schema())
     return footer
+
+
+def footer_size(end: bytes) -> int:
+    """Return the bytes from a footer to the end of its file, which its last eight bytes state."""
+    return int.from_bytes(end[-END_BYTES:-4], "little") + END_BYTES
+
+
+def footer_mark(footer: bytes) -> bytes:
+    """Return the bytes before a footer that is checksummed; `footer` reaches to the end of the file."""
+    return _MARK + zlib.crc32(footer).to_bytes(4, "little")
+
+
+def _verify_footer(path: Path) -> None:
+    """Compare a footer with its checksum; a file of another writer has none.
+
+    Raises:
+        ValueError: they differ.
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - END_BYTES))
+        before = size - footer_size(file.read()) - _MARK_BYTES
+        if before < 0:  # truncated: pyarrow says so
+            return
+        file.seek(before)
+        mark = file.read(_MARK_BYTES)
+        if mark.startswith(_MARK) and mark != footer_mark(file.read()):
+            raise ValueError("its footer does not match its checksum")
 
 
 def footer_document(pairs: Mapping[bytes, bytes] | None) -> Any:

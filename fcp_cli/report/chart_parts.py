@@ -69,9 +69,8 @@ class DegreeColours:
     def encoding(self, shown: Iterable[int] | None = None) -> Spec:
         """Return the colour of a mark; a legend of these degrees alone, of none, or of all where None is given."""
         scale = {"domain": self.domain, "range": list(_PALETTE[: len(self.domain)])}
-        values = (
-            self.domain if shown is None else [*dict.fromkeys(self._labels[degree] for degree in sorted(set(shown)))]
-        )
+        wanted = sorted({*self._labels} if shown is None else {*shown} & {*self._labels})
+        values = list(dict.fromkeys(self._labels[degree] for degree in wanted))
         lines = -(-len(values) // 5)  # more in a row would be cut off on a phone
         legend = {"columns": -(-len(values) // lines), "values": values} if values else None
         return {"field": "colour", "type": "ordinal", "title": "degree", "scale": scale, "legend": legend}

@@ -26,6 +26,7 @@ from fcp_cli.report.page_data import PlanPicture
 from fcp_cli.report.page_parts import facts, seconds, table
 from fcp_cli.report.page_sections import sections_of
 from fcp_cli.report.run_picture import RunPicture
+from fcp_cli.runs.metrics_record import RunRecord
 from fcp_cli.words import counted
 
 _TEMPLATE = Path(__file__).with_name("page.html")
@@ -55,7 +56,7 @@ class Report:
     speedup: Speedup
     run: RunPicture | None = None
     run_name: str = ""
-    run_facts: dict[str, Any] = field(default_factory=dict)
+    run_facts: RunRecord | None = None
     warnings: list[str] = field(default_factory=list)
 
     @cached_property
@@ -116,11 +117,10 @@ class Report:
     def _sources(self) -> Iterator[tuple[str, str]]:
         profile = self.profile
         yield "Planned times", f"cost profile of {profile.model} on {profile.cluster}: {_ORIGINS[profile.origin]}"
-        if self.run is not None:
-            known = self.run_facts
-            device = " ".join(str(known[name]) for name in ("device", "device_name") if known.get(name))
+        if self.run is not None and (known := self.run_facts) is not None:
+            device = " ".join(filter(None, (known.get("device"), known.get("device_name"))))
             on = f"on {device}" if device else "by the job"
-            when = str(known.get("started", ""))[:16].replace("T", " ")
+            when = known.get("started", "")[:16].replace("T", " ")
             yield "Measured times", f"{on}, started {when} UTC" if when else on
 
     def _headline(self) -> str:

@@ -11,12 +11,13 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from fcp_cli.errors import PlanError
+from fcp_cli.manifest.read import read_manifest
+from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
+from fcp_cli.words import counted
 
 _QUICK_BYTES = 100_000_000  # to hash a larger file takes longer than to show one of its steps should
 
@@ -44,13 +45,13 @@ class PlanFile:
         """Yield the steps from `first` on that can be shown, in order."""
         left_out, reason, before = 0, "", first - 1
         try:
-            for step in self.reader.steps(first):
-                fault = "out of order" if step.step <= before else _fault(step, self.metadata)
-                if fault is None:
+            for step, broken in self.reader.stored_steps(first):
+                fault = "out of order" if step.step <= before else _unseen(step, self.metadata)
+                if broken is None and fault is None:
                     before = step.step
                     yield step
                 else:
-                    reason = reason or f"step {step.step}: {fault}"
+                    reason = reason or str(broken or f"step {step.step}: {fault}")
                     left_out += 1
         finally:  # also when the caller has seen enough
             if left_out:
@@ -68,6 +69,22 @@ class PlanFile:
         if found is None:
             raise self.nothing_to_show(f"step {wanted}")
         return found
+
+    def manifest(self, path: Path | None) -> LengthTable | None:
+        """Read the manifest that this plan was made from, or return None without a path.
+
+        Raises:
+            FcpError: it cannot be read, or has another number of rows.
+        """
+        if path is None:
+            return None
+        table, planned = read_manifest(path), self.metadata.manifest
+        if len(table) != planned.rows:
+            raise PlanError(
+                f"--manifest {path} has {counted(len(table), 'row')}, but {self.path} was planned from "
+                f"{counted(planned.rows, 'row')} of {planned.name}; name that one"
+            )
+        return table
 
     def nothing_to_show(self, what: str = "any step") -> PlanError:
         """Return the error for a plan without `what`, with the reason that was last found."""
@@ -95,21 +112,10 @@ def open_plan(path: Path, *, quickly: bool = False) -> PlanFile:
     return plan
 
 
-def _fault(step: StepPlan, metadata: PlanMetadata) -> str | None:
-    """Return why no picture can hold a step; None for any that was planned."""
-    num_ranks = metadata.num_ranks
+def _unseen(step: StepPlan, metadata: PlanMetadata) -> str | None:
+    """Return why no picture can hold a step whose values a plan can have, or None."""
     if not metadata.first_step <= step.step < metadata.end_step:
         return f"the plan ends with step {metadata.end_step - 1}"
-    if (step.degrees < 1).any():
-        return "a micro-batch has no ranks"
-    outside = (step.ranks < 0) | (step.ranks >= num_ranks)
-    if outside.any():
-        return f"rank {step.ranks[outside.argmax()]} of a job of {num_ranks}"
-    if len(step.lengths) != len(step.sequences):
-        return f"{len(step.sequences)} sequences have {len(step.lengths)} lengths"
-    if (step.lengths < 1).any():
-        return "a sequence has no tokens"
-    times = np.concatenate([step.start_seconds, step.seconds, [step.makespan_seconds, step.bound_seconds]])
-    if not np.isfinite(times).all() or times.min() < 0 or times[-2:].min() <= 0:
-        return "times that are negative, zero or no numbers"
+    if min(step.makespan_seconds, step.bound_seconds) <= 0:
+        return "it takes no time"
     return None

@@ -69,6 +69,10 @@ def reading(profile: CostProfile, degrees: Sequence[int]) -> list[str]:
         kind = "frozen" if encoder["freeze_vision"] else "trained"
         lines.append(f"Vision encoder: timed trained and frozen; this profile is for a {kind} one.")
     lines += _recipe(profile)
+    if profile.attention_kernels is not None:
+        table = profile.attention_kernels
+        shares = ", ".join(f"{name} {count}" for name, count in table.quickest().items()) or "none"
+        lines.append(f"Attention kernels, by the number of shapes that each is the quickest of: {shares}.")
     lines += _circumstances(measured)
     step = measured.get("step_seconds")
     if step:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from statistics import median, median_low
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fcp_cli.report.bars import bar
 from fcp_cli.runs.heartbeat import Heartbeat
-from fcp_cli.words import clock, counted, short_count, short_seconds
+from fcp_cli.runs.metrics_record import MetricsRecord, RunRecord, StepRecord
+from fcp_cli.words import clock, counted, one_line, short_count, short_seconds
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -32,51 +33,57 @@ Standing = Literal["running", "finished", "interrupted", "failed", "gone", "sile
 class RunState:
     """The latest start of a run and its last steps, and measured / planned seconds of the first ones that were seen."""
 
-    run: dict[str, Any] = field(default_factory=dict)
-    window: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
+    run: RunRecord | None = None
+    window: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
     first_ratios: list[float] = field(default_factory=list)
 
-    def feed(self, record: dict[str, Any]) -> None:
+    def feed(self, record: MetricsRecord) -> None:
         if record["kind"] == "run":
             self.run = record
             self.window.clear()
             self.first_ratios.clear()
-        else:
+        elif record["kind"] == "step":
             self.window.append(record)
             if len(self.first_ratios) < _DRIFT_STEPS and not record.get("warm_up"):
                 self.first_ratios.append(record["seconds"] / record["predicted_seconds"])
 
     @property
-    def last(self) -> Mapping[str, Any] | None:
+    def last(self) -> StepRecord | None:
         return self.window[-1] if self.window else None
 
     @property
     def last_step(self) -> int:
         """Return the optimizer step that was finished last; -1 before the first."""
-        return int(self.last["step"]) if self.last is not None else int(self.run.get("first_step", 0)) - 1
+        if self.last is not None:
+            return self.last["step"]
+        return (0 if self.run is None else self.run.get("first_step", 0)) - 1
 
     @property
     def started(self) -> float:
         """Return the Unix time of the latest start; 0 where it is not known."""
         try:
-            return datetime.fromisoformat(self.run.get("started", "")).timestamp()
-        except ValueError:
+            return datetime.fromisoformat(self._started_text).timestamp()
+        except (ValueError, OverflowError):
             return 0.0
+
+    @property
+    def _started_text(self) -> str:
+        return "" if self.run is None else self.run.get("started", "")
 
     @property
     def steps(self) -> int:
         """Return the step that the run stops at; 0 where it did not record one."""
-        return int(self.run.get("steps", 0))
+        return 0 if self.run is None else self.run.get("steps", 0)
 
     @property
     def finished(self) -> bool:
         return self.last is not None and 0 < self.steps <= self.last["step"] + 1
 
-    def _paced(self) -> list[dict[str, Any]]:
+    def _paced(self) -> list[StepRecord]:
         """Return the steps to average over: warm-up only where there is nothing else."""
         return [record for record in self.window if not record.get("warm_up")] or list(self.window)
 
-    def mean(self, name: str) -> float:
+    def mean(self, name: Literal["tokens", "seconds", "predicted_seconds", "idle_fraction"]) -> float:
         records = self._paced()
         return sum(float(record[name]) for record in records) / len(records)
 
@@ -120,7 +127,8 @@ class RunState:
 
     def to_json(self, standing: Standing) -> dict[str, Any]:
         """Return JSON values; rates and shares are means over the last steps."""
-        document: dict[str, Any] = {"model": self.run.get("model"), "steps": self.steps, "standing": standing}
+        model = None if self.run is None else self.run.get("model")
+        document: dict[str, Any] = {"model": model, "steps": self.steps, "standing": standing}
         document["finished"] = standing == "finished"
         if self.last is None:
             return {**document, "step": None}
@@ -145,7 +153,7 @@ class RunState:
             heartbeat: of its launcher; None for a job that `fcp launch` did not start.
             quiet_seconds: since the run wrote last. Ranks may train on after their launcher was killed.
         """
-        starts_again = heartbeat is not None and heartbeat.started > self.run.get("started", "")
+        starts_again = heartbeat is not None and heartbeat.started > self._started_text
         if self.finished and not (starts_again and heartbeat is not None and heartbeat.ended is None):
             return "finished"
         if heartbeat is not None:
@@ -191,9 +199,9 @@ def run_view(state: RunState, remark: str | None, *, ascii_only: bool) -> Group:
 
 def _lines(state: RunState, ascii_only: bool) -> Iterator[str]:
     run = state.run
-    device = run.get("device_name") or run.get("device", "")
-    if run:
-        yield f"{run.get('model', 'run')} on {counted(int(run.get('num_ranks', 0)), 'rank')}, {device}"
+    if run is not None:
+        device = run.get("device_name") or run.get("device", "")
+        yield one_line(f"{run.get('model', 'run')} on {counted(run['num_ranks'], 'rank')}, {device}")
     if state.last is None:
         yield "no step was measured so far"
         return

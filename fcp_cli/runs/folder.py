@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 RUNS = Path("runs")
+_NUMBER = re.compile("[0-9]{1,18}")  # str.isdigit takes superscripts, too, which are no numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,8 +88,19 @@ class RunPaths:
         """Return whether the latest start is still at work; see `runs.heartbeat`."""
         return self.run_dir / "heartbeat.json"
 
+    def owner_of(self, node: int) -> Path:
+        """The process that runs a node's part of the job; see `runs.owner`."""
+        return self.run_dir / ("owner.json" if node == 0 else f"owner-node{node}.json")
+
+
+def from_here(path: Path) -> Path:
+    """Return a path below the working directory as it would be typed there."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
 
 def next_run_dir(name: str, *, runs: Path = RUNS) -> Path:
     """Return the first `runs/NAME-NNN` after all that exist; a new run never touches an old one."""
     taken = [path.name.removeprefix(f"{name}-") for path in runs.glob(f"{name}-*")]
-    return runs / f"{name}-{max((int(number) for number in taken if number.isdigit()), default=0) + 1:03d}"
+    numbers = [int(number) for number in taken if _NUMBER.fullmatch(number)]
+    return runs / f"{name}-{max(numbers, default=0) + 1:03d}"

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from fcp_cli.reading.inputs import bounded_lines, open_input
+
 
 class FileFollower:
     """The part of a file that has not been read yet.
@@ -35,7 +37,7 @@ class FileFollower:
         The file may be many gigabytes: it is read line by line.
         """
         with self._open() as file:
-            for line in file or ():
+            for line in bounded_lines(file) if file is not None else ():
                 if not line.endswith(b"\n"):
                     return
                 self.offset += len(line)  # before it is given: the caller may not come back
@@ -44,7 +46,7 @@ class FileFollower:
     @contextmanager
     def _open(self) -> Iterator[BinaryIO | None]:
         try:
-            file = self.path.open("rb")
+            file = open_input(self.path, seekable=True)
         except FileNotFoundError:
             yield None
             return

@@ -12,15 +12,17 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
-from fcp_cli.errors import RunError
+from fcp_cli.errors import FcpError, RunError
 from fcp_cli.files import write_text_atomically
 from fcp_cli.machine import processes
-from fcp_cli.reading.documents import read_object
+from fcp_cli.machine.identity import BootId, ProcessIdentity, ProcessNumber, current_boot_id
+from fcp_cli.runs.state_file import read_state
+from fcp_cli.validation import NonEmptyText, NonNegative, NonNegativeCount
 
 FORMAT = "fcp-heartbeat/1"
 End = Literal["finished", "interrupted", "failed"]
@@ -35,37 +37,48 @@ class Heartbeat:
     """The launcher's latest sign of life, and how long ago it was.
 
     Attributes:
-        host, pid, process_started: of the launcher; the last distinguishes it from a later process of the same
-            number, and is None where there is no /proc.
+        host, pid, process_started, boot_id: of the launcher. The last two are None if its system has no /proc, and the
+            boot id in files of earlier versions, too.
         started: ISO time of the launch.
         ended: how the job ended, or None.
         age_seconds: since the last sign of life.
     """
 
-    host: str
-    pid: int
-    process_started: int | None
+    host: NonEmptyText
+    pid: ProcessNumber
+    process_started: NonNegativeCount | None
+    boot_id: BootId | None = None
     started: str
     ended: End | None
-    age_seconds: float
+    age_seconds: NonNegative = 0.0
+
+    @property
+    def launcher(self) -> ProcessIdentity | None:
+        """The process that launched the run, or None if nothing distinguishes it from others of its number."""
+        if self.process_started is None or self.boot_id is None:
+            return None
+        return ProcessIdentity(host=self.host, boot_id=self.boot_id, pid=self.pid, started_ticks=self.process_started)
 
     @property
     def is_gone(self) -> bool:
-        """Return whether the launcher ended without a word: it was killed, or its machine was."""
+        """Whether the launcher ended without a word: it was killed, or its machine was."""
         if self.ended is not None:
             return False
-        if self.host != socket.gethostname():
+        launcher = self.launcher
+        if self.host != socket.gethostname() or (launcher is not None and not launcher.is_local):
             return self.age_seconds > _STALE_SECONDS
-        return not self._lives_here() and self.age_seconds > _STALE_HERE_SECONDS
+        return self.age_seconds > _STALE_HERE_SECONDS and not self._lives_here()
 
     def _lives_here(self) -> bool:
+        if self.process_started is not None:
+            return processes.started_ticks(self.pid) == self.process_started
         try:
-            os.kill(self.pid, 0)  # sends nothing, and fails where there is no such process
+            os.kill(self.pid, 0)  # sends nothing, and fails if there is no such process
         except ProcessLookupError:
             return False
         except PermissionError:
             pass  # another user's, and alive
-        return self.process_started is None or processes.started_ticks(self.pid) == self.process_started
+        return True
 
 
 class Pulse:
@@ -97,29 +110,28 @@ def beating(path: Path | None) -> Iterator[Pulse]:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "process_started": processes.started_ticks(os.getpid()),
+        "boot_id": current_boot_id() or None,
         "started": datetime.now(timezone.utc).isoformat(),
     }
     write_text_atomically(path, json.dumps({**launcher, "ended": None}) + "\n")
     try:
         yield pulse
     finally:
-        write_text_atomically(path, json.dumps({**launcher, "ended": pulse.ended}) + "\n")
+        with suppress(FcpError):  # a full disk, of which the job's own last line tells
+            write_text_atomically(path, json.dumps({**launcher, "ended": pulse.ended}) + "\n")
 
 
 def read_heartbeat(path: Path) -> Heartbeat | None:
-    """Read the heartbeat of a run; None where there is none, as for a job that `fcp launch` did not start."""
-    try:
-        document = read_object(path, error=RunError)
-        age = time.time() - path.stat().st_mtime
-        if document["format"] != FORMAT:
-            return None
-        return Heartbeat(
-            host=str(document["host"]),
-            pid=int(document["pid"]),
-            process_started=document["process_started"],
-            started=str(document["started"]),
-            ended=document["ended"],
-            age_seconds=max(0.0, age),
-        )
-    except (RunError, OSError, ValueError, KeyError, TypeError):
+    """Read the heartbeat of a run, or return None if there is none, as for a job that `fcp launch` did not start.
+
+    Raises:
+        RunError: it cannot be read, or is damaged.
+    """
+    found = read_state(path, Heartbeat, format_name=FORMAT)
+    if found is None:
         return None
+    try:
+        touched = path.stat().st_mtime
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror}") from error
+    return replace(found, age_seconds=max(0.0, time.time() - touched))

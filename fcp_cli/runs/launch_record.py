@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fcp_cli.errors import RunError
 from fcp_cli.files import write_text_atomically
-from fcp_cli.reading.documents import read_json
 from fcp_cli.runs.folder import RUNS, RunPaths
-from fcp_cli.validation import Count, validated
+from fcp_cli.runs.state_file import read_state
+from fcp_cli.validation import Count, PathText
 
 FORMAT = "fcp-launch/1"
 
@@ -48,12 +47,12 @@ class LaunchRecord:
     """
 
     format: str = FORMAT
-    plan: str
+    plan: PathText
     plan_hash: str
     num_ranks: Count
-    run_dir: str
-    model: str | None
-    manifest: str | None
+    run_dir: PathText
+    model: PathText | None
+    manifest: PathText | None
     training: dict[str, Any] | None
     program: list[str]
     target: str = "local"
@@ -74,34 +73,30 @@ def write_launch(run_dir: Path, record: LaunchRecord) -> None:
     write_text_atomically(RunPaths(run_dir=run_dir).launch, record.text())
 
 
-def read_launch(run_dir: Path) -> LaunchRecord:
-    """Read how a run was launched last.
+def read_launch(run_dir: Path, *, remedy: str = "") -> LaunchRecord:
+    """Read how a run was launched last; `remedy` ends messages about a damaged record.
 
     Raises:
         RunError: there is no run in `run_dir`, or its record is damaged.
     """
-    path = RunPaths(run_dir=run_dir).launch
-    try:
-        document = read_json(path, error=RunError)
-    except RunError as error:
-        raise RunError(f"{run_dir} is not a run that can be resumed: it has no readable {path.name}") from error
-    if not isinstance(document, Mapping) or document.get("format") != FORMAT:
-        raise RunError(f"{path} is not a launch record of format {FORMAT!r}")
-    return validated(document, LaunchRecord, where=str(path), error=RunError)
+    record = read_state(RunPaths(run_dir=run_dir).launch, LaunchRecord, format_name=FORMAT, remedy=remedy)
+    if record is None:
+        raise RunError(f"{run_dir} is not a run that can be resumed: it has no launch.json")
+    return record
 
 
 def latest_run_dir(name: str | None, *, runs: Path = RUNS) -> Path:
     """Return the run of the bundled trainer to resume when none is named: the one launched last, of this name if given.
 
     Raises:
-        RunError: there is none.
+        RunError: there is none, or a later one is damaged.
     """
     candidates = [path for path in runs.glob(f"{name or '*'}-[0-9]*") if RunPaths(run_dir=path).launch.is_file()]
-    found = [path for path in candidates if read_launch(path).training is not None]
-    if not found:
-        what = f"run of {name}" if name else "run"
-        raise RunError(f"there is no {what} in the folder {runs} to resume; name one with --run-dir")
-    return max(found, key=lambda path: RunPaths(run_dir=path).launch.stat().st_mtime_ns)
+    for path in sorted(candidates, key=lambda path: RunPaths(run_dir=path).launch.stat().st_mtime_ns, reverse=True):
+        if read_launch(path, remedy="name the run to resume with --run-dir").training is not None:
+            return path
+    what = f"run of {name}" if name else "run"
+    raise RunError(f"there is no {what} in the folder {runs} to resume; name one with --run-dir")
 
 
 def has_followed(run_dir: Path, plan_hash: str) -> bool:

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from fcp_cli.errors import RunError
 from fcp_cli.files import write_text_atomically
-from fcp_cli.reading.documents import decode_record, read_text
+from fcp_cli.reading.inputs import bounded_lines, open_input
+from fcp_cli.runs.metrics_record import MetricsRecord, parse_record
+from fcp_cli.words import first_sentence
 
 FORMAT = "fcp-metrics/1"
-_OF_STEPS = ("step", "eval")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,6 +169,10 @@ class MetricsWriter:
         self._file.write(json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n")
         self._file.flush()
 
+    def sync(self) -> None:
+        """Have the disk hold what was written, before it holds a checkpoint of the same steps."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         self._file.close()
 
@@ -181,24 +188,37 @@ def drop_steps_from(path: Path, first_step: int) -> None:
     if not path.is_file():
         return
     kept = [
-        line for line, record in records_of(path) if record.get("kind") not in _OF_STEPS or record["step"] < first_step
+        line
+        for line, record in records_of(path)
+        if record is None or record["kind"] == "run" or record["step"] < first_step
     ]
     write_text_atomically(path, "".join(f"{line}\n" for line in kept))
 
 
-def records_of(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def records_of(path: Path) -> Iterator[tuple[str, MetricsRecord | None]]:
     """Yield each line of a metrics file with its record; a last line that a kill cut short is skipped.
 
     Raises:
-        RunError: another line is not JSON.
+        RunError: the file cannot be read, or another line is damaged.
     """
-    lines = read_text(path, error=RunError, what="the metrics ", most_bytes=1 << 36).split("\n")
-    for number, line in enumerate(lines, start=1):
-        if not line:
-            continue
-        try:
-            yield line, decode_record(line)
-        except ValueError as error:
-            if number == len(lines):
-                return
-            raise RunError(f"{path} line {number} is not JSON: the metrics are damaged ({error})") from error
+    try:
+        with open_input(path, seekable=True) as file:
+            for number, line in enumerate(bounded_lines(file), start=1):
+                if line.strip() and (line.endswith(b"\n") or _is_whole(line)):
+                    yield line.decode(errors="replace").rstrip("\n"), _record(line, path, number)
+    except OSError as error:
+        raise RunError(f"cannot read the metrics {path}: {first_sentence(error)}") from error
+
+
+def _is_whole(last_line: bytes) -> bool:
+    with suppress(ValueError):
+        parse_record(last_line)
+        return True
+    return False
+
+
+def _record(line: bytes, path: Path, number: int) -> MetricsRecord | None:
+    try:
+        return parse_record(line)
+    except ValueError as error:
+        raise RunError(f"{path}, line {number}: the metrics are damaged ({error})") from error

@@ -6,13 +6,12 @@ outside, and `read_metrics`, for fitting, refuses damage.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -20,11 +19,11 @@ from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.errors import RunError
 from fcp_cli.kinds import another_kind
 from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.reading.documents import decode_record
+from fcp_cli.reading.inputs import bounded_lines, open_input
 from fcp_cli.runs.follower import FileFollower
 from fcp_cli.runs.metrics import FORMAT, records_of
-from fcp_cli.validation import Count, NonNegative, NonNegativeCount, Positive, require_shape
-from fcp_cli.words import counted
+from fcp_cli.runs.metrics_record import MetricsRecord, RankRecord, RunRecord, StepRecord, parse_record
+from fcp_cli.words import counted, first_sentence
 
 _MADE_MEANWHILE = ""  # plan hash of a run that planned while it trained: its plan was not whole yet
 
@@ -59,99 +58,25 @@ class RunStep:
     peak_bytes: IntArray
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Run:
-    """Of a `run` record, what is read, if it is there; what else it says is shown as it is."""
-
-    num_ranks: Count = 1
-    started: str = ""
-    steps: NonNegativeCount = 0
-    first_step: NonNegativeCount = 0
-    plan_hash: str | None = None
-    plan: str | None = None
+_TIMING_FIELDS: Final = ("order", "degree", "tokens", "predicted_seconds", "start_seconds", "seconds")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Timing:
-    order: NonNegativeCount
-    seconds: NonNegative
-    degree: Count = 1
-    tokens: NonNegativeCount = 0
-    predicted_seconds: NonNegative = 0.0
-    start_seconds: NonNegative = 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Rank:
-    rank: NonNegativeCount
-    micro_batches: list[_Timing]
-    idle_seconds: NonNegative = 0.0
-    peak_memory_bytes: NonNegativeCount | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Step:
-    step: NonNegativeCount
-    ranks: list[_Rank]
-    seconds: Positive = 1.0
-    predicted_seconds: Positive = 1.0
-    loss: float | None = None
-    tokens: NonNegativeCount = 0
-    idle_fraction: NonNegative = 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Evaluation:
-    step: NonNegativeCount
-    loss: float | None
-    tokens: NonNegativeCount
-    seconds: NonNegative
-
-
-_SHAPES: Final = {"run": _Run, "step": _Step, "eval": _Evaluation}
-
-
-def require_record(record: Any) -> None:
-    """Check what is read of a record, whatever else it holds; a kind that is not known holds anything.
-
-    Raises:
-        ValueError: it is damaged.
-    """
-    if not isinstance(record, dict):
-        raise ValueError("it is no record")
-    if (shape := _SHAPES.get(str(record.get("kind")))) is not None:
-        require_shape(record, shape)
-
-
-_TIMING_FIELDS = ("order", "degree", "tokens", "predicted_seconds", "start_seconds", "seconds")
-
-
-def run_step(record: dict[str, Any], *, num_ranks: int | None = None) -> RunStep:
-    """Return the arrays of one `step` record.
-
-    Args:
-        record: as `runs.metrics` writes it.
-        num_ranks: of the job, where it is known.
-
-    Raises:
-        ValueError: it is not one, or holds what no run can have measured.
-    """
-    require_shape(record, _Step)
+def run_step(record: StepRecord) -> RunStep:
+    """Return the arrays of a `step` record."""
     rows = [
         (rank["rank"], *(timing[name] for name in _TIMING_FIELDS))
         for rank in record["ranks"]
         for timing in rank["micro_batches"]
     ]
     table = np.array(rows, dtype=np.float64).reshape(len(rows), 1 + len(_TIMING_FIELDS)).T
-    loss = record["loss"]
-    step = RunStep(
-        step=int(record["step"]),
-        seconds=float(record["seconds"]),
-        predicted_seconds=float(record["predicted_seconds"]),
-        tokens=int(record["tokens"]),
-        loss=None if loss is None else float(loss),
-        idle_fraction=float(record["idle_fraction"]),
-        warm_up=bool(record.get("warm_up")),
+    return RunStep(
+        step=record["step"],
+        seconds=record["seconds"],
+        predicted_seconds=record["predicted_seconds"],
+        tokens=record["tokens"],
+        loss=record["loss"],
+        idle_fraction=record["idle_fraction"],
+        warm_up=record.get("warm_up", False),
         ranks=table[0].astype(np.int64),
         orders=table[1].astype(np.int64),
         degrees=table[2].astype(np.int64),
@@ -161,18 +86,10 @@ def run_step(record: dict[str, Any], *, num_ranks: int | None = None) -> RunStep
         busy_seconds=table[6],
         peak_bytes=_peaks(record["ranks"]),
     )
-    whole = (step.seconds, step.predicted_seconds)
-    if step.step < 0 or not all(math.isfinite(value) and value > 0 for value in whole):
-        raise ValueError("a step that no run can have measured")
-    if not (np.isfinite(table).all() and (table >= 0).all() and math.isfinite(step.idle_fraction)):
-        raise ValueError("times or counts that no run can have measured")
-    if num_ranks is not None and (step.ranks >= num_ranks).any():
-        raise ValueError("a rank outside the job")
-    return step
 
 
-def _peaks(ranks: list[dict[str, Any]]) -> IntArray:
-    peaks = [rank.get("peak_memory_bytes") for rank in sorted(ranks, key=lambda rank: int(rank["rank"]))]
+def _peaks(ranks: list[RankRecord]) -> IntArray:
+    peaks = [rank.get("peak_memory_bytes") for rank in sorted(ranks, key=lambda rank: rank["rank"])]
     return np.array([] if None in peaks else peaks, dtype=np.int64)
 
 
@@ -189,7 +106,7 @@ class RunFile:
     """
 
     path: Path
-    run: dict[str, Any]
+    run: RunRecord
     plan_hash: str | None = None
     plan_steps: range | None = None
     problems: list[str] = field(default_factory=list)
@@ -197,11 +114,11 @@ class RunFile:
 
     @property
     def num_ranks(self) -> int:
-        return int(self.run["num_ranks"])
+        return self.run["num_ranks"]
 
     @property
     def ranks_per_node(self) -> int:
-        return int(self.run["ranks_per_node"])
+        return self.run["ranks_per_node"]
 
     def steps(self, *, every: int = 1) -> Iterator[RunStep]:
         """Yield the steps in the file's order; with `every` = k only each k-th is parsed."""
@@ -215,38 +132,37 @@ class RunFile:
             found += is_step
             if is_step and (found - 1) % every:
                 continue
-            record = self._parse(line)
-            if record is None:
+            try:
+                record = self._record(line)
+            except ValueError:
                 damaged.append(number)
-            elif isinstance(record, RunStep):
-                reason = self._reason_against(record.step, before)
-                if reason is None:
-                    before = record.step
-                    yield record
-                else:
-                    left_out[reason] += 1
+                continue
+            if record is None:
+                continue
+            if record["kind"] == "run":
+                self.run = record
             elif record["kind"] == "eval":
-                self._add_evaluation(record["step"], record["loss"])
+                if record["loss"] is not None and self._reason_against(record["step"], before=-1) is None:
+                    self.evaluations[record["step"]] = record["loss"]
+            elif (reason := self._reason_against(record["step"], before)) is None:
+                before = record["step"]
+                yield run_step(record)
+            else:
+                left_out[reason] += 1
         self._report(damaged, left_out, found)
 
-    def _add_evaluation(self, step: int, loss: float | None) -> None:
-        if loss is not None and self._reason_against(step, before=-1) is None:
-            self.evaluations[step] = loss
+    def _record(self, line: str) -> MetricsRecord | None:
+        """Return the record of a line.
 
-    def _parse(self, line: str) -> RunStep | dict[str, Any] | None:
-        """Return a step, a record of another kind, or None for damage; a `run` record becomes current."""
-        try:
-            record = decode_record(line)
-            require_record(record)
-            if record["kind"] == "step":
-                return run_step(record, num_ranks=self.num_ranks)
-            if record["kind"] == "run":
-                # Both raise here where they are missing or no numbers, so that the record counts as damaged.
-                int(record["num_ranks"]), int(record["ranks_per_node"])
-                self.run = record
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-            return None
-        return dict(record)
+        Raises:
+            ValueError: it is damaged, or of a rank outside the job.
+        """
+        record = parse_record(line)
+        if record is None or record["kind"] != "step":
+            return record
+        if max((rank["rank"] for rank in record["ranks"]), default=0) >= self.num_ranks:
+            raise ValueError("a rank outside the job")
+        return record
 
     def _reason_against(self, step: int, before: int) -> str | None:
         if self.plan_hash is not None and self.run.get("plan_hash") not in (self.plan_hash, _MADE_MEANWHILE):
@@ -279,23 +195,41 @@ def open_run(path: Path, *, plan: PlanMetadata | None = None) -> RunFile:
     if mistaken := another_kind(path, "metrics"):
         raise RunError(mistaken)
     try:
-        _, first = next(_lines(path), (0, ""))
+        run = RunFile(path=path, run=_first_start(path))
     except FileNotFoundError as error:
         raise RunError(_nothing_at(name)) from error
-    except OSError as error:
-        raise RunError(f"cannot read the metrics {path}: {error.strerror}") from error
-    if not first:
-        raise RunError(f"{path} is empty: the run has written no metrics yet")
-    run = RunFile(path=path, run={})
-    record = run._parse(first)
-    if not isinstance(record, dict) or record.get("format") != FORMAT or not run.run:
-        raise RunError(f'{path} is not the metrics of a run: expected a first line with "format": "{FORMAT}"')
     if plan is not None:
         run.plan_hash, run.plan_steps = plan.plan_hash, range(plan.first_step, plan.end_step)
         if not {plan.plan_hash, _MADE_MEANWHILE} & set(_plan_hashes(path)):
             theirs = str(run.run.get("plan_hash"))[:12]
             raise RunError(f"{path} is of another plan: its hash is {theirs}, this plan's {plan.plan_hash[:12]}")
     return run
+
+
+def _first_start(path: Path) -> RunRecord:
+    """Return the record with which the metrics of a run begin.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        RunError: it cannot be read, is empty, or begins with something else.
+    """
+    try:
+        _, first = next(_lines(path), (0, ""))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise RunError(f"cannot read the metrics {path}: {first_sentence(error)}") from error
+    if not first:
+        raise RunError(f"{path} is empty: the run has written no metrics yet")
+    try:
+        record = parse_record(first)
+    except ValueError as error:
+        if f'"{FORMAT}"' in first:
+            raise RunError(f"{path}, line 1: the metrics are damaged ({error})") from error
+        record = None
+    if record is None or record["kind"] != "run" or record.get("format") != FORMAT:
+        raise RunError(f'{path} is not the metrics of a run: expected a first line with "format": "{FORMAT}"')
+    return record
 
 
 def _nothing_at(path: Path) -> str:
@@ -310,24 +244,19 @@ def metrics_path(path: Path) -> Path:
     return path / "metrics.jsonl" if path.is_dir() else path
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return all records of a metrics file, in order.
+def read_metrics(path: Path) -> list[MetricsRecord]:
+    """Return all records of a metrics file, in order; the first is of a start.
 
     Raises:
         RunError: the file is missing, damaged, or not metrics of a run.
     """
     if mistaken := another_kind(path, "metrics"):
         raise RunError(mistaken)
-    records: list[dict[str, Any]] = []
-    for _, record in records_of(path):
-        try:
-            require_record(record)
-        except ValueError as error:
-            raise RunError(f"{path}, record {len(records) + 1}: the metrics are damaged ({error})") from error
-        records.append(record)
-    if not records or not isinstance(records[0], dict) or records[0].get("format") != FORMAT:
-        raise RunError(f'{path} is not the metrics of a run: expected a first line with "format": "{FORMAT}"')
-    return records
+    try:
+        _first_start(path)
+    except FileNotFoundError as error:
+        raise RunError(f"cannot read the metrics {path}: {first_sentence(error)}") from error
+    return [record for _, record in records_of(path) if record is not None]
 
 
 class MetricsTail:
@@ -335,6 +264,7 @@ class MetricsTail:
 
     Attributes:
         path: of the metrics file, which may not exist yet.
+        damaged: lines that were skipped so far because no run can have written them.
     """
 
     def __init__(self, path: Path, *, since: str = "", joins_with: int | None = None) -> None:
@@ -346,12 +276,13 @@ class MetricsTail:
             joins_with: so many of the latest steps at most are parsed on joining, so that it is quick late in a run.
         """
         self.path = path
+        self.damaged = 0
         self._since = since
         self._joins_with = joins_with
         self._follower = FileFollower(path)
         self._is_live = False
 
-    def poll(self) -> list[dict[str, Any]]:
+    def poll(self) -> list[MetricsRecord]:
         """Return the whole records that are new since the last call, oldest first, damaged lines left out.
 
         Of several new starts only the latest counts, with its steps.
@@ -359,23 +290,27 @@ class MetricsTail:
         Raises:
             RunError: the file is not metrics of a run.
         """
-        records: list[dict[str, Any]] = []
+        records: list[MetricsRecord] = []
         for line in self._latest_lines():
-            with suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):
-                record = decode_record(line)
-                require_record(record)
-                if record["kind"] == "run":
-                    self._is_live = record.get("started", "") >= self._since
-                elif record["kind"] == "step":
-                    run_step(record)  # raises where the record is damaged
-                elif record["kind"] != "eval":
-                    continue
-                if self._is_live:
-                    records.append(record)
+            try:
+                record = parse_record(line)
+            except ValueError:
+                self.damaged += 1
+                continue
+            if record is not None and record["kind"] == "run":
+                self._is_live = record.get("started", "") >= self._since
+            if record is not None and self._is_live:
+                records.append(record)
         return records
 
     def _latest_lines(self) -> list[bytes]:
         """Return the new line of the latest start, if any, and the lines of the steps after it."""
+        try:
+            return self._new_lines()
+        except OSError as error:
+            raise RunError(f"cannot read the metrics {self.path}: {first_sentence(error)}") from error
+
+    def _new_lines(self) -> list[bytes]:
         start: list[bytes] = []
         steps: deque[bytes] | None = None
         for line in self._follower.lines():
@@ -399,15 +334,15 @@ def _plan_hashes(path: Path) -> set[str]:
     hashes = set()
     for _, line in _lines(path):
         if '"kind":"run"' in line or '"kind": "run"' in line:
-            try:
-                hashes.add(str(decode_record(line).get("plan_hash")))
-            except (ValueError, AttributeError):
-                continue
+            with suppress(ValueError):
+                record = parse_record(line)
+                if record is not None and record["kind"] == "run":
+                    hashes.add(record.get("plan_hash", ""))
     return hashes
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
+    with open_input(path, seekable=True) as file:
+        for number, line in enumerate(bounded_lines(file), start=1):
             if line.strip():
-                yield number, line
+                yield number, line.decode(errors="replace")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fcp_cli.errors import RunError
 from fcp_cli.files import write_text_atomically
-from fcp_cli.reading.documents import read_object
+from fcp_cli.runs.state_file import read_state
+from fcp_cli.validation import NonNegative, NonNegativeCount
 
 FORMAT = "fcp-step-position/1"
 
@@ -27,12 +29,12 @@ class StepPosition:
         began: Unix time of the step's start.
     """
 
-    step: int
-    done: int
-    microbatches: int
-    planned_seconds: float
-    predicted_seconds: float
-    began: float
+    step: NonNegativeCount
+    done: NonNegativeCount
+    microbatches: NonNegativeCount
+    planned_seconds: NonNegative
+    predicted_seconds: NonNegative
+    began: NonNegative
 
     @property
     def seconds(self) -> float:
@@ -46,15 +48,11 @@ def write_position(path: Path, position: StepPosition) -> None:
     Raises:
         FcpError: it cannot be written.
     """
-    write_text_atomically(path, json.dumps({"format": FORMAT, **asdict(position)}) + "\n")
+    write_text_atomically(path, json.dumps({"format": FORMAT, **asdict(position)}) + "\n", durable=False)
 
 
 def read_position(path: Path) -> StepPosition | None:
-    """Read where a run is; None where it has had no long step."""
-    try:
-        document = read_object(path, error=RunError)
-        if document.pop("format") != FORMAT:
-            return None
-        return StepPosition(**document)
-    except (RunError, KeyError, TypeError):
-        return None
+    """Read where a run is, or return None if it has had no long step or the file is damaged: only displays need it."""
+    with suppress(RunError):
+        return read_state(path, StepPosition, format_name=FORMAT)
+    return None

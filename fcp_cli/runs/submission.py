@@ -5,13 +5,43 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from msgspec import Meta
 
 from fcp_cli.errors import RunError
 from fcp_cli.files import write_text_atomically
-from fcp_cli.reading.documents import read_object
 from fcp_cli.runs.folder import RunPaths
+from fcp_cli.runs.state_file import read_state
+from fcp_cli.validation import validated
 
 FORMAT = "fcp-job/1"
+
+
+# Names as Kubernetes has them (RFC 1123).
+LABEL: Final = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+SUBDOMAIN: Final = rf"{LABEL}(\.{LABEL})*"
+MOST_NAME: Final = 253
+# As the commands of these values take them; none begins with a dash. Those of other targets are empty.
+SlurmJobId = Annotated[
+    str, Meta(pattern=r"^([1-9][0-9]{0,9}([_+][0-9]{1,9})?)?\Z", description="the number of a Slurm job, such as 4711")
+]
+JobName = Annotated[
+    str,
+    Meta(
+        pattern=rf"^{SUBDOMAIN}\Z",
+        max_length=MOST_NAME,
+        description="a name of Kubernetes: lower-case letters, digits, dashes and dots",
+    ),
+]
+Namespace = Annotated[
+    str,
+    Meta(
+        pattern=rf"^({LABEL})?\Z",
+        description="a namespace of Kubernetes: lower-case letters, digits and dashes",
+    ),
+]
+Scheduler = Literal["slurm", "pytorchjob", "jobset", "volcano", "scripts"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,10 +55,24 @@ class Submission:
         job_id: Slurm's number; "" on Kubernetes.
     """
 
-    target: str
-    name: str
-    namespace: str = ""
-    job_id: str = ""
+    target: Scheduler
+    name: JobName
+    namespace: Namespace = ""
+    job_id: SlurmJobId = ""
+
+    def __post_init__(self) -> None:
+        if (self.target == "slurm") != bool(self.job_id):
+            raise ValueError(f"a job of {self.target} has job_id {self.job_id!r}")
+
+
+def new_submission(*, target: str, name: str, namespace: str = "", job_id: str = "") -> Submission:
+    """Return the submission of a job that is handed to a scheduler now.
+
+    Raises:
+        RunError: it could not be found again by these values.
+    """
+    given = {"target": target, "name": name, "namespace": namespace, "job_id": job_id}
+    return validated(given, Submission, where="cannot note the job", error=RunError)
 
 
 def write_submission(run_dir: Path, submission: Submission) -> None:
@@ -43,9 +87,9 @@ def write_submission(run_dir: Path, submission: Submission) -> None:
 
 
 def read_submission(run_dir: Path) -> Submission | None:
-    """Read what a run was handed to; None where it ran on the machine that launched it."""
-    try:
-        document = read_object(RunPaths(run_dir=run_dir).job, error=RunError)
-        return Submission(**document) if document.pop("format") == FORMAT else None
-    except (RunError, KeyError, TypeError):
-        return None
+    """Read what a run was handed to, or return None if it ran on the machine that launched it.
+
+    Raises:
+        RunError: the file cannot be read, or is damaged.
+    """
+    return read_state(RunPaths(run_dir=run_dir).job, Submission, format_name=FORMAT)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from fcp_cli.reading.documents import decode_record
+from fcp_cli.errors import RunError
+from fcp_cli.reading.inputs import bounded_lines, open_input
 from fcp_cli.runs.checkpoint_header import checkpoints
-from fcp_cli.runs.folder import RunPaths
-from fcp_cli.words import duration, short_count
+from fcp_cli.runs.folder import RunPaths, from_here
+from fcp_cli.runs.metrics_record import MetricsRecord, StepRecord, parse_record
+from fcp_cli.words import duration, first_sentence, short_count
 
 
 @dataclass(slots=True)
@@ -24,17 +24,17 @@ class RunSummary:
         tokens, seconds: of them.
     """
 
-    first: Mapping[str, Any] | None = None
-    last: Mapping[str, Any] | None = None
+    first: StepRecord | None = None
+    last: StepRecord | None = None
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
     _paced: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # steps, seconds, planned: without warm-up
 
-    def feed(self, record: Mapping[str, Any]) -> None:
+    def feed(self, record: MetricsRecord) -> None:
         if record["kind"] != "step":
             return
-        ends = {name: value for name, value in record.items() if name != "ranks"}
+        ends: StepRecord = {**record, "ranks": []}  # those of thousands of ranks are large
         self.first, self.last = self.first or ends, ends
         self.steps += 1
         self.tokens += record["tokens"]
@@ -62,26 +62,31 @@ def closing_line(summary: RunSummary, paths: RunPaths) -> str:
     """Return the line with which a run that succeeded ends: what it came to, and where everything is."""
     places = []
     if saved := checkpoints(paths.checkpoints):
-        places.append(f"checkpoint {_short(saved[-1])}")
-    places.append(f"metrics {_short(paths.metrics)}" if summary.steps else f"logs in {_short(paths.logs)}")
+        places.append(f"checkpoint {from_here(saved[-1])}")
+    places.append(f"metrics {from_here(paths.metrics)}" if summary.steps else f"logs in {from_here(paths.logs)}")
     return f"done: {summary.line()}; {', '.join(places)}"
 
 
 def summary_of(metrics: Path) -> RunSummary:
-    """Add up a metrics file, of however many starts; damaged lines are left out."""
+    """Add up a metrics file, of however many starts; damaged lines are skipped, and a missing file has no steps.
+
+    Raises:
+        RunError: the file cannot be read.
+    """
     summary = RunSummary()
-    with suppress(OSError), metrics.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            with suppress(ValueError, KeyError, TypeError, OverflowError):
-                summary.feed(decode_record(line))
+    try:
+        with open_input(metrics, seekable=True) as file:
+            for line in bounded_lines(file):
+                with suppress(ValueError):
+                    record = parse_record(line)
+                    if record is not None:
+                        summary.feed(record)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise RunError(f"cannot read the metrics {metrics}: {first_sentence(error)}") from error
     return summary
 
 
-def _short(path: Path) -> Path:
-    """Return a path below the working directory as it would be typed there."""
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
-
-
-def _loss(record: Mapping[str, Any]) -> str:
+def _loss(record: StepRecord) -> str:
     return "nan" if record["loss"] is None else f"{record['loss']:.4f}"

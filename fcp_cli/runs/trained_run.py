@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fcp_cli.errors import RunError
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runs.checkpoint_header import check_plan_of, checkpoints, read_header
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.launch_record import LaunchRecord, followed_plan, read_launch
+from fcp_cli.validation import shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,9 +65,17 @@ def read_trained_run(run_dir: Path, *, manifest: Path | None = None) -> TrainedR
         plan=plan,
         first_step=header.step,
         manifest=_manifest(manifest, launched, plan, reader.metadata.manifest.name),
-        length_column=launched.training.get("length_column", "length"),
+        length_column=_length_column(run_dir, launched.training),
         model=launched.model,
     )
+
+
+def _length_column(run_dir: Path, training: Mapping[str, Any]) -> str:
+    column = training.get("length_column", "length")
+    if not isinstance(column, str):
+        path = RunPaths(run_dir=run_dir).launch
+        raise RunError(f"{path} is damaged: training.length_column is {shown(column)}; it must be a text")
+    return column
 
 
 def _manifest(given: Path | None, launched: LaunchRecord, plan: Path, name: str) -> Path:

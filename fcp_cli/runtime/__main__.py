@@ -11,12 +11,14 @@ from fcp_cli.runtime.error_file import record_error
 from fcp_cli.runtime.injection.install import install
 from fcp_cli.runtime.injection.program import parse_program, run_program
 from fcp_cli.runtime.injection.ranks import is_scheduler
+from fcp_cli.runtime.launcher_watch import end_with_launcher
 
 
 def main() -> None:
     """Run the program that the command line names, and end with its exit status or its exception."""
     if is_scheduler(os.environ):
         return
+    end_with_launcher()
     atexit.register(_end_failed_rank)  # the first to be registered is the last to run
     try:
         program = parse_program(sys.argv[1:])

@@ -132,7 +132,7 @@ class EmbeddingCache:
             head = {"dtype": str(rows.dtype).removeprefix("torch."), "shape": list(rows.shape)}
             try:
                 self._path(key).parent.mkdir(exist_ok=True)
-                with replaced_atomically(self._path(key)) as path:
+                with replaced_atomically(self._path(key), durable=False) as path:
                     path.write_bytes(json.dumps(head).encode() + b"\n" + _bytes_of(rows.detach()))
             except (FcpError, OSError) as error:
                 self._is_writable = False

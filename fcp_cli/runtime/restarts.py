@@ -17,7 +17,7 @@ def say_if_begun_again(first_step: int, begins_with: int, rank: int) -> None:
         rank: of this process.
     """
     restarts = os.environ.get(_RESTARTS, "")
-    if rank == 0 and restarts.isdigit() and int(restarts) and first_step == begins_with:
+    if rank == 0 and restarts.isdecimal() and int(restarts) and first_step == begins_with:
         print(
             f"fcp: Slurm has started this job before ({_RESTARTS} {restarts}), and it begins with step {first_step} "
             "again; a script that resumes loads its checkpoint first, with session.load_state_dict",

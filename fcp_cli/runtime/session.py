@@ -109,6 +109,7 @@ def start(
     owns_process_group = join_process_group(device)
     world = ProcessWorld()
     metadata = agree_on_plan(world, path, device) if online is None else online.metadata
+    _agree_on_kernels(world, device, metadata)
     transport = ProcessTransport.create(device)
     session = Session(
         plan=path,
@@ -131,6 +132,14 @@ def start(
         metrics = metrics or os.environ.get(METRICS_VARIABLE) or path.with_name(f"{path.stem}.metrics.jsonl")
     session.recorder = recorder_of(metrics, plan=path, metadata=metadata, rank=world.rank, device=device)
     return session
+
+
+def _agree_on_kernels(world: ProcessWorld, device: torch.device, metadata: PlanMetadata) -> None:
+    """Choose the attention kernels of CUDA devices; other devices have one, and need no cost profile for it."""
+    if device.type == "cuda":
+        from fcp_cli.runtime.kernel_agreement import prefer_agreed_kernels
+
+        prefer_agreed_kernels(world, device, metadata)
 
 
 def steps(

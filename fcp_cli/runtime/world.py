@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcp_cli.errors import RunError
+from fcp_cli.runtime.launcher_watch import end_with_launcher
 
 # Seconds that ranks wait for each other in an operation; `fcp launch --rank-timeout` sets it.
 _TIMEOUT_VARIABLE = "FCP_RANK_TIMEOUT"
@@ -86,6 +87,20 @@ class ProcessWorld:
         return self._host_group
 
 
+def gather_texts(world: World, text: str) -> list[str]:
+    """Return the texts of all ranks, in order, on every rank; told between hosts, as sums of arrays of zeros."""
+    own = torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8)
+    sizes = torch.zeros(world.size, dtype=torch.int64)
+    sizes[world.rank] = len(own)
+    world.start_sum(sizes).wait()
+    places = [int(end) for end in torch.cumsum(sizes, 0)]
+    told = torch.zeros(places[-1], dtype=torch.uint8)
+    told[places[world.rank] - len(own) : places[world.rank]] = own
+    world.start_sum(told).wait()
+    content = told.numpy().tobytes()
+    return [content[end - size : end].decode() for end, size in zip(places, sizes.tolist(), strict=True)]
+
+
 def _msrun_store(rank: int, size: int, seconds: int) -> Any:
     """Return the store where the ranks that msrun started meet; unlike torchrun, it does not join nodes first.
 
@@ -130,7 +145,7 @@ def rank_timeout() -> timedelta | None:
     text = os.environ.get(_TIMEOUT_VARIABLE)
     if not text:
         return None
-    if not text.isdigit() or not int(text):
+    if not text.isdecimal() or not int(text):
         raise RunError(f"{_TIMEOUT_VARIABLE} is {text!r}; it must be a number of seconds, 1 or more")
     return timedelta(seconds=int(text))
 
@@ -140,6 +155,7 @@ def join_process_group(device: torch.device) -> bool:
 
     Without torchrun's environment variables the process is the only rank.
     """
+    end_with_launcher()
     if dist.is_initialized():
         return False
     if device.type != "cpu":

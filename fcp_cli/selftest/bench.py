@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
+from fcp_cli.kernel_names import KERNELS, KernelName
 from fcp_cli.profiling.device import Stopwatch, ranks_on_this_host
+from fcp_cli.runtime.kernels import preferring
+from fcp_cli.runtime.kernels.chosen import Preference
+from fcp_cli.runtime.kernels.probe import GENERIC, unusable
 from fcp_cli.runtime.transport import ProcessTransport
 from fcp_cli.runtime.world import ProcessWorld
 from fcp_cli.selftest.settings import Settings
@@ -20,6 +25,8 @@ class Bench:
         dtype: that the device computes attention in: bf16, on a CPU fp32.
         degrees: of the rings to look at: all up to 8.
         sharers: ranks whose device is the same, the cores of a host; 1 where each has its own.
+        kernels: attention kernels that all ranks' devices can run; (None,) if a device has one alone.
+        unavailable: the other kernels, and why this rank cannot run them, or that another cannot.
     """
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
@@ -32,6 +39,10 @@ class Bench:
         self.transport = ProcessTransport.create(device)
         self.stopwatch = Stopwatch(device)
         self.degrees = range(2, min(8, self.world.size) + 1)
+        self.kernels: tuple[KernelName | None, ...] = (None,)
+        self.unavailable: dict[KernelName, str] = {}
+        if device.type == "cuda":
+            self._find_kernels()
 
     @property
     def is_first(self) -> bool:
@@ -48,3 +59,21 @@ class Bench:
         everyone = [torch.empty_like(mine) for _ in range(self.world.size)]
         dist.all_gather(everyone, mine)
         return [row.tolist() for row in everyone]
+
+    @contextmanager
+    def running(self, kernel: KernelName | None) -> Iterator[None]:
+        """Run attention on a kernel within a block, as far as it takes the calls; None: on the device's only one."""
+        if kernel is None:
+            yield
+            return
+        with preferring(Preference(asked=kernel)):
+            yield
+
+    def _find_kernels(self) -> None:
+        reasons = {name: unusable(name, GENERIC, self.device) for name in KERNELS}
+        self.unavailable = {name: reason for name, reason in reasons.items() if reason is not None}
+        everywhere = self.gather([float(name not in self.unavailable) for name in KERNELS])
+        self.kernels = tuple(name for i, name in enumerate(KERNELS) if all(row[i] for row in everywhere))
+        for name in KERNELS:
+            if name not in self.kernels:
+                self.unavailable.setdefault(name, "another rank cannot run it")

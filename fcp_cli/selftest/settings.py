@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fcp_cli.errors import RunError
+from fcp_cli.files import write_text_atomically
 from fcp_cli.reading.documents import read_json
 from fcp_cli.selftest.findings import Diary
 
@@ -45,7 +46,7 @@ class Settings:
     def write(self) -> Path:
         """Write what `read_settings` reads; return the file."""
         path = self.folder / "settings.json"
-        path.write_text(json.dumps({**asdict(self), "folder": str(self.folder)}), encoding="utf-8")
+        write_text_atomically(path, json.dumps({**asdict(self), "folder": str(self.folder)}))
         return path
 
 

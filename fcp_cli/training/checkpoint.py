@@ -1,7 +1,7 @@
 """What a checkpoint holds, and how a run resumes from it exactly.
 
     checkpoints/step-00000500/
-        checkpoint.json            format, step, plan hash, ranks, sharding
+        checkpoint.json            format, step, plan hash, ranks, sharding, checksums of the other files
         state.safetensors          weights and optimizer (replicated: written by rank 0)
         state-00003.safetensors    a share of both (sharded: written by the ranks of the first copy)
         rng-00003.safetensors      this rank's random generators
@@ -23,8 +23,8 @@ public in the oldest torch that fcp supports. What it would give, other cuts of 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,12 +35,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fcp_cli.errors import RunError
+from fcp_cli.files import flush_to_disk, reason_of
 from fcp_cli.reading.documents import decode_record
-from fcp_cli.runs.checkpoint_header import CheckpointHeader
+from fcp_cli.runs.checkpoint_files import FileSums, damage, sums_of
+from fcp_cli.runs.checkpoint_header import CheckpointHeader, kept_before, way_back
 from fcp_cli.training.shares import Shares
 from fcp_cli.words import first_line
 
 _STATE_KEY = "optimizer"  # in the header of a file of state
+_LENGTH_BYTES = 8  # before the header of a safetensors file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,52 +109,96 @@ def _optimizer_parts(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor
     return tensors, {"param_groups": saved["param_groups"], "entries": others}
 
 
-def write_files(folder: Path, captured: Captured) -> None:
+def write_files(folder: Path, captured: Captured) -> dict[str, FileSums]:
     """Write a rank's files, whose tensors are on the host, and see that the disk has them.
+
+    Returns:
+        Their checksums, by name: of the bytes in memory, so they find what is damaged on the way to the disk, too.
 
     Raises:
         RunError: names the file that cannot be written.
     """
-    for name, tensors in captured.tensors.items():
-        _write_file(folder / name, tensors, captured.headers[name])
+    return {
+        name: _write_file(folder / name, tensors, captured.headers[name]) for name, tensors in captured.tensors.items()
+    }
 
 
-def _write_file(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
+def _write_file(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> FileSums:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=dict(header))
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        save_file(dict(tensors), path, metadata=dict(header))
+        flush_to_disk(path)
+        sums = sums_of(_pieces(path, tensors))
+        if sums.bytes != path.stat().st_size:
+            raise OSError(f"it has {path.stat().st_size:,} bytes of {sums.bytes:,}")
     except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
-        raise RunError(f"cannot write {path}: {reason}; checkpoints before it are kept") from error
+        number = re.search(r"os error (\d+)", str(error))  # of a SafetensorError
+        failure = OSError(int(number[1]), "") if number else error
+        reason = reason_of(failure, path.parent) if isinstance(failure, OSError) else first_line(failure)
+        raise RunError(f"cannot write {path}: {reason}; {kept_before(path.parent.parent)}") from error
+    return sums
 
 
-def load_checkpoint(checkpoint: Path, state: TrainState, *, header: CheckpointHeader, rank: int) -> None:
+def _pieces(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+    """Yield the bytes of a file of tensors, in order: its header, which is read, and the tensors in memory."""
+    with path.open("rb") as file:
+        size = file.read(_LENGTH_BYTES)
+        header = file.read(int.from_bytes(size, "little"))
+    yield memoryview(size + header)
+    places = {name: place["data_offsets"] for name, place in decode_record(header).items() if name in tensors}
+    for name in sorted(places, key=places.__getitem__):
+        content: Any = tensors[name].reshape(-1).view(torch.uint8).numpy()
+        yield memoryview(content)
+
+
+def load_checkpoint(
+    checkpoint: Path, state: TrainState, *, header: CheckpointHeader, rank: int, num_ranks: int = 1
+) -> None:
     """Put a checkpoint back into the live objects, bit for bit as it was saved, whatever ranks kept of it then and now.
 
-    A rank that was not there before keeps the random generators that it started with.
+    A rank that was not there before keeps the random generators that it started with. Ranks that read the same files
+    share their verification; one that finds damage ends the job.
 
     Raises:
         RunError: a file is missing or damaged, or its tensors are not this model's.
     """
-    files = [checkpoint / name for name in _state_files(header)]
-    shares = state.shares
-    if len(files) == shares.count:  # cut as this run's: the rank's own file is what it keeps
-        files, shares = [files[shares.index]], Shares()
+    names, shares = _state_files(header), state.shares
+    readers = (rank, num_ranks)
+    if len(names) == shares.count:  # cut as this run's: the rank's own file is what it keeps
+        names, readers = [names[shares.index]], (shares.copy, max(1, num_ranks // shares.count))
+        shares = Shares()
+    _verify(checkpoint, header, names, *readers)
     with ExitStack() as stack:
         # Mapped, so that a rank that needs a part of every file does not hold them all.
-        saved = [stack.enter_context(_opened(file)) for file in files]
+        saved = [stack.enter_context(_opened(checkpoint / name)) for name in names]
         try:
             _restore_tensors(state, saved, shares)
             _restore_optimizer(state.optimizer, saved, shares)
         except (KeyError, ValueError, RuntimeError) as error:
             raise RunError(f"{checkpoint} does not fit this model: {first_line(error)}") from error
     if rank < header.num_ranks:
-        with _opened(checkpoint / f"rng-{rank:05d}.safetensors") as file:
+        name = f"rng-{rank:05d}.safetensors"
+        _verify(checkpoint, header, [name])
+        with _opened(checkpoint / name) as file:
             _restore_random_states({name: file.get_tensor(name) for name in file.keys()}, state.device)  # noqa: SIM118
+
+
+def _verify(checkpoint: Path, header: CheckpointHeader, names: Sequence[str], index: int = 0, count: int = 1) -> None:
+    """Compare a share of some files with their checksums.
+
+    Raises:
+        RunError: names the file, what was expected and found, and the checkpoint to resume from instead.
+    """
+    if header.files is None:
+        return
+    if (unlisted := next((name for name in names if name not in header.files), None)) is not None:
+        raise RunError(f"{checkpoint / unlisted} is not listed in checkpoint.json; {way_back(checkpoint)}")
+    found = damage(checkpoint, {name: header.files[name] for name in names}, index=index, count=count)
+    if found is not None:
+        raise RunError(f"{found}; {way_back(checkpoint)}")
 
 
 def _state_files(header: CheckpointHeader) -> list[str]:
@@ -167,9 +214,7 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise RunError(
-            f"{path} cannot be read ({first_line(error)}); remove {path.parent} to resume from the one before"
-        ) from error
+        raise RunError(f"{path} cannot be read ({first_line(error)}); {way_back(path.parent)}") from error
 
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -61,7 +61,7 @@ class Decoder:
             raise RunError(
                 f"{folder} is not the folder of a checkpoint with an image processor: {first_line(error)}"
             ) from error
-        self._processor = processor
+        self._processor, self._folder = processor, folder
         # As the processor of InternVL has it, whatever the file of its image processor says.
         self._cut = {"crop_to_patches": True} if isinstance(processor, InternVision) else {}
         self._video_settings = _video_settings(folder)
@@ -131,7 +131,10 @@ class Decoder:
         return backend.resize(self._images, values, SizeDict(height=height, width=width), resample=resample)
 
     def _processed(self, images: Sequence[Any], **more: Any) -> Values:
-        values = self._images(images=list(images), **more)["pixel_values"]
+        try:
+            values = self._images(images=list(images), **more)["pixel_values"]
+        except Exception as error:  # the library raises many kinds; images were decoded before
+            raise RunError(f"the image processor of {self._folder} cannot run: {first_line(error)}") from error
         if isinstance(values, list):
             values = np.stack([np.asarray(value) for value in values])
         return np.ascontiguousarray(values, dtype=np.float32)

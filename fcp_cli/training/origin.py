@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fcp_cli.errors import RunError
 from fcp_cli.reading.documents import read_json
-from fcp_cli.training.weights import copy_companions
+from fcp_cli.training.weights import copy_companions, published_folder
 
 _NAMES = "tensor-names.json"
 
@@ -26,20 +26,13 @@ def keep_origin(target: Path, *, model: str, source: Path, names: Mapping[str, s
     Raises:
         RunError: it cannot be written.
     """
-    partial = target.with_name(f".{target.name}.partial")
     given = Path(model)
     config = given / "config.json" if given.is_dir() else given
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+    with published_folder(target, rank=0, barrier=lambda: None) as partial:
         if config.name.endswith(".json") and config.is_file():
             shutil.copyfile(config, partial / "config.json")
         copy_companions(source, partial)
         (partial / _NAMES).write_text(json.dumps(dict(names), indent=2) + "\n", encoding="utf-8")
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
-    except OSError as error:
-        raise RunError(f"cannot write {target}: {error.strerror or error}") from error
 
 
 def kept_names(origin: Path) -> dict[str, str] | None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from fcp_cli.runs.metrics_record import EvalRecord, MetricsRecord, StepRecord
 from fcp_cli.runs.step_position import StepPosition
 from fcp_cli.words import clock, counted, short_count, short_seconds
 
@@ -23,7 +23,7 @@ _LONG_SECONDS = 10.0  # after which a step that is not over shows where it is
 _LINE_SECONDS = 60.0  # between two lines about that where they stay
 
 
-def progress_line(record: Mapping[str, Any], *, steps: int, seconds_left: float | None) -> str:
+def progress_line(record: StepRecord, *, steps: int, seconds_left: float | None) -> str:
     """Describe one step, in at most 80 columns below 1,000 steps and an hour to go; beyond, the end may be cut.
 
     What comes last and is cut first is the share of the devices' peak, where that is known, and a rank's most memory.
@@ -36,18 +36,18 @@ def progress_line(record: Mapping[str, Any], *, steps: int, seconds_left: float 
         f"{short_seconds(seconds)}s (plan {short_seconds(record['predicted_seconds'])})",
         f"idle {record['idle_fraction']:.0%}",
     ]
-    if record.get("bad_rows"):
-        parts.append(counted(len(record["bad_rows"]), "bad row"))
+    if bad_rows := record.get("bad_rows"):
+        parts.append(counted(len(bad_rows), "bad row"))
     if seconds_left is not None:
         parts.append(f"{clock(seconds_left)} left")
-    if record.get("mfu") is not None:
-        parts.append(f"MFU {record['mfu']:.0%}")
-    if record.get("peak_memory_bytes"):
-        parts.append(f"{record['peak_memory_bytes'] / 1e9:.3g} GB")
+    if (mfu := record.get("mfu")) is not None:
+        parts.append(f"MFU {mfu:.0%}")
+    if peak := record.get("peak_memory_bytes"):
+        parts.append(f"{peak / 1e9:.3g} GB")
     return "  ".join(parts)
 
 
-def evaluation_line(record: Mapping[str, Any], *, steps: int) -> str:
+def evaluation_line(record: EvalRecord, *, steps: int) -> str:
     """Describe an evaluation: the loss per learned token in all, and by the length of sequences."""
     parts = [
         f"evaluation {record['step'] + 1}/{steps}",
@@ -89,7 +89,7 @@ class TrainingProgress:
         self._pace: deque[float] = deque(maxlen=_STEPS_FOR_PACE)
         self._live: Live | None = None
 
-    def feed(self, record: Mapping[str, Any]) -> None:
+    def feed(self, record: MetricsRecord) -> None:
         if record["kind"] == "run":
             self._steps = record.get("steps", 0)
             self._first_step, self._latest_step = None, record.get("first_step", 0) - 1
@@ -110,7 +110,7 @@ class TrainingProgress:
             self._told = time.monotonic()
             self._console.print(line, markup=False, soft_wrap=True)
 
-    def _show(self, record: Mapping[str, Any]) -> None:
+    def _show(self, record: StepRecord) -> None:
         self._latest_step, self._told = record["step"], time.monotonic()
         if not self._every:
             return

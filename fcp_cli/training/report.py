@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from fcp_cli.console import human
 from fcp_cli.runs.folder import RunPaths
+from fcp_cli.runs.metrics_record import MetricsRecord
 from fcp_cli.training.progress import TrainingProgress
 from fcp_cli.training.settings import TrainSettings
 from fcp_cli.training.tensorboard import Scalars
@@ -42,7 +43,7 @@ class Report:
             for curves in self._curves:
                 curves.write(record)
         if self._progress is not None:
-            self._progress.feed(record)
+            self._progress.feed(cast(MetricsRecord, record))  # of this very process
 
     def close(self) -> None:
         if self._progress is not None:

@@ -2,28 +2,33 @@
 
 A checkpoint is a folder that exists whole or not at all. Ranks write into a hidden one; it gets its name from rank 0
 once every rank has said that its files are on disk, which they say in the exchange at the end of each step
-(`trainer.tell_all`), so that no thread ever takes part in a collective. Killed at any moment, a run keeps the
+(`trainer.tell_all`), so that no thread ever takes part in a collective. Then rank 0 gathers the checksums of all files
+into `checkpoint.json`. Killed at any moment, a run keeps the
 checkpoints before.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from fcp_cli.errors import RunError
-from fcp_cli.runs.checkpoint_header import FORMAT, PREFIX, CheckpointHeader, checkpoints
+from fcp_cli.files import flush_to_disk, reason_of, write_text_atomically
+from fcp_cli.reading.documents import decode_json
+from fcp_cli.runs.checkpoint_files import FileSums
+from fcp_cli.runs.checkpoint_header import PREFIX, CheckpointHeader, checkpoints, kept_before
 from fcp_cli.training.checkpoint import Captured, TrainState, capture, write_files
+
+_PARTIAL: Final = ".partial"
 
 
 class CheckpointSaver:
@@ -33,6 +38,7 @@ class CheckpointSaver:
         folder: of the checkpoints; all ranks share it.
         rank: of this process.
         barrier: waits for all ranks.
+        gather: returns the texts of all ranks to each of them.
         keep: the newest so many stay.
         in_background: return from `save` once the state is copied.
         saved: called on rank 0 with folder and step of each checkpoint, once it is whole.
@@ -44,6 +50,7 @@ class CheckpointSaver:
         *,
         rank: int,
         barrier: Callable[[], None],
+        gather: Callable[[str], list[str]] = lambda text: [text],
         keep: int,
         in_background: bool,
         saved: Callable[[Path, int], None] = lambda path, step: None,
@@ -51,6 +58,7 @@ class CheckpointSaver:
         self._folder = folder
         self._rank = rank
         self._barrier = barrier
+        self._gather = gather
         self._keep = keep
         self._in_background = in_background
         self._saved = saved
@@ -65,7 +73,7 @@ class CheckpointSaver:
         """
         self.finish()
         final = self._folder / f"{PREFIX}{header.step:08d}"
-        partial = self._folder / f".{final.name}.partial"
+        partial = self._folder / f".{final.name}{_PARTIAL}"
         try:
             if self._rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -92,12 +100,15 @@ class CheckpointSaver:
         return self._pending is not None and not self._pending.is_done()
 
     def publish(self) -> None:
-        """Name what all ranks have written, if there is anything. No rank may be writing still."""
+        """Name what all ranks have written, if there is anything. Every rank calls it; none may be writing still."""
         pending, self._pending = self._pending, None
-        if pending is None or self._rank != 0:
+        if pending is None:
+            return
+        sums = self._gather(json.dumps({name: asdict(sums) for name, sums in pending.sums.items()}))
+        if self._rank != 0:
             return
         try:
-            _name_checkpoint(pending)
+            _name_checkpoint(pending, dict(_told_sums(sums)))
         except OSError as error:
             raise _cannot_write(pending.final, error) from error
         for old in checkpoints(self._folder)[: -self._keep]:
@@ -125,6 +136,7 @@ class _Writing:
         self.final = final
         self.partial = partial
         self.header = header
+        self.sums: Mapping[str, FileSums] = {}
         self._copied = copied
         self._thread: Thread | None = None
         self._error: BaseException | None = None
@@ -138,7 +150,7 @@ class _Writing:
         try:
             if self._copied is not None:
                 self._copied.synchronize()
-            write_files(self.partial, captured)
+            self.sums = write_files(self.partial, captured)
         except BaseException as error:
             self._error = error
 
@@ -193,23 +205,31 @@ class _HostCopies:
         return event
 
 
-def _name_checkpoint(written: _Writing) -> None:
-    text = json.dumps({"format": FORMAT, **asdict(written.header)}, indent=2)
-    with (written.partial / "checkpoint.json").open("w", encoding="utf-8") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+def _told_sums(texts: Iterable[str]) -> Iterator[tuple[str, FileSums]]:
+    for text in texts:
+        for name, sums in decode_json(text).items():
+            yield name, FileSums(bytes=sums["bytes"], crc32=tuple(sums["crc32"]))
+
+
+def _name_checkpoint(written: _Writing, sums: Mapping[str, FileSums]) -> None:
+    write_text_atomically(written.partial / "checkpoint.json", replace(written.header, files=sums).text())
     # What the folder holds is on disk by now: the rename is what makes it a checkpoint.
-    shutil.rmtree(written.final, ignore_errors=True)  # the same step, saved by the run that this one was resumed from
+    replaced = written.partial.with_name(f".{written.final.name}.replaced{_PARTIAL}")
+    if written.final.exists():  # the same step, saved by the run that this one was resumed from
+        written.final.rename(replaced)
     written.partial.rename(written.final)
+    shutil.rmtree(replaced, ignore_errors=True)
+    with suppress(OSError):  # some file systems flush no folders
+        flush_to_disk(written.final.parent)
 
 
 def _cannot_write(path: Path, error: OSError) -> RunError:
-    return RunError(f"cannot write the checkpoint {path}: {error.strerror or error}; older ones are kept")
+    reason = reason_of(error, path.parent)
+    return RunError(f"cannot write the checkpoint {path}: {reason}; {kept_before(path.parent)}")
 
 
 def remove_leftovers(folder: Path) -> None:
     """Remove what a kill during a save left behind. One rank calls it, at the start of a run."""
-    for leftover in folder.glob(f".{PREFIX}*.partial"):
+    for leftover in folder.glob(f".{PREFIX}*{_PARTIAL}"):
         with suppress(OSError):
             shutil.rmtree(leftover)

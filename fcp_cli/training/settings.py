@@ -13,7 +13,7 @@ from types import NoneType
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from fcp_cli.errors import UsageError
-from fcp_cli.options import Opt, check_limits
+from fcp_cli.options import MOST_WORKERS, Opt, check_limits
 from fcp_cli.recipe import (
     Recipe,
     RecipeRequest,
@@ -60,6 +60,7 @@ class TrainSettings(RecipeRequest):
         grad_ring_dtype: type in which gradients of 16-bit keys and values travel around rings.
         checkpoint_every: steps between checkpoints; 0 saves only at the end and on Ctrl-C.
         keep: the newest so many checkpoints stay.
+        accept_unrecorded: resume although the metrics end before the checkpoint does.
         async_save: copy what a checkpoint holds, and write it while training goes on.
         cache_embeddings: folder that keeps what a frozen vision encoder computes, and shares it over epochs and runs.
         wandb: project of Weights & Biases that gets the curves, beside TensorBoard.
@@ -107,13 +108,20 @@ class TrainSettings(RecipeRequest):
     seed: Annotated[int, Opt("Seed of the initial weights.", min=0)] = 0
     checkpoint_every: Annotated[int, Opt("Steps between checkpoints; 0: only at the end.", min=0)] = 100
     keep: Annotated[int, Opt("Newest checkpoints that stay.", min=1)] = 2
+    accept_unrecorded: Annotated[bool, Opt("Resume from a checkpoint of steps that the metrics do not record.")] = False
     async_save: Annotated[bool, Opt("Write checkpoints while training goes on.", negatable=True)] = True
     length_column: Annotated[str, Opt("Column of the manifest with lengths.")] = "length"
     bad_rows: Annotated[
         BadRows, Opt("End at a row whose picture cannot be read, or learn nothing of it and count it.")
     ] = "error"
     decode_workers: Annotated[
-        int | None, Opt("Processes per rank that decode pictures; 0: none.", min=0, unset="the rank's share of cores")
+        int | None,
+        Opt(
+            "Processes per rank that decode pictures; 0: none.",
+            min=0,
+            max=MOST_WORKERS,
+            unset="the rank's share of cores",
+        ),
     ] = None
     cache_embeddings: Annotated[
         Path | None,
@@ -121,10 +129,11 @@ class TrainSettings(RecipeRequest):
             "Keep a frozen encoder's embeddings here, so that each picture is encoded once.",
             metavar="DIR",
             unset="none",
+            trust="writes",
         ),
     ] = None
     wandb: Annotated[
-        str | None, Opt("Project of Weights & Biases to log to, too.", metavar="PROJECT", unset="none")
+        str | None, Opt("Project of Weights & Biases to log to, too.", metavar="PROJECT", unset="none", trust="runs")
     ] = None
     log_every: Annotated[int, Opt("Steps per line without a terminal.", min=1)] = 10
     resume: bool = False

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from fcp_cli.errors import FcpError, RunError
 from fcp_cli.runtime.error_file import record_error
+from fcp_cli.runtime.launcher_watch import end_with_launcher
 from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.settings import parse_settings
 
@@ -18,6 +19,7 @@ _LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer")  # 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, and turn an FcpError into one line on stderr and its exit status."""
+    end_with_launcher()
     stop = StopRequest().install()  # before the slow imports: Ctrl-C at any time is a request, not a traceback
     try:
         settings = parse_settings(sys.argv[1:] if argv is None else argv)

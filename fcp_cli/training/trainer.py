@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,13 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.recipe import check_shard_ranks
 from fcp_cli.runs.checkpoint_header import CheckpointHeader, check_header, checkpoints, read_header
 from fcp_cli.runs.folder import RunPaths
+from fcp_cli.runs.ownership import own_unless_launched
+from fcp_cli.runs.recorded_steps import require_recorded
 from fcp_cli.runtime import Fetch, LocalMicroBatch, Session, Step, start
 from fcp_cli.runtime.embedding_cache import EmbeddingCache
 from fcp_cli.runtime.metrics.recorder import device_name
 from fcp_cli.runtime.weight_types import WEIGHT_DTYPES
-from fcp_cli.runtime.world import World
+from fcp_cli.runtime.world import World, gather_texts
 from fcp_cli.training.adapters import adapted_names, choose_trained, describe_frozen, export_adapters
 from fcp_cli.training.checkpoint import TrainState, load_checkpoint, saved_buffers
 from fcp_cli.training.data import open_data
@@ -70,8 +73,11 @@ def train(settings: TrainSettings, stop: StopRequest) -> bool:
     Raises:
         FcpError: the plan, the data, the model, the run directory or a checkpoint is at fault.
     """
-    _require_free(settings)
     with ExitStack() as stack:
+        if os.environ.get("RANK", "0") == "0":
+            owned = own_unless_launched(settings.run_dir)
+            stack.enter_context(owned or nullcontext())
+        _require_free(settings)
         fetch, shows_pictures = _open_data(settings, stack)
         if has_vision(model_config(settings.model)) and not shows_pictures:
             settings = replace(settings, freeze_vision=True)  # weight decay would shrink what no image trains
@@ -170,6 +176,7 @@ class Trainer:
             self.paths.checkpoints,
             rank=session.rank,
             barrier=dist.barrier,
+            gather=partial(gather_texts, session.world),
             keep=settings.keep,
             in_background=settings.async_save,
             saved=self._note_saved,
@@ -335,6 +342,8 @@ class Trainer:
             self.session.recorder.write(measured.record())
 
     def _save(self, finished: int) -> None:
+        if self.session.recorder is not None:
+            self.session.recorder.sync()
         self.saver.save(self._header(finished), self._state)
 
     def _note_saved(self, path: Path, step: int) -> None:
@@ -361,6 +370,8 @@ class Trainer:
         if self.session.rank == 0:
             remove_leftovers(self.paths.checkpoints)
         found = checkpoints(self.paths.checkpoints)
+        if found and self.session.rank == 0:
+            require_recorded(found[-1], accepts=self.settings.accept_unrecorded)
         return found[-1] if found else None
 
     def _resume(self) -> int:
@@ -377,7 +388,10 @@ class Trainer:
                 f"{found} has finished {header.step} of {self.last_step} steps: nothing is left to resume; give a "
                 "larger --steps, or make a plan of more steps with 'fcp plan --epochs'"
             )
-        load_checkpoint(found, self._state, header=header, rank=self.session.rank)
+        if header.files is None and self.session.rank == 0:
+            note(f"{found} has no checksums, as an earlier fcp saved it: it is loaded unverified")
+        ranks = self.session.metadata.num_ranks
+        load_checkpoint(found, self._state, header=header, rank=self.session.rank, num_ranks=ranks)
         self.holding.publish(frozen=True)
         return header.step
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fcp_cli.errors import FcpError, RunError
+from fcp_cli.files import write_text_atomically
 from fcp_cli.machine.torchrun import torchrun_argv
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runtime.session import start
@@ -69,7 +70,7 @@ def run_rank(plan: Path, folder: Path) -> None:
             _result(folder, session.rank).write_bytes(pickle.dumps(replayed))
         leave_process_group()
     except FcpError as error:
-        (folder / f"rank-{os.environ['RANK']}.error").write_text(str(error), encoding="utf-8")
+        write_text_atomically(folder / f"rank-{os.environ['RANK']}.error", str(error))
         raise
 
 

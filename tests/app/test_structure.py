@@ -118,6 +118,82 @@ _OF_OURSELVES = {
 }
 
 
+# What opens files by itself, without the bounds of `fcp_cli/reading/inputs.py`: the reason is the file's origin.
+_OPENS_FILES_OF_ITS_OWN = {
+    "fcp_cli/app.py": "the null device",
+    "fcp_cli/commands/plan.py": "a plan just made",
+    "fcp_cli/commands/trace.py": "four bytes of a regular file",
+    "fcp_cli/compiling.py": "sources of this package",
+    "fcp_cli/kinds.py": "4 KiB of a regular file",
+    "fcp_cli/launching/job/inject.py": "the user's own script, which runs next",
+    "fcp_cli/launching/node.py": "the launch record that this process wrote",
+    "fcp_cli/launching/started/jobs.py": "logs of ranks",
+    "fcp_cli/files.py": "temporary files of its own",
+    "fcp_cli/parquet_writer.py": "a file just written",
+    "fcp_cli/launching/supervision/failure.py": "logs of ranks",
+    "fcp_cli/launching/supervision/msrun_ranks.py": "logs of ranks",
+    "fcp_cli/machine/accelerators.py": "/sys and /proc",
+    "fcp_cli/machine/facts.py": "/proc and the toolkit's version",
+    "fcp_cli/machine/host.py": "/proc",
+    "fcp_cli/machine/identity.py": "/proc",
+    "fcp_cli/machine/processes.py": "/proc",
+    "fcp_cli/manifest/hub.py": "the cache of the hub's client",
+    "fcp_cli/manifest/tokens.py": "MegatronIndex.open",
+    "fcp_cli/manifest/sources/detect.py": "MegatronIndex.open",
+    "fcp_cli/manifest/sources/media_readers.py": "av.open, after require_input",
+    "fcp_cli/profiling/device.py": "/proc",
+    "fcp_cli/profiling/measure.py": "logs and samples that its own worker writes",
+    "fcp_cli/report/page.py": "a template of this package",
+    "fcp_cli/runs/owner.py": "times of files, without a read",
+    "fcp_cli/runs/ownership.py": "a folder, to lock it",
+    "fcp_cli/runtime/embedding_cache.py": "a cache that ranks wrote",
+    "fcp_cli/runtime/integrations/megatron/measured.py": "a recorder",
+    "fcp_cli/runtime/online/cursor.py": "a stream",
+    "fcp_cli/runtime/session.py": "a recorder",
+    "fcp_cli/selftest/findings.py": "what its own worker writes",
+    "fcp_cli/selftest/run.py": "logs of its own worker",
+    "fcp_cli/training/checkpoint.py": "a file just written",
+    "fcp_cli/training/data.py": "tokenizers of two checkpoints, which transformers reads too",
+    "fcp_cli/training/decoding.py": "pictures and videos, of which the manifest has read the sizes",
+    "fcp_cli/training/pictures.py": "pictures and a processor, of which the manifest has read the sizes",
+    "fcp_cli/training/trainer.py": "a recorder",
+    "fcp_cli/verification/processes.py": "what its own worker writes",
+}
+
+
+def test_files_of_others_are_opened_with_bounds() -> None:
+    found = {
+        str(path.relative_to(ROOT))
+        for path in PACKAGE.rglob("*.py")
+        if path.parent.name != "reading"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and _opens_to_read(node)
+    }
+    assert found == set(_OPENS_FILES_OF_ITS_OWN)
+
+
+def _opens_to_read(call: ast.Call) -> bool:
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else ast.unparse(call.func)
+    writes = any(isinstance(word, ast.Constant) and str(word.value)[:1] in ("w", "a", "x") for word in call.args)
+    return name in ("read_text", "read_bytes", "open") and not writes and not _is_of_a_reader(call)
+
+
+def _is_of_a_reader(call: ast.Call) -> bool:
+    """Whether it is `read_text` of `fcp_cli/reading/`, which takes the class of its error."""
+    return any(word.arg == "error" for word in call.keywords)
+
+
+def test_no_text_is_taken_for_a_number_that_int_cannot_read() -> None:
+    """`str.isdigit` takes superscripts, too; `str.isdecimal` does not. Of bytes both are the same."""
+    found = {
+        str(path.relative_to(ROOT))
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in ("isdigit", "isnumeric")
+    }
+    assert found == {"fcp_cli/manifest/sources/shards.py"}
+
+
 def test_what_others_wrote_is_read_in_one_folder_alone() -> None:
     found = {
         f"{path.relative_to(ROOT)}: {ast.unparse(node.func)}"
@@ -127,3 +203,103 @@ def test_what_others_wrote_is_read_in_one_folder_alone() -> None:
         if isinstance(node, ast.Call) and ast.unparse(node.func) in _RAW_READERS
     }
     assert found == set()
+
+
+# Function -> why it writes without `files.replaced_atomically`. Every other write must be into a path of its block.
+_TEMPORARY = "into a folder that ends with the block"
+_FOLDER = "into a hidden folder, which is renamed when it is whole"
+_LOG = "the output of a process, which must be readable while it runs"
+_GROWS = "a file that grows by lines or batches, whose reader drops a torn end"
+WRITERS: dict[str, str] = {
+    "fcp_cli.app.main": "nowhere, in place of a closed pipe",
+    "fcp_cli.commands.plan._plan_to_stdout": _TEMPORARY,
+    "fcp_cli.commands.selftest.selftest": _TEMPORARY,
+    "fcp_cli.compiling._folder_of_this_process": "a folder of its own for compiled code, which ends with the process",
+    "fcp_cli.files._remove_leftovers": "opens a killed writer's file to see whether it is locked",
+    "fcp_cli.files._create_temporary": "it is the atomic writer",
+    "fcp_cli.files.flush_to_disk": "opens for reading",
+    "fcp_cli.files.replaced_atomically": "it is the atomic writer",
+    "fcp_cli.launching.checks.preflight._check_folder": "finds out whether a file can be written",
+    "fcp_cli.launching.supervision.full_disk.is_full": "finds out whether a disk is full",
+    "fcp_cli.launching.supervision.run.run_command": _LOG,
+    "fcp_cli.manifest.tokenizer._quiet_panics": "nowhere",
+    "fcp_cli.parquet_writer.parquet_writer": "into a path of the atomic writer, which its callers pass",
+    "fcp_cli.planning.online.journal.append": _GROWS,
+    "fcp_cli.profiling.device.reset": "a switch of the kernel",
+    "fcp_cli.profiling.measure._run": _LOG,
+    "fcp_cli.profiling.measure.run_measurement": _TEMPORARY,
+    "fcp_cli.profiling.samples.append_line": _GROWS,
+    "fcp_cli.runs.metrics.__init__": _GROWS,
+    "fcp_cli.runs.owner._latest_sign": "opens for reading",
+    "fcp_cli.runs.ownership._lock": "opens a folder",
+    "fcp_cli.runs.ownership._take": "makes a file that must not exist, for one of several that race",
+    "fcp_cli.runtime.error_file.record_error": "torchrun's own file, written as the rank ends",
+    "fcp_cli.selftest.findings._append": _GROWS,
+    "fcp_cli.selftest.run.watch": _LOG,
+    "fcp_cli.training.adapters.export_adapters": _FOLDER,
+    "fcp_cli.training.checkpoint._write_file": _FOLDER,
+    "fcp_cli.training.origin.keep_origin": _FOLDER,
+    "fcp_cli.training.saving._name_checkpoint": _FOLDER,
+    "fcp_cli.training.weights.copy_companions": _FOLDER,
+    "fcp_cli.training.weights._write_config": _FOLDER,
+    "fcp_cli.training.weights._write_index": _FOLDER,
+    "fcp_cli.training.weights._write_share": _FOLDER,
+    "fcp_cli.training.weights.published_folder": _FOLDER,
+    "fcp_cli.verification.fake_devices.tracked_step": _TEMPORARY,
+    "fcp_cli.verification.processes.run_rank": _TEMPORARY,
+    "fcp_cli.verification.verify.verify": _TEMPORARY,
+}
+_WRITING_METHODS = {
+    *("write_text", "write_bytes", "ParquetWriter", "OSFile", "save_file", "save_pretrained", "tofile"),
+    *("symlink_to", "hardlink_to", "rename", "renames", "copyfile", "copyfileobj", "copy2", "copytree", "move"),
+    *("mkstemp", "mkdtemp", "TemporaryFile", "NamedTemporaryFile", "SpooledTemporaryFile", "TemporaryDirectory"),
+}
+_WRITING_FUNCTIONS = {
+    *("os.open", "os.replace", "os.link", "os.symlink", "shutil.copy", "pq.write_table"),
+    *("np.save", "np.savez", "np.savetxt", "torch.save", "pickle.dump"),
+}
+
+
+def test_every_write_goes_through_the_one_atomic_writer() -> None:
+    found = {
+        function
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for function, call, atomic in calls_of(path)
+        if writes(call) and not atomic & {name.id for name in ast.walk(call) if isinstance(name, ast.Name)}
+    }
+    assert found == set(WRITERS)
+
+
+def calls_of(path: Path) -> Iterator[tuple[str, ast.Call, set[str]]]:
+    """Every call of a file, the innermost function around it, and the names that `replaced_atomically` gives there."""
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+    def visit(node: ast.AST, function: str, atomic: set[str]) -> Iterator[tuple[str, ast.Call, set[str]]]:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            function, atomic = node.name, set()
+        if isinstance(node, ast.With):
+            atomic = atomic | {
+                item.optional_vars.id
+                for item in node.items
+                if isinstance(item.optional_vars, ast.Name)
+                and ast.unparse(item.context_expr).startswith("replaced_atomically(")
+            }
+        if isinstance(node, ast.Call):
+            yield f"{module}.{function}", node, atomic
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, function, atomic)
+
+    yield from visit(ast.parse(path.read_text(encoding="utf-8")), "", set())
+
+
+def writes(call: ast.Call) -> bool:
+    """Whether a call makes, opens for writing or renames a file."""
+    function = ast.unparse(call.func)
+    method = function.rpartition(".")[2]
+    if method in ("open", "fdopen") and function != "os.open":
+        given = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "mode")]
+        modes = [node.value for node in given if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        return any(set(mode) <= set("rwaxbtU+") and set(mode) & set("wax+") for mode in modes)
+    if method == "replace" and isinstance(call.func, ast.Attribute):  # texts take two arguments
+        return len(call.args) == 1 and not call.keywords
+    return function != "rename" and (method in _WRITING_METHODS or function in _WRITING_FUNCTIONS)

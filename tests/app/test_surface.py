@@ -33,8 +33,8 @@ SURFACE = {
     "profile": """
         --model -m --cluster --sync --zero --shard-ranks --reduce --precision --recompute --loss --offload
         --freeze-vision --lora --freeze --budget-minutes --max-length --degrees --ranks --device --layers --samples --fresh
-        --from-samples --nodes --devices-per-node --analytic --tensor-parallel --pipeline-parallel --expert-parallel --hf-config
-        --output -o --json
+        --from-samples --nodes --devices-per-node --analytic --attention-kernel --tensor-parallel --pipeline-parallel --expert-parallel --hf-config
+        --output -o --share --json
     """,
     "profile show": """
         PROFILE --lengths --degrees --json
@@ -46,7 +46,7 @@ SURFACE = {
         FIRST SECOND --json
     """,
     "plan": """
-        MANIFEST --profile --model --cluster --ranks --ranks-per-node --tokens-per-rank --rank-speeds --sync --headroom --attention
+        MANIFEST --profile --model --cluster --attention-kernel --ranks --ranks-per-node --tokens-per-rank --rank-speeds --sync --headroom --attention
         --tensor-parallel --pipeline-parallel --virtual-stages --padded-rings --no-padded-rings --phase --global-batch-tokens --step-column --encoder-balance
         --encoder-ranks --embeddings-cached --zero --shard-ranks --reduce
         --precision --recompute --loss --offload --freeze-vision --lora --freeze --global-batch-size --steps --epochs --seed
@@ -56,7 +56,7 @@ SURFACE = {
     """,
     "launch": """
         -- SCRIPT ARGS --model --plan --manifest --synthetic --ranks --device --run-dir --resume --inject --probe
-        --no-probe --dry-run --grace --rank-timeout --numa-binding --explain --preflight --json --target --launcher --output -o --force --template
+        --no-probe --dry-run --grace --rank-timeout --attention-kernel --numa-binding --explain --preflight --json --target --launcher --output -o --force --template
         --hostfile --setup --sbatch-option --srun-option --image --mount --namespace --request --node-selector --pull-secret
         --rdma-resource --host-network --shm-size
         --python --job-name --nodes --node-rank --master-addr
@@ -66,7 +66,7 @@ SURFACE = {
         --min-learning-rate-ratio --weight-decay --zero
         --shard-ranks --reduce --precision --recompute --loss --offload --max-grad-norm --freeze-vision
         --on-nan --grad-ring-dtype --seed
-        --checkpoint-every --keep --async-save --no-async-save --length-column --log-every --bad-rows --decode-workers
+        --checkpoint-every --keep --accept-unrecorded --async-save --no-async-save --length-column --log-every --bad-rows --decode-workers
         --cache-embeddings
         --online --planner --profile --global-batch-size --global-batch-tokens --ahead --stream-begins
         --reorder-window --refit-every
@@ -78,7 +78,7 @@ SURFACE = {
         PLAN --step --why --manifest --json
     """,
     "compare": """
-        MANIFEST --profile --model --cluster --ranks --ranks-per-node --tokens-per-rank --rank-speeds --sync --headroom --attention
+        MANIFEST --profile --model --cluster --attention-kernel --ranks --ranks-per-node --tokens-per-rank --rank-speeds --sync --headroom --attention
         --tensor-parallel --pipeline-parallel --virtual-stages --padded-rings --no-padded-rings --phase --global-batch-tokens --step-column --encoder-balance
         --encoder-ranks --embeddings-cached --zero --shard-ranks --reduce
         --precision --recompute --loss --offload --freeze-vision --lora --freeze --global-batch-size --steps --epochs --seed
@@ -103,6 +103,9 @@ SURFACE = {
     "selftest": """
         --device --ranks --nodes --devices-per-node --quick --model --limit --output -o --json
     """,
+    "trust": """
+        CONFIG --revoke
+    """,
     "list": """
         KIND --json
     """,
@@ -113,7 +116,7 @@ SURFACE = {
         RUN_DIR
     """,
     "jobs cancel": """
-        RUN_DIR
+        RUN_DIR --yes -y
     """,
 }
 COMMANDS = {" ".join(command.words): command for command in command_entries()}

@@ -29,7 +29,7 @@ _built = cache(typer.main.get_command)
 
 def fcp(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """Run `fcp` in this process, which saves the imports of most of the tests."""
-    out, err = io.StringIO(), io.StringIO()
+    out, err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.chdir(cwd)
         patch.setattr(typer.main, "get_command", _built)
@@ -41,7 +41,9 @@ def fcp(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[s
             status: Any = 0
         except SystemExit as stop:
             status = stop.code or 0
-    return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
+    out.flush()
+    printed = out.buffer.getvalue().decode(errors="replace")  # -o - writes bytes there
+    return subprocess.CompletedProcess(arguments, status, printed, err.getvalue())
 
 
 def fcp_process(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:

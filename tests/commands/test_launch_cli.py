@@ -239,6 +239,9 @@ def test_a_head_node_without_torch_still_prints_commands(fcp: Fcp, monkeypatch: 
          "numbers under sync iteration; give --zero 2, or plan with 'fcp plan --sync microbatch'"),
         (("--zero", "2", "--shard-ranks", "3"), 2, "--shard-ranks is 3, which does not divide the 4 ranks; give "
          "--shard-ranks 2, or leave it out to share one copy over all ranks"),
+        (("--attention-kernel", "cudnn"), 2, "--attention-kernel cudnn is for NVIDIA devices, and this job runs on cpu"),
+        (("--attention-kernel", "fa5"), 2, "--attention-kernel is 'fa5'; it must be one of auto, cudnn, fa2, fa3, fa4; "
+         "see 'fcp launch --help'"),
         (("--loss", "big"), 2, "--loss is 'big'; it must be one of auto, chunked, plain; see 'fcp launch --help'"),
     ],
 )  # fmt: skip

@@ -141,6 +141,13 @@ def test_without_sbatch_nothing_is_written(fcp: Fcp, tmp_path: Path, monkeypatch
          "--sbatch-option 'gpu' is not one option of sbatch; give it as --sbatch-option=--partition=gpu"),
         (("--target", "slurm", "--force"), "--force replaces files in the folder of -o; give that, too"),
         (("-o", "job"), "-o writes the files of a cluster job; name one with --target, or see --dry-run"),
+        (("--image", "--privileged"), "--image is '--privileged'; it must be the name of an image, as registry/team/fcp:1.0"),
+        (("--image", "i", "--namespace", "a.b"),
+         "--namespace is 'a.b'; it must be a namespace: lower-case letters, digits and dashes"),
+        (("--image", "i", "--pull-secret", "a..b"),
+         "--pull-secret is 'a..b'; it must be a name of Kubernetes: lower-case letters, digits and dashes"),
+        (("--image", "i", "--mount", "--data:/x"),
+         "--mount is '--data:/x'; it must be CLAIM:/path, a persistent volume claim and where it appears"),
         (("--nodes", "3", "--hostfile", "hosts"), "hosts lists 2 hosts, but --nodes is 3"),
         (("--hostfile", "nope"), "cannot read the hostfile nope: No such file or directory"),
     ],
@@ -149,3 +156,14 @@ def test_wrong_usage_is_one_line(fcp: Fcp, tmp_path: Path, words: tuple[str, ...
     (tmp_path / "hosts").write_text("a\nb\n")
     status, out, err = fcp("--model", "qwen3-8b", "--dry-run", *words)
     assert (status, out, err[-1]) == (2, "", f"error: {message}")
+
+
+def test_a_run_directory_adds_no_line_to_a_script_of_slurm(fcp: Fcp) -> None:
+    words = ("--model", "qwen3-8b", "--dry-run", "--target", "slurm", "--run-dir")
+    status, out, err = fcp(*words, "runs/a\ntouch evil")
+    assert (status, out) == (2, "")
+    assert err[-1].endswith("has a control character, which files of a job cannot hold; rename it")
+    out = fcp(*words, "runs/a --uid=0")[1]
+    (directive,) = [line for line in out.splitlines() if line.startswith("#SBATCH --output=")]
+    assert directive.startswith("#SBATCH --output='/")
+    assert directive.endswith("/runs/a --uid=0/logs/slurm-%j.log'")

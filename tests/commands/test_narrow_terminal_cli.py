@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from fcp_cli.app import app
 from fcp_cli.cost.explain import figures_of
 from fcp_cli.cost.profile import load_cost_profile
+from tests.commands.planning_folder import fcp
 
 PROFILES = Path(__file__).parents[2] / "profiles" / "cost"
 ONE, OTHER = (str(PROFILES / f"{model}-example-8x8.yaml") for model in ("qwen3-vl-8b", "qwen3-8b"))
@@ -44,3 +45,12 @@ def test_the_histogram_of_a_manifest_has_shorter_bars(tmp_path: Path, lengths: l
     assert "…" not in said
     assert re.search(r"64k - 128k +100\.0% █+ +100\.0% █+|512k - 1M +50\.0% █+ +100\.0% █+", said)
     assert max(len(line) for line in said.splitlines() if "%" in line) <= 60
+
+
+@pytest.mark.parametrize("value", ["0", "1", "-5", "abc", "", "1000000000", str(2**63), "1" + 30 * "0"])
+@pytest.mark.parametrize("name", ["COLUMNS", "LINES"])
+def test_a_terminal_of_no_size_still_gets_words(tmp_path: Path, name: str, value: str) -> None:
+    shown = fcp("profile", "show", ONE, cwd=tmp_path, **{name: value})
+    assert shown.returncode == 0 and "attention_seconds_per_tok" in shown.stderr
+    wrong = fcp("plan", "--no-such-option", cwd=tmp_path, **{name: value})
+    assert wrong.returncode == 2 and wrong.stderr.startswith("error: there is no option --no-such-option")

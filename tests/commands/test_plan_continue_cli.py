@@ -6,7 +6,6 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,7 +16,7 @@ from inline_snapshot import snapshot
 from fcp_cli import app
 from fcp_cli.models.shipped import shipped_profile_path
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.runs.checkpoint_header import FORMAT, CheckpointHeader
+from fcp_cli.runs.checkpoint_header import CheckpointHeader
 from fcp_cli.runs.launch_record import write_launch
 from tests.runs.records import launch_record
 from tests.training.small_runs import write_manifest, write_small_plan
@@ -50,7 +49,7 @@ def save(folder: Path, step: int, plan_hash: str | None = None) -> None:
     )
     path = folder / "run" / "checkpoints" / f"step-{step:08d}" / "checkpoint.json"
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"format": FORMAT, **asdict(header)}))
+    path.write_text(header.text())
 
 
 @pytest.fixture
@@ -116,7 +115,7 @@ def test_a_run_that_cannot_be_continued_says_why(fcp: Fcp, folder: Path) -> None
     assert fcp("--ranks", "3") == snapshot(
         (
             1,
-            "error: run is not a run that can be resumed: it has no readable launch.json",
+            "error: run is not a run that can be resumed: it has no launch.json",
         )
     )
 
@@ -129,6 +128,15 @@ def test_a_run_of_ones_own_script_is_its_own_business(fcp: Fcp, folder: Path) ->
             1,
             "error: run ran mine.py, whose checkpoints fcp cannot read; only runs of the bundled trainer can be continued",
         )
+    )
+
+
+def test_a_length_column_that_is_no_text_is_one_line(fcp: Fcp, folder: Path) -> None:
+    path = folder / "run" / "launch.json"
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps({**document, "training": {**document["training"], "length_column": 5}}))
+    assert fcp("--ranks", "3") == snapshot(
+        (1, "error: run/launch.json is damaged: training.length_column is 5; it must be a text")
     )
 
 

@@ -67,7 +67,7 @@ def test_recorded_times_are_met_although_clocks_and_runs_vary(tmp_path: Path, fc
     assert lines == snapshot(
         [
             "Times and memory are of ZeRO-3, bf16, selective recomputation, chunked loss, sync microbatch: --zero 3 --precision bf16 --recompute selective.",
-            "Messages inside a node: 301 GB/s, 30.1 us each.",
+            "Messages inside a node: 371 GB/s, 30.1 us each.",
             "First contact of two ranks inside a node: 393 ms and 470 MB of device memory a peer.",
             "Clocks of the devices: 1,980 to 1,980 MHz before, 1,755 to 1,860 MHz after.",
         ]
@@ -85,3 +85,31 @@ def test_a_measurement_that_ended_early_is_fitted_all_the_same(tmp_path: Path, f
     profile = load_cost_profile(tmp_path / "profile.yaml")
     assert "memory.bytes_per_token: from the model's figures" in profile.measurement["assumed"]
     assert (profile.memory.tokens_per_rank() or 0) >= 16_384
+
+
+def test_what_was_measured_is_shared_without_names_or_paths(tmp_path: Path, fcp: Fcp) -> None:
+    write_samples(tmp_path / "h100.samples.jsonl", Recipe(zero_stage=3, recompute="selective"))
+    done = fcp("profile", "--from-samples", "h100.samples.jsonl", "-o", "h100.yaml", "--share", "shared.yaml")
+    assert done.err.splitlines()[-1] == (
+        "wrote shared.yaml; as profiles/measured/nvidia-h100-80gb-hbm3.yaml it serves all users of the device"
+    )
+    assert (
+        (tmp_path / "shared.yaml").read_text(encoding="utf-8").startswith("format: fcp-measured/1\ndevice: NVIDIA H100")
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--analytic", "--share", "a.yaml"), "--share writes what was measured; leave out --analytic"),
+        (
+            ("-o", "a.yaml", "--share", "a.yaml"),
+            "--share a.yaml would overwrite another file of the command; name a new one",
+        ),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_before_anything_is_measured(
+    words: tuple[str, ...], message: str, fcp: Fcp
+) -> None:
+    done = fcp("profile", *words, status=2)
+    assert done.err.splitlines()[-1] == f"error: {message}"

@@ -194,7 +194,7 @@ def test_a_plan_without_any_step_to_show_leaves_no_page(plan: Path, tmp_path: Pa
     path = edited(plan, tmp_path / "plan.parquet", change_column("step_seconds", lambda seconds: 0.0))
     result = fcp("report", path, "-o", tmp_path / "report.html")
     assert (result.returncode, len(result.stderr.splitlines())) == (1, 1)
-    assert "does not hold any step that can be shown (step 0: times that are" in result.stderr
+    assert "does not hold any step that can be shown (step 0: it takes no time" in result.stderr
     assert not (tmp_path / "report.html").exists()
 
 

@@ -41,6 +41,16 @@ def test_through_a_pipe_a_finished_run_is_plain_lines(plan: Path, tmp_path: Path
     assert max(map(len, lines[:-1])) <= 80
 
 
+def test_damaged_lines_are_counted_in_a_warning(plan: Path, tmp_path: Path) -> None:
+    path = write_run(tmp_path / "metrics.jsonl", plan)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:2], '{"kind":"step"}\n', "oops\n", *lines[2:]]))
+    for words in (("--once",), ()):
+        result = fcp("watch", ".", *words, cwd=tmp_path)
+        warnings = [line for line in result.stderr.splitlines() if line.startswith("warning: ")]
+        assert (result.returncode, warnings) == (0, ["warning: metrics.jsonl: 2 lines damaged; skipped"])
+
+
 def test_a_long_step_is_shown_where_it_is(plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_run(tmp_path / "metrics.jsonl", plan)
     lines = path.read_text().splitlines(keepends=True)

@@ -58,7 +58,7 @@ class FakeCluster:
         self.add("scontrol", f'[ "$1 $2 $3" = "show hostnames cluster[0-1]" ] && printf "%s\\n" {nodes}')
         self.add("srun", f"options={self.srun_options}\n{_SRUN}")
         self.add("sbatch", f'printf "%s\\n" "$@" > {self.sbatch_arguments}\n{_SBATCH}')
-        self.add("ssh", f'[ "$1" = -tt ] || exit 9\necho "$2" >> {self.ssh_hosts}\nexec bash -c "$3"')
+        self.add("ssh", f'[ "$1 $2" = "-tt --" ] || exit 9\necho "$3" >> {self.ssh_hosts}\nexec bash -c "$4"')
 
     def add(self, name: str, body: str) -> None:
         """Put a bash program on the PATH."""

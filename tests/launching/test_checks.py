@@ -29,7 +29,7 @@ def facts_of(stack: str, **changed: Any) -> Facts:
     values: dict[str, Any] = {
         "python": "/venv/bin/python3",
         "host": "node-a",
-        "packages": {"torch": "2.7.1", "torch-npu": "2.7.1.post2" if stack == "npu" else None, "transformers": "5.0"},
+        "packages": {"torch": "2.7.1", "torch-npu": "2.7.1.post2" if stack == "npu" else None, "transformers": "5.3.0"},
         "programs": {"python3": "/venv/bin/python3", "msrun": "/venv/bin/msrun", "pdsh": "/usr/bin/pdsh"},
         "machine": machine,
         "device_memory_bytes": 0 if stack == "cpu" else 64 << 30,
@@ -525,7 +525,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
         {},
         {"packages": {"torch": "2.7.1", "transformers": "4.9.1"}},
         snapshot(
-            ["error: transformers 4.9.1 is too old for the bundled trainer; run: pip install 'transformers>=4.56'"]
+            ["error: transformers 4.9.1 is too old for the bundled trainer; run: pip install 'transformers>=5.3'"]
         ),
     ),
     (

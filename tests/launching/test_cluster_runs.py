@@ -102,7 +102,8 @@ def test_a_job_is_handed_to_slurm_and_runs_on_both_nodes(folder: Path, cluster: 
         "done: no step was measured; logs in runs/a/logs",
     ]
     assert cluster.sbatch_arguments.read_text().splitlines() == [f"{run_dir}/job.sbatch"]
-    assert f"#SBATCH --output={run_dir}/logs/slurm-%j.log\n" in (run_dir / "job.sbatch").read_text()
+    # Slurm takes a quoted value, as a folder with a space needs it.
+    assert f"#SBATCH --output='{run_dir}/logs/slurm-%j.log'\n" in (run_dir / "job.sbatch").read_text()
     assert "--ntasks-per-node=1" in cluster.srun_options.read_text()
     assert {path.name for path in run_dir.iterdir()} - {"sbatch-output"} == {
         "job.sbatch",

@@ -132,3 +132,8 @@ def test_a_rank_timeout_reaches_the_ranks_of_every_stack() -> None:
     for stack in ("cpu", "cuda", "npu"):
         assert variables(stack, rank_timeout_seconds=90)["FCP_RANK_TIMEOUT"].value == "90"
         assert "FCP_RANK_TIMEOUT" not in variables(stack)
+
+
+def test_an_attention_kernel_that_was_asked_for_reaches_the_ranks() -> None:
+    assert variables("cuda", attention_kernel="cudnn")["FCP_ATTENTION_KERNEL"].value == "cudnn"
+    assert "FCP_ATTENTION_KERNEL" not in variables("cuda")

@@ -51,6 +51,15 @@ def test_a_rank_that_says_why_is_believed_before_the_one_seen_first(tmp_path: Pa
     assert not failure.is_local_rank_0
 
 
+def test_a_signal_to_torchrun_is_named_without_its_traceback(tmp_path: Path) -> None:
+    text = "Traceback (most recent call last):\ntorch...api.SignalException: Process 20395 got signal: 15\n"
+    failure = find_failure(write_logs(tmp_path, torchrun=text, ranks={0: "step 3\n"}), status=1)
+    assert failure.report(rank_0_is_shown=True) == (
+        (),
+        f"torchrun on {HOST} was ended by signal 15, and its ranks with it; see {tmp_path / 'torchrun.log'}",
+    )
+
+
 def record(logs: Path, local_rank: int, *, message: str, stack: str) -> None:
     """Leave an error file as TorchElastic has them."""
     entry = {"message": {"message": message, "extraInfo": {"py_callstack": stack, "timestamp": "1"}}}

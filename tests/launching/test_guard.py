@@ -1,12 +1,16 @@
-"""`kill -9` of fcp: nobody is left to end the job, and yet nothing of it stays."""
+"""`kill -9` of fcp, or of torchrun: nobody is left to end the job, and yet nothing of it stays."""
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from fcp_cli.machine import processes
 from tests.patience import wait_until
 from tests.training.small_runs import fcp_command, ranks_in, write_manifest, write_small_plan
 
@@ -47,3 +51,26 @@ def test_when_fcp_is_killed_its_ranks_are_asked_to_stop_and_then_ended(tmp_path:
     fcp.wait()
     wait_until(lambda: ranks_in(tmp_path) == [])
     assert len(list(tmp_path.glob("stopped-*"))) == (2 if how == "stops" else 0)
+
+
+@pytest.mark.parametrize("also_fcp", [False, True])
+def test_when_torchrun_is_killed_its_ranks_are_ended(tmp_path: Path, also_fcp: bool) -> None:
+    write_small_plan(tmp_path / "plan.parquet", write_manifest(tmp_path), steps=1, num_ranks=2)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    # Ranks without a watch of their own.
+    command = fcp_command("launch", "--inject", "none", "--run-dir", "run", "--", "script.py", "ignores")
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as fcp:
+        wait_until(lambda: len(list(tmp_path.glob("up-*"))) == 2 or fcp.poll() is not None)
+        (torchrun,) = (pid for pid in processes.children(fcp.pid) if pid in ranks_in(tmp_path))
+        if also_fcp:
+            fcp.kill()
+        os.kill(torchrun, signal.SIGKILL)
+        assert fcp.stderr is not None
+        last = fcp.stderr.read().splitlines()[-1]
+    wait_until(lambda: ranks_in(tmp_path) == [])
+    if not also_fcp:
+        assert fcp.returncode == 1
+        assert last == (
+            f"error: torchrun on {socket.gethostname()} was ended by signal 9 (out of memory?), and its ranks with it; "
+            f"see {tmp_path}/run/logs/start-001/torchrun.log"
+        )

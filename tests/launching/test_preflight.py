@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import shutil
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ from fcp_cli.errors import FcpError, PlanError, RunError
 from fcp_cli.launching.checks import preflight
 from fcp_cli.machine import devices
 from fcp_cli.plan.metadata import Continuation
-from fcp_cli.runs.checkpoint_header import FORMAT, CheckpointHeader
+from fcp_cli.runs.checkpoint_files import FileSums
+from fcp_cli.runs.checkpoint_header import CheckpointHeader
 from fcp_cli.training.settings import TrainSettings
 from tests.launching.jobs import local_job
 from tests.messages import raises
-from tests.runs.records import launch_record
+from tests.runs.records import launch_record, write_steps
 from tests.training.small_runs import write_manifest, write_small_plan
 
 
@@ -67,7 +68,7 @@ def test_missing_torch_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> No
     hide(monkeypatch, "torch")
     with raises(
         snapshot(
-            "RunError: torch is not installed here, and training needs it; run: pip install 'pillow>=10' 'scipy>=1.10' 'tokenizers>=0.20' 'torch>=2.7' 'transformers>=4.56'"
+            "RunError: torch is not installed here, and training needs it; run: pip install 'pillow>=12.3.0' 'scipy>=1.10' 'tokenizers>=0.20' 'torch>=2.7' 'transformers>=5.3'"
         )
     ):
         devices.find_machine()
@@ -78,7 +79,7 @@ def test_missing_transformers_names_the_pip_line(monkeypatch: pytest.MonkeyPatch
     metadata = preflight.check_plan(plan)
     with raises(
         snapshot(
-            "RunError: transformers is not installed here, and the bundled trainer needs it; run: pip install 'pillow>=10' 'scipy>=1.10' 'tokenizers>=0.20' 'torch>=2.7' 'transformers>=4.56'"
+            "RunError: transformers is not installed here, and the bundled trainer needs it; run: pip install 'pillow>=12.3.0' 'scipy>=1.10' 'tokenizers>=0.20' 'torch>=2.7' 'transformers>=5.3'"
         )
     ):
         preflight.check_trainer(metadata, plan, needs_transformers=True)
@@ -113,6 +114,14 @@ def test_a_finished_run_has_nothing_to_resume_and_another_plan_is_refused(plan: 
     launched = launch_record(plan_hash=metadata.plan_hash)
     for step in (1, 2):
         write_header(tmp_path, step, metadata.plan_hash)
+    with raises(
+        snapshot(
+            "RunError: FOLDER/checkpoints/step-00000002 has finished 2 steps, but FOLDER/metrics.jsonl records 0: steps 1 to 2 are in no record; resume with --accept-unrecorded, or remove step-00000001 and step-00000002 to train them again from the beginning"
+        )
+    ):
+        preflight.check_resumable(tmp_path, launched, metadata, None)
+    preflight.check_resumable(tmp_path, launched, metadata, None, accepts_unrecorded=True)
+    write_steps(tmp_path / "metrics.jsonl", 2)
     preflight.check_resumable(tmp_path, launched, metadata, None)
     with raises(
         snapshot(
@@ -125,14 +134,28 @@ def test_a_finished_run_has_nothing_to_resume_and_another_plan_is_refused(plan: 
         preflight.check_resumable(tmp_path, launched, metadata, None)
 
 
-def write_header(run_dir: Path, step: int, plan_hash: str) -> None:
+def test_a_checkpoint_without_one_of_its_files_is_refused_before_anything_is_started(
+    plan: Path, tmp_path: Path
+) -> None:
+    metadata = preflight.check_plan(plan)
+    write_header(tmp_path, 1, metadata.plan_hash)
+    write_header(tmp_path, 2, metadata.plan_hash, files={"state.safetensors": FileSums(bytes=8, crc32=(0,))})
+    with raises(
+        snapshot(
+            "RunError: FOLDER/checkpoints/step-00000002/state.safetensors is missing or unreadable: No such file or directory; remove FOLDER/checkpoints/step-00000002 to resume from step-00000001"
+        )
+    ):
+        preflight.check_resumable(tmp_path, launch_record(plan_hash=metadata.plan_hash), metadata, None)
+
+
+def write_header(run_dir: Path, step: int, plan_hash: str, *, files: Mapping[str, FileSums] | None = None) -> None:
     """A checkpoint as far as it is looked at before anything is started."""
     header = CheckpointHeader(
-        step=step, plan_hash=plan_hash, num_ranks=4, sharding="replicated", model="qwen3-tiny", torch="2"
+        step=step, plan_hash=plan_hash, num_ranks=4, sharding="replicated", model="qwen3-tiny", torch="2", files=files
     )
     folder = run_dir / "checkpoints" / f"step-{step:08d}"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "checkpoint.json").write_text(json.dumps({"format": FORMAT, **asdict(header)}))
+    (folder / "checkpoint.json").write_text(header.text())
 
 
 def test_a_plan_that_continues_a_run_begins_no_new_one(plan: Path, tmp_path: Path) -> None:
@@ -176,6 +199,11 @@ def test_a_full_disk_is_found_before_the_start(tmp_path: Path, monkeypatch: pyte
     ("node_rank", "address", "message"),
     [
         (0, None, snapshot("UsageError: --nodes 2 needs --master-addr: the address of node 0, the same on every node")),
+        (
+            0,
+            "-x",
+            snapshot("UsageError: --master-addr is '-x'; it must be the name or the address of node 0"),
+        ),
         (
             0,
             "localhost",

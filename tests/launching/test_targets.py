@@ -57,8 +57,8 @@ def test_an_option_without_meaning_is_refused(request_: ClusterOptions, message:
 
 def test_a_hostfile_takes_comments_and_slots(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
-    hosts.write_text("# rack 1\nnode-a slots=8\n\n  10.0.0.2   # spare\nroot@node-c\n")
-    assert read_hostfile(hosts) == ("node-a", "10.0.0.2", "root@node-c")
+    hosts.write_text("# rack 1\nnode-a slots=8\n\n  10.0.0.2   # spare\nroot@node-c\n[fe80::1%eth0]\nfe80::2\n")
+    assert read_hostfile(hosts) == ("node-a", "10.0.0.2", "root@node-c", "[fe80::1%eth0]", "fe80::2")
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,9 @@ def test_a_hostfile_takes_comments_and_slots(tmp_path: Path) -> None:
         ("# nobody\n", "lists no host; write one address a line, node 0 first"),
         ("127.0.1.1\nb\n", "line 1: 127.0.1.1 means another machine on each of 2 nodes; give its address"),
         ("a\nlocalhost\n", "line 2: localhost means another machine on each of 2 nodes; give its address"),
+        ("a\n-oProxyCommand=x\n", "line 2: '-oProxyCommand=x' is no host; write a name or an address, as node0"),
+        ("-l@b\n", "line 1: '-l@b' is no host; write a name or an address, as node0"),
+        ("a$(x)\n", "line 1: 'a$(x)' is no host; write a name or an address, as node0"),
     ],
 )
 def test_a_hostfile_that_cannot_be_meant_is_one_line(tmp_path: Path, text: str, message: str) -> None:

@@ -9,12 +9,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from inline_snapshot import snapshot
 
-from fcp_cli.errors import FcpError
+from fcp_cli.errors import FcpError, UsageError
 from fcp_cli.manifest import build as build_module
 from fcp_cli.manifest.build import build_manifest
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.sources.base import RowBatch
+from tests import messages
 from tests.manifest.datasets import build, write_jsonl, write_parquet, write_tree
 
 
@@ -81,7 +83,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(pq, "ParquetWriter", FullDisk)
     with pytest.raises(FcpError) as caught:
         build_manifest(Rows(10), tmp_path / "m.parquet")
-    assert str(caught.value) == f"cannot write {tmp_path}/m.parquet: No space left on device"
+    assert f"cannot write {tmp_path}/m.parquet: No space left on device (" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -111,3 +113,33 @@ def test_progress_adds_up_to_the_units_of_the_source(tmp_path: Path) -> None:
         done: list[int] = []
         build_manifest(opened, tmp_path / "m.parquet", advance=done.append)
         assert sum(done) == (5 if opened.units is None else opened.units)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".arrow"])
+def test_a_name_that_would_not_be_read_as_parquet_is_refused_before_anything_is_written(
+    tmp_path: Path, suffix: str
+) -> None:
+    target = tmp_path / f"lengths{suffix}"
+    target.write_text("before")
+    with pytest.raises(UsageError, match=f"a manifest is a Parquet file, which .*lengths{suffix} would not be read as"):
+        build_manifest(Rows(1), target)
+    assert target.read_text() == "before"
+
+
+class Impossible(Rows):
+    """Rows with a work factor that no sequence can have."""
+
+    def batches(self) -> Iterator[RowBatch]:
+        yield RowBatch(rows=pa.record_batch({"id": ["a", "b"], "length": [1, 2], "eta": [0.5, -1.0]}), done=2)
+
+
+def test_a_manifest_that_could_not_be_read_replaces_none(tmp_path: Path) -> None:
+    before = build_manifest(Rows(1), tmp_path / "m.parquet").table
+    with messages.raises(
+        snapshot(
+            "ManifestError: m.parquet: row 1 of column 'eta' is -1.0; it must be a finite number > -1 (1 such row in all); FOLDER/m.parquet is as it was"
+        )
+    ):
+        build_manifest(Impossible(1), tmp_path / "m.parquet")
+    assert read_manifest(tmp_path / "m.parquet").content_hash() == before.content_hash()
+    assert [path.name for path in tmp_path.iterdir()] == ["m.parquet"]

@@ -18,7 +18,7 @@ from fcp_cli.manifest.header import manifest_source
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.sources.detect import detect_kind
 from fcp_cli.manifest.tokens import open_tokens
-from tests.manifest.chat_checkpoint import CHATML, write_checkpoint
+from tests.manifest.chat_checkpoint import CHATML, THOROUGH, write_checkpoint
 from tests.manifest.datasets import build, write_arrow, write_jsonl, write_parquet
 from tests.messages import raises
 
@@ -104,6 +104,54 @@ def test_a_record_is_counted_token_for_token_as_transformers_counts_it(checkpoin
     tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
     expected = tokenizer.apply_chat_template(TURNS, return_dict=True)["input_ids"]
     assert ChatEncoder(checkpoint, "assistant")({"messages": TURNS}, "here").tokens.tolist() == expected
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "é": [1, None, 0.5]}}}]
+CALLS = [
+    {"role": "user", "content": "<b>add</b> 1 & 2"},
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": [1, 2]}}}]},
+    {"role": "tool", "content": "3"},
+    {"role": "assistant", "content": "<think>\nso three\n</think>\n\nthree"},
+    {"role": "user", "content": "and?"},
+    {"role": "assistant", "content": "that is all", "reasoning_content": "nothing"},
+]
+
+
+@pytest.mark.parametrize("turns", [TURNS, CALLS, CALLS[:4], TURNS * 20], ids=["plain", "tools", "thoughts", "long"])
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["without", "with"])
+@pytest.mark.parametrize("prompts", [False, True])
+def test_a_template_renders_as_transformers_renders_it(
+    tmp_path: Path, turns: list[dict[str, Any]], tools: Any, prompts: bool
+) -> None:
+    from transformers import AutoTokenizer
+
+    encoder = ChatEncoder(write_checkpoint(tmp_path, THOROUGH), "all")
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path)
+    expected = tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, add_generation_prompt=prompts)
+    assert encoder._template(turns, tools, "here", prompts=prompts) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (
+            '{{ "a" * 10**10 }}',
+            "it makes a text or list of more than 2,003,712 characters",
+        ),
+        (
+            "{% for a in range(10**5) %}{% for b in range(10**5) %}{% endfor %}{% endfor %}",
+            "it takes too much work: loops too often, or over too much text",
+        ),
+        ("{{ lipsum.__globals__ }}", "'lipsum' is undefined"),
+        ("{{ messages.append(1) }}", "access to attribute 'append' of 'list' object is unsafe."),
+    ],
+)
+def test_a_hostile_template_of_a_checkpoint_is_one_line(tmp_path: Path, template: str, reason: str) -> None:
+    encoder = ChatEncoder(write_checkpoint(tmp_path, template), "all")
+    with raises(
+        f"ManifestError: here: the chat template of {tmp_path} fails: {reason}".replace(str(tmp_path), "FOLDER")
+    ):
+        encoder({"messages": TURNS}, "here")
 
 
 @pytest.mark.parametrize(

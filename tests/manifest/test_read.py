@@ -337,7 +337,9 @@ def test_json_lines_of_numbers_and_of_objects_read_alike(lengths: list[int]) -> 
 
 
 def test_a_dash_reads_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO('{"input_ids": [1, 2, 3], "eta": 1, "vision_patches": 4}\n'))
+    monkeypatch.setattr(
+        "sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"input_ids": [1, 2, 3], "eta": 1, "vision_patches": 4}\n'))
+    )
     table = read_manifest("-", length_column="input_ids")
     assert table.name == "stdin"
     assert table.length_tokens.tolist() == [3]
@@ -400,3 +402,19 @@ def test_a_bad_line_of_standard_input_is_named(text: str, message: str) -> None:
 def test_standard_input_that_is_not_text_is_one_line() -> None:
     with pytest.raises(ManifestError, match="standard input is not UTF-8 text"):
         read_lengths_jsonl(io.TextIOWrapper(io.BytesIO(b"\xff\xfe\x00"), encoding="utf-8"))
+
+
+def test_an_eta_of_64_bits_without_a_sign_is_a_number(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", {"length": [5, 6], "eta": pa.array([2**63 + 5, 0], pa.uint64())})
+    table = read_manifest(path)
+    assert table.eta is not None and table.eta.tolist() == [float(2**63), 0.0]
+
+
+def test_an_arrow_file_whose_offsets_leave_its_values_is_refused(tmp_path: Path) -> None:
+    offsets = pa.py_buffer(np.array([0, 2**30, 2], np.int32).tobytes())
+    lists = pa.Array.from_buffers(pa.list_(pa.int32()), 2, [None, offsets], children=[pa.array([1, 2], pa.int32())])
+    table = pa.table({"input_ids": lists})
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(ManifestError, match=r"a\.arrow cannot be read as Arrow"):
+        read_manifest(tmp_path / "a.arrow", length_column="input_ids")

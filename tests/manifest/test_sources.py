@@ -134,7 +134,7 @@ def test_globs_choose_files_by_name_or_by_path(tmp_path: Path) -> None:
 
 def test_a_text_tree_leaves_out_its_own_manifest(tmp_path: Path) -> None:
     tree = write_tree(tmp_path / "tree", {"a.txt": b"abc"})
-    assert [build(tree, tree / "lengths.txt", kind="text").rows for _ in range(2)] == [1, 1]
+    assert [build(tree, tree / "lengths.md", kind="text").rows for _ in range(2)] == [1, 1]
 
 
 def test_links_to_files_are_followed_and_links_to_folders_are_not(tmp_path: Path) -> None:

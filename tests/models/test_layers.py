@@ -106,7 +106,7 @@ _GPT_OSS = {
 
 @pytest.mark.parametrize(
     ("document", "name"),
-    [({"model_type": "gemma3", "text_config": _GEMMA}, "gemma3-27b"), (_GPT_OSS, "gpt-oss-20b")],
+    [(_GEMMA, "gemma3-27b"), (_GPT_OSS, "gpt-oss-20b")],
 )
 def test_what_published_files_leave_to_their_class_is_known(document: Any, name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(document))

@@ -174,43 +174,13 @@ def test_a_hugging_face_configuration_gives_the_shipped_figures(tmp_path: Path) 
     assert load_model(tmp_path) == found
 
 
-def test_the_language_model_of_a_vision_configuration_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "qwen3_vl", "text_config": _hf_config(model_type="qwen3_vl_text")}))
-    assert load_model(path).text_parameters == load_model("qwen3-8b").text_parameters
-
-
-_QWEN2_5_VL = {
-    "hidden_size": 3584,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "intermediate_size": 18944,
-    "vocab_size": 152064,
-    "rope_theta": 1000000.0,
-}
-
-
-@pytest.mark.parametrize(
-    "document",
-    [
-        {"model_type": "qwen2_5_vl", **_QWEN2_5_VL, "vision_config": {"depth": 32}},
-        {"model_type": "qwen2_5_vl", "text_config": {"model_type": "qwen2_5_vl_text", **_QWEN2_5_VL}},
-    ],
-    ids=["published", "saved by transformers 5"],
-)
-def test_both_forms_of_a_qwen2_5_vl_configuration_are_read(document: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(document))
-    assert load_model(tmp_path).text_parameters == load_model("qwen2.5-vl-7b").text_parameters
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (
             {"model_type": "mamba"},
             snapshot(
-                "ProfileError: FOLDER/config.json: model_type is 'mamba'; known: bamba, deepseek_v3, gemma3_text, glm4_moe, gpt_oss, llama, mistral, qwen2, qwen2_5_vl, qwen2_5_vl_text, qwen3, qwen3_moe, qwen3_next, qwen3_vl_moe_text, qwen3_vl_text"
+                "ProfileError: FOLDER/config.json: model_type is 'mamba'; known: bamba, deepseek_v3, gemma3_text, glm4_moe, gpt_oss, llama, mistral, qwen2, qwen2_5_vl_text, qwen3, qwen3_moe, qwen3_next, qwen3_vl_moe_text, qwen3_vl_text"
             ),
         ),
         (

@@ -115,8 +115,8 @@ def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.parquet"
     with pytest.raises(Interrupted):
         make(path, stop_after=24)
-    (tmp_path / ".plan.parquet.journal" / "000000.arrow").write_bytes(b"ARROW1 and then nothing")
-    with pytest.raises(FcpError, match=r"000000\.arrow is damaged"):
+    (tmp_path / ".plan.parquet.journal" / "000000.steps").write_bytes(b"and then nothing")
+    with pytest.raises(FcpError, match=r"000000\.steps is damaged: it does not hold one whole record; run without"):
         make(path, resume=True)
 
 

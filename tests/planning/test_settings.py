@@ -203,7 +203,7 @@ def test_another_model_than_the_profile_is_of_has_its_own_computed(folder: Path)
     assert resolve(PlanRequest(manifest=DATASET, model="qwen3-8b"), Origins()).problem.recipe is None
     with raises(
         snapshot(
-            "UsageError: profile.yaml is of qwen3-8b on example-8x8; leave --model and --cluster out, or --profile to have one computed"
+            "UsageError: profile.yaml is of qwen3-8b on example-8x8; drop --model, --cluster and --attention-kernel to use it, or --profile to have one computed"
         )
     ):
         resolve(PlanRequest(manifest=DATASET, model="llama3-8b", profile=Path("profile.yaml")), Origins())

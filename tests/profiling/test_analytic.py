@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from inline_snapshot import snapshot
 
-from fcp_cli.cost.profile import CostProfile, StepTerms, Sync, dump_cost_profile, parse_cost_profile
+from fcp_cli.cost.profile import Coefficients, CostProfile, StepTerms, Sync, dump_cost_profile, parse_cost_profile
 from fcp_cli.errors import UsageError
+from fcp_cli.kernel_names import KernelName
 from fcp_cli.memory.activations import patch_bytes
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.rank import rank_memory
@@ -43,12 +44,33 @@ def test_what_closes_a_step_and_floors_a_wave_follows_from_the_links_that_ranks_
     # Weights in bf16 for forward and backward, gradients in fp32: 8 bytes of 63 / 64 of the parameters over one link.
     gathered = spec.parameters * 8 * 63 / 64 / 45e9
     assert step(one_link, "microbatch", 3).wave_floor_seconds == pytest.approx(gathered, rel=1e-6)
-    assert step(h100, "microbatch", 3).wave_floor_seconds == pytest.approx(gathered * 45 / 300, rel=1e-6)  # NVLink
+    assert step(h100, "microbatch", 3).wave_floor_seconds == pytest.approx(gathered / 8, rel=1e-6)  # 8 links
     assert step(one_link, "iteration", 2).tail_seconds == pytest.approx(gathered * 6 / 8, rel=1e-6)
     inside = step(one_link, "microbatch", 3, shard_ranks=8, reduce="step")  # no wave sends anything out of its node
-    assert inside.wave_floor_seconds == pytest.approx(spec.parameters * 4 * 7 / 8 / 300e9, rel=1e-6)
+    assert inside.wave_floor_seconds == pytest.approx(spec.parameters * 4 * 7 / 8 / 370e9, rel=1e-6)
     assert inside.update_seconds > 0.5 * gathered
     assert step(replace(h100, links_per_node=None), "microbatch", 3) == StepTerms()
+
+
+def test_attention_costs_by_the_rates_of_its_kernel() -> None:
+    spec, h100 = load_model("qwen3-8b"), load_cluster("h100-8x8")
+
+    def coefficients(kernel: KernelName, **rate: float) -> Coefficients:
+        cluster = replace(h100, attention={kernel: replace(h100.attention[kernel], **rate)})
+        return analytic_profile(
+            spec, cluster, recipe=Recipe(recompute="full"), sync="microbatch", ranks=64
+        ).coefficients
+
+    forward_operations_per_pair, peak = 294_912, 989e12
+    for kernel, rate in h100.attention.items():
+        seconds = forward_operations_per_pair / peak * (2 / rate.forward + 2.5 / rate.backward)
+        assert coefficients(kernel).attention_seconds_per_token2 == pytest.approx(seconds)
+        found, without = coefficients(kernel), coefficients(kernel, token_pairs=0.0)
+        per_token = found.linear_seconds_per_token - without.linear_seconds_per_token
+        assert per_token == pytest.approx(rate.token_pairs * seconds)
+        per_hop = found.chunk_seconds_per_token - without.chunk_seconds_per_token
+        assert per_hop == pytest.approx(0.75 * per_token)
+    assert coefficients("fa2").attention_seconds_per_token2 > 1.6 * coefficients("cudnn").attention_seconds_per_token2
 
 
 def test_operations_of_the_layers_are_those_of_the_papers_models() -> None:

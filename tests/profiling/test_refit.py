@@ -79,6 +79,11 @@ def _seconds(index: int, profile: CostProfile) -> tuple[float, float]:
     return first, second
 
 
+def _rank(rank: int, *, order: int, seconds: float) -> dict[str, Any]:
+    timing = {"order": order, "degree": 1, "tokens": 1, "predicted_seconds": 1.0, "start_seconds": 0.0}
+    return {"rank": rank, "idle_seconds": 0.0, "micro_batches": [{**timing, "seconds": seconds}]}
+
+
 def write_run(
     folder: Path, steps: int = 20, *, planned: CostProfile = PLANNED, truth: CostProfile = TRUTH, model: str = "m"
 ) -> tuple[Path, Path]:
@@ -100,8 +105,13 @@ def write_run(
     with plan_writer(plan, metadata) as writer:
         for index in range(steps):
             writer.append(_step(index, _seconds(index, planned)))
-    run = {"format": "fcp-metrics/1", "kind": "run", "plan": str(plan), "plan_hash": writer.metadata.plan_hash}
-    run["model"] = model
+    run: dict[str, Any] = {
+        "format": "fcp-metrics/1",
+        "kind": "run",
+        "plan": str(plan),
+        "plan_hash": writer.metadata.plan_hash,
+    }
+    run |= {"model": model, "num_ranks": 4, "ranks_per_node": 2}
     rows: list[dict[str, Any]] = [run]
     for index in range(steps):
         seconds = _seconds(index, truth)
@@ -110,11 +120,16 @@ def write_run(
             {
                 "kind": "step",
                 "step": index,
+                "loss": 1.0,
+                "tokens": 1,
+                "seconds": 1.0,
+                "predicted_seconds": 1.0,
+                "idle_fraction": 0.0,
                 "ranks": [
-                    {"rank": 0, "micro_batches": [{"order": 0, "seconds": slow * seconds[0] + 0.5}]},
-                    {"rank": 1, "micro_batches": [{"order": 0, "seconds": slow * seconds[0]}]},
-                    {"rank": 2, "micro_batches": [{"order": 1, "seconds": slow * seconds[1]}]},
-                    {"rank": 3, "micro_batches": [{"order": 2, "seconds": 0.0001}]},
+                    _rank(0, order=0, seconds=slow * seconds[0] + 0.5),
+                    _rank(1, order=0, seconds=slow * seconds[0]),
+                    _rank(2, order=1, seconds=slow * seconds[1]),
+                    _rank(3, order=2, seconds=0.0001),
                 ],
             }
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from inline_snapshot import snapshot
 
 from fcp_cli.errors import FcpError, ManifestError, PlanError
-from fcp_cli.manifest.header import read_footer
+from fcp_cli.manifest.header import manifest_source, read_footer
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.sources.columnar import columnar
 from fcp_cli.manifest.sources.shards import open_shard, python_rows
 from fcp_cli.manifest.tokenizer import open_tokenizer
 from fcp_cli.plan.reader import PlanReader
+from fcp_cli.reading.parquet import open_footer
 from tests import messages
+from tests.manifest.datasets import build, write_jsonl
+from tests.plan.plans import small_plan
 
 
 def written(path: Path, table: pa.Table, header: str | bytes | None = None) -> Path:
@@ -129,3 +134,65 @@ def test_any_cut_of_a_file_is_refused_in_one_line(tmp_path: Path) -> None:
         with pytest.raises(ManifestError) as raised:
             read_manifest(file)
         assert len(str(raised.value).splitlines()) == 1
+
+
+def outcomes(path: Path, read: Callable[[Path], Any], every: int) -> dict[str, int]:
+    """Flip a bit of every so many bytes of a file, and count how each copy is read."""
+    content, wanted, counts = path.read_bytes(), read(path), dict.fromkeys(("refused", "identical", "different"), 0)
+    flipped = path.with_name(f"flipped-{path.name}")
+    for place in range(0, len(content), every):
+        changed = bytearray(content)
+        changed[place] ^= 1 << (place // every % 8)
+        flipped.write_bytes(changed)
+        try:
+            found = read(flipped)
+        except FcpError:
+            counts["refused"] += 1
+        else:
+            counts["identical" if found == wanted else "different"] += 1
+    return counts
+
+
+def test_a_flipped_bit_of_a_manifest_is_refused_or_changes_nothing(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "texts.jsonl", [{"text": "a" * (1 + place % 7)} for place in range(300)])
+    path = build(source, tmp_path / "lengths.parquet").path
+    counts = outcomes(path, lambda copy: (read_manifest(copy).content_hash(), manifest_source(copy)), every=5)
+    assert (counts["different"], counts["refused"] > 150) == (0, True)
+
+
+def test_a_flipped_bit_of_a_plan_is_refused_or_changes_nothing(tmp_path: Path) -> None:
+    def read(copy: Path) -> tuple[str, str]:
+        reader = PlanReader(copy)
+        return reader.metadata.to_json(), reader.content_hash()
+
+    counts = outcomes(small_plan(tmp_path / "plan.parquet"), read, every=11)
+    assert (counts["different"], counts["refused"] > 300) == (0, True)
+
+
+def test_pages_of_other_writers_are_verified_if_they_have_checksums(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.parquet"
+    pq.write_table(lengths(1000), path, write_page_checksum=True, compression="none", use_dictionary=False)
+    content = bytearray(path.read_bytes())
+    content[4000] ^= 1
+    path.write_bytes(content)
+    with messages.raises(
+        snapshot(
+            "ManifestError: FOLDER/lengths.parquet cannot be read as Parquet (could not verify page integrity, CRC checksum verification failed for page_ordinal 0): truncated, damaged or another format; copy or make it again"
+        )
+    ):
+        read_manifest(path)
+
+
+def test_a_damaged_footer_is_refused_whatever_reads_it(tmp_path: Path) -> None:
+    plan = small_plan(tmp_path / "plan.parquet")
+    content = plan.read_bytes()
+    assert content.count(b'"seed": 0') == 1
+    plan.write_bytes(content.replace(b'"seed": 0', b'"seed": 1'))
+    with messages.raises(
+        snapshot(
+            "PlanError: FOLDER/plan.parquet cannot be read as Parquet (its footer does not match its checksum): it is truncated, damaged or not a plan; make one with 'fcp plan MANIFEST'"
+        )
+    ):
+        PlanReader(plan)
+    with pytest.raises(ValueError, match="its footer does not match its checksum"):
+        open_footer(plan)

@@ -4,6 +4,7 @@ import csv
 import io
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from fcp_cli.report.page_data import HeatMap, PlanPicture, bars_of, evenly_space
 from fcp_cli.report.ranks_shown import RanksShown
 from fcp_cli.report.run_picture import RunPicture, measured_bars
 from fcp_cli.runs.metrics_reader import run_step
+from fcp_cli.runs.metrics_record import StepRecord
 from tests.planning.examples import example_problem, long_tail
 from tests.report.runs import SLOW_FACTOR, SLOW_RANK, make_example_plan, measured
 
@@ -45,7 +47,7 @@ def picture(reader: PlanReader) -> PlanPicture:
 def run(reader: PlanReader) -> RunPicture:
     run = RunPicture(plan=reader.metadata, chosen=frozenset({1}))
     for step in reader.steps():
-        run.add(run_step(measured(step, 8).record()))
+        run.add(run_step(cast(StepRecord, measured(step, 8).record())))
     return run
 
 
@@ -80,7 +82,7 @@ def test_measured_bars_cover_every_working_rank(reader: PlanReader) -> None:
     step = next(reader.steps())
     bars = {
         name: np.asarray(column)
-        for name, column in measured_bars(run_step(measured(step, 8).record()), EVERY_RANK).items()
+        for name, column in measured_bars(run_step(cast(StepRecord, measured(step, 8).record())), EVERY_RANK).items()
     }
     planned = bars_of(step, EVERY_RANK)
     assert sorted(zip(bars["order"].tolist(), bars["rank"].tolist(), strict=True)) == sorted(

@@ -5,7 +5,7 @@ import json
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jsonschema
 import numpy as np
@@ -18,6 +18,7 @@ from fcp_cli.planning.run import make_plan
 from fcp_cli.planning.settings import PlanInputs
 from fcp_cli.report.trace import TraceBuilder, write_trace
 from fcp_cli.runs.metrics_reader import run_step
+from fcp_cli.runs.metrics_record import StepRecord
 from tests.planning.examples import example_problem, long_tail
 from tests.report.browser import chromium
 from tests.report.perfetto_reader import PerfettoReader
@@ -41,7 +42,7 @@ def document(reader: PlanReader) -> dict[str, Any]:
     builder = TraceBuilder(num_ranks=8, ranks_per_node=4)
     made = [*builder.names(["planned", "measured"])]
     for step in reader.steps():
-        made += builder.step(step, run_step(measured(step, 8).record()))
+        made += builder.step(step, run_step(cast(StepRecord, measured(step, 8).record())))
     file = io.StringIO()
     assert write_trace(file, made, source={"format": "fcp-trace/1"}) == len(made)
     return dict(json.loads(file.getvalue()))
@@ -127,7 +128,10 @@ def test_each_stage_of_a_pipeline_has_a_track_with_every_forward_and_backward(tm
     metadata = make_plan(tmp_path / "pipelines.parquet", inputs, solver_name="fcp").metadata
     builder = TraceBuilder(num_ranks=8, ranks_per_node=4, metadata=metadata)
     step = next(PlanReader(tmp_path / "pipelines.parquet").steps())
-    events = [*builder.names(["planned", "measured"]), *builder.step(step, run_step(measured(step, 8).record()))]
+    events = [
+        *builder.names(["planned", "measured"]),
+        *builder.step(step, run_step(cast(StepRecord, measured(step, 8).record()))),
+    ]
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     planned = slices(events, "planned")
     tracks = {f"rank {rank} stage {stage}" for rank in range(8) for stage in range(2)}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import time
 from pathlib import Path
@@ -46,7 +47,7 @@ def test_only_whole_new_lines_are_given(lines: list[str], tmp_path: Path) -> Non
     assert tail.poll() == []
     with path.open("a") as file:
         file.write(lines[2][50:])
-    assert [record["step"] for record in tail.poll()] == [1]
+    assert [record.get("step") for record in tail.poll()] == [1]
 
 
 def test_a_replaced_file_is_read_from_its_top(lines: list[str], tmp_path: Path) -> None:
@@ -228,10 +229,20 @@ def test_a_heartbeat_keeps_its_file_fresh(tmp_path: Path, monkeypatch: pytest.Mo
         assert path.stat().st_mtime > 1.0
 
 
-def test_a_damaged_heartbeat_counts_as_none(tmp_path: Path) -> None:
-    for text in ("", "[]", '{"format":"fcp-heartbeat/1"}', '{"format":"other/1"}'):
-        (tmp_path / "heartbeat.json").write_text(text)
-        assert read_heartbeat(tmp_path / "heartbeat.json") is None
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "heartbeat.json is not JSON"),
+        ("[]", "heartbeat.json is not a JSON object but a list"),
+        ('{"format":"fcp-heartbeat/1"}', "heartbeat.json is damaged: host is missing"),
+        ('{"format":"other/1"}', "heartbeat.json has format 'other/1'; this fcp reads 'fcp-heartbeat/1'"),
+    ],
+)
+def test_a_damaged_heartbeat_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "heartbeat.json").write_text(text)
+    with pytest.raises(RunError, match=re.escape(message)):
+        read_heartbeat(tmp_path / "heartbeat.json")
+    assert read_heartbeat(tmp_path / "none.json") is None
 
 
 def test_a_resumed_run_counts_from_its_latest_start(plan: Path, tmp_path: Path) -> None:

@@ -1,10 +1,24 @@
-"""Launch records for tests."""
+"""Launch records and metrics for tests."""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from pathlib import Path
+from typing import Any, cast
 
+from fcp_cli.runs import metrics_reader
 from fcp_cli.runs.launch_record import LaunchRecord
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a run, of whatever kind."""
+    return cast(list[dict[str, Any]], metrics_reader.read_metrics(path))
+
+
+def write_steps(metrics: Path, steps: int) -> None:
+    """The metrics of a run that has finished so many steps."""
+    step = {"kind": "step", "tokens": 1, "loss": 1.0, "seconds": 1.0, "predicted_seconds": 1.0, "idle_fraction": 0.0}
+    metrics.write_text("".join(json.dumps({**step, "step": index, "ranks": []}) + "\n" for index in range(steps)))
 
 
 def launch_record(**changed: Any) -> LaunchRecord:

@@ -1,14 +1,22 @@
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from inline_snapshot import snapshot
 
 from fcp_cli.errors import RunError
+from fcp_cli.plan.online import read_online_settings
+from fcp_cli.runs.checkpoint_header import checkpoints, read_header
 from fcp_cli.runs.folder import next_run_dir
+from fcp_cli.runs.heartbeat import read_heartbeat
 from fcp_cli.runs.launch_record import latest_run_dir, read_launch, write_launch
+from fcp_cli.runs.step_position import StepPosition, read_position, write_position
+from fcp_cli.runs.submission import read_submission
+from fcp_cli.runs.summary import summary_of
 from tests.messages import raises
 from tests.runs.records import launch_record
 
@@ -23,7 +31,7 @@ def make_run(runs: Path, name: str, *, at: int, training: dict[str, int] | None)
 
 def test_a_new_run_takes_the_number_after_the_largest(tmp_path: Path) -> None:
     assert next_run_dir("tiny", runs=tmp_path) == tmp_path / "tiny-001"
-    for name in ("tiny-001", "tiny-009", "tiny-2-017", "tiny-notes", "other-030"):
+    for name in ("tiny-001", "tiny-009", "tiny-2-017", "tiny-notes", "other-030", "tiny-²", "tiny-٣", f"tiny-{9**99}"):
         (tmp_path / name).mkdir()
     assert next_run_dir("tiny", runs=tmp_path) == tmp_path / "tiny-010"
 
@@ -38,16 +46,82 @@ def test_the_run_to_resume_is_the_one_launched_last(tmp_path: Path) -> None:
     assert latest_run_dir("tiny", runs=tmp_path) == tmp_path / "tiny-001"
 
 
+def test_a_damaged_record_hides_only_the_runs_before_it(tmp_path: Path) -> None:
+    make_run(tmp_path, "tiny-001", at=100, training={})
+    bad = make_run(tmp_path, "tiny-002", at=50, training={})
+    (bad / "launch.json").write_text("{")
+    os.utime(bad / "launch.json", (50, 50))
+    assert latest_run_dir(None, runs=tmp_path) == tmp_path / "tiny-001"
+    os.utime(bad / "launch.json", (200, 200))
+    with raises(
+        snapshot(
+            "RunError: FOLDER/tiny-002/launch.json is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1); name the run to resume with --run-dir"
+        )
+    ):
+        latest_run_dir(None, runs=tmp_path)
+
+
+def test_only_numbered_folders_are_checkpoints(tmp_path: Path) -> None:
+    for name in ("step-00000002", "step-²", "step-x", "step-00000010", "step-00000010.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "checkpoint.json").touch()
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002", "step-00000010"]
+
+
+def test_a_checkpoint_with_a_damaged_header_is_refused(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "step-00000003"
+    checkpoint.mkdir()
+    (checkpoint / "checkpoint.json").write_text('{"format": "fcp-checkpoint/2", "step": -1}')
+    with raises(
+        snapshot(
+            "RunError: FOLDER/step-00000003/checkpoint.json is damaged: step is -1; it must be a whole number of at least 0; no checkpoint before it is left: restore step-00000003 from a copy, or start a new run without --resume"
+        )
+    ):
+        read_header(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["heartbeat.json", "job.json", "launch.json", "position.json", "metrics.jsonl"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_pipes_and_devices_in_a_run_folder_are_not_waited_for(tmp_path: Path, name: str, kind: str) -> None:
+    if kind == "pipe":
+        os.mkfifo(tmp_path / name)
+    else:
+        (tmp_path / name).symlink_to("/dev/zero")
+    readers: dict[str, Callable[[Path], object]] = {
+        "heartbeat.json": read_heartbeat,
+        "job.json": lambda path: read_submission(path.parent),
+        "launch.json": lambda path: read_launch(path.parent),
+        "metrics.jsonl": summary_of,
+    }
+    if name == "position.json":
+        assert read_position(tmp_path / name) is None
+        return
+    reason = "it is a pipe" if kind == "pipe" else "it is not a regular file"
+    with pytest.raises(RunError, match=f"{name}: {reason}"):
+        readers[name](tmp_path / name)
+
+
+def test_a_damaged_position_is_not_shown(tmp_path: Path) -> None:
+    at = StepPosition(step=1, done=2, microbatches=3, planned_seconds=1.0, predicted_seconds=2.0, began=5.0)
+    write_position(tmp_path / "position.json", at)
+    assert read_position(tmp_path / "position.json") == at
+    document = json.loads((tmp_path / "position.json").read_text())
+    changes: list[dict[str, object]] = [{"step": "1"}, {"began": None}, {"done": -1}, {"microbatches": []}]
+    for change in (*changes, {"format": "other"}):
+        (tmp_path / "position.json").write_text(json.dumps(document | change))
+        assert read_position(tmp_path / "position.json") is None
+
+
 def test_no_run_to_resume_is_one_line(tmp_path: Path) -> None:
     with raises(snapshot("RunError: there is no run of tiny in the folder FOLDER to resume; name one with --run-dir")):
         latest_run_dir("tiny", runs=tmp_path)
 
 
 def test_a_folder_that_is_no_run_is_one_line(tmp_path: Path) -> None:
-    with raises(snapshot("RunError: FOLDER is not a run that can be resumed: it has no readable launch.json")):
+    with raises(snapshot("RunError: FOLDER is not a run that can be resumed: it has no launch.json")):
         read_launch(tmp_path)
     (tmp_path / "launch.json").write_text('{"format": "other/1"}')
-    with pytest.raises(RunError, match="is not a launch record of format 'fcp-launch/1'"):
+    with pytest.raises(RunError, match="has format 'other/1'; this fcp reads 'fcp-launch/1'"):
         read_launch(tmp_path)
 
 
@@ -59,5 +133,22 @@ def test_a_record_survives_its_file(tmp_path: Path) -> None:
 
 def test_a_damaged_record_names_the_key(tmp_path: Path) -> None:
     (tmp_path / "launch.json").write_text(launch_record().text().replace('"num_ranks": 4', '"num_ranks": "four"'))
-    with raises(snapshot("RunError: FOLDER/launch.json: num_ranks is 'four'; it must be a whole number of at least 1")):
+    with raises(
+        snapshot(
+            "RunError: FOLDER/launch.json is damaged: num_ranks is 'four'; it must be a whole number of at least 1"
+        )
+    ):
         read_launch(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["plan", "run_dir", "manifest", "model"])
+def test_a_path_that_no_file_can_have_is_one_line(tmp_path: Path, name: str) -> None:
+    write_launch(tmp_path, launch_record(**{name: "a\0b"}))
+    with pytest.raises(RunError, match=f"launch.json is damaged: {name} is .*without the character NUL"):
+        read_launch(tmp_path)
+
+
+def test_the_settings_of_a_job_that_plans_online_are_no_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "online.json")
+    with pytest.raises(RunError, match=r"cannot read .*online\.json: it is a pipe"):
+        read_online_settings(tmp_path / "online.json")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,8 @@ from fcp_cli.runs.metrics import (
 )
 from fcp_cli.runs.metrics_reader import MetricsTail, read_metrics
 
-RUN: dict[str, object] = {"format": "fcp-metrics/1", "kind": "run", "started": "2026-01-01T00:00:00+00:00"}
+RUN: dict[str, Any] = {"format": "fcp-metrics/1", "kind": "run", "started": "2026-01-01T00:00:00+00:00"}
+RUN |= {"num_ranks": 2, "ranks_per_node": 2}
 
 
 def timing(order: int, seconds: float) -> MicroBatchTiming:
@@ -106,7 +108,7 @@ def test_a_last_line_cut_by_a_kill_is_dropped(tmp_path: Path) -> None:
 def test_damage_in_the_middle_names_the_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps(RUN) + "\n{oops\n" + json.dumps(measured().record()) + "\n")
-    with pytest.raises(RunError, match=r"metrics\.jsonl line 2 is not JSON"):
+    with pytest.raises(RunError, match=r"metrics\.jsonl, line 2: the metrics are damaged"):
         read_metrics(path)
 
 

@@ -110,9 +110,9 @@ def test_the_metrics_of_another_plan_are_refused(plan: Path, tmp_path: Path) -> 
         {"seconds": float("nan")},
         {"predicted_seconds": 0.0},
         {"tokens": "many"},
-        {"ranks": [{"rank": 99, "micro_batches": [MICROBATCH]}]},
-        {"ranks": [{"rank": 1, "micro_batches": [{**MICROBATCH, "seconds": float("inf")}]}]},
-        {"ranks": [{"rank": 1, "micro_batches": [{**MICROBATCH, "start_seconds": -1.0}]}]},
+        {"ranks": [{"rank": 99, "idle_seconds": 0.0, "micro_batches": [MICROBATCH]}]},
+        {"ranks": [{"rank": 1, "idle_seconds": 0.0, "micro_batches": [{**MICROBATCH, "seconds": float("inf")}]}]},
+        {"ranks": [{"rank": 1, "idle_seconds": 0.0, "micro_batches": [{**MICROBATCH, "start_seconds": -1.0}]}]},
     ],
 )
 def test_what_no_run_can_have_measured_counts_as_damage(plan: Path, tmp_path: Path, damage: dict[str, object]) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from inline_snapshot import snapshot
 
@@ -9,7 +10,7 @@ from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.summary import RunSummary, closing_line, summary_of
 
 
-def step(number: int, *, loss: float | None, seconds: float) -> dict[str, object]:
+def step(number: int, *, loss: float | None, seconds: float) -> Any:
     return {
         "kind": "step",
         "step": number,
@@ -17,6 +18,7 @@ def step(number: int, *, loss: float | None, seconds: float) -> dict[str, object
         "tokens": 60_000,
         "seconds": seconds,
         "predicted_seconds": 2.0,
+        "idle_fraction": 0.1,
         "warm_up": number == 0,
         "ranks": [],
     }
@@ -43,7 +45,11 @@ def test_a_run_that_nobody_measured_names_its_logs(tmp_path: Path) -> None:
 
 
 def test_a_file_is_added_up_over_all_its_starts_without_its_damaged_lines(tmp_path: Path) -> None:
-    steps = [step(0, loss=None, seconds=1.0), {"kind": "run"}, step(1, loss=None, seconds=3.0)]
+    steps = [
+        step(0, loss=None, seconds=1.0),
+        {"kind": "run", "num_ranks": 2, "ranks_per_node": 2},
+        step(1, loss=None, seconds=3.0),
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in steps) + '{"kind": "st')
     assert summary_of(tmp_path / "metrics.jsonl").line() == (
         "steps 1 to 2, 120k tokens in 4 s; a step took 3 s, planned 2 s (x1.50)"

@@ -195,6 +195,17 @@ def test_a_model_of_full_size_is_judged_before_its_weights_are_there(name: str, 
     assert model.get_input_embeddings().weight.is_meta
 
 
+@pytest.mark.parametrize("most", [16, 64, 2048])
+@pytest.mark.parametrize("name", ["llama, dynamic", "phi3, longrope"])
+def test_a_rotation_that_grows_is_refused_by_its_name_however_short_the_first_training_was(
+    name: str, most: int
+) -> None:
+    family = FAMILIES[name]
+    model = replace(family, settings={**family.settings, "max_position_embeddings": most}).build()
+    with pytest.raises(RunError, match=family.refused):
+        prepare(model)
+
+
 def test_a_prepared_model_evaluates_and_generates_outside_the_plan(tmp_path: Path) -> None:
     from fcp_cli.runtime.outside import outside
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.attention
 from torch import Tensor
 
 from fcp_cli.errors import RunError
@@ -191,9 +190,11 @@ def test_the_cuda_kernel_calls_the_flash_operators_with_shapes_they_accept(
 
         return run
 
-    for name in ("_forward", "_backward"):
-        monkeypatch.setattr(cuda, name, counted(getattr(cuda, name)))
-    kernel, segments = CudaFlashKernel(), Segments((4, 6), (3, 5), causal=window is not None, window=window)
+    operators = cuda.FlashOperators(*map(counted, cuda.ATEN))
+    kernel, segments = (
+        CudaFlashKernel(operators=operators),
+        Segments((4, 6), (3, 5), causal=window is not None, window=window),
+    )
     with FakeTensorMode():
         q = torch.empty(10, 8, 64, dtype=torch.bfloat16, device="cuda")
         k = torch.empty(8, 2, 64, dtype=torch.bfloat16, device="cuda")
@@ -233,53 +234,3 @@ def test_kernels_are_chosen_by_device_and_type() -> None:
 def test_results_merge_in_fp32_or_better() -> None:
     assert lse_dtype(torch.bfloat16) == lse_dtype(torch.float32) == torch.float32
     assert lse_dtype(torch.float64) == torch.float64
-
-
-@pytest.fixture
-def implementations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A Hopper with FlashAttention 3 installed; yields what was activated."""
-    activated: list[str] = []
-    attention = torch.nn.attention
-    monkeypatch.setattr(cuda, "find_spec", lambda name: object())
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(attention, "current_flash_attention_impl", lambda: None, raising=False)
-    monkeypatch.setattr(attention, "activate_flash_attention_impl", activated.append, raising=False)
-    monkeypatch.delenv("FCP_FLASH_ATTENTION", raising=False)
-    cuda.activate_flash_attention_3.cache_clear()
-    yield activated
-    cuda.activate_flash_attention_3.cache_clear()
-
-
-def test_flash_attention_3_runs_where_it_is_installed_on_a_hopper(implementations: list[str]) -> None:
-    assert cuda.activate_flash_attention_3()
-    assert cuda.activate_flash_attention_3(), "asked once"
-    assert implementations == ["FA3"]
-
-
-@pytest.mark.parametrize("reason", ["not a hopper", "not installed", "forbidden", "another chosen", "too old a torch"])
-def test_flash_attention_2_stays_where_3_is_not_wanted_or_cannot_run(
-    reason: str, implementations: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if reason == "not a hopper":
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    elif reason == "not installed":
-        monkeypatch.setattr(cuda, "find_spec", lambda name: None)
-    elif reason == "forbidden":
-        monkeypatch.setenv("FCP_FLASH_ATTENTION", "FA2")
-    elif reason == "another chosen":
-        monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4")
-    else:
-        monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl")
-    assert not cuda.activate_flash_attention_3()
-    assert not implementations
-
-
-def test_a_flash_attention_3_that_does_not_fit_is_noted_and_left_alone(
-    implementations: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(name: str) -> None:
-        raise RuntimeError("does not expose FA3 backward kernels")
-
-    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", fail)
-    assert not cuda.activate_flash_attention_3()
-    assert "attention stays with FlashAttention 2: does not expose FA3 backward kernels" in capsys.readouterr().err

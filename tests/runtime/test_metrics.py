@@ -14,12 +14,13 @@ from torch._C._distributed_c10d import HashStore
 
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runs.metrics import MetricsWriter
-from fcp_cli.runs.metrics_reader import open_run, read_metrics
+from fcp_cli.runs.metrics_reader import open_run
 from fcp_cli.runs.step_position import read_position
 from fcp_cli.runtime.metrics import recorder as recording
 from fcp_cli.runtime.metrics.mailbox import Mailbox, MessageLostError
 from fcp_cli.runtime.metrics.message import RankMeasurement, decode, mean_loss, planned_timings
 from fcp_cli.runtime.metrics.recorder import Recorder
+from tests.runs.records import read_metrics
 from tests.training.small_runs import write_manifest, write_small_plan
 
 pytestmark = pytest.mark.torch

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.runs.metrics_reader import read_metrics
 from fcp_cli.runtime.cursor import orders_of_rank
 from tests.patience import PATIENCE_SECONDS
+from tests.runs.records import read_metrics
 from tests.runtime.mindspore_model import HEAD_DIM, initial_weights, layers_of, tokens_of
 from tests.runtime.plans import Row, write_plan
 from tests.runtime.reference import packed_attention

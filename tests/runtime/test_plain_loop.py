@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fcp_cli.runs.metrics_reader import read_metrics
 from tests.patience import PATIENCE_SECONDS
+from tests.runs.records import read_metrics
 from tests.runtime.launch import ROOT, torchrun
 from tests.runtime.plans import Row, write_plan
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fcp_cli.runs.metrics_reader import read_metrics
+from tests.runs.records import read_metrics
 
 Outcomes = Callable[[str, str], list[Any]]
 """From phase (`plain` or `planned`) and case to what each rank found."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,9 @@ def bench(tmp_path: Path) -> Any:
         world=SimpleNamespace(rank=0, size=1),
         gather=gather,
         begin=lambda what: None,
+        kernels=(None,),
+        unavailable={},
+        running=lambda kernel: nullcontext(),
     )
 
 
@@ -54,6 +58,45 @@ def test_the_kernel_of_this_machine_passes(bench: Any) -> None:
     assert finding.passed
     names = " ".join(finding.figures["relative_error_by_case"])
     assert "length 1" in names and "500 sequences" in names and "heads of 256" in names
+
+
+def test_every_kernel_of_a_device_is_compared(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fcp_cli.runtime import ring_passes
+    from fcp_cli.runtime.kernels import select
+    from fcp_cli.runtime.kernels.available import kernels_of
+    from fcp_cli.runtime.kernels.chosen import ChosenKernel
+    from fcp_cli.selftest.bench import Bench
+    from fcp_cli.selftest.checks import kernel
+    from tests.runtime.fake_cuda import FakeCudnn, FakeFlash, registered
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(ring_passes, "select_kernel", lambda *_: ChosenKernel(select._preferences[-1]))
+    bench.unavailable = {}
+    bench.running = lambda name: Bench.running(bench, name)
+    fake, flash = FakeCudnn(), FakeFlash()
+    kernels_of.cache_clear()
+    with registered(flash, fake):
+        Bench._find_kernels(bench)
+        assert bench.kernels == ("cudnn", "fa2")
+        fake.calls.clear()
+        finding = kernel.check(bench)
+    kernels_of.cache_clear()
+    assert finding.passed and {"dense forward", "dense backward"} <= set(fake.calls) and flash.calls
+    first, *others = finding.lines
+    assert first.startswith("12 cases on cudnn, fa2 against fp64")
+    assert others == [
+        "not fa3: the package flash-attn-3 is not installed",
+        "not fa4: the package flash-attn-4 is not installed",
+    ]
+
+    fake.shares_heads = False  # as a release that has no plan for grouped heads
+    with registered(FakeFlash(), fake):
+        Bench._find_kernels(bench)
+    kernels_of.cache_clear()
+    assert bench.kernels == ("fa2",)
+    assert bench.unavailable["cudnn"] == "cuDNN Frontend error: No valid execution plans built."
 
 
 def test_ranks_on_the_same_cores_take_a_case_each(bench: Any) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import re
 import resource
 import threading
 from collections.abc import Callable, Iterator
@@ -14,12 +16,14 @@ from inline_snapshot import snapshot
 
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import Continuation
-from fcp_cli.runs.checkpoint_header import CheckpointHeader, check_header, checkpoints, read_header
+from fcp_cli.runs import checkpoint_files
+from fcp_cli.runs.checkpoint_files import FileSums
+from fcp_cli.runs.checkpoint_header import CheckpointHeader, check_header, checkpoints, read_header, require_files
 from fcp_cli.training.checkpoint import TrainState, load_checkpoint, saved_buffers, write_files
 from fcp_cli.training.saving import CheckpointSaver, remove_leftovers
 from fcp_cli.training.shares import Shares
 from tests.launching.jobs import plan_metadata
-from tests.messages import raises
+from tests.messages import raises, settled
 
 pytestmark = pytest.mark.torch
 
@@ -107,7 +111,7 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
         small_disk(),
         raises(
             snapshot(
-                "RunError: cannot write FOLDER/.step-00000002.partial/rng-00000.safetensors: Error while serializing: I/O error: File too large (os error 27); checkpoints before it are kept"
+                "RunError: cannot write FOLDER/.step-00000002.partial/rng-00000.safetensors: File too large; the run can resume from step-00000001"
             )
         ),
     ):
@@ -117,14 +121,133 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [before.name]
 
 
-def test_a_damaged_checkpoint_says_how_to_go_on(tmp_path: Path) -> None:
+def flip(file: Path, place: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1 << (place % 8)
+    file.write_bytes(content)
+
+
+def load(path: Path) -> None:
+    load_checkpoint(path, make(1).state, header=read_header(path), rank=0)
+
+
+def test_every_flipped_bit_of_a_checkpoint_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, make(0).state)
-    file = path / "state.safetensors"
-    file.write_bytes(file.read_bytes()[:500])
-    with pytest.raises(
-        RunError, match=r"state\.safetensors cannot be read .*; remove .*step-00000005 to resume from the one"
-    ):
-        load_checkpoint(path, make(1).state, header=HEADER, rank=0)
+    files = sorted(path.iterdir())
+    assert [file.name for file in files] == ["checkpoint.json", "rng-00000.safetensors", "state.safetensors"]
+    for file in files:
+        content = file.read_bytes()
+        for place in range(0, len(content), 97):
+            flip(file, place)
+            with pytest.raises(RunError):
+                load(path)
+            file.write_bytes(content)
+    load(path)
+
+
+def test_a_damaged_file_is_named_with_what_was_saved_and_the_checkpoint_to_resume_from(tmp_path: Path) -> None:
+    state = make(0).state
+    for step in (4, 5, 6):
+        save(tmp_path, state, step=step, keep=3)
+    flip(tmp_path / "step-00000006" / "state.safetensors", 1001)
+    (tmp_path / "step-00000005" / "rng-00000.safetensors").unlink()
+    with pytest.raises(RunError) as error:
+        load(tmp_path / "step-00000006")
+    assert re.sub("[0-9a-f]{8}(?=,|;)", "CHECKSUM", settled(str(error.value))) == snapshot(
+        "bytes 0 to 2,344 of FOLDER/step-00000006/state.safetensors have the checksum CHECKSUM, but were saved with CHECKSUM; remove FOLDER/step-00000005 and FOLDER/step-00000006 to resume from step-00000004"
+    )
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda path: (path / "state.safetensors").write_bytes(bytes(500)),
+            snapshot(
+                "RunError: FOLDER/step-00000005/state.safetensors has 500 bytes, but 2,344 were saved; no checkpoint before it is left: restore step-00000005 from a copy, or start a new run without --resume"
+            ),
+        ),
+        (
+            lambda path: (path / "state.safetensors").unlink(),
+            snapshot(
+                "RunError: FOLDER/step-00000005/state.safetensors is missing or unreadable: No such file or directory; no checkpoint before it is left: restore step-00000005 from a copy, or start a new run without --resume"
+            ),
+        ),
+        (
+            lambda path: (path / "rng-00001.safetensors").write_bytes(b"more"),
+            snapshot(
+                "RunError: FOLDER/step-00000005/rng-00001.safetensors is not listed in checkpoint.json; no checkpoint before it is left: restore step-00000005 from a copy, or start a new run without --resume"
+            ),
+        ),
+        (
+            lambda path: (path / "checkpoint.json").unlink(),
+            snapshot(
+                "RunError: cannot read FOLDER/step-00000005/checkpoint.json: No such file or directory; no checkpoint before it is left: restore step-00000005 from a copy, or start a new run without --resume"
+            ),
+        ),
+        (
+            lambda path: (path / "checkpoint.json").write_text("{"),
+            snapshot(
+                "RunError: FOLDER/step-00000005/checkpoint.json is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1); no checkpoint before it is left: restore step-00000005 from a copy, or start a new run without --resume"
+            ),
+        ),
+    ],
+    ids=["truncated", "missing", "extra", "no header", "half a header"],
+)
+def test_a_checkpoint_of_other_files_is_refused_before_anything_starts(
+    tmp_path: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    path = save(tmp_path, make(0).state)
+    damage(path)
+    assert checkpoints(tmp_path) == [path]  # never silently an older one
+    with raises(message):
+        require_files(path, read_header(path))
+
+
+def test_a_damaged_chunk_is_found_by_the_rank_whose_share_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_files, "CHUNK_BYTES", 200)
+    path = save(tmp_path, make(0).state)
+    header = read_header(path)
+    assert header.files is not None
+    sums = header.files["state.safetensors"]
+    assert len(sums.crc32) == -(-sums.bytes // 200) > 5
+    flip(path / "state.safetensors", sums.bytes - 1)
+    last = len(sums.crc32) - 1
+    found = []
+    for rank in range(3):
+        state = replace(make(1).state, shares=Shares(copy=rank))
+        try:
+            load_checkpoint(path, state, header=header, rank=rank, num_ranks=3)
+        except RunError as error:
+            found.append(rank)
+            assert f"bytes {200 * last:,} to {sums.bytes:,} of" in str(error)
+    assert found == [last % 3]
+
+
+def test_a_checkpoint_of_an_earlier_fcp_is_loaded_without_checksums(tmp_path: Path) -> None:
+    path = save(tmp_path, make(0).state)
+    document = json.loads((path / "checkpoint.json").read_text())
+    del document["files"], document["checksum"]
+    (path / "checkpoint.json").write_text(json.dumps({**document, "format": "fcp-checkpoint/2"}))
+    assert read_header(path).files is None
+    load(path)
+
+
+def test_saving_a_step_again_never_leaves_the_run_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = make(0).state
+    path = save(tmp_path, state)
+    rename, seen = Path.rename, []
+
+    def watched(source: Path, target: Path) -> Path:
+        seen.append(len([one for one in tmp_path.iterdir() if (one / "checkpoint.json").is_file()]))
+        return rename(source, target)
+
+    monkeypatch.setattr(Path, "rename", watched)
+    assert save(tmp_path, state) == path
+    assert seen == [2, 2]
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
 
 
 def test_code_in_a_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -145,9 +268,9 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """A disk that takes nothing until the event is set."""
     ready = threading.Event()
 
-    def write_later(*arguments: Any) -> None:
+    def write_later(*arguments: Any) -> dict[str, FileSums]:
         assert ready.wait(60)
-        write_files(*arguments)
+        return write_files(*arguments)
 
     monkeypatch.setattr("fcp_cli.training.saving.write_files", write_later)
     yield ready
@@ -198,7 +321,7 @@ def test_an_error_in_the_background_is_raised_at_the_next_step_and_names_the_fil
         saving.save(HEADER, make(0).state)
         with raises(
             snapshot(
-                "RunError: cannot write FOLDER/.step-00000005.partial/rng-00000.safetensors: Error while serializing: I/O error: File too large (os error 27); checkpoints before it are kept"
+                "RunError: cannot write FOLDER/.step-00000005.partial/rng-00000.safetensors: File too large; the run has no checkpoint yet"
             )
         ):
             while saving.is_writing:
@@ -270,13 +393,20 @@ def test_what_any_ranks_saved_any_others_cut_to_what_they_keep(tmp_path: Path, t
     header = replace(HEADER, num_ranks=then, sharding="replicated" if then == 1 else "sharded", shards=then)
     partial = [updated(whole, Shares(index=index, count=then)).state for index in range(then)]
 
+    told: list[str] = []
+
+    def gather(text: str) -> list[str]:
+        told.append(text)
+        return told
+
     def write_others() -> None:
         for rank, state in enumerate(partial[1:], start=1):
-            saver(tmp_path, rank=rank).save(header, state)
+            saver(tmp_path, rank=rank, gather=gather).save(header, state)
 
     barriers: Iterator[Callable[[], None]] = iter([write_others, lambda: None, lambda: None])
-    saver(tmp_path, barrier=lambda: next(barriers)()).save(header, partial[0])
+    saver(tmp_path, barrier=lambda: next(barriers)(), gather=gather).save(header, partial[0])
     path = tmp_path / "step-00000005"
+    header = read_header(path)
     for index in range(now):
         shares = Shares(index=index, count=now)
         loaded = shared({name: torch.zeros_like(tensor) for name, tensor in whole.items()}, shares)
@@ -305,5 +435,5 @@ def test_a_plan_that_goes_on_from_the_checkpoint_may_have_other_ranks_but_no_oth
 
 def test_a_foreign_header_is_refused(tmp_path: Path) -> None:
     (tmp_path / "checkpoint.json").write_text('{"format": "other/1"}')
-    with raises(snapshot("RunError: FOLDER/checkpoint.json has format 'other/1'; this fcp reads 'fcp-checkpoint/2'")):
+    with raises(snapshot("RunError: FOLDER/checkpoint.json has format 'other/1'; this fcp reads 'fcp-checkpoint/3'")):
         read_header(tmp_path)

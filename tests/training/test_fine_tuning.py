@@ -15,12 +15,12 @@ from torch.nn import functional
 from fcp_cli.manifest.tokens import open_tokens
 from fcp_cli.models.weights import INDEX
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.runs.metrics_reader import read_metrics
 from fcp_cli.training.models import model_config
 from fcp_cli.training.optimizer import clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
 from fcp_cli.training.settings import TrainSettings
 from tests.manifest.chat_checkpoint import write_checkpoint
 from tests.manifest.datasets import build, write_jsonl
+from tests.runs.records import read_metrics
 from tests.training.small_runs import run_fcp, write_small_plan
 
 pytestmark = [pytest.mark.distributed, pytest.mark.hf, pytest.mark.processes, pytest.mark.torch]

@@ -13,8 +13,8 @@ import pytest
 
 from fcp_cli.models.shipped import shipped_profile_path
 from fcp_cli.runs.checkpoint_header import checkpoints
-from fcp_cli.runs.metrics_reader import read_metrics
 from tests.patience import PATIENCE_SECONDS
+from tests.runs.records import read_metrics
 from tests.runtime.launch import ROOT
 from tests.training.small_runs import run_fcp, write_manifest, write_small_plan
 from tests.training.workers.kill_worker import SETTINGS, STEPS

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fcp_cli.runs.metrics_reader import read_metrics
 from tests.manifest.picture_checkpoint import Family
+from tests.runs.records import read_metrics
 from tests.training.small_runs import run_fcp
 
 pytest.importorskip("transformers")

@@ -3,18 +3,24 @@ from __future__ import annotations
 import io
 import re
 import time
+from typing import Any
 
 import pytest
 from inline_snapshot import snapshot
 from rich.console import Console
 
+from fcp_cli.runs.metrics_record import RunRecord
 from fcp_cli.runs.step_position import StepPosition
 from fcp_cli.training import progress
 from fcp_cli.training.progress import TrainingProgress, progress_line
 from fcp_cli.words import clock, short_count
 
 
-def step(number: int, *, loss: float | None = 2.34567) -> dict[str, object]:
+def run(steps: int) -> RunRecord:
+    return {"kind": "run", "num_ranks": 2, "ranks_per_node": 2, "steps": steps, "first_step": 0}
+
+
+def step(number: int, *, loss: float | None = 2.34567) -> Any:
     return {
         "kind": "step",
         "step": number,
@@ -29,7 +35,7 @@ def step(number: int, *, loss: float | None = 2.34567) -> dict[str, object]:
 
 def shown(console: Console, *, steps: int, every: int) -> str:
     progress = TrainingProgress(console, every=every)
-    progress.feed({"kind": "run", "steps": steps})
+    progress.feed(run(steps))
     for number in range(steps):
         progress.feed(step(number))
     progress.close()
@@ -44,16 +50,16 @@ def test_a_line_says_everything_in_80_columns() -> None:
 
 
 def test_the_share_of_the_peak_and_the_memory_come_last() -> None:
-    record = {**step(1), "mfu": 0.4123, "peak_memory_bytes": 71_300_000_000}
+    record: Any = {**step(1), "mfu": 0.4123, "peak_memory_bytes": 71_300_000_000}
     assert progress_line(record, steps=2, seconds_left=3.0).endswith("idle 12%  0:03 left  MFU 41%  71.3 GB")
 
 
 def test_an_evaluation_is_a_line_of_its_own_above_the_steps() -> None:
     buckets = [{"up_to_tokens": 512, "tokens": 2000, "loss": 2.5}, {"up_to_tokens": 4096, "tokens": 9000, "loss": None}]
-    record = {"kind": "eval", "step": 4, "loss": 2.25, "tokens": 11_000, "seconds": 1.5, "buckets": buckets}
+    record: Any = {"kind": "eval", "step": 4, "loss": 2.25, "tokens": 11_000, "seconds": 1.5, "buckets": buckets}
     console = Console(file=io.StringIO(), width=80)
     progress = TrainingProgress(console)
-    progress.feed({"kind": "run", "steps": 9})
+    progress.feed(run(9))
     progress.feed(record)
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue() == snapshot(
@@ -92,7 +98,7 @@ def test_short_forms() -> None:
 def test_a_script_that_shows_its_steps_itself_is_told_of_long_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(file=io.StringIO(), width=80)
     shown = TrainingProgress(console, every=0)
-    shown.feed({"kind": "run", "steps": 9, "first_step": 0})
+    shown.feed(run(9))
     shown.feed(step(0))
     monkeypatch.setattr(progress, "_LINE_SECONDS", -1.0)
 
@@ -116,7 +122,7 @@ def test_a_script_that_shows_its_steps_itself_is_told_of_long_ones_alone(monkeyp
 def test_in_a_log_a_long_step_has_a_line_a_minute() -> None:
     console = Console(file=io.StringIO(), width=80)
     shown = TrainingProgress(console, every=1)
-    shown.feed({"kind": "run", "steps": 9, "first_step": 0})
+    shown.feed(run(9))
     at = StepPosition(step=0, done=2, microbatches=5, planned_seconds=3.0, predicted_seconds=60.0, began=0.0)
     for _ in range(3):
         shown.show_position(at)

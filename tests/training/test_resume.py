@@ -23,9 +23,9 @@ import torch
 from fcp_cli.machine import processes
 from fcp_cli.models.shipped import shipped_profile_path
 from fcp_cli.runs.checkpoint_header import checkpoints, read_header
-from fcp_cli.runs.metrics_reader import read_metrics
 from tests.forked_ranks import is_rank, without_forks
 from tests.patience import wait_until
+from tests.runs.records import read_metrics
 from tests.training.small_runs import fcp_command, ranks_in, run_fcp, write_manifest, write_small_plan
 
 pytestmark = [pytest.mark.distributed, pytest.mark.hf]

@@ -14,7 +14,7 @@ import torch
 from inline_snapshot import snapshot
 from safetensors.torch import load_file
 
-from fcp_cli.runs.metrics_reader import read_metrics
+from tests.runs.records import read_metrics
 from tests.runtime.launch import torchrun
 from tests.training.tuning_cases import (
     CASES,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,10 +18,15 @@ if TYPE_CHECKING:
     from fcp_cli.runs.launch_record import LaunchRecord
 
 
-def launch_on_cluster(job: Job, options: LaunchOptions) -> None:
+def launch_on_cluster(job: Job, options: LaunchOptions, release: Callable[[], None]) -> None:
     """Print the files of a job (--dry-run), write them (-o), or write them into the run directory and start the job.
 
     Only Slurm is asked to start something; for the other targets, the command that does is printed.
+
+    Args:
+        job: with its cluster.
+        options: as typed.
+        release: the run folder, which the job itself owns as soon as it starts.
     """
     from fcp_cli.launching.job.document import launch_record
     from fcp_cli.launching.targets.catalog import TARGETS, job_files
@@ -43,7 +48,7 @@ def launch_on_cluster(job: Job, options: LaunchOptions) -> None:
         _write(output, {**files, RunPaths(run_dir=output).launch.name: record.text()}, force=options.force)
         note(f"start the job with: {shlex.join(target.start(output))}")
     else:
-        answer = {"answer": _start(job, target.start(job.run_dir), files, record)}
+        answer = {"answer": _start(job, target.start(job.run_dir), files, record, release)}
     if options.json:
         print_json({**asdict(record), **answer})
 
@@ -55,13 +60,19 @@ def _write(folder: Path, files: Mapping[str, str], *, force: bool) -> None:
     note(f"wrote {', '.join(str(folder / name) for name in files)}")
 
 
-def _start(job: Job, command: tuple[str, ...], files: Mapping[str, str], record: LaunchRecord) -> str:
+def _start(
+    job: Job,
+    command: tuple[str, ...],
+    files: Mapping[str, str],
+    record: LaunchRecord,
+    release: Callable[[], None],
+) -> str:
     """Write everything into the run directory and submit to Slurm; return Slurm's answer, "" for other targets."""
     from fcp_cli.launching.checks.preflight import check_run_dir
     from fcp_cli.launching.targets.write import require_sbatch, submit
     from fcp_cli.runs.launch_record import write_launch
     from fcp_cli.runs.record import write_record
-    from fcp_cli.runs.submission import Submission, write_submission
+    from fcp_cli.runs.submission import new_submission, write_submission
 
     is_slurm = job.target == "slurm"
     if is_slurm:
@@ -72,13 +83,16 @@ def _start(job: Job, command: tuple[str, ...], files: Mapping[str, str], record:
     job.paths.logs.mkdir(exist_ok=True)
     _write(job.run_dir, files, force=True)  # of this run's own earlier start
     assert job.cluster is not None
-    submission = Submission(target=job.target, name=job.cluster.name, namespace=job.cluster.namespace)
     if not is_slurm:
+        submission = new_submission(target=job.target, name=job.cluster.name, namespace=job.cluster.namespace)
         write_submission(job.run_dir, submission)
         note(f"start the job with: {shlex.join(command)}")
         return ""
+    release()
     answer = submit(command)
-    number = next((word for word in answer.split() if word.isdigit()), "")  # the cluster's name may follow
-    write_submission(job.run_dir, replace(submission, job_id=number))
+    # The cluster's name may follow; a wrapper of sbatch may say nothing of the number.
+    number = next((word for word in answer.split() if word.isascii() and word.isdecimal()), None)
+    if number is not None:
+        write_submission(job.run_dir, new_submission(target=job.target, name=job.cluster.name, job_id=number))
     note(f"{answer}; its output goes to {job.paths.logs}; see 'fcp jobs'")
     return answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import typer
 from fcp_cli.command_line import takes
 from fcp_cli.commands.launch.cluster import launch_on_cluster
 from fcp_cli.commands.launch.options import LaunchOptions
+from fcp_cli.commands.launch.owning import owned_job
 from fcp_cli.commands.launch.running import run_here
 from fcp_cli.console import Origins, human, note, print_error, print_json, print_table
 from fcp_cli.errors import FcpError, RunError, UsageError
@@ -116,7 +118,14 @@ def _run_preflight(options: LaunchOptions) -> None:
 
 
 def _launch(options: LaunchOptions) -> None:
-    job = _resolve(options)
+    if options.dry_run or options.output is not None:
+        _launch_job(_resolve(options), options)
+        return
+    with owned_job(options, _resolve) as (job, release):
+        _launch_job(job, options, release)
+
+
+def _launch_job(job: Job, options: LaunchOptions, release: Callable[[], None] = lambda: None) -> None:
     if options.force and options.output is None:
         raise UsageError("--force replaces files in the folder of -o; give that, too")
     if options.output is not None and job.cluster is None:
@@ -128,7 +137,7 @@ def _launch(options: LaunchOptions) -> None:
     if any(finding.severity == "error" for finding in findings) and not options.dry_run:
         raise typer.Exit(1)
     if job.cluster is not None:
-        launch_on_cluster(job, options)
+        launch_on_cluster(job, options, release)
     elif options.dry_run:
         _print_commands(job, json=options.json)
     else:

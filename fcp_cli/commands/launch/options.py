@@ -21,6 +21,12 @@ class LaunchOptions(LaunchRequest):
     json: Annotated[bool, Opt("Print one JSON document on stdout.")] = False
     output: Annotated[
         Path | None,
-        Opt("Write the job's files there; start nothing.", flags=("--output", "-o"), metavar="DIR", group="Clusters"),
+        Opt(
+            "Write the job's files there; start nothing.",
+            flags=("--output", "-o"),
+            metavar="DIR",
+            group="Clusters",
+            trust="writes",
+        ),
     ] = None
     force: Annotated[bool, Opt("Replace files that are there already.")] = False

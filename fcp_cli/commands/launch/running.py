@@ -31,6 +31,7 @@ def run_here(job: Job, *, json: bool) -> None:
     from fcp_cli.launching.checks.preflight import check_run_dir
     from fcp_cli.launching.job.document import launch_record, resume_command
     from fcp_cli.launching.job.prediction import predicted_time
+    from fcp_cli.launching.supervision.full_disk import full_disk_line, is_full
     from fcp_cli.runs.launch_record import write_launch
     from fcp_cli.runs.record import write_record
 
@@ -53,6 +54,8 @@ def run_here(job: Job, *, json: bool) -> None:
         stopped = Interrupted(_stop_message(job, resume_command(job)))
         stopped.exit_status = 128 + stopped_by  # as a shell reports a program that the signal itself ended
         raise stopped
+    if outcome.failure is not None and is_full(job.run_dir):
+        raise RunError(full_disk_line(job.run_dir, resume_command(job) if job.is_bundled else ""))
     if outcome.failure is not None:
         _report_failure(outcome.failure, rank_0_is_shown=_shows(job))
     _report_end(job, watcher.summary, json=json)
@@ -117,12 +120,14 @@ def _stopped_by(outcome: JobOutcome, *, bundled: bool) -> signal.Signals | None:
 
 
 def _stop_message(job: Job, resume: str) -> str:
+    from fcp_cli.runs.checkpoint_header import PREFIX, checkpoints
+
     if job.settings is None:
         return "interrupted; the script was asked to stop"
-    checkpoints = sorted(job.paths.checkpoints.glob("step-*/checkpoint.json"))
-    if not checkpoints:
+    saved = checkpoints(job.paths.checkpoints)
+    if not saved:
         return "interrupted before the first checkpoint; nothing was kept but the metrics"
-    step = int(checkpoints[-1].parent.name.removeprefix("step-"))
+    step = int(saved[-1].name.removeprefix(PREFIX))
     return f"interrupted; {counted(step, 'step')} {'is' if step == 1 else 'are'} saved, continue with: {resume}"
 
 

@@ -11,11 +11,13 @@ from tempfile import TemporaryFile
 from fcp_cli.errors import FcpError, PlanError, RunError, UsageError
 from fcp_cli.extras import pip_install
 from fcp_cli.launching.job.job import Job
+from fcp_cli.machine.network import is_host
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.runs.checkpoint_header import check_plan_of, checkpoints, read_header
+from fcp_cli.runs.checkpoint_header import check_plan_of, checkpoints, read_header, require_files
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.launch_record import LaunchRecord
+from fcp_cli.runs.recorded_steps import require_recorded
 
 # float32 weight and two AdamW moments
 _CHECKPOINT_BYTES_PER_PARAMETER = 12
@@ -66,7 +68,14 @@ def check_steps(plan: Path, metadata: PlanMetadata, steps: int | None) -> None:
         )
 
 
-def check_resumable(run_dir: Path, launched: LaunchRecord, metadata: PlanMetadata, steps: int | None) -> None:
+def check_resumable(
+    run_dir: Path,
+    launched: LaunchRecord,
+    metadata: PlanMetadata,
+    steps: int | None,
+    *,
+    accepts_unrecorded: bool = False,
+) -> None:
     """Check that a run has something left to do, under the plan that it began with.
 
     Args:
@@ -74,13 +83,16 @@ def check_resumable(run_dir: Path, launched: LaunchRecord, metadata: PlanMetadat
         launched: how it was launched last; see `read_launch`.
         metadata: of the plan to continue with.
         steps: where it is to stop now; None: at the end of the plan.
+        accepts_unrecorded: whether a checkpoint of steps that no metrics record will do.
 
     Raises:
-        RunError: it has not, or the plan is another.
+        RunError: it has not, the plan is another, or the metrics end before the newest checkpoint does.
     """
     saved = checkpoints(RunPaths(run_dir=run_dir).checkpoints)
     if saved:
-        check_plan_of(read_header(saved[-1]), metadata, checkpoint=saved[-1])
+        header = read_header(saved[-1])
+        check_plan_of(header, metadata, checkpoint=saved[-1])
+        require_files(saved[-1], header)
     elif launched.plan_hash != metadata.plan_hash:
         raise RunError(
             f"{run_dir} was trained under the plan {launched.plan_hash[:12]}, but this one is "
@@ -97,6 +109,8 @@ def check_resumable(run_dir: Path, launched: LaunchRecord, metadata: PlanMetadat
             f"{run_dir} has finished {finished} of {steps or metadata.end_step} steps: nothing is left to resume; give "
             "a larger --steps, or make a plan of more steps with 'fcp plan --epochs'"
         )
+    if saved:
+        require_recorded(saved[-1], accepts=accepts_unrecorded)
 
 
 def check_beginning(plan: Path, metadata: PlanMetadata) -> None:
@@ -164,6 +178,8 @@ def check_nodes(num_nodes: int, node_rank: int | None, master_addr: str | None, 
         return
     if not master_addr:
         raise UsageError(f"--nodes {num_nodes} needs --master-addr: the address of node 0, the same on every node")
+    if not is_host(master_addr):
+        raise UsageError(f"--master-addr is {master_addr!r}; it must be the name or the address of node 0")
     if master_addr in _LOOPBACK:
         raise UsageError(
             f"--master-addr {master_addr} means another machine on each of {num_nodes} nodes; give node 0's address"

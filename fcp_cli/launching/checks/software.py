@@ -12,7 +12,7 @@ from fcp_cli.launching.job.job import Job, argument
 from fcp_cli.machine.facts import Facts
 
 _LEAST_TORCH = (2, 7)
-_LEAST_TRANSFORMERS = (4, 56)
+_LEAST_TRANSFORMERS = (5, 3)
 _PARALLEL_ARGUMENTS = {
     "--tensor-model-parallel-size": "tensor_parallel",
     "--pipeline-model-parallel-size": "pipeline_parallel",
@@ -52,7 +52,7 @@ def transformers_version(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check that transformers, which the bundled trainer builds its models with, is new enough."""
     found = facts.packages.get("transformers")
     if job.is_bundled and job.node_rank is not None and found is not None and _release(found) < _LEAST_TRANSFORMERS:
-        yield error(f"transformers {found} is too old for the bundled trainer; run: pip install 'transformers>=4.56'")
+        yield error(f"transformers {found} is too old for the bundled trainer; run: pip install 'transformers>=5.3'")
 
 
 def msrun(job: Job, facts: Facts) -> Iterator[Finding]:
@@ -83,7 +83,7 @@ def script_arguments(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check a script for options of Megatron and MindSpeed that cannot follow a plan, or not this one."""
     for flag, key in _PARALLEL_ARGUMENTS.items():
         given, planned = argument(job.arguments, flag), getattr(job.metadata, key)
-        if given is not None and given.isdigit() and int(given) != planned:
+        if given is not None and given.isdecimal() and int(given) != planned:
             yield error(
                 f"the script has {flag} {given}, but {job.plan} was made for {planned}; plan with "
                 f"--{key.replace('_', '-')} {given}, or launch the script with the plan's"
@@ -96,7 +96,7 @@ def script_arguments(job: Job, facts: Facts) -> Iterator[Finding]:
             "megatron_cp_algo"
         )
     size, length = argument(job.arguments, "--context-parallel-size"), argument(job.arguments, "--seq-length")
-    if size is None or length is None or not (size.isdigit() and length.isdigit()):
+    if size is None or length is None or not (size.isdecimal() and length.isdecimal()):
         return
     if int(size) > 1 and int(length) % (2 * int(size)):
         yield error(
@@ -109,10 +109,10 @@ def _layers_per_block(job: Job) -> Iterator[Finding]:
     """Check a number of virtual stages that a script gives as the layers of each."""
     flags = (_LAYERS_PER_BLOCK, "--num-layers", "--pipeline-model-parallel-size")
     given, layers, stages = (argument(job.arguments, flag) for flag in flags)
-    if given is None or layers is None or not (given.isdigit() and layers.isdigit()) or not int(given):
+    if given is None or layers is None or not (given.isdecimal() and layers.isdecimal()) or not int(given):
         return
     counted = int(layers) + sum(flag in job.arguments for flag in _COUNTED_AS_LAYERS)
-    pipeline = int(stages) if stages is not None and stages.isdigit() else job.metadata.pipeline_parallel
+    pipeline = int(stages) if stages is not None and stages.isdecimal() else job.metadata.pipeline_parallel
     made, rest = divmod(counted, max(pipeline, 1) * int(given))
     if rest == 0 and made != job.metadata.virtual_stages:
         yield error(
@@ -126,7 +126,7 @@ def _release(version: str) -> tuple[int, ...]:
     """Return the numbers of a version: 2.7.1.post2+cpu is (2, 7, 1)."""
     numbers: list[int] = []
     for part in version.partition("+")[0].split("."):
-        if not part.isdigit():
+        if not part.isdecimal():
             break
         numbers.append(int(part))
     return tuple(numbers)

@@ -12,10 +12,11 @@ from fcp_cli.launching.job.commands import node_argv, shell_command
 from fcp_cli.launching.job.inject import without_entry
 from fcp_cli.launching.job.job import Job
 from fcp_cli.launching.request import LOCAL
+from fcp_cli.runs.folder import from_here
 from fcp_cli.runs.launch_record import JobFile, LaunchRecord, NodeCommand
 
 # Elsewhere in the record, or true of one start only.
-_NOT_REMEMBERED = ("plan", "model", "run_dir", "manifest", "resume", "quiet")
+_NOT_REMEMBERED = ("plan", "model", "run_dir", "manifest", "resume", "accept_unrecorded", "quiet")
 
 
 def launch_record(job: Job, files: Mapping[str, str] = MappingProxyType({})) -> LaunchRecord:
@@ -56,6 +57,4 @@ def launch_record(job: Job, files: Mapping[str, str] = MappingProxyType({})) -> 
 
 def resume_command(job: Job) -> str:
     """Return what to type to resume a run; its folder is relative to the working directory where it lies below."""
-    here, run_dir = Path.cwd(), job.run_dir
-    shown = run_dir.relative_to(here) if run_dir.is_relative_to(here) else run_dir
-    return shlex.join(["fcp", "launch", "--run-dir", str(shown), "--resume"])
+    return shlex.join(["fcp", "launch", "--run-dir", str(from_here(job.run_dir)), "--resume"])

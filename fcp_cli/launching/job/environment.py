@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from fcp_cli.kernel_names import VARIABLE as KERNEL_VARIABLE
 from fcp_cli.launching.job.job import TIMEOUT_VARIABLE, Job, Variable, argument
 
 # Communicators of a job under a plan: torch.distributed's own, and the one that carries every ring.
@@ -62,6 +63,13 @@ def _common(job: Job, interface: str | None) -> Iterator[Variable]:
             reason="seconds that ranks wait for each other before the job fails",
             source="--rank-timeout",
         )
+    if job.attention_kernel != "auto":
+        yield Variable(
+            name=KERNEL_VARIABLE,
+            value=job.attention_kernel,
+            reason="attention kernel, for all calls that it takes",
+            source="--attention-kernel",
+        )
     if job.stack == "cpu" and job.num_nodes == 1:
         yield Variable(
             name="OMP_NUM_THREADS",
@@ -97,7 +105,7 @@ def wants_one_queue(job: Job) -> tuple[str, str] | None:
     if job.metadata.tensor_parallel > 1:
         return "tensor parallelism overlaps in the order of launch", "the plan's tensor parallel ranks"
     static = argument(job.arguments, "--context-parallel-size") or ""
-    if static.isdigit() and int(static) > 1:
+    if static.isdecimal() and int(static) > 1:
         return "Megatron demands it with context parallelism", "the script's --context-parallel-size"
     return None
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.errors import ProfileError
+from fcp_cli.kernel_names import KernelChoice
 from fcp_cli.launching.request import LOCAL, Launcher, NumaBinding
 from fcp_cli.machine.devices import Machine
 from fcp_cli.models.model import load_model
@@ -126,6 +127,7 @@ class Job:
         master_addr, master_port: where the nodes meet; used only with several.
         join_timeout_seconds: how long the nodes wait for each other; None: as long as the launcher does by itself.
         rank_timeout_seconds: how long ranks wait for each other; None: as long as torch does by itself.
+        attention_kernel: of NVIDIA devices, for all calls that it takes.
         numa_binding: how torchrun binds a rank to the cores near its device; None: not at all.
         grace_seconds: from SIGTERM or SIGHUP to the end of everything, whether the step has ended or not.
         log_dir: where each rank's output goes; None leaves it on the terminal.
@@ -155,6 +157,7 @@ class Job:
     master_port: int = 29500
     join_timeout_seconds: int | None = None
     rank_timeout_seconds: int | None = None
+    attention_kernel: KernelChoice = "auto"
     numa_binding: NumaBinding | None = None
     grace_seconds: int = 45
     log_dir: Path | None = None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fcp_cli.errors import FcpError, RunError
 from fcp_cli.launching.started.outside import Outside
@@ -14,6 +14,8 @@ from fcp_cli.runs.folder import RUNS, RunPaths
 from fcp_cli.runs.heartbeat import read_heartbeat
 from fcp_cli.runs.submission import Submission, read_submission
 from fcp_cli.runs.summary import summary_of
+from fcp_cli.validation import require_shape
+from fcp_cli.words import one_line
 
 _KINDS = {
     "pytorchjob": "pytorchjobs.kubeflow.org",
@@ -38,15 +40,18 @@ class JobState:
 
     Attributes:
         run_dir: of the run.
-        where: `local`, or the scheduler with its own name of the job.
-        state: the scheduler's word, or by its heartbeat `running`, `finished`, `interrupted`, `failed` or `dead`.
+        where: `local`, or the scheduler with its own name of the job; "" if the run is unreadable.
+        state: the scheduler's word, or by its heartbeat `running`, `finished`, `interrupted`, `failed` or `dead`, or
+            `unreadable`.
         steps: that were measured.
+        problem: why the run is unreadable, or "".
     """
 
     run_dir: Path
     where: str
     state: str
     steps: int
+    problem: str = ""
 
     @property
     def is_over(self) -> bool:
@@ -58,8 +63,8 @@ def started_runs(runs: Path = RUNS) -> list[Path]:
     return sorted((path.parent for path in runs.glob("*/launch.json")), key=_launched)
 
 
-def _launched(run_dir: Path) -> float:
-    return RunPaths(run_dir=run_dir).launch.stat().st_mtime
+def _launched(run_dir: Path) -> tuple[int, str]:
+    return RunPaths(run_dir=run_dir).launch.lstat().st_mtime_ns, run_dir.name
 
 
 def require_run(run_dir: Path) -> Path:
@@ -74,15 +79,27 @@ def require_run(run_dir: Path) -> Path:
     raise RunError(f"{run_dir} is no run that 'fcp launch' started; 'fcp jobs' lists those below {RUNS}")
 
 
+def listed_state(run_dir: Path, outside: Outside) -> JobState:
+    """Ask how a job stands; a run whose files are damaged is `unreadable`, so that others are listed all the same."""
+    try:
+        return job_state(run_dir, outside)
+    except RunError as error:
+        return JobState(run_dir=run_dir, where="", state="unreadable", steps=0, problem=str(error))
+
+
 def job_state(run_dir: Path, outside: Outside) -> JobState:
-    """Ask how a job stands; a scheduler that cannot be asked leaves what the run's own files tell."""
-    submission, steps = read_submission(run_dir), summary_of(RunPaths(run_dir=run_dir).metrics).steps
-    own = _own_state(run_dir)
+    """Ask how a job stands; a scheduler that cannot be asked leaves what the run's own files tell.
+
+    Raises:
+        RunError: a file of the run is damaged.
+    """
+    submission, own = read_submission(run_dir), _own_state(run_dir)
+    steps = summary_of(RunPaths(run_dir=run_dir).metrics).steps
     if submission is None:
         return JobState(run_dir=run_dir, where="local", state=own or "not started", steps=steps)
     where = f"slurm {submission.job_id}" if submission.target == "slurm" else f"{submission.target} {submission.name}"
     state = own
-    if own not in _OVER:
+    if own not in _OVER and submission.target != "scripts":
         with suppress(FcpError):
             state = _asked(submission, outside)
     return JobState(run_dir=run_dir, where=where, state=state or "unknown", steps=steps)
@@ -98,75 +115,87 @@ def _own_state(run_dir: Path) -> str | None:
 
 def _asked(submission: Submission, outside: Outside) -> str:
     if submission.target != "slurm":
-        return _state_on_kubernetes(decode_json(outside.run((*_kubectl(submission, "get"), "--output=json"))))
+        return _state_on_kubernetes(outside.run(kubectl(submission, "get", "--output=json")))
     queued = outside.run(("squeue", f"--jobs={submission.job_id}", "--noheader", "--states=all", "--format=%T %r"))
     if queued.strip():
-        state, _, reason = queued.strip().splitlines()[0].partition(" ")
+        state, _, reason = one_line(queued.strip().splitlines()[0]).partition(" ")
         return f"{state} ({reason})" if reason not in ("", "None") else state
     ended = outside.run(
         ("sacct", f"--jobs={submission.job_id}", "--allocations", "--noheader", "--parsable2", "-oState")
     )
-    return ended.strip().splitlines()[0] if ended.strip() else "unknown"
+    return one_line(ended.strip().splitlines()[0]) if ended.strip() else "unknown"
 
 
-def _state_on_kubernetes(document: Any) -> str:
-    """Return the latest condition that holds of any of the three kinds of objects."""
-    status = document.get("status") or {}
-    if phase := (status.get("state") or {}).get("phase") if isinstance(status.get("state"), dict) else None:
-        return str(phase)
-    holding = [one for one in status.get("conditions") or () if one.get("status") == "True"]
-    latest = max(holding, key=lambda one: str(one.get("lastTransitionTime", "")), default=None)
-    return str(latest["type"]) if latest is not None else "Pending"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Condition:
+    type: str
+    status: str = ""
+    lastTransitionTime: str = ""  # as Kubernetes writes it
 
 
-def _kubectl(submission: Submission, verb: str) -> tuple[str, ...]:
-    namespace = (f"--namespace={submission.namespace}",) if submission.namespace else ()
-    return ("kubectl", verb, _KINDS[submission.target], submission.name, *namespace)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Phase:
+    phase: str = ""
 
 
-def log_of(run_dir: Path, outside: Outside) -> str:
-    """Return what a job has printed: its newest log, or that of node 0's pod where the run directory holds none.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Status:
+    state: _Phase | None = None
+    conditions: list[_Condition] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _KubernetesObject:
+    status: _Status | None = None
+
+
+def _state_on_kubernetes(answer: str) -> str:
+    """Return the latest condition that holds of any of the three kinds of objects.
 
     Raises:
-        RunError: there is none yet.
+        RunError: the answer is not of Kubernetes.
+    """
+    try:
+        status = require_shape(decode_json(answer), _KubernetesObject).status or _Status()
+    except ValueError as error:
+        raise RunError(f"kubectl gave no object: {error}") from error
+    if status.state is not None and status.state.phase:
+        return one_line(status.state.phase)
+    holding = [one for one in status.conditions or () if one.status == "True"]
+    latest = max(holding, key=lambda one: one.lastTransitionTime, default=None)
+    return one_line(latest.type) if latest is not None else "Pending"
+
+
+def kubectl(submission: Submission, verb: str, *options: str) -> tuple[str, ...]:
+    """Return the words that act on a job's object; its name stands last, where it can be no option."""
+    return ("kubectl", verb, *_namespace(submission), *options, "--", _KINDS[submission.target], submission.name)
+
+
+def _namespace(submission: Submission) -> tuple[str, ...]:
+    return (f"--namespace={submission.namespace}",) if submission.namespace else ()
+
+
+def log_of(run_dir: Path, outside: Outside) -> Iterator[str]:
+    """Return what a job has printed, in pieces: its newest log, or that of node 0's pod if the run has none.
+
+    Raises:
+        RunError: there is none yet, or the run's files are damaged.
     """
     paths, submission = RunPaths(run_dir=run_dir), read_submission(run_dir)
     own = f"slurm-{submission.job_id}*.log" if submission is not None and submission.target == "slurm" else ""
-    files = list(paths.logs.glob(own)) if own else []
+    files = [path for path in paths.logs.glob(own) if path.is_file()] if own else []
     for pattern in _LOGS:
-        files = files or [path for path in paths.logs.glob(pattern) if path.stat().st_size]
+        files = files or [path for path in paths.logs.glob(pattern) if path.is_file() and path.stat().st_size]
     if files:
-        return max(files, key=lambda path: path.stat().st_mtime).read_text(encoding="utf-8", errors="replace")
-    if submission is None or submission.target == "slurm":
+        return _pieces(max(files, key=lambda path: path.stat().st_mtime))
+    if submission is None or submission.target not in _LABELS:
         raise RunError(f"{run_dir} has printed nothing yet: there is no log in {paths.logs}")
-    namespace = (f"--namespace={submission.namespace}",) if submission.namespace else ()
     label = _LABELS[submission.target].format(name=submission.name)
-    return outside.run(("kubectl", "logs", f"--selector={label}", "--tail=-1", *namespace))
+    return iter([outside.run(("kubectl", "logs", f"--selector={label}", "--tail=-1", *_namespace(submission)))])
 
 
-def cancel(run_dir: Path, outside: Outside) -> str:
-    """End a job; return what was done. Ranks of a local run and of Slurm's save a checkpoint first.
-
-    Raises:
-        RunError: it is over, or whoever runs it cannot be asked.
-    """
-    state, submission = job_state(run_dir, outside), read_submission(run_dir)
-    if state.is_over:
-        raise RunError(f"{run_dir} is {state.state}: there is nothing to cancel")
-    if submission is not None and submission.target == "slurm":
-        outside.run(
-            ("scancel", "--signal=TERM", "--batch", submission.job_id)
-            if state.state.startswith("RUNNING")
-            else ("scancel", submission.job_id)
-        )
-        return f"asked Slurm to end job {submission.job_id}"
-    if submission is not None:
-        outside.run(_kubectl(submission, "delete"))
-        return f"deleted the {submission.target} {submission.name}"
-    heartbeat = read_heartbeat(RunPaths(run_dir=run_dir).heartbeat)
-    if heartbeat is None:
-        raise RunError(f"{run_dir} has not been started: there is nothing to cancel")
-    if heartbeat.host != outside.host:
-        raise RunError(f"{run_dir} runs on {heartbeat.host}; cancel it there")
-    outside.stop(heartbeat.pid)
-    return f"asked process {heartbeat.pid} to end its step and save"
+def _pieces(log: Path) -> Iterator[str]:
+    """Yield the text of a log, which may be larger than memory."""
+    with log.open(encoding="utf-8", errors="replace") as file:
+        while piece := file.read(1 << 20):
+            yield piece

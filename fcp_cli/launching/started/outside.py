@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import socket
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from fcp_cli.errors import RunError
+from fcp_cli.machine.identity import ProcessIdentity
 
 
 class Outside(Protocol):
@@ -27,8 +27,12 @@ class Outside(Protocol):
         """
         ...
 
-    def stop(self, pid: int) -> None:
-        """Ask a process of this machine to end."""
+    def stop(self, process: ProcessIdentity) -> bool:
+        """Ask a process of this machine to end; return False if it no longer runs.
+
+        Raises:
+            PermissionError: it is another user's.
+        """
         ...
 
 
@@ -42,11 +46,13 @@ class ThisMachine:
     def run(self, argv: Sequence[str]) -> str:
         if shutil.which(argv[0]) is None:
             raise RunError(f"there is no {argv[0]} on this machine; ask where the job was submitted from")
-        result = subprocess.run(argv, capture_output=True, text=True, check=False)
+        result = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
+        )
         if result.returncode:
             words = (result.stderr.strip() or result.stdout.strip() or f"status {result.returncode}").splitlines()
             raise RunError(f"{argv[0]}: {words[-1]}")
         return result.stdout
 
-    def stop(self, pid: int) -> None:
-        os.kill(pid, signal.SIGTERM)
+    def stop(self, process: ProcessIdentity) -> bool:
+        return process.send(signal.SIGTERM)

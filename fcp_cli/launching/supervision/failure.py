@@ -14,6 +14,7 @@ from fcp_cli.machine import processes
 from fcp_cli.reading.documents import read_json
 
 _LAST_LINES = 20
+_STOPPED = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +47,9 @@ class Failure:
         """Return one line: who failed, how, and where the rest can be read."""
         if self.rank is None:
             early = f"{self.launcher} failed with status {self.status} before any rank did; see {self.log}"
+            if self.status < 0:
+                early = f"{self.launcher} on {socket.gethostname()} was ended by {_signal_words(self.status)}"
+                early += f", and its ranks with it; see {self.log}"
             return self.message or early
         if self.message:
             return self.message if self.message.startswith("rank ") else f"{self.who}: {self.message}"
@@ -55,7 +59,7 @@ class Failure:
         how = f"failed: {self.raised}" if self.raised else f"exited with status {self.status}"
         # A rank that raised may yet abort while its interpreter ends: the exception is the reason then, not the signal.
         if self.status < 0 and not (self.status == -signal.SIGABRT and self.raised):
-            how = f"was ended by signal {-self.status}{' (out of memory?)' if self.status == -9 else ''}"
+            how = f"was ended by {_signal_words(self.status)}"
         return f"{self.who} {how}; its whole output is in {self.log}"
 
     def report(self, *, rank_0_is_shown: bool) -> tuple[tuple[str, ...], str]:
@@ -77,6 +81,10 @@ class Failure:
         if self.rank is None:
             return self.launcher
         return f"rank {self.rank} on {socket.gethostname()}"
+
+
+def _signal_words(status: int) -> str:
+    return f"signal {-status}{' (out of memory?)' if status == -signal.SIGKILL else ''}"
 
 
 class TorchrunRanks:
@@ -119,11 +127,12 @@ def find_failure(log_dir: Path, *, status: int) -> Failure:
     words = {local_rank: _recorded_error(path.parent) or last_lines(path) for local_rank, path in logs.items()}
     failed = failed_ranks(summary, words)
     if not failed:
+        stopped = _STOPPED.search(summary)  # by someone else: fcp signals the ranks, or kills
         return Failure(
             rank=None,
-            status=status,
+            status=-int(stopped[1]) if stopped else status,
             message=meeting_problem(summary),
-            last_lines=last_lines(launcher_log),
+            last_lines=() if stopped else last_lines(launcher_log),
             log=launcher_log,
         )
     first = failed[0]

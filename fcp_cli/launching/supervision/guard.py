@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fcp_cli.launching.supervision.ranks import ranks_of
-from fcp_cli.machine import processes
+from fcp_cli.machine import processes, started_by
 
 _POLL_SECONDS = 0.2
 
@@ -45,7 +45,12 @@ def guarded(argv: Sequence[str], *, log_dir: Path, grace_seconds: float) -> Iter
 
     def watch_over(pid: int) -> None:
         launcher = {"pid": pid, "started": processes.started_ticks(pid), "argv": list(argv)}
-        line = json.dumps({**launcher, "log_dir": str(log_dir.absolute()), "grace_seconds": grace_seconds})
+        job = {
+            "log_dir": str(log_dir.absolute()),
+            "grace_seconds": grace_seconds,
+            "mark": started_by.mark_of(os.getpid()),
+        }
+        line = json.dumps({**launcher, **job})
         with suppress(BrokenPipeError):  # the guard was ended: the job continues without it
             stdin.write(line.encode() + b"\n")
             stdin.flush()
@@ -80,6 +85,7 @@ def main() -> None:
         time.sleep(_POLL_SECONDS)
     if is_there():
         processes.kill_tree(pid)
+    started_by.end_marked(launcher["mark"])
 
 
 if __name__ == "__main__":

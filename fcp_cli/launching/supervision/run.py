@@ -18,9 +18,11 @@ from fcp_cli.errors import RunError
 from fcp_cli.launching.job.commands import node_argv, node_environment
 from fcp_cli.launching.job.job import Job
 from fcp_cli.launching.supervision.failure import Failure
+from fcp_cli.launching.supervision.full_disk import is_full
 from fcp_cli.launching.supervision.guard import guarded
 from fcp_cli.launching.supervision.ranks import Ranks, ranks_of
-from fcp_cli.machine import processes
+from fcp_cli.launching.supervision.stopped import StoppedRanks
+from fcp_cli.machine import processes, started_by
 from fcp_cli.runs.follower import FileFollower
 
 _POLL_SECONDS = 0.1
@@ -134,13 +136,15 @@ def run_command(
         RunError: the command cannot be started.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
+    mark = started_by.mark_of(os.getpid())
     ranks = ranks_of(argv, log_dir)
     targets = {"stdout": screen.stdout, "stderr": "stderr"}
+    stopped = StoppedRanks(screen.announce)
     outputs = [_RankOutput(ranks, stream, targets[stream]) for stream in ranks.streams if screen.shows]
 
     def refresh() -> None:
         for output in outputs:
-            output.copy_new()
+            output.copy_new(holds=stopped.are_seen)
         screen.watch()
         if stop_file is not None and not received and stop_file.exists():
             received.append(signal.SIGTERM)
@@ -149,29 +153,37 @@ def run_command(
     unguarded: AbstractContextManager[Callable[[int], None]] = nullcontext(lambda pid: None)
     guard = guarded(argv, log_dir=log_dir, grace_seconds=grace_seconds) if runner is None else unguarded
     with ranks.log.open("wb") as log, _received_signals() as received, guard as watch_over:
-        try:
-            process = (runner or SubprocessRunner()).start(argv, environment=environment, output=log)
-        except OSError as error:
-            raise RunError(f"cannot start {argv[0]}: {error.strerror}") from error
+        process = _start(runner or SubprocessRunner(), argv, {**environment, started_by.VARIABLE: mark}, log)
         watch_over(process.pid)
         try:
-            status = _wait(process, ranks, received, refresh, screen.announce, grace_seconds)
+            status = _wait(process, ranks, stopped, received, refresh, screen.announce, grace_seconds)
         finally:
             if process.poll() is None:  # what was shown or watched has failed: the ranks must not outlive that
                 processes.kill_tree(process.pid)
                 process.wait()
+        if status < 0:  # a launcher that was killed leaves its ranks behind, under another parent
+            started_by.end_marked(mark)
         refresh()
     stopped_by = received[0] if received else None
-    failure = ranks.find_failure(status) if status and stopped_by is None else None
+    is_failed = status != 0 and stopped_by is None
+    failure = stopped.failure(ranks.log) or ranks.find_failure(status) if is_failed else None
     another_failed = failure is not None and failure.rank is not None and not failure.is_local_rank_0
     for output in outputs:
-        output.finish(hides_traceback=another_failed)
+        output.finish(hides_traceback=another_failed or (is_failed and is_full(log_dir)))
     return JobOutcome(status=status, stopped_by=stopped_by, failure=failure)
+
+
+def _start(runner: Runner, argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> Process:
+    try:
+        return runner.start(argv, environment=environment, output=output)
+    except OSError as error:
+        raise RunError(f"cannot start {argv[0]}: {error.strerror}") from error
 
 
 def _wait(
     process: Process,
     ranks: Ranks,
+    stopped: StoppedRanks,
     received: Sequence[signal.Signals],
     refresh: Callable[[], None],
     announce: Callable[[str], None],
@@ -188,7 +200,7 @@ def _wait(
         elif answered and received[0] != signal.SIGINT and time.monotonic() - asked_at > grace_seconds:
             announce(f"the step did not end within {grace_seconds:.0f} s: stopping at once (see --grace)")
             processes.kill_tree(process.pid)
-        if ranks.must_end(process.pid):
+        if ranks.must_end(process.pid) or stopped.must_end(process.pid, ranks.ranks):
             processes.kill_tree(process.pid)
         time.sleep(_POLL_SECONDS)
     return status
@@ -236,7 +248,8 @@ class _RankOutput:
         self._held = b""
         self._held_since = 0.0
 
-    def copy_new(self) -> None:
+    def copy_new(self, *, holds: bool = False) -> None:
+        """Copy what is new; while it `holds`, the traceback stays back: the rank waits for one that is stopped."""
         if self._file is None:
             path = self._ranks.rank_0(self._stream)
             if path is None:
@@ -251,7 +264,7 @@ class _RankOutput:
             self._held += new
         else:
             self._write(new)
-        if self._held and time.monotonic() - self._held_since > _HELD_SECONDS:
+        if self._held and not holds and time.monotonic() - self._held_since > _HELD_SECONDS:
             self._release()
 
     def finish(self, *, hides_traceback: bool) -> None:

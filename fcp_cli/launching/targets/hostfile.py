@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from fcp_cli.errors import UsageError
-from fcp_cli.machine.network import is_loopback
+from fcp_cli.machine.network import is_host, is_loopback
+from fcp_cli.reading.documents import read_text
+
+_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 def read_hostfile(path: Path) -> tuple[str, ...]:
@@ -14,16 +18,16 @@ def read_hostfile(path: Path) -> tuple[str, ...]:
     Raises:
         UsageError: unreadable, empty, a host twice, or a name that means another machine on every node.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise UsageError(f"cannot read the hostfile {path}: {reason}") from error
+    lines = read_text(path, error=UsageError, what="the hostfile ").splitlines()
     hosts: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
         host = (line.split("#")[0].split() or [""])[0]
         if not host:
             continue
+        user, at, machine = host.rpartition("@")
+        # ssh would take -oProxyCommand=... for an option.
+        if not is_host(machine) or (at and not _USER.fullmatch(user)):
+            raise UsageError(f"{path}, line {number}: {host!r} is no host; write a name or an address, as node0")
         if host in hosts:
             raise UsageError(f"{path}, line {number}: {host} stands in line {hosts[host]} already; list each node once")
         hosts[host] = number

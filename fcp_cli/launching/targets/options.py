@@ -18,6 +18,7 @@ from fcp_cli.launching.targets.hostfile import read_hostfile
 from fcp_cli.launching.targets.values import job_name
 from fcp_cli.machine.devices import UNKNOWN_MACHINE, Machine
 from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.runs.submission import LABEL, MOST_NAME, SUBDOMAIN
 
 KUBERNETES = ("pytorchjob", "jobset", "volcano")
 """The targets that are containers; the first is meant where nothing else is said."""
@@ -47,7 +48,8 @@ _DECISIVE = ("hostfile", "sbatch_option", "srun_option", "image")
 _RESOURCE = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _LABEL = re.compile(r"([a-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|[kKMGTPE]i?)?")
-_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
+_NAME = re.compile(SUBDOMAIN)
+_IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
 _MEMORY_SIZE = re.compile(r"[1-9][0-9]*([KMGT]i?)?")
 
 
@@ -135,6 +137,8 @@ def for_cluster(request: ClusterOptions, job: Job, assumed: Origins) -> Job:
     is_container = job.target in KUBERNETES
     if is_container and request.image is None:
         raise UsageError("containers need --image: the name of one with fcp, torch and your code")
+    if is_container and not _IMAGE.fullmatch(request.image or ""):
+        raise UsageError(f"--image is {request.image!r}; it must be the name of an image, as registry/team/fcp:1.0")
     rdma_resource, rdma_count = _rdma(request.rdma_resource)
     hosts = job.hosts
     if job.target == "scripts" and not hosts:
@@ -155,7 +159,7 @@ def for_cluster(request: ClusterOptions, job: Job, assumed: Origins) -> Job:
             srun_options=tuple(_option_of("srun", text) for text in request.srun_option),
             image=request.image or "" if is_container else "",
             mounts=_mounts(request, job, assumed) if is_container else (),
-            namespace=_name("--namespace", request.namespace) if request.namespace else "",
+            namespace=_namespace(request.namespace) if request.namespace else "",
             requests=_pairs("--request", request.request, "cpu=32", _QUANTITY),
             node_selector=_pairs("--node-selector", request.node_selector, "gpu-type=h100", _LABEL),
             pull_secrets=tuple(_name("--pull-secret", name) for name in request.pull_secret),
@@ -189,7 +193,7 @@ def _rdma(text: str | None) -> tuple[str, int]:
     if text is None:
         return "", 1
     name, _, count = text.partition("=")
-    if not _RESOURCE.fullmatch(name) or not (count or "1").isdigit() or int(count or 1) < 1:
+    if not _RESOURCE.fullmatch(name) or not (count or "1").isdecimal() or int(count or 1) < 1:
         raise UsageError(
             f"--rdma-resource is {text!r}; it must be a resource of the nodes and how many of it, as rdma/hca=1 or "
             "nvidia.com/hostdev=8: kubectl describe node shows them"
@@ -209,8 +213,14 @@ def _pairs(flag: str, given: tuple[str, ...], example: str, value: re.Pattern[st
 
 
 def _name(flag: str, text: str) -> str:
-    if not _NAME.fullmatch(text):
+    if len(text) > MOST_NAME or not _NAME.fullmatch(text):
         raise UsageError(f"{flag} is {text!r}; it must be a name of Kubernetes: lower-case letters, digits and dashes")
+    return text
+
+
+def _namespace(text: str) -> str:
+    if not re.fullmatch(LABEL, text):
+        raise UsageError(f"--namespace is {text!r}; it must be a namespace: lower-case letters, digits and dashes")
     return text
 
 
@@ -235,6 +245,6 @@ def _mounts(request: ClusterOptions, job: Job, assumed: Origins) -> tuple[Mount,
 
 def _mount(text: str) -> Mount:
     claim, colon, path = text.partition(":")
-    if not claim or not colon or not path.startswith("/"):
+    if not _NAME.fullmatch(claim) or not colon or not path.startswith("/") or len(path.splitlines()) != 1:
         raise UsageError(f"--mount is {text!r}; it must be CLAIM:/path, a persistent volume claim and where it appears")
     return Mount(claim=claim, path=path)

@@ -14,10 +14,11 @@ import yaml
 
 from fcp_cli.errors import UsageError
 from fcp_cli.files import shipped
+from fcp_cli.reading.documents import read_text
 from fcp_cli.words import did_you_mean
 
 if TYPE_CHECKING:
-    from jinja2 import Environment
+    from fcp_cli.reading.sandbox import Sandbox
 
 SUFFIX = ".j2"
 
@@ -39,16 +40,17 @@ def render(template: Path, values: Mapping[str, Any]) -> str:
     """
     import jinja2
 
-    try:
-        text = template.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError(f"cannot read the template {template}: {reason}") from error
-    environment = _environment(template)
+    from fcp_cli.reading.sandbox import MOST_TEMPLATE_BYTES, rendered
+    from fcp_cli.reading.work_limits import WorkLimitError
+
+    text = read_text(template, error=UsageError, what="the template ", most_bytes=MOST_TEMPLATE_BYTES)
     try:
         # Compiled under its own path, so that a traceback through it has its line numbers.
-        code = environment.compile(text, name=template.name, filename=str(template))
-        return environment.template_class.from_code(environment, code, environment.make_globals(None)).render(values)
+        return rendered(_sandbox(template).compiled(text, name=template.name, file=str(template)), values)
+    except UsageError:
+        raise
+    except WorkLimitError as error:
+        raise UsageError(f"{_place(error, template)}: {error}") from error
     except jinja2.TemplateSyntaxError as error:
         where = error.filename or str(template)
         raise UsageError(f"{where}, line {error.lineno}: {error.message}") from error
@@ -65,21 +67,21 @@ def render(template: Path, values: Mapping[str, Any]) -> str:
         raise UsageError(f"{_place(error, template)}: {type(error).__name__}: {error}") from error
 
 
-def _environment(template: Path) -> Environment:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+def _sandbox(template: Path) -> Sandbox:
+    from jinja2 import StrictUndefined
 
-    environment = Environment(
-        loader=FileSystemLoader([shipped("launchers"), template.parent]),
+    from fcp_cli.reading.sandbox import Folders, Sandbox
+
+    sandbox = Sandbox(
+        loader=Folders((shipped("launchers"), template.parent)),
         undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
         keep_trailing_newline=True,
         autoescape=False,  # the files are programs and YAML, not web pages; `quote` and `yaml` escape for those
     )
-    environment.filters["quote"] = lambda value: shlex.quote(str(value))
-    environment.filters["yaml"] = yaml_scalar
-    environment.filters["lines"] = command_lines
-    return environment
+    sandbox.add_filter("quote", lambda value: shlex.quote(str(value)))
+    sandbox.add_filter("yaml", yaml_scalar)
+    sandbox.add_filter("lines", command_lines)
+    return sandbox
 
 
 def command_lines(words: Sequence[str], indent: int) -> str:

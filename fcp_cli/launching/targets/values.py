@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from fcp_cli import __version__
+from fcp_cli.errors import UsageError
 from fcp_cli.launching.job.commands import node_argv, node_environment
 from fcp_cli.launching.job.job import Job
 
 # A Kubernetes name has at most 63 characters, and controllers append to it.
 _LONGEST_NAME = 40
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,12 +76,23 @@ def template_values(job: Job, node: NodeFacts, ready: Callable[[str], str]) -> d
         "requests": dict(cluster.requests),
         "node_selector": dict(cluster.node_selector),
         "pull_secrets": list(cluster.pull_secrets),
-        "output": f"{str(cluster.output or job.paths.logs).replace('%', '%%')}/slurm-%j.log",
+        "output": _sbatch_output(cluster.output or job.paths.logs),
         "rdma_resource": cluster.rdma_resource,
         "rdma_count": cluster.rdma_count,
         "host_network": cluster.host_network,
         "shared_memory": cluster.shared_memory,
     }
+
+
+def _sbatch_output(folder: Path) -> str:
+    """Return a Slurm job's log as a directive of its script holds it, which ends with its line.
+
+    Raises:
+        UsageError: the name of the folder would end the line.
+    """
+    if _CONTROL.search(str(folder)):
+        raise UsageError(f"{str(folder)!r} has a control character, which files of a job cannot hold; rename it")
+    return shlex.quote(f"{str(folder).replace('%', '%%')}/slurm-%j.log")
 
 
 def job_name(text: str) -> str:

@@ -16,6 +16,7 @@ from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.sources.base import RowBatch, grouped
 from fcp_cli.manifest.tokenizer import Tokenizer, utf8
 from fcp_cli.reading.documents import decode_record
+from fcp_cli.reading.inputs import bounded_lines, open_input
 
 _USUAL_FIELDS: Final = ("text", "input_ids", "tokens", "token_ids", "content")
 _BATCH_LINES: Final = 16_384
@@ -171,8 +172,8 @@ def json_lines(file: Path) -> Iterator[tuple[tuple[int, int, bytes], int]]:
     """Yield line number, byte offset and content of every line that is not blank, with its size."""
     offset = 0
     try:
-        with file.open("rb") as stream:
-            for number, line in enumerate(stream, start=1):
+        with open_input(file) as stream:
+            for number, line in enumerate(bounded_lines(stream), start=1):
                 if line.strip():
                     yield (number, offset, line), len(line)
                 offset += len(line)
@@ -187,9 +188,9 @@ def line_at(file: Path, byte_offset: int) -> bytes:
         ManifestError: the file cannot be read.
     """
     try:
-        with file.open("rb") as stream:
+        with open_input(file, seekable=True) as stream:
             stream.seek(byte_offset)
-            return stream.readline()
+            return next(bounded_lines(stream), b"")
     except OSError as error:
         raise ManifestError(f"cannot read {file}: {error.strerror or error}") from error
 

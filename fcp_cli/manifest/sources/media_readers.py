@@ -22,6 +22,7 @@ from fcp_cli.manifest.header import readable
 from fcp_cli.manifest.sources.jsonl import json_lines, json_record, size_of
 from fcp_cli.manifest.sources.shards import open_shard, python_rows
 from fcp_cli.reading.documents import read_records
+from fcp_cli.reading.inputs import open_input, require_input
 from fcp_cli.reading.tar import tar_content, tar_files
 from fcp_cli.validation import shown
 
@@ -169,7 +170,7 @@ def _names(record: dict[str, Any], kind: str, place: str) -> list[str]:
 def _tar(path: Path) -> Iterator[Found]:
     """Read a tar of WebDataset: a sample is the files that share a name up to the first dot; they follow each other."""
     key, sample, begun = "", dict[str, Any](), 0
-    with path.open("rb") as stream:
+    with open_input(path, seekable=True) as stream:
         for archive, member in tar_files(path, stream, error=ManifestError):
             name, suffix = split_member(member.name)
             if name != key and sample:
@@ -242,9 +243,11 @@ def video_size(source: Path | IO[bytes], place: str) -> dict[str, float]:
             "and 'frames', or 'duration' in seconds and 'fps', beside the video"
         ) from error
     try:
+        if isinstance(source, Path):
+            require_input(source)
         with av.open(str(source) if isinstance(source, Path) else source) as container:
             stream = next(iter(container.streams.video), None)
-            if stream is None:
+            if stream is None or stream.codec_context is None:  # None if PyAV has no decoder for it
                 raise ManifestError(f"{place} has no video stream")
             rate = stream.average_rate or stream.guessed_rate
             seconds = stream.duration * stream.time_base if stream.duration and stream.time_base else None
@@ -254,6 +257,8 @@ def video_size(source: Path | IO[bytes], place: str) -> dict[str, float]:
             size = {"height": stream.height, "width": stream.width, "frames": frames}
     except (av.FFmpegError, OSError) as error:
         raise ManifestError(f"{place}: cannot read it as a video: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:  # PyAV decodes tags of files as they are
+        raise ManifestError(f"{place}: cannot read it as a video: a tag in it is not UTF-8") from error
     if min(size.values()) <= 0:
         raise ManifestError(f"{place}: its header has no size or length; give them beside the video")
     return size | ({"fps": float(rate)} if rate else {})
@@ -268,7 +273,7 @@ def image_size(source: Path | io.BytesIO, place: str) -> dict[str, int]:
     import imagesize
 
     try:
-        with source.open("rb") if isinstance(source, Path) else source as stream:
+        with open_input(source) if isinstance(source, Path) else source as stream:
             width, height = imagesize.get(stream)
     except OSError as error:
         raise ManifestError(f"{place}: cannot read it: {error.strerror or error}") from error

@@ -23,6 +23,7 @@ import pyarrow as pa
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.sources.base import RowBatch
+from fcp_cli.reading.inputs import open_input
 
 _HEADER: Final = struct.Struct("<9sQBQQ")
 _MAGIC: Final = b"MMIDIDX\x00\x00"
@@ -56,7 +57,7 @@ class MegatronIndex:
             ManifestError: the file is missing, truncated, or no Megatron index.
         """
         try:
-            with path.open("rb") as stream:
+            with open_input(path, seekable=True) as stream:
                 header = stream.read(_HEADER.size)
             size = path.stat().st_size
         except OSError as error:

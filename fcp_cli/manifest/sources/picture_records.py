@@ -26,6 +26,7 @@ from fcp_cli.manifest.sources.jsonl import json_record, size_of
 from fcp_cli.manifest.sources.media_readers import IMAGE_SUFFIXES, VIDEO_SUFFIXES, split_member
 from fcp_cli.manifest.sources.picture_refs import CellPicture, Picture, TarPicture, refer
 from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, PARQUET_SUFFIXES, open_shard, python_rows
+from fcp_cli.reading.inputs import open_input
 from fcp_cli.reading.tar import tar_content, tar_files
 from fcp_cli.words import counted
 
@@ -111,7 +112,7 @@ class _Rows:
 
     def record(self, at: int, place: str, counts: Mapping[str, int]) -> dict[str, Any]:
         group = int(np.searchsorted(self._ends, at, side="right"))
-        if group == len(self._ends):
+        if at < 0 or group == len(self._ends):
             raise ManifestError(f"{place} is gone: the file has {self._ends[-1]} rows; build the manifest again")
         values = self._group(group)
         record = {name: cells[at - int(self._ends[group]) + len(cells)].as_py() for name, cells in values.items()}
@@ -135,7 +136,7 @@ def _samples(path: Path, start: int) -> Iterator[tuple[dict[str, Any], int, int,
     """Yield the samples of a tar from a byte on: fields, first byte, bytes taken, place."""
     key, sample, begun = "", dict[str, Any](), start
     try:
-        with path.open("rb") as stream:
+        with open_input(path, seekable=True) as stream:
             stream.seek(start)
             for archive, member in tar_files(path, stream, error=ManifestError):
                 name, suffix = split_member(member.name)

@@ -18,6 +18,7 @@ import numpy as np
 
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.sources.shards import Shard, open_shard
+from fcp_cli.reading.inputs import open_input
 
 Content: TypeAlias = "Path | io.BytesIO"
 
@@ -67,7 +68,7 @@ class TarPicture:
     def content(self, most_bytes: int = -1) -> Content:
         size = self.size_bytes if most_bytes < 0 else min(most_bytes, self.size_bytes)
         try:
-            with self.path.open("rb") as stream:
+            with open_input(self.path, seekable=True) as stream:
                 stream.seek(self.byte_offset)
                 return io.BytesIO(stream.read(size))
         except OSError as error:

@@ -14,6 +14,7 @@ import pyarrow.csv as csv
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.header import readable
+from fcp_cli.reading.inputs import bounded_lines, open_input, require_input
 from fcp_cli.reading.parquet import open_footer, open_parquet, require_names
 
 PARQUET_SUFFIXES: Final = (".parquet", ".pq")
@@ -80,6 +81,7 @@ class ArrowShard:
     def __init__(self, path: Path) -> None:
         self.path = path
         with readable(path, kind="Arrow"):
+            require_input(path, seekable=True)
             mapped = pa.memory_map(str(path))
             try:
                 file = pa.ipc.open_file(mapped)
@@ -98,13 +100,19 @@ class ArrowShard:
         return np.array([self._read(group).num_rows for group in range(self._count)], np.int64)
 
     def read_group(self, group: int, column: str) -> Any:
-        return self._read(group).column(column)
+        return self._checked(group, [column]).column(column)
 
     def batches(self, columns: list[str], rows: int) -> Iterator[Any]:
         for group in range(self._count):
-            batch = self._read(group).select(columns)
+            batch = self._checked(group, columns)
             for start in range(0, batch.num_rows, rows):
                 yield batch.slice(start, rows)
+
+    def _checked(self, group: int, columns: list[str]) -> Any:
+        batch = self._read(group).select(columns)
+        with readable(self.path, kind="Arrow"):
+            batch.validate(full=True)  # Arrow follows the offsets of a file as they are, out of its memory
+        return batch
 
     def _read(self, group: int) -> Any:
         with readable(self.path, kind="Arrow"):
@@ -123,8 +131,8 @@ class CsvShard:
     def __init__(self, path: Path) -> None:
         self.path = path
         parse = csv.ParseOptions(delimiter="\t" if path.suffix == ".tsv" else ",")
-        with readable(path, kind="CSV"), path.open("rb") as file:
-            is_number = file.readline().strip().isdigit()
+        with readable(path, kind="CSV"), open_input(path, seekable=True) as file:
+            is_number = next(bounded_lines(file), b"").strip().isdigit()
             file.seek(0)
             read = csv.ReadOptions(column_names=["length"] if is_number else None)
             self._table = csv.read_csv(file, read_options=read, parse_options=parse)

@@ -16,10 +16,12 @@ from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.sources.base import RowBatch, grouped
 from fcp_cli.manifest.tokenizer import ByteTokenizer, Tokenizer
+from fcp_cli.reading.inputs import open_input
 
 _SNIFF_BYTES: Final = 8192  # a NUL byte this early marks a binary file, as for git and grep
 _BATCH_FILES: Final = 1024
 _BATCH_BYTES: Final = 32 << 20
+_MOST_TEXT_BYTES: Final = 1 << 31  # one file is one sequence, whose length is 32 bits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +111,7 @@ def _matches(name: str, globs: tuple[str, ...]) -> bool:
 
 def _text_bytes(path: Path) -> int:
     """Return the size of a text file, read only as far as it takes to know that it is one; -1 for a binary file."""
-    with _naming(path), path.open("rb") as file:
+    with _naming(path), open_input(path) as file:
         return -1 if _is_binary(file.read(_SNIFF_BYTES)) else os.fstat(file.fileno()).st_size
 
 
@@ -118,8 +120,8 @@ def _is_binary(text: bytes) -> bool:
 
 
 def _read(path: Path) -> bytes:
-    with _naming(path):
-        return path.read_bytes()
+    with _naming(path), open_input(path, most_bytes=_MOST_TEXT_BYTES) as file:
+        return file.read()
 
 
 @contextmanager

@@ -1,23 +1,25 @@
 """Keeps what was planned beside the plan until the run is over, so that a run that was killed loses nothing.
 
-A folder `.NAME.online` holds `metadata.json` and, for each start of the job, `000000.steps` and `000000.lengths`: Arrow
-streams that grow with every window. One that ends in its midst is read up to there. A later start begins with a step
-of its own, and what earlier ones planned from that step on no longer counts.
+A folder `.NAME.online` holds `metadata.json` and, for each start of the job, `000000.windows`: records with digests, of
+the start's first step, and then two for every window, of its sequences and of its steps. A window that a kill cut off
+is skipped; a record that is not as it was written is refused. A later start begins with a step of its own, and the
+steps that earlier ones planned from there on no longer count.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from fcp_cli.errors import FcpError, PlanError
 from fcp_cli.files import replaced_atomically, write_text_atomically
@@ -25,17 +27,24 @@ from fcp_cli.manifest.checks import FACTORS, checked_table, empty_factors
 from fcp_cli.manifest.header import MANIFEST_FORMAT
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.table import LengthTable
+from fcp_cli.parquet_writer import parquet_writer
+from fcp_cli.plan.metadata import FORMAT as PLAN_FORMAT
 from fcp_cli.plan.metadata import METADATA_KEY, ManifestReference, PlanMetadata, parse_metadata
 from fcp_cli.plan.online import manifest_of
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.refits import Refit
-from fcp_cli.plan.schema import steps_from_arrow, steps_to_arrow
+from fcp_cli.plan.schema import steps_to_arrow
 from fcp_cli.plan.step import StepPlan
+from fcp_cli.plan.stored import StepLimits, steps_in_order
 from fcp_cli.plan.writer import plan_writer
-from fcp_cli.reading.documents import decode_json
+from fcp_cli.reading.documents import DamagedError, decode_json, read_object
 from fcp_cli.reading.parquet import open_parquet
+from fcp_cli.reading.records import read_records, table_content, table_of_content, write_record
+from fcp_cli.validation import NonNegativeCount, validated
+from fcp_cli.words import counted, first_sentence
 
-_BEGINS: Final = b"fcp-begins"
+_FORMAT: Final = "fcp-online-journal/2"
+_NEVER: Final = int(np.iinfo(np.int64).max)
 
 
 class OnlineJournal:
@@ -52,7 +61,7 @@ class OnlineJournal:
         self.path = path
         self.folder = path.with_name(f".{path.name}.online")
         self.planned_to = 0
-        self._files: list[Any] = []
+        self._has_begun = False
 
     @property
     def exists(self) -> bool:
@@ -80,9 +89,9 @@ class OnlineJournal:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise FcpError(f"cannot write {self.folder}: {error.strerror or error}") from error
-        write_text_atomically(self.folder / "metadata.json", metadata.to_json())
-        self._begins = {"first_step": first_step, "first_sequence": 0 if kept is None else len(kept)}
-        self._part = len(self._parts("steps"))
+        self._write_metadata()
+        self._begins = _Begins(first_step=first_step, first_sequence=0 if kept is None else len(kept))
+        self._part, self._has_begun = len(self._parts()), False
         return kept
 
     def note_refit(self, refit: Refit) -> None:
@@ -92,7 +101,7 @@ class OnlineJournal:
             FcpError: it cannot be written.
         """
         self.metadata = replace(self.metadata, refits=(*(self.metadata.refits or ()), refit))
-        write_text_atomically(self.folder / "metadata.json", self.metadata.to_json())
+        self._write_metadata()
 
     def append(self, lengths: pa.Table, steps: list[StepPlan]) -> None:
         """Add a window: the sequences that follow, and their steps.
@@ -101,16 +110,16 @@ class OnlineJournal:
             FcpError: it cannot be written.
         """
         try:
-            tables = lengths, steps_to_arrow(steps)
-            if not self._files:
-                self._files = [
-                    self._open(name, table.schema) for name, table in zip(("lengths", "steps"), tables, strict=True)
-                ]
-            for (sink, writer), table in zip(self._files, tables, strict=True):
-                writer.write_table(table)
-                sink.flush()
-        except (OSError, pa.ArrowException) as error:
-            raise FcpError(f"cannot write {self.folder}: {error}") from error
+            part = self.folder / f"{self._part:06}.windows"
+            if not self._has_begun:
+                with part.open("wb") as file:
+                    write_record(file, json.dumps(asdict(self._begins)).encode())
+                self._has_begun = True
+            with part.open("ab") as file:
+                for table in (lengths, steps_to_arrow(steps)):
+                    write_record(file, table_content(table))
+        except OSError as error:
+            raise FcpError(f"cannot write {self.folder}: {error.strerror or error}") from error
 
     def finish(self, end_step: int | None = None) -> PlanMetadata:
         """Write the plan and its manifest from what was kept, and remove the journal.
@@ -124,7 +133,6 @@ class OnlineJournal:
         Raises:
             FcpError: nothing was planned, or the files cannot be written.
         """
-        self.close()
         metadata = self._metadata()
         if metadata.batching is not None and metadata.batching.reorder_window and end_step is not None:
             end_step = -(-end_step // metadata.batching.reorder_window) * metadata.batching.reorder_window
@@ -141,32 +149,29 @@ class OnlineJournal:
         with plan_writer(self.path, metadata) as writer:
             for step in self.steps(end_step):
                 writer.append(step)
-        self.remove()
+        with suppress(OSError):  # the plan is whole: nothing may fail any more
+            self.remove()
         return writer.metadata
 
     def steps(self, end_step: int | None = None) -> Iterator[StepPlan]:
-        """Yield the steps that count, in order, up to `end_step`."""
-        parts = [(part, _begins_of(part)) for part in self._parts("steps")]
-        for place, (part, _begins) in enumerate(parts):
-            later = [begins["first_step"] for _, begins in parts[place + 1 :]]
-            end = min([*later, *([] if end_step is None else [end_step])], default=None)
-            for batch in _batches(part):
-                for step in steps_from_arrow(pa.Table.from_batches([batch])):
-                    if end is not None and step.step >= end:
-                        break
-                    yield step
+        """Yield the steps that count, in order, up to `end_step`.
 
-    def close(self) -> None:
-        """Let go of the files."""
-        for sink, writer in self._files:
-            with suppress(OSError, pa.ArrowException):
-                writer.close()
-                sink.close()
-        self._files = []
+        Raises:
+            PlanError: the journal is damaged.
+        """
+        due = 0
+        for start in self._starts():
+            if start.begins.first_step > due:
+                raise self._damaged(start.part, f"it begins with step {start.begins.first_step}, after step {due - 1}")
+            end = start.end_step if end_step is None else min(start.end_step, end_step)
+            for window in self._windows(start):
+                for step in window.steps:
+                    if step.step < end:
+                        due = step.step + 1
+                        yield step
 
     def remove(self) -> None:
         """Remove the journal."""
-        self.close()
         with suppress(FileNotFoundError):
             shutil.rmtree(self.folder)
 
@@ -201,35 +206,146 @@ class OnlineJournal:
             plan_hash="",
             created="",
         )
-        write_text_atomically(self.folder / "metadata.json", metadata.to_json())
-        self._begins, self._part = {"first_step": 0, "first_sequence": 0}, 0
+        self.metadata = metadata
+        self._write_metadata()
+        self._begins, self._part = _Begins(first_step=0, first_sequence=0), 0
         columns = length_columns(manifest)
         if "id" in ids.schema.names:
             columns = columns.append_column("id", ids.column("id"))
         self.append(columns, list(reader.steps()))
-        self.close()
+
+    def _write_metadata(self) -> None:
+        document = decode_json(self.metadata.to_json())
+        text = json.dumps({"format": _FORMAT, "digest": _digest(self.metadata), "metadata": document})
+        write_text_atomically(self.folder / "metadata.json", text)
 
     def _metadata(self) -> PlanMetadata:
-        try:
-            text = (self.folder / "metadata.json").read_bytes()
-        except OSError as error:
-            raise PlanError(f"there is no {self.folder}: no run plans for {self.path}") from error
-        return parse_metadata({METADATA_KEY: text}, name=str(self.folder))
+        if not self.exists:
+            raise PlanError(f"there is no {self.folder}: no run plans for {self.path}")
+        file = self.folder / "metadata.json"
+        document = read_object(file, error=PlanError, what="the journal ")
+        if document.get("format") == PLAN_FORMAT:
+            raise PlanError(
+                f"{self.folder} was kept by an older fcp; resume or finish it with that version, or remove the folder"
+            )
+        content = json.dumps(document.get("metadata")).encode()
+        metadata = parse_metadata({METADATA_KEY: content}, name=str(file))
+        if document.get("format") != _FORMAT or document.get("digest") != _digest(metadata):
+            raise self._damaged(file, "it is not as it was written")
+        return metadata
 
     def _rows(self, count: int) -> pa.Table:
-        parts = [(part, _begins_of(part)) for part in self._parts("lengths")]
-        tables = []
-        for place, (part, begins) in enumerate(parts):
-            end = min([count, *(later["first_sequence"] for _, later in parts[place + 1 :])])
-            tables.append(pa.Table.from_batches(list(_batches(part))).slice(0, max(0, end - begins["first_sequence"])))
-        return pa.concat_tables(tables).replace_schema_metadata(None).slice(0, count)
+        """Return the first `count` sequences that count."""
+        tables, rows = [], 0
+        for start in self._starts():
+            if start.begins.first_sequence > rows:
+                raise self._damaged(start.part, f"it begins with sequence {start.begins.first_sequence}, after {rows}")
+            found = [window.columns for window in self._windows(start)]
+            kept = min(count, start.end_sequence) - start.begins.first_sequence
+            if found and kept > 0:
+                tables.append(pa.concat_tables(found).slice(0, kept))
+                rows += len(tables[-1])
+        if rows < count:
+            raise self._damaged(self.folder, f"it has {rows} of the {counted(count, 'sequence')} of its steps")
+        return pa.concat_tables(tables, promote_options="default").replace_schema_metadata(None).slice(0, count)
 
-    def _parts(self, kind: str) -> list[Path]:
-        return sorted(self.folder.glob(f"*.{kind}"))
+    def _starts(self) -> list[_Start]:
+        """Return the starts that planned something, in order."""
+        found = [(part, begins) for part in self._parts() if (begins := self._begins_of(part)) is not None]
+        starts = []
+        for place, (part, begins) in enumerate(found):
+            later = [begins for _, begins in found[place + 1 :]]
+            end_step = min((one.first_step for one in later), default=_NEVER)
+            end_sequence = min((one.first_sequence for one in later), default=_NEVER)
+            starts.append(_Start(part=part, begins=begins, end_step=end_step, end_sequence=end_sequence))
+        return starts
 
-    def _open(self, kind: str, schema: pa.Schema) -> tuple[Any, Any]:
-        sink = pa.OSFile(str(self.folder / f"{self._part:06}.{kind}"), "wb")
-        return sink, pa.ipc.new_stream(sink, schema.with_metadata({_BEGINS: json.dumps(self._begins)}))
+    def _begins_of(self, part: Path) -> _Begins | None:
+        """Return where a start begins, or None if it was killed before it had kept that."""
+        with self._reading(part):
+            content = next(read_records(part), None)
+            if content is None:
+                return None
+            return validated(decode_json(content), _Begins, where=str(part), error=PlanError)
+
+    def _windows(self, start: _Start) -> Iterator[_Window]:
+        """Yield the whole windows of a start.
+
+        Raises:
+            PlanError: the file is damaged.
+        """
+        due, rows, metadata = start.begins.first_step, start.begins.first_sequence, self._metadata()
+        with self._reading(start.part):
+            contents = islice(read_records(start.part), 1, None)
+            for of_columns, of_steps in zip(contents, contents, strict=False):
+                columns = _checked_columns(table_of_content(of_columns))
+                rows += len(columns)
+                limits = StepLimits(num_ranks=metadata.num_ranks, rows=rows)
+                table, splits_heads = table_of_content(of_steps), metadata.attention is not None
+                steps = steps_in_order(table, limits, due=due, splits_heads=splits_heads)
+                due += len(steps)
+                yield _Window(columns, steps)
+
+    @contextmanager
+    def _reading(self, part: Path) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, DamagedError) as failure:
+            raise self._damaged(part, first_sentence(failure)) from failure
+
+    def _damaged(self, place: Path, reason: str) -> PlanError:
+        return PlanError(
+            f"{place} is damaged: {reason}; restore it from a copy, or remove {self.folder} and plan from the beginning"
+        )
+
+    def _parts(self) -> list[Path]:
+        return sorted(self.folder.glob("*.windows"))
+
+
+class _Window(NamedTuple):
+    columns: pa.Table
+    steps: list[StepPlan]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Begins:
+    """The first step and the first sequence that a start of the job planned."""
+
+    first_step: NonNegativeCount
+    first_sequence: NonNegativeCount
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Start:
+    """One start of the job.
+
+    Attributes:
+        part: its file.
+        begins: its first step and sequence.
+        end_step, end_sequence: the first that a later start planned again.
+    """
+
+    part: Path
+    begins: _Begins
+    end_step: int
+    end_sequence: int
+
+
+def _checked_columns(columns: pa.Table) -> pa.Table:
+    """Return the columns of a window's sequences.
+
+    Raises:
+        DamagedError: they are not of the types that `length_columns` gives.
+    """
+    types = {name: pa.from_numpy_dtype(values.dtype) for name, values in empty_factors(0).items()}
+    for name, kind in (("length", pa.int64()), *types.items()):
+        if name not in columns.schema.names or columns.schema.field(name).type != kind:
+            raise DamagedError(f"its sequences have no column {name} of {kind}")
+    return columns
+
+
+def _digest(metadata: PlanMetadata) -> str:
+    return hashlib.sha256(metadata.hashed_json()).hexdigest()
 
 
 def length_columns(table: LengthTable) -> pa.Table:
@@ -256,29 +372,11 @@ def _write_manifest(path: Path, columns: pa.Table) -> LengthTable:
     header = {"format": MANIFEST_FORMAT}
     with (
         replaced_atomically(path) as temporary,
-        pq.ParquetWriter(
-            temporary, columns.drop_columns(unused).schema, compression="zstd", store_schema=False
-        ) as file,
+        parquet_writer(temporary, columns.drop_columns(unused).schema) as file,
     ):
         file.write_table(columns.drop_columns(unused))
         file.add_key_value_metadata({METADATA_KEY.decode(): json.dumps(header)})
     return table
-
-
-def _batches(part: Path) -> Iterator[pa.RecordBatch]:
-    """Yield what a file holds, up to where its writer was stopped."""
-    with suppress(pa.ArrowInvalid, OSError, StopIteration), pa.memory_map(str(part)) as source:
-        reader = pa.ipc.open_stream(source)
-        while True:
-            yield reader.read_next_batch()
-
-
-def _begins_of(part: Path) -> dict[str, int]:
-    """Return the step and the sequence that a file begins with; beyond all others where it has none."""
-    with suppress(ValueError, KeyError, OSError), pa.memory_map(str(part)) as source:
-        found: dict[str, int] = decode_json(pa.ipc.open_stream(source).schema.metadata[_BEGINS])
-        return found
-    return {"first_step": np.iinfo(np.int64).max, "first_sequence": np.iinfo(np.int64).max}
 
 
 def _what(metadata: PlanMetadata) -> bytes:

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from fcp_cli.errors import FcpError, RunError
+from fcp_cli.rotations import growing_rotation
 from fcp_cli.runtime.integrations.transformers_linear import linear_layers, tokens_apart
 from fcp_cli.runtime.integrations.transformers_twin import twin_of
 
@@ -87,6 +88,11 @@ def probe(model: transformers.PreTrainedModel, config: Any, check: Callable[...,
     """
     if "position_ids" not in _parameters(model):
         raise RunError(_NO_POSITIONS.format(name=config.model_type))
+    # By its word: models first trained on a few tokens show no difference at those that are run.
+    growing = growing_rotation(getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None))
+    if growing is not None:
+        remedy = f"; its config asks for rope_type {growing}: choose another, such as yarn"
+        raise RunError(_POSITIONS.format(name=config.model_type, remedy=remedy))
     if _weights_to_come.get() or any(_is_unreal(parameter) for parameter in model.parameters()):
         _require_no_mixing_modules(model, config)
         twin = twin_of(model) if config is model.config else None
@@ -124,7 +130,7 @@ class _Probe:
             if self._differ(self._rows(others, positions)[shard], of_whole):
                 self._refuse(_MIXES)
             if self._differ(of_shard, of_whole):
-                self._refuse(_POSITIONS, self._rope_remedy())
+                self._refuse(_POSITIONS)
             with self._counting:
                 counted = self._rows(ids[shard], positions[shard])
         if self._differ(counted, of_shard):
@@ -133,10 +139,6 @@ class _Probe:
 
     def _refuse(self, said: str, remedy: str = "") -> NoReturn:
         raise RunError(said.format(name=self._config.model_type, remedy=remedy))
-
-    def _rope_remedy(self) -> str:
-        kinds = {rope.get("rope_type") for rope in self._ropes()} & {"dynamic", "longrope"}
-        return f"; its config asks for rope_type {kinds.pop()}: choose another, such as yarn" if kinds else ""
 
     def _ropes(self) -> list[dict[str, Any]]:
         """Return the settings of its rotary embeddings: of the model, or of each kind of its layers."""

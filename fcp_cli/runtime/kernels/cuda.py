@@ -1,38 +1,40 @@
-"""Attention on CUDA: the variable-length flash kernel that ships with PyTorch.
+"""Attention on CUDA by variable-length flash kernels: the one that ships with PyTorch, or one of the same arguments.
 
 `torch.nn.attention.varlen` wraps the same two operators, but its private custom operators exist only from torch 2.10
 and have changed their arguments since; the operators underneath are the same from torch 2.7 on, take a row's final
-out and lse in backward, and are what `torch.nn.attention.activate_flash_attention_impl("FA3")` replaces.
+out and lse in backward, and are what `torch.nn.attention.activate_flash_attention_impl` replaces.
 """
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from importlib.util import find_spec
+from typing import Any, Final, NamedTuple
 
 import torch
-import torch.nn.attention
 from torch import Tensor
 
-from fcp_cli.console import note
 from fcp_cli.errors import RunError
+from fcp_cli.kernel_names import KernelName
 from fcp_cli.runtime.kernels.base import to_device
 from fcp_cli.runtime.kernels.equal_sizes import with_equal_sizes, with_equal_sizes_backward
 from fcp_cli.runtime.layout import Segments
 
-_forward = torch.ops.aten._flash_attention_forward.default
-_backward = torch.ops.aten._flash_attention_backward.default
+
+class FlashOperators(NamedTuple):
+    """A pair of operators with the arguments of `aten::_flash_attention_forward` and its backward."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
 
 
-_VARIABLE = "FCP_FLASH_ATTENTION"
-_FA3_MODULE = "flash_attn_interface"  # what the package flash-attn-3 is imported as
-_HOPPER = 9  # major compute capability
+ATEN: Final = FlashOperators(
+    forward=torch.ops.aten._flash_attention_forward.default, backward=torch.ops.aten._flash_attention_backward.default
+)
 
 
 @dataclass(frozen=True, slots=True)
-class _Bounds:
+class Bounds:
     """Cumulative lengths on the device ([segments + 1] int32), longest segments on the host."""
 
     q: Tensor
@@ -41,40 +43,29 @@ class _Bounds:
     longest_k: int
 
 
-@lru_cache(maxsize=1)
-def activate_flash_attention_3() -> bool:
-    """Let the flash operators of this process run FlashAttention 3 where it is installed and the device is a Hopper.
-
-    It is what `torch.nn.attention` offers, and it holds for all flash attention of the process. FCP_FLASH_ATTENTION=FA2
-    forbids it; an implementation that the script has chosen stays.
-
-    Returns:
-        Whether it was activated here.
-    """
-    attention = torch.nn.attention
-    wanted = os.environ.get(_VARIABLE, "FA3") == "FA3"
-    if not wanted or not hasattr(attention, "activate_flash_attention_impl") or find_spec(_FA3_MODULE) is None:
-        return False
-    if attention.current_flash_attention_impl() is not None or torch.cuda.get_device_capability()[0] != _HOPPER:
-        return False
-    try:
-        attention.activate_flash_attention_impl("FA3")
-    except (ImportError, RuntimeError, ValueError) as error:
-        note(f"{_FA3_MODULE} is installed but cannot be used, attention stays with FlashAttention 2: {error}")
-        return False
-    return True
-
-
 class CudaFlashKernel:
-    """bf16 and fp16, head_dim a multiple of 8 up to 256. No device synchronisation."""
+    """bf16 and fp16, head_dim a multiple of 8 up to 256 (FlashAttention 4: fewer). No device synchronisation.
+
+    Args:
+        name: of the operators.
+        operators: that run; PyTorch's by default.
+    """
 
     packed = True
+
+    def __init__(self, name: KernelName = "fa2", operators: FlashOperators = ATEN) -> None:
+        self.name = name
+        self._operators = operators
+
+    def refusal(self, segments: Segments) -> str | None:
+        """Return why the kernel cannot take a call: it takes all, as far as their lengths say."""
+        return None
 
     @with_equal_sizes
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         check_head_dim(q)
-        bounds = _bounds(segments, q.device)
-        out, lse, *_ = _forward(
+        bounds = bounds_of(segments, q.device)
+        out, lse, *_ = self._operators.forward(
             q,
             k,
             v,
@@ -94,13 +85,13 @@ class CudaFlashKernel:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        bounds = _bounds(segments, q.device)
+        bounds = bounds_of(segments, q.device)
         # No dropout, so the random state is never read; it only has to exist.
         random_state = segments.derived(
             ("random_state", q.device), lambda: torch.zeros(2, dtype=torch.uint64, device=q.device)
         )
         unused = segments.derived(("unused", q.device), lambda: torch.empty(0, device=q.device))
-        dq, dk, dv = _backward(
+        dq, dk, dv = self._operators.backward(
             dout.contiguous(),
             q,
             k,
@@ -147,12 +138,12 @@ def tokens_first(lse: Tensor, q: Tensor) -> Tensor:
     return lse.t()
 
 
-def _bounds(segments: Segments, device: torch.device) -> _Bounds:
+def bounds_of(segments: Segments, device: torch.device) -> Bounds:
     return segments.derived(("bounds", device), lambda: _make_bounds(segments, device))
 
 
-def _make_bounds(segments: Segments, device: torch.device) -> _Bounds:
-    return _Bounds(
+def _make_bounds(segments: Segments, device: torch.device) -> Bounds:
+    return Bounds(
         q=_cumulative(segments.q_lengths, device),
         k=_cumulative(segments.k_lengths, device),
         longest_q=max(segments.q_lengths),

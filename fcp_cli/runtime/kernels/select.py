@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
 
 from fcp_cli.errors import RunError
+from fcp_cli.kernel_names import VARIABLE
 from fcp_cli.runtime.kernels.base import AttentionKernel
+from fcp_cli.runtime.kernels.chosen import ChosenKernel, Preference, asked_kernel
 from fcp_cli.runtime.kernels.cpu import CpuKernel
-from fcp_cli.runtime.kernels.cuda import CudaFlashKernel, activate_flash_attention_3
+from fcp_cli.runtime.kernels.cuda import CudaFlashKernel
 from fcp_cli.runtime.kernels.dense import DenseKernel
 from fcp_cli.runtime.kernels.npu import NpuKernel
 
@@ -49,9 +54,34 @@ def select_kernel(device_type: str, dtype: torch.dtype) -> AttentionKernel:
     if device_type == "cpu":
         return CpuKernel()
     if device_type == "cuda":
-        if dtype in _HALF and torch.cuda.is_available():
-            activate_flash_attention_3()
-        return CudaFlashKernel() if dtype in _HALF else DenseKernel()
+        return _cuda_kernel() if dtype in _HALF else DenseKernel()
     if device_type == "npu":
         return NpuKernel() if dtype in _HALF else DenseKernel()
     raise RunError(f"no attention kernel for device {device_type!r}: tensors must be on cpu, cuda or npu")
+
+
+_preferences: list[Preference] = []  # of this process, the present one last
+
+
+def _cuda_kernel() -> AttentionKernel:
+    """Return the kernels of this device, behind one interface; without a device, as on a build host, PyTorch's own."""
+    preference = _preferences[-1] if _preferences else Preference(asked=asked_kernel(os.environ.get(VARIABLE)))
+    return ChosenKernel(preference) if torch.cuda.is_available() else CudaFlashKernel()
+
+
+def prefer(preference: Preference) -> None:
+    """Let CUDA kernels of this process be chosen by `preference` from now on."""
+    _preferences[:] = [preference]
+    select_kernel.cache_clear()
+
+
+@contextmanager
+def preferring(preference: Preference) -> Iterator[None]:
+    """Let CUDA kernels be chosen by `preference` within a block."""
+    before = list(_preferences)
+    prefer(preference)
+    try:
+        yield
+    finally:
+        _preferences[:] = before
+        select_kernel.cache_clear()

@@ -30,10 +30,12 @@ from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import MicroBatch, StepPlan
 from fcp_cli.runs.metrics import MetricsWriter, StepMeasurement, drop_steps_from
+from fcp_cli.runs.recorded_steps import recorded_steps, unrecorded
 from fcp_cli.runs.step_position import StepPosition, write_position
 from fcp_cli.runtime.metrics.mailbox import Mailbox, MessageLostError, job_store
 from fcp_cli.runtime.metrics.memory import peak_memory_bytes
 from fcp_cli.runtime.metrics.message import RankMeasurement, mean_loss, planned_timings
+from fcp_cli.runtime.metrics.run_folder import own_folder_of
 from fcp_cli.runtime.metrics.run_record import METRICS_VARIABLE, run_record
 from fcp_cli.runtime.prefetch import Prefetched
 from fcp_cli.runtime.timing import Clock, clock_for
@@ -176,7 +178,11 @@ class Recorder:
             atexit.register(close_all)
         if self.rank:
             return
+        own_folder_of(self.path)
         drop_steps_from(self.path, first_step)
+        recorded = max(recorded_steps(self.path), self._metadata.first_step)
+        if recorded < first_step:
+            _say(f"{unrecorded(recorded + 1, first_step)} in no record: the metrics {self.path} end before this start")
         self._writer = self._writer or MetricsWriter(self.path)
         if self._plans is not None:
             self._plans.close()
@@ -266,6 +272,12 @@ class Recorder:
             ranks = ", ".join(map(str, self._mailbox.silent_ranks()[:4]))
             _say(f"the metrics {self.path} lack step {steps}: no word of it from rank {ranks} in {_LAST_SECONDS:g} s")
             self._uncollected.clear()
+
+    def sync(self) -> None:
+        """Have the disk hold what was written."""
+        with suppress(OSError):
+            if self._writer is not None:
+                self._writer.sync()
 
     def close(self) -> None:
         """Write what is over, and let go of the file. A rank that failed is not waited for."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 
@@ -22,11 +23,12 @@ def check(bench: Bench) -> Finding:
     """Compare each degree up to 8, on the first ranks and on the last ones."""
     multiples: dict[str, float] = {}
     passed = True
-    for ranks, shared in _groups(bench):
+    for kernel, (ranks, shared) in product(bench.kernels, list(_groups(bench))):
         sets = "" if shared == 1 else f", {shared} share heads"
-        name = f"degree {len(ranks)}, ranks {ranks[0]}-{ranks[-1]}{sets}"
+        name = f"degree {len(ranks)}, ranks {ranks[0]}-{ranks[-1]}{sets}{'' if kernel is None else f', {kernel}'}"
         bench.begin(f"rings: {name}")
-        error, own_error = _errors(bench, ranks, shared)
+        with bench.running(kernel):
+            error, own_error = _errors(bench, ranks, shared)
         multiples[name] = error / max(own_error, 1e-30)
         passed = passed and error <= max(MOST_MULTIPLE * own_error, _FLOOR)
     if not multiples:

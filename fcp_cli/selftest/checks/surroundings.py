@@ -16,13 +16,23 @@ from fcp_cli.runtime.kernels import select_kernel
 from fcp_cli.selftest.bench import Bench
 from fcp_cli.selftest.findings import Finding
 
-_PACKAGES = ("torch", "torch-npu", "transformers", "flash-attn", "liger-kernel", "triton")
+_PACKAGES = (
+    "torch",
+    "torch-npu",
+    "transformers",
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "liger-kernel",
+    "triton",
+)
 
 
 def check(bench: Bench) -> Finding:
     """Describe what the ranks run on."""
     device = bench.device
-    kernel = type(select_kernel(device.type, bench.dtype)).__name__
+    kernels = [name for name in bench.kernels if name is not None]
+    kernel = "/".join(kernels) or type(select_kernel(device.type, bench.dtype)).__name__
     versions = {name: version for name in _PACKAGES if (version := _version(name)) is not None}
     figures = {
         "device": device.type,

@@ -15,7 +15,7 @@ trap 'stopped=143; stop' TERM
 
 for k in "${!HOSTS[@]}"; do
     # -tt: closing the connection ends the job on that node too.
-    ssh -tt "${HOSTS[k]}" "exec bash $(printf %q "$folder/node.sh") $k" </dev/null &
+    ssh -tt -- "${HOSTS[k]}" "exec bash $(printf %q "$folder/node.sh") $k" </dev/null &
     pids+=($!)
 done
 

@@ -142,8 +142,8 @@ def test_what_a_killed_run_left_can_be_finished_though_its_last_window_is_torn(t
     online = settings_for(profile, global_batch_size=8)
     plan = tmp_path / "plan.parquet"
     list(planned(plan, online, batches_of(LENGTHS, online)))
-    steps = next(OnlineJournal(plan).folder.glob("*.steps"))
-    steps.write_bytes(steps.read_bytes()[:-700])
+    (windows,) = OnlineJournal(plan).folder.glob("*.windows")
+    windows.write_bytes(windows.read_bytes()[:-700])
     finished = fcp("plan", "--resume", "-o", str(plan), cwd=tmp_path)
     assert finished.returncode == 0 and "of 7 steps, and" in finished.stderr
     assert PlanReader(plan).metadata.manifest.rows == 56

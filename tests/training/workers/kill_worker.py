@@ -39,9 +39,9 @@ SETTINGS = ("--model", "qwen3-tiny", "--precision", "fp64", "--learning-rate", "
 write_file = checkpoint._write_file
 
 
-def write_slowly(*arguments: Any) -> None:
+def write_slowly(*arguments: Any) -> Any:
     time.sleep(SLOW_SECONDS)
-    write_file(*arguments)
+    return write_file(*arguments)
 
 
 setattr(checkpoint, "_write_file", write_slowly)  # noqa: B010

@@ -52,7 +52,8 @@ def resume(case: Case, folder: Path, name: str) -> None:
     """Train the second half on the first half's checkpoint."""
     run_dir = folder / "runs" / f"{name}, resumed"
     if dist.get_rank() == 0:
-        shutil.copytree(folder / "runs" / name, run_dir)
+        # Without its owner, which is this process.
+        shutil.copytree(folder / "runs" / name, run_dir, ignore=shutil.ignore_patterns("owner.json"))
         shutil.rmtree(run_dir / "checkpoints" / f"step-{STEPS:08d}")
     dist.barrier()
     train(case, folder, run_dir, resume=True)

@@ -151,10 +151,12 @@ def resume(folder: Path, then: str, now: str) -> dict[str, Trained]:
     """Train the last step in one way on what another one saved; what was loaded, and what came out."""
     run_dir = folder / f"{then} to {now}"
     if dist.get_rank() == 0:
-        shutil.copytree(folder / f"saved {then}", run_dir)
+        # Without its owner, which is this process.
+        shutil.copytree(folder / f"saved {then}", run_dir, ignore=shutil.ignore_patterns("owner.json"))
         shutil.rmtree(run_dir / "checkpoints" / f"step-{STEPS:08d}")
     dist.barrier()
-    with trainer_of(SAVING[now].settings(folder, run_dir, resume=True)) as trainer:
+    # No launcher keeps metrics of these jobs.
+    with trainer_of(SAVING[now].settings(folder, run_dir, resume=True, accept_unrecorded=True)) as trainer:
         assert trainer.first_step == SAVED_STEPS
         return {"loaded": trainer.state(), "after": train(trainer)}
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fcp_cli.errors import RunError
+from fcp_cli.files import write_text_atomically
 from fcp_cli.reading.documents import read_object
 from fcp_cli.runtime.followed_step import plan_path
 from fcp_cli.runtime.integrations.hugging_face.checks import check_global_batch
@@ -139,7 +140,7 @@ class AcceleratedLoop:
     def save(self, folder: Any) -> None:
         """Write the next step of the plan beside what accelerate saved."""
         if self.accelerator.is_main_process and folder is not None:
-            (Path(folder) / _POSITION).write_text(json.dumps({"next_step": self.next_step}))
+            write_text_atomically(Path(folder) / _POSITION, json.dumps({"next_step": self.next_step}))
 
     def load(self, folder: Path) -> None:
         """Go on where a saved state ended."""

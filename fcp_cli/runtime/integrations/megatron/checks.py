@@ -28,7 +28,7 @@ def check_schedules(schedules: ModuleType) -> None:
         RunError: too old, or changed.
     """
     found = megatron_version()
-    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:3] if part.isdigit())
+    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:3] if part.isdecimal())
     if numbers < _OLDEST:
         raise RunError(f"megatron-core {found} cannot follow a plan; {_advice()}")
     require(schedules, "get_forward_backward_func", ())

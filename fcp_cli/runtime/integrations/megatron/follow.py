@@ -44,6 +44,7 @@ from fcp_cli.runtime.integrations.megatron.samples import (
 )
 from fcp_cli.runtime.integrations.megatron.stack import Stack
 from fcp_cli.runtime.integrations.megatron.transformer_engine import Rings, make_rings, wants_rings
+from fcp_cli.runtime.launcher_watch import end_with_launcher
 from fcp_cli.runtime.prefetch import Prefetched
 from fcp_cli.runtime.ring import Ring
 from fcp_cli.runtime.timing import clock_for
@@ -68,6 +69,7 @@ class Follower:
     """
 
     def __init__(self, plan: Path, arguments: Mapping[str, Any], stack: Stack) -> None:
+        end_with_launcher()
         self.stack = stack
         self._chunks = checks.check_chunks(arguments["model"])
         self._config = get_model_config(self._chunks[0])  # the schedule reads no other

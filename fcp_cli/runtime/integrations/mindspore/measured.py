@@ -25,6 +25,7 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.runs.metrics import MetricsWriter, StepMeasurement, drop_steps_from
 from fcp_cli.runtime.integrations.mindspore.ranks import Ranks
 from fcp_cli.runtime.metrics.message import RankMeasurement, Timing, decode, planned_timings
+from fcp_cli.runtime.metrics.run_folder import own_folder_of
 from fcp_cli.runtime.metrics.run_record import METRICS_VARIABLE, run_record
 
 
@@ -45,6 +46,7 @@ class MeasuredSteps:
         self._timings: list[Timing] = []
         self.loss = math.nan  # of the current step
         if self.is_on and path and ranks.rank == 0:
+            own_folder_of(Path(path))
             drop_steps_from(Path(path), first_step)
             self._plans: Iterator[StepPlan] = PlanReader(plan).steps(first_step)
             self._writer = MetricsWriter(Path(path))

@@ -31,6 +31,7 @@ from fcp_cli.runtime.followed_step import IGNORED, FollowedStep, plan_path, requ
 from fcp_cli.runtime.integrations.mindspore.measured import MeasuredSteps
 from fcp_cli.runtime.integrations.mindspore.ranks import Ranks, join
 from fcp_cli.runtime.integrations.mindspore.ring import Ring
+from fcp_cli.runtime.launcher_watch import end_with_launcher
 from fcp_cli.runtime.layout import shard_layout
 
 Fetch: TypeAlias = Callable[[int], Any]
@@ -57,6 +58,7 @@ def start(plan: str | Path | None = None, fetch: Fetch | None = None) -> Session
     if fetch is None:
         raise RunError("no data: pass fetch=..., a function from manifest row to tokens")
     ranks = join()
+    end_with_launcher()
     mine = fingerprint(path)
     metadata = require_agreement(path, mine, ranks.gather(mine.words))
     require_training(metadata)

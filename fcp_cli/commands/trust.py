@@ -1,0 +1,37 @@
+"""`fcp trust`: let a config file of the current folder set what runs commands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from fcp_cli.command_line import takes
+from fcp_cli.console import note
+from fcp_cli.options import Arg, Opt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrustOptions:
+    """The options of `fcp trust`."""
+
+    config: Annotated[Path, Arg("The config file.")] = Path("fcp.yaml")
+    revoke: Annotated[bool, Opt("Trust it no longer.")] = False
+
+
+@takes(TrustOptions, "fcp trust", "fcp trust --revoke")
+def trust(options: TrustOptions) -> None:
+    """Let an fcp.yaml set what runs commands or writes elsewhere; read it first.
+
+    Trust is in the file as it is now, at its place: after a change, fcp asks again.
+    """
+    from fcp_cli.errors import UsageError
+    from fcp_cli.reading.documents import read_text
+    from fcp_cli.trust import add_trust, digest_of, remove_trust
+
+    if options.revoke:
+        remove_trust(options.config)
+        note(f"{options.config} is trusted no longer")
+    else:
+        add_trust(options.config, digest_of(read_text(options.config, error=UsageError, what="the config ")))
+        note(f"{options.config} is trusted as it is now; a change asks again")

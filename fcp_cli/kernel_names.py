@@ -1,0 +1,11 @@
+"""Names of the attention kernels of NVIDIA devices. Imports nothing heavy: options are made of them."""
+
+from __future__ import annotations
+
+from typing import Final, Literal, TypeAlias, get_args
+
+KernelName: TypeAlias = Literal["cudnn", "fa2", "fa3", "fa4"]
+KernelChoice: TypeAlias = Literal["auto", "cudnn", "fa2", "fa3", "fa4"]
+KERNELS: Final[tuple[KernelName, ...]] = get_args(KernelName)
+VARIABLE: Final = "FCP_ATTENTION_KERNEL"
+"""Variable by which a job's ranks are told a `KernelChoice`."""

@@ -1,0 +1,102 @@
+"""The identity of a process: its number, start, boot and host. A number alone may belong to another process by now."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+from msgspec import Meta
+
+from fcp_cli.machine import processes
+from fcp_cli.validation import NonEmptyText, NonNegativeCount
+
+MOST_PROCESSES: Final = 1 << 22  # Linux's PID_MAX_LIMIT
+INIT: Final = 1
+
+ProcessNumber = Annotated[int, Meta(ge=INIT, le=MOST_PROCESSES, description="the number of a process")]
+BootId = Annotated[str, Meta(pattern=r"^[0-9a-f-]{36}\Z", description="the boot id of a machine")]
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessIdentity:
+    """A process that no other one can be taken for.
+
+    Attributes:
+        host: name of its machine.
+        boot_id: of that machine's kernel, which makes another one at each start.
+        pid: its number.
+        started_ticks: clock ticks from boot to its start.
+    """
+
+    host: NonEmptyText
+    boot_id: BootId
+    pid: ProcessNumber
+    started_ticks: NonNegativeCount
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessIdentity | None:
+        """Return the identity of a process of this machine, or None if it has ended or there is no /proc."""
+        boot_id, started = current_boot_id(), processes.started_ticks(pid)
+        if not boot_id or started is None:
+            return None
+        return cls(host=socket.gethostname(), boot_id=boot_id, pid=pid, started_ticks=started)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is, or was, a process of this machine since its last boot."""
+        return self.host == socket.gethostname() and self.boot_id == current_boot_id()
+
+    def is_running(self) -> bool:
+        """Return whether this very process runs on this machine; False for processes of other machines."""
+        return self.is_local and processes.started_ticks(self.pid) == self.started_ticks
+
+    def command(self) -> list[str]:
+        """Return the words that it was started with, or none if it does not run here."""
+        try:
+            words = (Path("/proc") / str(self.pid) / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+        except OSError:
+            return []
+        return [os.fsdecode(word) for word in words] if self.is_running() else []
+
+    def send(self, number: signal.Signals) -> bool:
+        """Signal this very process; return False, and signal nothing, if it does not run here.
+
+        Raises:
+            PermissionError: it is another user's, or the machine's first process, which is nobody's to end.
+        """
+        if self.pid == INIT:
+            raise PermissionError(f"process {INIT} is never signalled")
+        if not hasattr(os, "pidfd_open"):
+            if running := self.is_running():
+                os.kill(self.pid, number)
+            return running
+        try:
+            handle = os.pidfd_open(self.pid)
+        except OSError as error:
+            if not isinstance(error, ProcessLookupError):
+                raise
+            return False
+        try:
+            # Checked while the handle is held: a process that takes the number from now on is not the handle's.
+            if not self.is_running():
+                return False
+            signal.pidfd_send_signal(handle, number)
+        except ProcessLookupError:
+            return False
+        finally:
+            os.close(handle)
+        return True
+
+
+def current_boot_id() -> str:
+    """Return the id of this machine's boot, or "" if the system has none."""
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return ""

@@ -1,0 +1,36 @@
+"""The one writer of Parquet files: every page and the footer have a checksum, which `reading/parquet.py` verifies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fcp_cli.reading.parquet import END_BYTES, footer_mark, footer_size
+
+
+@contextmanager
+def parquet_writer(temporary: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
+    """Write a Parquet file to a path of `replaced_atomically`, which must hold it before the rename.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    # Without Arrow's own copy of the schema, readers take the footer's key-value metadata for the schema's: so the
+    # totals and the hash of a plan, known only at the end, become schema metadata of a streamed file.
+    with (
+        pa.OSFile(str(temporary), "wb") as sink,
+        pq.ParquetWriter(sink, schema, compression="zstd", store_schema=False, write_page_checksum=True) as writer,
+    ):
+        yield writer
+    with temporary.open("r+b") as file:
+        file.seek(-END_BYTES, os.SEEK_END)
+        size = footer_size(file.read())
+        file.seek(-size, os.SEEK_END)
+        footer = file.read()
+        file.seek(-size, os.SEEK_END)
+        file.write(footer_mark(footer) + footer)

@@ -1,0 +1,87 @@
+"""Append-only files of records, each with its length and digests: what a kill cut off is told from what was damaged."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, Final
+
+import pyarrow as pa
+
+from fcp_cli.reading.documents import DamagedError
+from fcp_cli.reading.inputs import open_input
+from fcp_cli.reading.parquet import FAILURES, require_names
+from fcp_cli.words import first_sentence
+
+_STATED: Final = struct.Struct("<Q16s")  # bytes of the content, and its digest
+_HEADER_BYTES: Final = _STATED.size + 8  # with a digest of the two before
+
+
+def write_record(file: IO[bytes], content: bytes) -> None:
+    """Append a record.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    stated = _STATED.pack(len(content), _digest(content, 16))
+    file.write(stated + _digest(stated, 8))
+    file.write(content)
+    file.flush()
+
+
+def read_records(path: Path) -> Iterator[bytes]:
+    """Yield the contents of whole records; one that a kill cut off at the end of the file is skipped.
+
+    Raises:
+        OSError: the file cannot be read.
+        DamagedError: a record is not as it was written.
+    """
+    size = path.stat().st_size
+    with open_input(path, seekable=True) as file:
+        number = 0
+        while len(header := file.read(_HEADER_BYTES)) == _HEADER_BYTES:
+            number += 1
+            stated = header[: _STATED.size]
+            if header[_STATED.size :] != _digest(stated, 8):
+                raise DamagedError(f"its record {number} is not as it was written")
+            num_bytes, digest = _STATED.unpack(stated)
+            if num_bytes > size - file.tell():
+                return
+            content = file.read(num_bytes)
+            if _digest(content, 16) != digest:
+                raise DamagedError(f"its record {number} is not as it was written")
+            yield content
+
+
+def table_content(table: pa.Table) -> bytes:
+    """Return an Arrow table as the content of a record."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
+        writer.write_table(table)
+    return bytes(sink.getvalue())
+
+
+def table_of_content(content: bytes) -> Any:
+    """Return the Arrow table of a record; its offsets and texts are sound, and no value is null.
+
+    Raises:
+        DamagedError: it holds no such table.
+    """
+    try:
+        with pa.ipc.open_stream(pa.py_buffer(content)) as reader:
+            table = reader.read_all()
+        require_names(table.schema)
+        table.validate(full=True)
+    except FAILURES as failure:
+        raise DamagedError(first_sentence(failure)) from failure
+    for column in table.columns:
+        lists = pa.types.is_list(column.type)
+        if column.null_count or (lists and column.combine_chunks().flatten().null_count):
+            raise DamagedError("a column has nulls")
+    return table
+
+
+def _digest(content: bytes, size: int) -> bytes:
+    return hashlib.blake2b(content, digest_size=size).digest()

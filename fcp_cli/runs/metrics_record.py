@@ -1,0 +1,118 @@
+"""The records of a run's metrics as values: every reader parses lines here, and nothing behind it checks again."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal, TypedDict, cast
+
+from msgspec import Meta
+
+from fcp_cli.reading.documents import decode_record
+from fcp_cli.validation import NonNegative, Positive, RankCount, require_shape
+
+# Exact as a float, too: arrays hold these values as either.
+WholeNumber = Annotated[int, Meta(ge=0, le=1 << 53, description="a whole number of at least 0")]
+
+
+class TimingRecord(TypedDict):
+    """A micro-batch on one rank; seconds count from the start of the step."""
+
+    order: WholeNumber
+    degree: RankCount
+    tokens: WholeNumber
+    predicted_seconds: NonNegative
+    start_seconds: NonNegative
+    seconds: NonNegative
+
+
+class _Rank(TypedDict):
+    rank: WholeNumber
+    idle_seconds: NonNegative
+    micro_batches: list[TimingRecord]
+
+
+class RankRecord(_Rank, total=False):
+    """A rank in one step; earlier versions wrote no memory."""
+
+    peak_memory_bytes: WholeNumber | None
+
+
+class _Step(TypedDict):
+    kind: Literal["step"]
+    step: WholeNumber
+    loss: float | None
+    tokens: WholeNumber
+    seconds: Positive
+    predicted_seconds: Positive
+    idle_fraction: NonNegative
+    ranks: list[RankRecord]
+
+
+class StepRecord(_Step, total=False):
+    """A measured step; earlier versions wrote fewer fields."""
+
+    warm_up: bool
+    grad_norm: float | None
+    learning_rate: float | None
+    mfu: float | None
+    peak_memory_bytes: WholeNumber | None
+    bad_rows: list[WholeNumber]
+
+
+class BucketRecord(TypedDict):
+    """The held-out sequences of similar length."""
+
+    up_to_tokens: WholeNumber
+    tokens: WholeNumber
+    loss: float | None
+
+
+class EvalRecord(TypedDict):
+    """An evaluation after a step."""
+
+    kind: Literal["eval"]
+    step: WholeNumber
+    loss: float | None
+    tokens: WholeNumber
+    seconds: NonNegative
+    buckets: list[BucketRecord]
+
+
+class _Run(TypedDict):
+    kind: Literal["run"]
+    num_ranks: RankCount
+    ranks_per_node: RankCount
+
+
+class RunRecord(_Run, total=False):
+    """A start of the run, with the facts that are read; it holds more, which are only shown."""
+
+    format: str
+    plan: str
+    plan_hash: str
+    started: str
+    first_step: WholeNumber
+    steps: WholeNumber
+    model: str | None
+    device: str
+    device_name: str | None
+    sync: str
+    torch: str | None
+
+
+MetricsRecord = RunRecord | StepRecord | EvalRecord
+_SHAPES: Final[dict[str, Any]] = {"run": RunRecord, "step": StepRecord, "eval": EvalRecord}
+
+
+def parse_record(line: str | bytes) -> MetricsRecord | None:
+    """Return the record of a line, or None for kinds that later versions may write.
+
+    Raises:
+        ValueError: the line is cut short, or holds what no run can have written.
+    """
+    record = decode_record(line)
+    if not isinstance(record, dict) or not isinstance(kind := record.get("kind"), str):
+        raise ValueError("it is no record")
+    if kind not in _SHAPES:
+        return None
+    require_shape(record, _SHAPES[kind])
+    return cast(MetricsRecord, record)

@@ -1,0 +1,230 @@
+"""Taking a run folder, so that no two jobs write into it: a lock of the file system, and a file that names the owner.
+
+The lock (flock on the folder itself) ends with its process. File systems of a network may not have it, or keep it to
+one machine; so an owner file decides, too. It is made exclusively, beaten every few seconds, and worthless once its
+process is gone: after a kill, a reboot, or two minutes of silence from another machine.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from threading import Event, Thread
+from types import TracebackType
+from typing import Final
+
+from fcp_cli.errors import FcpError
+from fcp_cli.files import write_text_atomically
+from fcp_cli.machine import started_by
+from fcp_cli.runs.folder import RunPaths
+from fcp_cli.runs.owner import BEAT_SECONDS, Owner, in_use, is_alive, read_owner
+
+_SETTLE_SECONDS: Final = 1.0  # between the renames of two that take over the same folder
+_RETRY_SECONDS: Final = 5.0
+_held: dict[Path, int | None] = {}  # folders that this process owns, and the handles of their locks
+
+
+@dataclass(kw_only=True, slots=True)
+class Ownership:
+    """A run folder that this process owns; a context manager that releases it.
+
+    Attributes:
+        run_dir: the folder.
+        is_new: whether it was made to be owned.
+    """
+
+    run_dir: Path
+    is_new: bool
+    _path: Path
+    _made: list[Path]
+    _stopped: Event = field(default_factory=Event)
+
+    def __enter__(self) -> Ownership:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Let others have the folder; remove it if it was made for this job, which left nothing in it."""
+        self._stopped.set()
+        found = read_owner(self._path)
+        with suppress(OSError):
+            if found is not None and found.mark == started_by.mark_of(os.getpid()):
+                self._path.unlink()
+            for folder in self._made:
+                folder.rmdir()
+        _unlock(_held.pop(self._path.absolute(), None))
+
+    def beat(self) -> None:
+        """Touch the owner file until it is released; a full or lost disk must not end the job."""
+        while not self._stopped.wait(BEAT_SECONDS):
+            with suppress(OSError):
+                os.utime(self._path)
+
+
+def own(
+    run_dir: Path,
+    *,
+    node: int = 0,
+    job: str = "",
+    restarts: bool = False,
+    must_be_new: bool = False,
+    patience_seconds: float = 0.0,
+    announce: Callable[[str], None] = lambda line: None,
+) -> Ownership:
+    """Take a run folder, before anything in it is read or changed; make it if it is missing.
+
+    Args:
+        run_dir: the folder.
+        node: of a job; all but the first own a file of their own, next to that of node 0.
+        job: the same for all nodes of a job.
+        restarts: a scheduler starts `job` again only once its earlier start has ended.
+        must_be_new: raise FileExistsError if the folder exists.
+        patience_seconds: time to wait for an owner of another machine to end.
+        announce: receives a line before a wait of several seconds.
+
+    Raises:
+        RunError: another job runs there; nothing was changed.
+        FcpError: the folder cannot be written.
+    """
+    made = _make(run_dir, must_be_new=must_be_new)
+    path = RunPaths(run_dir=run_dir).owner_of(node)
+    owner = Owner.this_process(job)
+    end = time.monotonic() + patience_seconds
+    while True:
+        handle = _lock(run_dir) if node == 0 else None
+        try:
+            if handle != _TAKEN and _take(path, owner, announce, restarts=restarts, is_locked=handle is not None):
+                break
+        except OSError as error:
+            _unlock(handle)
+            raise _cannot_write(run_dir, error) from error
+        except BaseException:
+            _unlock(handle)
+            raise
+        _unlock(handle)
+        other = _owner_in_the_way(path)
+        is_certain = other is not None and other.process is not None and other.process.is_local
+        if is_certain or time.monotonic() >= end:
+            raise in_use(run_dir, other)
+        time.sleep(_RETRY_SECONDS)
+    _held[path.absolute()] = handle
+    taken = Ownership(run_dir=run_dir, is_new=bool(made), _path=path, _made=made)
+    Thread(target=taken.beat, name="run-owner", daemon=True).start()
+    return taken
+
+
+def own_unless_launched(run_dir: Path) -> Ownership | None:
+    """Take a run folder for rank 0; None if this process has it, or the launcher that started this rank.
+
+    Raises:
+        RunError: another job runs there.
+    """
+    path = RunPaths(run_dir=run_dir).owner_of(0)
+    if path.absolute() in _held:
+        return None
+    found = read_owner(path)
+    if found is not None and found.mark == os.environ.get(started_by.VARIABLE):
+        return None
+    return own(run_dir)
+
+
+def _make(run_dir: Path, *, must_be_new: bool) -> list[Path]:
+    """Make a folder; return what was made, the innermost first."""
+    made: list[Path] = []
+    try:
+        for folder in reversed((run_dir, *run_dir.parents)):
+            if not folder.exists():
+                with suppress(FileExistsError):  # by another job, just now
+                    folder.mkdir()
+                    made.insert(0, folder)
+        if must_be_new and run_dir not in made:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(run_dir))
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise _cannot_write(run_dir, error) from error
+    return made
+
+
+_TAKEN: Final = -1
+
+
+def _lock(run_dir: Path) -> int | None:
+    """Lock a folder; return a handle, `_TAKEN`, or None if its file system has no such locks."""
+    try:
+        handle = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _cannot_write(run_dir, error) from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return _TAKEN
+    except OSError:  # ENOLCK, ENOSYS, EOPNOTSUPP; NFS wants a handle to write, which no folder has (EBADF)
+        os.close(handle)
+        return None
+    return handle
+
+
+def _unlock(handle: int | None) -> None:
+    if handle is not None and handle != _TAKEN:
+        os.close(handle)
+
+
+def _forget_locks() -> None:
+    """Close a forked process's copies of the locks, which would outlive this process with it."""
+    for handle in _held.values():
+        _unlock(handle)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_locks)
+
+
+def _take(path: Path, owner: Owner, announce: Callable[[str], None], *, restarts: bool, is_locked: bool) -> bool:
+    """Write the owner file, unless it names one that still runs; return whether it names this process now."""
+    if _blocking_job(path, owner) is not None:
+        return False
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(_text(owner))
+        return True
+    except FileExistsError:
+        found = read_owner(path)
+    is_earlier_start = restarts and found is not None and found.job == owner.job
+    if not is_earlier_start and is_alive(found, path, announce):
+        return False
+    write_text_atomically(path, _text(owner))
+    if not is_locked or found is None or found.process is None or not found.process.is_local:
+        time.sleep(_SETTLE_SECONDS)  # without a common lock, another may have found the same stale owner: the last wins
+    return read_owner(path) == owner
+
+
+def _blocking_job(path: Path, owner: Owner) -> Owner | None:
+    """Return the live owner of node 0's file if it is of another job than this node's."""
+    first = RunPaths(run_dir=path.parent).owner_of(0)
+    found = None if path == first else read_owner(first)
+    return found if found is not None and found.job != owner.job and is_alive(found, first) else None
+
+
+def _owner_in_the_way(path: Path) -> Owner | None:
+    return read_owner(path) or read_owner(RunPaths(run_dir=path.parent).owner_of(0))
+
+
+def _text(owner: Owner) -> str:
+    return json.dumps(asdict(owner), indent=2) + "\n"
+
+
+def _cannot_write(run_dir: Path, error: OSError) -> FcpError:
+    return FcpError(f"cannot write the run directory {run_dir}: {error.strerror}; choose another --run-dir")

@@ -1,0 +1,165 @@
+"""The attention kernels that a CUDA device and this release of PyTorch can run, by their names.
+
+FlashAttention 3 and 4 come in packages of their own, and PyTorch adapts them to the arguments of its flash operators:
+its registry (`torch.nn.attention`) puts the adapters in place of the operators, for the whole process. fcp calls the
+adapters themselves, so that the operators stay as they are. An implementation that the script has activated in the
+registry stays, and is what the flash operators then run.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, Final, NamedTuple, Protocol
+
+import torch
+import torch.nn.attention
+from torch import Tensor
+
+from fcp_cli.kernel_names import KernelName
+from fcp_cli.runtime.kernels.cuda import ATEN, CudaFlashKernel, FlashOperators
+from fcp_cli.runtime.kernels.cudnn import CudnnKernel, aten_operators, packs_soundly
+from fcp_cli.runtime.layout import Segments
+
+
+class NamedKernel(Protocol):
+    """An `AttentionKernel` with a name, which says what calls it refuses."""
+
+    packed: bool
+
+    @property
+    def name(self) -> KernelName: ...
+
+    def refusal(self, segments: Segments) -> str | None: ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]: ...
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class UnavailableError(Exception):
+    """A kernel cannot run here; the message says why, as a clause."""
+
+
+class _Adapter(NamedTuple):
+    """PyTorch's adapter of a package: its module, the function that imports the package, and the two operators."""
+
+    package: str
+    install: str
+    majors: tuple[int, ...]
+    module: str
+    load: str
+    forward: str
+    backward: str
+
+
+_ADAPTERS: Final = {
+    "fa3": _Adapter(
+        package="flash_attn_interface",
+        install="flash-attn-3",
+        majors=(9,),
+        module="torch.nn.attention._fa3",
+        load="_fa3_import_module",
+        forward="_fa3_flash_attention_forward_impl_default",
+        backward="_fa3_flash_attention_backward_impl",
+    ),
+    "fa4": _Adapter(
+        package="flash_attn.cute.interface",
+        install="flash-attn-4",
+        majors=(9, 10),
+        module="torch.nn.attention._fa4",
+        load="_fa4_import_module",
+        forward="_fa4_flash_attention_forward_impl",
+        backward="_fa4_flash_attention_backward_impl",
+    ),
+}
+_FA4_PATH: Final = "_FA4_MODULE_PATH"  # where PyTorch's adapter looks up the package at each call
+_LEAST_CUDNN_MAJOR: Final = 8
+
+
+def major_capability() -> int:
+    """Return the major compute capability of the current device; 0 without one."""
+    return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
+
+
+def is_rocm() -> bool:
+    return torch.version.hip is not None
+
+
+@cache
+def kernels_of(name: KernelName) -> tuple[NamedKernel, ...]:
+    """Return the forms of a kernel, the preferred one first.
+
+    Raises:
+        UnavailableError: the device, the release or a missing package rules it out.
+    """
+    if name == "fa2":
+        active = _active_implementation()
+        if active is not None:
+            raise UnavailableError(f"the script has activated {active} in its place")
+        return (CudaFlashKernel(),)
+    if is_rocm():
+        raise UnavailableError("ROCm has no such kernel")
+    if name == "cudnn":
+        return _cudnn_forms()
+    return (CudaFlashKernel(name, _adapted(name)),)
+
+
+def unavailability(name: KernelName) -> str | None:
+    """Return why a kernel cannot run here, or None."""
+    try:
+        kernels_of(name)
+    except UnavailableError as error:
+        return str(error)
+    return None
+
+
+def _cudnn_forms() -> tuple[NamedKernel, ...]:
+    operators = aten_operators()
+    if operators is None or not torch.backends.cudnn.is_available():  # type: ignore[no-untyped-call]
+        raise UnavailableError(f"torch {torch.__version__} has no attention of cuDNN")
+    if major_capability() < _LEAST_CUDNN_MAJOR:
+        raise UnavailableError(f"it needs compute capability {_LEAST_CUDNN_MAJOR}.0")
+    if torch.are_deterministic_algorithms_enabled():
+        raise UnavailableError("its backward is not deterministic, and the script asks for deterministic algorithms")
+    forms = (CudnnKernel(operators, packs=True),) if packs_soundly(operators) else ()
+    return (*forms, CudnnKernel(operators))
+
+
+def _active_implementation() -> str | None:
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
+    active: str | None = current()
+    return active
+
+
+def _adapted(name: KernelName) -> FlashOperators:
+    """Return the operators of FlashAttention 3 or 4, with the process's own left as they are."""
+    adapter = _ADAPTERS[name]
+    if major_capability() not in adapter.majors:
+        wanted = " or ".join(f"{major}.x" for major in adapter.majors)
+        raise UnavailableError(f"it needs a device of compute capability {wanted}")
+    active = _active_implementation()
+    if active == name.upper():
+        return ATEN
+    if active is not None:
+        raise UnavailableError(f"the script has activated {active} in its place")
+    if not _is_installed(adapter.package):
+        raise UnavailableError(f"the package {adapter.install} is not installed")
+    try:
+        module: Any = importlib.import_module(adapter.module)
+        getattr(module, adapter.load)(adapter.package)
+        if name == "fa4":
+            setattr(module, _FA4_PATH, adapter.package)
+        return FlashOperators(forward=getattr(module, adapter.forward), backward=getattr(module, adapter.backward))
+    except Exception as error:  # packages of other releases fail in ways of their own
+        raise UnavailableError(f"{adapter.install} does not fit torch {torch.__version__}: {error}") from error
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # its parent is missing
+        return False

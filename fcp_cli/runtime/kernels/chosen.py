@@ -1,0 +1,156 @@
+"""The choice of a CUDA kernel per call: the best of the call's shape class that can take it.
+
+The order is: the kernel that was asked for; then those measured on the call's class, quickest first; then the default
+order of the architecture. A kernel takes part once its test call has passed for the heads and the type at hand. All
+figures are known to the host, so a choice waits for nothing, and a layout keeps it for all layers.
+
+Kernels compute the same function, up to rounding, with natural log-sum-exps. The calls of one row, and the ranks of one
+ring, may run different kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from fcp_cli.attention_kernels import LEAST_UNMEASURED_TOKENS, KernelTable, default_order, shape_class
+from fcp_cli.errors import RunError
+from fcp_cli.kernel_names import KERNELS, VARIABLE, KernelName
+from fcp_cli.runtime.kernels import probe
+from fcp_cli.runtime.kernels.available import (
+    NamedKernel,
+    UnavailableError,
+    is_rocm,
+    kernels_of,
+    major_capability,
+)
+from fcp_cli.runtime.kernels.probe import Signature, signature_of
+from fcp_cli.runtime.layout import Segments
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preference:
+    """What decides among kernels.
+
+    Attributes:
+        asked: kernel to prefer for every call that it can take, or None.
+        table: measured kernels of this device, or None.
+        excluded: kernels that some rank cannot run.
+        report: is given a line about a kernel that falls out during a run.
+    """
+
+    asked: KernelName | None = None
+    table: KernelTable | None = None
+    excluded: frozenset[KernelName] = frozenset()
+    report: Callable[[str], None] | None = field(default=None, compare=False)
+
+    def order(self, segments: Segments) -> tuple[KernelName, ...]:
+        """Return the kernels to try for a call, each once."""
+        default = default_order(major_capability(), rocm=is_rocm()).kernels
+        measured: tuple[KernelName, ...] = ()
+        if self.table is not None:
+            measured = self.table.order(shape_class(segments.q_lengths, causal=segments.causal))
+        if not measured and min(segments.q_lengths) < LEAST_UNMEASURED_TOKENS:
+            # The construction of a graph for a new shape would take longer than it saves.
+            default = tuple(sorted(default, key=lambda name: name == "cudnn"))
+        asked = () if self.asked is None else (self.asked,)
+        names = dict.fromkeys((*asked, *measured, *default, "fa2"))
+        return tuple(name for name in names if name not in self.excluded)
+
+
+class ChosenKernel:
+    """An attention kernel of CUDA for 16-bit types that passes every call to the kernel chosen for it."""
+
+    packed = True
+
+    def __init__(self, preference: Preference) -> None:
+        self.preference = preference
+        self._passed: dict[tuple[KernelName, Signature], NamedKernel | None] = {}
+        self._dropped: set[KernelName] = set()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
+        return self._run(q, k, v, segments, lambda kernel: kernel.forward(q, k, v, segments, scale))
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._run(q, k, v, segments, lambda kernel: kernel.backward(dout, q, k, v, out, lse, segments, scale))
+
+    def of(self, signature: Signature, segments: Segments, device: torch.device) -> NamedKernel:
+        """Return the kernel of a call.
+
+        Raises:
+            RunError: no kernel can take it.
+        """
+        key = (self, signature, len(self._dropped))  # layouts outlive a change of preference
+        return segments.derived(key, lambda: self._choose(signature, segments, device))
+
+    def _run(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, call: Callable[[NamedKernel], Result]
+    ) -> Result:
+        signature = signature_of(q, k, v)
+        while True:
+            kernel = self.of(signature, segments, q.device)
+            try:
+                return call(kernel)
+            except Exception as error:
+                # PyTorch's own kernel is the one to fall back to, so that its errors are the user's to see.
+                if kernel.name == "fa2" or probe.is_of_the_device(error):
+                    raise
+                self._drop(kernel.name, error)
+
+    def _choose(self, signature: Signature, segments: Segments, device: torch.device) -> NamedKernel:
+        names = [name for name in self.preference.order(segments) if name not in self._dropped]
+        for name in names:
+            if all(form.refusal(segments) is not None for form in _forms(name)):
+                continue
+            kernel = self._tested(name, signature, device)
+            if kernel is not None and kernel.refusal(segments) is None:
+                return kernel
+        raise RunError(
+            f"no attention kernel of {', '.join(names) or 'this device'} takes {signature.heads} heads of "
+            f"{signature.head_dim} in {signature.dtype}; train the model in fp32, or on the CPU"
+        )
+
+    def _tested(self, name: KernelName, signature: Signature, device: torch.device) -> NamedKernel | None:
+        """Return the first form of a kernel that passes its test call; FlashAttention 2 needs none."""
+        key = (name, signature)
+        if key not in self._passed:
+            passing = (one for one in _forms(name) if name == "fa2" or not probe.failure(one, signature, device))
+            self._passed[key] = next(passing, None)
+        return self._passed[key]
+
+    def _drop(self, name: KernelName, error: Exception) -> None:
+        self._dropped.add(name)
+        if self.preference.report is not None:
+            self.preference.report(
+                f"warning: attention kernel {name} failed and is not used any more: {probe.reason_of(error)}"
+            )
+
+
+def _forms(name: KernelName) -> tuple[NamedKernel, ...]:
+    """Return the forms of a kernel; none if it cannot run here."""
+    try:
+        return kernels_of(name)
+    except UnavailableError:
+        return ()
+
+
+def asked_kernel(value: str | None) -> KernelName | None:
+    """Return the kernel that the environment asks for; None for auto.
+
+    Raises:
+        RunError: an unknown name.
+    """
+    if value in (None, "", "auto"):
+        return None
+    for name in KERNELS:
+        if value == name:
+            return name
+    raise RunError(f"{VARIABLE} is {value!r}; it must be auto, {', '.join(KERNELS)}")

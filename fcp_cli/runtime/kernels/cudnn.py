@@ -1,0 +1,237 @@
+"""Attention on CUDA by cuDNN, through PyTorch's operators.
+
+Two forms. The dense one, `aten::_scaled_dot_product_cudnn_attention`, takes sequences of one length as a batch; it is
+the form of PyTorch's own context parallelism, gives log-sum-exps [batch, heads, rows, 1] ([batch, heads, rows] before
+torch 2.9), and takes a row's final out and log-sum-exp in backward. The packed one, `aten::_cudnn_attention_forward`
+with cumulative lengths, takes all sequences at once. It is used from the release on whose schema has `seqused_k`:
+earlier ones construct a graph in every call (42 ms, pytorch#191576) and size the backward's buffers by the head size
+(illegal addresses, pytorch#186142).
+
+A causal mask is aligned at the first query and key here, so it takes as many queries as keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fcp_cli.errors import RunError
+from fcp_cli.kernel_names import KernelName
+from fcp_cli.runtime.kernels.cuda import bounds_of
+from fcp_cli.runtime.layout import Segments
+
+_MOST_BATCHES: Final = 8  # calls, and graphs, of one pack
+_MOST_WASTE: Final = 4  # the packed backward allocates for every sequence as much as for the longest
+
+
+class CudnnOperators(NamedTuple):
+    """PyTorch's operators: of the dense form, and of the packed one."""
+
+    dense_forward: Callable[..., Any]
+    dense_backward: Callable[..., Any]
+    packed_forward: Callable[..., Any] | None
+    packed_backward: Callable[..., Any] | None
+
+
+class _Batch(NamedTuple):
+    """Neighbouring sequences of one shape: their number, and the queries and keys of each."""
+
+    number: int
+    rows: int
+    keys: int
+
+
+def aten_operators() -> CudnnOperators | None:
+    """Return the operators, or None if this release lacks the dense ones."""
+    dense, dense_backward, packed, packed_backward = (
+        getattr(getattr(torch.ops.aten, name, None), "default", None)
+        for name in (
+            "_scaled_dot_product_cudnn_attention",
+            "_scaled_dot_product_cudnn_attention_backward",
+            "_cudnn_attention_forward",
+            "_cudnn_attention_backward",
+        )
+    )
+    if dense is None or dense_backward is None:
+        return None
+    return CudnnOperators(dense, dense_backward, packed, packed_backward)
+
+
+def packs_soundly(operators: CudnnOperators) -> bool:
+    """Return whether the packed form of this release keeps its graphs and sizes its buffers (see the module)."""
+    packed: Any = operators.packed_forward
+    if packed is None or operators.packed_backward is None:
+        return False
+    return any(argument.name == "seqused_k" for argument in packed._schema.arguments)
+
+
+class CudnnKernel:
+    """bf16 and fp16; head sizes by device and release. No device synchronisation.
+
+    Args:
+        operators: PyTorch's.
+        packs: whether packs of several lengths are one call; else each of its batches is one.
+    """
+
+    name: KernelName = "cudnn"
+    packed = True
+
+    def __init__(self, operators: CudnnOperators, *, packs: bool = False) -> None:
+        self._operators = operators
+        self._packs = packs
+        self._stats_dims = 4  # of the dense form's log-sum-exps, as forward found them
+        self._packed_stats: str | None = None  # layout of the packed form's, as forward found it
+
+    def refusal(self, segments: Segments) -> str | None:
+        """Return why the kernel cannot take a call, or None."""
+        if segments.window is not None:
+            return "no windows"
+        if segments.causal and segments.q_lengths != segments.k_lengths:
+            return "causal masks are aligned at the first key"
+        if min(segments.q_lengths) < 2 or min(segments.k_lengths) < 2:
+            return "no sequences of one token"  # pytorch#138531
+        if len(_batches(segments)) > _MOST_BATCHES and not self._packs_cheaply(segments):
+            return f"more than {_MOST_BATCHES} batches of one shape"
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
+        batches = _batches(segments)
+        if len(batches) > 1 and self._packs_cheaply(segments):
+            return self._packed_forward(q, k, v, segments, scale)
+        results = [
+            self._dense_forward(*parts, causal=segments.causal, scale=scale) for parts in _cut(batches, (q,), (k, v))
+        ]
+        return _joined([out for out, _ in results]), _joined([lse for _, lse in results])
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        batches = _batches(segments)
+        dout, out = dout.contiguous(), out.contiguous()
+        if len(batches) > 1 and self._packs_cheaply(segments):
+            return self._packed_backward(dout, q, k, v, out, lse, segments, scale)
+        pieces = zip(
+            _cut(batches, (dout, q, out), (k, v)),
+            torch.split_with_sizes(lse, [batch.number * batch.rows for batch in batches]),
+            batches,
+            strict=True,
+        )
+        results = [self._dense_backward(parts, rows, batch, segments, scale) for parts, rows, batch in pieces]
+        dq, dk, dv = (_joined(list(grads)) for grads in zip(*results, strict=True))
+        return dq, dk, dv
+
+    def _packs_cheaply(self, segments: Segments) -> bool:
+        if not self._packs:
+            return False
+        sides = (segments.q_lengths, segments.k_lengths)
+        return all(len(lengths) * max(lengths) <= _MOST_WASTE * sum(lengths) for lengths in sides)
+
+    def _dense_forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """Attend in [batch, heads, rows, size]; return rows first."""
+        out, stats, *_ = self._operators.dense_forward(q, k, v, None, True, 0.0, causal, False, scale=scale)
+        if tuple(stats.shape) not in (q.shape[:3], (*q.shape[:3], 1)):
+            raise RunError(
+                f"cuDNN's attention of torch {torch.__version__} gives log-sum-exp of shape {tuple(stats.shape)}, "
+                f"expected {tuple(q.shape[:3])}: use --attention-kernel fa2"
+            )
+        self._stats_dims = stats.dim()
+        return _rows_first(out), stats.reshape(q.shape[:3]).transpose(1, 2).flatten(0, 1)
+
+    def _dense_backward(
+        self, parts: list[Tensor], lse: Tensor, batch: _Batch, segments: Segments, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, out, k, v = parts
+        stats = _batched(lse, batch.number, batch.rows).contiguous()
+        if self._stats_dims == 4:
+            stats = stats.unsqueeze(-1)
+        seed = _unused_seed(segments, q)
+        # No bias and no cumulative lengths: None stands for an undefined tensor, as autograd passes it.
+        grads = self._operators.dense_backward(
+            dout, q, k, v, out, stats, seed, seed, None, None, None, batch.rows, batch.keys, 0.0, segments.causal,
+            scale=scale,
+        )  # fmt: skip
+        dq, dk, dv = map(_rows_first, grads)
+        return dq, dk, dv
+
+    def _packed_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        assert self._operators.packed_forward is not None
+        bounds = bounds_of(segments, q.device)
+        out, stats, *_ = self._operators.packed_forward(
+            q, k, v, None, bounds.q, bounds.k, bounds.longest_q, bounds.longest_k, True, 0.0, segments.causal, False,
+            scale=scale,
+        )  # fmt: skip
+        tokens, heads = q.shape[:2]
+        layouts = {(tokens, heads, 1): "rows, 1", (tokens, heads): "rows", (heads, tokens): "heads"}
+        layout = layouts.get(tuple(stats.shape))
+        if layout is None or (tokens == heads and stats.dim() == 2 and self._packed_stats is None):
+            raise RunError(
+                f"cuDNN's packed attention of torch {torch.__version__} gives log-sum-exp of shape "
+                f"{tuple(stats.shape)} for {tokens} tokens and {heads} heads: use --attention-kernel fa2"
+            )
+        if tokens != heads or self._packed_stats is None:
+            self._packed_stats = layout
+        return out, stats.t() if self._packed_stats == "heads" else stats.view(tokens, heads)
+
+    def _packed_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert self._operators.packed_backward is not None
+        bounds, seed = bounds_of(segments, q.device), _unused_seed(segments, q)
+        stats = lse.t().contiguous() if self._packed_stats == "heads" else lse.contiguous()
+        if self._packed_stats == "rows, 1":
+            stats = stats.unsqueeze(-1)
+        dq, dk, dv = self._operators.packed_backward(
+            dout, q, k, v, out, stats, seed, seed, None, bounds.q, bounds.k, bounds.longest_q, bounds.longest_k, 0.0,
+            segments.causal, scale=scale,
+        )  # fmt: skip
+        return dq, dk, dv
+
+
+def _batches(segments: Segments) -> list[_Batch]:
+    """Return runs of neighbouring sequences of one shape."""
+    return segments.derived("batches", lambda: _make_batches(segments))
+
+
+def _make_batches(segments: Segments) -> list[_Batch]:
+    shapes = zip(segments.q_lengths, segments.k_lengths, strict=True)
+    return [_Batch(len(list(run)), rows, keys) for (rows, keys), run in groupby(shapes)]
+
+
+def _cut(batches: list[_Batch], of_rows: tuple[Tensor, ...], of_keys: tuple[Tensor, ...]) -> list[list[Tensor]]:
+    """Return, per batch, views [count, heads, length, size] of packed tensors: those of rows, then those of keys."""
+    row_sizes = [batch.number * batch.rows for batch in batches]
+    key_sizes = [batch.number * batch.keys for batch in batches]
+    rows = [torch.split_with_sizes(tensor, row_sizes) for tensor in of_rows]
+    keys = [torch.split_with_sizes(tensor, key_sizes) for tensor in of_keys]
+    return [
+        [
+            *(_batched(parts[i], batch.number, batch.rows) for parts in rows),
+            *(_batched(parts[i], batch.number, batch.keys) for parts in keys),
+        ]
+        for i, batch in enumerate(batches)
+    ]
+
+
+def _batched(packed: Tensor, count: int, length: int) -> Tensor:
+    """View [count * length, heads, ...] as [count, heads, length, ...]."""
+    return packed.view(count, length, *packed.shape[1:]).transpose(1, 2)
+
+
+def _rows_first(tensor: Tensor) -> Tensor:
+    """Turn [batch, heads, rows, size] into [batch * rows, heads, size]."""
+    return tensor.transpose(1, 2).flatten(0, 1)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _unused_seed(segments: Segments, like: Tensor) -> Tensor:
+    """Return a seed that is never read, since there is no dropout; it only has to exist."""
+    return segments.derived(("seed", like.device), lambda: torch.zeros((), dtype=torch.int64, device=like.device))

@@ -1,0 +1,114 @@
+"""Run folders: what a job leaves there, and the words of schedulers about it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fcp_cli.plan.reader import PlanReader
+from tests.fuzz import mutations
+from tests.fuzz.kind import Change, Kind, of_files
+from tests.fuzz.planning_kinds import of_plan
+from tests.report.runs import write_run
+from tests.runs.records import launch_record
+
+RUN = "runs/tiny-001"
+JOB = "runs/tiny-002"  # of a scheduler
+_CHECKPOINT = f"{RUN}/checkpoints/step-000001/checkpoint.json"
+
+
+def write_runs(folder: Path) -> None:
+    """Write the folder of a run that finished, and of one that a scheduler was given; `plan.parquet` is there."""
+    run = folder / RUN
+    (folder / _CHECKPOINT).parent.mkdir(parents=True)
+    plan = folder / "plan.parquet"
+    (run / "plan.parquet").write_bytes(plan.read_bytes())
+    write_run(run / "metrics.jsonl", plan)
+    plan_hash = PlanReader(plan).metadata.plan_hash
+    record = launch_record(plan="plan.parquet", plan_hash=plan_hash, run_dir=RUN)
+    (run / "launch.json").write_text(json.dumps(asdict(record)))
+    (run / "logs" / "20260101").mkdir(parents=True)
+    (run / "logs" / "20260101" / "launcher.log").write_text("step 1\nstep 2\n")
+    beat: dict[str, Any] = {"format": "fcp-heartbeat/1", "host": "here", "pid": 2**22 - 3, "process_started": 5}
+    beat["started"] = "2026-01-01T00:00:00+00:00"
+    (run / "heartbeat.json").write_text(json.dumps({**beat, "ended": "finished"}))
+    position = {"format": "fcp-step-position/1", "step": 1, "done": 1, "microbatches": 3, "planned_seconds": 0.5}
+    (run / "position.json").write_text(json.dumps({**position, "predicted_seconds": 2.0, "began": 1767225600.0}))
+    header: dict[str, Any] = {"format": "fcp-checkpoint/2", "step": 1, "plan_hash": plan_hash, "num_ranks": 4}
+    header |= {"sharding": "replicated", "model": "qwen3-tiny", "torch": "2.13", "shards": None}
+    (folder / _CHECKPOINT).write_text(json.dumps(header))
+    _write_job(folder, record)
+    _write_schedulers(folder / "bin")
+
+
+def _write_schedulers(folder: Path) -> None:
+    """Write programs of the names of schedulers' own, each of which prints a file."""
+    folder.mkdir()
+    status = {"status": {"conditions": [{"type": "Running", "status": "True", "lastTransitionTime": "2026-01-01"}]}}
+    words = {"squeue": "RUNNING None\n", "sacct": "COMPLETED\n", "scancel": "", "kubectl": json.dumps(status)}
+    for name, text in words.items():
+        (folder / name).write_text('#!/bin/sh\ncat "$0.txt"\n')
+        (folder / name).chmod(0o755)
+        (folder / f"{name}.txt").write_text(text)
+
+
+def _write_job(folder: Path, record: Any) -> None:
+    job = folder / JOB
+    job.mkdir()
+    (job / "launch.json").write_text(json.dumps({**asdict(record), "run_dir": JOB}))
+    submission = {"format": "fcp-job/1", "target": "slurm", "name": "tiny-002", "namespace": "", "job_id": "4711"}
+    (job / "job.json").write_text(json.dumps(submission))
+    (folder / "runs" / "tiny-003").mkdir()
+    (folder / "runs" / "tiny-003" / "launch.json").write_text(json.dumps({**asdict(record), "run_dir": JOB}))
+    on_kubernetes = {**submission, "target": "jobset", "namespace": "training", "job_id": ""}
+    (folder / "runs" / "tiny-003" / "job.json").write_text(json.dumps(on_kubernetes))
+
+
+_SEEN = (f"watch {RUN} --json", f"watch {RUN} --once", "jobs --json", "jobs", f"report {RUN} -o out.html")
+_RESUMED = (
+    f"launch --resume --run-dir {RUN} --dry-run --json",
+    f"plan dataset.parquet --continue-from {RUN} --ranks 6 -o out.parquet",
+)
+_WHOLE: dict[str, Change] = {
+    f"{RUN}/launch.json": mutations.of_json,
+    f"{RUN}/heartbeat.json": mutations.of_json,
+    f"{RUN}/position.json": mutations.of_json,
+    f"{RUN}/metrics.jsonl": mutations.of_lines,
+    f"{RUN}/plan.parquet": of_plan,
+    _CHECKPOINT: mutations.of_json,
+    f"{RUN}/logs/20260101/launcher.log": mutations.of_bytes,
+}
+_ASKED = (
+    "jobs --json",
+    "jobs",
+    f"jobs cancel {JOB} --yes",
+    "jobs cancel runs/tiny-003 --yes",
+    "jobs log runs/tiny-003",
+)
+_SUBMITTED: dict[str, Change] = {f"{JOB}/job.json": mutations.of_json, "runs/tiny-003/job.json": mutations.of_json}
+
+KINDS: dict[str, Kind] = {
+    "metrics": of_files(
+        f"{RUN}/metrics.jsonl",
+        *_SEEN,
+        "profile fit FILE --plan plan.parquet --skip-steps 0 -o out.yaml",
+        "profile fit FILE --skip-steps 0 -o out.yaml",
+        "trace FILE -o out.json",
+        "trace plan.parquet FILE -o out.json",
+        "report plan.parquet --metrics FILE -o out.html --json",
+        change=mutations.of_lines,
+    ),
+    "launch record": of_files(f"{RUN}/launch.json", *_SEEN, *_RESUMED, change=mutations.of_json),
+    "heartbeat": of_files(f"{RUN}/heartbeat.json", *_SEEN, change=mutations.of_json),
+    "step position": of_files(f"{RUN}/position.json", *_SEEN, change=mutations.of_json),
+    "checkpoint header": of_files(_CHECKPOINT, *_RESUMED, change=mutations.of_json),
+    "submission": of_files(_SUBMITTED, *_ASKED, share=0.6),
+    "words of schedulers": of_files(
+        {"bin/squeue.txt": mutations.of_text, "bin/sacct.txt": mutations.of_text, "bin/kubectl.txt": mutations.of_json},
+        *_ASKED,
+        share=0.6,
+    ),
+    "run folder": of_files(_WHOLE, *_SEEN, *_RESUMED, f"jobs log {RUN}"),
+}

@@ -1,0 +1,160 @@
+"""What changed inputs have broken: one small input each."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from inline_snapshot import snapshot
+
+from fcp_cli.errors import RunError
+from fcp_cli.manifest.read import read_manifest
+from fcp_cli.manifest.sources.media_readers import video_size
+from fcp_cli.manifest.tokens import open_tokens
+from fcp_cli.models.model import load_hf_config
+from fcp_cli.models.weights import find_weights
+from fcp_cli.report.chart_parts import DegreeColours
+from fcp_cli.words import first_line
+from tests.commands.planning_folder import assert_one_error_line, fcp, write_dataset
+from tests.fuzz.mutations import write_parquet
+from tests.manifest.chat_checkpoint import write_checkpoint
+from tests.manifest.datasets import write_jsonl
+from tests.messages import raises
+
+pytestmark = [pytest.mark.torch, pytest.mark.hf]
+
+
+def test_a_manifest_with_other_rows_than_the_plans_is_refused(tmp_path: Path) -> None:
+    write_dataset(tmp_path)
+    fcp("plan", "dataset.parquet", "--ranks", "8", "--tokens-per-rank", "8192", "-o", "plan.parquet", cwd=tmp_path)
+    pq.write_table(pa.table({"length": [5]}), tmp_path / "other.parquet")
+    for words in (["report"], ["inspect"], ["inspect", "--step", "0", "--why", "0"]):
+        result = fcp(*words[:1], "plan.parquet", *words[1:], "--manifest", "other.parquet", cwd=tmp_path)
+        assert assert_one_error_line(result, 1) == snapshot(
+            "error: --manifest other.parquet has 1 row, but plan.parquet was planned from 96 rows of dataset.parquet; name that one"
+        )
+
+
+def test_masks_with_nulls_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.parquet"
+    pairs = {
+        b"fcp": json.dumps(
+            {"format": "fcp-manifest/1", "source": {"path": "x", "kind": "megatron", "mask": "segments:spans"}}
+        ).encode()
+    }
+    table = pa.table({"length": [5, 6], "eta": [0.5, 0.5], "mask": [[1, 2], None]}).replace_schema_metadata(pairs)
+    write_parquet(table, path)
+    with raises(
+        snapshot("ManifestError: FOLDER/m.parquet: the column mask must hold lists of whole numbers without nulls")
+    ):
+        read_manifest(path)
+
+
+def test_a_layer_type_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    document = {"model_type": "qwen3", "num_hidden_layers": 2, "layer_types": [{"a": 1}, "full_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    with raises(
+        snapshot(
+            "ProfileError: FOLDER/config.json: layer_types has {'a': 1}; known: full_attention, sliding_attention, linear_attention"
+        )
+    ):
+        load_hf_config(tmp_path / "config.json")
+
+
+def test_a_legend_shows_degrees_that_have_a_colour() -> None:
+    assert DegreeColours([2, 4]).encoding([1, 2])["legend"]["values"] == ["2"]
+
+
+def test_clips_of_too_many_frames_a_second_are_refused(tmp_path: Path) -> None:
+    result = fcp("manifest", "synth", "openvid", "--fps", "1e308", "-o", "sizes.jsonl", cwd=tmp_path)
+    assert assert_one_error_line(result, 2).startswith("error: --fps is 1e308; it must be at most 1000; see")
+
+
+def test_a_source_with_values_of_other_types_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.parquet"
+    pairs = {
+        b"fcp": json.dumps(
+            {"format": "fcp-manifest/1", "source": {"path": "x", "kind": "text", "mask": ["full"]}}
+        ).encode()
+    }
+    write_parquet(pa.table({"length": [5], "eta": [0.5]}).replace_schema_metadata(pairs), path)
+    with raises(snapshot("ManifestError: FOLDER/m.parquet: its source is damaged: tokenizer is None; build it again")):
+        read_manifest(path)
+
+
+def test_a_video_without_a_decoder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    av = pytest.importorskip("av")
+    (tmp_path / "clip.mp4").write_bytes(b"x")
+    stream = SimpleNamespace(codec_context=None)  # and so no size
+    container = SimpleNamespace(streams=SimpleNamespace(video=[stream]))
+    monkeypatch.setattr(av, "open", lambda *_: nullcontext(container))
+    with raises(snapshot("ManifestError: clip.mp4 has no video stream")):
+        video_size(tmp_path / "clip.mp4", "clip.mp4")
+
+
+def test_a_turn_whose_role_is_no_text_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "chat")
+    write_jsonl(tmp_path / "chat.jsonl", [{"messages": [{"role": {"a": 1}, "content": "x"}]}])
+    result = fcp("manifest", "build", "chat.jsonl", "--kind", "chat", "--tokenizer", "chat", cwd=tmp_path)
+    assert "a turn of 'messages' is of {'a': 1}; roles are" in assert_one_error_line(result, 1)
+
+
+def test_a_long_message_of_a_library_is_shortened() -> None:
+    assert len(first_line(ValueError("x" * 5000))) == 1000
+
+
+def test_a_record_that_a_tokenizer_cannot_encode_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "chat")
+    settings = tmp_path / "chat" / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "model_max_length": "x"}))
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    write_jsonl(tmp_path / "chat.jsonl", [{"messages": talk}])
+    result = fcp("manifest", "build", "chat.jsonl", "--kind", "chat", "--tokenizer", "chat", cwd=tmp_path)
+    assert assert_one_error_line(result, 1).endswith(
+        "cannot encode: '>' not supported between instances of 'int' and 'str'"
+    )
+
+
+def test_files_of_weights_have_printable_names(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "b\0c"}}))
+    with pytest.raises(RunError, match="has no 'weight_map' from tensors to files"):
+        find_weights(tmp_path)
+
+
+def test_layers_of_attention_that_are_no_list_are_refused(tmp_path: Path) -> None:
+    document = {"model_type": "bamba", "num_hidden_layers": 2, "attn_layer_indices": "~"}
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    with raises(snapshot("ProfileError: FOLDER/config.json: attn_layer_indices is '~'; it must be a list of layers")):
+        load_hf_config(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (
+            {"shard": [7, 0], "byte_offset": [0, 1]},
+            "ManifestError: FOLDER/m.parquet: the column shard names files beyond the 1 of its source",
+        ),
+        (
+            {"shard": ["a", "b"], "byte_offset": [0, 1]},
+            "ManifestError: FOLDER/m.parquet: the column shard is of string; build the manifest again",
+        ),
+        (
+            {"shard": [0, None], "byte_offset": [0, 1]},
+            "ManifestError: FOLDER/m.parquet: the column shard has nulls; build the manifest again",
+        ),
+    ],
+)
+def test_rows_that_lie_nowhere_are_refused(columns: dict[str, list[object]], message: str, tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "d.jsonl", [{"text": "abc"}, {"text": "def"}])
+    source = {"path": str(data), "kind": "jsonl", "column": "text", "tokenizer": "bytes", "files": ["d.jsonl"]}
+    header = {b"fcp": json.dumps({"format": "fcp-manifest/1", "source": source}).encode()}
+    table = pa.table({"length": [3, 3], **columns}).replace_schema_metadata(header)
+    write_parquet(table, tmp_path / "m.parquet")
+    with raises(message):
+        open_tokens(tmp_path / "m.parquet")

@@ -1,0 +1,96 @@
+"""Every function that opens a file to read it is entered by a sound input of some kind, or stands here with the reason."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+import pytest
+
+from tests.fuzz.campaign import KINDS
+from tests.fuzz.folder import SeedFolder
+from tests.fuzz.judgement import judged
+from tests.fuzz.option_kinds import UNDRAWN, commands
+from tests.fuzz.readers import readers
+
+pytestmark = [pytest.mark.torch, pytest.mark.hf, pytest.mark.processes]
+
+_SYSTEM = "a file of the system, which no user writes"
+_OWN = "a file or pipe of fcp's own processes"
+_RANKS = "opened in ranks of real jobs alone"
+_NOT_YET = "no kind yet"
+EXCEPTIONS = {
+    "fcp_cli/commands/plan.py:_plan_to_stdout": _OWN,
+    "fcp_cli/commands/trust.py:trust": _NOT_YET,
+    "fcp_cli/compiling.py:package_stamp": _SYSTEM,
+    "fcp_cli/cost/measured.py:read_measured": _NOT_YET,
+    "fcp_cli/launching/node.py:_write_record": _OWN,
+    "fcp_cli/launching/supervision/msrun_ranks.py:MsrunRanks._noticed": _OWN,
+    "fcp_cli/machine/accelerators.py:_gpus": _SYSTEM,
+    "fcp_cli/machine/host.py:cpu_name": _SYSTEM,
+    "fcp_cli/machine/identity.py:ProcessIdentity.command": _SYSTEM,
+    "fcp_cli/machine/identity.py:current_boot_id": _SYSTEM,
+    "fcp_cli/machine/processes.py:_stat": _SYSTEM,
+    "fcp_cli/machine/processes.py:command_of": _SYSTEM,
+    "fcp_cli/machine/processes.py:environment_of": _SYSTEM,
+    "fcp_cli/manifest/sources/chat.py:_json_list": _NOT_YET,
+    "fcp_cli/manifest/sources/detect.py:_made_by_fcp": _NOT_YET,
+    "fcp_cli/manifest/sources/picture_records.py:_samples": _NOT_YET,
+    "fcp_cli/models/weights.py:_conversion": _NOT_YET,
+    "fcp_cli/plan/messages.py:table_of": _OWN,
+    "fcp_cli/planning/online/journal.py:OnlineJournal._take_over_plan": _NOT_YET,
+    "fcp_cli/profiling/device.py:PeakMemory.peak_bytes": _SYSTEM,
+    "fcp_cli/profiling/device.py:run_queue_seconds": _SYSTEM,
+    "fcp_cli/profiling/measure.py:_run": _OWN,
+    "fcp_cli/profiling/measure.py:reason_in_log": _OWN,
+    "fcp_cli/profiling/measurement.py:read_measurement": _OWN,
+    "fcp_cli/reading/sandbox.py:Folders.get_source": _NOT_YET,
+    "fcp_cli/runs/owner.py:read_owner": _NOT_YET,
+    "fcp_cli/runtime/integrations/hugging_face/accelerate_loop.py:AcceleratedLoop.load": _RANKS,
+    "fcp_cli/runtime/integrations/megatron/measured.py:MeasuredSteps.begin": _RANKS,
+    "fcp_cli/runtime/online/cursor.py:StreamCursor.__init__": _RANKS,
+    "fcp_cli/runtime/session.py:Session._recorded": _RANKS,
+    "fcp_cli/selftest/findings.py:Diary.read": _OWN,
+    "fcp_cli/selftest/run.py:_findings": _OWN,
+    "fcp_cli/selftest/settings.py:read_settings": _OWN,
+    "fcp_cli/training/checkpoint.py:_pieces": _RANKS,
+    "fcp_cli/training/data.py:check_tokenizer": _RANKS,
+    "fcp_cli/training/models.py:model_config": _RANKS,
+    "fcp_cli/training/origin.py:kept_names": _RANKS,
+    "fcp_cli/training/pictures.py:_digest_of": _RANKS,
+    "fcp_cli/training/pictures.py:_digest_of_file": _RANKS,
+    "fcp_cli/training/trainer.py:Trainer._open_metrics": _RANKS,
+    "fcp_cli/trust.py:_trusted": _NOT_YET,
+    "fcp_cli/verification/processes.py:_reason": _OWN,
+}
+
+
+@pytest.fixture(scope="module")
+def entered(seeds: SeedFolder) -> set[str]:
+    """The readers that sound inputs of all kinds enter."""
+    places = {place: name for name, place in readers().items()}
+    found: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and (name := places.get((frame.f_code.co_filename, frame.f_code.co_firstlineno))):
+            found.add(name)
+
+    for kind in KINDS.values():
+        for one in kind.sound:
+            sys.setprofile(note)
+            try:
+                became = judged(one, seeds)
+            finally:
+                sys.setprofile(None)
+            assert became == ("answered", None), one.name
+    return found
+
+
+def test_every_reader_is_entered_by_a_kind_or_named_with_its_reason(entered: set[str]) -> None:
+    assert set(readers()) - entered - set(EXCEPTIONS) == set()
+    assert set(EXCEPTIONS) - set(readers()) == set()
+
+
+def test_every_command_has_a_kind_of_its_options_or_a_reason() -> None:
+    drawn = {kind.removeprefix("options of ") for kind in KINDS if kind.startswith("options of ")}
+    assert set(commands()) == drawn | set(UNDRAWN)

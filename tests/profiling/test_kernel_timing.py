@@ -1,0 +1,219 @@
+"""Kernels are timed on the shapes of plans, within a budget, and the profile keeps their table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fcp_cli.attention_kernels import KernelTable, KernelTiming, ShapeClass, shape_class
+from fcp_cli.cost.measured import Measured, measured_table, read_measured
+from fcp_cli.errors import ProfileError, UsageError
+from fcp_cli.profiling.assemble import profile_from_samples
+from fcp_cli.profiling.samples import append_line, read_samples
+from fcp_cli.profiling.share import file_name, shared_text
+from fcp_cli.recipe import Recipe
+from fcp_cli.report.profiles import reading
+from tests.profiling.recorded import write_samples
+
+torch: Any = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A Hopper with PyTorch alone, on fakes of its operators."""
+    from fcp_cli.runtime.kernels.available import kernels_of
+    from tests.runtime.fake_cuda import FakeCudnn, FakeFlash, registered
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    kernels_of.cache_clear()
+    cudnn = FakeCudnn()
+    with registered(FakeFlash(), cudnn):
+        yield cudnn
+    kernels_of.cache_clear()
+
+
+def test_calls_cover_masks_packs_and_lengths_up_to_the_budget() -> None:
+    from fcp_cli.profiling.kernel_timing import calls
+
+    found = calls(70_000)
+    assert {sum(call.lengths) for call in found if len(call.lengths) == 1} == {256, 1024, 4096, 16384, 65536}
+    classes = {shape_class(call.lengths, causal=call.causal) for call in found}
+    assert len(classes) == len(found) == 2 * (5 + 3 + 3)
+    for mask in ("causal", "full"):
+        for pack in ("equal", "mixed"):
+            assert {one.tokens for one in classes if (one.mask, one.pack) == (mask, pack)} == {256, 1024, 4096}
+    assert max(sum(call.lengths) for call in found if len(call.lengths) > 1) <= 16_384
+    pairs = [call.pairs for call in found]
+    assert pairs == sorted(pairs)
+    assert max(sum(call.lengths) for call in calls(1 << 20)) <= 131_072
+
+
+def test_usable_kernels_are_timed_and_a_class_that_one_refuses_has_no_time_of_it(
+    hopper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fcp_cli.profiling import kernel_timing
+    from fcp_cli.profiling.kernel_timing import Call, time_kernels
+    from fcp_cli.runtime.kernels.probe import Signature
+
+    many = tuple(range(20, 29))
+    asked = [Call(lengths=lengths, causal=True) for lengths in ((256,), (700, 800), many)]
+    monkeypatch.setattr(kernel_timing, "calls", lambda most: asked)
+    found = time_kernels(torch.device("cpu"), Signature(2, 1, 16, 16, torch.float32), 4096, budget_seconds=600)
+    assert [(one.kernel, one.pack, one.tokens) for one in found] == [
+        ("cudnn", "single", 256),
+        ("fa2", "single", 256),
+        ("cudnn", "mixed", 1024),
+        ("fa2", "mixed", 1024),
+        ("fa2", "mixed", 256),  # more than 8 batches of one shape
+    ]
+    assert all(min(one.forward_seconds, one.backward_seconds) > 0 <= one.first_seconds for one in found)
+
+
+def test_timing_ends_where_memory_does(hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fcp_cli.profiling import kernel_timing
+    from fcp_cli.runtime.kernels.probe import Signature
+
+    def timed(kernel: Any, call: Any, *_: object) -> KernelTiming:
+        if call.lengths == (1024,):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return timing(kernel.name, 256, 1.0)
+
+    monkeypatch.setattr(kernel_timing, "_timed", timed)
+    found = kernel_timing.time_kernels(torch.device("cpu"), Signature(2, 1, 16, 16, torch.float32), 1 << 17)
+    assert {one.kernel for one in found} == {"cudnn", "fa2"} and len(found) < 12
+
+
+def test_timing_ends_with_its_budget(hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fcp_cli.profiling import kernel_timing
+    from fcp_cli.runtime.kernels.probe import Signature
+
+    monkeypatch.setattr(kernel_timing, "calls", lambda most: [kernel_timing.Call(lengths=(8,), causal=True)])
+    signature = Signature(2, 1, 16, 16, torch.float32)
+    assert kernel_timing.time_kernels(torch.device("cpu"), signature, 256, budget_seconds=-1) == []
+
+
+def timing(kernel: Any, tokens: int, seconds: float) -> KernelTiming:
+    return KernelTiming(
+        kernel=kernel, mask="causal", pack="single", tokens=tokens, forward_seconds=seconds, backward_seconds=seconds
+    )
+
+
+TABLE = KernelTable(
+    device="NVIDIA H100 80GB HBM3",
+    release="2.13.0+cu130",
+    heads=(32, 8, 128),
+    layers=36,
+    kernel="cudnn",
+    timings=(timing("cudnn", 1024, 2.0), timing("fa2", 1024, 1.0), timing("cudnn", 16384, 1.0), timing("fa2", 16384, 2.0)),
+)  # fmt: skip
+
+
+def test_the_nearest_class_decides() -> None:
+    def order(tokens: int, mask: Any = "causal", pack: Any = "single") -> tuple[str, ...]:
+        return TABLE.order(ShapeClass(mask=mask, pack=pack, tokens=tokens))
+
+    assert order(256) == order(2048) == ("fa2", "cudnn")
+    assert order(8192) == order(1 << 20) == ("cudnn", "fa2")
+    assert order(8192, pack="mixed") == ("cudnn", "fa2"), "of no such pack: of the same mask"
+    assert order(8192, mask="full") == ()
+    assert TABLE.quickest() == {"cudnn": 1, "fa2": 1}
+    assert TABLE.ratio("fa2", "cudnn") == 1.0
+    assert TABLE.ratio("fa3", "cudnn") is None
+
+
+def test_rank_0_times_kernels_once_and_all_prefer_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fcp_cli.profiling import worker
+
+    timed: list[int] = []
+
+    def time_kernels(*_: object) -> list[KernelTiming]:
+        timed.append(1)
+        return list(TABLE.timings)
+
+    path = tmp_path / "h100.samples.jsonl"
+    write_samples(path, Recipe(), finished=False)
+    spec = SimpleNamespace(num_heads=32, num_kv_heads=8, head_dim=128, value_size=1024, num_layers=36)
+    monkeypatch.setattr(worker, "time_kernels", time_kernels)
+    monkeypatch.setattr(worker, "device_name", lambda _: TABLE.device)
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda *_, **__: None)
+    preferred: list[Any] = []
+    monkeypatch.setattr(worker, "prefer", preferred.append)
+    rank: Any = object.__new__(worker.Measurer)
+    rank.device, rank.spec = SimpleNamespace(type="cuda"), spec
+    rank.request = SimpleNamespace(samples=path, max_length=4096)
+    rank.world, rank.workload = SimpleNamespace(rank=0), SimpleNamespace(dtype=torch.bfloat16)
+    for _ in range(2):
+        rank._prefer_kernels()
+    assert len(timed) == 1, "a resumed measurement keeps its table"
+    expected = replace(TABLE, release=torch.__version__, kernel="cudnn")
+    assert [one.table for one in preferred] == [expected, expected]
+    rank.workload.dtype = torch.float32
+    rank._prefer_kernels()
+    assert len(preferred) == 2
+
+
+def measured(folder: Path) -> Path:
+    path = folder / "h100.samples.jsonl"
+    write_samples(path, Recipe(zero_stage=3, recompute="selective"), finished=False)
+    append_line(path, {"kind": "attention_kernels", "table": TABLE.document()})
+    append_line(path, {"kind": "finished", "at": "later"})
+    return path
+
+
+def test_what_is_shared_names_the_device_alone(tmp_path: Path) -> None:
+    profile = profile_from_samples(read_samples(measured(tmp_path)))
+    assert profile.attention_kernels == TABLE and profile.attention_kernel == "cudnn"
+    shares = "Attention kernels, by the number of shapes that each is the quickest of: cudnn 1, fa2 1."
+    assert shares in reading(profile, [1])
+    text = shared_text(profile)
+    assert "qwen3" not in text and "/" not in text.replace("fcp-measured/1", "") and str(tmp_path) not in text
+    assert file_name(profile) == "nvidia-h100-80gb-hbm3.yaml"
+    shared = tmp_path / file_name(profile)
+    shared.write_text(text, encoding="utf-8")
+    found = read_measured(shared)
+    assert found.attention_kernels == TABLE and (found.ranks, found.ranks_per_node) == (8, 8)
+    assert found.links is not None and found.links["intra_node"].bytes_per_second == pytest.approx(370e9, rel=0.05)
+    assert found.ring is not None
+    with pytest.raises(UsageError, match="these samples name no device"):
+        shared_text(replace(profile, measurement={}))
+
+
+def test_a_shared_file_serves_other_users_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fcp_cli import known
+    from fcp_cli.cost import measured as measured_module
+
+    folder = tmp_path / "profiles" / "measured"
+    folder.mkdir(parents=True)
+    profile = profile_from_samples(read_samples(measured(tmp_path)))
+    (folder / "h100.yaml").write_text(shared_text(profile), encoding="utf-8")
+    older = shared_text(replace(profile, measurement={**profile.measurement, "torch": "2.11"}, attention_kernels=None))
+    (folder / "h100-older.yaml").write_text(older, encoding="utf-8")
+    monkeypatch.setattr(measured_module, "shipped", lambda _: tmp_path / "profiles")
+    measured_module.shipped_measured.cache_clear()
+    assert measured_table(TABLE.device) == TABLE and measured_table("NVIDIA A100") is None
+    assert known.known_names("measured") == [TABLE.device]
+    measured_module.shipped_measured.cache_clear()
+
+
+def test_a_file_that_is_no_measurement_is_refused_in_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    document = asdict(Measured(format="fcp-measured/2", device="a", release="b", ranks=1, ranks_per_node=1))
+    path.write_text(str(document).replace("'", '"').replace("None", "null"), encoding="utf-8")
+    with pytest.raises(ProfileError, match="is 'fcp-measured/2'; this fcp reads fcp-measured/1"):
+        read_measured(path)
+
+
+def test_a_damaged_table_in_the_samples_is_refused_in_a_line(tmp_path: Path) -> None:
+    path = measured(tmp_path)
+    damaged = TABLE.document() | {"heads": [1, 2]}
+    append_line(path, {"kind": "attention_kernels", "table": damaged})
+    with pytest.raises(ProfileError, match=r"line \d+: table\.heads"):
+        read_samples(path)

@@ -1,0 +1,448 @@
+"""The kernels of CUDA behind one interface: on fakes of their operators, through PyTorch's own schemas and adapters."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from fcp_cli.attention_kernels import KernelTable, KernelTiming, Mask, Pack
+from fcp_cli.errors import RunError
+from fcp_cli.kernel_names import KERNELS, KernelName
+from fcp_cli.runtime import ring_passes
+from fcp_cli.runtime.kernels import available, probe, select
+from fcp_cli.runtime.kernels.available import NamedKernel, UnavailableError, kernels_of
+from fcp_cli.runtime.kernels.chosen import ChosenKernel, Preference, asked_kernel
+from fcp_cli.runtime.kernels.cuda import CudaFlashKernel
+from fcp_cli.runtime.kernels.cudnn import CudnnKernel, aten_operators, packs_soundly
+from fcp_cli.runtime.kernels.dense import DenseKernel
+from fcp_cli.runtime.kernels.probe import Signature
+from fcp_cli.runtime.layout import Segments
+from tests.runtime.emulation import run_emulated
+from tests.runtime.fake_cuda import FakeCudnn, FakeFlash, install_fa3, install_fa4, registered
+from tests.runtime.reference import make_example, relative_error
+
+pytestmark = pytest.mark.torch
+
+CPU = torch.device("cpu")
+SMALL = Signature(4, 2, 64, 64, torch.float32)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
+    """A device of this capability, and nothing remembered of another."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    kernels_of.cache_clear()
+
+
+@pytest.fixture
+def cudnn(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCudnn]:
+    """A Hopper with PyTorch alone; yields its cuDNN, which counts the calls of both kernels."""
+    pretend(monkeypatch)
+    fake, flash = FakeCudnn(), FakeFlash()
+    flash.calls = fake.calls
+    with registered(flash, fake):
+        yield fake
+    kernels_of.cache_clear()
+
+
+def agrees(
+    kernel: NamedKernel,
+    segments: Segments,
+    heads: tuple[int, int],
+    sizes: tuple[int, int] = (64, 64),
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Compare a call, and a backward with a ring's final out and log-sum-exp, with plain products."""
+    tokens, keys = sum(segments.q_lengths), sum(segments.k_lengths)
+    example = make_example((max(tokens, keys),), heads, sizes[0], value_dim=sizes[1], dtype=dtype)
+    q, k, v = example.q[:tokens].float(), example.k[:keys].float(), example.v[:keys].float()
+    dout = example.grad_out[:tokens].float()
+    exact = DenseKernel()
+    narrow = (q.to(dtype), k.to(dtype), v.to(dtype))
+    out, lse = kernel.forward(*narrow, segments, example.scale)
+    wanted_out, wanted_lse = exact.forward(q, k, v, segments, example.scale)
+    final = (wanted_out * 0.5, wanted_lse + 0.25)
+    grads = kernel.backward(dout.to(dtype), *narrow, final[0].to(dtype), final[1], segments, example.scale)
+    wanted = exact.backward(dout, q, k, v, *final, segments, example.scale)
+    assert lse.shape == (tokens, heads[0])
+    for found, expected in zip((out, lse, *grads), (wanted_out, wanted_lse, *wanted), strict=True):
+        assert found.shape == expected.shape
+        assert relative_error(found, expected) <= (2e-6 if dtype == torch.float32 else 1e-2)
+
+
+CALLS = {
+    "one": Segments((12,), (12,), causal=True),
+    "equal": Segments((6, 6, 6), (6, 6, 6), causal=True),
+    "mixed": Segments((4, 4, 9, 2, 2), (4, 4, 9, 2, 2), causal=True),
+    "hop": Segments((5, 7), (3, 11), causal=False),
+}
+
+
+@pytest.mark.parametrize("stats_dims", [3, 4], ids=["torch 2.7-2.8", "torch 2.9-"])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)])
+@pytest.mark.parametrize("call", CALLS)
+def test_dense_cudnn_takes_equal_sequences_as_a_batch(
+    call: str, heads: tuple[int, int], stats_dims: int, cudnn: FakeCudnn
+) -> None:
+    cudnn.stats_dims = stats_dims
+    agrees(CudnnKernel(cudnn.operators(packs=False)), CALLS[call], heads)
+    batches = {"one": 1, "equal": 1, "mixed": 3, "hop": 2}[call]
+    assert cudnn.calls == ["dense forward"] * batches + ["dense backward"] * batches
+
+
+@pytest.mark.parametrize("layout", ["rows, 1", "rows", "heads"])
+@pytest.mark.parametrize("call", CALLS)
+def test_packed_cudnn_takes_sequences_of_several_lengths_in_one_call(call: str, layout: str, cudnn: FakeCudnn) -> None:
+    cudnn.packed_stats = layout
+    agrees(CudnnKernel(cudnn.operators(packs=True), packs=True), CALLS[call], (4, 2))
+    form = "packed" if call in ("mixed", "hop") else "dense"
+    assert cudnn.calls == [f"{form} forward", f"{form} backward"]
+
+
+def test_values_of_another_head_size_need_no_padding_for_cudnn(cudnn: FakeCudnn) -> None:
+    agrees(CudnnKernel(cudnn.operators(packs=False)), CALLS["mixed"], (4, 2), (96, 64))
+
+
+def test_the_packed_form_of_cudnn_needs_a_release_that_keeps_its_graphs(cudnn: FakeCudnn) -> None:
+    operators = aten_operators()
+    assert operators is not None and not packs_soundly(operators)  # torch 2.13 and before
+    assert packs_soundly(cudnn.operators(packs=True))
+    assert not packs_soundly(operators._replace(packed_forward=None))
+
+
+def test_a_packed_form_that_would_allocate_too_much_is_not_used(cudnn: FakeCudnn) -> None:
+    """Its backward allocates for every sequence as much as for the longest."""
+    lengths = (90, 2, 3, 2, 3, 2, 3, 2)
+    segments = Segments(lengths, lengths, causal=True)
+    kernel = CudnnKernel(cudnn.operators(packs=True), packs=True)
+    agrees(kernel, segments, (4, 2))
+    assert set(cudnn.calls) == {"dense forward", "dense backward"}
+    assert kernel.refusal(Segments((*lengths, 3), (*lengths, 3), causal=True)) == "more than 8 batches of one shape"
+
+
+@pytest.mark.parametrize(
+    ("segments", "reason"),
+    [
+        (Segments((4,), (4,), causal=True, window=2), "no windows"),
+        (Segments((2,), (4,), causal=True), "causal masks are aligned at the first key"),
+        (Segments((4, 1), (4, 1), causal=True), "no sequences of one token"),
+        (Segments((4, 4), (1, 4), causal=False), "no sequences of one token"),
+        (Segments((4, 4), (4, 4), causal=True), None),
+    ],
+)
+def test_cudnn_says_what_it_cannot_take(segments: Segments, reason: str | None, cudnn: FakeCudnn) -> None:
+    assert CudnnKernel(cudnn.operators(packs=False)).refusal(segments) == reason
+
+
+def test_a_log_sum_exp_of_unknown_shape_is_refused(cudnn: FakeCudnn) -> None:
+    operators = cudnn.operators(packs=True)
+    odd = operators._replace(
+        dense_forward=lambda q, *_, **__: (q, torch.empty(1, 2)), packed_forward=lambda q, *_, **__: (q, torch.empty(7))
+    )
+    q = torch.zeros(12, 4, 64)
+    with pytest.raises(RunError, match=r"gives log-sum-exp of shape \(1, 2\), expected \(1, 4, 12\)"):
+        CudnnKernel(odd).forward(q, q, q, CALLS["one"], 1.0)
+    mixed = Segments((4, 8), (4, 8), causal=True)
+    with pytest.raises(RunError, match=r"shape \(7,\) for 12 tokens and 4 heads"):
+        CudnnKernel(odd, packs=True).forward(q, q, q, mixed, 1.0)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("name", ["fa2", "fa3", "fa4"])
+def test_flash_kernels_agree_with_plain_products(
+    name: KernelName, window: int | None, cudnn: FakeCudnn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_fa3(monkeypatch)
+    install_fa4(monkeypatch)
+    (kernel,) = kernels_of(name)
+    assert kernel.name == name
+    agrees(kernel, Segments((5, 7), (5, 7), causal=True, window=window), (4, 2), dtype=torch.bfloat16)
+    if window is None:
+        agrees(kernel, CALLS["hop"], (4, 2), dtype=torch.bfloat16)
+    assert torch.nn.attention.current_flash_attention_impl() is None
+    if name != "fa2":
+        assert not cudnn.calls, "the process's own operators are left as they are"
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "reason"),
+    [
+        ("fa3", (10, 0), r"it needs a device of compute capability 9\.x"),
+        ("fa3", (9, 0), "the package flash-attn-3 is not installed"),
+        ("fa4", (8, 0), r"it needs a device of compute capability 9\.x or 10\.x"),
+        ("fa4", (10, 0), "the package flash-attn-4 is not installed"),
+        ("cudnn", (7, 5), r"it needs compute capability 8\.0"),
+    ],
+)
+def test_a_kernel_that_cannot_run_here_says_why(
+    name: KernelName, capability: tuple[int, int], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, capability)
+    with pytest.raises(UnavailableError, match=reason):
+        kernels_of(name)
+
+
+def test_releases_settings_and_scripts_rule_kernels_out(cudnn: FakeCudnn, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_fa3(monkeypatch)
+    with monkeypatch.context() as older:
+        older.setitem(sys.modules, "torch.nn.attention._fa3", None)
+        with pytest.raises(UnavailableError, match=r"flash-attn-3 does not fit torch .*torch.nn.attention._fa3"):
+            kernels_of("fa3")
+    with monkeypatch.context() as broken:
+        broken.delattr("torch.nn.attention._fa3._fa3_flash_attention_backward_impl")
+        with pytest.raises(UnavailableError, match=r"flash-attn-3 does not fit torch .*_fa3_flash_attention_backward"):
+            kernels_of("fa3")
+    with monkeypatch.context() as chosen:
+        chosen.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4")
+        for name in ("fa2", "fa3"):
+            with pytest.raises(UnavailableError, match="the script has activated FA4 in its place"):
+                kernels_of(name)
+        assert kernels_of("fa4")[0].name == "fa4", "it is what PyTorch's operators run"
+    kernels_of.cache_clear()
+    with monkeypatch.context() as exact:
+        exact.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+        with pytest.raises(UnavailableError, match="its backward is not deterministic"):
+            kernels_of("cudnn")
+    with monkeypatch.context() as amd:
+        amd.setattr(available, "is_rocm", lambda: True)
+        with pytest.raises(UnavailableError, match="ROCm has no such kernel"):
+            kernels_of("cudnn")
+    with monkeypatch.context() as old:
+        old.setattr(available, "aten_operators", lambda: None)
+        with pytest.raises(UnavailableError, match="has no attention of cuDNN"):
+            kernels_of("cudnn")
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        ((8, 0), ["fa2", "cudnn"]),
+        ((9, 0), ["cudnn", "fa3", "fa4", "fa2"]),
+        ((10, 0), ["cudnn", "fa4", "fa2"]),
+        ((12, 0), ["fa2", "cudnn"]),
+    ],
+)
+def test_each_architecture_has_an_order(
+    capability: tuple[int, int], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, capability)
+    long = Segments((8192,), (8192,), causal=True)
+    assert Preference().order(long) == tuple(expected)
+    short = Segments((8191, 9000), (8191, 9000), causal=True)
+    last = [name for name in expected if name != "cudnn"] + ["cudnn"]
+    assert Preference().order(short) == tuple(last), "a graph for a new shape would not pay"
+    asked = Preference(asked="cudnn", excluded=frozenset({"fa3"})).order(short)
+    assert asked[0] == "cudnn" and "fa3" not in asked
+    monkeypatch.setattr("fcp_cli.runtime.kernels.chosen.is_rocm", lambda: True)
+    assert Preference().order(long) == ("fa2",)
+
+
+def table(*rows: tuple[KernelName, Mask, Pack, int, float, float]) -> KernelTable:
+    timings = tuple(
+        KernelTiming(
+            kernel=kernel, mask=mask, pack=pack, tokens=tokens, forward_seconds=seconds, backward_seconds=2 * seconds,
+            first_seconds=first,
+        )
+        for kernel, mask, pack, tokens, seconds, first in rows
+    )  # fmt: skip
+    return KernelTable(device="fake", release="2.13", heads=(4, 2, 64), layers=10, timings=timings)
+
+
+def test_measured_classes_come_before_the_default_order(cudnn: FakeCudnn) -> None:
+    measured = table(
+        ("cudnn", "causal", "single", 1024, 1.0, 0.0),
+        ("fa2", "causal", "single", 1024, 2.0, 0.0),
+        ("cudnn", "causal", "equal", 1024, 1.0, 40.0),
+        ("fa2", "causal", "equal", 1024, 2.0, 0.0),
+        ("fa2", "causal", "mixed", 1024, 1.0, 0.0),
+    )
+    chosen = ChosenKernel(Preference(table=measured))
+
+    def name(lengths: tuple[int, ...], causal: bool = True) -> str:
+        return chosen.of(SMALL, Segments(lengths, lengths, causal=causal), CPU).name
+
+    assert name((1000,)) == "cudnn"
+    assert name((1000, 1000)) == "fa2", "a shape's first call costs a layer 4 seconds more"
+    assert name((1000, 900)) == "fa2"
+    assert name((1000, 900), causal=False) == "fa2", "not measured: the default for short sequences"
+    assert name((9000, 8500), causal=False) == "cudnn"
+
+
+def test_a_kernel_is_tested_once_and_only_for_calls_that_it_does_not_refuse(cudnn: FakeCudnn) -> None:
+    chosen = ChosenKernel(Preference(asked="cudnn"))
+    chosen.of(SMALL, Segments((4, 1), (4, 1), causal=True), CPU)
+    assert not cudnn.calls
+    chosen.of(SMALL, CALLS["one"], CPU)
+    tested = len(cudnn.calls)
+    chosen.of(SMALL, CALLS["equal"], CPU)
+    assert tested == len(cudnn.calls) > 0
+
+
+def test_what_a_kernel_cannot_take_goes_to_the_next_call_by_call(cudnn: FakeCudnn) -> None:
+    chosen = ChosenKernel(Preference(asked="cudnn"))
+    assert chosen.of(SMALL, CALLS["equal"], CPU).name == "cudnn"
+    assert chosen.of(SMALL, Segments((4, 1), (4, 1), causal=True), CPU).name == "fa2"
+    assert chosen.of(SMALL, Segments((4,), (4,), causal=True, window=2), CPU).name == "fa2"
+    big = SMALL._replace(head_dim=192, value_dim=192)
+    assert chosen.of(big, Segments((4, 4), (4, 4), causal=True), CPU).name == "fa2", "no plan for this head size"
+    cudnn.most_head_dim = 256  # as on a Hopper with a newer cuDNN
+    assert ChosenKernel(Preference(asked="cudnn")).of(big, CALLS["one"], CPU).name == "cudnn"
+
+
+def test_a_packed_form_that_fails_its_test_leaves_the_dense_one(
+    cudnn: FakeCudnn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operators = cudnn.operators(packs=True)
+    wrong = operators._replace(
+        packed_backward=lambda *args, **options: [-g for g in cudnn.packed_backward(*args, **options)]
+    )
+    wrong.packed_forward._schema = operators.packed_forward._schema  # type: ignore[union-attr]
+    monkeypatch.setattr(available, "aten_operators", lambda: wrong)
+    kernel = ChosenKernel(Preference(asked="cudnn")).of(SMALL, Segments((4, 4), (4, 4), causal=True), CPU)
+    assert isinstance(kernel, CudnnKernel) and not kernel._packs
+
+
+@pytest.mark.parametrize("fault", ["dq", "log-sum-exp", "own statistics", "no shared heads", "shapes"])
+def test_a_kernel_with_wrong_numbers_fails_its_test_call(fault: str, cudnn: FakeCudnn) -> None:
+    kernel = CudnnKernel(cudnn.operators(packs=False))
+    assert probe.failure(kernel, SMALL, CPU) is None
+    real_forward, real_backward = kernel.forward, kernel.backward
+    if fault == "no shared heads":
+        cudnn.shares_heads = False
+        assert probe.failure(kernel, SMALL, CPU) == "cuDNN Frontend error: No valid execution plans built."
+        return
+
+    class Faulty(CudnnKernel):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
+            out, lse = real_forward(q, k, v, segments, scale)
+            if fault == "shapes":
+                return out, lse.t()
+            return out, lse / 0.6931 if fault == "log-sum-exp" else lse
+
+        def backward(
+            self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments,
+            scale: float
+        ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+            if fault == "own statistics":  # as a kernel that computes them anew
+                out, lse = real_forward(q, k, v, segments, scale)
+            dq, dk, dv = real_backward(dout, q, k, v, out, lse, segments, scale)
+            return (dq * float("nan") if fault == "dq" else dq), dk, dv
+
+    found = probe.failure(Faulty(cudnn.operators(packs=False)), SMALL, CPU)
+    expected = {
+        "dq": "its dq is off by nan in a test call",
+        "log-sum-exp": "its log-sum-exp is off by",
+        "own statistics": "its dq is off by",
+        "shapes": r"it returns (192, 4, 64) and (4, 192) for (192, 4, 64)",
+    }[fault]
+    assert found is not None and found.startswith(expected)
+
+
+def test_a_kernel_that_fails_in_a_run_is_dropped_once_and_said_so(
+    cudnn: FakeCudnn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    chosen = ChosenKernel(Preference(asked="cudnn", report=lines.append))
+    agrees(_named(chosen), CALLS["equal"], (4, 2))
+    assert not lines
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("cuDNN Frontend error: no engine\nmore")
+
+    monkeypatch.setattr(CudnnKernel, "backward", fail)
+    monkeypatch.setattr(CudnnKernel, "forward", fail)
+    for _ in range(2):
+        agrees(_named(chosen), CALLS["equal"], (4, 2))
+    assert lines == ["warning: attention kernel cudnn failed and is not used any more: cuDNN Frontend error: no engine"]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: illegal")])
+def test_what_no_other_kernel_would_mend_ends_the_run(
+    error: Exception, cudnn: FakeCudnn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = ChosenKernel(Preference(asked="cudnn"))
+    agrees(_named(chosen), CALLS["equal"], (4, 2))
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(CudnnKernel, "forward", fail)
+    with pytest.raises(type(error)):
+        agrees(_named(chosen), CALLS["equal"], (4, 2))
+    with pytest.raises(type(error)):
+        probe.failure(CudnnKernel(cudnn.operators(packs=False)), SMALL, CPU)
+
+
+def test_a_test_call_holds_under_autocast(cudnn: FakeCudnn) -> None:
+    class Exact(CudnnKernel):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
+            return DenseKernel().forward(q.double(), k.double(), v.double(), segments, scale)
+
+        def backward(
+            self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments,
+            scale: float
+        ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+            wide = [tensor.double() for tensor in (dout, q, k, v, out, lse)]
+            return DenseKernel().backward(wide[0], wide[1], wide[2], wide[3], wide[4], wide[5], segments, scale)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert probe.failure(Exact(cudnn.operators(packs=False)), SMALL._replace(dtype=torch.bfloat16), CPU) is None
+
+
+def test_an_error_of_the_last_kernel_is_shown(cudnn: FakeCudnn) -> None:
+    q = torch.zeros(10, 4, 264)
+    with pytest.raises(RunError, match="head_dim 264 does not fit"):
+        ChosenKernel(Preference()).forward(q, q, q, Segments((10,), (10,), causal=True), 1.0)
+
+
+def _named(chosen: ChosenKernel) -> NamedKernel:
+    class Named(ChosenKernel):
+        name: KernelName = "fa2"
+
+        def refusal(self, segments: Segments) -> str | None:
+            return None
+
+    named = Named(chosen.preference)
+    named._passed, named._dropped = chosen._passed, chosen._dropped
+    return named
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 5])
+@pytest.mark.parametrize("packs", [False, True], ids=["dense", "packed"])
+def test_a_ring_whose_calls_run_different_kernels_computes_plain_attention(
+    packs: bool, degree: int, cudnn: FakeCudnn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(available, "aten_operators", lambda: cudnn.operators(packs=packs))
+    chosen = ChosenKernel(Preference(asked="cudnn"))
+    monkeypatch.setattr(ring_passes, "select_kernel", lambda device_type, dtype: chosen)
+    for lengths in ((40, 52, 67, 101), (5, 13, 37, 101, 1)):
+        example = make_example(lengths, (4, 2), 64, dtype=torch.float32)
+        for found, expected in zip(run_emulated(example, degree, torch.float32), example.results, strict=True):
+            assert relative_error(found, expected) <= 2e-6
+    form = "packed" if packs else "dense"
+    expected_calls = {f"{kernel} {direction}" for kernel in (form, "flash") for direction in ("forward", "backward")}
+    assert expected_calls <= set(cudnn.calls), "rows of one token run on flash attention"
+
+
+def test_the_environment_names_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [asked_kernel(value) for value in (None, "", "auto", *KERNELS)] == [None, None, None, *KERNELS]
+    with pytest.raises(RunError, match="FCP_ATTENTION_KERNEL is 'fa5'; it must be auto, cudnn, fa2, fa3, fa4"):
+        asked_kernel("fa5")
+    pretend(monkeypatch)
+    select.select_kernel.cache_clear()
+    monkeypatch.setenv("FCP_ATTENTION_KERNEL", "fa2")
+    kernel = select.select_kernel("cuda", torch.bfloat16)
+    assert isinstance(kernel, ChosenKernel) and kernel.preference.asked == "fa2"
+    select.prefer(Preference(asked="cudnn"))
+    kernel = select.select_kernel("cuda", torch.bfloat16)
+    assert isinstance(kernel, ChosenKernel) and kernel.preference.asked == "cudnn"
+    select._preferences.clear()
+    select.select_kernel.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert isinstance(select.select_kernel("cuda", torch.bfloat16), CudaFlashKernel)
+    select.select_kernel.cache_clear()
