@@ -8,9 +8,12 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
-from typing import IO, BinaryIO, Final
+from typing import IO, BinaryIO, Final, TypeVar
+
+_Content = TypeVar("_Content")
 
 MOST_LINE_BYTES: Final = 1 << 28
 """A record of 256 MiB holds some 40 million token ids, or a conversation with dozens of pictures."""
@@ -65,3 +68,30 @@ def bounded_lines(stream: IO[bytes]) -> Iterator[bytes]:
             raise OSError(errno.EFBIG, reason, getattr(stream, "name", None))
         yield line
         number += 1
+
+
+def cached_by_file(read: Callable[[Path], _Content], *, maxsize: int) -> Callable[[Path], _Content]:
+    """Cache what was read from files until they change.
+
+    Args:
+        read: reads a file; what it raises is not cached.
+        maxsize: files cached at most.
+    """
+
+    @lru_cache(maxsize=maxsize)
+    def read_version(file: Path, version: tuple[int, int, int] | None) -> _Content:
+        return read(file)
+
+    def read_cached(file: Path) -> _Content:
+        return read_version(file, _version(file))
+
+    return read_cached
+
+
+def _version(file: Path) -> tuple[int, int, int] | None:
+    """Inode, size and time of the last change; None if the file is missing, which `read` reports in its own words."""
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns

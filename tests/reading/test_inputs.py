@@ -14,7 +14,7 @@ from fcp_cli.errors import FcpError
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.reading import inputs
 from fcp_cli.reading.documents import MOST_LIST_BYTES, read_records, read_text
-from fcp_cli.reading.inputs import bounded_lines, open_input
+from fcp_cli.reading.inputs import bounded_lines, cached_by_file, open_input
 from tests.commands.planning_folder import fcp
 
 
@@ -123,3 +123,20 @@ def test_every_command_ends_in_one_line_on_a_device_or_a_hole_of_40_gigabytes(tm
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and result.returncode in (1, 2), result.stderr[-500:]
     assert "memory" not in errors[0]
+
+
+def test_a_cached_file_is_read_again_after_it_changed(tmp_path: Path) -> None:
+    path, reads = tmp_path / "rows", list[str]()
+
+    def read(file: Path) -> str:
+        reads.append(file.read_text(encoding="utf-8"))
+        return reads[-1]
+
+    cached = cached_by_file(read, maxsize=2)
+    with pytest.raises(FileNotFoundError):
+        cached(path)
+    path.write_text("one", encoding="utf-8")
+    assert [cached(path), cached(path), reads] == ["one", "one", ["one"]]
+    path.write_text("two", encoding="utf-8")
+    os.utime(path, ns=(0, 0))
+    assert cached(path) == "two"

@@ -20,6 +20,7 @@ from fcp_cli.manifest.sources.base import RowBatch, grouped
 from fcp_cli.manifest.sources.jsonl import json_lines, json_record, line_at, size_of
 from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, PARQUET_SUFFIXES, Shard, open_shard, python_rows
 from fcp_cli.reading.documents import read_records
+from fcp_cli.reading.inputs import cached_by_file
 
 _BATCH_RECORDS: Final = 1 << 10
 _BATCH_BYTES: Final = 8 << 20
@@ -158,11 +159,11 @@ def record_at(file: Path, at: int, place: str) -> dict[str, Any]:
     if _is_lines(file):
         return json_record(line_at(file, at), place)
     if file.suffix == ".json":
-        records = _kept_list(file)
+        records = _cached_list(file)
         if at >= len(records):
             raise ManifestError(f"{place} is gone: {file} has {len(records)} records; build the manifest again")
         return records[at]
-    return _kept_table(file).record(at, place)
+    return _cached_table(file).record(at, place)
 
 
 def _json_list(file: Path) -> list[dict[str, Any]]:
@@ -193,5 +194,5 @@ class _Table:
 
 
 # One process reads the files of one data set; callers hold a lock.
-_kept_list = lru_cache(maxsize=4)(_json_list)
-_kept_table = lru_cache(maxsize=64)(_Table)
+_cached_list = cached_by_file(_json_list, maxsize=4)
+_cached_table = cached_by_file(_Table, maxsize=64)

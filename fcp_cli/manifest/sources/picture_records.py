@@ -26,7 +26,7 @@ from fcp_cli.manifest.sources.jsonl import json_record, size_of
 from fcp_cli.manifest.sources.media_readers import IMAGE_SUFFIXES, VIDEO_SUFFIXES, split_member
 from fcp_cli.manifest.sources.picture_refs import CellPicture, Picture, TarPicture, refer
 from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, PARQUET_SUFFIXES, open_shard, python_rows
-from fcp_cli.reading.inputs import open_input
+from fcp_cli.reading.inputs import cached_by_file, open_input
 from fcp_cli.reading.tar import tar_content, tar_files
 from fcp_cli.words import counted
 
@@ -129,7 +129,7 @@ class _Rows:
         return {name: self._shard.read_group(group, name) for name in names}
 
 
-_rows = lru_cache(maxsize=64)(_Rows)
+_rows = cached_by_file(_Rows, maxsize=64)
 
 
 def _samples(path: Path, start: int) -> Iterator[tuple[dict[str, Any], int, int, str]]:

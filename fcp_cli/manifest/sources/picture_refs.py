@@ -18,7 +18,7 @@ import numpy as np
 
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.sources.shards import Shard, open_shard
-from fcp_cli.reading.inputs import open_input
+from fcp_cli.reading.inputs import cached_by_file, open_input
 
 Content: TypeAlias = "Path | io.BytesIO"
 
@@ -161,4 +161,4 @@ class _Cells:
         return cells[row - int(self._ends[group]) + len(cells)].as_py()
 
 
-_cells = lru_cache(maxsize=16)(_Cells)
+_cells = cached_by_file(_Cells, maxsize=16)
