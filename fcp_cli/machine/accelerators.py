@@ -47,7 +47,7 @@ def find_accelerators(root: Path = Path("/")) -> Accelerators | None:
 
 
 def _gpus(root: Path) -> Accelerators | None:
-    """Ask nvidia-smi, or read what the kernel module says, which knows no memory."""
+    """Ask nvidia-smi, or read the kernel module's files, which lack memory."""
     lines = _answer("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
     found = [match for line in lines if (match := re.fullmatch(r"(.+), *(\d+)", line.strip()))]
     names = [match[1] for match in found]

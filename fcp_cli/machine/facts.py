@@ -42,7 +42,7 @@ _PACKAGES = (
     "flash-attn",
 )
 _PROGRAMS = ("python", "python3", "torchrun", "msrun", "sbatch", "srun", "pdsh")
-# Settings that change how a job starts or communicates; other variables may hold secrets and are left out.
+# Settings that change how a job starts or communicates; other variables may hold secrets and are skipped.
 _VARIABLES = (
     "FCP_",
     "OMP_NUM_THREADS",
@@ -68,13 +68,13 @@ _NOT_INSTALLED = "not installed"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """This machine, and what it sees of the nodes of a job (the last five; `launching.checks` fills them in).
+    """This machine, and its view of the nodes of a job (the last five; `launching.checks` fills them in).
 
     Attributes:
         packages, programs: name to version or path; None where it is not there.
         machine: devices of one kind; None where torch is missing or broken, and then `machine_error` names the reason.
         device_names, device_memory_bytes: of every accelerator, and of the smallest.
-        cann_home: what CANN's set_env.sh exported; `has_hccl`: whether its library is found.
+        cann_home: exported by CANN's set_env.sh; `has_hccl`: whether its library is found.
         open_files: most files and sockets that a process may have open; 0 where it is not known.
         variables: those of the environment that change how a job starts or communicates.
         master_addresses, master_is_here: of the job's node 0, where there are several nodes.
@@ -117,8 +117,8 @@ def collect_facts(
 
     Args:
         machine: its devices, where they are known already.
-        added: variables that a job will have beside those of the environment.
-        path: PATH as a job will have it; None: as it is.
+        added: variables of the job on top of the environment's.
+        path: PATH of the job; None: unchanged.
     """
     error = ""
     if machine is None:

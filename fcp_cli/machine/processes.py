@@ -93,7 +93,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def _parents() -> dict[int, int]:
-    """Return process to parent, zombies left out."""
+    """Return the parent of each process except zombies."""
     stats = {int(entry.name): _stat(int(entry.name)) for entry in Path("/proc").glob("[0-9]*")}
     return {pid: int(stat[_PARENT]) for pid, stat in stats.items() if stat and stat[_STATE] != "Z"}
 
@@ -106,9 +106,9 @@ def send(pids: list[int], number: signal.Signals) -> None:
 
 
 def kill_tree(pid: int) -> None:
-    """End a process and everything below it, now. All are halted first: what one of them starts meanwhile is seen, too.
+    """End a process and everything below it, now. All are stopped first, so that children started meanwhile are seen.
 
-    A process that ran on would leave behind what it starts between the reading of the tree and its own end.
+    A process that ran on would leave the children that it starts after the tree was read.
     """
     halted: list[int] = []
     while running := [one for one in (pid, *descendants(pid)) if one not in halted]:

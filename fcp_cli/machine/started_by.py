@@ -22,7 +22,7 @@ _POLL_SECONDS = 0.05
 
 
 def mark_of(pid: int) -> str:
-    """Return the value of the mark that process `pid` gives what it starts; no other process ever gives the same."""
+    """Return the value of the mark that process `pid` gives its children; no other process ever gives the same."""
     identity = ProcessIdentity.of(pid)
     return f"{pid}" if identity is None else f"{pid}-{identity.started_ticks}-{identity.boot_id}"
 

@@ -34,7 +34,7 @@ class BuiltManifest:
         path: the manifest.
         table: its lengths and work factors, read back from the file.
         source: its recorded source.
-        skipped: sequences that were left out, by reason (`empty`: no tokens).
+        skipped: dropped sequences, by reason (`empty`: no tokens).
         unlearned: sequences in it of which no token is learned.
     """
 
@@ -54,7 +54,7 @@ def build_manifest(source: Source, path: Path, *, advance: Callable[[int], None]
     """Count the sequences of `source` and write them to `path`.
 
     Args:
-        source: what to count.
+        source: sequences to count.
         path: the manifest; it is replaced only once the new one is whole.
         advance: called with the units of the source (see `Source.units`) that were done since the last call.
 

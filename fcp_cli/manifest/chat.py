@@ -37,7 +37,7 @@ from fcp_cli.words import first_line
 TrainOn = Literal["all", "assistant", "completion"]
 NOT_LEARNED: Final = -100
 PICTURE_FIELDS: Final = ("image", "images", "video", "videos")
-"""Fields of a record that name what it is about."""
+"""Fields of a record that name its images and videos."""
 
 _ROLES: Final = {
     "human": "user",
@@ -106,7 +106,7 @@ class ChatEncoder:
     Args:
         folder: with tokenizer.json, tokenizer_config.json and the chat template, as `save_pretrained` writes them.
         train_on: learn `all` tokens, those of every `assistant` turn, or those of the last turn (`completion`).
-        processor: what the checkpoint makes of pictures; None takes text alone.
+        processor: of the checkpoint, for images and videos; None accepts text only.
 
     Raises:
         ManifestError: transformers is missing, or the folder holds no tokenizer, or one without marks for pictures.
@@ -254,7 +254,7 @@ class ChatEncoder:
         return _Rendered(text=text, spans=[self._span(text, turns, tools, index, place) for index in said])
 
     def _span(self, text: str, turns: list[dict[str, Any]], tools: Any, index: int, place: str) -> tuple[int, int]:
-        """Return the characters of what the assistant said in one turn."""
+        """Return the character span of the assistant's text in one turn."""
         before = self._template(turns[:index], tools, place, prompts=True) if index else ""
         until = self._template(turns[: index + 1], tools, place)
         if text.startswith(before) and text.startswith(until):
@@ -264,7 +264,7 @@ class ChatEncoder:
         other = [*turns[:index], {**turns[index], "content": _STAND_IN}, *turns[index + 1 :]]
         around = self._template(other, tools, place)
         if _STAND_IN not in around:
-            raise ManifestError(f"{place}: the chat template of {self.folder} leaves out turn {index + 1}")
+            raise ManifestError(f"{place}: the chat template of {self.folder} drops turn {index + 1}")
         after = around[around.index(_STAND_IN) + len(_STAND_IN) :]
         start = len(before) if text.startswith(before) else around.index(_STAND_IN)
         end = len(text) - len(after)
@@ -280,7 +280,7 @@ class ChatEncoder:
                 prompts=prompts,
                 special_tokens=self._tokenizer.special_tokens_map,
             )
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:  # templates raise any exception
             raise ManifestError(f"{place}: the chat template of {self.folder} fails: {first_line(error)}") from error
 
 

@@ -30,7 +30,7 @@ def render_chat(
         template: of the checkpoint.
         turns: with `role` and `content`.
         tools: JSON schemas of functions, or None.
-        prompts: end with what asks the assistant for a turn.
+        prompts: end with the generation prompt of the assistant's turn.
         special_tokens: by the names under which templates know them.
 
     Raises:

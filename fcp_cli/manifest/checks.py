@@ -51,7 +51,7 @@ def empty_factors(rows: int) -> dict[str, FloatArray | IntArray]:
 def checked_table(
     name: str, length_column: str, lengths: IntArray, factors: Mapping[str, FloatArray | IntArray]
 ) -> LengthTable:
-    """Return the table if every value is one that a sequence can have; a factor that is 0 throughout is left out.
+    """Return the table, without factors that are 0 throughout, if every value is one that a sequence can have.
 
     Raises:
         ManifestError: it names the first bad row, its value, and how many there are.
@@ -67,7 +67,7 @@ def checked_table(
 
 
 def with_steps(table: LengthTable, steps: IntArray | None, column: str | None) -> LengthTable:
-    """Return the table of a trace, whose rows follow each other step by step; any other as it is.
+    """Return the table of a trace, whose rows follow each other step by step; any other table unchanged.
 
     Raises:
         ManifestError: a row has an earlier step than the one before it.

@@ -55,7 +55,7 @@ def manifest_files(path: Path) -> list[Path]:
 
 
 def _what_folder(path: Path) -> str:
-    """Say what a folder without a manifest is, with the command that makes one of it."""
+    """Describe a folder without a manifest, with the command that builds one from it."""
     if any(path.glob("*/*.arrow")):  # DatasetDict.save_to_disk: a folder for each split
         splits = sorted(file.parent.name for file in path.glob("*/*.arrow"))
         return (
@@ -91,7 +91,7 @@ def read_header(footer: Any) -> dict[str, Any]:
 
 
 def manifest_source(path: str | Path) -> dict[str, Any] | None:
-    """Return the recorded source of a built manifest; None for data that is planned as it is.
+    """Return the recorded source of a built manifest; None for data planned without a build.
 
     Raises:
         ManifestError: the file is missing, damaged or no manifest.

@@ -35,7 +35,7 @@ def read_lengths_jsonl(
         stream: the lines.
         length_column: key of the length; where the first object has no `length`, the default finds a usual name.
         step_column: of a trace: key of the step of each line; None: it is no trace.
-        place: what the lines are of, for messages.
+        place: source of the lines, for messages.
         name: of the table.
 
     Raises:

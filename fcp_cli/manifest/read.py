@@ -51,7 +51,7 @@ _LIST_BATCH_ROWS: Final = 1 << 10  # rows of token lists are heavy: 1024 rows of
 
 
 def read_manifest(path: str | Path, *, length_column: str = "length", step_column: str | None = None) -> LengthTable:
-    """Read lengths and work factors of a manifest, or of data that holds them as it is.
+    """Read lengths and work factors of a manifest, or of data with a column of lengths.
 
     Args:
         path: a Parquet or Arrow file, or a folder of them in name order; `.jsonl`, `.csv`, `.tsv` or `.txt` with a
@@ -61,7 +61,7 @@ def read_manifest(path: str | Path, *, length_column: str = "length", step_colum
         step_column: of a trace: the integer column with the step of each row; None: it is no trace.
 
     Returns:
-        One entry per row; a null `eta` or vision column counts as 0, and one that is 0 throughout is left out.
+        One entry per row; a null `eta` or vision column counts as 0, and a column of zeros is dropped.
 
     Raises:
         ManifestError: the file is missing, damaged or empty, the column is missing or of a wrong type, or a row holds

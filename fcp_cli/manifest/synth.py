@@ -1,6 +1,6 @@
 """Made-up sizes of images and videos whose distributions follow published data sets; for tests, studies and rehearsals.
 
-Every figure of a data set names where it was published; what no publication gives is marked as assumed. No clip is
+Every figure of a data set names where it was published; figures without a publication are marked as assumed. No clip is
 copied: durations, sizes and captions are drawn from a seed.
 """
 
@@ -133,7 +133,7 @@ def media_records(name: str, rows: int, *, seed: int, scale: Scale = AS_PUBLISHE
             rest clips of all three sets in equal shares; its shares are assumed.
         rows: how many.
         seed: of the draw; a row does not depend on how many there are.
-        scale: what to change of the pictures.
+        scale: factors on the pictures' sizes and durations.
     """
     for row in range(rows):
         draw = np.random.default_rng([seed, row])

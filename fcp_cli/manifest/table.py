@@ -40,7 +40,7 @@ class LengthTable:
 
     @property
     def argument(self) -> str:
-        """The word of a command line that names it: what came from a pipe comes from one again."""
+        """Argument of a command line that names it; `-` for data that came from a pipe."""
         return "-" if self.name == "stdin" else self.name
 
     def take(self, rows: IntArray) -> LengthTable:

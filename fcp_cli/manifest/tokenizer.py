@@ -111,7 +111,7 @@ class FileTokenizer:
         return np.asarray(self._tokenizer.encode(_text(text)).ids, np.int64)
 
     def count_inside(self, text: str) -> int:
-        """Count the tokens of a piece inside a longer text: the post-processor's special tokens are left out."""
+        """Count the tokens of a piece of a longer text, without the post-processor's special tokens."""
         return len(self._tokenizer.encode(_text(utf8(text)), add_special_tokens=False))
 
     def _within(self, size: int, encode: Callable[[], Result]) -> Result:
@@ -144,7 +144,7 @@ class FileTokenizer:
 
 @contextmanager
 def _quiet_panics() -> Iterator[None]:
-    """Keep what the library writes to standard error, past Python, out of sight."""
+    """Hide the library's writes to standard error, which bypass Python."""
     kept = os.dup(2)
     try:
         with Path(os.devnull).open("wb") as nowhere:

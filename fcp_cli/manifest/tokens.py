@@ -37,7 +37,7 @@ from fcp_cli.vision.processors import open_processor, recorded_processor
 
 
 class TokenReader(Protocol):
-    """Tokens by manifest row, with labels where the data says what is learned. Any number of threads may call it."""
+    """Tokens by manifest row, with labels if the data marks the trained tokens. Thread-safe."""
 
     @property
     def vocab_size(self) -> int:
@@ -100,7 +100,7 @@ class MaskedTokens:
 
     Args:
         tokens: of the sequences.
-        rule: what the masks are.
+        rule: kind of the masks.
         numbers: [rows] of each mask, as Arrow lists; None for masks without any.
     """
 

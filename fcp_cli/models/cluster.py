@@ -66,7 +66,7 @@ class ClusterSpec:
         message_seconds: fixed cost of one message between neighbours of a ring: of one layer, in one direction.
         microbatch_seconds: fixed cost of one forward and backward.
         links_per_node: network links that the devices of a node share, each as fast as `inter_node_bytes_per_second`;
-            None: not known, and what passes them is not priced.
+            None: unknown, and traffic over them is not priced.
         memory_bytes_per_second: at which a device reads and writes its own memory; None: not known, not priced.
         sources: figure to where it was read; `assumed` where it was not measured.
     """

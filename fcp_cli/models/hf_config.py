@@ -86,7 +86,7 @@ LAYER_TYPES: Final[Mapping[Attention, str]] = {
     "window": "sliding_attention",
     "linear": "linear_attention",
 }
-# What published files of a family leave to its class.
+# Defaults of a family's class that its published files omit.
 _DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "gemma3_text": {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
     "gpt_oss": {"attention_bias": True},
@@ -235,7 +235,7 @@ def _experts(text: Mapping[str, Any], architecture: Architecture, *, where: str)
             raise ProfileError(
                 f"{where}: {key} is {text[key]!r}; known are models in which all layers have experts, but for the first"
             )
-    # As transformers 5 saves what older files call by a name of their family.
+    # transformers 5 saves these under another name than older files of a family.
     count = text.get(names["count"], text.get("num_local_experts"))
     found = _named_figures({**text, names["count"]: count}, names)
     shared, width = text.get("n_shared_experts"), found.get("ffn_size")

@@ -50,7 +50,7 @@ LINEAR_CHUNK: Final = 64
 Trait: TypeAlias = Literal[
     "fp32 norms", "four norms", "output bias", "sinks", "expert biases", "query gate", "shared gate", "sigmoid router"
 ]
-# What families have beside their figures. `fp32 norms` multiply with their weight before they round.
+# Features of families besides their figures. `fp32 norms` multiply with their weight before they round.
 _TRAITS: Final[Mapping[Architecture, frozenset[Trait]]] = {
     "gemma3_text": frozenset({"fp32 norms", "four norms"}),
     "gemma3": frozenset({"fp32 norms", "four norms"}),
@@ -74,7 +74,7 @@ class Experts:
         count: experts of a layer.
         active: of them, those that a token goes to.
         ffn_size: width of one, a gated MLP.
-        shared_ffn_size: width of the MLP beside them that every token passes; 0 where there is none.
+        shared_ffn_size: width of the shared MLP that every token passes; 0 without one.
         dense_layers: first layers of the model that have an MLP of `ffn_size` instead.
     """
 
@@ -92,7 +92,7 @@ class Latent:
     Attributes:
         query_rank: of the vector that queries are made of; None: of the hidden state itself.
         key_value_rank: of the vector that keys and values are made of.
-        rotary_size: of head_dim, what is rotated; all heads share it in the keys.
+        rotary_size: rotated part of head_dim; all heads share it in the keys.
         value_size: of a value's head.
     """
 
@@ -124,9 +124,9 @@ class Mamba:
     """A state space of fixed size in place of attention (Mamba-2).
 
     Attributes:
-        heads: which share out what a layer is wide inside.
+        heads: that split the layer's inner width.
         head_size: of one.
-        groups: of heads, each of which shares what writes and reads states; divides `heads`.
+        groups: of heads that share the projections to and from the states; divides `heads`.
         state_size: numbers of the state for each of a head's.
         kernel_size: tokens of the short convolution before it.
         chunk_size: tokens that its kernel takes at once.
@@ -141,17 +141,17 @@ class Mamba:
 
     @property
     def width(self) -> int:
-        """Width of what goes through the states, and of what comes out."""
+        """Width of the input and output of the states."""
         return self.heads * self.head_size
 
     @property
     def mixed_size(self) -> int:
-        """Width of what the convolution mixes."""
+        """Width of the convolution's input."""
         return self.width + 2 * self.groups * self.state_size
 
     @property
     def projected_size(self) -> int:
-        """Width of the product that all of a layer is made of: a gate, what is mixed, and a time step a head."""
+        """Width of the input projection: a gate, the convolution's input, and a time step per head."""
         return self.width + self.mixed_size + self.heads
 
 
@@ -190,14 +190,14 @@ class TextFigures:
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """What makes layers alike: how they attend, and whether they have experts."""
+    """Kind of a layer: its attention, and whether it has experts."""
 
     attention: Attention
     has_experts: bool = False
 
     @property
     def keeps_state(self) -> bool:
-        """Whether tokens see what came before in a state of fixed size, and not in keys and values."""
+        """Whether tokens see the past through a state of fixed size instead of keys and values."""
         return self.attention in ("linear", "mamba")
 
 
@@ -206,10 +206,10 @@ class Matrix:
     """A matrix of a layer, or as many as there are experts.
 
     Attributes:
-        ends: width of what goes in, and of what comes out.
+        ends: widths of input and output.
         copies: of the matrix, one for each expert.
         active: of them, those that a token is multiplied with.
-        is_linear: a linear layer of PyTorch, beside which adapters can stand.
+        is_linear: a linear layer of PyTorch, which can take adapters.
     """
 
     ends: tuple[int, int]
@@ -233,7 +233,7 @@ class LanguageModel(TextFigures):
     architecture: Architecture
 
     def has(self, trait: Trait) -> bool:
-        """Return whether the family has something beside its figures."""
+        """Return whether the family has a feature."""
         return trait in _TRAITS.get(self.architecture, frozenset())
 
     @property
@@ -283,7 +283,7 @@ class LanguageModel(TextFigures):
 
     @property
     def ring_layers(self) -> int:
-        """Layers whose keys and values go round a ring; others hand on a state, or what lies within a window."""
+        """Layers whose keys and values go round a ring; others pass on a state or the tokens of a window."""
         return sum(kind.attention in ("full", "latent") for kind in self.layer_kinds)
 
     @property
@@ -402,7 +402,7 @@ def _linear_matrices(spec: LanguageModel) -> dict[str, Matrix]:
     return {
         "linear_attn.in_proj_qkvz": Matrix((h, 2 * keys + 2 * values)),
         "linear_attn.in_proj_ba": Matrix((h, 2 * linear.value_heads)),
-        # Each channel has a kernel of its own, so that a token is multiplied with as many numbers.
+        # A depthwise convolution: one kernel per channel.
         "linear_attn.conv1d": Matrix((linear.kernel_size, 2 * keys + values), is_linear=False),
         "linear_attn.out_proj": Matrix((values, h)),
     }
@@ -447,7 +447,7 @@ def _mlp_matrices(spec: LanguageModel, kind: LayerKind) -> dict[str, Matrix]:
 
 
 def _vectors(spec: LanguageModel, kind: LayerKind) -> int:
-    """Count the parameters of a layer that are no matrices: norms, biases, and what attention has of its own."""
+    """Count the parameters of a layer outside of matrices: norms, biases, and attention's own vectors."""
     found = (4 if spec.has("four norms") else 2) * spec.hidden_size
     found += _VECTORS[kind.attention](spec) if kind.keeps_state else _softmax_vectors(spec, kind.attention)
     experts = spec.experts
@@ -463,7 +463,7 @@ def _linear_vectors(spec: LanguageModel) -> int:
 
 def _mamba_vectors(spec: LanguageModel) -> int:
     mamba = spec.mamba_figures
-    # The convolution's bias, decay, time step and what passes the state by, and a norm.
+    # The convolution's bias, decay, time step, skip connection, and a norm.
     return mamba.mixed_size + 3 * mamba.heads + mamba.width
 
 

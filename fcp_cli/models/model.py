@@ -218,7 +218,7 @@ def _checked(spec: ModelSpec, *, where: str) -> ModelSpec:
 
 
 def _kind_complaints(spec: ModelSpec) -> list[tuple[bool, str]]:
-    """Return what is wrong with the kinds of layers, and with the blocks that describe them."""
+    """Return the fault of the kinds of layers and of the blocks that describe them, or None."""
     experts, latent, linear, mamba = spec.experts, spec.latent, spec.linear, spec.mamba
     needed = {"window": spec.window_tokens, "latent": latent, "linear": linear, "mamba": mamba}
     key = {"window": "window_tokens"}

@@ -1,10 +1,10 @@
 """Counts the operations of one forward pass of a model, as a sum over its kinds of layers.
 
 Two per matrix entry and token, of all experts those that a token goes to; causal attention by softmax H (D + Dv) per
-layer and pair of tokens, half of what a full mask takes (D of queries and keys, Dv of values), in a window as many as
+layer and pair of tokens, half of a full mask's (D of queries and keys, Dv of values), in a window as many as
 `cost.model.windowed_pairs` says. Linear attention works on chunks of C tokens with a state of Dk x Dv in each head:
 2 C (3 Dk + 2 Dv) + 6 Dk Dv per token and head. State spaces of P x N in each head do so, too: 2 C (N + P) + 4 P N per
-token and head, as in transformers' own code, which works out for each head what its group's have in common. A vision
+token and head, as in transformers' own code, which repeats the group's states for each head. A vision
 encoder attends without a mask, 4 h per block and pair of patches of an image or frame, or of a window, whose pairs grow
 with the patches alone.
 """

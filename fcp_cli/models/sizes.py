@@ -1,6 +1,6 @@
 """Kinds of numbers that describe a model, each with the largest value that it can mean.
 
-A limit lies well above every published model, and below what would make a list per layer or a product of sizes endless.
+Each limit is well above every published model, and low enough that a list per layer or a product of sizes ends.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What others wrote, read with bounds: JSON and YAML, Parquet footers, tars. Every failure is one line."""
+"""Bounded readers of untrusted files: JSON and YAML, Parquet footers, tars. Every failure is one line."""

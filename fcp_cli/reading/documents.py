@@ -30,7 +30,7 @@ _MOST_BITS: Final = 1000  # whatever is no larger is a finite float, too; checkp
 
 
 class DamagedError(ValueError):
-    """A text is not what it should be; the message is one short line without the name of the file."""
+    """A text that fails to parse; the message is one short line without the name of the file."""
 
 
 class ImpossibleValueError(DamagedError):
@@ -43,7 +43,7 @@ def read_text(path: Path, *, error: type[FcpError], what: str = "", most_bytes: 
     Args:
         path: the file.
         error: the class to raise.
-        what: stands before the path in messages, with a space behind it: "the model ".
+        what: precedes the path in messages, with a space behind it: "the model ".
         most_bytes: larger files are refused.
 
     Raises:
@@ -85,7 +85,7 @@ def decode_record(line: str | bytes) -> Any:
 
 
 def read_json(path: Path, *, error: type[FcpError], what: str = "") -> Any:
-    """Return what a JSON file holds.
+    """Return the value of a JSON file.
 
     Raises:
         FcpError: of the class `error`: the file cannot be read, or is not JSON.
@@ -150,7 +150,7 @@ def parse_yaml(text: str, *, name: str, error: type[FcpError]) -> Any:
 
 
 def bounded(document: Any, *, most_values: int = MOST_VALUES, checks_values: bool = True) -> Any:
-    """Return a document as it is, if it is within the bounds of this file.
+    """Return a document unchanged if it is within the bounds of this file.
 
     Args:
         document: of JSON or YAML; one value may stand in many places, or within itself.
@@ -179,7 +179,7 @@ def bounded(document: Any, *, most_values: int = MOST_VALUES, checks_values: boo
 
 
 def kind_of(value: Any) -> str:
-    """Return what a value of a document is, for messages: "a list", "a text"."""
+    """Return the type of a value of a document, for messages: "a list", "a text"."""
     kinds = {dict: "a mapping", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
     return kinds.get(type(value), "a number")
 
@@ -205,7 +205,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _wrong(value: Any) -> str | None:
-    """Return what is wrong with a value that is neither mapping nor list."""
+    """Return the fault of a value that is neither mapping nor list, or None."""
     if isinstance(value, float):
         return None if math.isfinite(value) else f"{value}; it must be a finite number"
     if isinstance(value, int):
@@ -223,13 +223,13 @@ def _path_of(place: _Place) -> str:
     while place is not None:
         place, key = place
         keys.append(key)
-    # The first is the place of the whole document in a list of its own.
+    # The first element stands for the document itself.
     written = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys[-2::-1])
     return written.removeprefix(".").encode(errors="backslashreplace").decode() or "it"
 
 
 class _Loader(yaml.SafeLoader):
-    """Makes what JSON knows, too, and nothing else: a date stays the text that it is.
+    """Builds JSON's types only: a date stays a text.
 
     50e9 (no dot, no sign) is the number that YAML 1.2 takes it for; YAML 1.1 has it as text.
     """
@@ -240,13 +240,13 @@ class _Loader(yaml.SafeLoader):
     }
 
     def flatten_mapping(self, node: Any) -> None:
-        """Take in what `<<` names, which may double with every level."""
+        """Merge the mappings of `<<`, which may double with every level."""
         super().flatten_mapping(node)
         if len(node.value) > MOST_YAML_VALUES:
             raise yaml.constructor.ConstructorError(None, None, "it has too many values", node.start_mark)
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
-        """Make a value; what does not fit its tag is a fault of the text, with its place."""
+        """Build a value; one that does not fit its tag is a fault of the text, with its place."""
         try:
             kind = node.tag.rpartition(":")[2]
             if node.tag.startswith("tag:yaml.org,2002:") and kind not in _YAML_KINDS:

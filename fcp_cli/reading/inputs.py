@@ -71,10 +71,10 @@ def bounded_lines(stream: IO[bytes]) -> Iterator[bytes]:
 
 
 def cached_by_file(read: Callable[[Path], _Content], *, maxsize: int) -> Callable[[Path], _Content]:
-    """Cache what was read from files until they change.
+    """Cache the contents of files until they change.
 
     Args:
-        read: reads a file; what it raises is not cached.
+        read: reads a file; its exceptions are not cached.
         maxsize: files cached at most.
     """
 

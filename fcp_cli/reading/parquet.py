@@ -22,7 +22,7 @@ from fcp_cli.words import first_sentence
 
 FOOTER_KEY: Final = b"fcp"
 FAILURES: Final = (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, MemoryError)
-"""What reading a damaged file may raise; an FcpError is none of them."""
+"""Exceptions of pyarrow on a damaged file; FcpError is not among them."""
 _MOST_VALUES: Final = 100_000
 END_BYTES: Final = 8  # the length of the footer, and the magic bytes
 _MARK: Final = b"fcp-crc\0"

@@ -1,4 +1,4 @@
-"""Append-only files of records, each with its length and digests: what a kill cut off is told from what was damaged."""
+"""Append-only files of records, each with its length and digests, so that a truncated tail differs from damage."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """One environment for the templates of others: launch templates, and chat templates of checkpoints.
 
 Nothing of Python is within reach: attributes of texts, lists and mappings are named one by one, and so are functions,
-filters, tests and what may be called. All work is counted by the operations into which jinja2 compiles a template;
+filters, tests and callables. All work is counted by the operations into which jinja2 compiles a template;
 `code_generator_class`, `finalize`, `concat`, `call` and `call_binop` are jinja2's own places for that.
 """
 
@@ -102,7 +102,7 @@ class _MeteredCode(CodeGenerator):
 
 
 class _Generation(Extension):
-    """Reads `{% generation %}`, which marks the assistant's tokens for transformers; here it is what stands inside."""
+    """Reads `{% generation %}`, which marks the assistant's tokens for transformers; rendered here as its content."""
 
     tags: ClassVar[set[str]] = {"generation"}  # type: ignore[misc]
 
@@ -111,7 +111,7 @@ class _Generation(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
-@pass_environment  # jinja2 computes no constants with what takes an environment
+@pass_environment  # keeps jinja2 from folding it into a constant
 def _finalized(environment: Environment, value: Any) -> Any:
     """Count a value before it is made a text."""
     return value if type(value) is str else current_work.get().read(value)

@@ -54,7 +54,7 @@ current_work: ContextVar[Work] = ContextVar("work of the template that is render
 
 @contextmanager
 def limited_work(given: Any) -> Iterator[None]:
-    """Count the work of what is rendered inside; `given` are the values that it is rendered with."""
+    """Count the work of a nested rendering with the values `given`."""
     token = current_work.set(Work(given))
     try:
         yield
@@ -216,7 +216,7 @@ def trim_filter(environment: Any, value: Any, chars: str | None = None) -> str:
 def json_filter(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Return JSON as transformers does: jinja2's own escapes what HTML would read."""
+    """Return JSON as transformers does: jinja2's own escapes HTML characters."""
     work = current_work.get()
     if not isinstance(value, str | dict | list | tuple):
         value = list(work.counted(value)) if isinstance(value, Iterator) else value

@@ -106,7 +106,7 @@ class Work:
 
 
 class CountedLoop:
-    """What a `for` iterates over: counts iterations, and knows its length if the original does."""
+    """Iterable of a `for` loop: counts iterations, and has a length if the original does."""
 
     __slots__ = ("cost", "values", "work")
 

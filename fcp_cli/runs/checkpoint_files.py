@@ -1,6 +1,6 @@
 """Checksums of the files of a checkpoint: CRC-32 of every chunk, so that ranks can share the verification of a file.
 
-CRC-32 finds what disks and copies damage, at several GB/s on a core. It is no protection against intent: whoever can
+CRC-32 detects damage by disks and copies, at several GB/s on a core. It is no protection against intent: whoever can
 change a file can change its checksum, too.
 """
 

@@ -45,7 +45,7 @@ class CheckpointHeader:
     files: Mapping[str, FileSums] | None = None
 
     def text(self) -> str:
-        """Return the content of `checkpoint.json`, which has a checksum of its own."""
+        """Return the content of `checkpoint.json`, including its checksum."""
         document = {"format": FORMAT, **asdict(self)}
         return json.dumps({**document, "checksum": _checksum(document)}, indent=1) + "\n"
 
@@ -131,7 +131,7 @@ def kept_before(folder: Path) -> str:
 def check_header(header: CheckpointHeader, wanted: CheckpointHeader, plan: PlanMetadata, *, checkpoint: Path) -> None:
     """Refuse to resume under another plan, number of ranks or model; a plan may continue another's.
 
-    Any sharding may follow any other: what a rank keeps is cut out of what was saved.
+    Any sharding may follow any other: each rank slices its shard from the saved tensors.
 
     Args:
         header: of the checkpoint.
@@ -140,7 +140,7 @@ def check_header(header: CheckpointHeader, wanted: CheckpointHeader, plan: PlanM
         checkpoint: for messages.
 
     Raises:
-        RunError: names what differs.
+        RunError: names the difference.
     """
     check_plan_of(header, plan, checkpoint=checkpoint)
     same_plan = header.plan_hash == plan.plan_hash

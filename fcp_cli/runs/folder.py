@@ -45,7 +45,7 @@ class RunPaths:
 
     @property
     def logs(self) -> Path:
-        """One folder per start; inside, what the launcher and each rank printed."""
+        """One folder per start, with the output of the launcher and each rank."""
         return self.run_dir / "logs"
 
     @property
@@ -55,7 +55,7 @@ class RunPaths:
 
     @property
     def online(self) -> Path:
-        """What a job plans for that plans while it trains."""
+        """Settings of a job that plans while it trains."""
         return self.run_dir / "online.json"
 
     @property
@@ -70,7 +70,7 @@ class RunPaths:
 
     @property
     def versions(self) -> Path:
-        """Versions of what was installed where the run was started, as `fcp env --json` prints it."""
+        """Installed versions where the run was started, as `fcp env --json` prints them."""
         return self.run_dir / "versions.json"
 
     @property

@@ -25,7 +25,7 @@ class FileFollower:
         self._inode = -1
 
     def read(self) -> bytes:
-        """Return what was appended since the last call; nothing while the file does not exist."""
+        """Return the bytes appended since the last call; none while the file does not exist."""
         with self._open() as file:
             new = file.read() if file else b""
             self.offset += len(new)

@@ -1,4 +1,4 @@
-"""The record of a run's latest launch, `launch.json`: what `--json` prints, and --resume and --continue-from read."""
+"""The record of a run's latest launch, `launch.json`: printed by `--json`, read by --resume and --continue-from."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class JobFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchRecord:
-    """Everything that decided what ran.
+    """Every setting of the launched job.
 
     Attributes:
         plan, run_dir, manifest: absolute paths; the manifest is that of the bundled trainer, None for random tokens.

@@ -122,7 +122,7 @@ class EvaluationMeasurement:
     Attributes:
         step: the optimizer step after which they were computed.
         seconds: wall-clock time on rank 0.
-        buckets: by length of the sequences, shortest first; those without learned tokens are left out.
+        buckets: by length of the sequences, shortest first; those without trained tokens are skipped.
     """
 
     step: int
@@ -170,7 +170,7 @@ class MetricsWriter:
         self._file.flush()
 
     def sync(self) -> None:
-        """Have the disk hold what was written, before it holds a checkpoint of the same steps."""
+        """Flush the records to disk, before a checkpoint of the same steps."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:

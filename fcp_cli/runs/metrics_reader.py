@@ -1,6 +1,6 @@
 """Reads the metrics of a run, step by step, in arrays, while the run is at work or afterwards.
 
-`open_run` reads gigabytes line by line and leaves out what a killed run damaged, `MetricsTail` follows a run from
+`open_run` reads gigabytes line by line and skips lines that a killed run damaged, `MetricsTail` follows a run from
 outside, and `read_metrics`, for fitting, refuses damage.
 """
 
@@ -99,8 +99,8 @@ class RunFile:
 
     Attributes:
         run: the first `run` record, or the latest that was met.
-        plan_hash: where given, steps that another plan drove are left out.
-        plan_steps: where given, steps that are not among these are left out.
+        plan_hash: if given, steps of other plans are skipped.
+        plan_steps: if given, other steps are skipped.
         problems: one line each, complete once the steps have been read.
         evaluations: step -> loss of the held-out rows after it, complete once the steps have been read.
     """
@@ -283,7 +283,7 @@ class MetricsTail:
         self._is_live = False
 
     def poll(self) -> list[MetricsRecord]:
-        """Return the whole records that are new since the last call, oldest first, damaged lines left out.
+        """Return the whole records since the last call, oldest first, without damaged lines.
 
         Of several new starts only the latest counts, with its steps.
 

@@ -107,7 +107,7 @@ def parse_record(line: str | bytes) -> MetricsRecord | None:
     """Return the record of a line, or None for kinds that later versions may write.
 
     Raises:
-        ValueError: the line is cut short, or holds what no run can have written.
+        ValueError: the line is truncated, or holds values that no run can have written.
     """
     record = decode_record(line)
     if not isinstance(record, dict) or not isinstance(kind := record.get("kind"), str):

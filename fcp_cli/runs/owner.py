@@ -98,7 +98,7 @@ def _latest_sign(path: Path) -> float:
     paths = RunPaths(run_dir=path.parent)
     times = [0.0]
     for file in (path, paths.metrics, paths.position, paths.heartbeat):
-        # Opened, because file systems of a network then ask the server, and otherwise trust what they saw before.
+        # Network file systems ask the server on open, and otherwise trust their cache.
         with suppress(OSError):
             opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # without waiting for the writer of a pipe
             times.append(os.fstat(opened).st_mtime)

@@ -140,7 +140,7 @@ def own_unless_launched(run_dir: Path) -> Ownership | None:
 
 
 def _make(run_dir: Path, *, must_be_new: bool) -> list[Path]:
-    """Make a folder; return what was made, the innermost first."""
+    """Make a folder; return the new folders, the innermost first."""
     made: list[Path] = []
     try:
         for folder in reversed((run_dir, *run_dir.parents)):

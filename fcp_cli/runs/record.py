@@ -1,4 +1,4 @@
-"""Writes what is needed to know later what ran: the plan, its cost profile, and what was installed."""
+"""Writes the record of a run: the plan, its cost profile, and the installed versions."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def unrecorded(first: int, last: int) -> str:
 
 
 def require_recorded(checkpoint: Path, *, accepts: bool) -> None:
-    """Check that the metrics of a run record what its newest checkpoint was trained on.
+    """Check that the metrics of a run record every step of its newest checkpoint.
 
     Args:
         checkpoint: to resume from.

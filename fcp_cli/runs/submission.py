@@ -1,4 +1,4 @@
-"""What a run was handed to: the file `job.json` of a run that a cluster's scheduler starts, for `fcp jobs`."""
+"""The file `job.json` of a run that a cluster's scheduler starts, for `fcp jobs`."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def new_submission(*, target: str, name: str, namespace: str = "", job_id: str =
 
 
 def write_submission(run_dir: Path, submission: Submission) -> None:
-    """Write what a run was handed to.
+    """Write the scheduler and job of a run.
 
     Raises:
         FcpError: the run directory cannot be written.
@@ -87,7 +87,7 @@ def write_submission(run_dir: Path, submission: Submission) -> None:
 
 
 def read_submission(run_dir: Path) -> Submission | None:
-    """Read what a run was handed to, or return None if it ran on the machine that launched it.
+    """Read the scheduler and job of a run; None if it ran on the machine that launched it.
 
     Raises:
         RunError: the file cannot be read, or is damaged.

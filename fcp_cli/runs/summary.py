@@ -1,4 +1,4 @@
-"""What a run came to, added up from the records of its metrics: the line with which it ends."""
+"""Totals of a run from its metrics, and the last line that it prints."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RunSummary:
                 self._paced[at] += value
 
     def line(self) -> str:
-        """Return steps, loss, tokens and time in all, and the mean step beside what was planned for the same steps."""
+        """Return total steps, loss, tokens and time, and the mean step with the planned mean of the same steps."""
         if self.first is None or self.last is None:
             return "no step was measured"
         parts = [f"steps {self.first['step'] + 1} to {self.last['step'] + 1}"]
@@ -59,7 +59,7 @@ class RunSummary:
 
 
 def closing_line(summary: RunSummary, paths: RunPaths) -> str:
-    """Return the line with which a run that succeeded ends: what it came to, and where everything is."""
+    """Return the last line of a run that succeeded: its totals, and where its files are."""
     places = []
     if saved := checkpoints(paths.checkpoints):
         places.append(f"checkpoint {from_here(saved[-1])}")

@@ -1,4 +1,4 @@
-"""Runs a planned step under what its prediction leaves out: noise, a slow rank, shared links, slow launches.
+"""Simulates a planned step with effects that its prediction ignores: noise, a slow rank, shared links, slow launches.
 
 A micro-batch is `other + max(attention, (1 - s) ring) + s ring` seconds long, as the cost model has it. Its start
 follows from its ranks' earlier micro-batches, or from the wave before. Rings across nodes may share each node's
@@ -18,20 +18,20 @@ from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 NOISE: Final = 0.05
 SLOW_RANK: Final = 1.2
 LAUNCH_SECONDS: Final = 0.02
-"""What the host may take to launch the kernels of one hop in all layers, forward and backward: 36 layers of 0.55 ms."""
+"""Host time to launch the kernels of one hop in all layers, forward and backward: 36 layers of 0.55 ms."""
 _DRAWS: Final = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Execution:
-    """The micro-batches of one step, in their global order, and what their seconds are made of.
+    """The micro-batches of one step, in their global order, and the parts of their seconds.
 
     Attributes:
         waves: ranks wait for each other after each wave; else a micro-batch starts once its ranks are free.
         num_ranks, ranks_per_node: ranks r with equal r // ranks_per_node share a node.
         wave: [microbatches] ascending where there are waves.
         rank_offsets, ranks: of the micro-batches' groups.
-        encoder: [microbatches] what ranks that go in lockstep finish first; else 0 and part of `other`.
+        encoder: [microbatches] seconds before lockstep ranks begin; else 0 and part of `other`.
         other, attention, ring: [microbatches] seconds; attention hides all of the ring but the exposed share.
         exposed: share of the ring that nothing hides.
         floor_seconds: least time of a wave.
@@ -77,7 +77,7 @@ def step_seconds(execution: Execution, *, shared_links: bool = False) -> float:
     """Return the end of the step.
 
     Args:
-        execution: what runs.
+        execution: of the step.
         shared_links: rings across nodes share each node's network instead of having it to themselves.
     """
     run = _shared if shared_links else _alone
@@ -112,7 +112,7 @@ def _alone(execution: Execution, rows: IntArray, before: FloatArray) -> float:
 
 
 def _shared(execution: Execution, rows: IntArray, before: FloatArray) -> float:
-    """Return the same where rings across nodes share links: from event to event, each goes on at its own pace.
+    """Return the same for rings across nodes that share links: between events, each ring runs at its own pace.
 
     A ring is one of as many as cross on the node where most do.
     """
@@ -158,7 +158,7 @@ def _shared(execution: Execution, rows: IntArray, before: FloatArray) -> float:
 
 
 def _queues(groups: list[list[int]], num_ranks: int) -> list[list[int]]:
-    """Return what each rank runs, in order."""
+    """Return the micro-batches of each rank, in order."""
     queues: list[list[int]] = [[] for _ in range(num_ranks)]
     for row, group in enumerate(groups):
         for rank in group:

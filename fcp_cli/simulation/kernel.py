@@ -14,7 +14,7 @@ from fcp_cli.compiling import kernel, leaf
 
 
 class Graph(NamedTuple):
-    """A step of replicas with pipelines, L blocks of layers each; `operation` numbers what a micro-batch does.
+    """A step of replicas with pipelines, L blocks of layers each; `operation` numbers a micro-batch's operations.
 
     Attributes:
         rank_offsets: of the micro-batches' groups, whose members are entries.
@@ -43,7 +43,7 @@ class Graph(NamedTuple):
 
 @kernel
 def longest_paths(graph: Graph, limit: float) -> Any:
-    """Return [microbatches x 2 L] when each operation begins, what it waits for in vain, and what it waited for last.
+    """Return for each operation, [microbatches x 2 L], its start, its idle wait, and its last dependency.
 
     The last is the number of an operation, i * 2 L + c; -1 where one begins at once. A step that takes more than
     `limit` is given up, with the operation that shows it begun at infinity.
@@ -80,7 +80,7 @@ def longest_paths(graph: Graph, limit: float) -> Any:
             late = sends
             if graph.meets and turns[row, 2]:
                 late = max(sends, graph.sends[of])
-                if turns[row, 3] >= 0:  # whoever sends goes on when this device has come to receive
+                if turns[row, 3] >= 0:  # the sender continues once this device receives
                     then = graph.rank_microbatches[first + turns[row, 4]]
                     at = then * per + turns[row, 3]
                     top = _tell(at, end + graph.sends[of], node, start, missing, cause, stack, top)

@@ -16,7 +16,7 @@ class Replicas(NamedTuple):
     Attributes:
         num_ranks: replicas.
         tokens: that each may hold in a micro-batch.
-        microbatch_seconds: of a micro-batch beside its work.
+        microbatch_seconds: fixed seconds of a micro-batch.
         blocks_of: [degrees + 1] where the blocks of each degree begin in `firsts`; degrees are numbered, 0 is 1.
         degrees: [degrees] ranks of a block.
         firsts: [blocks] first rank of each block.
@@ -53,10 +53,10 @@ def lay(length: float, wait: float, share: float, sequences: Sequences, replicas
 
     Args:
         length: seconds of the micro-batches outside rings.
-        wait: how many times a replica waits for what its longest micro-batch takes longer than `length`; where that is
+        wait: how many times a replica waits for the excess of its longest micro-batch over `length`; where that is
             nothing, all replicas run equally many micro-batches.
         share: by which all else counts that runs on a replica that waits so.
-        sequences: what is laid out.
+        sequences: to lay out.
         replicas: where.
 
     Returns:

@@ -23,7 +23,7 @@ def operation(layer_block: int, kind: int) -> int:
 
 @lru_cache(maxsize=4096)
 def device_order(stages: int, chunks: int, microbatches: int) -> IntArray:
-    """Return [stages, 2 * microbatches * chunks] what each device runs, in order.
+    """Return the operations of each device in order, [stages, 2 * microbatches * chunks].
 
     An entry is j * 2PV + `operation`: of the j-th micro-batch of the replica. Block c * P + s lies on device s.
 
@@ -71,12 +71,12 @@ def following_operations(stages: int, chunks: int) -> tuple[IntArray, np.ndarray
 
 @lru_cache(maxsize=4096)
 def turns_of(stages: int, chunks: int, microbatches: int) -> Int32Array:
-    """Return [microbatches * 2PV, 6] what the devices of a replica do after each of its operations.
+    """Return the successors of each operation of a replica, [microbatches * 2PV, 6].
 
     Of operation c of the j-th micro-batch, row j * 2PV + c says:
         0, 1: the operation that its device runs next, and of which micro-batch; -1: none.
         2: whether that receives a message.
-        3, 4: what the sender of that message runs after it, and of which micro-batch; -1: nothing.
+        3, 4: next operation of that message's sender, and its micro-batch; -1: none.
         5: how many other operations, where senders and receivers meet, hold this one back on its own device.
     """
     order = device_order(stages, chunks, microbatches)

@@ -6,7 +6,7 @@ ring's forward or backward begins on a block when all its replicas have reached 
 the longest path to it through a graph without time in it, and where the graph has a circle, the replicas wait for each
 other for ever.
 
-Plain 1F1B sends as Megatron does: sender and receiver meet, and neither goes on before the message is through. The
+Plain 1F1B sends as Megatron does: sender and receiver meet, and both block until the message is through. The
 interleaved schedule sends in the background.
 """
 

@@ -22,7 +22,7 @@ from fcp_cli.vision.tiles import tiled_sequence
 def visual_sequence(
     config: Any, input_ids: Any, *, labels: Any = None, pixel_values: Pixels | None = None
 ) -> VisualSequence:
-    """Make one sequence of what the model's processor returns for it, with the mask that its token types stand for.
+    """Make one sequence from the output of the model's processor, with the mask of its token types.
 
     Args:
         config: of the whole model (`Gemma3Config`).
@@ -52,7 +52,7 @@ def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Te
 
     Args:
         model: the `Gemma3Model`.
-        parts: what to encode; all are of one size, so nothing of them is needed.
+        parts: to encode; unused, since all have one size.
         pixels: [images, channels, height, width] of all of them; None where there are none.
     """
     tower, config = model.vision_tower, model.config
@@ -68,7 +68,7 @@ def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Te
 
 
 def encoder_outputs(embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]:
-    """Return what the model's forward takes in place of pixels.
+    """Return the arguments of the model's forward that replace pixels.
 
     Args:
         embeddings: [visual tokens of this rank, 1, hidden].

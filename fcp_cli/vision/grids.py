@@ -1,4 +1,4 @@
-"""What Qwen's towers share: pictures of any size as grids of patches, each image and pair of frames encoded alone."""
+"""Base of Qwen's vision towers: pictures of any size as grids of patches, each image and frame pair encoded alone."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def run_tower(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) ->
 
     Args:
         model: the base model, whose `visual` is the tower.
-        parts: what to encode.
+        parts: to encode.
         pixels: [patches, values] of all of them; None where there are none.
     """
     visual = model.visual

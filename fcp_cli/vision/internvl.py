@@ -18,7 +18,7 @@ from fcp_cli.vision.tiles import tiled_sequence
 def visual_sequence(
     config: Any, input_ids: Any, *, labels: Any = None, pixel_values: Pixels | None = None
 ) -> VisualSequence:
-    """Make one sequence of what the model's processor returns for it.
+    """Make one sequence from the output of the model's processor.
 
     Args:
         config: of the whole model (`InternVLConfig`).
@@ -46,7 +46,7 @@ def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Te
 
     Args:
         model: the `InternVLModel`.
-        parts: what to encode; all tiles are of one size, so nothing of them is needed.
+        parts: to encode; unused, since all tiles have one size.
         pixels: [tiles, channels, height, width] of all of them; None where there are none.
     """
     tower = model.vision_tower
@@ -58,7 +58,7 @@ def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Te
 
 
 def encoder_outputs(embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]:
-    """Return what the model's forward takes in place of pixels.
+    """Return the arguments of the model's forward that replace pixels.
 
     Args:
         embeddings: [visual tokens of this rank, 1, hidden].

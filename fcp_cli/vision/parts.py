@@ -39,7 +39,7 @@ class PixelReader(Protocol):
     """Pictures of one kind of a sequence that are read ahead of time, elsewhere."""
 
     def begin(self, ranges: Sequence[tuple[int, int]]) -> Callable[[], PixelsRead]:
-        """Begin to read rows from start to stop, several such at once; return what waits for them."""
+        """Start reading several ranges of rows at once; return a function that waits for them."""
 
 
 @runtime_checkable
@@ -47,7 +47,7 @@ class KeyedReader(PixelReader, Protocol):
     """One that can tell pictures apart without preprocessing them."""
 
     def content_key(self, start: int, stop: int) -> str:
-        """Return what decides rows start to stop: the picture's content, its processor, and the rows' place in it.
+        """Return a key of rows start to stop: the picture's content, its processor, and the rows' place in it.
 
         Raises:
             RunError: the picture cannot be read.
@@ -55,7 +55,7 @@ class KeyedReader(PixelReader, Protocol):
 
 
 Pixels: TypeAlias = "Tensor | Callable[[int, int], Tensor] | PixelReader"
-"""What a processor made of pictures, [rows, ...], or what gives rows start to stop of it when asked."""
+"""Pixels from a processor, [rows, ...], or a reader of rows start to stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class VisualSequence:
         labels: [tokens] as Hugging Face data sets have them, or None to learn every token.
         parts: the pieces of its images and videos, in the order of their tokens; may be empty.
         position_ids: [axes, tokens] where the model's positions are not 0, 1, 2, ...
-        mask: what its tokens see of each other; images that see themselves both ways are `masks.segments`.
+        mask: of its tokens; images with bidirectional attention are `masks.segments`.
     """
 
     tokens: Any
@@ -122,7 +122,7 @@ class VisualSequence:
 
 
 def content_key(part: VisualPart) -> str:
-    """Return what decides a part's pixels: as its reader tells it, else a digest of the pixels themselves."""
+    """Return a key of a part's pixels: its reader's, or a digest of the pixels."""
     rows = part.pixels
     if isinstance(rows, PixelRows) and isinstance(rows.pixels, KeyedReader):
         return rows.pixels.content_key(rows.start, rows.stop)
@@ -132,7 +132,7 @@ def content_key(part: VisualPart) -> str:
 
 
 def begin_reading(parts: Sequence[VisualPart]) -> Callable[[], PixelsRead]:
-    """Begin to read the pixels of parts of one sequence; return what waits for those of each, in order."""
+    """Start reading the pixels of one sequence's parts; return a function per part that waits for them, in order."""
     together: dict[int, list[int]] = {}
     for number, part in enumerate(parts):
         if isinstance(part.pixels, PixelRows) and isinstance(part.pixels.pixels, PixelReader):
@@ -167,7 +167,7 @@ def share_out(work: Sequence[float], members: int, homes: Sequence[range] | None
     Args:
         work: of each part.
         members: who may encode any part.
-        homes: [parts] the members that hold a part's tokens: they keep what is not beyond their even share, so that
+        homes: [parts] the members that hold a part's tokens: they keep at most their even share, so that
             fewer embeddings travel. None: all members alike.
     """
     weights = np.asarray(work, dtype=np.float64)

@@ -26,7 +26,7 @@ from fcp_cli.reading.documents import kind_of, read_json
 from fcp_cli.validation import Count, Positive, validated
 
 _MAX_ASPECT: Final = 200
-_DEFAULT_FPS: Final = 24.0  # what the Qwen3-VL processor takes for a video without a rate
+_DEFAULT_FPS: Final = 24.0  # the Qwen3-VL processor's default for a video without a rate
 
 
 Tiles = Annotated[int, Meta(ge=1, le=1000, description="a whole number from 1 to 1000")]
@@ -65,9 +65,9 @@ class Marks:
     """The pieces of text that stand for pictures in a checkpoint's own vocabulary.
 
     Attributes:
-        image, video: what the chat template writes for a picture.
-        image_pad, video_pad: what each of their visual tokens is written as.
-        start, end: what stands around the visual tokens of a part.
+        image, video: text of the chat template for an image and a video.
+        image_pad, video_pad: text of each of their visual tokens.
+        start, end: text around the visual tokens of a part.
     """
 
     image: str
@@ -83,7 +83,7 @@ class Written:
     """A picture as it is written in a conversation, with one placeholder where a run of visual tokens stands.
 
     Attributes:
-        text: in place of what the chat template wrote.
+        text: replaces the chat template's text.
         runs: visual tokens of each placeholder in it, in order.
     """
 
@@ -119,14 +119,14 @@ class VisionProcessor(Protocol):
         """Return every setting, for the manifest."""
 
     def image(self, height: int, width: int) -> Visual:
-        """Return what one image of this size in pixels becomes.
+        """Return the visual of one image of this size in pixels.
 
         Raises:
             ValueError: the processor would refuse it.
         """
 
     def video(self, frames: int, height: int, width: int, fps: float | None) -> Visual:
-        """Return what a video of so many frames of this size in pixels, at `fps` frames per second, becomes.
+        """Return the visual of a video of so many frames of this size in pixels, at `fps` frames per second.
 
         Raises:
             ValueError: the processor would refuse it.
@@ -136,14 +136,14 @@ class VisionProcessor(Protocol):
         """Return [sampled] which frames of a video the model sees."""
 
     def marks(self, tokenizer: Any) -> Marks:
-        """Return what pictures are written as, by the names that a tokenizer of transformers has for them."""
+        """Return the special tokens of pictures, by their names in tokenizers of transformers."""
 
     def written(self, visual: Visual, marks: Marks, *, is_video: bool) -> Written:
         """Return how the processor writes a picture."""
 
 
 class _QwenPixels:
-    """What the processors of Qwen-VL share: patches, several frames deep, and the marks of their vocabulary."""
+    """Base of the Qwen-VL processors: patches several frames deep, and their special tokens."""
 
     __slots__ = ()
     patch_size: int

@@ -1,7 +1,7 @@
 """Qwen2.5-VL: its sequences as a plan runs them, and the calls of its encoder.
 
     def fetch(row):
-        inputs = processor(...)  # or what of it was kept
+        inputs = processor(...)  # or the fields kept from it
         return visual_sequence(model.config, inputs.input_ids[0], video_grid_thw=inputs.video_grid_thw, ...)
 
 A frame pair of a video is encoded like an image of its size: windows lie within one frame pair, and so does the
@@ -36,7 +36,7 @@ def visual_sequence(
     pixel_values: Pixels | None = None,
     pixel_values_videos: Pixels | None = None,
 ) -> VisualSequence:
-    """Make one sequence of what the model's processor returns for it.
+    """Make one sequence from the output of the model's processor.
 
     Args:
         config: of the whole model (`Qwen2_5_VLConfig`).
@@ -70,7 +70,7 @@ def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Te
 
     Args:
         model: the `Qwen2_5_VLModel`.
-        parts: what to encode.
+        parts: to encode.
         pixels: [patches, values] of all of them; None where there are none.
     """
     found: Tensor = run_tower(model, parts, pixels).pooler_output
@@ -78,7 +78,7 @@ def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Te
 
 
 def encoder_outputs(embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]:
-    """Return what the model's forward takes in place of pixels.
+    """Return the arguments of the model's forward that replace pixels.
 
     Args:
         embeddings: [visual tokens of this rank, 1, hidden].

@@ -1,11 +1,11 @@
 """Qwen3-VL: its sequences as a plan runs them, and the calls of its encoder.
 
     def fetch(row):
-        inputs = processor(...)  # or what of it was kept
+        inputs = processor(...)  # or the fields kept from it
         return visual_sequence(model.config, inputs.input_ids[0], image_grid_thw=inputs.image_grid_thw, ...)
 
 A frame pair of a video is encoded like an image of its size: the encoder attends within one frame pair only, and
-neither its positions nor its patches know of time. That is what lets a video be shared out frame by frame.
+neither its positions nor its patches depend on time, so a video can be split frame by frame.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def visual_sequence(
     pixel_values: Pixels | None = None,
     pixel_values_videos: Pixels | None = None,
 ) -> VisualSequence:
-    """Make one sequence of what the model's processor returns for it.
+    """Make one sequence from the output of the model's processor.
 
     Args:
         config: of the whole model (`Qwen3VLConfig`).
@@ -63,7 +63,7 @@ def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Te
 
     Args:
         model: the `Qwen3VLModel`.
-        parts: what to encode.
+        parts: to encode.
         pixels: [patches, values] of all of them; None where there are none.
     """
     found = run_tower(model, parts, pixels)
@@ -71,7 +71,7 @@ def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Te
 
 
 def encoder_outputs(embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]:
-    """Return what the model's forward takes in place of pixels.
+    """Return the arguments of the model's forward that replace pixels.
 
     Both kinds are always there, be they empty, so that every rank's graph has a path to its encoder.
 

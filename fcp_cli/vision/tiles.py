@@ -13,7 +13,7 @@ from fcp_cli.vision.parts import PixelReader, PixelRows, Pixels, VisualPart, Vis
 def tiled_sequence(
     input_ids: Any, *, labels: Any, pixel_values: Pixels | None, placeholder: int, tokens_per_tile: int, side: int
 ) -> VisualSequence:
-    """Make one sequence of what a model's processor returns for it.
+    """Make one sequence from the output of the model's processor.
 
     Args:
         input_ids: [tokens] with placeholders, `tokens_per_tile` for each tile.

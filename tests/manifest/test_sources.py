@@ -337,7 +337,7 @@ HEADER = b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little")
         (
             lambda r: write_tree(r, {"d.xyz": b"x"}) / "d.xyz",
             None,
-            "cannot recognize what d.xyz is by its name; choose with",
+            "cannot recognize the kind of d.xyz by its name; choose with",
         ),
         (lambda r: write_tree(r / "t", {"a": b""}), None, "t holds no sequence with tokens; 1 skipped as empty"),
         (

@@ -19,7 +19,7 @@ class RowBatch:
         rows: Arrow record batch with `id`, `length` and the columns that find the tokens again.
         done: units of the source that this batch covers, for the progress bar.
         largest_token: largest token id seen in a source that holds token ids.
-        skipped: sequences left out before they were counted, by reason.
+        skipped: sequences dropped before they were counted, by reason.
     """
 
     rows: Any
@@ -36,7 +36,7 @@ class Source(Protocol):
         """The sum that `done` will reach; None where it is unknown before the end."""
 
     def describe(self) -> dict[str, Any]:
-        """Return the JSON `source` of the manifest: `kind`, absolute `path`, and what it takes to read the tokens."""
+        """Return the JSON `source` of the manifest: `kind`, absolute `path`, and the settings that read the tokens."""
 
     def batches(self) -> Iterator[RowBatch]:
         """Count the sequences, some at a time.
@@ -54,7 +54,7 @@ class SourceTokens(Protocol):
         """One more than the largest token id."""
 
     def __call__(self, row: int) -> IntArray | tuple[IntArray, IntArray]:
-        """Return [tokens] int64, as the source holds them now, or (tokens, labels) where it says what is learned."""
+        """Return [tokens] int64, as the source holds them now, or (tokens, labels) if it marks the trained tokens."""
 
     def place(self, row: int) -> str:
         """Name the place of a sequence, for messages."""

@@ -29,7 +29,7 @@ _CACHE_BYTES: Final = 256 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Columnar:
-    """One column of a data set in shards; `eta` and vision columns beside it go along into the manifest.
+    """One column of a data set in shards; the manifest copies its `eta` and vision columns.
 
     Attributes:
         path: the file, or the folder that holds the shards.
@@ -96,7 +96,7 @@ class Columnar:
                 f"{shard.path}: column {self.column!r} holds {tokens.null_count} null tokens; correct the data"
             )
         largest = pc.max(tokens).as_py()
-        # A null list counts as an empty sequence, which the manifest leaves out.
+        # A null list counts as an empty sequence, which the manifest drops.
         return pc.fill_null(pc.list_value_length(column), 0).cast(pa.int64()), -1 if largest is None else int(largest)
 
 

@@ -35,7 +35,7 @@ _SUFFIXES: Final = {
 }
 KINDS: Final = ("text", "chat", *_SUFFIXES)
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json")
-_SPLITS: Final = "dataset_dict.json"  # what `DatasetDict.save_to_disk` writes beside the folders of its splits
+_SPLITS: Final = "dataset_dict.json"  # `DatasetDict.save_to_disk` writes it next to the folders of its splits
 _SHARDED: Final = ("parquet", "arrow", "jsonl", "media")
 
 
@@ -46,13 +46,13 @@ class SourceOptions:
     Attributes:
         tokenizer: `bytes`, the path of a `tokenizer.json`, the folder of a checkpoint, or its name on the hub where
             that is in the local cache.
-        column: field or column with the tokens, texts or lengths; None takes what is usual.
+        column: field or column with the tokens, texts or lengths; None: the usual names.
         include: globs of the files of a text tree.
-        exclude: globs of files and folders of a text tree to leave out.
+        exclude: globs of files and folders of a text tree to skip.
         processor: of media, `qwen3-vl`, `qwen2.5-vl`, `internvl`, `gemma3` or the folder of a checkpoint.
         vocab_size: of Megatron data, where known; saves reading its `.bin` for the largest token.
-        train_on: of chat data, what is learned.
-        skips_bad: leave out records whose pictures cannot be read.
+        train_on: turns of chat data that are trained on.
+        skips_bad: skip records whose images or videos fail to decode.
         mask: of the sequences, as `mask_rule` reads it; None: all are causal.
     """
 
@@ -78,7 +78,7 @@ def detect_kind(path: Path) -> str:
     kind = _kind_by_name(path)
     if kind in ("jsonl", "parquet", "arrow"):
         files = _shard_paths(path, kind) if path.is_dir() else [path]
-        with suppress(ManifestError, StopIteration):  # what cannot be read is reported when it is opened
+        with suppress(ManifestError, StopIteration):  # opening it reports what cannot be read
             record = next(chat_records(files[0])).record
             if is_chat(record) and _is_about_pictures(record):
                 return "media"
@@ -107,7 +107,7 @@ def _kind_by_name(path: Path) -> str:
             return kind
     if path.suffix == ".bin" and path.with_suffix(".idx").is_file():
         return "megatron"
-    raise ManifestError(f"cannot recognize what {path} is by its name; choose with --kind {'|'.join(KINDS)}")
+    raise ManifestError(f"cannot recognize the kind of {path} by its name; choose with --kind {'|'.join(KINDS)}")
 
 
 def open_source(path: Path, kind: str, options: SourceOptions, *, output: Path | None = None) -> Source:
@@ -221,7 +221,7 @@ def _shard_paths(folder: Path, kind: str) -> list[Path]:
 
 
 def _made_by_fcp(file: Path) -> bool:
-    """Return whether a file is a manifest or a plan, which beside the data are no part of it."""
+    """Return whether a file is a manifest or a plan, which is no data of the folder."""
     with suppress(ManifestError), readable(file):
         return bool(read_header(open_footer(file)))
     return False  # its faults are reported when it is opened

@@ -30,7 +30,7 @@ class JsonLines:
     Attributes:
         path: the file, or the folder that holds `files`.
         files: the files, absolute, in the order of their rows.
-        column: the field with a text (tokenized) or with a list of token ids (taken as it is).
+        column: the field with a text (tokenized) or with a list of token ids (read unchanged).
         mask_column: the field that goes along as `mask`; "" for none.
     """
 
@@ -113,7 +113,7 @@ class JsonLinesTokens:
 
 def usual_field(file: Path) -> str:
     """Return the field of the first record with token ids or a text under a usual name, else `text`."""
-    with suppress(ManifestError, StopIteration):  # what cannot be read is reported when its lines are counted
+    with suppress(ManifestError, StopIteration):  # counting the lines reports what cannot be read
         (number, _, line), _ = next(json_lines(file))
         record = json_record(line, f"{file}:{number}")
         return next((name for name in _USUAL_FIELDS if isinstance(record.get(name), str | list)), _USUAL_FIELDS[0])

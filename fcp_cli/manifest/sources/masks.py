@@ -1,4 +1,4 @@
-"""Masks of sequences, as a column of the data says them: what `--mask` names, and what a manifest keeps of it."""
+"""Masks of sequences, read from a column of the data (`--mask`), and their form in a manifest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WANTED: Final = {
 
 @dataclass(frozen=True, slots=True)
 class MaskRule:
-    """What the masks of a data set are.
+    """Kind and column of the masks of a data set.
 
     Attributes:
         kind: of all of them.
@@ -40,10 +40,10 @@ class MaskRule:
         return f"{self.kind}:{self.column}" if self.column else self.kind
 
     def numbers(self, value: Any) -> list[int]:
-        """Return what a manifest keeps of a value of the column; a null is a causal sequence.
+        """Return a value of the column in the manifest's form; a null is a causal sequence.
 
         Raises:
-            MaskError: the value is not what masks of this kind are made of.
+            MaskError: the value is no mask of this kind.
         """
         if value is None:
             return []
@@ -56,7 +56,7 @@ class MaskRule:
         return list(token_types(flat).numbers) if self.kind == "types" else flat
 
     def mask(self, numbers: list[int]) -> Mask:
-        """Return the mask of what a manifest keeps.
+        """Return the mask from its form in a manifest.
 
         Raises:
             MaskError: there is none such.
@@ -69,7 +69,7 @@ def _is_pair(span: Any) -> bool:
 
 
 def mask_rule(text: str) -> MaskRule:
-    """Parse what `--mask` says.
+    """Parse the value of `--mask`.
 
     Raises:
         UsageError: it is no kind of mask, or one without its column.

@@ -135,7 +135,7 @@ def _integer(value: Any) -> Any:
 
 
 def _llava(path: Path) -> Iterator[Found]:
-    """Read a JSON list of conversations with the paths of their images, beside the file or below it."""
+    """Read a JSON list of conversations with the paths of their images, relative to the file."""
     document = read_records(path, error=ManifestError)
     share, rest = divmod(size_of(path), max(len(document), 1))
     for number, record in enumerate(document, start=1):

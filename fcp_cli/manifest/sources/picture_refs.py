@@ -40,7 +40,7 @@ class Picture(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FilePicture:
-    """A file of its own."""
+    """An image or video file."""
 
     path: Path
 

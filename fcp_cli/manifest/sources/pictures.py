@@ -46,7 +46,7 @@ class PictureSize:
     fps: float | None = None
 
     def visual(self, processor: VisionProcessor) -> Visual:
-        """Return what a processor makes of it; raises ValueError where it refuses."""
+        """Return its visual tokens under a processor; raises ValueError if the processor refuses it."""
         if self.frames is None:
             return processor.image(self.height, self.width)
         return processor.video(self.frames, self.height, self.width, self.fps)
@@ -188,7 +188,7 @@ class PictureRecords:
 
     @property
     def processor(self) -> VisionProcessor:
-        """What the lengths were counted with."""
+        """Processor that counted the lengths."""
         assert self._source.encoder.processor is not None
         return self._source.encoder.processor
 

@@ -160,7 +160,7 @@ def python_rows(batch: Any, path: Path) -> list[dict[str, Any]]:
     are texts.
 
     Raises:
-        ManifestError: a column holds what Python has no value for.
+        ManifestError: a column holds a value that Python cannot represent.
     """
     with readable(path, kind="rows"):
         columns = [column.cast(pa.string()) if _is_time(column.type) else column for column in batch.columns]

@@ -26,11 +26,11 @@ _MOST_TEXT_BYTES: Final = 1 << 31  # one file is one sequence, whose length is 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextTree:
-    """Text files under `root`; hidden names, binary files and links to folders are left out.
+    """Text files under `root`; skips hidden names, binary files and links to folders.
 
     Attributes:
         include: globs; a file is taken if one matches its name, or its path below `root` where the glob has a slash.
-        exclude: globs of files and folders to leave out, matched in the same way.
+        exclude: globs of files and folders to skip, matched in the same way.
         output: the manifest being written, which is no part of the data set; absolute like `root`.
     """
 
