@@ -32,12 +32,15 @@ class Journal:
     Args:
         path: the plan that is being made.
         metadata: of the plan, before totals and hash.
+
+    Attributes:
+        metadata: as given.
     """
 
     def __init__(self, path: Path, metadata: PlanMetadata) -> None:
         self.folder = path.with_name(f".{path.name}.journal")
         self._key = f"{_FORMAT} {hashlib.sha256(metadata.hashed_json()).hexdigest()}"
-        self._metadata = metadata
+        self.metadata = metadata
         self._due = metadata.first_step
         self._parts = 0
         self._pending: list[StepPlan] = []
@@ -77,17 +80,21 @@ class Journal:
             try:
                 steps = self._steps_of(part)
             except (OSError, DamagedError) as error:
-                raise FcpError(
-                    f"cannot resume: {part} is damaged: {first_sentence(error)}; run without --resume to start over"
-                ) from error
+                raise self.damaged(first_sentence(error), part) from error
             self._parts += 1
             yield from steps
+
+    def damaged(self, reason: str, place: Path | None = None) -> FcpError:
+        """Return the error of a journal that cannot be continued."""
+        return FcpError(
+            f"cannot resume: {place or self.folder} is damaged: {reason}; run without --resume to start over"
+        )
 
     def _steps_of(self, part: Path) -> list[StepPlan]:
         contents = list(read_records(part))
         if len(contents) != 1:
             raise DamagedError("it does not hold one whole record")
-        metadata = self._metadata
+        metadata = self.metadata
         limits = StepLimits(num_ranks=metadata.num_ranks, rows=metadata.manifest.rows)
         steps = steps_in_order(
             table_of_content(contents[0]), limits, due=self._due, splits_heads=metadata.attention is not None

@@ -14,6 +14,7 @@ from fcp_cli import __version__
 from fcp_cli.compiling import timed_loading
 from fcp_cli.errors import Interrupted
 from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.check import check_step
 from fcp_cli.plan.masks import planned_masks
 from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
 from fcp_cli.plan.speeds import named_speeds
@@ -117,7 +118,7 @@ def _journalled_steps(
     """Yield all steps of a plan, in order: those that the journal holds, then newly planned ones."""
     kept = 0
     if journal is not None and resume:
-        for step in journal.resume():
+        for step in _kept_steps(batches, journal):
             kept += 1
             yield step
     elif journal is not None:
@@ -128,6 +129,25 @@ def _journalled_steps(
             if journal is not None:
                 journal.append(step)
             yield step
+
+
+def _kept_steps(batches: GlobalBatches, journal: Journal) -> Iterator[StepPlan]:
+    """Yield the steps that a journal holds, each proven to be a plan of its batch: digests do not stop a forger.
+
+    Raises:
+        FcpError: as `Journal.resume`, or a step that no plan of these batches has.
+    """
+    profile, table = batches.problem.profile, batches.table
+    for number, step in enumerate(journal.resume()):
+        batch = batches.batch(number)
+        order, due = np.argsort(step.sequences), np.argsort(batch.rows)
+        same = np.array_equal(step.sequences[order], batch.rows[due])
+        if not same or not np.array_equal(step.lengths[order], batch.lengths[due]):
+            raise journal.damaged(f"step {step.step} does not hold the sequences of its batch")
+        finding = next(check_step(step, journal.metadata, profile, table), None)
+        if finding is not None:
+            raise journal.damaged(str(finding))
+        yield step
 
 
 def _interrupted(journal: Journal | None, step: int, steps: int) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,14 @@ import pytest
 
 from fcp_cli.errors import FcpError, Interrupted
 from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.schema import steps_from_arrow, steps_to_arrow
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning import journal, run
 from fcp_cli.planning.batches import BatchSettings
 from fcp_cli.planning.problem import Batch, Problem, Solver
 from fcp_cli.planning.run import PlanResult, make_plan
 from fcp_cli.planning.settings import PlanInputs
+from fcp_cli.reading.records import read_records, table_content, table_of_content, write_record
 from tests.planning.examples import example_problem
 
 
@@ -118,6 +121,44 @@ def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".plan.parquet.journal" / "000000.steps").write_bytes(b"and then nothing")
     with pytest.raises(FcpError, match=r"000000\.steps is damaged: it does not hold one whole record; run without"):
         make(path, resume=True)
+
+
+def forge(folder: Path, change: Callable[[StepPlan], StepPlan]) -> None:
+    """Change the first step that a journal holds, and give it the digest of the result."""
+    part = folder / "000000.steps"
+    (content,) = read_records(part)
+    first, *others = steps_from_arrow(table_of_content(content))
+    with part.open("wb") as file:
+        write_record(file, table_content(steps_to_arrow([change(first), *others])))
+
+
+def without_first_pack(step: StepPlan) -> StepPlan:
+    """The step whose first micro-batch trains the second sequence of the batch in place of its first."""
+    sequences = step.sequences.copy()
+    sequences[0] = sequences[1]
+    return replace(step, sequences=sequences)
+
+
+@pytest.mark.usefixtures("small_journal")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda step: replace(step, seconds=2 * step.seconds), r"step 0: order 0: .* s, but its cost profile gives"),
+        (lambda step: replace(step, bound_seconds=2 * step.makespan_seconds), "step 0: its lower bound of"),
+        (lambda step: replace(step, lengths=step.lengths + 1), "step 0 does not hold the sequences of its batch"),
+        (without_first_pack, "step 0 does not hold the sequences of its batch"),
+    ],
+)
+def test_a_kept_step_that_its_batch_cannot_have_is_refused_before_anything_is_written(
+    tmp_path: Path, change: Callable[[StepPlan], StepPlan], message: str
+) -> None:
+    path = tmp_path / "plan.parquet"
+    with pytest.raises(Interrupted):
+        make(path, stop_after=24)
+    forge(tmp_path / ".plan.parquet.journal", change)
+    with pytest.raises(FcpError, match=rf"cannot resume: .*journal is damaged: {message}.*; run without --resume"):
+        make(path, resume=True)
+    assert [entry.name for entry in tmp_path.iterdir()] == [".plan.parquet.journal"]
 
 
 def test_resuming_without_a_journal_is_refused(tmp_path: Path) -> None:
