@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import least_squares, nnls
 
 from fcp_cli.arrays import FloatArray
 from fcp_cli.cost.model import (
@@ -337,7 +336,7 @@ def _starts(terms: _Terms, tiers: Sequence[str], prior: CostProfile, *, with_sha
     chosen = columns[alone] if np.unique(terms.linear[alone]).size >= 3 else columns
     norms = np.linalg.norm(chosen, axis=0)
     norms[norms == 0] = 1.0
-    solution = nnls(chosen / norms, np.ones(len(chosen)))[0] / norms
+    solution = non_negative_least_squares(chosen / norms, np.ones(len(chosen))) / norms
     c = prior.coefficients
     # A coefficient that NNLS put to zero starts at a small share of the time, so that the robust fit can move it.
     floor = 1e-3 * np.median(terms.seconds) / np.maximum(terms.columns.max(axis=0), 1e-30)
@@ -368,10 +367,19 @@ def _robust_fit(terms: _Terms, tiers: Sequence[str], start: FloatArray) -> tuple
     return parameters, float(soft.sum())
 
 
+def non_negative_least_squares(columns: FloatArray, values: FloatArray) -> FloatArray:
+    """Return x >= 0 of least |columns @ x - values|."""
+    from scipy.optimize import nnls  # of the extra `fit`, which computed profiles do without
+
+    return np.asarray(nnls(columns, values)[0])
+
+
 def robust_least_squares(
     relative_errors: Callable[[FloatArray], FloatArray], start: FloatArray, bounds: tuple[FloatArray, FloatArray]
 ) -> FloatArray:
     """Return the bounded parameters of least squared relative error, outliers counted linearly; `start` is > 0."""
+    from scipy.optimize import least_squares  # of the extra `fit`, which computed profiles do without
+
     found = least_squares(
         lambda scaled: relative_errors(scaled * start),
         np.ones(len(start)),

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import nnls
 
 from fcp_cli.arrays import FloatArray
-from fcp_cli.cost.fitting import LEAST_SAMPLES, num_determined, robust_least_squares
+from fcp_cli.cost.fitting import LEAST_SAMPLES, non_negative_least_squares, num_determined, robust_least_squares
 from fcp_cli.errors import ProfileError
 
 
@@ -54,7 +53,7 @@ def fit_vision(samples: Sequence[VisionSample]) -> VisionCosts:
     norms = np.linalg.norm(relative, axis=0)
     if num_determined(relative) < 3:
         raise ProfileError("the vision encoder was measured with parts of too few sizes; at least three are needed")
-    solution = nnls(relative / norms, np.ones(len(seconds)))[0] / norms
+    solution = non_negative_least_squares(relative / norms, np.ones(len(seconds))) / norms
     # A coefficient at zero starts at a small share of the time, so that the robust fit can move it.
     start = np.maximum(solution, 1e-3 * np.median(seconds) / columns.max(axis=0))
 

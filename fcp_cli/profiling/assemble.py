@@ -7,11 +7,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-from scipy.optimize import nnls
 
 from fcp_cli import __version__
 from fcp_cli.attention_kernels import KernelTable
-from fcp_cli.cost.fitting import Fit, Sample, mean_absolute_percentage, predicted_seconds
+from fcp_cli.cost.fitting import (
+    Fit,
+    Sample,
+    mean_absolute_percentage,
+    non_negative_least_squares,
+    predicted_seconds,
+)
 from fcp_cli.cost.heads_fitting import fit_groups
 from fcp_cli.cost.profile import Bandwidth, CostProfile, Sync, dump_cost_profile
 from fcp_cli.errors import ProfileError, UsageError
@@ -282,7 +287,7 @@ def _transfer_figures(samples: SamplesFile, tier: str) -> tuple[float, float] | 
     columns = np.stack([np.ones(len(seconds)), np.array(list(by_size), dtype=np.float64)], axis=1) / seconds[:, None]
     # Columns of equal norm: one counts messages, the other bytes, and the solver would lose the smaller one.
     norms = np.linalg.norm(columns, axis=0)
-    latency, per_byte = nnls(columns / norms, np.ones(len(seconds)))[0] / norms
+    latency, per_byte = non_negative_least_squares(columns / norms, np.ones(len(seconds))) / norms
     return float(latency), float(1.0 / max(per_byte, 1e-15))
 
 

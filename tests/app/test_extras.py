@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from fcp_cli import extras
 from fcp_cli.extras import pip_install, pip_install_module
+from tests.pages import ROOT
 from tests.patience import PATIENCE_SECONDS
 
 
@@ -53,3 +55,18 @@ def test_a_command_without_its_library_ends_with_one_line(tmp_path: Path) -> Non
     assert (
         done.stderr == "error: torch is not installed here, and this command needs it; run: pip install 'torch>=2.7'\n"
     )
+
+
+@pytest.mark.processes
+def test_a_profile_is_computed_without_any_extra(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.environments", "plain", "--", "profile", "--analytic", "-o", "profile.yaml"]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "profile.yaml").is_file()
