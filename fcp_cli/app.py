@@ -48,7 +48,8 @@ app = App(
     help="""Plan and launch Flexible Context Parallelism: ring-attention groups of any degree, decided before training.
 
     Every option can also be set by FCP_<COMMAND>_<OPTION> in the environment, or in fcp.yaml. Exit status: 0 done,
-    1 the input or the plan is at fault, 2 wrong usage, 128 + N ended by signal N: 130 for Ctrl-C, 143 for SIGTERM.
+    1 the input or the plan is at fault, 2 wrong usage, 128 + N ended by signal N: 130 for Ctrl-C, 143 for SIGTERM,
+    129 for SIGHUP.
     """,
     epilog="fcp profile\nfcp plan dataset.parquet\nfcp launch --model qwen3-tiny",
 )

@@ -116,8 +116,20 @@ def _beats(path: Path) -> bool:
     return False
 
 
-def in_use(run_dir: Path, owner: Owner | None) -> RunError:
-    """Return the error of a job that wants to run in a folder that is owned by another."""
+def refuse_running(run_dir: Path) -> None:
+    """Refuse a run folder whose job still trains.
+
+    Raises:
+        RunError: it does.
+    """
+    path = RunPaths(run_dir=run_dir).owner_of(0)
+    owner = read_owner(path)
+    if path.exists() and is_alive(owner, path):
+        raise in_use(run_dir, owner, or_else="wait until it has ended: its next checkpoint would not fit the plan")
+
+
+def in_use(run_dir: Path, owner: Owner | None, *, or_else: str = "choose another --run-dir") -> RunError:
+    """Return the error of a command that needs a folder which a job owns."""
     run_dir = from_here(run_dir)
     if owner is None:
         return RunError(f"{run_dir} is in use by a job that has just begun; watch it with 'fcp watch {run_dir}'")
@@ -134,5 +146,5 @@ def in_use(run_dir: Path, owner: Owner | None) -> RunError:
     step = "" if last is None else f", and is at step {last['step'] + 1}"
     return RunError(
         f"{run_dir} is in use by a job on {owner.host} (process {owner.pid}), which began at {since} UTC{step}; watch "
-        f"it with 'fcp watch {run_dir}', end it with 'fcp jobs cancel {run_dir}', or choose another --run-dir"
+        f"it with 'fcp watch {run_dir}', end it with 'fcp jobs cancel {run_dir}', or {or_else}"
     )

@@ -12,6 +12,7 @@ from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runs.checkpoint_header import check_plan_of, checkpoints, read_header
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.launch_record import LaunchRecord, followed_plan, read_launch
+from fcp_cli.runs.owner import refuse_running
 from fcp_cli.validation import shown
 
 
@@ -39,8 +40,10 @@ def read_trained_run(run_dir: Path, *, manifest: Path | None = None) -> TrainedR
 
     Raises:
         PlanError: the run's plan is gone, damaged or edited.
-        RunError: it holds no run of the bundled trainer, no checkpoint, nothing that is left, or no manifest is found.
+        RunError: it still trains; or it holds no run of the bundled trainer, no checkpoint or nothing that is left, or
+            no manifest is found.
     """
+    refuse_running(run_dir)
     launched = read_launch(run_dir)
     if launched.training is None or launched.model is None:
         raise RunError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from fcp_cli.models.shipped import shipped_profile_path
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runs.checkpoint_header import CheckpointHeader
 from fcp_cli.runs.launch_record import write_launch
+from fcp_cli.runs.ownership import own
 from tests.runs.records import launch_record
 from tests.training.small_runs import write_manifest, write_small_plan
 
@@ -76,6 +78,19 @@ def test_the_plan_is_written_beside_the_old_one_and_the_next_command_named(fcp: 
     metadata = PlanReader(folder / "plan-from-step-2.parquet").metadata
     assert (metadata.num_ranks, metadata.first_step, metadata.end_step) == (3, 2, 4)
     assert (folder / "plan.parquet").read_bytes() == before
+
+
+def test_a_run_that_still_trains_is_refused_until_it_has_ended(fcp: Fcp, folder: Path) -> None:
+    with own(Path("run")):
+        status, message = fcp("--ranks", "3", "--profile", PROFILE, "--solver", "fcp-paper")
+    assert status == 1
+    assert re.fullmatch(
+        r"error: run is in use by a job on \S+ \(process \d+\), which began at .* UTC; watch it with 'fcp watch run', end "
+        "it with 'fcp jobs cancel run', or wait until it has ended: its next checkpoint would not fit the plan",
+        message,
+    )
+    assert not list(folder.glob("plan-from-step-*"))
+    assert fcp("--ranks", "3", "--profile", PROFILE, "--solver", "fcp-paper")[0] == 0
 
 
 def test_what_it_needs_and_what_cannot_change_is_named(fcp: Fcp, folder: Path) -> None:
