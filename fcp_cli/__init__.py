@@ -1,6 +1,6 @@
 """Plan and launch Flexible Context Parallelism.
 
-`from fcp_cli import Planner` plans global batches in a program; what runs inside a training job is `fcp_cli.runtime`.
+`from fcp_cli import Planner` plans global batches in a program; `fcp_cli.runtime` runs inside a training job.
 """
 
 from __future__ import annotations

@@ -125,6 +125,6 @@ def main() -> None:
             print_error(f"cannot use {os.fsdecode(error.filename)}: {error.strerror}")
             sys.exit(1)
         print_error("cannot write to standard output: no space left on device")
-        # What is left in the buffer would fail again, with a traceback, when the interpreter ends.
+        # The rest of the buffer would fail again, with a traceback, when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -1,6 +1,6 @@
 """Attention kernels of NVIDIA devices: their order on each architecture, and a measured table of them.
 
-The order is for calls that no table covers. A kernel that lacks what a call needs (a head size, a type, a window)
+The order is for calls that no table covers. A kernel that lacks a feature of a call (a head size, a type, a window)
 passes it on to the next of its order; FlashAttention 2, which ships with PyTorch, comes last or first and takes all.
 """
 
@@ -123,7 +123,7 @@ class KernelTable:
     timings: tuple[KernelTiming, ...] = ()
 
     def document(self) -> dict[str, Any]:
-        """Return the block as it is written."""
+        """Return the block in its written form."""
         block: dict[str, Any] = {
             "device": self.device,
             "release": self.release,

@@ -84,7 +84,7 @@ def _parameter(option: Option) -> inspect.Parameter:
     if option.choices or option.name in OF_OPTION:
         settings["autocompletion"] = _completion(option)
     if option.commas or option.choices or option.type in (int, float):
-        # Read by fcp: typer's messages leave out the value that was given.
+        # Parsed by fcp: typer's messages omit the value.
         settings["parser"] = _parser(option)
     if isinstance(mark, Opt):
         switch = f"/--no-{option.flag[2:]}" if mark.negatable else ""
@@ -194,7 +194,7 @@ class Command(_Help, TyperCommand):
 
 
 def _without_verbosity(args: list[str], parameters: Sequence[Any]) -> list[str]:
-    """Obey -q and -v among a verb's words, and leave them out; option values and what follows -- stay as they are."""
+    """Apply and remove -q and -v among a verb's words; option values and words after -- stay unchanged."""
     taking_value = {name for p in parameters if not getattr(p, "is_flag", True) for name in p.opts}
     left: list[str] = []
     for index, word in enumerate(args):
@@ -293,7 +293,7 @@ def _one_line(error: Any) -> Exception:
 
 
 def _wrong_value(error: Any) -> str:
-    """Return what is wrong with the value of an option or argument, beginning with its name."""
+    """Return the fault of an option's or argument's value, beginning with its name."""
     if getattr(error.param, "is_flag", False):  # of the environment or fcp.yaml: on the command line it has no value
         value = error.param.value_from_envvar(error.ctx)
         value = error.ctx.lookup_default(error.param.name) if value is None else value

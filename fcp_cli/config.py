@@ -48,7 +48,7 @@ def _group_defaults(config: dict[str, Any], group: Any, *, where: str) -> dict[s
 
 
 def _of_commands(name: str, group: Any) -> str:
-    """Return what a message adds about a key that is an option, written outside of its command; "" where it is none."""
+    """Return a hint for a key that is an option written outside of its command, or ""."""
     flag = f"--{name.replace('_', '-')}"
     found = [verb for verb, command in group.commands.items() if any(flag in p.opts for p in command.params)]
     if not found:

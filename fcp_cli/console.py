@@ -48,7 +48,7 @@ def settle_terminal_size(environment: MutableMapping[str, str]) -> None:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print a table whose columns come by falling importance: those that have no room are left out, none is cut."""
+    """Print a table with columns by falling importance: columns that do not fit are dropped, none is truncated."""
     wide = console.options.update(max_width=1 << 16)
     for column in table.columns:
         column.no_wrap = True
@@ -58,7 +58,7 @@ def print_table(console: Console, table: Table) -> None:
 
 
 def note(message: str) -> None:
-    """Print a line about what was assumed or chosen; silent under -q."""
+    """Print a line about an assumption or choice; silent under -q."""
     human().print(one_line(message), markup=False, soft_wrap=True)
 
 
@@ -115,7 +115,7 @@ def progress(*, transient: bool = True) -> Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origins:
-    """Where each setting of a command came from, for the lines about what was assumed and what may be wrong."""
+    """Where each setting of a command came from, for the lines about assumptions and likely mistakes."""
 
     assumed: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)

@@ -10,7 +10,7 @@ FcpError                     exit status 1: the input, the plan or the run is at
 ├── UsageError               exit status 2: the command line is at fault
 └── Interrupted              exit status 130: Ctrl-C; 128 + N for a job that signal N stopped
 
-Each carries one line: what was wrong, the value, where, and the command or flag that helps. Pages of the documentation
+Each carries one line: the fault, the value, the place, and the command or flag that helps. Pages of the documentation
 are named as they lie in the sources, or where the site is that FCP_DOCS_URL names.
 """
 
@@ -61,6 +61,6 @@ class UsageError(FcpError):
 
 
 class Interrupted(FcpError):
-    """The user pressed Ctrl-C; the message names what was kept and how to continue."""
+    """The user pressed Ctrl-C; the message names the kept files and how to continue."""
 
     exit_status = 130

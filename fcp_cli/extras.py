@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, requires
 
 
 def pip_install(extra: str, *only: str) -> str:
-    """Return the command that installs what an extra of fcp asks for.
+    """Return the command that installs the packages of an extra of fcp.
 
     Args:
         extra: its name in pyproject.toml.

@@ -28,7 +28,7 @@ def manifest_here() -> Path | None:
 
 @contextmanager
 def replaced_atomically(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Yield a temporary file beside `path`; rename it over `path` if the block succeeds, remove it otherwise.
+    """Yield a temporary file in the folder of `path`; rename it over `path` if the block succeeds, remove it otherwise.
 
     A block that ends in Ctrl-C or on a full disk changes nothing. A symbolic link stays one: its target is replaced,
     and keeps its permissions. Nothing can fail after the rename.
@@ -128,7 +128,7 @@ def reason_of(error: OSError, folder: Path) -> str:
 
 
 def refuse_to_overwrite(output: Path, *sources: Path | None) -> None:
-    """Keep a file that is read from being replaced by what is made of it.
+    """Keep an input file from being replaced by its own output.
 
     Raises:
         UsageError: `output` is one of `sources`.

@@ -40,18 +40,18 @@ _PARQUET_MAGIC: Final = b"PAR1"
 
 
 def another_kind(path: Path, wanted: Kind, *, may_be_text: bool = False) -> str | None:
-    """Describe a file that is of another kind than `wanted`, and what to do with it.
+    """Describe a file of another kind than `wanted`, and its use.
 
     Args:
         path: the file.
-        wanted: what it should be.
+        wanted: the expected kind.
         may_be_text: whether lengths or records in text of no format of ours will do, too.
 
     Returns:
         One line without a full stop; None where the file is of the wanted kind, is not recognized, or cannot be read:
-        then only the reader knows what is wrong.
+        then only the reader knows the fault.
     """
-    if not path.is_file():  # what is read from a pipe here would be missing later
+    if not path.is_file():  # bytes read from a pipe here would be missing later
         return None
     try:
         with path.open("rb") as file:

@@ -12,7 +12,7 @@ OF_OPTION: Final[dict[str, Known]] = {
     "solver": "solvers",
     "solvers": "solvers",
 }
-"""Name of an option's field -> what it takes; options of few choices know them themselves."""
+"""Name of an option's field -> its values; options of few choices list them themselves."""
 
 
 def known_names(kind: Known) -> list[str]:

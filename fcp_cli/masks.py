@@ -1,8 +1,8 @@
-"""What the tokens of one sequence see of each other: causal attention, and what models of images and videos add to it.
+"""Attention masks within one sequence: causal attention, and the additions of models of images and videos.
 
 A mask is a small value that a manifest derives `eta` from and that a ring follows:
 
-    causal                token q sees tokens 0..q; what a sequence has that names no mask
+    causal                token q sees tokens 0..q; the default of a sequence
     full()                every token sees every other
     prefix(p)             the first p tokens see each other, the rest is causal
     segments(spans)       causal, and tokens of one span (an image, as in Gemma 3) see each other
@@ -34,7 +34,7 @@ from fcp_cli.errors import MaskError
 from fcp_cli.words import counted
 
 Shape: TypeAlias = Literal["full", "causal", "later"]
-"""What an area lets through: every pair, keys up to the query's own, or keys after it; the last two are squares."""
+"""Pairs of an area: all, keys up to the query's own, or keys after it; the last two areas are squares."""
 
 # A span of at least such a part of its sequence is shared out among members by itself; see `Spans.cuts`.
 _WIDE_PART = 16
@@ -65,7 +65,7 @@ class Spans:
     """Causal attention in which the tokens of each span see each other, too.
 
     Attributes:
-        spans: (start, stop) of each, ascending, of 2 tokens at least; what lies beyond a sequence has no meaning.
+        spans: (start, stop) of each, ascending, of 2 tokens at least; spans beyond a sequence have no meaning.
     """
 
     spans: tuple[tuple[int, int], ...] = ()
@@ -183,7 +183,7 @@ Mask: TypeAlias = Spans | ChunkPairs
 CAUSAL = Spans()
 
 MaskKind = Literal["full", "prefix", "segments", "types", "pairs"]
-"""What the masks of a data set are made of: see `mask_of`."""
+"""Fields from which the masks of a data set are built: see `mask_of`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -218,7 +218,7 @@ class MaskedSequence:
 
     Attributes:
         tokens: [tokens] ids.
-        mask: what they see of each other.
+        mask: of the tokens.
         labels: [tokens] as Hugging Face data sets have them, or None to learn every token.
         own_labels: each token is to predict its own label, as in masked and diffusion language models; else the next.
         position_ids: [axes, tokens] where the model's positions are not those of the mask.
@@ -232,7 +232,7 @@ class MaskedSequence:
 
 
 def eta_of(pairs: int, length: int) -> float:
-    """Return the mask factor of so many pairs: 0 is what causal attention has, 1 is all; a mask of less is below 0.
+    """Return the mask factor of so many pairs: 0 for causal attention, 1 for all pairs; below 0 for fewer than causal.
 
     A causal sequence of L tokens has L (L + 1) / 2 pairs, a full one L (L - 1) / 2 more; eta counts in the latter.
     """

@@ -29,11 +29,11 @@ from fcp_cli.errors import UsageError
 
 T = TypeVar("T")
 MOST_RANKS: Final = 1 << 20
-"""Plans of tens of thousands are made in minutes; what is far beyond is a slip."""
+"""Plans of tens of thousands are made in minutes; a number far beyond is a slip."""
 MOST_TOKENS: Final = 1 << 40
 """Of a rank; times `MOST_RANKS` it still fits 64 bits."""
 MOST_WAIT: Final = 10**8
-"""Three years, in seconds: what is longer no timer of the system takes."""
+"""Three years, in seconds: the longest time of the system's timers."""
 MOST_WORKERS: Final = 4096
 """Processes that one machine may start."""
 MOST_ROWS: Final = 1 << 33
@@ -55,10 +55,10 @@ class Opt:
     Attributes:
         help: one or two sentences.
         flags: its spellings; without them `--name-of-the-field`.
-        metavar: what stands for the value; without it N, X, NAME, FILE or the choices of a `Literal`.
+        metavar: placeholder of the value; without it N, X, NAME, FILE or the choices of a `Literal`.
         min, max: limits of a number; without `max` a whole one fits 64 bits.
         below: a number that it must not reach.
-        unset: for options whose default is None, the words for what is then used.
+        unset: for options whose default is None, the words for the effective default.
         group: heading in the help of this option and of those after it, up to the next that names one.
         negatable: a switch has a `--no-...`, too.
         commas: a field of type `tuple[int, ...]` is one word of positive numbers, as 1,2,4; they arrive in order.
@@ -202,7 +202,7 @@ def build(kind: type[T], values: Mapping[str, Any], *, given: Collection[str], t
 
 
 def read_value(option: Option, value: Any) -> Any:
-    """Return what a word of the command line, or a value of YAML, says for a number, a choice, or numbers with commas.
+    """Parse a word of the command line, or a value of YAML, as a number, a choice, or numbers with commas.
 
     Raises:
         UsageError: it is of another type, beyond the limits, or none of the choices.

@@ -1,4 +1,4 @@
-"""The recipe of a job: what each rank keeps, and how it computes, beside plan, model and ranks.
+"""The recipe of a job: sharding, recomputation, offload and precision, in addition to plan, model and ranks.
 
 A cost profile and a plan record the recipe that they were made for, since it decides memory and times. Options say what
 to use instead, and leave the rest `auto`. Imports nothing heavy: every `fcp` command reads these options.
@@ -20,7 +20,7 @@ Recompute: TypeAlias = Literal["none", "selective", "full"]
 Loss: TypeAlias = Literal["chunked", "plain"]
 Offload: TypeAlias = Literal["none", "activations"]
 SplitAttention: TypeAlias = Literal["ulysses", "2d"]  # groups split heads alone, or both heads and tokens
-Phase: TypeAlias = Literal["forward"]  # what a job runs that does not train
+Phase: TypeAlias = Literal["forward"]  # of a job that does not train
 
 AUTO: Final = "auto"
 _OF_ACCELERATORS: Final = ("bf16", "amp")
@@ -58,22 +58,22 @@ OffloadOption: TypeAlias = Annotated[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """What a rank keeps and how it computes.
+    """Sharding, recomputation, offload and precision of a job.
 
     Attributes:
         zero_stage: 0 keeps everything on every rank; 1 shards the optimizer over the ranks, 2 gradients, too, once a
             step is over, 3 weights, too, which are then gathered layer by layer.
-        shard_ranks: ranks that share one copy of what is sharded (HSDP); None: all.
+        shard_ranks: ranks that share one copy of the sharded tensors (HSDP); None: all.
         reduce: under stage 3, gradients are summed over ranks once a `step`, until when each holds them whole, or after
             every `wave` of micro-batches, so that each holds its share.
         precision: `bf16` weights with fp32 master weights in the optimizer, `amp` fp32 weights under bfloat16 autocast,
             `fp32`; `fp64` for proofs.
-        recompute: what of a layer's activations the backward computes again: `none`, all but attention's
+        recompute: activations of a layer that backward recomputes: `none`, all but attention's
             (`selective`), or all (`full`).
         loss: `chunked` cross entropy never holds all logits at once, `plain` does.
-        offload: whether what recomputed layers keep waits in the host's memory.
+        offload: whether the inputs of recomputed layers wait in the host's memory.
         freeze_vision: a vision encoder runs without being trained.
-        lora: the low-rank adapters that are trained beside frozen weights, as `tuning.parse_lora` reads them.
+        lora: the low-rank adapters that are trained on frozen weights, as `tuning.parse_lora` reads them.
         freeze: patterns of the names of weights that are not trained, with commas.
     """
 
@@ -120,7 +120,7 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecipeRequest:
-    """What was asked for of a recipe; `auto`, None and False leave it to the plan, or to what fits."""
+    """Requested settings of a recipe; `auto`, None and False leave them to the plan, or to the memory."""
 
     zero: ZeroOption = "auto"
     shard_ranks: ShardRanksOption = None
@@ -144,7 +144,7 @@ class RecipeRequest:
         check_tuning(self.lora, self.freeze)
 
     def given(self) -> dict[str, Any]:
-        """Return what was asked for, by the names of `Recipe`."""
+        """Return the requested settings, by the names of `Recipe`."""
         values = {f.name: getattr(self, f.name) for f in fields(RecipeRequest)}
         found = {name: value for name, value in values.items() if value not in (AUTO, None, False)}
         if "zero" in found:
@@ -152,13 +152,13 @@ class RecipeRequest:
         return found
 
     def applied_to(self, recipe: Recipe) -> Recipe:
-        """Return a recipe with what was asked for in place of its own; adapters and patterns replace each other."""
+        """Return a recipe with the requested settings in place of its own; adapters and patterns replace each other."""
         others = {"lora": None, "freeze": None} if self.lora or self.freeze else {}
         return replace(recipe, **{**others, **self.given()})
 
     @classmethod
     def to_train_as(cls, recipe: Recipe | RecipeRequest, **asked: Any) -> RecipeRequest:
-        """Return a request that leaves open all but what is trained, and what else is asked for."""
+        """Return a request that fixes only the trained part and the given settings."""
         return RecipeRequest(freeze_vision=recipe.freeze_vision, lora=recipe.lora, freeze=recipe.freeze, **asked)
 
 

@@ -1,4 +1,4 @@
-"""Every command with its options as data: what the reference pages and the test of the command line's surface read."""
+"""Every command with its options as data, for the reference pages and the test of the command line's surface."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class OptionEntry:
     Attributes:
         name: of the field that holds its value.
         flags: every spelling, `--no-...` too; empty for an argument.
-        metavar: what stands for the value; empty for a switch.
+        metavar: placeholder of the value; empty for a switch.
         default: as the help shows it; empty where there is none to name.
-        help: what it does.
+        help: of the option.
         group: its heading in the help.
         required: the command does not run without it.
         environment: the variable that sets it, if one does.
@@ -46,7 +46,7 @@ class CommandEntry:
 
     Attributes:
         words: as typed behind `fcp`, such as ("manifest", "build"); () is `fcp` itself.
-        usage: what follows those words.
+        usage: arguments after those words.
         help: paragraphs of plain text.
         examples: whole command lines.
         options: in the order of the help.

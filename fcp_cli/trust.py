@@ -75,7 +75,7 @@ def digest_of(text: str) -> str:
 
 
 def add_trust(path: Path, digest: str) -> Path:
-    """Add a file with its content to the user's list, in place of what was trusted under that name.
+    """Add a file with its content to the user's list, replacing an earlier entry of that name.
 
     Raises:
         FcpError: the list cannot be written.

@@ -1,4 +1,4 @@
-"""What of a model a job trains: all of it, low-rank adapters beside it, or what patterns of names leave.
+"""Trained part of a model: all of it, low-rank adapters, or all weights except those that match patterns.
 
 Imports nothing heavy: the options of `fcp launch` are checked by it.
 """
@@ -20,7 +20,7 @@ _TABLES: Final = ("lm_head", "embed_tokens")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lora:
-    """Low-rank adapters (Hu et al., "LoRA"): beside a frozen W [out, in] trains B A, scaled by alpha / rank.
+    """Low-rank adapters (Hu et al., "LoRA"): trains B A, scaled by alpha / rank, added to a frozen W [out, in].
 
     Attributes:
         rank: rows of A [rank, in] and columns of B [out, rank].
@@ -37,7 +37,7 @@ class Lora:
 
 
 def parse_lora(text: str) -> Lora:
-    """Read "r=16,alpha=32,target=q_proj+v_proj"; what is left out is as `Lora` has it, alpha twice the rank.
+    """Read "r=16,alpha=32,target=q_proj+v_proj"; omitted fields have `Lora`'s defaults, alpha twice the rank.
 
     Raises:
         UsageError: an unknown key, or a value that it cannot have.
@@ -78,7 +78,7 @@ def patterns_of(freeze: str) -> tuple[str, ...]:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return whether a pattern is of a parameter: of its whole name, or of what follows one of its dots."""
+    """Return whether a pattern matches a parameter: its whole name, or its tail after one of the dots."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
@@ -104,7 +104,7 @@ def frozen_names(names: Iterable[str], freeze: str) -> set[str]:
 
 
 def _similar(pattern: str, names: list[str]) -> list[str]:
-    """Return patterns of what the names consist of, nearest first."""
+    """Return patterns made of parts of the names, nearest first."""
     parts = {part: None for name in names for part in name.split(".")[:-1] if not part.isdecimal()}
     wanted = next((part for part in pattern.split(".") if part.strip("*")), pattern)
     near = nearest_words(wanted.strip("*"), parts, most=3, cutoff=0.4)

@@ -1,7 +1,7 @@
 """Turns mappings that were read from YAML or JSON into frozen dataclasses; any mistake in them becomes one line.
 
 A dataclass states its rules in its annotations (`Count`, `Positive`, `Literal["a", "b"]`, `int | None`); a field with a
-default may be left out; every other key is refused. msgspec does the checking: of the libraries tried it is the
+default may be omitted; every other key is refused. msgspec does the checking: of the libraries tried it is the
 quickest to import (24 ms; attrs with cattrs 37, pydantic 34 to 50), fills our own dataclasses, and reports the path.
 """
 
@@ -126,7 +126,7 @@ def _visit(path: str, rules: types.Type, value: Any, places: dict[str, _Place]) 
 
 
 def _without_none(rules: types.Type) -> types.Type:
-    """Return what an optional or described type is beside that."""
+    """Return the type inside an optional or annotated type."""
     if isinstance(rules, types.UnionType):
         rules = next(member for member in rules.types if not isinstance(member, types.NoneType))
     return rules.type if isinstance(rules, types.Metadata) else rules
@@ -155,7 +155,7 @@ def shown(value: Any) -> str:
 
 
 def _wanted(place: _Place) -> str:
-    """Return what a value must be: within which limit, where that is what is wrong with it."""
+    """Return the requirement that a value violates: its type, or its limit."""
     allowed = _allowed(place.rules)
     limits = _limits(place.rules)
     if limits is None or isinstance(place.value, bool) or not isinstance(place.value, int | float):

@@ -47,7 +47,7 @@ def nearest_words(word: str, known: Iterable[str], *, most: int = 1, cutoff: flo
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """Return what a message about an unknown word adds: "; did you mean 'plan'?", or nothing."""
+    """Return the hint of a message about an unknown word: "; did you mean 'plan'?", or ""."""
     near = nearest(str(word), known)
     return f"; did you mean {near!r}?" if near else ""
 

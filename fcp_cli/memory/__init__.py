@@ -1,5 +1,5 @@
-"""The memory of a rank, from figures alone: what it holds for the recipe that will really run, item by item.
+"""Memory estimate of a rank for the recipe that will run, item by item, from the model's figures alone.
 
 `rank.rank_memory` is the one function that says it; profiles, budgets, checks before a launch and reports all ask it.
-`state` counts what does not grow with the tokens, `activations` what does, `table` adds both up.
+`state` counts the part that does not grow with the tokens, `activations` the part that does, `table` adds both up.
 """

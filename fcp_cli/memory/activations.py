@@ -1,7 +1,8 @@
-"""What a rank holds for each token: what autograd keeps, and what the layer at work takes beside it.
+"""Activation memory per token: tensors that autograd keeps, and the working memory of the current layer.
 
 Symbols: t = bytes of an activation, r = bytes on the residual stream, h = hidden size, q = heads x head_dim,
-k = key/value heads x head_dim, f = MLP width, V = vocabulary. What differs between kinds of layers takes the kind.
+k = key/value heads x head_dim, f = MLP width, V = vocabulary. Figures that differ between kinds of layers take the
+kind.
 
 The activations are those that autograd keeps for transformers' unfused layers with fused attention (RMS norms computed
 in fp32, gated MLP); a test counts them on real layers and finds the same bytes. Fused layers keep less.
@@ -33,13 +34,13 @@ def layer_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
 
 
 def _norm_bytes(spec: ModelSpec, width: int, own: int) -> int:
-    """Count what an RMS norm of an input of `own` bytes keeps: it in fp32, the normalised value, and the scale."""
+    """Count the bytes that an RMS norm of an input of `own` bytes keeps: fp32 input, normalised value, and scale."""
     return (4 + (4 if spec.has("fp32 norms") else own)) * width + 4
 
 
 def _layer_norm_bytes(spec: ModelSpec, precision: Precision, *, readers: int) -> int:
     """Count a layer's norm with its output, under autocast once for each of the matrices that read it, and the norm of
-    what comes back to the residual stream, where the family has one.
+    the branch's output, if the family has one.
     """
     t, r, h = precision.activation, precision.residual, spec.hidden_size
     after = _norm_bytes(spec, h, t) if spec.has("four norms") else 0
@@ -51,12 +52,12 @@ def attention_side_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision)
     t, of_attention = precision.activation, attention_bytes(spec, kind, precision)
     if kind.attention == "linear":
         linear = spec.linear_figures
-        # A norm over each head, its gate in fp32 before and after SiLU, and what both give.
+        # A norm over each head, its gate in fp32 before and after SiLU, and their product.
         gated = (4 + 2 * t + 2 * 4 + t) * _output_size(spec, kind) + 4 * linear.value_heads
         return _layer_norm_bytes(spec, precision, readers=2) + gated + of_attention
     if kind.attention == "mamba":
         mamba = spec.mamba_figures
-        # The gated norm works in fp32 on copies of the gate and of what comes out of the states, or on these: then the
+        # The gated norm works in fp32 on copies of the gate and of the states' output, or on these: then the
         # gate is a part of the product that all is made of.
         copies = 2 * 4 * mamba.width if t != 4 else t * mamba.projected_size
         gated = copies + (2 * 4 + 2 * t) * mamba.width + 4 * mamba.groups
@@ -70,16 +71,16 @@ def attention_side_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision)
     q, k = spec.num_heads * spec.head_dim, spec.key_size
     own = 4 if spec.has("fp32 norms") else t
     head_norms = (4 + own) * (q + k) + 4 * (spec.num_heads + spec.num_kv_heads) if spec.qk_norm else 0
-    gate = 2 * t * q if spec.has("query gate") else 0  # its sigmoid, and what it lets through
+    gate = 2 * t * q if spec.has("query gate") else 0  # its sigmoid, and the gated output
     return _layer_norm_bytes(spec, precision, readers=3) + head_norms + gate + of_attention
 
 
 def attention_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
-    """Count the bytes per token of what attention's backward needs: q, k, v, the output, and its log-sum-exp.
+    """Count the bytes per token that attention's backward needs: q, k, v, the output, and its log-sum-exp.
 
     Values of latent attention are a part of a product that holds most of the keys, too. Linear attention keeps what its
     convolution takes and gives, before and after SiLU, decays and strengths of its updates, and a row of a chunk's
-    triangular system; state spaces keep the same of their convolution, what comes out of the states, and the time steps
+    triangular system; state spaces keep the same of their convolution, the states' output, and the time steps
     and their sums.
     """
     t = precision.activation
@@ -103,7 +104,7 @@ def _mixed_size(linear: Linear) -> int:
 
 
 def _output_size(spec: ModelSpec, kind: LayerKind) -> int:
-    """Return the width of what attention gives the layer's output matrix."""
+    """Return the width of attention's output, the input of the layer's output matrix."""
     if kind.attention == "linear":
         return spec.linear_figures.value_heads * spec.linear_figures.value_size
     if kind.attention == "mamba":
@@ -119,7 +120,7 @@ def mlp_side_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> in
     if experts is None or not kind.has_experts:
         return _layer_norm_bytes(spec, precision, readers=2) + 4 * t * spec.dense_width
     # Grouped products know no autocast: they work in the type of the weights. Two tensors of the layer's width, and of
-    # the experts' what the first product gives and four or, with clamps, five made of it.
+    # the experts' the first product and four or, with clamps, five tensors computed from it.
     widths = 7 if spec.has("expert biases") else 4
     of_experts = experts.active * r * (2 * h + widths * experts.ffn_size)
     shared = 4 * t * experts.shared_ffn_size + (t * h + t if spec.has("shared gate") else 0)
@@ -129,7 +130,7 @@ def mlp_side_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> in
 
 
 def _router_bytes(spec: ModelSpec, experts: Experts, precision: Precision) -> int:
-    """Count what a router keeps: scores in fp32, weights before and after they are normalised, and the places (int64)
+    """Count a router's bytes: scores in fp32, weights before and after they are normalised, and the places (int64)
     to which tokens were sorted.
     """
     r = precision.residual
@@ -161,11 +162,11 @@ def recomputed_bytes(spec: ModelSpec, kind: LayerKind, recipe: Recipe, precision
 
 
 def mlp_backward_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
-    """Count the bytes per token that a layer's backward takes beside its activations, where that is the most.
+    """Count the bytes per token of a layer's backward on top of its activations, at its peak.
 
     The gradient of the residual stream waits; that of the MLP's product has become those of its two factors, as wide
     each, and the product itself is gone. Of experts the same is there for each that a token goes to, and the gradient
-    of what they gave.
+    of their outputs.
     """
     t, r, experts = precision.activation, precision.residual, spec.experts
     if experts is None or not kind.has_experts:
@@ -174,7 +175,7 @@ def mlp_backward_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -
 
 
 def attention_backward_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision, *, in_rings: bool) -> int:
-    """Count the bytes per token of attention's backward beside the activations of the layer's first half.
+    """Count the bytes per token of attention's backward on top of the activations of the layer's first half.
 
     The gradients of the output, of q, k and v. In a ring, also the sum of dq in fp32, and what a hop gathers: its rows
     of q, of the output and of the output's gradient.
@@ -190,7 +191,7 @@ def attention_backward_bytes(spec: ModelSpec, kind: LayerKind, precision: Precis
 
 
 def replicated_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision, copies: float) -> float:
-    """Count the bytes per token of keys and values that a rank keeps of a layer beside its share of them.
+    """Count the bytes per token of keys and values that a rank keeps of a layer on top of its own share.
 
     Args:
         spec, kind, precision: of the layer.
@@ -204,13 +205,13 @@ def replicated_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision, cop
 def exchanged_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
     """Count the bytes per token that attention's backward takes more where ranks share heads.
 
-    The output's gradient and what stands for the output, of the exchanged tokens and heads.
+    The gradient of the output, and its placeholder, of the exchanged tokens and heads.
     """
     return 0 if kind.keeps_state else 2 * precision.activation * _output_size(spec, kind)
 
 
 def state_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> tuple[float, float]:
-    """Return what layers with a state keep in rings beside `attention_bytes`: bytes of a sequence, and of a token.
+    """Return the bytes that state layers keep in rings on top of `attention_bytes`: per sequence, and per token.
 
     Linear attention keeps of each of a sequence's two chunks the state that the kernel began with, A, and the state
     that arrived; of a token the columns beside its values, and what it reads of that state. State spaces keep the
@@ -240,8 +241,8 @@ def ring_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
 def layer_forward_bytes(spec: ModelSpec, precision: Precision, *, in_rings: bool) -> int:
     """Count the bytes per token of a layer's forward that no backward follows, at most.
 
-    One half of a layer is at work at a time, beside the residual stream; it holds no more than autograd would keep of
-    it, and in a ring the sum of results in fp32.
+    One half of a layer is at work at a time, on top of the residual stream; it holds no more than autograd would keep
+    of it, and in a ring the sum of results in fp32.
     """
     sums = 4 * spec.num_heads * spec.head_dim if in_rings else 0
     halves = [
@@ -283,7 +284,7 @@ def patch_bytes(vision: VisionSpec, precision: Precision) -> int:
     Two layer norms keep their inputs, outputs and two statistics; attention keeps queries, keys, values, its output and
     the logarithm of the softmax sum; the MLP keeps two tensors of its width. Qwen3-VL rotates queries and keys in fp32
     and keeps no more for it; InternViT scales both residual branches. Qwen2.5-VL's norms and gated MLP are those of a
-    language model, but its residual stream is of the activations' type; windows keep what whole attention keeps.
+    language model, but its residual stream is of the activations' type; windows keep as much as full attention.
     """
     t, r = precision.activation, precision.residual
     if vision.kind == "qwen2_5_vl":
@@ -306,7 +307,7 @@ def vision_bytes(spec: ModelSpec, recipe: Recipe, precision: Precision) -> float
 
 
 def vision_block_bytes(spec: ModelSpec, recipe: Recipe, precision: Precision) -> float:
-    """Return the bytes per visual token of a block at work in the encoder, beside what it keeps."""
+    """Return the working bytes per visual token of an encoder block, on top of its kept activations."""
     vision = spec.vision
     if vision is None:
         return 0.0

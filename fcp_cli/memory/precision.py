@@ -17,7 +17,7 @@ class Precision:
         moments: of Adam's two moments together.
         gathered: of a weight that ranks share out and that is gathered to compute with it.
         gradient: of a gradient that is kept.
-        activation: of what matrices and attention compute.
+        activation: of the outputs of matrices and attention.
         residual: of the residual stream, which autocast leaves in the type of the weights.
         loss: of the logits in the loss.
         copy: of the copy of a matrix that autocast makes and autograd keeps; 0 without autocast.

@@ -1,4 +1,4 @@
-"""What a rank holds for what will really run, as a table of items."""
+"""Memory of a rank for the job that will run, as a table of items."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rank_memory(
     peers: int = 0,
     sharing: int = 1,
 ) -> RankMemory:
-    """Return what the fullest device of a rank holds in a step of several micro-batches.
+    """Return the memory of a rank's fullest device in a step of several micro-batches.
 
     Args:
         spec: the model.
@@ -77,7 +77,7 @@ def most_copies(spec: ModelSpec, cut: Cut, sharing: int) -> float:
 def saved_bytes(spec: ModelSpec, recipe: Recipe, *, ranks: int) -> float:
     """Return the bytes that a rank copies to its host for a checkpoint; only the ranks of one copy save.
 
-    The optimizer's weights and moments, and what is frozen, which adapters leave to their checkpoint.
+    The optimizer's weights and moments, and frozen weights, which adapters leave to their checkpoint.
     """
     shards = recipe.shards(ranks) if recipe.zero_stage else 1
     precision = precision_of(recipe)
@@ -176,7 +176,7 @@ class _MicroBatch:
         return moments
 
     def _kept(self, gone: float = 0.0) -> tuple[Item, ...]:
-        """Return what autograd keeps of all layers, less what a backward has let go of.
+        """Return the activations that autograd keeps of all layers, less those that backward has freed.
 
         Pipeline parallelism does not lower it: the first stage has a share 1/P of the layers and P micro-batches in
         flight.
@@ -204,7 +204,7 @@ class _MicroBatch:
         return activations.replicated_bytes(self.state.spec, kind, self.state.precision, self.copies)
 
     def _states(self, reached: float) -> tuple[Item, ...]:
-        """Return what layers with a state keep in rings for a pack of one sequence."""
+        """Return the memory that state layers keep in rings for a pack of one sequence."""
         spec, recipe = self.state.spec, self.state.recipe
         found = [
             (count, *activations.state_bytes(spec, kind, precision_of(recipe)))

@@ -1,4 +1,4 @@
-"""What a rank holds whatever its tokens are: weights, gradients, optimizer, and what reducing them takes.
+"""Memory of a rank independent of its tokens: weights, gradients, optimizer state, and buffers of their reduction.
 
 From stage 2 on, weights are sharded by FSDP2, whose units are the layers and, as its root, all that is no layer.
 """
@@ -22,7 +22,7 @@ _COMMUNICATORS = 2  # of the collectives, and of the rings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """How a model is cut, beside what ranks share out.
+    """Sharding of a model, besides ZeRO's.
 
     Attributes:
         tensor_parallel, pipeline_parallel: devices of a rank.
@@ -47,7 +47,7 @@ class State:
     """The share of a model's state that the fullest device of a rank has.
 
     Attributes:
-        shards: ranks that share one copy of what is shared out.
+        shards: ranks that share one copy of the sharded tensors.
     """
 
     spec: ModelSpec
@@ -148,7 +148,7 @@ class State:
         return self.precision.gathered if self.is_sharded else self.precision.weight
 
     def held(self) -> tuple[Item, ...]:
-        """Return what a rank holds through all of a step's micro-batches, once it has run one of them."""
+        """Return the memory that a rank holds through all micro-batches of a step, after the first."""
         precision, stage = self.precision, self.recipe.zero_stage
         if not self.is_sharded:
             shared_out = self._all_experts.trained / self.shards
@@ -158,7 +158,7 @@ class State:
                 Item(name="gradients", fixed_bytes=precision.gradient * self.trained),
                 Item(name="optimizer", fixed_bytes=updated),
             )
-        # The optimizer updates the shards, which are in its precision; what is frozen is in that of the products.
+        # The optimizer updates shards in its own precision; frozen weights have the precision of the matrix products.
         whole = self._all_experts
         shards = max(precision.weight, precision.master) * whole.trained
         shards += precision.gathered * (whole.parameters - whole.trained)
@@ -197,7 +197,7 @@ class State:
         return Item(name="new gradients", fixed_bytes=size * (self.trained_table + matrix) + message)
 
     def reduction(self) -> tuple[Item, ...]:
-        """Return what a rank holds, and what more, when the largest of its gradients are summed over ranks."""
+        """Return the memory of a rank, and its increase while its largest gradients are reduced."""
         precision = self.precision
         if not self.is_sharded:
             # Large gradients are messages themselves; their share of the sum is new.
@@ -231,7 +231,7 @@ class State:
 
 
 def communicators(ranks: int, peers: int, *, on_cpu: bool) -> Item:
-    """Return what back ends hold for the ranks that this one talks to; gloo's sockets take next to nothing."""
+    """Return the buffers of NCCL or HCCL for this rank's peers; gloo's sockets take next to nothing."""
     if on_cpu or ranks == 1:
         return Item(name="communicators")
     return Item(name="communicators", fixed_bytes=_COMMUNICATORS * COMMUNICATOR_BYTES + peers * PEER_BYTES)

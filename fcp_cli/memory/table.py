@@ -18,7 +18,7 @@ class Item:
     Attributes:
         fixed_bytes: that it takes whatever the tokens are.
         bytes_per_token: of the rank.
-        most_bytes: that it takes for tokens, however many: what is computed in pieces of limited size.
+        most_bytes: limit of its bytes for tokens, for work done in chunks of limited size.
     """
 
     name: str
@@ -54,12 +54,12 @@ class Moment:
 
     @property
     def fixed_bytes(self) -> float:
-        """Return what is in memory whatever the tokens are, with all that has reached its limit."""
+        """Return the bytes independent of the tokens, including items at their limit."""
         return sum(item.fixed_bytes + (item.most_bytes if item.is_limited else 0.0) for item in self.items)
 
     @property
     def bytes_per_token(self) -> float:
-        """Return what grows with every token, however many there are."""
+        """Return the bytes per token that grow without limit."""
         return sum(item.bytes_per_token for item in self.items if not item.is_limited)
 
     def bytes_at(self, tokens: float) -> float:
@@ -86,18 +86,18 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
-    """What the fullest device of a rank holds; a step needs the most that any of its moments does.
+    """Memory of a rank's fullest device; a step needs the maximum over its moments.
 
     Attributes:
         moments: of training.
-        forward_moments: of a pass that is forward alone, beside the same model's state.
+        forward_moments: of a forward-only pass, on top of the same model's state.
     """
 
     moments: tuple[Moment, ...]
     forward_moments: tuple[Moment, ...] = ()
 
     def in_forward(self) -> RankMemory:
-        """Return what it holds where nothing but forward passes runs."""
+        """Return its memory if only forward passes run."""
         return RankMemory(moments=self.forward_moments, forward_moments=self.forward_moments)
 
     def without(self, *names: str) -> RankMemory:

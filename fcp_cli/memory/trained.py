@@ -1,5 +1,5 @@
-"""What of a model is trained, by its figures and by the names that transformers gives its weights: how many parameters,
-and what that leaves of a backward.
+"""Trained part of a model, by its figures and by the names of its weights in transformers: number of parameters,
+and the remaining work of a backward.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Trained:
         layer: of the layer of the language model that has most.
         table: of the largest embedding or output table.
         root: of all that is no layer of the language model.
-        adapters: of the total, those that stand beside the model's own.
+        adapters: of the total, those added to the model's own.
     """
 
     total: int
@@ -35,12 +35,12 @@ class Trained:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passes:
-    """What runs over the matrices of a model, or of its encoder, beside their forward; each as a share of a forward.
+    """Passes over the matrices of a model, or of its encoder, besides their forward; each as a share of a forward.
 
     Attributes:
-        inputs: the gradient of what a matrix multiplies: of all matrices behind the first thing that is trained.
+        inputs: the gradient of a matrix's input: of all matrices behind the first trained weight.
         weights: the gradient of the matrix itself: of those that are trained.
-        adapters: a forward of the adapters beside them.
+        adapters: a forward of their adapters.
     """
 
     inputs: float = 1.0
@@ -55,7 +55,7 @@ class Passes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backward:
-    """What a backward runs over.
+    """Layers and matrices of a backward.
 
     Attributes:
         layers: share of the language model's layers that it reaches.
@@ -69,7 +69,7 @@ class Backward:
 
 
 def backward_of(spec: ModelSpec, recipe: Recipe) -> Backward:
-    """Return what a backward runs over under a recipe; a layer of which anything is trained counts whole."""
+    """Return the layers and matrices of a backward under a recipe; a partly trained layer counts whole."""
     vision = Passes(inputs=0.0, weights=0.0) if recipe.freeze_vision or spec.vision is None else Passes()
     if recipe.lora is not None:
         return _backward_of_adapters(spec, parse_lora(recipe.lora), vision)
@@ -82,7 +82,7 @@ def check_trained(spec: ModelSpec, recipe: Recipe) -> None:
     """Refuse a recipe that trains nothing of a model.
 
     Raises:
-        UsageError: with what leaves nothing.
+        UsageError: nothing is left to train.
     """
     if recipe.freeze_vision and spec.vision is None:
         raise UsageError(f"--freeze-vision: {spec.name} has no vision encoder")
@@ -98,7 +98,7 @@ def check_trained(spec: ModelSpec, recipe: Recipe) -> None:
 
 
 def trained_parameters(spec: ModelSpec, recipe: Recipe) -> Trained | None:
-    """Count what is trained; None: the whole model, or all of it but the vision encoder."""
+    """Count the trained parameters; None: the whole model, or all of it but the vision encoder."""
     if recipe.lora is not None:
         return _adapters(spec, parse_lora(recipe.lora), with_vision=not recipe.freeze_vision)
     if recipe.freeze is None:
@@ -136,7 +136,7 @@ def _backward_of_adapters(spec: ModelSpec, lora: Lora, vision: Passes) -> Backwa
 
 
 def _backward_of_rest(spec: ModelSpec, sizes: Mapping[str, int]) -> Backward:
-    """Return what a backward runs over where only these weights are trained."""
+    """Return the layers and matrices of a backward if only these weights are trained."""
     table = f"{_layers(spec).removesuffix('layers.')}embed_tokens.weight"
     head = table if spec.tied_embeddings else "lm_head.weight"
     is_reached_whole = table in sizes or any(_is_vision(name, spec) for name in sizes)

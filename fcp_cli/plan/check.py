@@ -29,11 +29,11 @@ _TOLERANCE = 1e-6  # relative, of predicted seconds
 
 
 def check_plan(path: Path, *, manifest: LengthTable | None = None) -> Iterator[Finding]:
-    """Check a plan file; yields what is wrong with it, nothing for a sound plan.
+    """Check a plan file; yields its faults, none for a sound plan.
 
     Args:
         path: the plan.
-        manifest: what it was planned from; without it, lengths and the times of masked or multimodal sequences are
+        manifest: of the plan; without it, lengths and the times of masked or multimodal sequences are
             checked only as far as the plan alone allows.
 
     Raises:
@@ -311,7 +311,7 @@ class _Coverage:
             yield Finding(step=step.step, message=message)
 
     def finish(self) -> Iterator[Finding]:
-        """Check that all epochs are there, up to the limit of steps, and that only overlong sequences are left out."""
+        """Check that all epochs are there, up to the limit of steps, and that only overlong sequences are dropped."""
         overlong = self._metadata.overlong
         if self._manifest is not None and overlong.max_length is not None:
             found = int((self._manifest.length_tokens > overlong.max_length).sum())

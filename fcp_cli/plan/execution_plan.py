@@ -31,7 +31,7 @@ Groups = dict[tuple[int, ...], str]
 
 
 def refuse_inexpressible(*, attention: str | None, encoder_balance: str | None, truncates: bool) -> None:
-    """Refuse a plan with something that the interface has no field for, and that a runtime would leave out in silence.
+    """Refuse a plan with a feature without a field in the interface, which a runtime would ignore in silence.
 
     Args:
         attention: how groups split heads; None: they do not.
@@ -58,7 +58,7 @@ def write_execution_plan(plan: Path, output: Path) -> None:
         output: replaced when the new one is whole.
 
     Raises:
-        UsageError: the plan has what cannot be expressed.
+        UsageError: the plan has a feature that cannot be expressed.
         PlanError: the plan is missing or damaged.
         FcpError: the file cannot be written.
     """
@@ -134,7 +134,7 @@ def _step_document(step: StepPlan, metadata: PlanMetadata, groups: Groups) -> Do
 def _levels(rows: list[MicroBatch]) -> Iterator[list[MicroBatch]]:
     """Yield micro-batches that can run together: each in the first level after those of its ranks.
 
-    Idle ones are left out, as the interface has no empty packs: a rank in no assignment of a group is idle there.
+    Idle ones are dropped, as the interface has no empty packs: a rank in no assignment of a group is idle there.
     """
     level_of = level_waves(row.ranks for row in rows)
     levels: list[list[MicroBatch]] = [[] for _ in range(max(level_of) + 1)]

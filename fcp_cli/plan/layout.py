@@ -1,4 +1,4 @@
-"""Proves who runs what in a step of a plan: ranks, token budget and waves, whatever the times."""
+"""Validates the layout of a step of a plan: ranks, token budget and waves, independent of times."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Waiting(Protocol):
 
 
 class Limits(Waiting, Protocol):
-    """The limits of a step's rows, beside where ranks wait: a plan's metadata and a planning problem have them."""
+    """Limits of a step's rows, except for waits: fields of a plan's metadata and of a planning problem."""
 
     @property
     def tokens_per_rank(self) -> int: ...
@@ -52,7 +52,7 @@ class Limits(Waiting, Protocol):
 
 
 def check_layout(step: StepPlan, limits: Limits) -> Iterator[Finding]:
-    """Check who runs what in a step: ranks, token budget and waves; times are left aside."""
+    """Check the layout of a step: ranks, token budget and waves; times are not checked."""
     rank_findings = list(check_ranks(step, limits))
     yield from rank_findings
     yield from _check_budget(step, limits)

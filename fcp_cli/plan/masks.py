@@ -44,7 +44,7 @@ class PlannedMasks:
             raise ValueError(f"{rows} rows with {self.count} numbers")
         size = (rows + self.count) * _NUMBER.itemsize
         try:
-            # No more than one byte too many: what is damaged may unpack to anything.
+            # No more than one byte too many: damaged data may unpack to any size.
             found = zlib.decompressobj().decompress(base64.b64decode(self.packed, validate=True), size + 1)
         except (binascii.Error, zlib.error) as error:
             raise ValueError(str(error)) from error

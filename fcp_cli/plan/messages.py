@@ -1,4 +1,4 @@
-"""What a training job and the process that plans for it tell each other: a line of JSON, and a table behind it."""
+"""Messages between a training job and its planner process: a line of JSON, and a table behind it."""
 
 from __future__ import annotations
 

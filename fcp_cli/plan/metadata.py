@@ -29,7 +29,7 @@ from fcp_cli.validation import Count, NonNegativeCount, RankCount, validated
 FORMAT: Final = "fcp-plan/1"
 METADATA_KEY: Final = FOOTER_KEY
 # A reader must know these or refuse the plan, since steps, times and budgets mean something else with them. They are
-# left out where None, so that plans without them have the hash that they had before the keys existed.
+# omitted if None, so that plans without them keep the hash from before the keys existed.
 _OPTIONAL_KEYS: Final = (
     *("attention", "batching", "cached_from_step", "continues", "encoder_balance", "encoder_ranks"),
     *("masked_sequences", "masks", "padding_multiple", "phase", "pipeline", "rank_speeds", "recipe", "refits"),
@@ -52,7 +52,7 @@ class ManifestReference:
 
     @property
     def argument(self) -> str:
-        """The word of a command line that names it: what came from a pipe comes from one again."""
+        """Argument of a command line that names it; `-` for data that came from a pipe."""
         return "-" if self.name == "stdin" else self.name
 
 
@@ -109,7 +109,7 @@ def unpack_rows(text: str, rows: int) -> npt.NDArray[np.bool_]:
         ValueError: it is damaged, or of another number of rows.
     """
     try:
-        # No more than one byte too many: what is damaged may unpack to anything.
+        # No more than one byte too many: damaged data may unpack to any size.
         unpacked = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), -(-rows // 8) + 1)
         packed = np.frombuffer(unpacked, dtype=np.uint8)
     except (binascii.Error, zlib.error) as error:
@@ -137,13 +137,13 @@ class PlanMetadata:
         phase: `forward`: micro-batches have no backward, and times and token budget are of that; None: they train.
         pipeline: under which pipelines were timed; None: there are none, or they were planned as waves.
         rank_speeds: of ranks that are not as fast as the cost profile says, by rank; None: all are (see `speeds`).
-        refits: what a run that planned while it trained measured and counted, ascending by step; None: nothing.
-        last_batch: what a last, partial batch did: `keep` plans it, `drop` leaves its sequences out.
+        refits: of a run that planned while it trained, ascending by step; None: none.
+        last_batch: treatment of a last, partial batch: `keep` plans it, `drop` drops its sequences.
         epochs: how often every sequence appears.
         step_limit: only that many first steps were planned; None: all.
         batching: how batches were formed that are not of `global_batch_size` sequences in order, which is then the most
             that one has; None: they are.
-        solver_options: whatever the solver was given beside the common settings.
+        solver_options: settings of the solver besides the common ones.
         cost_profile: the whole text of the YAML.
         recipe: that the token budget and the times are of; None where the cost profile knew none.
         continues: the run that the plan continues; None: it begins with step 0.

@@ -26,7 +26,7 @@ class OnlineOptions:
         planner: who plans; see `PlannerPlace`.
         stream_begins: after a restart the stream comes `over` again from its first sequence, or goes on from `here`, as
             rollouts do.
-        refit_every: steps after which what micro-batches took is counted for those that follow; None: never.
+        refit_every: steps between refits of the profile to measured micro-batches; None: never.
     """
 
     ahead: NonNegativeCount = 2
@@ -37,7 +37,7 @@ class OnlineOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OnlineSettings:
-    """What is planned for, as the metadata of a plan without totals, and how."""
+    """Settings of an online plan: the metadata of a plan without totals, and the search."""
 
     metadata: PlanMetadata
     options: OnlineOptions
@@ -53,7 +53,7 @@ class OnlineSettings:
 
 
 def settings_of_json(document: Mapping[str, Any], *, name: str) -> OnlineSettings:
-    """Read what `OnlineSettings.to_json` wrote; `name` stands for the file in messages.
+    """Read the document of `OnlineSettings.to_json`; `name` is the file's in messages.
 
     Raises:
         FcpError: it is damaged, or of another version.

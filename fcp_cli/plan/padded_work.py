@@ -17,7 +17,7 @@ def padded_work(work: Work, degree: npt.ArrayLike, multiple: int | None, profile
         work: of the sequences as they are, or padded for one rank; no group pads less.
         degree: of the group of each; broadcasts.
         multiple: the padding multiple, or None: nothing is padded.
-        profile: gives the seconds of a token of padding beside attention.
+        profile: for the seconds of a padding token outside attention.
     """
     if multiple is None:
         return work

@@ -3,10 +3,10 @@
 This is the definition; the planner's kernels repeat it, and a test holds the two equal bit by bit.
 
 On d ranks a sequence is cut into 2 d chunks. Chunks are equally long where its length is a multiple of 2 d; under
-sequence parallelism each rank's share must also divide over the devices of its tensor parallelism. What a plan is
-padded by is one number, its padding multiple: on d ranks a sequence counts as rounded up to a multiple of d times it.
+sequence parallelism each rank's share must also divide over the devices of its tensor parallelism. A plan has
+one number for it, the padding multiple: on d ranks a sequence counts as rounded up to a multiple of d times it.
 
-Since what a rank then holds of a sequence is a multiple of the padding multiple, and never grows with the degree:
+Since a rank's share of a sequence is then a multiple of the padding multiple, and never grows with the degree:
 a pack that fits d ranks fits any more, and a token budget may be rounded down to such a multiple without loss.
 """
 

@@ -1,8 +1,8 @@
-"""How the replicas of a plan run as pipelines: what their timeline takes beside the cost profile.
+"""Pipelines of a plan's replicas: figures of their timeline that the cost profile lacks.
 
-A profile's seconds of a micro-batch are a replica's, all its devices sharing the work evenly: the mean of what its
-devices compute. Blocks of layers are equally long; on the last of them comes the loss head, on the first a vision
-encoder, which the profile's mean has spread over all.
+A profile's seconds of a micro-batch are a replica's, all its devices sharing the work evenly: the mean of the seconds
+that its devices compute. Blocks of layers are equally long; on the last of them comes the loss head, on the first a
+vision encoder, which the profile's mean has spread over all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Pipeline:
 
     Attributes:
         virtual_stages: blocks of layers on each device, whose schedule is then interleaved; 1 is plain 1F1B.
-        forward_share: of the seconds of a block; the rest is its backward, with what it recomputes.
+        forward_share: of the seconds of a block; the rest is its backward, with its recomputation.
         head_share: of the seconds of the language model's matrices, for the loss head alone.
         send_seconds, send_seconds_per_token: of a message from one block to the next: for itself, and for each token
             of it that a rank holds.

@@ -34,7 +34,7 @@ class EncoderShares(NamedTuple):
 
 
 class Sharing(Protocol):
-    """What says who encodes: a plan's metadata and a planning problem."""
+    """Fields that decide who encodes, of a plan's metadata or a planning problem."""
 
     @property
     def encoder_balance(self) -> str | None: ...
@@ -67,7 +67,7 @@ _FORWARD_SHARE = 1 / 3  # a backward multiplies twice as much
 def beside_language(
     shares: EncoderShares, encoder_seconds: FloatArray, language_seconds: FloatArray, wave: Int32Array
 ) -> FloatArray:
-    """Return [microbatches] the seconds that each waits for its wave's pictures, beside its own work.
+    """Return the seconds that each micro-batch waits for its wave's pictures, on top of its own work, [microbatches].
 
     Ranks that do nothing else hold one wave ahead: they send a wave's embeddings, encode the next, and run the backward
     of the wave before, whose gradients have come meanwhile. The last wave's backward closes the step.
@@ -98,7 +98,7 @@ def beside_language(
 
 
 class Prices(NamedTuple):
-    """What micro-batches cost.
+    """Costs of micro-batches.
 
     Attributes:
         seconds: [microbatches] 0 for a pack without sequences.
@@ -312,7 +312,7 @@ def _by_heads(
     profile: CostProfile,
     ranks_per_node: int,
 ) -> tuple[IntArray, FloatArray]:
-    """Return [choices, 1 or groups] heads degrees, and [choices, groups] what packs take with each on these groups.
+    """Return Ulysses degrees, [choices, 1 or groups], and the seconds of packs with each, [choices, groups].
 
     It is infinite where sets would not lie inside nodes, but under `ulysses`, which has no other choice.
     """
@@ -365,7 +365,7 @@ def pack_work(
         work: of the packs' sequences, back to back, on a single rank.
         offsets: [packs + 1] pack p has the sequences `offsets[p]:offsets[p + 1]`.
         degree: ranks of each pack's group.
-        profile, padding_multiple: give what rings are padded to, and its price.
+        profile, padding_multiple: padding of rings, and its price.
     """
     first = offsets[:-1]
     if padding_multiple is not None:

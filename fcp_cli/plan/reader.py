@@ -107,7 +107,7 @@ class PlanReader:
         return steps, seconds
 
     def tables(self, first: int = 0) -> Iterator[pa.Table]:
-        """Yield the rows as they are stored, by row groups; those that end before step `first` are left out."""
+        """Yield the rows in stored order, by row groups, without those that end before step `first`."""
         try:
             for group in range(self._file.num_row_groups):
                 meta: Any = self._file.metadata.row_group(group)
@@ -131,7 +131,7 @@ class PlanReader:
         return table
 
     def content_hash(self) -> str:
-        """Return the hash of what the file holds now; it equals `metadata.plan_hash` unless the file was edited."""
+        """Return the hash of the file's present content; it equals `metadata.plan_hash` unless the file was edited."""
         hasher = PlanHasher()
         for table in self.tables():
             hasher.update(table)

@@ -1,4 +1,4 @@
-"""What a run measured while it planned, and counted from a step on: kept in the plan's metadata, step by step."""
+"""Refits of a cost profile by a run that planned while it trained, kept in the plan's metadata, step by step."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Factor = Annotated[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Factors:
-    """What the coefficients of a cost profile are multiplied by.
+    """Factors on the coefficients of a cost profile.
 
     Attributes:
-        microbatch: the seconds of a micro-batch beside its work.
-        linear: what grows with tokens and patches.
-        attention: what grows with their squares.
+        microbatch: on the fixed seconds of a micro-batch.
+        linear: on terms that grow with tokens and patches.
+        attention: on terms that grow with their squares.
         ring: the seconds of a ring.
     """
 
@@ -45,7 +45,7 @@ class Factors:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refit:
-    """What holds from a step on, in place of the refit before.
+    """Refit that is valid from a step on, replacing the one before.
 
     Attributes:
         first_step: that is planned by it.

@@ -27,7 +27,7 @@ from itertools import pairwise, permutations, product
 
 @lru_cache(maxsize=1024)
 def ring_order(ranks: tuple[int, ...], ranks_per_node: int, heads_degree: int = 1) -> tuple[int, ...]:
-    """Return the same ranks as they stand around the ring, those of a set beside each other.
+    """Return the same ranks in ring order, the members of a set next to each other.
 
     Args:
         ranks: ascending ranks of a group.
@@ -77,10 +77,10 @@ def ring_hops(ranks: tuple[int, ...], ranks_per_node: int, heads_degree: int = 1
 def look_back_hops(
     ranks: tuple[int, ...], ranks_per_node: int, heads_degree: int = 1, *, whole_heads: bool = False
 ) -> list[tuple[int, int]]:
-    """Return (from, to) of what layers send in which tokens look back at a few others, or at a state, not at all.
+    """Return (from, to) of the messages of layers with windows or states, not of rings.
 
     It goes up each ring and comes down it, and gradients go back. With `whole_heads`, some of it is sent before ranks
-    have exchanged tokens for heads: who holds what lies before a run of tokens may then be any member of a set.
+    have exchanged tokens for heads: the tokens before a span may then be on any member of a set.
     """
     order, hops = ring_order(ranks, ranks_per_node, heads_degree), set()
     for place in range(heads_degree):
@@ -115,7 +115,7 @@ def _rails(nodes: list[int], tour: list[int], ranks_per_node: int) -> list[int]:
 
     Nodes two apart use the second rail and the last but one in turn. Neighbours, which only meet at the ends of the
     tour, use the first and the last, which have fewer peers inside the node: the first at the left end and the last at
-    the right end, so that the ranks at the outer end of either node stay beside each other for those that visit it.
+    the right end, so that the ranks at the outer end of either node stay adjacent for those that visit it.
     """
     last = ranks_per_node - 1
     if len(nodes) == 2:
@@ -145,7 +145,7 @@ def _path(begin: int, end: int, count: int) -> list[int]:
 
 
 def _visit(ring: list[int], home: int, members: list[int], ranks_per_node: int) -> None:
-    """Put a node's ranks (ascending) into the ring beside a rank of the node `home`, on their rails if they can be."""
+    """Put a node's ranks (ascending) into the ring next to a rank of the node `home`, on their rails if they can be."""
     place_of_rail = {rank % ranks_per_node: place for place, rank in enumerate(members)}
 
     def rails(at: int) -> tuple[int, int]:

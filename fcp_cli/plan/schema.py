@@ -80,7 +80,7 @@ def _step_from_rows(step: int, rows: pa.Table) -> StepPlan:
         column = rows.column(name).combine_chunks()
         if isinstance(column, pa.ChunkedArray):
             column = column.chunk(0)
-        # A slice keeps the offsets of the whole array, whose values `flatten` leaves out.
+        # A slice keeps the offsets of the whole array, whose values `flatten` drops.
         offsets = column.offsets.to_numpy().astype(np.int64)
         return offsets - offsets[0], column.flatten().to_numpy()
 

@@ -22,7 +22,7 @@ def named_speeds(speeds: Speeds | None) -> Mapping[str, float] | None:
 
 
 def speeds_of(named: Mapping[str, float] | None, num_ranks: int) -> Speeds | None:
-    """Return [ranks] what `named_speeds` made names of.
+    """Return the speeds that `named_speeds` encoded, [ranks].
 
     Raises:
         ValueError: a name is no rank.

@@ -1,4 +1,4 @@
-"""One planned step as flat arrays: what solvers make, the file stores, and the runtime follows."""
+"""One planned step as flat arrays, as solvers make it, the file stores it, and the runtime follows it."""
 
 from __future__ import annotations
 

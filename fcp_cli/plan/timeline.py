@@ -30,7 +30,7 @@ class Times(NamedTuple):
 def priced_times(
     waiting: Waiting, prices: Prices, terms: StepTerms, *, wave: Int32Array, rank_offsets: IntArray, ranks: Int32Array
 ) -> Times:
-    """Predict a step from what its micro-batches cost, idle rows among them: as pipelines where ranks have stages."""
+    """Predict a step from the costs of its micro-batches, including idle rows: as pipelines if ranks have stages."""
     if waiting.pipeline is not None:
         run = waiting.pipeline.run(
             rank_offsets, ranks, prices, stages=waiting.pipeline_parallel, num_ranks=waiting.num_ranks
@@ -63,7 +63,8 @@ def step_times(
     """Predict a step from its micro-batches in their global order.
 
     Under `iteration` a micro-batch starts when the last of its ranks has finished its earlier ones; under `microbatch`
-    a wave starts when the wave before has ended (`wave_seconds`). What closes a step follows its last micro-batch.
+    a wave starts when the wave before has ended (`wave_seconds`). The end of a step (gradients, optimizer) follows its
+    last micro-batch.
 
     Args:
         sync: where ranks wait for each other.

@@ -19,7 +19,7 @@ from fcp_cli.plan.schema import schema_of, steps_to_arrow
 from fcp_cli.plan.step import RingGroup, StepPlan
 from fcp_cli.plan.stored import MOST_SECONDS
 
-# Row groups hold whole steps, so that a reader can start at any step without reading what lies before it.
+# Row groups hold whole steps, so that a reader can start at any step without reading earlier ones.
 _ROWS_PER_ROW_GROUP = 32_768
 
 
@@ -63,7 +63,7 @@ class PlanWriter:
         self._pending, self._pending_rows = [], 0
 
     def finish(self) -> None:
-        """Write what is pending, then the totals and the hash into the file's footer."""
+        """Write pending steps, then the totals and the hash into the file's footer."""
         self._flush()
         metadata = self.metadata.with_totals(steps=self._steps, distinct_groups=len(self._groups))
         if not metadata.has_equal_batches:

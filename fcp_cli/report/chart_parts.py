@@ -1,4 +1,4 @@
-"""What all charts of the page share: colours, the data format, axes.
+"""Common parts of the page's charts: colours, the data format, axes.
 
 Words and lines are drawn in `currentColor`, so that the page's style sheet alone decides between light, dark and
 paper; data travels as CSV, which is half the size of JSON rows.

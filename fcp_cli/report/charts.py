@@ -72,7 +72,7 @@ def _line(columns: Columns, field: str, name: str, names: list[str], axis: Spec)
     }
 
 
-# What the lines of a Gantt chart mark -> their dashes; the colours are taken by the degrees.
+# Meaning of a Gantt chart's line -> its dashes; degrees use the colours.
 _ENDS = {
     "bound": [2, 3],
     "planned end": [7, 3],
@@ -263,7 +263,7 @@ def mix_chart(mix: Columns, colours: DegreeColours) -> Spec:
 
 
 def memory_chart(bars: Columns, *, most: float, unit: str, ranks: RanksShown) -> Spec:
-    """Draw the most that each rank holds, planned as bars and measured as dashes, against what it may.
+    """Draw the peak memory of each rank, planned as bars and measured as dashes, against its limit.
 
     Args:
         bars: `rank`, `rank_end`, `most`, and where it is known `measured`.

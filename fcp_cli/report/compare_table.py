@@ -30,7 +30,7 @@ def print_comparison(console: Console, contenders: Sequence[Contender], syncs: S
 
 
 def print_stress(console: Console, contenders: Sequence[Contender]) -> None:
-    """Print what each strategy takes under each effect: seconds per step, and times its prediction."""
+    """Print the seconds per step of each strategy under each effect, and their ratio to its prediction."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""What a rank of a plan holds, in a sentence."""
+"""The memory of a plan's ranks, in a sentence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ranks_are_hosts(metadata: PlanMetadata) -> bool:
 
 
 def planned_memory(metadata: PlanMetadata, peers: int) -> RankMemory | None:
-    """Return what a rank holds by the memory model; None where the plan does not say of which model and recipe it is.
+    """Return the memory of a rank by the memory model; None if the plan names no model and recipe.
 
     Args:
         metadata: of the plan.
@@ -55,7 +55,7 @@ def planned_memory(metadata: PlanMetadata, peers: int) -> RankMemory | None:
 
 
 def memory_sentence(metadata: PlanMetadata, memory: RankMemory) -> str:
-    """Return how many GB the token budget takes, and for what."""
+    """Return the GB of the token budget, by use."""
     assert metadata.recipe is not None, "the memory model needs one"
     tokens = metadata.tokens_per_rank
     items = [f"{name} {size / 1e9:.1f}" for name, size in memory.items(tokens).items()]

@@ -43,8 +43,8 @@ class Report:
     """The content of the page.
 
     Attributes:
-        plan: what was gathered from the plan.
-        run: what was gathered from the metrics, if any.
+        plan: figures gathered from the plan.
+        run: figures gathered from the metrics, if any.
         run_name: of the run's folder.
         run_facts: the `run` record of its metrics.
         speedup: over the best static plan.
@@ -124,7 +124,7 @@ class Report:
             yield "Measured times", f"{on}, started {when} UTC" if when else on
 
     def _headline(self) -> str:
-        """Return the figures that count, planned beside measured wherever both are known."""
+        """Return the key figures, planned and measured where both are known."""
         summary, meta = self.plan.summary, self.metadata
         memory = planned_memory(meta, summary.peers.most if summary.peers is not None else 0)
         takes_bytes = memory.total_bytes(int(self.plan.peak_tokens.max())) if memory is not None else None
@@ -169,7 +169,7 @@ class Report:
 
 
 def _gigabytes(count_bytes: float | None) -> str:
-    """Return bytes in GB, with as many digits as tell small ranks apart; nothing for what is not known."""
+    """Return bytes in GB, with enough digits to tell small ranks apart; "" for an unknown size."""
     if not count_bytes:
         return ""
     return f"{count_bytes / 1e9:.1f} GB" if count_bytes >= 1e9 else f"{count_bytes / 1e9:.2g} GB"

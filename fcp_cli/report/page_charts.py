@@ -28,7 +28,7 @@ class Speedup:
 
     Attributes:
         factor: None where it is not known, as `remark` explains.
-        remark: of what it is.
+        remark: describes it.
         degree: of the static plan.
         ours, static: a typical step as it was planned, and under the static degree.
     """
@@ -41,12 +41,12 @@ class Speedup:
 
 
 def has_measured_steps(run: RunPicture | None) -> bool:
-    """Return whether a run has steps beside those of its warm-up."""
+    """Return whether a run has steps after its warm-up."""
     return run is not None and not run.is_empty
 
 
 def charts_of(plan: PlanPicture, run: RunPicture | None, ours: StepPlan | None, static: StepPlan | None) -> Charts:
-    """Yield the charts that can be drawn of a plan, a run that followed it, and a step beside its static twin."""
+    """Yield the charts of a plan, a run that followed it, and a step compared with its static twin."""
     degrees = set(plan.summary.degrees) | ({int(static.degrees.max())} if static is not None else set())
     colours, everyone = DegreeColours(degrees), RanksShown.all_of(plan.metadata)
     if ours is not None and static is not None:
@@ -82,14 +82,14 @@ def idle_maps(plan: PlanPicture, run: RunPicture | None) -> tuple[dict[str, Colu
 
 def _gain(plan: PlanPicture, ours: StepPlan, static: StepPlan, colours: DegreeColours) -> Charts:
     """Yield a step under the best static degree and as it was planned, on one time axis."""
-    # Both charts hold both lines: that is what gives them one axis.
+    # Both charts hold both lines, so that they share one axis.
     at = [ours.makespan_seconds, static.makespan_seconds]
     ends: Columns = {"at": np.array(at), "what": ["this plan ends", "static ends"]}
     for place, step in (("chart-static", static), ("chart-ours", ours)):
         bars = bars_of(step, plan.shown, plan.metadata)
         chart = charts.gantt_chart(bars, ends, colours, shown=plan.shown)
         rectangles, rules = chart["layer"][0]["encoding"], chart["layer"][-1]["encoding"]
-        # One legend above both charts and one below, of what they show.
+        # One legend above both charts and one below.
         rectangles["color"] = colours.encoding([*static.degrees, *ours.degrees] if step is static else [])
         if step is static:
             rectangles["x"]["title"] = rules["strokeDash"]["legend"] = None
@@ -141,7 +141,7 @@ def degree_shares(plan: PlanPicture) -> dict[int, tuple[float, float, float]]:
 
 
 def device_bytes(metadata: PlanMetadata) -> float:
-    """Return what a device of the plan's cost profile has for the job; 0 where the profile does not know."""
+    """Return the device memory of the plan's cost profile; 0 if unknown."""
     return parse_cost_profile(metadata.cost_profile, name="the plan's cost profile").memory.capacity_bytes
 
 

@@ -23,7 +23,7 @@ def section(title: str, caption: str, *content: str, name: str = "") -> str:
 
 
 def side_by_side(*parts: str) -> str:
-    """Return parts that stand beside each other where the screen is wide enough."""
+    """Return parts laid out side by side on screens that are wide enough."""
     return f'<div class="pair">{"".join(parts)}</div>'
 
 
@@ -48,7 +48,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, name: str = "")
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> str:
-    """Return a list of terms and what is to be said of them."""
+    """Return a list of terms and their descriptions."""
     return (
         "<dl>" + "".join(f"<div><dt>{html.escape(a)}</dt><dd>{html.escape(b)}</dd></div>" for a, b in pairs) + "</dl>"
     )

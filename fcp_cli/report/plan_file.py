@@ -1,7 +1,7 @@
 """A plan as pictures need it: forgiving of what an editor or a script did to it.
 
-`plan.check` proves a plan; this reads what can be shown of any, leaves out steps that no picture could hold, and
-keeps in `problems` that the file was edited and what was left out.
+`plan.check` proves a plan; this reads the drawable part of any, skips steps that no picture could hold, and
+lists in `problems` edits of the file and skipped steps.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def _encoder_line(metadata: PlanMetadata) -> dict[str, str]:
 
 
 def peers_text(peers: PeerCount, *, on_hosts: bool) -> str:
-    """Describe how many other ranks a rank exchanges messages with, what that takes, and whether it still grows."""
+    """Describe the number of peers per rank, the memory of their connections, and whether it still grows."""
     first = peers.means()[0] if peers.new_pairs else 0.0
     grown = f" ({first:.1f} after one step)" if len(peers.new_pairs) > 1 else ""
     takes = "" if on_hosts else f", about {peers.most_bytes / 1e9:.1f} GB of its device"

@@ -42,7 +42,7 @@ def print_profile(console: Console, profile: CostProfile, *, lengths: Sequence[i
 
 
 def reading(profile: CostProfile, degrees: Sequence[int]) -> list[str]:
-    """Return what the figures mean together, in sentences; of rings at the smallest and the largest of `degrees`."""
+    """Return sentences that interpret the figures; of rings at the smallest and the largest of `degrees`."""
     lines = []
     middle = break_even_tokens(profile)
     if middle is not None:
@@ -81,7 +81,7 @@ def reading(profile: CostProfile, degrees: Sequence[int]) -> list[str]:
 
 
 def _recipe(profile: CostProfile) -> list[str]:
-    """Describe what times and memory are of, where the profile says it."""
+    """Describe the job that times and memory are for, if the profile says it."""
     if profile.recipe is None:
         return []
     sync = f", sync {profile.sync}" if profile.sync else ""
@@ -89,7 +89,7 @@ def _recipe(profile: CostProfile) -> list[str]:
 
 
 def _circumstances(measured: Mapping[str, Any]) -> list[str]:
-    """Describe how rings were measured on accelerators: what was left out, messages, first contacts, clocks."""
+    """Describe how rings were measured on accelerators: skipped samples, messages, first contacts, clocks."""
     lines = []
     if degrees := measured.get("compute_only_degrees"):
         named = ", ".join(map(str, degrees))
@@ -132,7 +132,7 @@ def _hidden_ring(profile: CostProfile, degree: int) -> str | None:
 
 
 def _formats(profile: CostProfile) -> list[str]:
-    """Describe how well either model predicts what was held out, where both were tried."""
+    """Describe how well either model predicts held-out samples, if both were tried."""
     errors: Mapping[str, float] = profile.measurement.get("held_out_error_percent_by_model") or {}
     if HIDDEN_RING not in errors or EXPOSED_RING not in errors:
         return []

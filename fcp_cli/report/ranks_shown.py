@@ -70,7 +70,7 @@ class RanksShown:
         }
 
     def in_words(self) -> str:
-        """Return what is left out, for a caption; "" where nothing is."""
+        """Return the omitted ranks, for a caption; "" if all are shown."""
         if self.every == 1:
             return ""
         return f" {self.count:,} of {self.num_ranks:,} ranks are drawn: one node in {self.every}."

@@ -1,4 +1,4 @@
-"""The figures that the page shows of a run beside its plan: predicted against measured, drift, and slow ranks."""
+"""Figures of a run against its plan, for the page: predicted against measured, drift, and stragglers."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class RunPicture:
         return not self._series
 
     def totals(self) -> dict[str, float]:
-        """Return what was measured over all steps but warm-up: mean step seconds, the slowest, tokens/s, idle share.
+        """Return measurements over all steps after warm-up: mean step seconds, the slowest, tokens/s, idle share.
 
         The `predicted_` ones are the same statistics of the same steps as they were planned; `ratio` is seconds
         measured / planned.

@@ -30,7 +30,7 @@ class StageTimes(NamedTuple):
 
 
 def stage_times(step: StepPlan, metadata: PlanMetadata, pipeline: Pipeline) -> StageTimes:
-    """Run a step of pipelines as planned; what lengths do not explain of a micro-batch's seconds is its encoder's."""
+    """Run a step of pipelines as planned; seconds of a micro-batch that lengths do not explain are its encoder's."""
     stages, prices = metadata.pipeline_parallel, _prices(step, metadata)
     run = pipeline.run(step.rank_offsets, step.ranks, prices, stages=stages, num_ranks=metadata.num_ranks)
     forward, backward, _sends = pipeline.block_seconds(prices, stages)

@@ -103,7 +103,7 @@ class TraceBuilder:
             yield from self._flow("planned", [(rank, microbatch.start_seconds) for rank in microbatch.ranks])
 
     def _parts(self, planned: StepPlan) -> Callable[[MicroBatch], Iterator[tuple[int, str, float, float]]]:
-        """Return what yields the parts of a micro-batch: stage, name, start and seconds of each."""
+        """Return a function that yields the parts of a micro-batch: stage, name, start and seconds of each."""
         if self.metadata is None or self.metadata.pipeline is None:
             return lambda microbatch: iter([(0, "", microbatch.start_seconds, microbatch.seconds)])
         times = stage_times(planned, self.metadata, self.metadata.pipeline)
@@ -208,7 +208,7 @@ def write_trace(file: TextIO, events: Iterable[Event], *, source: dict[str, Any]
     Args:
         file: text, open for writing.
         events: for example of `TraceBuilder`.
-        source: what the trace was made from; viewers show it under "metadata".
+        source: of the trace; viewers show it under "metadata".
     """
     file.write('{"displayTimeUnit":"ms","otherData":' + json.dumps(source) + ',"traceEvents":[')
     count = 0

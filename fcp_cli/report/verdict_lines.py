@@ -15,7 +15,7 @@ _ALIKE = 0.01  # nearer than this a plan is not worth its trouble
 
 
 def verdict_lines(verdict: Verdict) -> list[str]:
-    """Return whether a plan pays, what it saves, and what would help more."""
+    """Return whether a plan pays, its savings, and remedies that would help more."""
     sentences = list(_sentences(verdict))
     lines = [line for sentence in sentences for line in textwrap.wrap(sentence, _WIDTH, **_WHOLE_FLAGS)]
     return lines if len(lines) <= _MOST_LINES else textwrap.wrap(" ".join(sentences), _WIDTH, **_WHOLE_FLAGS)

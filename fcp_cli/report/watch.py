@@ -102,7 +102,7 @@ class RunState:
         return median(self.first_ratios), median(latest)
 
     def slow_ranks(self) -> dict[int, float]:
-        """Return the ranks whose micro-batches outside rings take longer than others' beside their plan, and how much.
+        """Return the ranks whose micro-batches outside rings exceed their plan by more than others', and by how much.
 
         A plan that knows of a slow rank names none: it plans its micro-batches as long as they are.
         """

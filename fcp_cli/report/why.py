@@ -1,4 +1,4 @@
-"""Explains why a group has its degree: what one rank fewer or more would cost, and what bound the choice.
+"""Explains the degree of a group: the cost of one rank fewer or more, and the constraint that decided.
 
 The cost model answers, by pricing the same pack at the neighbouring degrees; the solver is not replayed.
 """
@@ -118,9 +118,9 @@ def explain_degree(
     Args:
         step: the planned step.
         order: a micro-batch of it that is not idle.
-        problem: what the plan was made for.
+        problem: of the plan.
         manifest: gives `eta` and vision columns; without it every sequence counts as causal text.
-        metadata: of the plan; tells what its pipelines would take.
+        metadata: of the plan; for the seconds of its pipelines.
     """
     microbatch = step.microbatch(order)
     degrees = [
@@ -298,7 +298,7 @@ def _introduction(explanation: Explanation) -> Iterator[str]:
 
 
 def _splits(explanation: Explanation) -> Iterator[str]:
-    """Say what other ways to split heads would take."""
+    """Describe the seconds of other Ulysses degrees."""
     planned = next(a for a in explanation.alternatives if a.degree == explanation.microbatch.degree)
     if len(planned.split_seconds) > 1:
         ways = (f"{u} x {planned.degree // u} {s:.3f} s" for u, s in planned.split_seconds.items())

@@ -1,4 +1,4 @@
-"""What every check works with: this rank, its device, the others, and the sizes of this run."""
+"""Context of every check: this rank, its device, the others, and the sizes of this run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Bench:
         return self.world.rank == 0
 
     def begin(self, what: str) -> None:
-        """Tell what comes next, so that a hang can be named."""
+        """Announce the next action, so that a hang can be named."""
         if self.is_first:
             self.settings.diary.begin(what)
 

@@ -13,7 +13,7 @@ BOUNDS = {torch.bfloat16: 1e-2, torch.float32: 2e-6}
 
 
 class Attended(NamedTuple):
-    """What one call of attention gives: its output, [1, H, T, D], and the gradients of its three inputs."""
+    """Result of one attention call: its output, [1, H, T, D], and the gradients of its three inputs."""
 
     out: Tensor
     dq: Tensor
@@ -91,6 +91,6 @@ def squares(found: Attended, wanted: Attended) -> list[float]:
 
 
 def relative(sums: list[list[float]]) -> float:
-    """Return the relative L2 error of what several ranks have found together."""
+    """Return the relative L2 error over several ranks."""
     differences, sizes = (sum(row[column] for row in sums) for column in (0, 1))
     return float((differences / sizes) ** 0.5) if sizes else 0.0

@@ -1,4 +1,4 @@
-"""What checks find, how it reads in an issue, and how the ranks hand it to whoever watches over them."""
+"""Findings of checks: their text in an issue, and their way from the ranks to the parent process."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def now() -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """What rank 0 has told so far.
+    """Entries of rank 0's diary so far.
 
     Attributes:
         findings: of the checks that have ended.
@@ -83,7 +83,7 @@ class Progress:
 
 
 class Diary:
-    """The file in which rank 0 tells what it does, line by line, so that a hang leaves what came before it."""
+    """The file in which rank 0 records its actions, line by line, so that a hang leaves the ones before it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -102,7 +102,7 @@ class Diary:
             file.write(json.dumps(line) + "\n")
 
     def read(self) -> Progress:
-        """Read what is there; a last line that is being written is left out."""
+        """Read the whole lines; a last line still being written is skipped."""
         text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
         whole = text[: text.rfind("\n") + 1]
         return _progress([decode_json(line) for line in whole.splitlines()])

@@ -30,12 +30,12 @@ def run_selftest(
     limit_seconds: float,
     on_progress: Callable[[str], None],
 ) -> Report:
-    """Run all checks on this node's ranks and return what they found.
+    """Run all checks on this node's ranks and return their findings.
 
     Args:
-        settings: what the ranks are told; its folder holds the request of the packs.
+        settings: of the ranks; its folder holds the request of the packs.
         ranks: processes.
-        environment: variables that a job would get, beside this process's own.
+        environment: variables that a job would get, on top of this process's.
         limit_seconds: that a check, or a case of one, may take.
         on_progress: is told each check that begins.
     """

@@ -1,4 +1,4 @@
-"""What the ranks of a test are told, as a file. Imports no torch."""
+"""Settings of a test's ranks, as a file. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fcp_cli.selftest.findings import Diary
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What the ranks are told.
+    """Settings of the ranks.
 
     Attributes:
         folder: for the diary, plans and samples; shared by all nodes.
@@ -44,14 +44,14 @@ class Settings:
         return self.folder / "measurement.json"
 
     def write(self) -> Path:
-        """Write what `read_settings` reads; return the file."""
+        """Write the file of `read_settings`; return it."""
         path = self.folder / "settings.json"
         write_text_atomically(path, json.dumps({**asdict(self), "folder": str(self.folder)}))
         return path
 
 
 def read_settings(path: Path) -> Settings:
-    """Read what `Settings.write` wrote.
+    """Read the file of `Settings.write`.
 
     Raises:
         RunError: unreadable.

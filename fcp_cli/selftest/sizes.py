@@ -13,7 +13,7 @@ _MOST_CPU_RANKS = 4
 
 
 def profile_request(request: SelftestRequest, samples: Path) -> ProfileRequest:
-    """Return what packs to time, as `fcp profile` is asked for them.
+    """Return the packs to time, as a request of `fcp profile`.
 
     Raises:
         RunError: torch is missing, or there is no such device.

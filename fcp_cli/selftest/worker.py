@@ -1,6 +1,6 @@
 """One rank of a test: `torchrun ... -m fcp_cli.selftest.worker SETTINGS.json`, which `fcp selftest` starts.
 
-All ranks run all checks in one order. Rank 0 tells what it does in a diary, which whoever started them watches.
+All ranks run all checks in one order. Rank 0 writes a diary of its actions, which the parent process watches.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The bundled trainer: what `fcp launch` runs when it is given no script. `python -m fcp_cli.training.train --help`."""
+"""The bundled trainer, which `fcp launch` runs without a script. `python -m fcp_cli.training.train --help`."""

@@ -22,7 +22,7 @@ _OUTSIDE_LANGUAGE_MODEL: Final = r"^(?!.*\blanguage_model\.).*$"
 
 
 def choose_trained(model: nn.Module, recipe: Recipe, *, seed: int) -> None:
-    """Give a model its adapters, or freeze what patterns name, as a recipe says; what is frozen stays so.
+    """Add a model's adapters, or freeze the weights that patterns name, by a recipe; frozen weights stay frozen.
 
     Raises:
         UsageError: a target or a pattern is nowhere in the model; nothing is left to train.
@@ -38,7 +38,7 @@ def choose_trained(model: nn.Module, recipe: Recipe, *, seed: int) -> None:
 
 
 def _add_adapters(model: nn.Module, lora: Lora, *, seed: int, only_language_model: bool) -> None:
-    """Put adapters beside linear layers, in their precision; B is 0, so that the model computes what it did."""
+    """Add adapters to linear layers, in their precision; B is 0, so that the model's outputs are unchanged."""
     from peft import LoraConfig, inject_adapter_in_model
 
     outside = _OUTSIDE_LANGUAGE_MODEL if only_language_model and _has_vision(model) else None
@@ -63,7 +63,7 @@ def _has_vision(model: Any) -> bool:
 
 
 def describe_frozen(model: nn.Module, recipe: Recipe, name: str) -> str | None:
-    """Return a line that says what of a model is not trained; None where all of it is."""
+    """Return a line about the frozen part of a model; None if all of it is trained."""
     parameters = list(model.parameters())
     if all(parameter.requires_grad for parameter in parameters):
         return None
@@ -76,7 +76,7 @@ def describe_frozen(model: nn.Module, recipe: Recipe, name: str) -> str | None:
 
 
 def adapted_names(names: Mapping[str, str], model: nn.Module) -> dict[str, str]:
-    """Return the checkpoint's names of tensors by those that they have beside adapters."""
+    """Return the checkpoint's names of tensors by their names in the model with adapters."""
     live = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     return {name: names[plain] for name in live if (plain := name.replace(_BASE, ".")) in names}
 
@@ -95,7 +95,7 @@ def export_adapters(
 
     Args:
         model: with adapters, plain or sharded by rows.
-        folder: what to write; it exists whole or as it was.
+        folder: to write; it is replaced whole or unchanged.
         rank: of this process; rank 0 writes.
         barrier: waits for all ranks.
         dtype: of the adapters in the file.

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and how a run resumes from it exactly.
+"""Contents of a checkpoint, and the exact resumption of a run from it.
 
     checkpoints/step-00000500/
         checkpoint.json            format, step, plan hash, ranks, sharding, checksums of the other files
@@ -8,16 +8,16 @@
 
 `step` counts finished steps. The learning rate is a function of the step and the data order is the plan, so neither is
 saved. Weights are those that the optimizer updates. A share is the same rows of each tensor in every sharding, so that
-a run may resume under another one: a rank cuts what it keeps out of the mapped files. Tensors are named `model/NAME`
-and `optimizer/PARAMETER/ENTRY`; what an optimizer holds in numbers stands in the file's header, as JSON. No file is a
+a run may resume under another one: a rank slices its shard from the mapped files. Tensors are named `model/NAME`
+and `optimizer/PARAMETER/ENTRY`; an optimizer's plain numbers are in the file's header, as JSON. No file is a
 pickle: nothing that a checkpoint holds can run.
 
 Not torch.distributed.checkpoint. Its reader opens a checkpoint's metadata with a plain `pickle.load`, which runs
 whatever code the file holds. Its storage in safetensors (`HuggingFaceStorageWriter`, as of torch 2.13) has no such
 file, but nothing either that tells a whole checkpoint from one whose writing was cut off; it takes tensors only, where
-an optimizer's parameter groups hold numbers; it serialises a rank's file in memory beside the copy that it writes from;
-its asynchronous form runs collectives in a thread, for which every job needs a second process group; and it is not
-public in the oldest torch that fcp supports. What it would give, other cuts of the tensors, is `_own_rows` here.
+an optimizer's parameter groups hold numbers; it serialises a rank's file in memory in addition to the copy that it
+writes from; its asynchronous form runs collectives in a thread, for which every job needs a second process group; and
+it is not public in the oldest torch that fcp supports. Its benefit, resharding of tensors, is `_own_rows` here.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TrainState:
     """The live objects that a checkpoint captures.
 
     Attributes:
-        weights: name -> what this rank keeps of each parameter, a tied one once: whole, its rows, or FSDP2's shard.
+        weights: name -> this rank's part of each parameter, a tied one once: whole, its rows, or FSDP2's shard.
         buffers: name -> buffer; whole on every rank.
         optimizer: of the weights that are trained.
         device: of this rank.
@@ -67,11 +67,11 @@ class TrainState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Captured:
-    """What one rank writes of a checkpoint.
+    """The part of a checkpoint that one rank writes.
 
     Attributes:
         tensors: file name -> name -> tensor: live, or a copy of it.
-        headers: file name -> what stands in its header beside the tensors.
+        headers: file name -> fields of its header besides the tensors.
     """
 
     tensors: Mapping[str, Mapping[str, Tensor]]
@@ -79,7 +79,7 @@ class Captured:
 
 
 def capture(state: TrainState, header: CheckpointHeader, *, rank: int) -> Captured:
-    """Return what this rank writes; the tensors are live, only the random generators are copies."""
+    """Return this rank's part; the tensors are live, only the random generators are copies."""
     random = f"rng-{rank:05d}.safetensors"
     tensors: dict[str, Mapping[str, Tensor]] = {random: _random_states(state.device)}
     headers: dict[str, Mapping[str, str]] = {random: {}}
@@ -113,7 +113,7 @@ def write_files(folder: Path, captured: Captured) -> dict[str, FileSums]:
     """Write a rank's files, whose tensors are on the host, and see that the disk has them.
 
     Returns:
-        Their checksums, by name: of the bytes in memory, so they find what is damaged on the way to the disk, too.
+        Their checksums, by name: of the bytes in memory, so they detect damage on the way to the disk, too.
 
     Raises:
         RunError: names the file that cannot be written.
@@ -167,7 +167,7 @@ def load_checkpoint(
     """
     names, shares = _state_files(header), state.shares
     readers = (rank, num_ranks)
-    if len(names) == shares.count:  # cut as this run's: the rank's own file is what it keeps
+    if len(names) == shares.count:  # same sharding as this run: the rank reads only its own file
         names, readers = [names[shares.index]], (shares.copy, max(1, num_ranks // shares.count))
         shares = Shares()
     _verify(checkpoint, header, names, *readers)
@@ -190,7 +190,7 @@ def _verify(checkpoint: Path, header: CheckpointHeader, names: Sequence[str], in
     """Compare a share of some files with their checksums.
 
     Raises:
-        RunError: names the file, what was expected and found, and the checkpoint to resume from instead.
+        RunError: names the file, the expected and found values, and the checkpoint to resume from instead.
     """
     if header.files is None:
         return
@@ -246,7 +246,7 @@ def _own_rows(parts: Sequence[Any], shares: Shares) -> Tensor:
 
 
 def _restored(saved: Sequence[Any], name: str, shares: Shares) -> Tensor:
-    """Return what this rank keeps of a saved tensor; every rank keeps a scalar, as Adam's count of steps."""
+    """Return this rank's part of a saved tensor; every rank keeps scalars, such as Adam's step count."""
     parts = [file.get_slice(name) for file in saved]
     return _own_rows(parts, shares) if parts[0].get_shape() else saved[0].get_tensor(name)
 
@@ -266,7 +266,7 @@ def _restore_tensors(state: TrainState, saved: Sequence[Any], shares: Shares) ->
 
 
 def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: Sequence[Any], shares: Shares) -> None:
-    """Load what this rank's optimizer keeps; moments of FSDP2's parameters become shards again."""
+    """Load this rank's optimizer state; moments of FSDP2's parameters become shards again."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = decode_record(saved[0].metadata()[_STATE_KEY])
     groups = numbers["param_groups"]

@@ -46,7 +46,7 @@ def open_data(
 def check_tokenizer(manifest: Path, checkpoint: Path) -> None:
     """Refuse a manifest whose tokens are those of another tokenizer than a checkpoint's.
 
-    Files may differ in what does not make tokens: what counts is the vocabulary.
+    Files may differ in other fields: only the vocabulary is compared.
 
     Raises:
         RunError: with a token that differs.
@@ -71,7 +71,7 @@ def check_tokenizer(manifest: Path, checkpoint: Path) -> None:
 
 
 def planned_lengths(plan: Path) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return [manifest rows] the tokens of each sequence as planned; 0 for one that the plan leaves out."""
+    """Return [manifest rows] the tokens of each sequence as planned; 0 for one that the plan drops."""
     reader = PlanReader(plan)
     lengths = np.zeros(reader.metadata.manifest.rows, dtype=np.int64)
     for step in reader.steps():

@@ -28,12 +28,12 @@ _VIDEO_SETTINGS = ("image_mean", "image_std", "resample", "rescale_factor", "do_
 
 
 class BadPictureError(Exception):
-    """A picture that cannot be read, or is not what the manifest counted."""
+    """A picture that cannot be read, or has changed since the manifest was built."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """Rows [start, stop) of what a picture becomes: patches of Qwen-VL, tiles of InternVL."""
+    """Rows [start, stop) of a preprocessed picture: patches of Qwen-VL, tiles of InternVL."""
 
     picture: Picture
     size: PictureSize
@@ -70,7 +70,7 @@ class Decoder:
         """Return the rows that are wanted, in order.
 
         Raises:
-            BadPictureError: the picture cannot be read, or is not what the manifest counted.
+            BadPictureError: the picture cannot be read, or has changed since the manifest was built.
         """
         try:
             if wanted.size.frames is None:
@@ -160,7 +160,7 @@ def _opened(picture: Picture, size: PictureSize) -> Any:
     try:
         with PIL.Image.open(picture.content()) as stored:
             image = PIL.ImageOps.exif_transpose(stored).convert("RGB")
-    except Exception as error:  # decoders raise what they like
+    except Exception as error:  # decoders raise any exception
         raise BadPictureError(_undecodable(error)) from error
     _require_size(image.height, image.width, size)
     return image

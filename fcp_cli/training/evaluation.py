@@ -63,7 +63,7 @@ def open_held_out(settings: TrainSettings, session: Session, open_fetch: Callabl
 
 
 def held_out_session(plan: Path, metadata: PlanMetadata, session: Session, fetch: Fetch) -> Session:
-    """Return a session beside that of the training, on the same processes. Every rank calls it."""
+    """Return a second session for evaluation on the processes of the training. Every rank calls it."""
     open_contacts(plan, session.transport, rank=session.rank, device=session.device)
     held_out = Session(
         plan=plan,
@@ -120,10 +120,10 @@ def evaluate(
     Args:
         held_out: the rows and their plan.
         model: that is trained.
-        followed: what holds its weights, as `Session.steps` takes it.
+        followed: module or wrapper with its weights, as in `Session.steps`.
         recipe: of the training.
         step: the optimizer step after which it runs.
-        precision: returns what the forward runs in.
+        precision: returns the context of the forward.
     """
     begin = time.perf_counter()
     sums = torch.zeros(2, _BUCKETS, dtype=torch.float64)  # of losses, and tokens that have one
@@ -147,7 +147,7 @@ def evaluate(
 
 
 class _ForwardOnly(GradientSync):
-    """What a way to sum gradients does to weights before a forward, without the sums."""
+    """Weight preparation of a gradient reducer before a forward, without the reduction."""
 
     def __init__(self, inner: GradientSync) -> None:
         self._inner = inner

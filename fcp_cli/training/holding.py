@@ -18,17 +18,17 @@ from fcp_cli.training.shares import Shares, rows_each
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-_BUCKET_NUMBERS = 8 << 20  # 32 MiB in fp32: large enough to fill a link, small enough for a copy beside the gradients
+_BUCKET_NUMBERS = 8 << 20  # 32 MiB in fp32: large enough to fill a link, small enough for a copy
 
 
 class Holding(Protocol):
     """A model's weights as one rank holds them.
 
     Attributes:
-        shares: what this rank keeps of the weights that are saved and updated.
+        shares: this rank's part of the weights that are saved and updated.
         weights: name -> that part of each parameter, in the precision of the optimizer.
         trained: those of them that the optimizer updates.
-        followed: what `Session.steps` sums the gradients of.
+        followed: module or wrapper whose gradients `Session.steps` reduces.
     """
 
     shares: Shares
@@ -39,7 +39,7 @@ class Holding(Protocol):
     def followed(self) -> nn.Module | GradientSync: ...
 
     def publish(self, *, frozen: bool = False) -> None:
-        """Bring the model's weights up to date with what the optimizer updated, or a checkpoint gave, on all ranks.
+        """Copy the weights that the optimizer updated, or a checkpoint loaded, to the model on all ranks.
 
         Args:
             frozen: weights that are not trained, too.
@@ -48,7 +48,7 @@ class Holding(Protocol):
 
 
 class ShardedModel:
-    """A model that FSDP2 shards: what the optimizer updates are its parameters."""
+    """A model that FSDP2 shards: the optimizer updates its parameters."""
 
     def __init__(self, model: nn.Module, shares: Shares) -> None:
         self.shares = shares
@@ -66,7 +66,7 @@ class _Weight:
 
     Attributes:
         parameter: of the model, whole.
-        updated: what the optimizer updates of it: itself, rows of the same memory, or fp32 numbers of its own.
+        updated: tensor that the optimizer updates: itself, rows of the same memory, or an fp32 copy.
         rows: of each share.
         gradient: summed so far in fp32, where the parameter's own type is too coarse for sums.
     """
@@ -91,7 +91,7 @@ class Replica(GradientSync):
     Args:
         model: on the device, in fp32 or fp64, the same on all ranks; its weights start as rank 0's.
         world: all ranks.
-        shares: what this rank's optimizer updates.
+        shares: the part that this rank's optimizer updates.
         weight_dtype: that the model computes with; if it is not that of the model, the optimizer keeps master weights.
     """
 
@@ -117,7 +117,7 @@ class Replica(GradientSync):
         return self
 
     def _cut(self, parameter: nn.Parameter, dtype: torch.dtype | None) -> _Weight:
-        """Take what the optimizer updates out of a parameter, which is left in the type to compute with."""
+        """Return the tensor that the optimizer updates for a parameter, which keeps its compute type."""
         whole, own = parameter.data, self.shares.rows(len(parameter))
         rows = whole[own]
         if dtype is not None and dtype != whole.dtype:

@@ -2,7 +2,7 @@
 
 A module after the other is drawn whole on the host, as transformers fills it, and each rank keeps the rows that it
 holds. The generator runs through all modules on every rank, so that the numbers depend on the seed alone: neither on
-the number of ranks nor on what is shared out.
+the number of ranks nor on the sharding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Fill = Callable[[nn.Module], None]
 def draw_weights(model: Any, seed: int) -> None:
     """Fill a transformers model, plain or sharded by rows, with random weights.
 
-    What transformers has no rule for keeps the value that it was built with.
+    Weights without a rule in transformers keep their value from construction.
 
     Args:
         model: on any device but `meta`.
@@ -38,7 +38,7 @@ def _draw(module: nn.Module, fill: _Fill, drawn: set[int]) -> None:
     for name, child in module.named_children():
         if name.startswith("lora_"):  # adapters come drawn
             continue
-        # A model within a model, as a vision encoder, has rules of its own.
+        # A nested model, such as a vision encoder, has its own rules.
         _draw(child, child._init_weights if isinstance(child, PreTrainedModel) else fill, drawn)
     own = {
         name: tensor for name, tensor in module._parameters.items() if tensor is not None and id(tensor) not in drawn
@@ -49,7 +49,7 @@ def _draw(module: nn.Module, fill: _Fill, drawn: set[int]) -> None:
 
 
 def _draw_own(module: nn.Module, own: dict[str, nn.Parameter], fill: _Fill) -> None:
-    """Draw a module's own weights in place of what a rank holds of them, and keep its rows."""
+    """Draw a module's weights whole, and keep the rows of this rank's shard."""
     whole = {name: nn.Parameter(torch.full(held.shape, torch.nan)) for name, held in own.items()}
     module._parameters.update(whole)
     try:

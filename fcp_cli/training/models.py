@@ -59,8 +59,8 @@ def build_model(
         name: a shipped model, a model YAML, or a Hugging Face config.json.
         seed: of the initialisation, which torch's generator is set to.
         device: where the model ends up.
-        recompute: what of each layer's activations backward computes again.
-        freeze_vision: do not train what is not language model; nothing to do for a model that has no more.
+        recompute: activations of each layer that backward recomputes.
+        freeze_vision: train the language model only; no effect on a model without an encoder.
         is_filled: False leaves the weights as they come, for `draw_weights` or a checkpoint to fill: on the host,
             memory that nothing has written to takes no room, so that a model that is sharded next never does.
 
@@ -150,7 +150,7 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype | None
     if dtype is not None:
         for frozen in (parameter for parameter in model.parameters() if not parameter.requires_grad):
             frozen.data = frozen.data.to(dtype)  # nothing updates it, so that nothing needs it more precise
-    # Layers first: what is left of the parameters is the root's.
+    # Layers first: the root gets the remaining parameters.
     for layer in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not keeps_weights)
     fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -42,7 +42,7 @@ def learning_rate_at(step: int, *, settings: TrainSettings, plan_steps: int) -> 
     Args:
         step: optimizer step, from 0; step `warmup_steps` is the first at the peak.
         settings: schedule, peak, warm-up, decay and floor.
-        plan_steps: where the schedule ends unless the settings name another step; the rate stays as it is there.
+        plan_steps: where the schedule ends unless the settings name another step; the rate then stays constant.
     """
     end = settings.decay_steps or plan_steps
     return settings.learning_rate * _schedule(settings, end)(min(step, end))
@@ -84,7 +84,7 @@ def clip_gradients(
     """Scale gradients so that their global L2 norm is at most `max_norm` (0: leave them); return the norm before [].
 
     Args:
-        trained: what the optimizer updates on this rank; of FSDP2's shards the norm is over all of them.
+        trained: parameters that the optimizer updates on this rank; the norm is over all shards of FSDP2.
         max_norm: that gradients are clipped to.
         group: ranks whose optimizers update other rows than this one's.
     """

@@ -11,7 +11,7 @@ from fcp_cli.training.settings import TrainSettings
 
 
 def require_libraries(recipe: Recipe, settings: TrainSettings) -> None:
-    """Check that what a run was asked for can be imported.
+    """Check that the packages of a run's settings can be imported.
 
     Raises:
         UsageError: a library is missing; the message says how to install it.

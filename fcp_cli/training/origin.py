@@ -1,4 +1,4 @@
-"""The run's own copy of what it began from, beside the weights: so that it resumes and exports when that is gone."""
+"""The run's copy of its initial checkpoint's files, except weights, to resume and export when the original is gone."""
 
 from __future__ import annotations
 

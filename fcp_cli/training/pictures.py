@@ -122,7 +122,7 @@ class RowPixels:
         return partial(self._finish, ranges, begun)
 
     def content_key(self, start: int, stop: int) -> str:
-        """Return what decides rows of one picture: the bytes of its file, the processor's files, and their place."""
+        """Return a key of one picture's rows: the bytes of its file, the processor's files, and their place."""
         first, _, index = next(one for one in self._starts if one[0] <= start < one[1])
         size = self._found.sizes[index]
         content = content_digest(self._found.pictures[index])
@@ -148,7 +148,7 @@ class RowPixels:
 
 
 def _found(wait: Callable[[], list[Values]]) -> list[Values] | str:
-    """Return what was decoded, or why it could not be."""
+    """Return the decoded rows, or the reason of the failure."""
     try:
         return wait()
     except BadPictureError as error:

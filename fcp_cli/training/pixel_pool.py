@@ -1,7 +1,7 @@
 """A bounded pool of processes that decode pictures ahead of the training loop.
 
 Each process is spawned, not forked: the trainer's holds threads, sockets and devices that no fork survives. Pixels wait
-in the trainer's memory until their micro-batch is loaded, so the steps that the loader is ahead bound what is held.
+in the trainer's memory until their micro-batch is loaded, so the loader's lead in steps bounds that memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PixelPool:
 
     Args:
         folder: of the checkpoint.
-        processor: what the manifest was counted with.
+        processor: that counted the manifest.
         workers: processes; 0 decodes in the calling thread.
     """
 
@@ -52,10 +52,10 @@ class PixelPool:
             self._pool.submit(os.getpid)  # starts them now: they import while the model is built
 
     def begin(self, wanted: Wanted) -> Callable[[], list[Values]]:
-        """Begin to decode a picture; return what waits for its rows.
+        """Start decoding a picture; return a function that waits for its rows.
 
         Raises:
-            BadPictureError: by what is returned: the picture cannot be read.
+            BadPictureError: from the returned function: the picture cannot be read.
             RunError: the same: the processes ended.
         """
         if self._decoder is not None:
@@ -75,7 +75,7 @@ class PixelPool:
         return wait
 
     def close(self) -> None:
-        """End the processes; what they have not begun is dropped."""
+        """End the processes; pending pictures are dropped."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
@@ -95,7 +95,7 @@ def _start_worker(folder: Path, processor: VisionProcessor) -> None:
     threading.Thread(target=_follow_parent, name="fcp-parent", daemon=True).start()
     _decoders.append(Decoder(folder, processor))
     if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)  # the processes are what runs side by side
+        sys.modules["torch"].set_num_threads(1)  # the processes already run in parallel
 
 
 def _follow_parent() -> None:

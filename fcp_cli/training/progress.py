@@ -26,7 +26,7 @@ _LINE_SECONDS = 60.0  # between two lines about that where they stay
 def progress_line(record: StepRecord, *, steps: int, seconds_left: float | None) -> str:
     """Describe one step, in at most 80 columns below 1,000 steps and an hour to go; beyond, the end may be cut.
 
-    What comes last and is cut first is the share of the devices' peak, where that is known, and a rank's most memory.
+    Last, and truncated first, are the MFU, if known, and the peak memory of a rank.
     """
     seconds = record["seconds"]
     parts = [
@@ -100,7 +100,7 @@ class TrainingProgress:
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)  # above the live line, if any
 
     def show_position(self, position: StepPosition) -> None:
-        """Show how far a long step has come: in place on a terminal of its own, else by a line a minute."""
+        """Show the progress of a long step: in place on a terminal, else by a line a minute."""
         if position.step <= self._latest_step or position.seconds < _LONG_SECONDS:
             return
         line = position_line(position, steps=self._steps)

@@ -1,4 +1,4 @@
-"""The output of rank 0 while it trains, beside its metrics: TensorBoard scalars, Weights & Biases, progress."""
+"""The output of rank 0 while it trains, besides its metrics: TensorBoard scalars, Weights & Biases, progress."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fcp_cli.training.weights_and_biases import WandbRun
 
 
 def run_facts(settings: TrainSettings, *, steps: int, parameters: int, peak: Peak | None = None) -> dict[str, Any]:
-    """Return what the trainer knows of a run beside its plan; `steps` is where it will stop."""
+    """Return the trainer's facts of a run that its plan lacks; `steps` is its last step."""
     return {
         "model": settings.model,
         "parameters": parameters,

@@ -1,4 +1,4 @@
-"""Save checkpoints while training goes on: state is copied to the host, and a thread writes the copy.
+"""Save checkpoints asynchronously: state is copied to the host, and a thread writes the copy.
 
 A checkpoint is a folder that exists whole or not at all. Ranks write into a hidden one; it gets its name from rank 0
 once every rank has said that its files are on disk, which they say in the exchange at the end of each step
@@ -82,7 +82,7 @@ class CheckpointSaver:
             raise _cannot_write(final, error) from error
         self._barrier()  # no rank writes into a folder that rank 0 has yet to empty
         captured = capture(state, header, rank=self._rank)
-        # A copy, if the next step may change what is being written, or if it lies on a device.
+        # Copy tensors that the next step may change while they are written, or that are on a device.
         if self._in_background or state.device.type != "cpu":
             captured = self._copies.of(captured)
         self._pending = _Writing(final=final, partial=partial, header=header, copied=self._copies.event())
@@ -100,7 +100,7 @@ class CheckpointSaver:
         return self._pending is not None and not self._pending.is_done()
 
     def publish(self) -> None:
-        """Name what all ranks have written, if there is anything. Every rank calls it; none may be writing still."""
+        """Publish the checkpoint that all ranks have written, if any. Every rank calls it after its write ended."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -196,7 +196,7 @@ class _HostCopies:
         return kept.copy_(tensor, non_blocking=on_device)
 
     def event(self) -> Any:
-        """Return what says that the copies are there; None: they are. The next step's update waits in the stream."""
+        """Return an event that completes with the copies; None: complete. The next update waits for it."""
         if self._device is None:
             return None
         device = torch.get_device_module(self._device)
@@ -213,7 +213,7 @@ def _told_sums(texts: Iterable[str]) -> Iterator[tuple[str, FileSums]]:
 
 def _name_checkpoint(written: _Writing, sums: Mapping[str, FileSums]) -> None:
     write_text_atomically(written.partial / "checkpoint.json", replace(written.header, files=sums).text())
-    # What the folder holds is on disk by now: the rename is what makes it a checkpoint.
+    # The folder's files are flushed to disk: the rename makes it a checkpoint.
     replaced = written.partial.with_name(f".{written.final.name}.replaced{_PARTIAL}")
     if written.final.exists():  # the same step, saved by the run that this one was resumed from
         written.final.rename(replaced)
@@ -229,7 +229,7 @@ def _cannot_write(path: Path, error: OSError) -> RunError:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a kill during a save left behind. One rank calls it, at the start of a run."""
+    """Remove the remains of a save that was killed. One rank calls it, at the start of a run."""
     for leftover in folder.glob(f".{PREFIX}*{_PARTIAL}"):
         with suppress(OSError):
             shutil.rmtree(leftover)

@@ -40,19 +40,19 @@ class TrainSettings(RecipeRequest):
         run_dir: folder for metrics and checkpoints, shared by all nodes.
         manifest: the manifest of the plan, whose source holds the tokens; None trains on synthetic tokens.
         length_column: the manifest's column that was planned.
-        bad_rows: what to do about a row whose picture cannot be read: end, or learn nothing of it and count it.
+        bad_rows: action on a row whose images or videos fail to decode: stop, or skip and count it.
         decode_workers: processes of each rank that decode pictures; 0 decodes in the trainer's own.
         random_weights: `fcp launch` gives no `weights` then.
         export_every: steps between exports of the model in Hugging Face form to the run directory's `model`; it is
             exported at the end in any case.
         steps: stop after this many steps in all; None runs the whole plan.
         learning_rate: peak, reached after `warmup_steps`, or after `warmup_ratio` of the schedule's steps.
-        lr_schedule: how the rate goes on from there to `min_learning_rate_ratio` of the peak; `wsd` stays at the peak
+        lr_schedule: decay of the rate from there to `min_learning_rate_ratio` of the peak; `wsd` stays at the peak
             until it falls over the last `wsd_decay_ratio` of the steps.
         decay_steps: the steps of the schedule; None means the plan's. It does not depend on `steps`, so that a run
             stopped early and resumed follows the same schedule.
         max_grad_norm: global gradient norm to clip to; 0 turns clipping off.
-        on_nan: what becomes of a step whose loss, or gradient norm, is NaN or infinite.
+        on_nan: action on a step whose loss, or gradient norm, is NaN or infinite.
         zero, shard_ranks, reduce, precision, recompute, loss, offload, freeze_vision, lora, freeze: of the recipe;
             `auto`, None and False leave them to the plan (`TrainSettings.recipe`).
         eval_manifest, eval_plan: held-out rows and their plan, which is made in the run directory where it is None.
@@ -61,9 +61,9 @@ class TrainSettings(RecipeRequest):
         checkpoint_every: steps between checkpoints; 0 saves only at the end and on Ctrl-C.
         keep: the newest so many checkpoints stay.
         accept_unrecorded: resume although the metrics end before the checkpoint does.
-        async_save: copy what a checkpoint holds, and write it while training goes on.
-        cache_embeddings: folder that keeps what a frozen vision encoder computes, and shares it over epochs and runs.
-        wandb: project of Weights & Biases that gets the curves, beside TensorBoard.
+        async_save: copy the state, and write the checkpoint in the background.
+        cache_embeddings: cache folder of a frozen vision encoder's outputs, for all epochs and runs.
+        wandb: project of Weights & Biases for the curves, in addition to TensorBoard.
         log_every: steps between two lines of progress where there is no terminal.
         quiet: no progress; whoever started the run shows it from the metrics.
     """
@@ -149,7 +149,7 @@ class TrainSettings(RecipeRequest):
             raise UsageError(f"--device is {self.device!r}; it must be one of {', '.join(get_args(Device))}")
 
     def recipe(self, planned: Recipe | None, *, sync: str, device: str) -> Recipe:
-        """Return the recipe of the run: what was asked for, else the plan's, else what suits sync and device.
+        """Return the recipe of the run: requested settings, else the plan's, else the default of sync and device.
 
         Args:
             planned: that the plan records.
@@ -169,7 +169,7 @@ class TrainSettings(RecipeRequest):
         return recipe
 
     def argv(self) -> list[str]:
-        """Return the arguments that `parse_settings` reads back; what is at its default is left out."""
+        """Return the arguments that `parse_settings` reads back, without those at their defaults."""
         words: list[str] = []
         for f in fields(self):
             value = getattr(self, f.name)

@@ -1,4 +1,4 @@
-"""Who shares what: the ranks that keep one copy of sharded tensors between them, and those that keep equal copies."""
+"""Shard groups: the ranks that share one copy of sharded tensors, and the ranks that hold equal copies."""
 
 from __future__ import annotations
 

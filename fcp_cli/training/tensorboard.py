@@ -12,7 +12,7 @@ _NEWER_SCALARS = ("tokens_per_second", "mfu", "peak_memory_bytes")
 
 
 def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return what curves are drawn of in a `step` or an `eval` record; without what was not finite."""
+    """Return the scalars of a `step` or an `eval` record, without those that are not finite."""
     if record["kind"] == "eval":
         of_lengths = {f"eval_loss/up_to_{one['up_to_tokens']}": one["loss"] for one in record["buckets"]}
         found = {"eval_loss": record["loss"], **of_lengths}

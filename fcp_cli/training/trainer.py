@@ -80,7 +80,7 @@ def train(settings: TrainSettings, stop: StopRequest) -> bool:
         _require_free(settings)
         fetch, shows_pictures = _open_data(settings, stack)
         if has_vision(model_config(settings.model)) and not shows_pictures:
-            settings = replace(settings, freeze_vision=True)  # weight decay would shrink what no image trains
+            settings = replace(settings, freeze_vision=True)  # weight decay would shrink weights that no image trains
         session = stack.enter_context(
             start(
                 settings.plan,
@@ -190,14 +190,14 @@ class Trainer:
         self._announce(built.parameters, weights)
 
     def _fill(self, weights: WeightFiles | None) -> None:
-        """Fill a model with a checkpoint's weights, or with random ones: each rank what it holds."""
+        """Fill a model with a checkpoint's weights, or with random ones: each rank its shard."""
         if weights is not None and self.names is not None:
             load_weights(self.model, weights, self.names)
         elif self.starts_whole:
             draw_weights(self.model, self.settings.seed)
 
     def _hold(self) -> Holding:
-        """Shard the model, or what updates it, as the recipe says. Every rank calls it."""
+        """Shard the model, or its optimizer state, by the recipe. Every rank calls it."""
         session, recipe = self.session, self.recipe
         shares = open_shares(
             recipe, rank=session.rank, ranks=session.metadata.num_ranks, device_type=session.device.type
@@ -209,7 +209,7 @@ class Trainer:
         return ShardedModel(self.model, shares)
 
     def _keep_embeddings(self) -> None:
-        """Keep what the frozen encoder computes, where the settings name a folder for it. Every rank calls it."""
+        """Cache the frozen encoder's outputs, if the settings name a folder. Every rank calls it."""
         if self.settings.cache_embeddings is None:
             return
         cache = EmbeddingCache(
@@ -326,7 +326,7 @@ class Trainer:
         return nullcontext() if self.offload is None else self.offload.of(microbatch)
 
     def _precision(self) -> AbstractContextManager[Any]:
-        """Return what the forward runs in: autocast, or the types of the weights."""
+        """Return the context of the forward: autocast, or the weights' own types."""
         if self.recipe.precision != "amp":
             return nullcontext()
         return torch.autocast(self.session.device.type, dtype=torch.bfloat16)
@@ -380,7 +380,7 @@ class Trainer:
         if found is None:
             return 0
         header, wanted = read_header(found), self._header(0)
-        if wanted.model == str(self.paths.origin):  # a copy of what the run began with, which is gone
+        if wanted.model == str(self.paths.origin):  # a copy of the initial checkpoint, which is gone
             wanted = replace(wanted, model=header.model)
         check_header(header, wanted, self.session.metadata, checkpoint=found)
         if header.step >= self.last_step:
@@ -397,7 +397,7 @@ class Trainer:
 
     @property
     def _state(self) -> TrainState:
-        # What a checkpoint of the run's own gives anew on resuming need not be saved: adapters are far smaller.
+        # Resuming reads frozen weights from the origin again, so only adapters are saved, which are far smaller.
         from_elsewhere = self.settings.weights is not None
         kept = {
             name: weight for name, weight in self.holding.weights.items() if weight.requires_grad or not from_elsewhere
@@ -423,7 +423,7 @@ class Trainer:
         )
 
     def _open_metrics(self, parameters: int) -> Report | None:
-        """Begin the run's metrics; return what rank 0 makes of them besides."""
+        """Open the run's metrics; return rank 0's reporter."""
         recorder, report = self.session.recorder, None
         if recorder is None:
             return None
@@ -479,7 +479,7 @@ def tell_all(world: World, *, stop: bool, writing: bool) -> tuple[bool, bool]:
 
 
 def _require_shared(paths: RunPaths, session: Session) -> None:
-    """Check that every rank sees what rank 0 wrote: else checkpoints would be scattered over the nodes.
+    """Check that every rank sees rank 0's files: else checkpoints would be scattered over the nodes.
 
     Raises:
         RunError: on every rank, if one does not.

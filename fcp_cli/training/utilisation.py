@@ -1,4 +1,4 @@
-"""What a step asked of the devices: arithmetic against their peak (MFU)."""
+"""Model FLOPs utilisation (MFU): arithmetic of a step against the devices' peak."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def peak_of(device_name: str, recipe: Recipe) -> Peak | None:
 
 
 def model_flops(spec: ModelSpec, recipe: Recipe, lengths: np.ndarray) -> float:
-    """Count the operations of the language model that a step needs, recomputation left out (Chowdhery et al., PaLM).
+    """Count the operations of the language model in a step, without recomputation (Chowdhery et al., PaLM).
 
     A token takes two operations with each parameter of a matrix in forward, two for the gradient of its input, where
     anything before is trained, and two for that of the matrix, where it is. In attention a token meets half of its
-    sequence. Encoders are left out.
+    sequence. Encoders are not counted.
 
     Args:
         spec: the model.
-        recipe: says what is trained.
+        recipe: for the trained part.
         lengths: [sequences] tokens.
     """
     forward, backward, length = forward_operations(spec), backward_of(spec, recipe), lengths.astype(np.float64)

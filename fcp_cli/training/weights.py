@@ -23,7 +23,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.models.weights import INDEX, SINGLE, WeightFiles, opened_file
 from fcp_cli.words import counted
 
-# What an export copies beside the weights: everything that transformers and vLLM read of tokenizer and processor.
+# Files that an export copies with the weights: everything that transformers and vLLM read of tokenizer and processor.
 _COMPANIONS: Final = (
     "generation_config.json",
     "tokenizer.json",
@@ -85,7 +85,7 @@ def unexpected_weights(names: Mapping[str, str], weights: WeightFiles, model: nn
 
 
 def describe_unexpected(names: Sequence[str], weights: WeightFiles) -> str | None:
-    """Return what becomes of such tensors, to follow the model's name; None where there are none."""
+    """Return the treatment of such tensors, to follow the model's name; None without any."""
     if not names:
         return None
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -103,7 +103,7 @@ def _live_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _checkpoint_names(model: nn.Module, weights: WeightFiles, live: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the checkpoint's name of each live tensor, as transformers renames what older versions saved."""
+    """Return the checkpoint's name of each live tensor, as transformers renames tensors of older versions."""
     rename = _renaming(model)
     found = {rename(name): name for name in weights.files}
     aliases = _aliases(model)
@@ -185,7 +185,7 @@ def export_model(
 
     Args:
         model: a transformers model, plain or sharded by rows.
-        folder: what to write.
+        folder: to write.
         rank, num_ranks: of this process; rank r writes the r-th of the files.
         barrier: waits for all ranks.
         dtype: of the weights in the files.
@@ -302,6 +302,6 @@ def copy_companions(source: Path | None, folder: Path) -> None:
 
 
 def _family_name(model: Any) -> str:
-    """Return the transformers class of a model, which `fully_shard` hides behind a class of its own."""
+    """Return the transformers class of a model, which `fully_shard` hides behind its own class."""
     kinds = [kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers.")]
     return kinds[0].__name__

@@ -11,7 +11,7 @@ from fcp_cli.training.tensorboard import scalars_of
 
 
 class WandbRun:
-    """Logs what TensorBoard gets, too; where `WANDB_MODE=offline` says so, into the run directory alone.
+    """Logs TensorBoard's scalars, too; under `WANDB_MODE=offline` into the run directory only.
 
     Args:
         project: of Weights & Biases.

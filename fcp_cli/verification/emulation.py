@@ -145,7 +145,7 @@ class Meeting:
 
 
 class Done:
-    """The handle of what is done when the call returns."""
+    """The handle of an operation that is complete when the call returns."""
 
     def wait(self) -> None:
         pass
@@ -194,7 +194,7 @@ def run_ranks(size: int, run: Callable[[Meeting, int], Result]) -> list[Result]:
     """Call `run(meeting, rank)` on one thread per rank; return the results in rank order.
 
     Raises:
-        Exception: what the first failing rank raised; the others are released from their collectives.
+        Exception: of the first failing rank; the others are released from their collectives.
     """
     meeting = Meeting(size)
     results: dict[int, Result] = {}

@@ -4,8 +4,8 @@ The model, its sharding, the session's gradients, the loss and the optimizer are
 are fake (shapes and types, no numbers), the process group answers at once, and numbers that the host reads are zero.
 `tracked_peaks` counts the bytes that would be alive.
 
-Fake tensors are on the CPU here, since those of a device need a PyTorch that was built for it. What a CPU computes
-otherwise is put right: attention runs the CUDA flash operators, whose shapes hold without a device.
+Fake tensors are on the CPU here, since those of a device need a PyTorch that was built for it. Differences
+of CPU operators are corrected: attention runs the CUDA flash operators, whose shapes hold without a device.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class FakeJob:
 
     Attributes:
         model: a name that the trainer takes.
-        recipe: what the rank keeps and how it computes.
+        recipe: of the rank.
         tokens: of the rank in each micro-batch.
         ranks: of the job.
         degree: members of the groups.
@@ -175,7 +175,7 @@ class _SilentTransport:
 
 
 class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers where the host reads what a fake tensor does not know: zero, yes, and that a mask chooses nothing.
+    """Answers host reads of a fake tensor's values: zero, true, and an empty selection for masks.
 
     Masks choose visual tokens, of which these sequences have none.
     """
@@ -191,7 +191,7 @@ class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs or {})
 
     def _chosen(self, index: Any) -> list[Any]:
-        """Return an index as it is, a mask as one empty list of places for each of its dimensions."""
+        """Return an index unchanged, a mask as one empty list of places for each of its dimensions."""
         if index is None or index.dtype != torch.bool:
             return [index]
         return [index.new_empty(0, dtype=torch.int64)] * index.dim()
@@ -232,7 +232,7 @@ def _replacements(job: FakeJob) -> list[tuple[Any, str, Any]]:
 
     found: list[tuple[Any, str, Any]] = [
         (shares, "init_device_mesh", mesh_of_numbers),
-        # What ranks tell each other is looked at.
+        # The host reads messages between ranks.
         (trainer, "tell_all", lambda world, **_: (False, False)),
         # One rank stands for all, so that there is nobody whose data could differ.
         (Guards, "same_data", lambda *_: None),
@@ -248,7 +248,7 @@ def _replacements(job: FakeJob) -> list[tuple[Any, str, Any]]:
 
 
 def _replacements_of_qwen(architecture: str) -> list[tuple[Any, str, Any]]:
-    """Return what lets its encoder run: it reads the sizes of pictures from a tensor, which has no numbers here."""
+    """Return a context in which its encoder runs, which reads picture sizes from a tensor without values here."""
     modeling: Any = import_module(f"transformers.models.{architecture}.modeling_{architecture}")
     family: Any = FAMILIES[architecture]
     run_tower, grids = tower.run_tower, list[tuple[int, int, int]]()

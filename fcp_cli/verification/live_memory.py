@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 class LiveMemory:
     """Bytes of the storages that operations have made inside `counting`, and the most that were alive at once.
 
-    What an operation uses inside, such as a kernel's workspace, is not seen. Fake tensors have storages of their size
+    Memory inside an operation, such as a kernel's workspace, is not seen. Fake tensors have storages of their size
     and take no memory: enter `counting` inside FakeTensorMode.
 
     Args:
@@ -38,12 +38,12 @@ class LiveMemory:
         self.peak_bytes = 0
         self.peak_makers: Counter[str] = Counter()
         self._maker = maker
-        self._live: dict[int, tuple[Any, int, str]] = {}  # by storage: what watches it, bytes, its maker
+        self._live: dict[int, tuple[Any, int, str]] = {}  # by storage: its weak reference, bytes, its maker
         self._is_paused = False
 
     @contextmanager
     def counting(self) -> Iterator[LiveMemory]:
-        """Count what is made inside; what is freed is seen until the object goes."""
+        """Count tensors made inside the block; frees are seen until this object goes."""
         resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
 
         def counted_resize(storage: torch.UntypedStorage, size: int) -> Any:

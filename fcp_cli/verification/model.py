@@ -24,7 +24,7 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Ring | None], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TinyConfig:
-    """Sizes of the model, and what of each layer backward computes again."""
+    """Sizes of the model, and its recomputation."""
 
     vocab_size: int = 61
     width: int = 32
@@ -60,7 +60,7 @@ class MaskedAttention:
 
 
 def _seen(mask: Mask, tokens: int) -> Tensor:
-    """Return [queries, keys] what a mask lets through, from what it means and not from how rings cut it."""
+    """Return the allowed pairs of a mask, [queries, keys], from its definition and not from the ring's chunks."""
     queries, keys = torch.arange(tokens)[:, None], torch.arange(tokens)[None, :]
     if isinstance(mask, ChunkPairs):
         half, sizes = tokens // 2, torch.tensor(mask.sizes)
@@ -100,7 +100,7 @@ class TinyLanguageModel(nn.Module):
         return logits
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, ring: Ring | None = None) -> Tensor:
-        """Return what the output layer is given, [1, T, D]."""
+        """Return the input of the output layer, [1, T, D]."""
         hidden = self.embedding(input_ids)
         for block in self.blocks:
             if self.recompute == "none":

@@ -5,11 +5,11 @@ the recorded operations against what those libraries require: every send meets i
 equal size; a batch has at most one send and one receive per peer; every rank issues a group's collectives in the same
 order; and when each batch and each collective blocks until all its peers arrive, every rank gets to its end.
 
-Two models of what an operation that blocks holds up:
+Two models of the operations that a blocking one delays:
 
-- *communicators*: the later operations of its communicator, and whatever computation waited for it. What hangs here
-  hangs on every device.
-- *hardware queues*: a device has a bounded number of them (of CUDA 8, or what CUDA_DEVICE_MAX_CONNECTIONS says: 1 to
+- *communicators*: the later operations of its communicator, and the computation that waited for it. A plan that hangs
+  here hangs on every device.
+- *hardware queues*: a device has a bounded number of them (CUDA: 8, or CUDA_DEVICE_MAX_CONNECTIONS: 1 to
   32), its streams share them, and each starts kernels in the order of their launch.
   The operation also holds up everything launched behind it in its queue, of other communicators and the computation,
   until it ends. (A device lets go of its queue as it starts, and the next of its stream blocks it: this is stricter.)
@@ -29,7 +29,7 @@ from fcp_cli.errors import RunError
 
 SEND, RECEIVE = "send", "recv"
 HARDWARE_QUEUES = (1, 2, 8, 32)
-"""Numbers of hardware queues that an order is proven for, beside one for every stream."""
+"""Numbers of hardware queues that an order is proven for, in addition to one per stream."""
 
 NEVER = -1
 """`Operation.waited` of an operation that nothing waited for before the record ended."""
@@ -44,11 +44,11 @@ class Operation:
         verb: "send", "recv", or the name of a collective.
         batch: number of the batch it was issued in, counted per rank.
         peer: global rank at the other end; -1 for a collective.
-        num_bytes: size of what it carries.
-        shape: shape of what it carries.
-        content: what it carries ("kv", "dkv", ...); for messages only.
+        num_bytes: size of its content.
+        shape: shape of its content.
+        content: "kv", "dkv", ...; for messages only.
         waited: number of the batch before whose issue the rank waited for it, or `NEVER`. None: of the next one, which
-            is the strictest, and what is assumed of records that do not say.
+            is the strictest, and the default of records without it.
     """
 
     group: str
@@ -77,7 +77,7 @@ Groups = Mapping[str, Sequence[int]]
 
 
 def check_order(operations: Mapping[int, Sequence[Operation]], groups: Groups | None = None) -> None:
-    """Check what every rank recorded.
+    """Check the records of every rank.
 
     Args:
         operations: global rank -> its operations, in the order it issued them.
@@ -104,11 +104,11 @@ def check_order(operations: Mapping[int, Sequence[Operation]], groups: Groups | 
 def deadlock(
     operations: Mapping[int, Sequence[Operation]], groups: Groups | None = None, *, queues: int | None = None
 ) -> str | None:
-    """Return which rank waits forever for what on devices with so many hardware queues; None where all ranks end.
+    """Return which rank deadlocks, and on which operation, on devices with so many hardware queues; None if all end.
 
     Args:
         operations, groups: as given to `check_order`, which they have passed but for deadlocks.
-        queues: hardware queues of each device; None gives every stream one of its own.
+        queues: hardware queues of each device; None: one per stream.
     """
     return _Run(_batches(operations), groups or {}, queues).to_the_end()
 
@@ -200,7 +200,7 @@ class _Launch:
 
 
 class _Device:
-    """One rank's queues. A batch may start when the computation before it has, which is what gave it its data."""
+    """One rank's queues. A batch may start when the computation before it has ended, which produced its data."""
 
     def __init__(self, issued: Sequence[Batch], queues: int | None) -> None:
         self.issued = issued
@@ -230,7 +230,7 @@ class _Device:
         self.done.add(launch.number)
 
     def compute(self) -> bool:
-        """Run the computation at the head of its queue, where what it waits for is there; return whether it ran."""
+        """Run the computation at the head of its queue if its dependencies are met; return whether it ran."""
         head = self.queues[0][0] if self.queues[0] else None
         if head is None or head.batch is not None or not head.waits_for <= self.done:
             return False
@@ -253,7 +253,7 @@ def _waited_before(issued: Sequence[Batch]) -> dict[int, frozenset[int]]:
 
 
 class _Run:
-    """A run of the ranks on devices with so many hardware queues; None gives every stream one of its own.
+    """A run of the ranks on devices with so many hardware queues; None: one per stream.
 
     A batch leaves its queue when each of its operations has met its partner: sends and receives inside it do not hold
     each other up, as in one ncclGroup or one HcclBatchSendRecv. A collective leaves it on all its ranks at once.
@@ -267,7 +267,7 @@ class _Run:
         self._arrived: Counter[str] = Counter()  # of a group's ranks in order, how many have come to its collective
 
     def to_the_end(self) -> str | None:
-        """Run all ranks as far as they get; return what one of them waits for, None where all reach their end."""
+        """Run all ranks as far as possible; return the operation that one of them waits for, or None if all end."""
         while self._todo:
             rank = self._todo.popleft()
             while self._advance(rank):

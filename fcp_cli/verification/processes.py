@@ -1,7 +1,7 @@
 """Run a plan's ranks as processes over gloo, started with torchrun.
 
 As a program (`python -m fcp_cli.verification.processes PLAN FOLDER`, under torchrun) it is one of the ranks: it writes
-what it computed into the folder, or the line of its error.
+its results into the folder, or the line of its error.
 """
 
 from __future__ import annotations

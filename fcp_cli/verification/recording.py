@@ -1,4 +1,4 @@
-"""Write down what a rank issues, for `order.check_order` to prove free of deadlocks.
+"""Record the operations that a rank issues, for `order.check_order` to prove free of deadlocks.
 
 Ranks that are processes are recorded below torch.distributed: `Recorder.register` makes a back end of it whose groups
 pass everything on to gloo and write it down, whoever issues it (rings, exchanges, DDP's reducer, FSDP2, barriers, the
@@ -43,7 +43,7 @@ class Recorder:
 
     Attributes:
         groups: name of each group that this process is in -> its global ranks.
-        content: what the messages carry that are issued now ("kv", ...); set by `LabellingTransport`.
+        content: of the messages issued now ("kv", ...); set by `LabellingTransport`.
     """
 
     def __init__(self) -> None:
@@ -52,11 +52,11 @@ class Recorder:
         self._issued: list[Operation] = []
         self._waited: dict[int, int] = {}
         self._batches = 0
-        self._lock = threading.RLock()  # autograd issues from threads of its own on accelerators
+        self._lock = threading.RLock()  # autograd issues from its own threads on accelerators
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """Return what was issued so far, in order."""
+        """Return the operations issued so far, in order."""
         with self._lock:
             return tuple(replace(issued, waited=self._waited.get(issued.batch, NEVER)) for issued in self._issued)
 
@@ -116,14 +116,14 @@ class RecordedGroup(dist.ProcessGroup):
 
     @property
     def label(self) -> str:
-        """Return what messages call the group; the same on all its ranks."""
+        """Return the group's name in messages; the same on all its ranks."""
         described = getattr(self, "group_desc", "")
         if described == "default_pg":
             return "world"
         return f"group {self.id}" if described in ("", "undefined") else f"{described} ({self.id})"
 
     @property
-    def group_name(self) -> Any:  # torch knows that of its own groups only
+    def group_name(self) -> Any:  # torch names only its own groups
         return self.id
 
     def rank(self) -> int:
@@ -196,7 +196,7 @@ class RecordedGroup(dist.ProcessGroup):
 
 
 class RecordedWork(dist.Work):
-    """What an operation of a recorded group returns: waits are written down and passed on."""
+    """Handle of a recorded group's operation: records and forwards waits."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ for _name in _COLLECTIVES:
 
 
 class LabellingTransport:
-    """A transport that passes hops on and tells a recorder what they carry."""
+    """A transport that forwards hops and labels them for a recorder."""
 
     def __init__(self, inner: Transport, recorder: Recorder) -> None:
         self._inner = inner
@@ -300,7 +300,7 @@ class RecordingTransport:
 
 
 class RecordingWorld:
-    """A world that passes collectives on to another and writes them down beside the ring's operations."""
+    """A world that forwards collectives to another and records them with the ring's operations."""
 
     def __init__(self, inner: World, record: RecordingTransport) -> None:
         self._inner = inner
@@ -323,7 +323,7 @@ class RecordingWorld:
         self._inner.broadcast(tensor)
 
     def start_sum(self, tensor: Tensor) -> Waitable:
-        return self._inner.start_sum(tensor)  # of the hosts, beside what the devices' queues hold
+        return self._inner.start_sum(tensor)  # between hosts, outside the devices' queues
 
     def swap(self, told: Tensor, to: int, heard: Tensor, source: int) -> None:
         self._inner.swap(told, to, heard, source)

@@ -35,7 +35,7 @@ class Replayed:
     Attributes:
         losses: [steps] loss of each step, as one process reports it.
         gradients: [steps, parameters] flat gradient of each step, summed over ranks.
-        operations: what the rank issued, in order; none for one process.
+        operations: issued by the rank, in order; none for one process.
     """
 
     losses: FloatArray
@@ -135,7 +135,7 @@ def gradients_alone(
     *,
     begin: Callable[[Mask, int], None] | None = None,
 ) -> Replayed:
-    """Return what `gradients_on_rank` must give.
+    """Return the expected result of `gradients_on_rank`.
 
     Args:
         plan, fetch, model: as there.

@@ -52,14 +52,14 @@ class StepVerdict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
-    """The outcome of a replay: what was replayed, on which ranks, and how far it was off.
+    """The outcome of a replay: its steps, its ranks, and its largest difference.
 
     Attributes:
         ranks_are: processes over gloo, or threads of one process.
-        scale: what lengths were multiplied with; 1 if they were short enough.
+        scale: factor on the lengths; 1 if they were short enough.
         longest_tokens: longest sequence that was replayed.
         unknown_masks: sequences whose masks the plan does not keep, replayed as causal.
-        order_fault: what would deadlock on another back end, or None.
+        order_fault: a deadlock on another back end, or None.
     """
 
     plan: Path
@@ -127,7 +127,7 @@ def verify(plan: Path, *, num_steps: int = 3, first_step: int = 0, max_length: i
 
 
 def _scaled(step: StepPlan, scale: float, masks: MaskRows | None) -> Int32Array:
-    """Return [sequences] the lengths to replay, 1 at least; that of chunk pairs is what their chunks have."""
+    """Return [sequences] the lengths to replay, 1 at least; that of chunk pairs is the sum of their chunks."""
     lengths: Int32Array = np.maximum(np.floor(step.lengths * scale), 1).astype(np.int32)
     for place, row in enumerate(step.sequences.tolist()):
         mask = CAUSAL if masks is None else masks.mask(row)

@@ -1,1 +1,1 @@
-"""One thing to look at per file. Every rank runs every check, in one order; what rank 0 returns counts."""
+"""One check per file. Every rank runs every check, in one order; rank 0's result counts."""

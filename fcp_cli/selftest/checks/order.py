@@ -1,6 +1,6 @@
 """Steps of a plan whose rings are last for some of their members only, under everything that sums gradients.
 
-What can hang: a gradient sum or a gather that one rank has issued while another still waits for it inside a ring.
+Possible deadlock: a gradient sum or a gather that one rank has issued while another still waits for it inside a ring.
 """
 
 from __future__ import annotations

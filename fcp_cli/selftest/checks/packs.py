@@ -78,6 +78,6 @@ def memory_error_percent(samples: SamplesFile, request: Measurement) -> float | 
         return None
     alone = rank_memory(spec, request.recipe, sync=request.sync, ranks=1, on_cpu=request.device == "cpu")
     longest = max(int(line["tokens"]) for line in samples.of_kind("memory"))
-    # Of what a micro-batch needs: what reduces and updates holds no tokens.
+    # Of a micro-batch: reduction and update hold no tokens.
     running = max((moment for moment in alone.moments if moment.bytes_per_token), key=lambda one: one.bytes_at(longest))
     return 100.0 * (measured / running.bytes_per_token - 1.0)

@@ -29,7 +29,7 @@ _PACKAGES = (
 
 
 def check(bench: Bench) -> Finding:
-    """Describe what the ranks run on."""
+    """Describe the machine and the software of the ranks."""
     device = bench.device
     kernels = [name for name in bench.kernels if name is not None]
     kernel = "/".join(kernels) or type(select_kernel(device.type, bench.dtype)).__name__
