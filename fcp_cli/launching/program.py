@@ -50,6 +50,4 @@ def _program(request: LaunchRequest) -> tuple[str, ...]:
         return ("-m", rest[0])
     if first.startswith("-"):
         raise UsageError(f"after -- comes a script or '-m MODULE', not {first}; the trainer's options go before --")
-    if not Path(first).is_file():
-        raise UsageError(f"there is no script {first}")
     return (first,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
@@ -14,6 +15,7 @@ from fcp_cli.files import USUAL_MANIFESTS, manifest_here
 from fcp_cli.kernel_names import KernelChoice
 from fcp_cli.launching.assumed_plan import assumed_plan
 from fcp_cli.launching.checks import preflight
+from fcp_cli.launching.console_scripts import python_program
 from fcp_cli.launching.job.environment import job_variables, set_by_fcp
 from fcp_cli.launching.job.inject import OwnCommand, own_command, probe_variable
 from fcp_cli.launching.job.job import ADDRESS_TO_FILL_IN, MODEL_VARIABLE, Job, Variable
@@ -55,6 +57,9 @@ def resolve(request: LaunchRequest, find_machine: Callable[[], Machine], assumed
     """
     if request.resume and not request.program:
         request = _as_before(request, assumed)
+    if request.program:
+        python = request.cluster.python or sys.executable
+        request = replace(request, program=python_program(request.program, assumed, python=python))
     if is_mindspore(request):
         request = for_mindspore(request, assumed)
     online = online_settings(request, choose_target(request.cluster), assumed)

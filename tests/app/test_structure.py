@@ -125,6 +125,7 @@ _OPENS_FILES_OF_ITS_OWN = {
     "fcp_cli/commands/trace.py": "four bytes of a regular file",
     "fcp_cli/compiling.py": "sources of this package",
     "fcp_cli/kinds.py": "4 KiB of a regular file",
+    "fcp_cli/launching/console_scripts.py": "4 KiB of the user's own program, which runs next",
     "fcp_cli/launching/job/inject.py": "the user's own script, which runs next",
     "fcp_cli/launching/node.py": "the launch record that this process wrote",
     "fcp_cli/launching/started/jobs.py": "logs of ranks",

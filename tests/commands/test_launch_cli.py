@@ -231,7 +231,7 @@ def test_a_head_node_without_torch_still_prints_commands(fcp: Fcp, monkeypatch: 
         (("--probe",), 2, "--probe and --no-probe are for a script of your own, given after --; see also 'fcp verify'"),
         (("--probe", "--inject", "none", "--", "x.py"), 2, "--probe needs the hooks that --inject none leaves out"),
         (("--resume",), 1, "there is no run in the folder runs to resume; name one with --run-dir"),
-        (("--", "nope.py"), 2, "there is no script nope.py"),
+        (("--", "nope.py"), 2, "there is no script nope.py, neither here nor on PATH"),
         (("--", "--x", "3"), 2, "after -- comes a script or '-m MODULE', not --x; the trainer's options go before --"),
         (("--steps", "2", "--", "x.py"), 2, "--steps is for the bundled trainer; give x.py its own arguments after it"),
         (("--zero", "2", "--", "x.py"), 2, "--zero is for the bundled trainer; give x.py its own arguments after it"),
@@ -306,17 +306,19 @@ if os.environ["RANK"] == sys.argv[1]:
 @pytest.mark.distributed
 def test_a_users_script_runs_on_all_ranks_and_the_rank_that_fails_is_named(folder: Path) -> None:
     (folder / "script.py").write_text(_SCRIPT)
-    launch = ("launch", "--plan", "plan2.parquet", "--", "script.py")
-    fine = run_fcp(*launch, "none", "two words", folder=folder)
+    (folder / "console-script").write_text(f"#!{sys.executable}\n{_SCRIPT}")  # as pip installs them: no suffix
+    launch = ("launch", "--plan", "plan2.parquet", "--")
+    fine = run_fcp(*launch, "python", "./console-script", "none", "two words", folder=folder)
+    started = (*launch, "script.py")
     assert (fine.returncode, fine.stdout) == (0, "rank 0 was given ['none', 'two words']\n")
-    failed = run_fcp(*launch, "1", folder=folder)
+    failed = run_fcp(*started, "1", folder=folder)
     assert failed.returncode == 1
     lines = failed.stderr.splitlines()
     host = socket.gethostname()
     assert lines[-3:-1] == [f"last lines of rank 1 on {host}:", "  I am the one"]
     assert lines[-1].startswith(f"error: rank 1 on {host} exited with status 1; its whole output is in ")
     assert Path(lines[-1].split(" is in ")[1]).read_text() == "I am the one\n"
-    beats = map(read_heartbeat, sorted((folder / "runs").glob("script-*/heartbeat.json")))
+    beats = map(read_heartbeat, sorted((folder / "runs").glob("*script-*/heartbeat.json")))
     assert [beat and beat.ended for beat in beats] == ["finished", "failed"]
 
 

@@ -1,0 +1,191 @@
+"""The Python program behind the words after `--`: console scripts on PATH, and commands that start ranks themselves."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from fcp_cli.console import Origins
+from fcp_cli.errors import UsageError
+from fcp_cli.reading.documents import parse_yaml, read_text
+
+_PYTHON: Final = re.compile(r"(python|pypy)[\d.]*$")
+# The module that a command starts on every rank, by the command and its first argument.
+_STARTED_BY: Final = {
+    **{(name, "train"): "llamafactory.launcher" for name in ("llamafactory-cli", "lmf", "llamafactory.cli")},
+    **{(name, "train"): "axolotl.cli.train" for name in ("axolotl", "axolotl.cli.main")},
+    **{(name, verb): f"swift.cli.{verb}" for name in ("swift", "swift.cli.main") for verb in ("pt", "sft", "rlhf")},
+    **{
+        (name, verb): f"trl.scripts.{verb}"
+        for name in ("trl", "trl.cli", "trl.cli.main")
+        for verb in ("dpo", "grpo", "kto", "reward", "rloo", "sft")
+    },
+}
+# Options of those commands about their own launcher, each with a value.
+_OWN_OPTIONS: Final = frozenset({"--launcher", "--accelerate_config", "--num_processes"})
+_HEAD_BYTES: Final = 4096
+_LAUNCHERS: Final = frozenset({"accelerate", "accelerate-launch", "torchrun", "deepspeed", "msrun", "mpirun"})
+
+
+def python_program(words: Sequence[str], assumed: Origins, *, python: str = sys.executable) -> tuple[str, ...]:
+    """Return a script or `-m MODULE` with its arguments, which every rank runs as Python.
+
+    Args:
+        words: what was typed after `--`.
+        assumed: receives a launcher that is skipped.
+        python: interpreter of the ranks.
+
+    Raises:
+        UsageError: it is no Python program, or one of another interpreter.
+    """
+    first, *rest = words
+    if _PYTHON.match(Path(first).name) and not _is_text(Path(first)):
+        return python_program(_after_interpreter(first, rest), assumed, python=python)
+    if Path(first).name in _LAUNCHERS:
+        return _without_launcher(Path(first).name, rest, assumed)
+    name = rest[0] if first == "-m" and rest else Path(first).name
+    arguments = rest[1:] if first == "-m" else rest
+    module = _STARTED_BY.get((name, arguments[0])) if arguments else None
+    if module is not None:
+        found = ("-m", module, *_own_arguments(name, arguments[1:]))
+        assumed.assume("program", shlex.join(found), f"{name} {arguments[0]} would start ranks of its own")
+        return found
+    if first.startswith("-") or Path(first).is_file():
+        if not first.startswith("-"):
+            _require_python(Path(first), python)
+        return tuple(words)
+    on_path = shutil.which(first)
+    if on_path is None:
+        raise UsageError(f"there is no script {first}, neither here nor on PATH")
+    _require_python(Path(on_path), python)
+    return (on_path, *rest)
+
+
+def _after_interpreter(first: str, rest: Sequence[str]) -> Sequence[str]:
+    """Return what `python -u ... SCRIPT ARGS` runs."""
+    at = 0
+    while at < len(rest) and rest[at].startswith("-") and rest[at] != "-m":
+        if rest[at] in ("-c", "-"):
+            raise UsageError(f"after -- comes a script or '-m MODULE', not {first} {rest[at]}")
+        at += 2 if rest[at] in ("-W", "-X") else 1
+    if at == len(rest):
+        raise UsageError(f"after -- comes a script or '-m MODULE', and {first} is given none")
+    return rest[at:]
+
+
+def _without_launcher(name: str, words: Sequence[str], assumed: Origins) -> tuple[str, ...]:
+    """Return what a launcher starts: from the first word on that is a module of -m or a file of Python."""
+    for at, word in enumerate(words):
+        if word in ("-m", "--module") and at + 1 < len(words) and not words[at + 1].startswith("-"):
+            found = ("-m", *words[at + 1 :])
+        elif not word.startswith("-") and (Path(word).suffix == ".py" or _interpreter(Path(word))):
+            found = tuple(words[at:])
+        else:
+            continue
+        options = shlex.join(word for word in words[:at] if word != "launch")
+        dropped = f"{name} and its options {options} are dropped" if options else f"{name} is dropped"
+        assumed.assume("program", shlex.join(found), f"{dropped}: fcp starts the ranks")
+        return found
+    raise UsageError(
+        f"{name} is a launcher, and no Python script or '-m MODULE' follows it; give the script itself after --, or "
+        "keep the launcher with --inject env"
+    )
+
+
+def _own_arguments(command: str, words: Sequence[str]) -> tuple[str, ...]:
+    """Return the arguments of a command without those about its launcher."""
+    kept: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word == "--":  # axolotl: options of the launcher
+            break
+        if word in _OWN_OPTIONS:
+            next(rest, None)
+        elif word.partition("=")[0] not in _OWN_OPTIONS:
+            kept.append(word)
+    if command.startswith("swift") and kept and Path(kept[0]).suffix in (".yaml", ".yml", ".json"):
+        kept[:1] = _swift_settings(Path(kept[0]))
+    return tuple(kept)
+
+
+def _swift_settings(path: Path) -> list[str]:
+    """Return the options that ms-swift's command makes of a file of settings before it starts its module.
+
+    Raises:
+        UsageError: the file cannot be read, or sets variables of the environment.
+    """
+    settings = parse_yaml(read_text(path, error=UsageError), name=str(path), error=UsageError)
+    if not isinstance(settings, dict):
+        raise UsageError(f"{path} holds no settings, NAME: VALUE")
+    if settings.get("ENV"):
+        raise UsageError(f"{path} sets variables under ENV; export them in your shell, and remove them from the file")
+    words = []
+    for name, value in settings.items():
+        if name != "ENV":
+            words += [f"--{name}", *(map(str, value) if isinstance(value, list) else [_swift_text(value)])]
+    return words
+
+
+def _swift_text(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else str(value)
+
+
+def _require_python(path: Path, python: str) -> None:
+    """Refuse a program that is not Python, or whose interpreter has other packages than the ranks.
+
+    Raises:
+        UsageError: it is refused.
+    """
+    if path.suffix == ".py":
+        return
+    found = _interpreter(path)
+    if found is None and _is_text(path) and not _first_line(path).startswith(b"#!"):
+        return  # a script without a shebang
+    if found is None:
+        kind = "a shell script or a script of another language" if _is_text(path) else "a binary"
+        raise UsageError(
+            f"{path} is {kind}, not a Python script; give the Python script after --, or keep the command, which must "
+            "start the ranks itself, with --inject env"
+        )
+    interpreter = Path(found)
+    if interpreter.is_absolute() and interpreter.name != "env" and interpreter.parent != Path(python).parent:
+        raise UsageError(
+            f"{path} belongs to {found}, but fcp runs in {python}; install fcp there ('{found} -m pip install ...') "
+            "or the program here"
+        )
+
+
+def _interpreter(path: Path) -> str | None:
+    """Return the Python of a script's first lines, a path or a name; None for other programs."""
+    line = _first_line(path)
+    if not line.startswith(b"#!"):
+        return None
+    words = line[2:].decode(errors="replace").split()
+    if words and Path(words[0]).name == "sh":  # pip's form for long paths: '''exec' "/long/python" "$0" "$@"
+        words = _head(path).split(b"\n", 2)[1].decode(errors="replace").replace("'''exec'", "").split('"')[1:2]
+    elif words and Path(words[0]).name == "env":
+        words = [word for word in words[1:] if not word.startswith("-")]
+    return words[0] if words and _PYTHON.match(Path(words[0]).name) else None
+
+
+def _first_line(path: Path) -> bytes:
+    return _head(path).partition(b"\n")[0]
+
+
+def _is_text(path: Path) -> bool:
+    """Return whether a file is there and is no binary."""
+    return path.is_file() and b"\0" not in _head(path)
+
+
+def _head(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(_HEAD_BYTES)
+    except OSError:
+        return b""
