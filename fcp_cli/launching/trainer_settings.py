@@ -17,6 +17,7 @@ from fcp_cli.launching.job.job import Job
 from fcp_cli.launching.request import LOCAL, LaunchRequest
 from fcp_cli.models.model import load_model
 from fcp_cli.models.weights import find_weights, has_weights
+from fcp_cli.plan.again import plan_again
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.reading.documents import parse_yaml
 from fcp_cli.recipe import check_shard_ranks
@@ -242,8 +243,8 @@ def _check_manifest(manifest: Path, length_column: str, plan: Path, metadata: Pl
 
     if read_manifest(manifest, length_column=length_column).content_hash() != metadata.manifest.content_hash:
         raise RunError(
-            f"{manifest} is not the manifest that {plan} was made from, or it was changed since; plan again with "
-            f"'fcp plan {manifest} -o {plan}', or name the right one with --manifest"
+            f"{manifest} is not the manifest that {plan} was made from, or it was changed since; name the right "
+            f"one with --manifest, or plan again with: {plan_again(metadata, plan, manifest=str(manifest))}"
         )
 
 

@@ -208,8 +208,8 @@ def _overlong_message(
     kept = f"the longest of the others has {shorter.max()}" if len(shorter) else "no other is left"
     return (
         f"{table.name}: {len(overlong)} of {counted(len(table), 'sequence')} cannot be planned: {named}{others}; "
-        f"{fits}; {kept}; leave them out with 'fcp plan {table.argument} --overlong drop' (truncate cuts them), or "
-        f"hold them with 'fcp plan {table.argument} {hold.strip()}'{more_ranks}"
+        f"{fits}; {kept}; add --overlong drop to skip them (truncate cuts them), or {hold.strip()} to hold them"
+        f"{more_ranks}"
     )
 
 

@@ -11,6 +11,7 @@ from fcp_cli.words import counted
 
 _WIDTH, _MOST_LINES = 80, 4
 _WHOLE_FLAGS: Final[dict[str, Any]] = {"break_long_words": False, "break_on_hyphens": False}
+_EQUAL = 0.0005  # shown with one digit, this is nothing
 _ALIKE = 0.01  # nearer than this a plan is not worth its trouble
 
 
@@ -29,8 +30,11 @@ def _sentences(verdict: Verdict) -> Iterator[str]:
     if gain >= _ALIKE:
         yield f"Worth it: {verdict.solver} takes {gain:.0%} less time than {best.label}."
     else:
-        than = f"within {abs(gain):.1%}" if gain > -_ALIKE else f"{1 - best.factor:.0%} quicker"
-        yield f"Not worth it: {best.label} is {than}: use it."
+        if gain <= -_ALIKE:
+            than = f"is {1 - best.factor:.0%} quicker"
+        else:
+            than = "takes as long" if abs(gain) < _EQUAL else f"takes {abs(gain):.1%} {'more' if gain > 0 else 'less'}"
+        yield f"Not worth it: {best.label} {than}; use it."
     hours, saved = verdict.device_hours, verdict.saved_device_hours
     each = [f"{verdict.solver} {_amount(hours)}"]
     each += [f"{one.label} {_amount(one.factor * hours)}{_on(one.steps, verdict)}" for one in verdict.rivals]

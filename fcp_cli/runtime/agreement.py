@@ -10,6 +10,7 @@ import numpy as np
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import FcpError, PlanError, RunError
+from fcp_cli.plan.again import plan_again
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.words import counted
@@ -142,8 +143,7 @@ def _check_size(
     if ranks != metadata.num_ranks:
         raise RunError(
             f"the plan {path} is for {metadata.num_ranks} ranks but {ranks} were launched; launch "
-            f"{metadata.num_ranks}, or make a plan for {ranks} with "
-            f"'fcp plan {metadata.manifest.argument} --ranks {ranks} -o {path}'"
+            f"{metadata.num_ranks}, or make a plan for {ranks} with: {plan_again(metadata, path, ranks=ranks)}"
         )
 
 

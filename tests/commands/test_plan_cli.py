@@ -203,7 +203,7 @@ def test_overlong_sequences_are_named_and_the_options_mend_it(folder: Path) -> N
     arguments = ("plan", "dataset.parquet", *EIGHT_RANKS, *FAST, "--tokens-per-rank", "2000")
     error = assert_one_error_line(fcp(*arguments, cwd=folder), 1)
     assert error == snapshot(
-        "error: dataset.parquet: 2 of 96 sequences cannot be planned: row 0 (20000 tokens), row 48 (20000 tokens); 8 ranks of 2000 tokens hold at most 16000; the longest of the others has 4000; leave them out with 'fcp plan dataset.parquet --overlong drop' (truncate cuts them), or hold them with 'fcp plan dataset.parquet --ranks 10'"
+        "error: dataset.parquet: 2 of 96 sequences cannot be planned: row 0 (20000 tokens), row 48 (20000 tokens); 8 ranks of 2000 tokens hold at most 16000; the longest of the others has 4000; add --overlong drop to skip them (truncate cuts them), or --ranks 10 to hold them"
     )
     assert names(folder) == ["dataset.parquet", "profile.yaml"]
     for policy, sequences in (("drop", 94), ("truncate", 96)):

@@ -49,9 +49,7 @@ def test_a_plan_too_large_for_the_cores_names_the_flags_that_spread_it() -> None
     with pytest.raises(RunError) as error:
         place(PLAN, metadata(64), LAPTOP, nodes=None, must_fit=True)
     assert str(error.value) == snapshot(
-        "plan.parquet needs 64 processes on this machine, which holds 8 (no accelerator, 2 CPU cores (gloo)); plan for "
-        "fewer ranks with 'fcp plan lengths.parquet --ranks 8 -o plan.parquet', or run --nodes 8 --master-addr HOST "
-        "--node-rank K on each of 8 nodes (--nodes 8 --dry-run prints their commands)"
+        "plan.parquet needs 64 processes on this machine, which holds 8 (no accelerator, 2 CPU cores (gloo)); run --nodes 8 --master-addr HOST --node-rank K on each of 8 nodes (--nodes 8 --dry-run prints their commands), or plan for fewer ranks with: fcp plan lengths.parquet --ranks 8 --ranks-per-node 8 --tokens-per-rank 1024 --sync iteration --global-batch-size 8 --no-shuffle --solver test -o plan-8-ranks.parquet"
     )
 
 
@@ -87,8 +85,7 @@ def test_too_few_accelerators_suggests_the_cpu() -> None:
     with pytest.raises(RunError) as error:
         place(PLAN, metadata(4), single, nodes=None, must_fit=True)
     assert str(error.value) == snapshot(
-        "plan.parquet needs 4 processes on this machine, which holds 1 (1 cuda devices); plan for fewer ranks with "
-        "'fcp plan lengths.parquet --ranks 1 -o plan.parquet', or train on the CPU with --device cpu"
+        "plan.parquet needs 4 processes on this machine, which holds 1 (1 cuda devices); train on the CPU with --device cpu, or plan for fewer ranks with: fcp plan lengths.parquet --ranks 1 --ranks-per-node 1 --tokens-per-rank 1024 --sync iteration --global-batch-size 8 --no-shuffle --solver test -o plan-1-ranks.parquet"
     )
 
 
@@ -96,7 +93,7 @@ def test_devices_that_a_variable_hides_are_told_with_it() -> None:
     hidden = Machine(device="npu", num_devices=2, num_cores=16, visible="ASCEND_RT_VISIBLE_DEVICES=0,1")
     with raises(
         snapshot(
-            "RunError: plan.parquet needs 4 processes on this machine, which holds 2 (2 npu devices with ASCEND_RT_VISIBLE_DEVICES=0,1); plan for fewer ranks with 'fcp plan lengths.parquet --ranks 2 -o plan.parquet', or train on the CPU with --device cpu"
+            "RunError: plan.parquet needs 4 processes on this machine, which holds 2 (2 npu devices with ASCEND_RT_VISIBLE_DEVICES=0,1); train on the CPU with --device cpu, or plan for fewer ranks with: fcp plan lengths.parquet --ranks 2 --ranks-per-node 2 --tokens-per-rank 1024 --sync iteration --global-batch-size 8 --no-shuffle --solver test -o plan-2-ranks.parquet"
         )
     ):
         place(PLAN, metadata(4), hidden, nodes=None, must_fit=True)
@@ -111,5 +108,5 @@ def test_another_number_of_ranks_names_both_and_the_plan_command() -> None:
     with pytest.raises(RunError) as error:
         check_ranks(PLAN, metadata(8), 4)
     assert str(error.value) == snapshot(
-        "plan.parquet is for 8 ranks, but --ranks is 4; make a plan for 4 with: fcp plan lengths.parquet --ranks 4 -o plan.parquet"
+        "plan.parquet is for 8 ranks, but --ranks is 4; make a plan for 4 with: fcp plan lengths.parquet --ranks 4 --ranks-per-node 4 --tokens-per-rank 1024 --sync iteration --global-batch-size 8 --no-shuffle --solver test -o plan-4-ranks.parquet"
     )

@@ -43,8 +43,9 @@ def test_an_edited_plan_is_one_line(plan: Path, tmp_path: Path) -> None:
     with pytest.raises(PlanError) as error:
         preflight.check_plan(path)
     assert str(error.value) == (
-        f"{path} was edited: its content does not match its plan hash; make it again with "
-        f"'fcp plan lengths.parquet -o {path}'"
+        f"{path} was edited: its content does not match its plan hash; make it again with: fcp plan lengths.parquet "
+        "--ranks 4 --ranks-per-node 4 --tokens-per-rank 4096 --sync iteration --global-batch-size 6 --no-shuffle "
+        f"--solver 'by hand' -o {path.with_name('edited-2.parquet')}"
     )
 
 

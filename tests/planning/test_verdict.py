@@ -44,9 +44,10 @@ def test_a_plan_that_pays_says_what_it_saves_in_hours_and_money() -> None:
 @pytest.mark.parametrize(
     ("factor", "line"),
     [
-        (1.004, "Not worth it: static degree 8 is within 0.4%: use it."),
-        (0.995, "Not worth it: static degree 8 is within 0.5%: use it."),
-        (0.9, "Not worth it: static degree 8 is 10% quicker: use it."),
+        (1.004, "Not worth it: static degree 8 takes 0.4% more; use it."),
+        (0.995, "Not worth it: static degree 8 takes 0.5% less; use it."),
+        (1.0, "Not worth it: static degree 8 takes as long; use it."),
+        (0.9, "Not worth it: static degree 8 is 10% quicker; use it."),
     ],
 )
 def test_where_planning_does_not_help_it_names_what_to_use(factor: float, line: str) -> None:

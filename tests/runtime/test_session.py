@@ -386,8 +386,8 @@ def test_gloo_ranks_compute_the_gradients_of_one_process(name: str, tmp_path: Pa
 
 ERRORS = {
     "eight ranks": [
-        r"the plan .* is for 8 ranks but 4 were launched; launch 8, or make a plan for 4 with "
-        r"'fcp plan lengths.parquet --ranks 4 -o .*'"
+        r"the plan .* is for 8 ranks but 4 were launched; launch 8, or make a plan for 4 with: "
+        r"fcp plan lengths.parquet --ranks 4 .* -o .*-4-ranks.parquet"
     ]
     * 4,
     "other plan": [r"rank 2 has another plan than rank 0 under .* put one plan file where all ranks read it"] * 4,

@@ -111,8 +111,8 @@ def _run_preflight(options: LaunchOptions) -> None:
     else:
         _show_memory(memory)
         _show_findings(findings)
-        counts = f"errors: {errors}, warnings: {len(findings) - errors}"
-        note(f"preflight: {counts if findings else 'all is well'}")
+        counts = [(errors, "error"), (len(findings) - errors, "warning")]
+        note(f"preflight: {', '.join(counted(*one) for one in counts if one[0]) or 'all is well'}")
     if errors:
         raise typer.Exit(1)
 

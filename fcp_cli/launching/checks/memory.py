@@ -19,7 +19,7 @@ from fcp_cli.memory.fitting import Place, fitting_recipe, sharing_ranks
 from fcp_cli.memory.rank import saved_bytes
 from fcp_cli.memory.table import RESERVE_FRACTION, RankMemory
 from fcp_cli.models.model import ModelSpec, load_model
-from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.again import plan_again
 from fcp_cli.plan.peers import plan_peers
 from fcp_cli.recipe import Recipe, RecipeRequest, flag_words, recipe_to_follow
 from fcp_cli.training.settings import TrainSettings
@@ -196,8 +196,8 @@ def _remedy(job: Job, need: JobMemory) -> str:
     if fit.tokens < 1:
         return "no recipe fits: plan for more --ranks, or train a smaller --model"
     budget = [] if fit.is_enough else ["--tokens-per-rank", str(fit.tokens)]
-    words = [*_model_words(job, need.spec), *fit.flags(), *budget]
-    return f"plan for it with: {plan_command(job.metadata, job.plan, words)}"
+    words = [*_model_words(job, need.spec), "--sync", fit.sync, *budget]
+    return f"plan for it with: {plan_again(job.metadata, job.plan, recipe=fit.recipe, changes=words)}"
 
 
 def _model_words(job: Job, spec: ModelSpec) -> list[str]:
@@ -206,12 +206,6 @@ def _model_words(job: Job, spec: ModelSpec) -> list[str]:
     if planned is None or planned.origin == "analytic":
         return ["--model", spec.name, *(["--cluster", planned.cluster] if planned is not None else [])]
     return [] if planned.model == spec.name else ["--model", spec.name]
-
-
-def plan_command(metadata: PlanMetadata, plan: Path, words: list[str]) -> str:
-    """Return the command that makes a plan anew for the same ranks, with further words."""
-    ranks = ["--ranks", str(metadata.num_ranks), "--ranks-per-node", str(metadata.ranks_per_node)]
-    return shlex.join(["fcp", "plan", metadata.manifest.argument, *ranks, *words, "-o", str(plan)])
 
 
 def check_recipe_of_plan(job: Job, settings: TrainSettings) -> None:
@@ -250,7 +244,7 @@ def check_recipe_of_plan(job: Job, settings: TrainSettings) -> None:
         again = shlex.join(["fcp", "plan", *words])
     else:
         model = _model_words(job, need.spec) if need is not None else []
-        again = plan_command(metadata, job.plan, [*model, *asked.flags(), "--sync", metadata.sync])
+        again = plan_again(metadata, job.plan, recipe=asked, changes=model)
     raise UsageError(
         f"{job.plan} was priced for {planned.describe()}, not for {', '.join(map(shlex.join, changed))}{needs}; "
         f"leave them out, or plan for them with: {again}"

@@ -16,6 +16,7 @@ from fcp_cli.machine.facts import Facts
 from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.cluster import known_cluster
 from fcp_cli.models.model import load_model
+from fcp_cli.plan.again import plan_again
 
 _OPEN_FILES_PER_RANK = 4  # a rank's sockets to another: gloo pairs of two groups, the store
 _OPEN_FILES_BESIDE = 512
@@ -45,12 +46,12 @@ def profile_model(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check that the plan's times and token budget are those of the model."""
     profile = job.profile
     if profile is not None and job.model is not None and not _is_same_model(profile.model, job.model):
-        again = f"a profile from 'fcp profile --model {job.model}'"
+        again = f" a profile from 'fcp profile --model {job.model}'"
         if profile.origin == "analytic":
-            again = f"'fcp plan {job.metadata.manifest.argument} --model {job.model}'"
+            again = f": {plan_again(job.metadata, job.plan, model=job.model)}"
         yield warning(
             f"{job.plan} was made with the cost profile of {profile.model}, not of {job.model}: its times and token "
-            f"budget are another model's; plan again with {again}"
+            f"budget are another model's; plan again with{again}"
         )
 
 

@@ -12,6 +12,7 @@ from fcp_cli.errors import FcpError, PlanError, RunError, UsageError
 from fcp_cli.extras import pip_install
 from fcp_cli.launching.job.job import Job
 from fcp_cli.machine.network import is_host
+from fcp_cli.plan.again import plan_again
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runs.checkpoint_header import check_plan_of, checkpoints, read_header, require_files
@@ -36,8 +37,8 @@ def check_plan(plan: Path) -> PlanMetadata:
     reader = PlanReader(plan)
     if reader.content_hash() != reader.metadata.plan_hash:
         raise PlanError(
-            f"{plan} was edited: its content does not match its plan hash; make it again with "
-            f"'fcp plan {reader.metadata.manifest.argument} -o {plan}'"
+            f"{plan} was edited: its content does not match its plan hash; make it again with: "
+            f"{plan_again(reader.metadata, plan)}"
         )
     return reader.metadata
 

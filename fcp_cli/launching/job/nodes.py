@@ -7,6 +7,7 @@ from pathlib import Path
 from fcp_cli.errors import PlanError, ProfileError, RunError, UsageError
 from fcp_cli.machine.devices import Machine
 from fcp_cli.models.cluster import load_cluster
+from fcp_cli.plan.again import plan_again
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.reading.documents import parse_yaml
 
@@ -22,7 +23,7 @@ def check_ranks(plan: Path, metadata: PlanMetadata, ranks: int | None) -> None:
     if ranks is not None and ranks != metadata.num_ranks:
         raise RunError(
             f"{plan} is for {metadata.num_ranks} ranks, but --ranks is {ranks}; make a plan for {ranks} with: "
-            f"fcp plan {metadata.manifest.argument} --ranks {ranks} -o {plan}"
+            f"{plan_again(metadata, plan, ranks=ranks)}"
         )
 
 
@@ -88,12 +89,12 @@ def place(
 def _too_many(plan: Path, metadata: PlanMetadata, machine: Machine, per_node: int, nodes: int) -> str:
     here = f"{plan} needs {per_node} processes on this machine, which holds {machine.most_ranks} ({machine.describe()})"
     ranks = max(1, machine.most_ranks // (metadata.devices_per_rank))
-    fewer = f"plan for fewer ranks with 'fcp plan {metadata.manifest.argument} --ranks {ranks} -o {plan}'"
+    fewer = f"plan for fewer ranks with: {plan_again(metadata, plan, ranks=ranks)}"
     wanted = max(planned_nodes(metadata), nodes)
     if wanted == 1:
-        cpu = "" if machine.device == "cpu" else ", or train on the CPU with --device cpu"
-        return f"{here}; {fewer}{cpu}"
+        cpu = "" if machine.device == "cpu" else "train on the CPU with --device cpu, or "
+        return f"{here}; {cpu}{fewer}"
     return (
-        f"{here}; {fewer}, or run --nodes {wanted} --master-addr HOST --node-rank K on each of {wanted} nodes "
-        f"(--nodes {wanted} --dry-run prints their commands)"
+        f"{here}; run --nodes {wanted} --master-addr HOST --node-rank K on each of {wanted} nodes "
+        f"(--nodes {wanted} --dry-run prints their commands), or {fewer}"
     )
