@@ -53,7 +53,7 @@ def assemble(assignment: Assignment, batch: Batch, problem: Problem, bound_secon
         raise BrokenAssignmentError(f"defect in a solver: {finding}")
     if bound_seconds is None:
         shares = encoder_shares(problem, problem.encoder_ranks)
-        # Shared evenly in every wave, whatever stands beside it.
+        # Shared evenly in every wave, independent of its other work.
         work = batch.encoder_seconds
         shared = 0.0 if work is None or shares is None else float(work.sum()) / shares.ranks
         ahead = shares is not None and shares.runs_ahead
@@ -136,7 +136,7 @@ def assignment_seconds(assignment: Assignment, batch: Batch, problem: Problem) -
 
 
 def _require_whole(assignment: Assignment, batch: Batch, problem: Problem) -> None:
-    """Check what the arrays must keep before rows can be made of them; `check_layout` proves the rest of the rules."""
+    """Check the arrays before rows are made of them; `check_layout` proves the other rules."""
     degrees, sizes = sizes_of(assignment.rank_offsets), sizes_of(assignment.member_offsets)
     _require(len(assignment.wave) == len(degrees) == len(sizes) > 0, "arrays of different lengths")
     _require(bool((degrees > 0).all() and (sizes > 0).all()), "a micro-batch without ranks or sequences")

@@ -30,7 +30,7 @@ def static_speedup(
 
     Args:
         steps: planned steps, all or a sample of a plan.
-        problem: what they were planned for.
+        problem: of the plan.
         longest_tokens: of the whole plan, which a static degree must be able to hold.
         manifest: gives `eta` and vision columns.
 

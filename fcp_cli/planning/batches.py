@@ -38,7 +38,7 @@ class BatchSettings:
         shuffle: permute the rows in every epoch, each time otherwise.
         epochs: how often every sequence appears.
         last_batch: `keep` plans an epoch's last, partial batch; `drop` leaves its sequences out.
-        max_length: sequences with more tokens are overlong; None: what all ranks together can hold.
+        max_length: sequences with more tokens are overlong; None: the capacity of all ranks.
         overlong: refuse overlong sequences, leave them out, or cut them to the limit.
         step_limit: plan only that many first steps; None: all.
         batching: batches that are not of `global_batch_size` sequences; then there is one epoch. Those that are `given`
@@ -62,9 +62,9 @@ class GlobalBatches:
     Attributes:
         problem, settings: as given; `options_that_hold` names options of `fcp plan` that make room for such a length.
         table: the manifest, lengths already truncated under `overlong: truncate`.
-        overlong: what was done about overlong sequences.
+        overlong: treatment of overlong sequences.
         rows: [n] manifest rows that take part.
-        continues: what went before the first batch; None: nothing.
+        continues: the steps before the first batch; None: none.
 
     Raises:
         OverlongError: under `overlong: error`, a sequence is longer than the limit.

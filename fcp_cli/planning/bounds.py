@@ -26,12 +26,12 @@ _MARGIN = 1e-9  # relative; keeps rounding on the safe side
 def lower_bound_seconds(work: Work, problem: Problem, *, beside: float = 0.0) -> float:
     """Return the best proven bound: simple, tightened, and under `microbatch` that of waves.
 
-    What closes a step is added to it: it follows whatever comes before.
+    The end of a step is added to it, since it follows all micro-batches.
 
     Args:
         work: of the step's sequences.
-        problem: what they are planned for.
-        beside: seconds that waves take beside that work, in all of them together.
+        problem: of the plan.
+        beside: seconds of all waves together outside that work.
     """
     if problem.rank_speeds is not None:
         return _bound_at_speeds(work, problem, problem.rank_speeds)
@@ -47,8 +47,8 @@ def lower_bound_seconds(work: Work, problem: Problem, *, beside: float = 0.0) ->
 def _bound_at_speeds(work: Work, problem: Problem, speeds: Speeds) -> float:
     """Bound a step on ranks of different speeds.
 
-    No rank is quicker than the quickest, so that what bounds a job of such ranks bounds this one. What does not grow
-    with the work, as messages between stages, is left as it is where all ranks are slower than the profile says.
+    No rank is quicker than the quickest, so that a bound of a job of such ranks bounds this one. Terms that do not grow
+    with the work, as messages between stages, are unchanged if all ranks are slower than the profile says.
     """
     closing = problem.profile.step.closing_seconds(problem.sync)
     alike = lower_bound_seconds(work, replace(problem, rank_speeds=None)) - closing
@@ -67,7 +67,7 @@ def _work_bound(work: Work, problem: Problem) -> float:
 
 
 def pipeline_bound_seconds(work: Work, problem: Problem, pipeline: Pipeline) -> float:
-    """Bound a step of pipelines by their stages, by their longest path, and by what is beside that path.
+    """Bound a step of pipelines by their stages, by their longest path, and by the work outside that path.
 
     A micro-batch goes through P stages forwards and back again, in P times its mean seconds and 2 (L - 1) messages, so
     the longest sequence alone bounds the step. And all work of a stage s is shared by N devices at best, of which one
@@ -89,13 +89,13 @@ def pipeline_bound_seconds(work: Work, problem: Problem, pipeline: Pipeline) -> 
 
 
 def _beside_longest_seconds(work: Work, even: FloatArray, problem: Problem, pipeline: Pipeline) -> float:
-    """Bound a step of pipelines by the way of its longest sequence, and what else its ranks run before and after.
+    """Bound a step of pipelines by the path of its longest sequence, and its ranks' other work before and after.
 
-    The longest sequence goes on d ranks, in P t(d) seconds and its messages. Whatever else one of them runs, its first
-    stage runs either that one's forward before or its backward after that whole way (of V blocks, the first): at least
-    a share q of its seconds there. What shares the micro-batch makes the way longer by P times its matrices. So with
-    w(i) = min(q even(i), P linear(i)) of all others, of which N - d other ranks take no more than q T each, the step
-    takes T >= P t(d) + (sum of w - (N - d) q T) / d for some d.
+    The longest sequence goes on d ranks, in P t(d) seconds and its messages. For any other work of one of them, its
+    first stage runs either that one's forward before or its backward after that whole way (of V blocks, the first): at
+    least a share q of its seconds there. Sequences that share the micro-batch make the path longer by P times their
+    matrices. So with w(i) = min(q even(i), P linear(i)) of all others, of which N - d other ranks take no more than q T
+    each, the step takes T >= P t(d) + (sum of w - (N - d) q T) / d for some d.
     """
     stages, n = problem.pipeline_parallel, problem.num_ranks
     share = min(pipeline.forward_share, 1.0 - pipeline.forward_share) / pipeline.virtual_stages
@@ -119,8 +119,8 @@ def area_bound_seconds(work: Work, problem: Problem) -> float:
     """Bound the step by all work, shared evenly by all ranks.
 
     A micro-batch of degree d holds at most d * tokens_per_rank tokens and costs its ranks d * microbatch_seconds
-    beside the work, so the ranks together pay for at least tokens / tokens_per_rank micro-batches; and every rank that
-    works pays for one.
+    in addition to the work, so the ranks together pay for at least tokens / tokens_per_rank micro-batches; and every
+    rank that works pays for one.
 
     Of a rank of speed s, a second does s seconds of work. One that does none wastes the step, which lasts at least as
     long as the least micro-batch on the quickest rank.

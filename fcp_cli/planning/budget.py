@@ -21,9 +21,9 @@ from fcp_cli.recipe import Recipe, RecipeRequest, check_recipe, flag_words
 from fcp_cli.words import duration
 
 ASSUMED_TOKENS_PER_RANK: Final = 16_384
-# Of a recipe, what the times of micro-batches depend on: a profile was measured or computed with it.
+# Settings of a recipe that the times of micro-batches depend on: a profile was measured or computed with them.
 _TIMED: Final = ("precision", "recompute", "loss", "offload", "freeze_vision", "lora", "freeze")
-_FEWEST_READINGS: Final = 2  # of peaks, that show what a token takes
+_FEWEST_READINGS: Final = 2  # of peaks, to determine the bytes of a token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +34,8 @@ class Budget:
         tokens_per_rank: before head-room.
         sync: of the plan.
         recipe: that the tokens are of; None where the profile knows none.
-        room: gives what other recipes would leave; None where the model or its device are not known, and of forward
-            passes, whose recipe is that of the training beside them.
+        room: memory under other recipes; None if the model or its device are unknown, and for forward
+            passes, whose recipe is that of their training.
         cluster: that the profile was computed for; None where there was a profile.
     """
 
@@ -48,7 +48,7 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
-    """A model on its place, with what of its recipe may be another."""
+    """A model on its ranks, and the settings of its recipe that may change."""
 
     spec: ModelSpec
     place: Place
@@ -60,15 +60,15 @@ def choose_fit(spec: ModelSpec, request: PlanRequest, place: Place, *, own: Cost
 
     Args:
         spec: the model.
-        request: what was asked for.
+        request: of the user.
         place: of the plan's ranks.
         own: the profile whose recipe comes first, where it leaves room enough: its times are of that.
 
     Raises:
-        UsageError: what was asked for contradicts itself or the profile.
+        UsageError: the request contradicts itself or the profile.
     """
     is_forward = request.phase == "forward"
-    # Forward passes run beside what trains, under its recipe, which is chosen for that.
+    # Forward passes run under the recipe of their training.
     wanted = LEAST_TOKENS if is_forward else request.tokens_per_rank or LEAST_TOKENS
     asked = request.recipe
     if own is not None and own.recipe is not None:
@@ -83,7 +83,7 @@ def choose_fit(spec: ModelSpec, request: PlanRequest, place: Place, *, own: Cost
 
 
 def with_timed_settings(asked: RecipeRequest, profile: CostProfile) -> RecipeRequest:
-    """Return what was asked for with the settings that the profile's times are of.
+    """Return the request with the settings of the profile's times.
 
     Raises:
         UsageError: others were asked for.
@@ -112,7 +112,7 @@ def computed_budget(spec: ModelSpec, request: PlanRequest, place: Place, origins
     """Return the budget of a plan without a profile.
 
     Raises:
-        UsageError: the model does not fit, or what was asked for contradicts itself.
+        UsageError: the model does not fit, or the request contradicts itself.
     """
     fit = choose_fit(spec, request, place)
     _require_room(spec, request, place, fit)
@@ -128,11 +128,11 @@ def computed_budget(spec: ModelSpec, request: PlanRequest, place: Place, origins
 def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: Ranks, origins: Origins) -> Budget:
     """Return the budget of a plan under a cost profile.
 
-    The memory of the plan's own ranks, sync and recipe is worked out again where the profile says of what recipe it is,
+    The memory of the plan's own ranks, sync and recipe is computed again if the profile names its recipe,
     or one is asked for: a profile made for 64 ranks has another share of the model's state than 8 have.
 
     Raises:
-        UsageError: nothing fits, or what was asked for contradicts itself or the profile.
+        UsageError: nothing fits, or the request contradicts itself or the profile.
     """
     sync: Sync = request.sync or ("iteration" if ranks.virtual_stages == 1 else "microbatch")
     spec = _known_model(profile.model)
@@ -144,7 +144,7 @@ def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: Ranks, or
         origins.assume("memory", "as the cost profile has it", f"{profile.model} {reason}")
         tokens = _tokens_of_block(request, profile, ranks, origins)
         return Budget(tokens_per_rank=tokens, sync=sync, recipe=recipe)
-    # What was measured is of training.
+    # Measurements are of training.
     is_measured = request.phase == "training" and _has_measured_tokens(profile)
     measured = profile.memory.bytes_per_token if is_measured else None
     place = ranks.place(
@@ -170,7 +170,7 @@ def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: Ranks, or
 
 
 def _unfixed(asked: RecipeRequest) -> RecipeRequest:
-    """Return a request that leaves open what another plan of the same model may choose."""
+    """Return a request without the settings that another plan of the same model may choose."""
     return RecipeRequest.to_train_as(asked, precision=asked.precision)
 
 
@@ -188,7 +188,7 @@ def _has_measured_tokens(profile: CostProfile) -> bool:
 
 
 def _said(request: PlanRequest, place: Place, fit: Fit, origins: Origins, reason: str) -> Budget:
-    """Return the budget that a recipe leaves, and say what of it was assumed."""
+    """Return the token budget under a recipe, and its assumptions."""
     chosen = {name for name, value in asdict(fit.recipe).items() if value != request.recipe.given().get(name)}
     if chosen:
         origins.assume("recipe", fit.recipe.describe(), reason)
@@ -231,7 +231,7 @@ def _require_room(spec: ModelSpec, request: PlanRequest, place: Place, fit: Fit)
 
 
 def _tokens_of_block(request: PlanRequest, profile: CostProfile, ranks: Ranks, origins: Origins) -> int:
-    """Return the token budget by the memory block of a profile, which does not say what it is of."""
+    """Return the token budget by the memory block of a profile that does not name its recipe."""
     tokens, memory, heads = request.tokens_per_rank, profile.memory, profile.heads
     if heads is not None and memory.bytes_per_token:
         # Keys and values that several ranks hold are kept as they were exchanged, once in each direction at least.
@@ -255,7 +255,7 @@ def _tokens_of_block(request: PlanRequest, profile: CostProfile, ranks: Ranks, o
 def continued_recipe(
     request: PlanRequest, metadata: PlanMetadata, profile: CostProfile, ranks: Ranks, origins: Origins
 ) -> Recipe | None:
-    """Return the recipe in which other ranks continue a run: as it was, but for what was asked for.
+    """Return the recipe in which other ranks continue a run: the run's, overridden by the request.
 
     Raises:
         UsageError: the run's plan records no recipe to change, or the ranks cannot share a copy out so.
@@ -287,7 +287,7 @@ def continued_recipe(
 
 
 def say_what_offloading_costs(budget: Budget, profile: CostProfile, origins: Origins) -> None:
-    """Say what a micro-batch at the whole token budget moves to the host and back, where the recipe offloads."""
+    """Describe the bytes that a micro-batch at the full token budget offloads and reloads, if the recipe offloads."""
     recipe, room = budget.recipe, budget.room
     if recipe is None or room is None or recipe.offload != "activations":
         return

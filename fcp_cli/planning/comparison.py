@@ -32,14 +32,14 @@ class Outcome:
     """One strategy under one sync, over all compared steps.
 
     Attributes:
-        options: what the strategy was given or tuned itself to.
+        options: of the strategy, given or tuned by itself.
         step_seconds: mean predicted step time.
         gap: sum of step times / sum of lower bounds - 1.
         idle_fraction: share of rank-seconds in which ranks wait.
         distinct_groups: groups of degree > 1 over all steps.
         over_budget: micro-batches with more tokens than their ranks may hold.
         setup_seconds: tuning ahead of the first step.
-        planning_seconds: per step, the median; what the first call compiles does not show in it.
+        planning_seconds: per step, the median, which excludes the first call's compilation.
         stress: name of an effect to the mean step time under it / the predicted; empty where nobody asked.
     """
 
@@ -89,7 +89,7 @@ def compare(
         names: of solvers.
         syncs: each strategy plans for all of them.
         milp_seconds: time limit of each of FlexSP's integer programs.
-        stress: whether each step is also timed under what the cost model leaves out.
+        stress: whether each step is also timed under effects that the cost model ignores.
         on_step: called with the strategy's name after each planned step.
 
     Raises:
@@ -113,7 +113,7 @@ def compare(
 
 
 def colocated(problem: Problem) -> Problem:
-    """Return the same ranks with the encoder beside the language model on each, shared by the ranks of each ring."""
+    """Return the same ranks with encoder and language model on each, shared by the ranks of each ring."""
     return replace(problem, num_ranks=problem.all_ranks, encoder_balance=None, encoder_ranks=None)
 
 

@@ -1,7 +1,7 @@
-"""Plan what a trained run has left of its plan for another number of ranks.
+"""Plan the remaining steps of a run for another number of ranks.
 
 The global batches stay exactly as the old plan has them, so that the run continues as if nothing had happened: same
-batches, same steps, same schedule. Only who computes what changes.
+batches, same steps, same schedule. Only the assignment to ranks changes.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class RemainingSteps:
     """The steps of a plan that are not trained yet.
 
     Attributes:
-        continues: what went before.
+        continues: the steps before.
         offsets: [steps + 1] where each step's sequences begin.
         rows, lengths: manifest row and planned tokens of each sequence.
-        overlong: what the plan did about overlong sequences.
+        overlong: the plan's treatment of overlong sequences.
     """
 
     continues: Continuation
@@ -41,7 +41,7 @@ class RemainingSteps:
 
 
 def remaining_steps(reader: PlanReader, first_step: int) -> RemainingSteps:
-    """Read what a plan has from `first_step` on, and which sequences of that epoch come before.
+    """Read a plan's steps from `first_step` on, and the sequences of that epoch before them.
 
     Raises:
         PlanError: the plan is damaged.

@@ -17,7 +17,7 @@ Wanted = Literal["ring", "wave", "auto"]
 
 
 def balanced_encoder(batches: GlobalBatches, wanted: Wanted, origins: Origins) -> Problem:
-    """Return the batches' problem with the encoder shared as wanted; `auto` takes what the first step is sooner with.
+    """Return the batches' problem with the requested encoder balance; `auto` takes the quicker one on the first step.
 
     Args:
         batches: under a problem in which rings share the encoder's work.
@@ -95,7 +95,7 @@ def set_aside(problem: Problem, count: int) -> Problem:
 
 
 def _likely_counts(batches: GlobalBatches) -> list[int]:
-    """Return counts around the encoder's share of all work, with whom the longest sequence fits still."""
+    """Return counts of encoder ranks near the encoder's share of all work, with room for the longest sequence."""
     problem, batch = batches.problem, batches.batch(0)
     encoder = float(vision_seconds(batches.table.take(batch.rows), problem.profile).sum())
     even = problem.num_ranks * encoder / float(batch.work.total_seconds.sum())

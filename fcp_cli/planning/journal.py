@@ -1,7 +1,7 @@
-"""Keep the finished steps of a long plan beside it until it is whole, so that `--resume` can continue it.
+"""Keep the finished steps of a long plan next to it until it is whole, so that `--resume` can continue it.
 
 A folder `.NAME.journal` holds `key` (a hash of everything that determines the plan) and parts `000000.steps`, ...: each
-appears whole or not at all, with a digest, so what lies there after a crash is a true prefix of the plan.
+appears whole or not at all, with a digest, so the folder holds a true prefix of the plan after a crash.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The options that say what to plan for, as `fcp plan` and `fcp compare` take them and `settings.resolve` completes."""
+"""Options of a planning problem, as `fcp plan` and `fcp compare` take them (`settings.resolve` completes them)."""
 
 from __future__ import annotations
 

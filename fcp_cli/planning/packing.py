@@ -49,14 +49,15 @@ def best_fit_decreasing(
     """Pack longest first, each into the fullest pack with room; a sequence that finds none opens a pack of d_min ranks.
 
     Stage 1 of the FCP paper (section 4.4): a new pack has room for d_min * tokens_per_rank tokens. In a pack of d ranks
-    sequences count as padded for d. What is left stays a multiple of that padding, so that what fits without it, fits.
+    sequences count as padded for d. The remaining room stays a multiple of that padding, so that sequences that fit
+    without it fit.
 
     Returns:
         [n] the pack of each sequence, and [packs] the ranks that each pack needs at least.
     """
     pack_of = np.empty(len(tokens), dtype=np.int64)
     degree_of = min_degrees(tokens, tokens_per_rank)
-    free: list[int] = []  # ascending, and beside it the pack that each entry belongs to
+    free: list[int] = []  # ascending; `packs` holds the pack of each entry
     packs: list[int] = []
     degrees: list[int] = []
     for i in np.argsort(-tokens, kind="stable").tolist():

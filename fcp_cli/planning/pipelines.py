@@ -1,4 +1,4 @@
-"""What the timeline of pipelines takes beside a cost profile: from the figures of model and cluster, where known.
+"""Figures of the pipelines' timeline that a cost profile lacks, from model and cluster if known.
 
 Forward and backward share a block's seconds as its matrices do; the loss head has their share of the model's matrices
 (22 % of Qwen3-1.7B's, 8 % of Qwen3-8B's). A stage hands on a token's hidden state, which tensor parallelism shares out,

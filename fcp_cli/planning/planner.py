@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 
 class MoreSettings(TypedDict, total=False):
-    """What else a planner takes by name.
+    """Further keyword arguments of a planner.
 
     Attributes:
-        phase: `forward` plans passes without a backward, as for log-probabilities; left out: `training`.
-        rank_speeds: of ranks against the profile: one each, or by rank as `{12: 0.7}`; left out: all 1.
+        phase: `forward` plans passes without a backward, as for log-probabilities; default: `training`.
+        rank_speeds: of ranks against the profile: one each, or by rank as `{12: 0.7}`; default: all 1.
     """
 
     phase: Literal["training", "forward"]
@@ -49,8 +49,8 @@ class Planner:
     message. A planner keeps nothing between calls and may be called by several threads at once.
 
     Attributes:
-        problem: what every step is planned for, with what the arguments left open.
-        assumed: what was assumed where an argument was not given: name -> value and reason.
+        problem: of every step, with the settings that the arguments left open.
+        assumed: assumptions for arguments that were not given: name -> value and reason.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class Planner:
         max_degree: int | None = None,
         **more: Unpack[MoreSettings],
     ) -> None:
-        """Settle what is planned for; each argument is the option of `fcp plan` of its name.
+        """Complete the planning problem; each argument is the option of `fcp plan` of its name.
 
         Args:
             profile: a cost profile's file; None: `profile.yaml` here, else one computed for `model` and `cluster`.
             model, cluster: a shipped name, or its YAML.
             ranks: model replicas; None: the cluster's.
             ranks_per_node: None: the cluster's.
-            tokens_per_rank: most tokens of a rank in a micro-batch; None: what memory leaves.
+            tokens_per_rank: most tokens of a rank in a micro-batch; None: by memory.
             sync: where ranks wait for each other; None: `iteration` where that fits.
             max_degree: 1 forbids rings, as trainers need that only spread whole sequences; None: no limit.
             more: `MoreSettings`.
@@ -141,7 +141,8 @@ class Planner:
         reorder_window: int | None = None,
         **options: Any,
     ) -> OnlineSettings:
-        """Return what `fcp_cli.runtime.start` takes as `planner` beside a stream, where its defaults do not serve.
+        """Return the `planner` argument of `fcp_cli.runtime.start` for a stream whose settings differ from the
+        defaults.
 
         Args:
             global_batch_size: sequences per optimizer step.

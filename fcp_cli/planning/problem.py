@@ -24,22 +24,22 @@ class Problem:
     those of such a rank. `pipeline` says how its devices run a step one after the other; None where there is one stage,
     or an old plan took pipelines for waves.
 
-    Where rings need equal chunks, `padding_multiple` says what sequences are padded to (`plan.padding`); the token
+    If rings need equal chunks, `padding_multiple` is the padding of sequences (`plan.padding`); the token
     budget is then a multiple of it (`whole_budget`), which loses nothing. A `Batch` holds the work and the tokens of
-    sequences padded for one rank; what wider groups add is in `work`.
+    sequences padded for one rank; `work` has the padding of wider groups.
 
     Groups are rings unless `attention` lets them split heads, too: the profile then has the block `heads`.
 
     Where all ranks of a wave share the encoder's work (`encoder_balance`), a `Batch` holds it apart: packs and rings
-    are chosen for the language model alone, since who is packed with whom changes nothing of what a rank encodes.
+    are chosen for the language model alone, since packing does not change the pictures that a rank encodes.
 
-    Beside `num_ranks` there may be `encoder_ranks`, which hold no sequences: they follow in number.
+    `encoder_ranks` may follow after `num_ranks`; they hold no sequences.
 
     From `cached_from_step` on pictures cost no encoding (`pricing.encoded_at`).
 
     `rank_speeds` are those of all ranks against the profile; None where all are as it says.
 
-    `recipe` is what the token budget and the profile's times are of; None where the profile knows none.
+    `recipe` is of the token budget and the profile's times; None if the profile has none.
     """
 
     num_ranks: int
@@ -81,7 +81,7 @@ def whole_budget(tokens_per_rank: int, padding_multiple: int | None) -> int:
 
 
 def problem_of(metadata: PlanMetadata, *, name: str, step: int = 0) -> Problem:
-    """Read what a plan was made for from its own metadata.
+    """Read the problem of a plan from its own metadata.
 
     Args:
         metadata: of the plan.
@@ -137,8 +137,8 @@ class Assignment:
     """A solver's answer: groups and packs in one global order; times follow from the cost model.
 
     Micro-batch i runs the batch's sequences `members[member_offsets[i]:member_offsets[i + 1]]` (positions in the
-    batch, not manifest rows) on `ranks[rank_offsets[i]:rank_offsets[i + 1]]` (ascending). Idle rows are left out.
-    `heads_degree` of them share heads; None: as many as take least of what the problem allows.
+    batch, not manifest rows) on `ranks[rank_offsets[i]:rank_offsets[i + 1]]` (ascending). Idle rows are dropped.
+    `heads_degree` of them share heads; None: the quickest that the problem allows.
     """
 
     wave: Int32Array
@@ -154,7 +154,7 @@ class Solver(Protocol):
 
     Attributes:
         name: as in the registry of solvers.
-        options: what else determines its answers, for the plan's metadata: JSON values.
+        options: other settings that determine its answers, for the plan's metadata: JSON values.
     """
 
     @property

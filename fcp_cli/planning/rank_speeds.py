@@ -91,7 +91,7 @@ def speeds_words(given: GivenSpeeds | None) -> str | None:
 
 
 def _spoken(text: str, where: str) -> tuple[Any, str]:
-    """Return what words or a file say, and where it stands."""
+    """Return the value of words or of a file, and its place."""
     words = [word.strip() for word in text.split(",")]
     if all("=" in word for word in words):
         return dict(word.split("=", 1) for word in words), where

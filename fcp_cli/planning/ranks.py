@@ -56,7 +56,7 @@ class Ranks:
 
 
 def ranks_under(profile: CostProfile, request: PlanRequest, origins: Origins) -> Ranks:
-    """Return the ranks of a plan under a profile that says what they are made of.
+    """Return the ranks of a plan under a profile that names their devices and nodes.
 
     Raises:
         UsageError: the profile is of other ranks, or its cluster is too small or unknown.
@@ -75,7 +75,7 @@ def require_pipelines(request: PlanRequest, pipeline_parallel: int) -> None:
     """Refuse virtual stages without a pipeline, or where ranks may run unequal numbers of micro-batches.
 
     Raises:
-        UsageError: with what mends it.
+        UsageError: with the remedy.
     """
     if request.virtual_stages == 1:
         return

@@ -1,4 +1,4 @@
-"""What would make steps shorter than any plan can: a larger token budget, other recomputation, another sync."""
+"""Remedies that shorten steps more than any plan can: a larger token budget, other recomputation, another sync."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fcp_cli.planning.settings import PlanInputs, problem_under
 from fcp_cli.recipe import Recompute
 
 _SYNCS: Final = get_args(Sync)
-_LEAST_GAIN: Final = 0.02  # smaller ones drown in what the cost model does not know
+_LEAST_GAIN: Final = 0.02  # smaller ones are within the cost model's error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +26,7 @@ class Remedy:
     """A setting under which the same sequences would take less time.
 
     Attributes:
-        flags: of `fcp plan`, beside those that were given.
+        flags: of `fcp plan`, in addition to the given ones.
         factor: predicted seconds of fcp under it / of fcp as it was asked for.
         tokens_per_rank: under it.
         steps: that this was computed on.
@@ -44,8 +44,8 @@ def best_remedy(
     """Return the setting that would help most, and how many were tried.
 
     Args:
-        request: what the plan was asked with.
-        inputs: what was planned.
+        request: of the plan.
+        inputs: of the plan.
         sequences: a few of its global batches, which are planned again under each setting.
 
     Returns:
@@ -71,7 +71,7 @@ def _seconds(problem: Problem, sequences: Sequence[LengthTable]) -> float:
 
 
 def _settings_to_try(request: PlanRequest, inputs: PlanInputs) -> Iterator[tuple[str, Problem]]:
-    """Yield each setting that differs from the plan's and fits, with its flags; what cannot be priced is left out."""
+    """Yield each setting that differs from the plan's and fits, with its flags, unless it cannot be priced."""
     for flags, changed in _changes(request, inputs.problem):
         by_itself = _fitting(changed, inputs)
         for sync in _SYNCS:

@@ -70,7 +70,7 @@ def make_plan(
 
     Args:
         path: the plan file.
-        inputs: the manifest, what to plan for, and the global batches.
+        inputs: the manifest, the problem, and the global batches.
         solver_name: one of `solvers.solver_names()`.
         on_step: called after each planned step, for progress.
         workers: processes that plan; None: as many as pay. The plan does not depend on it.
@@ -81,7 +81,7 @@ def make_plan(
     Raises:
         OverlongError, ManifestError, UsageError: the input is at fault; nothing was written.
         FcpError: the file cannot be written (nothing is left behind), or there is nothing to resume.
-        Interrupted: Ctrl-C; no plan was written, and the message says what was kept.
+        Interrupted: Ctrl-C; no plan was written, and the message names the kept steps.
     """
     started = time.perf_counter()
     batches = inputs.batches()

@@ -1,6 +1,6 @@
-"""Completes a `PlanRequest` to a whole planning problem, and records what it assumed where an option was not given.
+"""Completes a `PlanRequest` to a whole planning problem, and records its assumptions for options that were not given.
 
-Order: flags (and what stands for them: environment, fcp.yaml), then the folder (`profile.yaml`), then a profile that is
+Order: flags (or environment, fcp.yaml), then the folder (`profile.yaml`), then a profile that is
 computed for the model and the cluster that were named, or for the accelerators of this machine.
 """
 
@@ -82,10 +82,10 @@ class PlanInputs:
 def resolve_continuation(
     request: PlanRequest, origins: Origins, *, plan: Path, first_step: int, manifest: Path, length_column: str
 ) -> PlanInputs:
-    """Plan what a trained run has left for other ranks; what `request` leaves open is as it was.
+    """Plan the remaining steps of a run for other ranks; settings that `request` leaves open are the run's.
 
     Args:
-        request: how many ranks continue, and what else differs; the batches stay those of the run.
+        request: number of ranks, and other changes; the batches stay those of the run.
         origins: takes what was assumed.
         plan: the plan that the run followed.
         first_step: the first step that is not trained yet.
@@ -152,10 +152,10 @@ def _profile_of_run(
 
 
 def resolve(request: PlanRequest, origins: Origins, *, most_peers: int | None = None) -> PlanInputs:
-    """Fill in what was not given; every assumption goes to `origins`.
+    """Complete the request; every assumption goes to `origins`.
 
     Args:
-        request: what was given.
+        request: of the user.
         origins: takes what was assumed.
         most_peers: ranks that one may meet in rings, whose connections take memory; None: no limit.
 
@@ -198,7 +198,7 @@ def resolve(request: PlanRequest, origins: Origins, *, most_peers: int | None = 
 
 
 def resolve_problem(request: PlanRequest, origins: Origins, *, most_peers: int | None = None) -> tuple[Problem, Budget]:
-    """Fill in what every step of a plan shares, whatever its sequences: ranks, recipe, token budget, sync, profile.
+    """Complete the settings that all steps of a plan share: ranks, recipe, token budget, sync, profile.
 
     Raises:
         ProfileError: the cost profile cannot be used.
@@ -216,10 +216,10 @@ def resolve_problem(request: PlanRequest, origins: Origins, *, most_peers: int |
 
 
 def problem_under(request: PlanRequest, inputs: PlanInputs) -> Problem:
-    """Return what the same ranks would be planned for under another request: other recipe, sync or token budget.
+    """Return the problem of the same ranks under another request: other recipe, sync or token budget.
 
     Args:
-        request: with what differs.
+        request: with the changes.
         inputs: of the plan, which `resolve` made.
 
     Raises:
@@ -274,7 +274,7 @@ def split_attention(request: PlanRequest, profile: CostProfile) -> SplitAttentio
     """Return how groups may split heads under this profile; None where they are rings.
 
     Raises:
-        UsageError: they shall, but the profile does not say what that takes.
+        UsageError: they are requested, but the profile does not price them.
     """
     if request.attention == "ring" or (request.attention == "auto" and profile.heads is None):
         return None
@@ -349,7 +349,7 @@ def computed_basis(
 
     Raises:
         ProfileError: there is no such model or cluster.
-        UsageError: the model does not fit, or what was asked for contradicts itself.
+        UsageError: the model does not fit, or the request contradicts itself.
     """
     spec = load_model(request.model or DEFAULT_MODEL)
     if request.model is None:
@@ -397,7 +397,7 @@ def _with_headroom(tokens: int, headroom: float) -> int:
 
 
 def _whole_budget(tokens: int, padding: int | None, origins: Origins) -> int:
-    """Return the token budget, or what of it padded sequences can fill.
+    """Return the token budget, or the part of it that padded sequences can fill.
 
     Raises:
         UsageError: they can fill nothing.
@@ -438,7 +438,7 @@ def _global_batch_size(request: PlanRequest, table: LengthTable, origins: Origin
     rows = len(table)
     if table.steps is not None:
         return int(np.unique(table.steps, return_counts=True)[1].max())
-    if request.global_batch_tokens is not None:  # about; the plan's metadata will say what the most were
+    if request.global_batch_tokens is not None:  # about; the plan's metadata records the maximum
         return max(1, round(request.global_batch_tokens / float(table.length_tokens.mean())))
     if request.global_batch_size is not None:
         return request.global_batch_size

@@ -1,8 +1,8 @@
 """`static`: one degree for the whole plan, the best-tuned one, as Megatron-LM and DeepSpeed users run today.
 
-The ranks are cut into contiguous groups of one degree; the sequences of a global batch are packed to what a group may
-hold and the packs are shared out over the groups. What a careful user tunes is tuned here too, once for the whole plan
-and by the same cost model that judges every other solver: the degree (any divisor of the ranks that holds the longest
+The ranks are cut into contiguous groups of one degree; the sequences of a global batch are packed up to a group's
+budget and the packs are distributed over the groups. Settings that a careful user tunes are tuned once per plan,
+by the same cost model that judges every other solver: the degree (any divisor of the ranks that holds the longest
 sequence) and whether packs are filled up (fewest packs) or evened out (every group gets packs of like size).
 """
 
@@ -34,7 +34,7 @@ class StaticSolver:
     """Plans every step with one degree.
 
     `packing`: `full` fills packs up, `even` spreads tokens over like packs, `level` spreads work over the groups first.
-    `heads_degree` ranks share heads; None: what the problem allows and takes least.
+    `heads_degree` ranks share heads; None: the quickest that the problem allows.
     """
 
     problem: Problem
@@ -97,12 +97,12 @@ def quickest_static(candidates: Sequence[StaticSolver], batches: GlobalBatches) 
 def best_static(problem: Problem, longest_tokens: int, batches: Sequence[Batch]) -> tuple[StaticSolver, float]:
     """Return the static solver that is quickest on these batches, and its seconds; tune on some of many batches only.
 
-    Its groups are rings, whatever the problem allows: what users run today.
+    Its groups are always rings, as users run them today.
 
     Args:
-        problem: what to plan for.
+        problem: to plan for.
         longest_tokens: the longest sequence that the one degree must hold.
-        batches: what to tune and measure on.
+        batches: to tune and measure on.
     """
     tuned = [batches[i] for i in spread_steps(len(batches), _TUNING_STEPS)]
     candidates = list(static_candidates(replace(problem, attention=None), longest_tokens))

@@ -1,4 +1,4 @@
-"""Compares answers of solvers under what the cost model leaves out; see `simulation.effects`."""
+"""Compares answers of solvers under effects that the cost model ignores; see `simulation.effects`."""
 
 from __future__ import annotations
 

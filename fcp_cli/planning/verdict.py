@@ -1,4 +1,4 @@
-"""Whether planning pays: what the best static degree and Megatron's dynamic CP would take, and what would help more."""
+"""Verdict on planning: seconds of the best static degree and of Megatron's dynamic CP, and remedies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MOST_STEPS, _MOST_SEQUENCES = 4, 2048
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rival:
-    """What somebody would run without a plan.
+    """Baseline of a user without a plan.
 
     Attributes:
         name: as a solver.
@@ -92,7 +92,7 @@ class Verdict:
 
 
 def _device_hours(problem: Problem, step_seconds: float, steps: int) -> float:
-    """Return what so many steps of the same mean seconds take."""
+    """Return the duration of so many steps of the same mean seconds."""
     devices = problem.all_ranks * problem.tensor_parallel * problem.pipeline_parallel
     return devices * step_seconds * steps / 3600.0
 
@@ -154,7 +154,7 @@ def _planned_again(sequences: Sequence[LengthTable], problem: Problem) -> Iterat
 def compared_verdict(
     contenders: Sequence[Contender], inputs: PlanInputs, request: PlanRequest, batches: GlobalBatches
 ) -> Verdict | None:
-    """Return the verdict on fcp by what strategies were compared on; None where fcp or all of its rivals are missing.
+    """Return the verdict on fcp from compared strategies; None if fcp or all of its rivals are missing.
 
     Args:
         contenders: that planned all `batches`.

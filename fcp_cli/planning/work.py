@@ -23,7 +23,7 @@ def batch_work(sequences: LengthTable, problem: Problem) -> Work:
 
 
 def batch_encoder_seconds(sequences: LengthTable, problem: Problem) -> FloatArray | None:
-    """Return [n] what a wave's ranks share of each sequence, in seconds of one rank; None where they share nothing."""
+    """Return the work of each sequence that a wave's ranks share, [n] in seconds of one rank; None without any."""
     return None if problem.encoder_balance is None else vision_seconds(sequences, problem.profile)
 
 
@@ -40,6 +40,6 @@ def pack_work(work: Work, members: IntArray, offsets: IntArray, degree: npt.Arra
         members: of all packs, back to back: pack p has `members[offsets[p]:offsets[p + 1]]`, at least one.
         offsets: [packs + 1].
         degree: of the packs' groups: [packs], or one for all.
-        problem: gives what rings are padded to.
+        problem: for the padding of rings.
     """
     return pricing.pack_work(work.take(members), offsets, degree, problem.profile, problem.padding_multiple)

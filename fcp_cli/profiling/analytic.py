@@ -27,7 +27,7 @@ from fcp_cli.profiling.step_terms import analytic_step_terms
 from fcp_cli.recipe import Recipe, check_recipe
 
 ATTENTION_BACKWARD = 2.5  # forwards
-# Bytes that a hop reads and writes per element of a token's queries and layer, beside its kernel: partial results are
+# Bytes that a hop reads and writes per element of a token's queries and layer, outside its kernel: partial results are
 # added up, and queries, results and their gradients taken out and put back. Counted of the runtime's own operations.
 CHUNK_BYTES_FORWARD, CHUNK_BYTES_BACKWARD = 25.0, 26.0
 # Share of a rank's queries that a hop's kernel takes, on average: all of them against half of the keys of an earlier
@@ -125,7 +125,7 @@ def analytic_profile(
         spec: the model.
         cluster: gives rates, bandwidths and the memory of a device.
         recipe: that times and memory are of.
-        sync: of the plans to be made: what a rank gathers and keeps depends on it.
+        sync: of the plans to be made: it decides the tensors that a rank gathers and keeps.
         ranks: of the job.
         cut: of the model over devices of a rank, and of its experts over ranks.
         peers: ranks that one meets in rings, whose channels take memory.
@@ -213,7 +213,7 @@ class _Job:
         )
 
     def exchange_seconds_per_token(self, *, passes: float) -> float:
-        """Return what sending tokens to experts of other ranks, and their results back, takes per token.
+        """Return the seconds per token of sending tokens to experts of other ranks, and their results back.
 
         Args:
             passes: forwards and backwards, each of which sends both ways.
@@ -229,7 +229,7 @@ class _Job:
         return passes * sent * (among - 1) / among / devices / rate
 
     def chunk_seconds_per_token(self, *, reached: float) -> float:
-        """Return what a hop takes beside its kernel, per token; 0 where the rate of the memory is not known."""
+        """Return the seconds of a hop outside its kernel, per token; 0 if the memory bandwidth is unknown."""
         if self.cluster.memory_bytes_per_second is None:
             return 0.0
         forwards = 1 + reached * (self.recipe.recompute == "full")
@@ -260,7 +260,7 @@ class _Job:
         matrix_rate = cluster.peak_flops * cluster.linear_efficiency * devices
         rate = cluster.attention_rate
         attention_rate = cluster.peak_flops * rate.forward * devices
-        # Recomputing runs the forward again; `selective` keeps what attention computed, and so its ring.
+        # Recomputing runs the forward again; `selective` keeps attention's output, and so skips its ring.
         runs_ring_again, recomputes = recipe.recompute == "full", recipe.recompute != "none"
         backward = backward_of(spec, recipe)
         attention_backward = ATTENTION_BACKWARD * (rate.forward / rate.backward) + runs_ring_again

@@ -1,4 +1,4 @@
-"""Fits a cost profile to samples; its measurement block records what was measured, on what, and how far off it is."""
+"""Fits a cost profile to samples; its measurement block records samples, machine, and the error of the fit."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ class DegreeError:
 
 
 def recipe_of(samples: SamplesFile, request: RecipeRequest, sync: Sync | None) -> tuple[Recipe, Sync]:
-    """Return the recipe and the sync of a profile: as they were measured, with what was asked for in their place.
+    """Return the recipe and the sync of a profile: the measured ones, overridden by the request.
 
     Raises:
-        UsageError: packs take other times under what was asked for, or it contradicts itself.
+        UsageError: packs take other times under the request, or it contradicts itself.
     """
     measured = samples.subject
     recipe = request.applied_to(measured.recipe)
@@ -95,7 +95,7 @@ def profile_from_samples(
         sync: of the plans that the profile is for; None: as it was measured for.
 
     Raises:
-        UsageError: `request` asks for what was not measured, or for a frozen encoder of a model that has none.
+        UsageError: `request` asks for settings that were not measured, or for a frozen encoder of a model without one.
         ProfileError: nothing was observed, or the worker wrote nothing about its environment.
     """
     subject = samples.subject
@@ -150,7 +150,7 @@ def _kernels(samples: SamplesFile) -> KernelTable | None:
 def _fit(
     samples: SamplesFile, measured: Sequence[MeasuredPoint[Point]], prior: CostProfile
 ) -> tuple[Fit, Sequence[str]]:
-    """Fit the observed packs, or scale the prior to them where they are too few or too alike; return what to warn of.
+    """Fit the observed packs, or scale the prior to them if they are too few or too alike; return warnings.
 
     Raises:
         ProfileError: nothing was observed.
@@ -176,7 +176,7 @@ def _fit(
 
 
 def _scaled(samples: Sequence[Sample], prior: CostProfile) -> Fit:
-    """Return the prior with its computation times one factor, the median of what the samples took."""
+    """Return the prior with its computation scaled by one factor, the median ratio of the samples."""
     seconds = np.array([sample.seconds for sample in samples])
     factor = float(np.median(seconds / predicted_seconds(samples, prior)))
     names = (
@@ -240,7 +240,7 @@ def _on_one_node(profile: CostProfile) -> CostProfile:
 
 
 def _prior(samples: SamplesFile, spec: ModelSpec, recipe: Recipe, sync: Sync, *, shares_heads: bool) -> CostProfile:
-    """Return figures for what packs do not show: transfers between ranks where they were timed, else the cluster's.
+    """Return figures that packs do not show: transfers between ranks if they were timed, else the cluster's.
 
     Exchanges of ranks that share heads are priced where they were observed, and where the cluster has figures for them.
     """
@@ -354,7 +354,7 @@ def _clocks(samples: SamplesFile) -> dict[str, Any]:
 
 
 def _first_contacts(samples: SamplesFile) -> dict[str, Any]:
-    """Return what the first message between two ranks takes beside itself, by tier."""
+    """Return the extra seconds of the first message between two ranks, by tier."""
     return {
         line["tier"]: {
             "milliseconds": 1e3 * float(np.median(line["seconds"])),
@@ -410,7 +410,7 @@ def _point_record(point: MeasuredPoint[Point], predicted: float) -> dict[str, An
 
 
 def _rounded(value: Any) -> Any:
-    """Round measured figures to six significant digits, and leave out what is unknown."""
+    """Round measured figures to six significant digits, and drop unknown ones."""
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}")
     if isinstance(value, Mapping):

@@ -35,7 +35,7 @@ def computed_profile(request: ProfileRequest, origins: Origins) -> CostProfile:
 
     Raises:
         UsageError: a cut that the model does not allow, or a recipe that contradicts itself.
-        ProfileError: unknown model or cluster, or no room for a token under what was asked for.
+        ProfileError: unknown model or cluster, or no memory for tokens under the request.
     """
     spec = load_model(request.model or DEFAULT_MODEL)
     cluster = load_cluster(request.cluster or EXAMPLE_CLUSTER).running(request.attention_kernel)
@@ -74,14 +74,14 @@ def computed_profile(request: ProfileRequest, origins: Origins) -> CostProfile:
 
 
 def asked_sync(request: ProfileRequest) -> Sync | None:
-    """Return the sync that was asked for; stage 3 asks for its own. None: what suits."""
+    """Return the requested sync; stage 3 has its own. None: the default of the job."""
     if request.sync != "auto":
         return request.sync
     return "microbatch" if request.recipe.zero == "3" else None
 
 
 def _fit(spec: ModelSpec, request: ProfileRequest, place: Place, origins: Origins) -> Fit:
-    """Return the recipe: what was asked for, and of the rest what fits; what was chosen goes into `origins`."""
+    """Return the recipe: the request, completed by settings that fit; `origins` collects the choices."""
     sync = asked_sync(request)
     # One rank has none to wait for: it stands for those of a plan, which `fcp plan` makes for `iteration`.
     fit = fitting_recipe(spec, request.recipe, place, sync=sync or (None if place.ranks > 1 else "iteration"))
@@ -143,9 +143,8 @@ def choose_measurement(request: ProfileRequest, origins: Origins) -> Measurement
     device_bytes = _device_bytes(kind, device, cluster, ranks)
     place = place_of(cluster, ranks=ranks, nodes=request.nodes, device_bytes=device_bytes, on_cpu=on_cpu)
     fit = _fit(spec, request, place, origins)
-    recipe = replace(
-        fit.recipe, lora=None, freeze=None
-    )  # what packs are measured under; fits are scaled to what is asked
+    # Packs are measured under it; fits are scaled to the request.
+    recipe = replace(fit.recipe, lora=None, freeze=None)
     layers = _layers(request, spec) or default_layers(spec, recipe, device=kind, device_bytes=device_bytes, ranks=ranks)
     return Measurement(
         model=request.model or spec.name,

@@ -22,7 +22,7 @@ class Stopwatch:
     On an accelerator these are events on its stream. On a CPU, Linux counts how long the thread stood in the run
     queue (schedstat); elsewhere the wall clock has to do. A result is never below the time that the thread
     computed: clocks of different cores make the queue's time exceed the truth now and then. Where the ranks themselves
-    share cores (`shares_cores`), waiting for a core is part of what a job sees, and the wall clock is what counts.
+    share cores (`shares_cores`), waiting for a core is part of a job's time, and the wall clock counts.
     """
 
     def __init__(self, device: torch.device, *, shares_cores: bool = False) -> None:
@@ -49,9 +49,9 @@ class Stopwatch:
         an idle device at other clocks and while other ranks may still come, is run beforehand and does not count.
 
         Args:
-            work: what is timed.
+            work: to time.
             repeats: how often.
-            pause: what a CPU's ranks do between two of them, so that none starts late.
+            pause: of a CPU's ranks between two of them, so that none starts late.
         """
         if not self._runs_ahead:
             found = []
@@ -90,7 +90,7 @@ def device_memory_bytes(device: torch.device, *, ranks_on_host: int) -> float:
 
 
 def free_bytes(device: torch.device) -> float:
-    """Return the free memory of the device; of a CPU all of the host's, of which nobody says what is free."""
+    """Return the free memory of the device; of a CPU all of the host's, since free memory is unknown."""
     if device.type != "cpu":
         return float(torch.get_device_module(device).mem_get_info(device)[0])
     return float(host_memory_bytes())

@@ -18,19 +18,19 @@ from fcp_cli.profiling.points import LEAST_LENGTH, Point, VisionPoint
 from fcp_cli.recipe import PrecisionName, Recipe
 
 _STATE_SHARE = 2 / 3  # of a rank's memory that a model measured whole may take in training
-_LAYER_COUNTS = (6, 4, 3)  # of which the largest that fits is measured, beside a third of it
+_LAYER_COUNTS = (6, 4, 3)  # the largest that fits is measured, and a third of it
 WEIGHT_BYTES: Mapping[PrecisionName, int] = {"bf16": 2, "amp": 4, "fp32": 4, "fp64": 8}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Footprint:
-    """What a rank of the worker holds.
+    """Memory of a rank of the worker.
 
     Attributes:
         spec: the whole model.
         recipe: that packs run under.
         layers: of the language model that are built.
-        vision_layers: blocks of the encoder that are built beside it.
+        vision_layers: blocks of the encoder that are built with it.
         ranks: that measure together.
         on_cpu: they run on hosts.
         device_bytes: memory of a rank.
@@ -66,7 +66,7 @@ class Footprint:
         return 2.0 * WEIGHT_BYTES[self.recipe.precision] * blocks.parameters  # as many gradients as weights
 
     def memory(self) -> RankMemory:
-        """Return what a rank holds while it runs packs: no optimizer yet, but the encoder beside the model."""
+        """Return the memory of a rank while it runs packs: model and encoder, no optimizer yet."""
         whole = replace(self.recipe, zero_stage=0, shard_ranks=None, freeze_vision=False)
         found = rank_memory(
             self._built,
@@ -149,16 +149,16 @@ def default_layers(
 
 
 def points_that_fit(points: Sequence[Point], footprint: Footprint) -> tuple[Point, ...]:
-    """Return the points whose shard of a rank fits its memory beside the model, by the estimate; in their order.
+    """Return the points whose shard fits a rank's memory together with the model, by the estimate; in their order.
 
-    Every rank leaves out the same: an allocation that fails on one of them would end them all.
+    Every rank skips the same points: an allocation that fails on one rank would end them all.
     """
     room = footprint.room_tokens
     return tuple(point for point in points if -(-point.tokens // point.degree) <= room)
 
 
 def vision_points_that_fit(points: Sequence[VisionPoint], footprint: Footprint) -> tuple[VisionPoint, ...]:
-    """Return the calls of the encoder whose activations fit a rank's memory beside the model, by the estimate."""
+    """Return the encoder calls whose activations fit a rank's memory together with the model, by the estimate."""
     vision = footprint.spec.vision
     if vision is None:
         return ()

@@ -1,4 +1,4 @@
-"""A cost profile of forward passes alone, made from one of training: what log-probabilities and reference models run.
+"""A cost profile of forward passes alone, made from one of training, for log-probabilities and reference models.
 
 Each coefficient is that of training times the share that a forward has in it, by the operations, bytes and messages
 that `analytic` counts: no backward, nothing computed again, keys and values alone in the ring. What a micro-batch takes
@@ -33,14 +33,14 @@ from fcp_cli.validation import validated
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardShares:
-    """What a forward takes of training, by coefficient: 1 / 3.5 of attention and 1 / 3 of matrices in the usual case.
+    """Share of a forward in training, by coefficient: 1 / 3.5 of attention and 1 / 3 of matrices in the usual case.
 
     Attributes:
         attention, linear: of the language model.
-        ring_bytes, ring_hops, chunks: of rings: bytes, messages, and what short chunks cost.
+        ring_bytes, ring_hops, chunks: of rings: bytes, messages, and the cost of short chunks.
         halo_messages: of halos, whose bytes have the share of rings'.
         vision, vision_pairs: of the encoder's matrices, and of its attention.
-        wave_floor: of what a wave gathers and scatters.
+        wave_floor: of a wave's gathers and scatters.
     """
 
     attention: float
@@ -55,7 +55,7 @@ class ForwardShares:
 
 
 def forward_shares(spec: ModelSpec, recipe: Recipe, *, backward_slowdown: float = 1.0) -> ForwardShares:
-    """Return the shares of a forward in what a recipe trains; a figure of the model that both have cancels out.
+    """Return the shares of a forward in training under a recipe; common figures of the model cancel out.
 
     Args:
         spec, recipe: of the training profile.
@@ -89,7 +89,7 @@ def forward_shares(spec: ModelSpec, recipe: Recipe, *, backward_slowdown: float 
 
 
 def forward_profile(profile: CostProfile) -> CostProfile:
-    """Return the profile of forward passes under the same model, cluster and recipe; one of forward passes as it is.
+    """Return the profile of forward passes under the same model, cluster and recipe; one of forward passes unchanged.
 
     Where the profile does not say its recipe, nothing is recomputed; where its model is not known, the shares are those
     of the default model, which differ from others' for adapters and frozen weights alone. The memory stays that of
@@ -127,7 +127,7 @@ def backward_slowdown(profile: CostProfile) -> float:
 
 
 def _exchanged(heads: Heads, share: float) -> Heads:
-    """Return what exchanging tokens for heads takes without the backward's exchanges, which are as many."""
+    """Return the seconds of all-to-alls without those of backward, which are as many."""
     return replace(
         heads,
         exchange_bytes_per_token=heads.exchange_bytes_per_token * share,

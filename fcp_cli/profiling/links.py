@@ -1,4 +1,4 @@
-"""Messages between ranks: which pairs are timed, how long messages of growing size take, and what a first one costs."""
+"""Messages between ranks: which pairs are timed, seconds of messages of growing size, and the cost of a first one."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _possible(shifts: dict[str, tuple[int, int]], world: int, ranks_per_node: in
 
 
 def most_message_bytes(device: torch.device) -> int:
-    """Return the largest message to time: what this device's free memory holds twice with room to spare."""
+    """Return the largest message to time: this device's free memory holds two with room to spare."""
     most = HOST_MOST_BYTES if device.type == "cpu" else DEVICE_MOST_BYTES
     return max(_LEAST_BYTES, min(most, int(free_bytes(device) / (2 * _SHARE_OF_FREE))))
 
@@ -102,7 +102,7 @@ class Gather(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contact:
-    """What the first message between two ranks took beside a message itself; [ranks] each.
+    """Extra seconds of the first message between two ranks; [ranks] each.
 
     Attributes:
         seconds: that the host was held up.

@@ -30,7 +30,7 @@ _WORKER = ("-m", "fcp_cli.profiling.worker")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What a measurement left.
+    """Result of a measurement.
 
     Attributes:
         samples: all that was measured, in this run and in those before it.
@@ -47,8 +47,8 @@ def run_measurement(
     """Run the worker until it ends.
 
     Args:
-        measurement: what to measure.
-        environment: variables for the ranks beside this process's own: those that a job would get.
+        measurement: to run.
+        environment: variables for the ranks on top of this process's: those that a job would get.
         on_progress: gets the elapsed seconds and the observations so far.
     """
     with tempfile.TemporaryDirectory(prefix="fcp-profile-") as folder:
@@ -73,7 +73,8 @@ def run_measurement(
 
 
 def cluster_command(measurement: Measurement, request: Path, *, master: str, environment: Mapping[str, str]) -> str:
-    """Return what to run on every node of a cluster, with NODE_RANK set to 0, 1, ...; the request is on shared storage.
+    """Return the command for every node of a cluster, with NODE_RANK set to 0, 1, ...; the request is on shared
+    storage.
 
     Args:
         measurement: on several nodes.
@@ -84,7 +85,7 @@ def cluster_command(measurement: Measurement, request: Path, *, master: str, env
     meeting = [f"--nnodes={measurement.nodes}", f"--master-addr={master}", "--master-port=29500"]
     argv = torchrun_argv(measurement.ranks // measurement.nodes, python="python", options=meeting)
     program = [*_WORKER, str(request.resolve())]
-    # The shell of each node fills in its number, so it stands outside what is quoted here.
+    # The shell of each node fills in its number, so it is not quoted here.
     variables = "".join(f"{name}={shlex.quote(value)} " for name, value in environment.items())
     return f'{variables}{shlex.join(argv)} --node-rank="$NODE_RANK" {shlex.join(program)}'
 

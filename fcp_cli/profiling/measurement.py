@@ -24,7 +24,7 @@ class Subject:
 
     Attributes:
         model: name or path, as `load_model` takes it.
-        cluster: name that the profile gives; its figures stand in for what cannot be measured here.
+        cluster: name of the profile's cluster; its figures replace those that cannot be measured here.
         ranks: processes on all nodes, one per device or core; 1 emulates degrees above 1.
         nodes: machines; with several, rings across nodes are measured too.
         degrees: to measure.
@@ -83,15 +83,15 @@ class Measurement(Subject):
     """A subject to measure now.
 
     Attributes:
-        budget_seconds: for observations, beside the start of the processes.
-        samples: file that keeps what is measured; only rank 0 writes it.
+        budget_seconds: for observations, without the start of the processes.
+        samples: file of the observations; only rank 0 writes it.
     """
 
     budget_seconds: float
     samples: Path
 
     def subject(self) -> Subject:
-        """Return what is measured, without how long and where to."""
+        """Return the settings of the measurement, without its budget and file."""
         return Subject(**{f.name: getattr(self, f.name) for f in fields(Subject)})
 
     def write(self, path: Path) -> None:
@@ -102,7 +102,7 @@ class Measurement(Subject):
 
 
 def read_measurement(path: Path) -> Measurement:
-    """Read what `Measurement.write` wrote.
+    """Read the file of `Measurement.write`.
 
     Raises:
         ProfileError: unreadable, or its subject is damaged.
@@ -124,7 +124,7 @@ def model_figures(model: str) -> Mapping[str, Any]:
 
 
 def timed_settings(recipe: Recipe) -> dict[str, str]:
-    """Return the settings of a recipe that decide what a pack takes; the others decide what ranks hold."""
+    """Return the settings of a recipe that decide the time of a pack; the others decide memory."""
     return {name: getattr(recipe, name) for name in ("precision", "recompute", "loss", "offload")}
 
 

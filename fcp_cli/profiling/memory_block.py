@@ -38,7 +38,7 @@ def place_of(cluster: str, *, ranks: int, nodes: int, device_bytes: float, on_cp
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryFigures:
-    """What a profile says of memory.
+    """Memory figures of a profile.
 
     Attributes:
         spec, recipe, sync, place: of the job.
@@ -73,7 +73,7 @@ class MemoryFigures:
 
         Rings take their buffers in attention's backward; a rank mostly holds more at another moment.
         """
-        whole = replace(self.recipe, zero_stage=0, shard_ranks=None)  # what is shared out is not a matter of tokens
+        whole = replace(self.recipe, zero_stage=0, shard_ranks=None)  # sharding does not change the bytes of tokens
         alone, member = (rank_memory(self.spec, whole, sync="iteration", ranks=ranks) for ranks in (1, 2))
         return max(one.bytes_per_token for one in member.moments) - max(one.bytes_per_token for one in alone.moments)
 
@@ -87,7 +87,7 @@ class MemoryFigures:
         return vision.merge_size**2 * per_patch
 
     def record(self, tokens: int) -> Mapping[str, Any]:
-        """Return what a rank holds with so many tokens, by the estimate, for a profile's measurement."""
+        """Return the estimated memory of a rank with so many tokens, for a profile's measurement."""
         return {
             "ranks": self.place.ranks,
             "at_tokens": tokens,
@@ -95,12 +95,12 @@ class MemoryFigures:
         }
 
     def fitting(self) -> Fit:
-        """Return a recipe that fits and needs no other times: what packs were timed under stays as it is."""
+        """Return a recipe that fits and needs no other times: settings that packs were timed under are unchanged."""
         asked = RecipeRequest.to_train_as(self.recipe, **timed_settings(self.recipe))
         return fitting_recipe(self.spec, asked, self.place)
 
     def warnings(self, found: Memory) -> list[str]:
-        """Say what is wrong where the model leaves no room for tokens, and which recipe would."""
+        """Describe the shortage if the model leaves no memory for tokens, and a recipe that fits."""
         if (found.tokens_per_rank() or 0) >= 1:
             return []
         size = f"{found.model_state_bytes / 1e9:.1f} of the {found.capacity_bytes / 1e9:.1f} GB that a rank may use"

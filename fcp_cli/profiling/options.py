@@ -1,4 +1,4 @@
-"""The options that say what to measure or compute for a cost profile; `choices` completes them."""
+"""The options that decide the measurement or computation of a cost profile; `choices` completes them."""
 
 from __future__ import annotations
 

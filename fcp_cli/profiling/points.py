@@ -155,7 +155,7 @@ def _random_packs(max_length: int, packs: int = 5) -> list[tuple[int, ...]]:
 
 
 LEAST_SIDE = 8  # patches
-MOST_PATCHES = 65_536  # the largest picture that Qwen3-VL's published settings leave as it is
+MOST_PATCHES = 65_536  # the largest picture that Qwen3-VL's published settings do not resize
 _FITTED_SIDES = (8, 16, 22, 32, 64, 128, 256)
 _HELD_OUT_SIDES = (12, 24, 44, 88, 176)
 

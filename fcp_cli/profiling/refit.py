@@ -20,7 +20,7 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.runs.metrics_reader import read_metrics
 from fcp_cli.runs.metrics_record import MetricsRecord, RunRecord, StepRecord
 
-# Every so many samples one is held out: the error on these is what the new profile can promise.
+# Every so many samples one is held out: the error on these is the expected error of the new profile.
 HOLD_OUT_EVERY = 5
 _RUN_KEYS = ("model", "device", "device_name", "num_ranks", "sync", "torch", "started", "plan_hash")
 _ROUNDING = 1e-9  # relative; a smaller difference of seconds is no work of an encoder
@@ -70,13 +70,13 @@ class Refit:
 def samples_of_run(metrics: Path, *, plan: Path | None, skip_steps: int) -> RunSamples:
     """Read a run's micro-batches; lengths come from the plan that it followed.
 
-    The ranks of a group end together, and the last to arrive did not wait: the shortest of their times is what the
-    micro-batch took.
+    The ranks of a group end together, and the last to arrive did not wait: the shortest of their times is the one that
+    the micro-batch took.
 
     Args:
         metrics: the run's metrics.jsonl.
         plan: where the plan lies now, if not where the run read it.
-        skip_steps: steps to leave out after every start, while kernels and caches warm up.
+        skip_steps: steps to skip after every start, while kernels and caches warm up.
 
     Raises:
         RunError: the metrics cannot be read. PlanError: the plan cannot.
@@ -117,7 +117,7 @@ def _closing_seconds(records: Iterable[StepRecord]) -> Iterable[float]:
 
 
 def _measured_step(runs: Sequence[RunSamples], before: StepTerms) -> StepTerms:
-    """Return the terms with the closing seconds that the runs had; what sums gradients is not told apart in them."""
+    """Return the terms with the closing seconds that the runs had; they do not separate the gradient reduction."""
     found = [seconds for run in runs for seconds in run.closing_seconds]
     if not found:
         return before

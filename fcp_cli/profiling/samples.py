@@ -1,7 +1,7 @@
-"""The file that a measurement fills while it runs: JSON Lines, so that a run that dies keeps what it measured.
+"""The file that a measurement fills while it runs: JSON Lines, so that a run that dies keeps its samples.
 
-The first line holds what is measured on what; then comes one line per observation, transfer or memory reading; the last
-line marks the end. A file without it is resumed.
+The first line describes the measurement and its machine; then comes one line per observation, transfer or memory
+reading; the last line marks the end. A file without it is resumed.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class MeasuredPoint(Generic[P]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplesFile:
-    """A samples file as read: what was measured, the model's figures at that time, and the lines by kind."""
+    """A samples file as read: the measurement, the model's figures at that time, and the lines by kind."""
 
     subject: Subject
     figures: Mapping[str, Any]
@@ -159,8 +159,8 @@ class SamplesFile:
     def summary(self, seconds: Sequence[float]) -> float:
         """Return one figure for repeated observations: their lowest decile, since other load only ever adds.
 
-        Where the ranks are each other's load they take turns, and the median is what a job sees. So it is on
-        accelerators: what is quickest there ran at clocks that a job does not keep up.
+        If the ranks share a device's cores they take turns, and a job sees the median. So it is on
+        accelerators: the fastest samples there ran at clocks that a job cannot sustain.
         """
         return float(np.quantile(np.asarray(seconds), 0.5 if self.shares_cores or self.on_accelerators else 0.1))
 
@@ -233,7 +233,7 @@ def _require_same(measurement: Measurement, samples: SamplesFile) -> None:
 
 
 def _compared(subject: Subject) -> dict[str, Any]:
-    """Return what makes samples those of one measurement: of the recipe what times depend on."""
+    """Return the key of a measurement's samples: of the recipe, the settings that times depend on."""
     compared = {f.name: getattr(subject, f.name) for f in fields(Subject) if f.name not in ("recipe", "sync")}
     return {**compared, **timed_settings(subject.recipe)}
 
@@ -244,7 +244,7 @@ def _short(value: Any) -> str:
 
 
 def read_samples(path: Path) -> SamplesFile:
-    """Read a samples file; a last line cut short by a kill is left out.
+    """Read a samples file; a last line truncated by a kill is skipped.
 
     Raises:
         ProfileError: unreadable, or not a samples file.

@@ -26,11 +26,11 @@ class Schedule(Generic[P]):
     """Chooses the task to observe next, so that a budget of time is spent where it counts most.
 
     Every task once, cheapest first; then those observed least whose observations still lie apart. A task whose
-    estimated time is more than a third of what is left of the budget is left out.
+    estimated time is more than a third of the remaining budget is skipped.
     """
 
     LEAST_REPEATS = 4
-    MOST_REPEATS = 24  # what still lies apart then is disturbed by more than chance
+    MOST_REPEATS = 24  # samples that still differ then are disturbed by more than noise
     TIGHT_SPREAD = 0.01  # of the lower quartile, up to the median
 
     def __init__(self, points: Sequence[P], layers: Sequence[int]) -> None:
@@ -39,7 +39,7 @@ class Schedule(Generic[P]):
         self._rounds = [0] * len(self.tasks)
 
     def resume(self, observed: Mapping[tuple[int, str], Sequence[float]]) -> None:
-        """Take over what a former run observed, by (layers, point key)."""
+        """Reuse the observations of an earlier run, by (layers, point key)."""
         for position, task in enumerate(self.tasks):
             self.seconds[position].extend(observed.get((task.layers, task.point.key), ()))
             self._rounds[position] = len(self.seconds[position])
@@ -61,7 +61,7 @@ class Schedule(Generic[P]):
         rounds = self._rounds[position]
         if rounds < self.LEAST_REPEATS:
             return False
-        # From the lower quartile up to the median: what disturbs a measurement makes it slower, never faster.
+        # From the lower quartile up to the median: disturbances make a measurement slower, never faster.
         ordered = sorted(self.seconds[position])
         low, middle = ordered[len(ordered) // 4], ordered[len(ordered) // 2]
         return rounds >= self.MOST_REPEATS or (middle - low) / low <= self.TIGHT_SPREAD

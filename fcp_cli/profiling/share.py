@@ -1,4 +1,4 @@
-"""What a measured profile tells others of its device: no names or paths of the machine, the model or the user."""
+"""The shared part of a measured profile: its device's figures, without names or paths of machine, model or user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Computes what a step takes beside its micro-batches, from the figures of a model and a cluster.
+"""Computes the seconds of a step outside its micro-batches, from the figures of a model and a cluster.
 
 Bytes that ranks of several nodes exchange pass the links of each node: `links_per_node`, each as fast as a ring's. What
 one rank gathers arrives once at its node for each device of a rank; inside a node each device receives all of it.
@@ -19,7 +19,7 @@ class Exchange:
 
     Attributes:
         shards: ranks that share one copy.
-        copies: of what is shared out (HSDP).
+        copies: of the sharded tensors (HSDP).
         ranks_per_node, devices_per_rank: which lie on one node.
         intra, node: bytes per second between devices of a node, and of all links of a node together.
     """
@@ -49,7 +49,7 @@ def analytic_step_terms(state: State, cluster: ClusterSpec, *, ranks: int) -> St
     """Compute floor, tail and update; all 0 where the cluster does not say how many links a node has.
 
     Args:
-        state: what a rank holds under the recipe.
+        state: memory of a rank under the recipe.
         cluster: bandwidths, links of a node, and the rate of a device's memory.
         ranks: of the job.
     """

@@ -1,4 +1,4 @@
-"""Times of a job that trains a part of its model, from what was measured with all of it trained."""
+"""Times of a job that trains a part of its model, from measurements with all of it trained."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def measured_recipe(spec: ModelSpec, recipe: Recipe) -> Recipe:
 
 
 def scaled_to_trained(profile: CostProfile, whole: CostProfile, tuned: CostProfile) -> tuple[CostProfile, str | None]:
-    """Return a profile for what is trained, and what was assumed for it; None where nothing was.
+    """Return a profile for the trained part, and its assumptions; None without any.
 
     Args:
-        profile: fitted to what was measured.
+        profile: fitted to the samples.
         whole: computed for the recipe that was measured.
         tuned: computed for the recipe that the profile is to be of.
     """
@@ -46,7 +46,7 @@ def scaled_to_trained(profile: CostProfile, whole: CostProfile, tuned: CostProfi
 
 
 def heads_of_trained(heads: Heads, whole: Heads, tuned: Heads) -> Heads:
-    """Return what exchanges take with what is trained, from what they took with all of it; counts are given of both."""
+    """Return the seconds of exchanges for the trained part, scaled from the whole model's by the counts of both."""
     names = ("exchange_bytes_per_token", "key_value_exchange_bytes_per_token", "exchange_seconds")
     counted = {name: getattr(tuned, name) / getattr(whole, name) for name in names}
     return replace(heads, **{name: ratio * getattr(heads, name) for name, ratio in counted.items()})

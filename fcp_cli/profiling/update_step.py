@@ -1,4 +1,4 @@
-"""What ends a step: gradients summed over the ranks, clipped, and AdamW on a rank's share of the parameters."""
+"""The end of a step: gradients summed over the ranks, clipped, and AdamW on a rank's share of the parameters."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class VisionFit:
     Attributes:
         costs: the fitted coefficients.
         points: the observed calls, fitted and held out.
-        predicted_seconds: what `costs` gives for each of them.
+        predicted_seconds: by `costs`, for each of them.
     """
 
     costs: VisionCosts

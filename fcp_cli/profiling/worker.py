@@ -1,6 +1,6 @@
 """Measures on the ranks of a job: `torchrun ... -m fcp_cli.profiling.worker REQUEST.json`, which `fcp profile` starts.
 
-Rank 0 decides what comes next and appends every observation to the samples file at once; the other ranks follow.
+Rank 0 decides the next observation and appends each to the samples file at once; the other ranks follow.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ class Measurer:
         """Return the seconds of each group that ran the point, run by run: of the member that was disturbed least.
 
         Members end together, so one that another had to wait for shows the work itself, and the others show waiting.
-        Where ranks share cores they take turns, and what counts is from the first start to the last end; ranks that are
+        If ranks share cores they take turns, and the time is from the first start to the last end; ranks that are
         left over run the pack among themselves, so that no core is lent.
         """
         self.workload.set_layers(task.layers)
@@ -303,7 +303,7 @@ class Measurer:
         return [seconds for times in everyone for seconds in times]
 
     def _step(self) -> None:
-        """Time what a step costs beside its micro-batches: gradients summed over ranks, clipped, and AdamW.
+        """Time the part of a step outside its micro-batches: gradient reduction, clipping, and AdamW.
 
         The optimizer has the share of the parameters that a rank of the job has, and as much as fits.
         """
@@ -352,7 +352,7 @@ class Measurer:
 
     def _peak(self, work: Callable[[], None], **line: Any) -> None:
         """Write down by how much a piece of work raises this rank's peak."""
-        # Freed memory goes back to the system first: a CPU's peak is the resident size, not what is in use.
+        # Freed memory goes back to the system first: a CPU's peak is the resident size, not the memory in use.
         gc.collect()
         with suppress(OSError, AttributeError):
             ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -94,7 +94,7 @@ class GradientSums:
         parameter.grad = None
 
     def holders(self) -> list[nn.Parameter]:
-        """Return a parameter for each sum, which is its own gradient: what sums and updates them sees what it needs."""
+        """Return a parameter for each sum, which is its own gradient, as the reduction and the update expect."""
         found = []
         for parameter in self._model.parameters():
             if parameter in self._sums:
@@ -131,7 +131,7 @@ class Workload:
         return torch.bfloat16 if self._recipe.precision == "amp" else next(self.model.parameters()).dtype
 
     def gradient_holders(self) -> list[nn.Parameter]:
-        """Return parameters whose `grad` is what a step sums over ranks."""
+        """Return parameters whose `grad` a step sums over ranks."""
         return list(self.model.parameters()) if self._sums is None else self._sums.holders()
 
     def set_layers(self, layers: int) -> None:

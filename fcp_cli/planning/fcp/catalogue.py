@@ -2,8 +2,8 @@
 
 Ranks of a node are alike, and so are nodes: which ranks a ring gets matters little, which degrees a wave can lay side
 by side matters much. A sample of steps is planned with many more groups than are allowed; those of least use are
-dropped, some at a time, and the sample is planned again, until the limit holds. This is done by several rules of what
-use is, since none is best everywhere; what they choose competes on the sample with the blocks of a binary tree.
+dropped, some at a time, and the sample is planned again, until the limit holds. This is done by several measures of
+use, since none is best everywhere; their choices compete on the sample with the blocks of a binary tree.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def tree_groups(max_groups: int, *, num_ranks: int, ranks_per_node: int) -> list
 
 
 def _by_value(groups: list[range], values: Mapping[range, int], tree: list[range]) -> list[range]:
-    """Sort: all ranks, then by falling value; what the sample never used comes last, the tree's blocks before others.
+    """Sort: all ranks, then by falling value; groups that the sample never used come last, the tree's blocks before
+    others.
 
     Values are integers: powers of floats may differ between machines.
     """

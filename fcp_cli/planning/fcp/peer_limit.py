@@ -2,7 +2,7 @@
 
 Rings of neighbouring ranks share their pairs of ranks (`plan.ring_order`), so the limit is kept by placement: groups
 inside a node are of neighbours, and wider ones are of neighbouring nodes. The pairs of all such groups are the same for
-every plan, so no plan, step or resumed run can exceed what is counted here once.
+every plan, so no plan, step or resumed run can exceed the count made here once.
 """
 
 from __future__ import annotations

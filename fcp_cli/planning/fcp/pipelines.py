@@ -1,8 +1,8 @@
 """Plans steps of pipelines: equally long micro-batches, judged by the exact timeline.
 
 A pipeline of P stages waits about P - 1 of its micro-batches per step, a micro-batch on its own takes P times its
-seconds, and behind one that is longer than its neighbours all stages wait. So what runs at the same time should take
-equally long (ByteScale's PP-Balance puts like with like), and how long is what has to be chosen: short ones make small
+seconds, and behind one that is longer than its neighbours all stages wait. So micro-batches that run at the same time
+should take equally long (ByteScale's PP-Balance puts like with like), and the choice is how long: short ones make small
 bubbles, but each costs its fixed seconds, and a ring its messages. For each of several lengths of a micro-batch:
 
     a sequence that one rank cannot run in that time, or hold, becomes a ring of the narrowest block of ranks that can
@@ -10,7 +10,7 @@ bubbles, but each costs its fixed seconds, and a ring its messages. For each of 
     all else goes, longest first, to the rank that would be ready first, and there into micro-batches of like length
 
 A rank of a long ring waits for it P - 1 times; either that is forgotten, and all ranks run equally many micro-batches,
-or it counts, and what else runs there counts by half, since it runs in that time. Blocks of ranks lie within each other
+or it counts, and other work there counts by half, since it runs in that time. Blocks of ranks lie within each other
 (halves of halves), so that whoever meets in a ring has met in the same rings before: no two replicas ever wait for each
 other in a circle. Blocks of three eighths and the like, which leave the others to those who have no part in the longest
 sequence, are tried, too. Whatever else is planned for the same batch competes. The quickest answers are tried in other
@@ -44,9 +44,9 @@ _SHARES = 0.02, 0.026, 0.034, 0.044, 0.057, 0.073, 0.095, 0.12, 0.16, 0.21, 0.27
 _BUDGETS = 1.0, 0.7, 0.5, 0.35, 0.25  # parts of the token budget that plainer plans are made for
 _NEAR = 1.02, 1.1, 1.5  # of the least that a ring can take: wider ones cost more than they save
 _NEXT = 3  # lengths: how far from the best to try others
-_IN_SHADOW = 0.5  # of what runs beside a long ring: the rest runs while the pipeline waits for the ring anyway
-_FAR = 1.4  # of the quickest step so far: what a layout may take and be tried in another order
-_HOPELESS = 1.03  # of the quickest step so far: what an order may take and count still
+_IN_SHADOW = 0.5  # of work in parallel to a long ring: the rest runs while the pipeline waits for the ring anyway
+_FAR = 1.4  # of the quickest step so far: limit of a layout to be tried in another order
+_HOPELESS = 1.03  # of the quickest step so far: limit of an order to be kept
 _REORDERED = 10  # answers, the quickest ones, whose waves are tried in other orders
 _IMPROVED = 5  # answers, the quickest ones, whose micro-batches then change places
 _REACH = 3  # waves: how far away a neighbour may be
@@ -83,7 +83,7 @@ def replicas_of(problem: Problem, machine: Machine) -> Replicas:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A step that was run: as it was made, with waves where it has any; what its micro-batches cost; its seconds."""
+    """A simulated step: its original form, with its waves if any; the costs of its micro-batches; its seconds."""
 
     made: Assignment
     prices: Prices
@@ -193,7 +193,7 @@ class _Lengths:
         Args:
             ring: of `rings`.
             short: of `lengths`, for micro-batches outside rings.
-            waits: 1 where it counts what ranks wait for long rings; else 0.
+            waits: 1 if waits of ranks for long rings count; else 0.
         """
         key = self._same[ring], short, waits
         if key in self.found:
@@ -236,9 +236,9 @@ class _Lengths:
 
 
 def like_lengths(batch: Batch, problem: Problem, replicas: Replicas) -> Iterator[Candidate]:
-    """Yield what the module's description makes of a batch, for each length of rings and of other micro-batches.
+    """Yield the layouts of a batch by the module's description, for each length of rings and of other micro-batches.
 
-    First rings and the rest get one length, from long to short, then each of the two another near the best beside the
+    First rings and the rest get one length, from long to short, then each of the two another near the best with the
     other.
     """
     tries = _Lengths(batch, problem, replicas)
@@ -281,7 +281,7 @@ def _seconds_by_degree(batch: Batch, problem: Problem, replicas: Replicas) -> Fl
 
 
 def plain_problems(problem: Problem, longest_tokens: int) -> Iterator[Problem]:
-    """Yield what the step may be planned as without pipelines: as waves at parts of the token budget, or timelines."""
+    """Yield the step's plans without pipelines: as waves at parts of the token budget, or timelines."""
     multiple = problem.padding_multiple or 1
     syncs: tuple[Sync, ...] = ("microbatch", "iteration")
     for part in _BUDGETS:

@@ -1,4 +1,5 @@
-"""`--robust`: among answers that are as quick by the cost model, the one that suffers least from what it leaves out.
+"""`--robust`: among answers that are as quick by the cost model, the one that suffers least from effects that the model
+ignores.
 
 The candidates are fcp's own answer and its answers for machines on which rings, or those across nodes, are slower than
 they are, or micro-batches are dearer; each of them also in reverse, where ranks do not wait for waves, and else with
@@ -22,7 +23,7 @@ from fcp_cli.planning.problem import Assignment, Batch
 from fcp_cli.planning.stress import stressed_seconds
 
 MOST_LOSS: Final = 0.005
-"""Of the predicted seconds: what a robust step may take longer where nothing goes wrong."""
+"""Of the predicted seconds: extra time that a robust step may take without disturbances."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

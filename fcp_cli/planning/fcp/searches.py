@@ -23,7 +23,7 @@ def assign_waves(
 ) -> Assignment | None:
     """Plan waves; None where that takes as long as a step that is known.
 
-    A step of very many waves is planned in parts, each with what the last wave of the part before had: the search looks
+    A step of very many waves is planned in parts, each with the last wave of the part before: the search looks
     at all that waits for every wave, so that its time grows with the square of the waves.
     """
     found, held, waves = [], np.empty(0, dtype=np.int64), 0
@@ -70,8 +70,8 @@ def assign_waves(
 def wave_parts(sequences: Sequences, machine: Machine) -> list[IntArray]:
     """Cut a step, by falling work, into parts of some dozens of waves, of like work.
 
-    What holds the upper half of the work is cut into runs, so that sequences that take equally long stay together; the
-    rest is dealt out, for all parts to have what fills their waves.
+    The longest sequences, with half of the work, are cut into runs, so that sequences that take equally long stay
+    together; the rest is dealt out, so that all parts can fill their waves.
     """
     n, count = len(sequences.work), int(sequences.tokens.sum()) // (machine.num_ranks * machine.tokens_per_rank)
     count //= _WAVES_PER_PART

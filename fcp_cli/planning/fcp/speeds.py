@@ -1,7 +1,7 @@
 """Steps on ranks of different speeds: planned as if ranks were alike, and then fitted to them.
 
-The compiled search knows no speeds. A rank of speed s does in T seconds what another does in s T, so beside a pack of
-(1 - s) T seconds that nobody runs it would be like the others: under `iteration` the batch gets such a pack for each
+The compiled search knows no speeds. A rank of speed s does in T seconds the work of another in s T, so next to a pack
+of (1 - s) T seconds that nobody runs it would be like the others: under `iteration` the batch gets such a pack for each
 slow rank, and whichever rank the search gives it to becomes the slow one. Under `microbatch`, where waves are of
 different lengths, each wave's lightest packs go to its slowest ranks. Where few ranks are slow, the quick ones are also
 planned for by themselves. Either way sequences are then exchanged between the rank that ends last and others, at their
@@ -72,7 +72,7 @@ def assign_at_speeds(batch: Batch, problem: Problem, speeds: Speeds, solve: Solv
 
 
 def _of_quick_ranks(batch: Batch, problem: Problem, speeds: FloatArray, solve: Solve) -> Iterator[Assignment]:
-    """Yield steps of the quick ranks, without the slow ones, and with what these can take off the others."""
+    """Yield steps of the quick ranks, without the slow ones, and with work moved to the slow ones."""
     slow = np.flatnonzero(speeds < speeds.max())
     num_ranks = problem.num_ranks - len(slow)
     holds = num_ranks * problem.tokens_per_rank >= int(batch.work.tokens.max())
@@ -205,7 +205,7 @@ def _by_load(found: Assignment, batch: Batch, problem: Problem, speeds: FloatArr
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Slots:
-    """Who does what in a wave or a step.
+    """Assignment of work to ranks in a wave or a step.
 
     Attributes:
         rank, group: [entries] each rank of each group.
@@ -219,7 +219,7 @@ class _Slots:
 
 
 def _names(slots: _Slots, speeds: FloatArray, per_node: int) -> IntArray:
-    """Return [ranks] who does what each rank did."""
+    """Return the rank that takes over each rank's work, [ranks]."""
     num_ranks = len(speeds)
     names, taken = np.arange(num_ranks), np.zeros(num_ranks, dtype=np.bool_)
     waits = slots.seconds * slots.degree  # of all ranks of a group
@@ -246,7 +246,7 @@ def _names(slots: _Slots, speeds: FloatArray, per_node: int) -> IntArray:
 
 
 def _renamed(found: Assignment, names: IntArray) -> Assignment:
-    """Let `names[wave, rank]` do what that rank does; names of the one row hold for the whole step."""
+    """Give the work of each rank to `names[wave, rank]`; a single row of names holds for the whole step."""
     degree = sizes_of(found.rank_offsets)
     group = np.repeat(np.arange(len(degree)), degree)
     ranks = names[_scopes(found)[group] if len(names) > 1 else 0, found.ranks]
@@ -262,8 +262,8 @@ class _Bins:
         bin: [groups] who runs it: under `iteration` a rank, else itself; -1 as above.
         scope: [bins] the wave of each.
         load: [bins] when each ends.
-        speed: [bins] of all ranks of the bin together. What a ring's messages take is left to the final price.
-        tokens, room, count: [groups] held, what can be held, and sequences.
+        speed: [bins] of all ranks of the bin together. The final price adds a ring's messages.
+        tokens, room, count: [groups] tokens held, token capacity, and sequences.
     """
 
     group: IntArray
@@ -337,7 +337,7 @@ def _bins(found: Assignment, group_of: IntArray, batch: Batch, problem: Problem,
         entries = np.repeat(np.arange(number), degree)
         in_ring = np.repeat(degree > 1, degree)
         np.maximum.at(last_ring, found.ranks[in_ring], entries[in_ring])
-        is_free = (degree == 1) & (np.arange(number) > last_ring[first_rank])  # what precedes a ring delays others
+        is_free = (degree == 1) & (np.arange(number) > last_ring[first_rank])  # work before a ring delays others
     tokens = np.bincount(group_of, weights=batch.work.tokens, minlength=number).astype(np.int64)
     return _Bins(
         group=np.where(is_free[group_of], group_of, -1),

@@ -19,7 +19,7 @@ _BRANCHES = 5000  # micro-batches placed for one step, or one wave
 
 
 class _MicroBatches(NamedTuple):
-    """What a search found: [microbatches] masks of sequences and starts, [microbatches, nodes] ranks of each node."""
+    """Result of a search: [microbatches] masks of sequences and starts, [microbatches, nodes] ranks of each node."""
 
     masks: IntArray
     starts: FloatArray
@@ -44,7 +44,7 @@ def assign_tiny(batch: Batch, problem: Problem, upper_seconds: float) -> Assignm
     """
     nodes = Nodes(_node_offsets(problem), _prices(batch, problem))
     if not nodes.seconds.min() > 0.0:
-        return None  # what takes no time may be done again and again
+        return None  # work of no time could repeat forever
     terms = problem.profile.step
     upper_seconds -= terms.closing_seconds(problem.sync)
     least_of, everything = tiny.least(nodes), len(nodes.seconds) - 1

@@ -20,7 +20,7 @@ from fcp_cli.simulation.layout import ORDERS, parts_of, places
 def wave_orders(waves: Assignment, seconds: FloatArray, problem: Problem) -> Iterator[IntArray]:
     """Yield [microbatches] places that put the same waves into other orders: rising to the longest, then falling.
 
-    Which come after the longest is what differs. Ranks that no ring joins to others have an order of their own. Where
+    The orders differ in the groups after the longest. Ranks outside rings have their own order. Where
     ranks may have unlike numbers of micro-batches, waves that lack some rank stay behind the others: in another place
     they would leave replicas waiting for each other in a circle.
 

@@ -1,1 +1,1 @@
-"""Planning beside a training that knows its sequences only when they come."""
+"""Planning during a training whose sequences are known only when they arrive."""

@@ -1,4 +1,4 @@
-"""The process that plans beside a training: `python -m fcp_cli.planning.online`, spoken to through its pipes."""
+"""The planner process of a training: `python -m fcp_cli.planning.online`, which is driven through its pipes."""
 
 from __future__ import annotations
 

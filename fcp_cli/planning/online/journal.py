@@ -1,8 +1,8 @@
-"""Keeps what was planned beside the plan until the run is over, so that a run that was killed loses nothing.
+"""Journal of an online plan until the run is over, so that a killed run loses nothing.
 
 A folder `.NAME.online` holds `metadata.json` and, for each start of the job, `000000.windows`: records with digests, of
 the start's first step, and then two for every window, of its sequences and of its steps. A window that a kill cut off
-is skipped; a record that is not as it was written is refused. A later start begins with a step of its own, and the
+is skipped; a damaged record is refused. A later start begins with a step of its own, and the
 steps that earlier ones planned from there on no longer count.
 """
 
@@ -52,7 +52,7 @@ class OnlineJournal:
 
     Attributes:
         metadata: of the plan that is to be, once it has begun.
-        planned_to: one more than the last step that an earlier start planned: what was counted for those is known.
+        planned_to: one more than the last step that an earlier start planned: their refits are known.
     """
 
     metadata: PlanMetadata
@@ -95,7 +95,7 @@ class OnlineJournal:
         return kept
 
     def note_refit(self, refit: Refit) -> None:
-        """Keep what is counted from a step on.
+        """Record the refit from a step on.
 
         Raises:
             FcpError: it cannot be written.
@@ -122,7 +122,7 @@ class OnlineJournal:
             raise FcpError(f"cannot write {self.folder}: {error.strerror or error}") from error
 
     def finish(self, end_step: int | None = None) -> PlanMetadata:
-        """Write the plan and its manifest from what was kept, and remove the journal.
+        """Write the plan and its manifest from the journal, and remove it.
 
         Args:
             end_step: keep only the steps before it; None: all.
@@ -193,7 +193,7 @@ class OnlineJournal:
         return self._rows(rows)
 
     def _take_over_plan(self) -> None:
-        """Make a journal of a plan that is whole: its run was over, and goes on."""
+        """Make a journal from a whole plan, whose finished run continues."""
         reader = PlanReader(self.path)  # its message says that there is none
         manifest = read_manifest(manifest_of(self.path))
         ids = open_parquet(manifest_of(self.path)).read()
@@ -357,7 +357,7 @@ def length_columns(table: LengthTable) -> pa.Table:
 
 
 def table_of_columns(columns: pa.Table, *, name: str) -> LengthTable:
-    """Return what `length_columns` made columns of.
+    """Return the lengths that `length_columns` encoded.
 
     Raises:
         ManifestError: a value that no sequence can have.

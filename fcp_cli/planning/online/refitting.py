@@ -1,12 +1,12 @@
-"""Counts what micro-batches really took: coefficients, and the speeds of ranks that are persistently slow.
+"""Refits the cost model to measured micro-batches: coefficients, and the speeds of persistent stragglers.
 
 Of a micro-batch that took y seconds the cost model says, with f the factors of the profile's coefficients,
 
     y = (f0 beta + f1 linear + max(f2 attention, (1 - s) f3 ring) + s f3 ring) / speed of its slowest rank
 
-and, where layers with windows have halos, f2 windows + f3 halos beside that.
-The factors minimise Huber's loss of relative errors, held to what they were where no micro-batch tells them apart. A
-rank's speed is what its own micro-batches, outside rings, take beside those of the other ranks.
+and, if layers with windows have halos, f2 windows + f3 halos in addition.
+The factors minimise Huber's loss of relative errors, regularised towards their former values if micro-batches do not
+determine them. A rank's speed is the ratio of its own micro-batches, outside rings, to those of the other ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LEAST_MICROBATCHES: Final = 8
 _STEPS_KEPT: Final = 512
 _OUTLIER: Final = 0.05  # relative error from which on errors count linearly
 _ROUNDS: Final = 30
-_HELD: Final = 1e-3  # weight of what the factors were, against all micro-batches
+_HELD: Final = 1e-3  # weight of the former factors, against all micro-batches
 _MOST_CHANGE: Final = 2.0  # of a factor in one refit
 _LEAST_CHANGE: Final = 0.02  # of predictions, for the refit to be worth other plans
 _SLOW: Final = 0.95  # speed below which a rank is slow
@@ -40,7 +40,7 @@ _SLOWEST: Final = 0.1
 
 
 class _Parts(NamedTuple):
-    """Of micro-batches: the parts of their seconds under the profile as it was given, and what was measured."""
+    """Of micro-batches: the parts of their seconds under the original profile, and the measured seconds."""
 
     step: IntArray
     rank: IntArray  # that ran it alone; -1: a ring
@@ -70,12 +70,12 @@ class Refitter:
         self._kept.append((step, sequences))
 
     def refit(self, first_step: int, measured: pa.Table, before: Refit | None) -> tuple[Refit | None, str]:
-        """Return what is to be counted from a step on, and a line about it; None and a line where all stays as it is.
+        """Return the refit from a step on, and a line about it; None and a line without a change.
 
         Args:
             first_step: that is planned next.
             measured: columns step, order, rank and seconds of micro-batches that were trained.
-            before: what was counted until now.
+            before: the refit until now.
         """
         parts = self._parts(measured)
         if len(parts.measured) < LEAST_MICROBATCHES:
@@ -159,7 +159,7 @@ class Refitter:
         )
 
     def _columns(self, parts: _Parts, factors: FloatArray) -> FloatArray:
-        """Return [micro-batches, 4] what each factor is multiplied by, where they are as given."""
+        """Return the term of each factor under the original profile, [micro-batches, 4]."""
         exposed = self._problem.profile.coefficients.exposed_ring_share
         hides = factors[2] * parts.attention >= (1.0 - exposed) * factors[3] * parts.ring
         ring = np.where(hides, exposed, 1.0) * parts.ring
@@ -170,7 +170,7 @@ class Refitter:
         return np.asarray(self._columns(parts, factors) @ factors)
 
     def _fitted(self, parts: _Parts, before: FloatArray, speed: FloatArray) -> FloatArray:
-        """Return the factors under which micro-batches at these speeds take what they took."""
+        """Return the factors that fit the measured seconds of micro-batches at these speeds."""
         factors, count = before.copy(), len(parts.measured)
         held = np.sqrt(_HELD * count) * np.eye(len(before))
         for _ in range(_ROUNDS):
@@ -194,7 +194,7 @@ def _slowest(parts: _Parts, speeds: FloatArray) -> FloatArray:
 
 
 def _speeds(parts: _Parts, predicted: FloatArray, before: FloatArray, given: FloatArray) -> FloatArray:
-    """Return [ranks] the speeds: what was measured of ranks that were slow in most steps, else 1 or as given."""
+    """Return the speeds, [ranks]: measured for ranks that were slow in most steps, else 1 or the given one."""
     ratio = parts.measured / predicted
     known = np.unique(parts.rank[parts.rank >= 0])
     if not len(known):

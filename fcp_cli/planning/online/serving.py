@@ -21,7 +21,7 @@ from fcp_cli.validation import validated
 
 
 def serve(received: IO[bytes], answers: IO[bytes]) -> None:
-    """Answer messages until the other end closes; what cannot be done is answered with one line."""
+    """Answer messages until the other end closes; a failed request is answered with one line."""
     opening = read_message(received)
     if opening is None:
         return
@@ -37,7 +37,7 @@ def serve(received: IO[bytes], answers: IO[bytes]) -> None:
     except FcpError as error:
         write_message(answers, {"kind": "error", "message": str(error)})
     except BrokenPipeError:
-        pass  # the job has ended: the journal keeps what was planned
+        pass  # the job has ended: the journal keeps its plan
 
 
 class Service:
@@ -60,7 +60,7 @@ class Service:
         self.first_sequence = 0 if self._kept is None else len(self._kept)
 
     def opened(self) -> dict[str, Any]:
-        """Return what the job is told first."""
+        """Return the first message to the job."""
         journal = self._journal
         return {
             "kind": "opened",
@@ -101,7 +101,7 @@ class Service:
         return {"kind": "steps"}, steps_bytes(steps)
 
     def _refit(self, message: Message) -> tuple[dict[str, Any], bytes]:
-        """Answer what is to be counted from a step on, and keep it; all who plan are told to adopt it."""
+        """Answer with the refit from a step on, and record it; all planning processes adopt it."""
         found, line = self._planner.refit(message.facts["first_step"], table_of(message.table))
         if found is not None and self._journal is not None:
             self._journal.note_refit(found)

@@ -1,4 +1,4 @@
-"""What a stream is planned for, as the metadata of a plan that is yet to be made."""
+"""Planning problem of a stream, as the metadata of a plan that is yet to be made."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class StreamPlanner:
         self._plan_as_of(refit.first_step)
 
     def refit(self, first_step: int, measured: pa.Table) -> tuple[Refit | None, str]:
-        """Return what is to be counted from a step on, if anything, and a line about it; see `Refitter.refit`."""
+        """Return the refit from a step on, if any, and a line about it; see `Refitter.refit`."""
         return self._refitter.refit(first_step, measured, self.metadata.refit_at(first_step))
 
     def _plan_as_of(self, step: int) -> None:

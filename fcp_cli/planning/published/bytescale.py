@@ -10,11 +10,11 @@ different numbers of micro-batches. Where a choice was left:
   selective offloading, which changes how much a rank holds, is not modelled).
 - The ranks of a long sequence are the least loaded ones of one node where it fits in a node.
 - PP-Balance, for pipelines: sequences in falling order of length are dealt out in buckets of equal time, each bucket to
-  ranks of its own, so that what follows each other in a pipeline takes about as long; short buckets run more
+  ranks of its own, so that consecutive micro-batches of a pipeline take about as long; short buckets run more
   micro-batches. The quicker of this and of DP-Balance counts.
 - Under `microbatch`, where ranks cannot run different numbers of micro-batches, the same micro-batches are put into
-  waves longest first, each into the first wave with enough ranks left (as PP-Balance groups what takes equally long),
-  or kept on their ranks in their order; the quicker of the two counts.
+  waves longest first, each into the first wave with enough ranks left (as PP-Balance groups micro-batches of equal
+  time), or kept on their ranks in their order; the quicker of the two counts.
 """
 
 from __future__ import annotations

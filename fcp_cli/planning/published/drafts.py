@@ -45,7 +45,7 @@ def assign_waves(drafts: Sequence[Draft], waves: Sequence[int], sync: Sync) -> A
 
 
 def place_waves(waves: Sequence[Sequence[tuple[int, Sequence[int]]]], problem: Problem) -> Assignment:
-    """Place waves of (degree, members), each on ranks of its own within a node where they fit."""
+    """Place waves of (degree, members) on disjoint ranks, each within a node if they fit."""
     drafts, of_wave = [], []
     for wave, packs in enumerate(waves):
         offsets, ranks = place_groups(

@@ -1,4 +1,4 @@
-"""FlexSP's programme for one micro-batch (ASPLOS 2025): which groups there are, and what each takes of every bucket.
+"""FlexSP's programme for one micro-batch (ASPLOS 2025): the groups, and the share of every bucket in each.
 
 Sequences lie in buckets and count as the longest of their bucket. Every power of two of ranks d gives N / d groups
 that may be opened; the integer program minimises the time of the slowest. Solved by HiGHS through SciPy. Added to the
@@ -84,7 +84,7 @@ def solve(buckets: Buckets, problem: Problem, *, degrees: Sequence[int], seconds
         buckets: of the micro-batch.
         problem: ranks, token budget, cost profile.
         degrees: that groups may have.
-        seconds_limit: for HiGHS; what it answers at the limit depends on the machine's speed.
+        seconds_limit: for HiGHS; its answer at the limit depends on the machine's speed.
     """
     program = _Program(buckets, problem, degrees)
     result = milp(

@@ -9,7 +9,7 @@ Written from the behaviour of `DefaultDynamicCPScheduler` there (`megatron/core/
 - Ranks left empty: the first of the smallest groups is doubled, again and again. Where that cannot fill every rank, the
   micro-batch becomes one group of all ranks, filled longest first.
 
-The sequences of a group are one pack. What is kinder than there, as for `megatron-dynamic-cp`: the budget that degrees
+The sequences of a group are one pack. More generous than there, as for `megatron-dynamic-cp`: the budget that degrees
 follow from is halved up to three times and the quickest kept for every step; no barrier follows under `iteration`.
 """
 
@@ -86,7 +86,7 @@ def packed_rounds(
 
     Args:
         lengths: tokens of each sequence; none may need more than `num_ranks` ranks.
-        max_tokens_per_rank: what a rank holds of all sequences of its group in a micro-batch.
+        max_tokens_per_rank: tokens of a rank in a micro-batch, over all sequences of its group.
         num_ranks: ranks of the job.
         degrees: those that sequences are offered.
 

@@ -17,7 +17,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-_SLACK = 0.05  # of the largest load: what counts as balanced
+_SLACK = 0.05  # of the largest load: tolerance of a balanced round
 _RUN_OVERFULL = 1.1  # a run is closed before its work passes this multiple of its fair share
 
 

@@ -1,4 +1,4 @@
-"""Rollouts of reinforcement learning: batches of what has arrived, and the call sites of trainers that split them."""
+"""Rollouts of reinforcement learning: batches of arrived rollouts, and the call sites of trainers that split them."""
 
 from fcp_cli.planning.rollouts.arrivals import Rollouts
 

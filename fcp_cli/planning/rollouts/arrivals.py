@@ -1,4 +1,4 @@
-"""Rollouts as they arrive: a batch is planned when enough are there, and what comes later waits for the next."""
+"""Rollouts as they arrive: a batch is planned when enough are there, and later ones wait for the next."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Rollouts:
         """Add a rollout that is done, prompt and answer together.
 
         Args:
-            rollout: what `fetch` takes to its tokens.
+            rollout: the argument of `fetch` for its tokens.
             length_tokens: of it.
 
         Raises:
@@ -58,7 +58,7 @@ class Rollouts:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Say that no more come: what is left makes the last batch."""
+        """Close the stream: the remaining rollouts make the last batch."""
         with self._changed:
             self._has_ended = True
             self._changed.notify_all()

@@ -97,7 +97,7 @@ def _exchange(
     held = [int(tokens[part].sum()) for part in (slow, other)]
     moved = tokens[slow][:, None] - back_tokens[None, :]
     fits = (held[0] - moved <= most_tokens) & (held[1] + moved <= most_tokens)
-    # What is left of the gap is |gap - 2 shift|; to gain anything, a shift lies between 0 and the gap.
+    # The remaining gap is |gap - 2 shift|; to gain anything, a shift lies between 0 and the gap.
     rest = np.where(fits & (shift > 1e-12 * gap) & (shift < gap * (1 - 1e-12)), np.abs(gap - 2 * shift), np.inf)
     best = int(rest.argmin())
     if not np.isfinite(rest.flat[best]):

@@ -1,4 +1,4 @@
-"""Plans in the form in which NeMo-RL's driver hands them to its workers: what each lane runs, in which group, in order.
+"""Plans in the form in which NeMo-RL's driver passes them to its workers: the work of each lane, its groups, in order.
 
 The values have the names and the meaning of `nemo_rl.distributed.dynamic_context_parallel`. Its workers hold groups of
 powers of two alone, at multiples of their size, so steps are planned without rings by our planner, or in such groups

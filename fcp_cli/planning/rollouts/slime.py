@@ -39,7 +39,7 @@ def build_dp_schedule(
         args: gives `max_tokens_per_gpu`; `use_dynamic_batch_size` must be on.
         train_parallel_config: `dp_size`, `cp_size`, `vpp_size` and `microbatch_group_size_per_vp_stage`.
         total_lengths: tokens of each sample.
-        global_batch_size: rollouts of a step; those that fill no step are left out.
+        global_batch_size: rollouts of a step; a last, partial step is dropped.
         rollout_indices: the rollout of each sample, whose samples share a step.
         sample_is_multimodal: of each sample; None: none is.
 

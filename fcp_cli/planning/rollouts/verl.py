@@ -42,7 +42,7 @@ class VerlBalancing:
         """Return the positions of each part, ascending.
 
         Args:
-            seqlen_list: what verl's trainers pass: the workloads that it computes of lengths.
+            seqlen_list: workloads that verl's trainers compute from lengths.
             k_partitions: data-parallel ranks.
             equal_size: let all parts have equally many sequences.
 
@@ -73,7 +73,7 @@ class VerlBalancing:
         """Return a rank's micro-batches, and the positions of each.
 
         Args:
-            batch: with `input_ids`, nested or beside an `attention_mask`.
+            batch: with `input_ids`, nested or with an `attention_mask`.
             max_token_len: of a micro-batch.
             dp_group: ranks that run equally many micro-batches, if `same_micro_num_in_dp`.
             num_batches_divided_by: of which their number is a multiple.
@@ -130,7 +130,7 @@ def lengths_of_workloads(workloads: Sequence[float]) -> IntArray:
     given = np.array([float(one) for one in workloads])
     half = _WORK_PER_TOKEN / 2
     lengths = np.rint(np.sqrt(half * half + given) - half)
-    # What trainers pass may be rounded to fp32.
+    # Trainers may pass values rounded to fp32.
     wrong = np.flatnonzero((lengths < 1) | (np.abs(lengths * (lengths + _WORK_PER_TOKEN) - given) > 1e-6 * given))
     if len(wrong):
         raise UsageError(
@@ -147,7 +147,7 @@ def _batch_lengths(batch: Any) -> IntArray:
 
 
 def _agreement(group: Any) -> Callable[[int], int]:
-    """Return what takes a number to the largest of the group's ranks, which all call it."""
+    """Return a function for the maximum of a number over the group's ranks, which all call it."""
     import torch
     import torch.distributed as dist
 
