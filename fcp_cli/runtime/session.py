@@ -481,6 +481,11 @@ class LocalMicroBatch:
         """Return the factor in the loss that undoes what the model's wrapper divides gradients by."""
         return self._guards.sync.loss_factor
 
+    @property
+    def divisor(self) -> int | Tensor:
+        """Return the loss denominator of the step: its tokens with labels, or its rows."""
+        return self._divisor
+
     def normalised(self, loss_sum: Tensor) -> Tensor:
         """Return this rank's share of the loss from a sum of token losses (0-d) that the script computed itself."""
         self.loss_sum = loss_sum.detach()

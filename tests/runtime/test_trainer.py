@@ -12,7 +12,6 @@ pytestmark = [pytest.mark.hf, pytest.mark.distributed]
 
 _CASES = ("ddp", "resumed, evaluated", "lora")
 _REFUSALS = {
-    "own loss": "OwnLoss computes its own loss (compute_loss), which a plan would leave out: a rank has a part of each",
     "other batch": "the script trains on 4 sequences a step (per_device_train_batch_size 2 x gradient_accumulation_steps 1 "
     "x 2 ranks), but the plan on 8; plan with 'fcp plan --global-batch-size 4', or give the script the plan's",
     "more epochs": "ends after 3; plan more with 'fcp plan --epochs 2', or set max_steps=3",

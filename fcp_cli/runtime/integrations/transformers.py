@@ -88,11 +88,22 @@ class SwitchedAttention:
     @contextmanager
     def on_rings(self) -> Iterator[None]:
         """Run the model's attention on the ring of the current micro-batch."""
-        self._config._attn_implementation = NAME
+        with self._attending(NAME):
+            yield
+
+    @contextmanager
+    def off_rings(self) -> Iterator[None]:
+        """Run the model's own attention, within `on_rings`."""
+        with self._attending(self._own):
+            yield
+
+    @contextmanager
+    def _attending(self, implementation: str) -> Iterator[None]:
+        before, self._config._attn_implementation = self._config._attn_implementation, implementation
         try:
             yield
         finally:
-            self._config._attn_implementation = self._own
+            self._config._attn_implementation = before
 
 
 @contextmanager

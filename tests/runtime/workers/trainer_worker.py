@@ -158,13 +158,6 @@ def sharded(folder: Path, *, reshards: bool, run: Callable[..., dict[str, Any]] 
     return found
 
 
-class OwnLoss(Trainer):
-    """A trainer of the script's with a loss of its own."""
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(model, inputs, *args, **kwargs)
-
-
 Cases = Mapping[str, tuple[str, Callable[[Path], Any]]]
 """Name -> plan, and what to run in a folder."""
 CASES: Cases = {
@@ -195,7 +188,6 @@ CASES: Cases = {
 }
 REFUSALS: Cases = {
     "fsdp that gathers weights again": (ITERATION, partial(sharded, reshards=True)),
-    "own loss": (ITERATION, lambda folder: train(folder, kind=OwnLoss)),
     "other batch": (ITERATION, lambda folder: train(folder, per_device_train_batch_size=2)),
     "more epochs": (ITERATION, lambda folder: train(folder, num_train_epochs=2)),
     "fewer rows": (ITERATION, lambda folder: train(folder, lengths=LENGTHS[:20])),

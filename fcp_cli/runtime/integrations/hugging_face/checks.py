@@ -10,6 +10,7 @@ from typing import Any
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.runtime.agreement import require_training
+from fcp_cli.runtime.integrations.hugging_face.overrides import OWN_LOOP, find_override, owner_of, place_of
 from fcp_cli.runtime.integrations.requirements import require
 
 KNOWN_TO_WORK = ("5.23.0",)
@@ -41,7 +42,6 @@ RELIED_ON_OF_TRL: tuple[tuple[str, tuple[str, ...]], ...] = (
 COUNTED_BY_TRL = ("_metrics", "_total_train_tokens")
 """Attributes of TRL's trainers in which they keep what they log."""
 _LOSSES_OF_A_BATCH = ("aot", "aot_unpaired", "sft")
-_ORDER = ("get_train_dataloader", "_get_train_sampler", "_get_dataloader", "get_batch_samples")
 
 
 def check_trainer_module(trainer: ModuleType) -> None:
@@ -90,9 +90,20 @@ def check_trainer(trainer: Any) -> None:
                 raise RunError(reason)
 
 
+def loss_class(trainer: Any) -> Any:
+    """Return the class of `LOSSES` that a trainer is of, whose `compute_loss` there is a planned form of."""
+    return next(kind for kind in type(trainer).__mro__ if (kind.__module__, kind.__name__) in LOSSES.items())
+
+
 def loss_kind(trainer: Any) -> str:
-    """Return the class whose `compute_loss` a trainer uses, one of `LOSSES`."""
-    return _owner(trainer, "compute_loss").__name__
+    """Return the name of `loss_class`."""
+    return str(loss_class(trainer).__name__)
+
+
+def loss_function_of(trainer: Any) -> str | None:
+    """Return the trainer's `compute_loss_func` as messages name it, or None."""
+    function = trainer.compute_loss_func
+    return None if function is None else f"compute_loss_func ({place_of(function)})"
 
 
 def check_schedule(trainer: Any, metadata: PlanMetadata, plan: Any) -> None:
@@ -161,33 +172,27 @@ def check_steps(metadata: PlanMetadata, plan: Any, wanted: int, asked: str) -> N
 
 
 def _refused_overrides(trainer: Any) -> Iterable[tuple[bool, str]]:
-    """Yield the methods of the script's own class that would not be called any more."""
-    owner = _owner(trainer, "compute_loss")
+    """Yield the methods of the script's own class that no plan can run."""
+    owner = owner_of(trainer, "compute_loss")
     yield (
-        (owner.__module__, owner.__name__) not in LOSSES.items(),
+        find_override(trainer, "compute_loss") is None and owner is not loss_class(trainer),
         f"{owner.__name__} computes its own loss (compute_loss), which a plan would leave out: a rank has a part of "
-        "each sequence only; leave it out, or follow the plan in a loop of your own (docs/how-to/training-loop.md)",
+        f"each sequence only; leave it out, or {OWN_LOOP}",
     )
-    for name in (*_ORDER, "training_step"):
-        owner = _owner(trainer, name)
-        is_known = owner.__module__.split(".")[0] in ("transformers", "trl", "fcp_cli")
-        what = "how a step runs" if name == "training_step" else "which rows a step has"
-        yield (
-            not is_known,
-            f"{owner.__name__} has its own {name}, but under a plan {what} comes from the plan; leave it out",
-        )
-
-
-def _owner(trainer: Any, method: str) -> type:
-    return next(kind for kind in type(trainer).__mro__ if method in vars(kind))
+    step = find_override(trainer, "training_step")
+    yield (
+        step is not None and owner_of(trainer, "training_step").__module__.startswith("fcp_cli."),
+        f"{step} stands behind FollowsPlan, which runs steps in its place; derive FollowsPlan's class from "
+        "transformers' trainer and your own class from that one",
+    )
 
 
 def _refused_settings(trainer: Any) -> Iterable[tuple[bool, str]]:
     args, accelerator = trainer.args, trainer.accelerator
     yield (
-        trainer.compute_loss_func is not None,
-        "the trainer has a compute_loss_func, which a plan would leave out: a rank has a part of each sequence only; "
-        "leave it out, or follow the plan in a loop of your own (docs/how-to/training-loop.md)",
+        trainer.compute_loss_func is not None and loss_kind(trainer) != "Trainer",
+        f"{loss_kind(trainer)} has a compute_loss_func, which a plan would leave out: a rank has a part of each "
+        f"sequence only; leave it out, or {OWN_LOOP}",
     )
     yield (
         not args.average_tokens_across_devices,

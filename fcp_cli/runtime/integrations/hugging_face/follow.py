@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,17 @@ from transformers import PreTrainedModel
 
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.followed_step import plan_path
-from fcp_cli.runtime.integrations.hugging_face.checks import check_schedule, check_trainer, check_trl, loss_kind
+from fcp_cli.runtime.integrations.hugging_face.checks import (
+    check_schedule,
+    check_trainer,
+    check_trl,
+    loss_class,
+    loss_function_of,
+    loss_kind,
+)
 from fcp_cli.runtime.integrations.hugging_face.losses import CausalLoss, PlannedLoss
+from fcp_cli.runtime.integrations.hugging_face.overrides import WatchedMethods, check_order, find_override
+from fcp_cli.runtime.integrations.hugging_face.own_loss import LossContext, OwnLoss
 from fcp_cli.runtime.integrations.hugging_face.rows import CollatedRows
 from fcp_cli.runtime.integrations.hugging_face.sampler import PlanSampler
 from fcp_cli.runtime.integrations.transformers import SwitchedAttention
@@ -47,11 +56,13 @@ class TrainerFollower:
         self.session: Session = start(plan_path(plan), device=trainer.args.device)
         metadata = self.session.metadata
         check_schedule(trainer, metadata, self.session.plan)
+        check_order(trainer, loader, metadata)
         self._rows = CollatedRows(loader, self.session.plan, metadata, pairs=kind == "DPOTrainer")
         reference = getattr(trainer, "ref_model", None)
         models = (model,) if reference is None else (model, base_model(trainer.accelerator.unwrap_model(reference)))
         self._attentions = [SwitchedAttention(one) for one in models]
-        self._loss = _planned_loss(trainer, kind, models)
+        self._loss = _own_loss(trainer, models[0], self._attentions, self._rows, _planned_loss(trainer, kind, models))
+        self._watched = WatchedMethods(trainer, self.loader)
         self._steps: Generator[Step, None, None] | None = None
 
     def loader(self) -> DataLoader[None]:
@@ -68,7 +79,7 @@ class TrainerFollower:
         """
         trainer = self._trainer
         if not trainer.accelerator.sync_gradients:
-            return torch.zeros((), device=self.session.device)
+            return self._answer(torch.zeros((), device=self.session.device))
         model.train()
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
@@ -82,13 +93,20 @@ class TrainerFollower:
                 trainer.accelerator.backward(loss * trainer.accelerator.gradient_accumulation_steps)
         self._loss.end_step(self.session, step)
         self._count_tokens(inputs, step)
-        return step.local_loss() * self.session.world.size
+        return self._answer(step.local_loss() * self.session.world.size)
 
     def close(self) -> None:
         """Leave the plan; the model keeps its own attention."""
         if self._steps is not None:
             self._steps.close()
+        self._watched.release()
+        if isinstance(self._loss, OwnLoss):
+            self._loss.close()
         self.session.close()
+
+    def _answer(self, loss: Tensor) -> Tensor:
+        self._watched.answers.append(loss)
+        return loss
 
     def _next(self, model: nn.Module) -> Step:
         wanted = self._trainer.state.global_step
@@ -131,7 +149,25 @@ def _planned_loss(trainer: Any, kind: str, models: tuple[PreTrainedModel, ...]) 
     from fcp_cli.runtime.integrations.hugging_face.trl_losses import PreferenceLoss, SftLoss
 
     check_trl(trl.trainer.utils, trainer)
-    return SftLoss(trainer) if kind == "SFTTrainer" else PreferenceLoss(trainer, models)
+    return (
+        SftLoss(trainer) if kind == "SFTTrainer" else PreferenceLoss(trainer, models, loss_class(trainer).compute_loss)
+    )
+
+
+def _own_loss(
+    trainer: Any,
+    model: PreTrainedModel,
+    attentions: Sequence[SwitchedAttention],
+    rows: CollatedRows,
+    planned: PlannedLoss,
+) -> PlannedLoss:
+    """Return the loss that runs the script's own method or function around the planned one, if it has any."""
+    judged = find_override(trainer, "compute_loss") or loss_function_of(trainer)
+    if judged is None:
+        return planned
+    kind = loss_class(trainer)
+    context = LossContext(trainer=trainer, model=model, attentions=attentions, read=rows, kind=kind, planned=planned)
+    return OwnLoss(context, judged, probes=planned.mean_over == "tokens")
 
 
 def base_model(model: Any) -> PreTrainedModel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -65,12 +65,14 @@ class PreferenceLoss:
     Args:
         trainer: a DPOTrainer.
         models: policy and reference of transformers, not wrapped.
+        compute_loss: TRL's method, which subclasses of the trainer may override.
     """
 
     mean_over: Literal["tokens", "rows"] = "rows"
 
-    def __init__(self, trainer: Any, models: tuple[Any, ...]) -> None:
+    def __init__(self, trainer: Any, models: tuple[Any, ...], compute_loss: Callable[..., Any]) -> None:
         self._trainer = trainer
+        self._compute_loss = compute_loss
         self._logged: dict[str, list[float]] = {}
         for model in models:
             hook_pairs(model)
@@ -87,7 +89,7 @@ class PreferenceLoss:
             inputs = pack.inputs()
             weights = _weights(inputs["completion_mask"], degree=microbatch.row.degree)
             with self._collected(weights):
-                loss = trainer.compute_loss(model, inputs)
+                loss = self._compute_loss(trainer, model, inputs)
         share = microbatch.normalised(loss * pack.pairs)
         assert microbatch.loss_sum is not None
         microbatch.loss_sum = microbatch.loss_sum / microbatch.row.degree  # all members of the ring have it
