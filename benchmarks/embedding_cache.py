@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fcp_cli.runtime.embedding_cache import EmbeddingCache
-from fcp_cli.runtime.layout import shard_layout
-from fcp_cli.runtime.visuals import VisualPack, visual_shard
+from fcp_cli.runtime.layouts.layout import shard_layout
+from fcp_cli.runtime.pictures.embedding_cache import EmbeddingCache
+from fcp_cli.runtime.pictures.visuals import VisualPack, visual_shard
 from fcp_cli.vision import qwen3_vl
 from fcp_cli.vision.parts import VisualPart
 

@@ -20,15 +20,15 @@ import torch
 
 from benchmarks.switch import NobodyElse
 from fcp_cli.plan.step import MicroBatch
-from fcp_cli.runtime.finite import LossWatch
+from fcp_cli.runtime.agreement.step_agreement import PackDigest
+from fcp_cli.runtime.data.loader import Shard, load_shard
 from fcp_cli.runtime.gradients import GradientSync
-from fcp_cli.runtime.guards import Guards
-from fcp_cli.runtime.loader import Shard, load_shard
+from fcp_cli.runtime.guards.finite import LossWatch
+from fcp_cli.runtime.guards.guards import Guards
 from fcp_cli.runtime.metrics.recorder import Recorder
-from fcp_cli.runtime.ring import Ring
-from fcp_cli.runtime.session import LocalMicroBatch
-from fcp_cli.runtime.step_agreement import PackDigest
-from fcp_cli.runtime.timing import HostClock
+from fcp_cli.runtime.metrics.timing import HostClock
+from fcp_cli.runtime.ring_attention.ring import Ring
+from fcp_cli.runtime.session.session import LocalMicroBatch
 
 _CALLS = 200
 _TOKENS = 131_072

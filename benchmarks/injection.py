@@ -36,10 +36,10 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.attention import Attention
 from torch import Tensor
 
-from fcp_cli.runtime.integrations.megatron.follow import Follower
-from fcp_cli.runtime.integrations.megatron.stack import MegatronStack
-from fcp_cli.runtime.layout import shard_layout
-from fcp_cli.runtime.ring import Ring, attention
+from fcp_cli.integrations.megatron.follow import Follower
+from fcp_cli.integrations.megatron.stack import MegatronStack
+from fcp_cli.runtime.layouts.layout import shard_layout
+from fcp_cli.runtime.ring_attention.ring import Ring, attention
 from tests.runtime.plans import Row, write_plan
 
 LARGEST_OVERHEAD_SECONDS = 200e-6

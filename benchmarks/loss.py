@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.memory import allocated_peak
-from fcp_cli.runtime import chunked_loss
-from fcp_cli.runtime.chunked_loss import chunked_token_loss_sum
-from fcp_cli.runtime.loss import token_loss_sum
+from fcp_cli.runtime.loss import chunked_loss
+from fcp_cli.runtime.loss.chunked_loss import chunked_token_loss_sum
+from fcp_cli.runtime.loss.token_loss import token_loss_sum
 
 # tokens, width, vocabulary
 SIZES = ((1024, 256, 512), (1024, 256, 8192), (512, 512, 151_936))

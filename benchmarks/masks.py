@@ -25,7 +25,7 @@ from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import make_solver
-from fcp_cli.runtime.layout import Hop, MaskedLayout
+from fcp_cli.runtime.layouts.layout import Hop, MaskedLayout
 
 RANKS, PER_NODE, SEQUENCES = 64, 8, 512
 LENGTH = 65_536

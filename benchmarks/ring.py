@@ -22,12 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fcp_cli.runtime.group_member import Kept
+from fcp_cli.runtime.communication.transport import Handle
 from fcp_cli.runtime.kernels import select_kernel
-from fcp_cli.runtime.layout import shard_layout
-from fcp_cli.runtime.ring import Ring, attention
-from fcp_cli.runtime.ring_passes import ring_backward, ring_forward
-from fcp_cli.runtime.transport import Handle
+from fcp_cli.runtime.layouts.layout import shard_layout
+from fcp_cli.runtime.ring_attention.group_member import Kept
+from fcp_cli.runtime.ring_attention.ring import Ring, attention
+from fcp_cli.runtime.ring_attention.ring_passes import ring_backward, ring_forward
 from fcp_cli.verification.emulation import LockstepTransport, Mailbox, run_lockstep
 
 Result = TypeVar("Result")

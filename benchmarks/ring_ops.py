@@ -47,15 +47,14 @@ from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
 from fcp_cli.profiling.analytic import analytic_profile
 from fcp_cli.recipe import Recipe
-from fcp_cli.runtime import ring_passes, windows
-from fcp_cli.runtime.grad_ring import GradRingDtype
-from fcp_cli.runtime.kernels import fused
+from fcp_cli.runtime.agreement.grad_ring import GradRingDtype
+from fcp_cli.runtime.communication.transport import Handle, drive
 from fcp_cli.runtime.kernels.cuda import CudaFlashKernel
-from fcp_cli.runtime.layout import ShardLayout, shard_layout
-from fcp_cli.runtime.passes import group_backward, group_forward
-from fcp_cli.runtime.ring import Ring
-from fcp_cli.runtime.rows import merge
-from fcp_cli.runtime.transport import Handle, drive
+from fcp_cli.runtime.layouts.layout import ShardLayout, shard_layout
+from fcp_cli.runtime.ring_attention import fused, ring_passes, windows
+from fcp_cli.runtime.ring_attention.passes import group_backward, group_forward
+from fcp_cli.runtime.ring_attention.ring import Ring
+from fcp_cli.runtime.ring_attention.rows import merge
 
 BACKWARDS: dict[str, GradRingDtype] = {"backward": "fp32", "bf16": "bf16"}
 PASSES = ("forward", *BACKWARDS)

@@ -32,8 +32,8 @@ from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import make_solver
 from fcp_cli.profiling.analytic import analytic_profile
 from fcp_cli.recipe import Recipe
-from fcp_cli.runtime.halo import halo_of
-from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.layouts.layout import shard_layout
+from fcp_cli.runtime.ring_attention.halo import halo_of
 
 MODELS: Final = "gemma3-27b", "gpt-oss-20b"
 CLUSTER, RANKS, PER_NODE = "h100-8x8", 64, 8

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from fcp_cli.cost.profile import Coefficients, CostProfile
 from fcp_cli.profiling.analytic import ATTENTION_BACKWARD, CHUNK_BYTES_BACKWARD, CHUNK_BYTES_FORWARD
-from fcp_cli.runtime import ring, ring_passes
+from fcp_cli.runtime.communication.transport import Handle, Transport
 from fcp_cli.runtime.kernels import AttentionKernel, lse_dtype
-from fcp_cli.runtime.layout import Segments
-from fcp_cli.runtime.transport import Handle, Transport
+from fcp_cli.runtime.layouts.layout import Segments
+from fcp_cli.runtime.ring_attention import ring, ring_passes
 
 LAYERS, HEAD_DIM = 2, 8
 MATRICES_BACKWARD = 2.0  # forwards

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from train import collate, rows, small_model
 
 from fcp_cli import runtime as fcp
-from fcp_cli.runtime.integrations.transformers import prepare
+from fcp_cli.integrations.transformers import prepare
 
 
 def main() -> None:

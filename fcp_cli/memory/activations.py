@@ -17,7 +17,7 @@ from fcp_cli.models.model import ModelSpec, VisionSpec
 from fcp_cli.recipe import Recipe
 
 LOGITS_BYTES = 256 << 20
-"""Most bytes of a block of logits of the chunked loss, in fp32; `runtime.chunked_loss` cuts the vocabulary so."""
+"""Most bytes of a block of logits of the chunked loss, in fp32; `runtime.loss.chunked_loss` cuts the vocabulary so."""
 
 _LABEL_BYTES = 32  # per token: label's column, whether it is in the block, log-sum-exp, share of the loss
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from fcp_cli.machine.host import cpu_name, host_memory_bytes
-from fcp_cli.runtime.timing import Clock, clock_for
+from fcp_cli.runtime.metrics.timing import Clock, clock_for
 
 
 class Stopwatch:

@@ -15,7 +15,7 @@ from fcp_cli.profiling.device import Stopwatch, wait_for_device
 from fcp_cli.runtime.kernels.available import NamedKernel
 from fcp_cli.runtime.kernels.chosen import ChosenKernel, Preference
 from fcp_cli.runtime.kernels.probe import Signature, unusable
-from fcp_cli.runtime.layout import Segments
+from fcp_cli.runtime.layouts.layout import Segments
 
 BUDGET_SECONDS: Final = 20.0
 _LEAST_TOKENS, _PACK_TOKENS, _MOST_TOKENS = 256, 16_384, 131_072

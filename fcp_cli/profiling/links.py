@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fcp_cli.profiling.device import Stopwatch, free_bytes, wait_for_device
-from fcp_cli.runtime.transport import Transport
+from fcp_cli.runtime.communication.transport import Transport
 
 _KIB, _MIB = 1 << 10, 1 << 20
 HOST_MOST_BYTES = 8 * _MIB  # between processes of a host larger ones take no other rate

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from fcp_cli.profiling.workload import Workload
+from fcp_cli.runtime.communication.world import World
 from fcp_cli.runtime.gradients import PlainSync
-from fcp_cli.runtime.world import World
 
 
 class UpdateStep:

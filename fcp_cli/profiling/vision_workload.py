@@ -15,8 +15,8 @@ from fcp_cli.models.transformers_config import whole_config
 from fcp_cli.profiling.points import VisionPoint
 from fcp_cli.profiling.workload import autocast_for
 from fcp_cli.recipe import Recipe
-from fcp_cli.runtime.integrations.transformers import recompute_layers
-from fcp_cli.runtime.weight_types import WEIGHT_DTYPES
+from fcp_cli.runtime.gradients.weight_types import WEIGHT_DTYPES
+from fcp_cli.runtime.injection.integrations import transformers_models
 from fcp_cli.vision.families import FAMILIES
 from fcp_cli.vision.parts import VisualPart
 
@@ -43,7 +43,7 @@ def build_encoder(spec: ModelSpec, blocks: int, device: torch.device, recipe: Re
         model = AutoModel.from_config(
             AutoConfig.for_model(model_type, **figures), dtype=WEIGHT_DTYPES[recipe.precision]
         )  # type: ignore[no-untyped-call]
-    recompute_layers(model, recipe.recompute)
+    transformers_models().recompute_layers(model, recipe.recompute)
     trained: nn.Module = model.train()
     return trained
 

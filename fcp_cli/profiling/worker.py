@@ -43,11 +43,11 @@ from fcp_cli.profiling.schedule import Schedule, Task
 from fcp_cli.profiling.update_step import UpdateStep, state_bytes
 from fcp_cli.profiling.vision_workload import VisionWorkload, build_encoder
 from fcp_cli.profiling.workload import SilentTransport, Workload, build_model, groups_of
+from fcp_cli.runtime.communication.transport import ProcessTransport, Transport
+from fcp_cli.runtime.communication.world import ProcessWorld, join_process_group, local_device
 from fcp_cli.runtime.kernels import prefer
 from fcp_cli.runtime.kernels.chosen import Preference
 from fcp_cli.runtime.kernels.probe import Signature
-from fcp_cli.runtime.transport import ProcessTransport, Transport
-from fcp_cli.runtime.world import ProcessWorld, join_process_group, local_device
 
 _TRANSFER_REPEATS = 12
 _STEP_REPEATS = 5

@@ -14,13 +14,13 @@ from fcp_cli.models.model import ModelSpec
 from fcp_cli.models.transformers_config import text_config
 from fcp_cli.profiling.points import Point
 from fcp_cli.recipe import PrecisionName, Recipe
-from fcp_cli.runtime.integrations.transformers import prepare, recompute_layers
-from fcp_cli.runtime.layout import shard_layout
-from fcp_cli.runtime.loss import Labels, token_loss_sum
-from fcp_cli.runtime.offload import ActivationOffload
-from fcp_cli.runtime.ring import Ring, current_ring
-from fcp_cli.runtime.transport import Handle, Transport
-from fcp_cli.runtime.weight_types import WEIGHT_DTYPES
+from fcp_cli.runtime.communication.transport import Handle, Transport
+from fcp_cli.runtime.gradients.weight_types import WEIGHT_DTYPES
+from fcp_cli.runtime.injection.integrations import transformers_models
+from fcp_cli.runtime.layouts.layout import shard_layout
+from fcp_cli.runtime.loss.token_loss import Labels, token_loss_sum
+from fcp_cli.runtime.recomputation.offload import ActivationOffload
+from fcp_cli.runtime.ring_attention.ring import Ring, current_ring
 
 
 def build_model(spec: ModelSpec, layers: int, device: torch.device, recipe: Recipe) -> nn.Module:
@@ -35,8 +35,9 @@ def build_model(spec: ModelSpec, layers: int, device: torch.device, recipe: Reci
     config.use_cache = False
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=WEIGHT_DTYPES[recipe.precision])  # type: ignore[no-untyped-call]
-    prepare(model)
-    recompute_layers(model, recipe.recompute)
+    integration = transformers_models()
+    integration.prepare(model)
+    integration.recompute_layers(model, recipe.recompute)
     trained: nn.Module = model.train()
     return trained
 

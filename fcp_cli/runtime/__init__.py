@@ -9,17 +9,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fcp_cli.runtime.frames import with_frames_before
+    from fcp_cli.integrations.hugging_face.mixin import FollowsPlan
+    from fcp_cli.integrations.hugging_face.sampler import PlanSampler
+    from fcp_cli.runtime.data.loader import Fetch
     from fcp_cli.runtime.gradients import GradientSync
-    from fcp_cli.runtime.integrations.hugging_face.mixin import FollowsPlan
-    from fcp_cli.runtime.integrations.hugging_face.sampler import PlanSampler
-    from fcp_cli.runtime.loader import Fetch
-    from fcp_cli.runtime.offload import ActivationOffload
-    from fcp_cli.runtime.outside import outside
-    from fcp_cli.runtime.recompute import keep_attention, recomputed
-    from fcp_cli.runtime.ring import Ring, attention, current_ring
-    from fcp_cli.runtime.session import LocalMicroBatch, Session, Step, start, steps
-    from fcp_cli.runtime.timing import MicroBatchTiming
+    from fcp_cli.runtime.metrics.timing import MicroBatchTiming
+    from fcp_cli.runtime.recomputation.offload import ActivationOffload
+    from fcp_cli.runtime.recomputation.recompute import keep_attention, recomputed
+    from fcp_cli.runtime.ring_attention.ring import Ring, attention, current_ring
+    from fcp_cli.runtime.session.outside import outside
+    from fcp_cli.runtime.session.session import LocalMicroBatch, Session, Step, start, steps
+    from fcp_cli.runtime.states.frames import with_frames_before
 
 __all__ = [
     "ActivationOffload",
@@ -43,31 +43,31 @@ __all__ = [
 ]
 
 _MODULES = {
-    "ActivationOffload": "offload",
-    "Fetch": "loader",
-    "FollowsPlan": "integrations.hugging_face.mixin",
-    "GradientSync": "gradients",
-    "LocalMicroBatch": "session",
-    "MicroBatchTiming": "timing",
-    "PlanSampler": "integrations.hugging_face.sampler",
-    "Ring": "ring",
-    "Session": "session",
-    "Step": "session",
-    "attention": "ring",
-    "current_ring": "ring",
-    "keep_attention": "recompute",
-    "outside": "outside",
-    "recomputed": "recompute",
-    "start": "session",
-    "steps": "session",
-    "with_frames_before": "frames",
+    "ActivationOffload": ".recomputation.offload",
+    "Fetch": ".data.loader",
+    "FollowsPlan": "fcp_cli.integrations.hugging_face.mixin",
+    "GradientSync": ".gradients",
+    "LocalMicroBatch": ".session.session",
+    "MicroBatchTiming": ".metrics.timing",
+    "PlanSampler": "fcp_cli.integrations.hugging_face.sampler",
+    "Ring": ".ring_attention.ring",
+    "Session": ".session.session",
+    "Step": ".session.session",
+    "attention": ".ring_attention.ring",
+    "current_ring": ".ring_attention.ring",
+    "keep_attention": ".recomputation.recompute",
+    "outside": ".session.outside",
+    "recomputed": ".recomputation.recompute",
+    "start": ".session.session",
+    "steps": ".session.session",
+    "with_frames_before": ".states.frames",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(importlib.import_module(_MODULES[name], __name__), name)
 
 
 def __dir__() -> list[str]:

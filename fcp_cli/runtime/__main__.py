@@ -7,11 +7,11 @@ import os
 import sys
 
 from fcp_cli.errors import FcpError
-from fcp_cli.runtime.error_file import record_error
+from fcp_cli.runtime.communication.launcher_watch import end_with_launcher
+from fcp_cli.runtime.injection.error_file import record_error
 from fcp_cli.runtime.injection.install import install
 from fcp_cli.runtime.injection.program import parse_program, run_program
 from fcp_cli.runtime.injection.ranks import is_scheduler
-from fcp_cli.runtime.launcher_watch import end_with_launcher
 
 
 def main() -> None:

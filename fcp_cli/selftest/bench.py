@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from fcp_cli.kernel_names import KERNELS, KernelName
 from fcp_cli.profiling.device import Stopwatch, ranks_on_this_host
+from fcp_cli.runtime.communication.transport import ProcessTransport
+from fcp_cli.runtime.communication.world import ProcessWorld
 from fcp_cli.runtime.kernels import preferring
 from fcp_cli.runtime.kernels.chosen import Preference
 from fcp_cli.runtime.kernels.probe import GENERIC, unusable
-from fcp_cli.runtime.transport import ProcessTransport
-from fcp_cli.runtime.world import ProcessWorld
 from fcp_cli.selftest.settings import Settings
 
 

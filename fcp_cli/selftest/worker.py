@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fcp_cli.files import write_text_atomically
-from fcp_cli.runtime.world import join_process_group, local_device
+from fcp_cli.runtime.communication.world import join_process_group, local_device
 from fcp_cli.selftest.bench import Bench
 from fcp_cli.selftest.checks import kernel, links, order, overlap, packs, rings, surroundings
 from fcp_cli.selftest.findings import Finding, Report, now

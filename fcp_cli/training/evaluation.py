@@ -25,11 +25,11 @@ from fcp_cli.recipe import Recipe, check_recipe
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.metrics import EvaluationMeasurement, LengthBucket
 from fcp_cli.runtime import Fetch, LocalMicroBatch, Session
-from fcp_cli.runtime.agreement import agree_on_plan
-from fcp_cli.runtime.contacts import open_contacts
-from fcp_cli.runtime.followed_step import IGNORED
+from fcp_cli.runtime.agreement.plan_agreement import agree_on_plan
+from fcp_cli.runtime.communication.contacts import open_contacts
 from fcp_cli.runtime.gradients import GradientSync, gradient_sync
-from fcp_cli.runtime.loss import Labels, head_loss_sum, token_loss_sum
+from fcp_cli.runtime.loss.labels import IGNORED
+from fcp_cli.runtime.loss.token_loss import Labels, head_loss_sum, token_loss_sum
 from fcp_cli.training.settings import TrainSettings
 
 _BUCKETS = 48  # bucket b holds sequences of more than 2^(b-1) and up to 2^b tokens

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fcp_cli.runtime.communication.world import World
 from fcp_cli.runtime.gradients import GradientSync
-from fcp_cli.runtime.world import World
 from fcp_cli.training.shares import Shares, rows_each
 
 # Of torch 2.13; the names that older ones have are deprecated.

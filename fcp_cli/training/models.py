@@ -18,6 +18,7 @@ from fcp_cli.models.model import load_model
 from fcp_cli.models.transformers_config import whole_config
 from fcp_cli.reading.documents import read_object
 from fcp_cli.recipe import Recompute
+from fcp_cli.runtime.injection.integrations import transformers_models
 from fcp_cli.training.initial import draw_weights
 from fcp_cli.vision.families import FAMILIES
 
@@ -70,9 +71,7 @@ def build_model(
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    from fcp_cli.runtime.integrations.transformers import prepare, recompute_layers
-    from fcp_cli.runtime.integrations.transformers_probe import weights_to_come
-
+    integration = transformers_models()
     config = model_config(name)
     family = AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
     with _no_init_weights():
@@ -80,12 +79,12 @@ def build_model(
     model.tie_weights()
     if is_filled:
         draw_weights(model, seed)
-    with nullcontext() if is_filled else weights_to_come():
-        prepare(model)
+    with nullcontext() if is_filled else integration.weights_to_come():
+        integration.prepare(model)
     if freeze_vision and has_vision(config):
         model.base_model.requires_grad_(False)
         model.base_model.language_model.requires_grad_(True)
-    recompute_layers(model, recompute)
+    integration.recompute_layers(model, recompute)
     model.to(device).train()
     return BuiltModel(model=model, parameters=sum(parameter.numel() for parameter in model.parameters()))
 

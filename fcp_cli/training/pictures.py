@@ -16,7 +16,7 @@ from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError, RunError
 from fcp_cli.manifest.sources.picture_refs import Picture
 from fcp_cli.manifest.sources.pictures import PictureRecords, PictureRow
-from fcp_cli.runtime.followed_step import require_length
+from fcp_cli.runtime.data.followed_step import require_length
 from fcp_cli.training.decoding import BadPictureError, Values, Wanted
 from fcp_cli.training.pixel_pool import PixelPool
 from fcp_cli.vision import gemma3, internvl, qwen2_5_vl, qwen3_vl

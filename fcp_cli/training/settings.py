@@ -20,8 +20,8 @@ from fcp_cli.recipe import (
     check_recipe,
     recipe_to_follow,
 )
-from fcp_cli.runtime.grad_ring import GradRingDtype
-from fcp_cli.runtime.on_nan import OnNan
+from fcp_cli.runtime.agreement.grad_ring import GradRingDtype
+from fcp_cli.runtime.guards.on_nan import OnNan
 from fcp_cli.tuning import check_tuning
 
 BadRows: TypeAlias = Literal["error", "skip"]

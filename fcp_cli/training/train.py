@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from fcp_cli.errors import FcpError, RunError
-from fcp_cli.runtime.error_file import record_error
-from fcp_cli.runtime.launcher_watch import end_with_launcher
+from fcp_cli.runtime.communication.launcher_watch import end_with_launcher
+from fcp_cli.runtime.injection.error_file import record_error
 from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.settings import parse_settings
 

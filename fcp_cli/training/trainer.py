@@ -32,10 +32,10 @@ from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.ownership import own_unless_launched
 from fcp_cli.runs.recorded_steps import require_recorded
 from fcp_cli.runtime import Fetch, LocalMicroBatch, Session, Step, start
-from fcp_cli.runtime.embedding_cache import EmbeddingCache
+from fcp_cli.runtime.communication.world import World, gather_texts
+from fcp_cli.runtime.gradients.weight_types import WEIGHT_DTYPES
 from fcp_cli.runtime.metrics.recorder import device_name
-from fcp_cli.runtime.weight_types import WEIGHT_DTYPES
-from fcp_cli.runtime.world import World, gather_texts
+from fcp_cli.runtime.pictures.embedding_cache import EmbeddingCache
 from fcp_cli.training.adapters import adapted_names, choose_trained, describe_frozen, export_adapters
 from fcp_cli.training.checkpoint import TrainState, load_checkpoint, saved_buffers
 from fcp_cli.training.data import open_data

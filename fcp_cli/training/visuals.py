@@ -22,7 +22,7 @@ from fcp_cli.manifest.sources.media import MediaRecords
 from fcp_cli.manifest.sources.pictures import PictureRecords
 from fcp_cli.manifest.tokens import open_media, open_pictures
 from fcp_cli.runs.folder import RunPaths
-from fcp_cli.runtime.followed_step import IGNORED
+from fcp_cli.runtime.loss.labels import IGNORED
 from fcp_cli.training.models import has_vision
 from fcp_cli.training.pictures import PictureVisuals
 from fcp_cli.training.pixel_pool import PixelPool, usual_workers

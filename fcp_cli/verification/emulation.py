@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.transport import Handle, Waits
+from fcp_cli.runtime.communication.transport import Handle, Waits
 
 Result = TypeVar("Result")
 
@@ -152,7 +152,7 @@ class Done:
 
 
 class ThreadWorld:
-    """One rank's view of a `Meeting`; a `runtime.world.World`."""
+    """One rank's view of a `Meeting`; a `runtime.communication.world.World`."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting = meeting

@@ -33,10 +33,10 @@ from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan, offsets_of
 from fcp_cli.plan.writer import plan_writer
 from fcp_cli.recipe import Recipe
+from fcp_cli.runtime.communication.world import ProcessWorld
 from fcp_cli.runtime.kernels.cuda import CudaFlashKernel
-from fcp_cli.runtime.layout import shard_layout
-from fcp_cli.runtime.session import Session
-from fcp_cli.runtime.world import ProcessWorld
+from fcp_cli.runtime.layouts.layout import shard_layout
+from fcp_cli.runtime.session.session import Session
 from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.settings import TrainSettings
 from fcp_cli.training.trainer import Trainer
@@ -220,8 +220,8 @@ def _fake_ranks(job: FakeJob) -> Iterator[None]:
 
 
 def _replacements(job: FakeJob) -> list[tuple[Any, str, Any]]:
-    from fcp_cli.runtime import ring_passes, windows
-    from fcp_cli.runtime.guards import Guards
+    from fcp_cli.runtime.guards.guards import Guards
+    from fcp_cli.runtime.ring_attention import ring_passes, windows
     from fcp_cli.training import shares, trainer
 
     make_mesh = device_mesh.init_device_mesh

@@ -20,7 +20,7 @@ from fcp_cli.plan.masks import planned_masks
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.writer import plan_writer
-from fcp_cli.runtime.agreement import read_proven
+from fcp_cli.runtime.agreement.plan_agreement import read_proven
 from fcp_cli.verification.order import check_order
 from fcp_cli.verification.processes import replay_processes
 from fcp_cli.verification.replay import Replayed, replay_alone, replay_threads, tiny_config

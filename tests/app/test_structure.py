@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
+from fcp_cli.runtime.injection.integrations import HOOKS
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fcp_cli"
+INTEGRATIONS = PACKAGE / "integrations"
+# The public names of `fcp_cli.runtime`, two of which are of an integration; imported on first use.
+RUNTIME_FACE = PACKAGE / "runtime" / "__init__.py"
+# Where the core names integrations, by text that is resolved on first use.
+DOOR = PACKAGE / "runtime" / "injection" / "integrations.py"
 MOST_LINES = 60
 MOST_PARAMETERS = 8
+MOST_FILES = 12  # of a folder of the runtime
 
 # Function -> why it is longer, or takes more, than the rest of the house.
 _TRITON = "a Triton kernel takes its pointers and strides one by one"
 EXCEPTIONS: dict[str, str] = {
-    "fcp_cli.runtime.kernels.triton_rows._add_kernel": _TRITON,
-    "fcp_cli.runtime.kernels.triton_rows._merge_kernel": _TRITON,
-    "fcp_cli.runtime.kernels.triton_rows._take_kernel": _TRITON,
-    "fcp_cli.runtime.ring.forward": "a function of autograd takes its tensors and settings one by one",
-    "fcp_cli.runtime.ring._attention_backward_operator": "an operator of a compiled graph takes its tensors one by one",
+    "fcp_cli.runtime.ring_attention.triton_rows._add_kernel": _TRITON,
+    "fcp_cli.runtime.ring_attention.triton_rows._merge_kernel": _TRITON,
+    "fcp_cli.runtime.ring_attention.triton_rows._take_kernel": _TRITON,
+    "fcp_cli.runtime.ring_attention.ring.forward": "a function of autograd takes its tensors and settings one by one",
+    "fcp_cli.runtime.ring_attention.ring._attention_backward_operator": "an operator of a compiled graph takes its tensors one by one",
 }
 
 
@@ -34,7 +43,7 @@ def test_the_files_and_folders_of_a_folder_import_each_other_in_one_direction(fo
     """Imports inside functions and those for types alone count, too: they tie two places together all the same."""
     graph: dict[str, set[str]] = {}
     for path in folder.rglob("*.py"):
-        if path == folder / "__init__.py":
+        if path in (folder / "__init__.py", RUNTIME_FACE):
             continue  # the folder's face hands names on
         own = child(folder, path)
         graph.setdefault(own, set()).update({one for one in imported_children(folder, path) if one != own})
@@ -64,6 +73,43 @@ def imported_modules(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "fcp_cli")
+
+
+def test_the_core_never_imports_an_integration() -> None:
+    found = {
+        str(path.relative_to(ROOT))
+        for path in PACKAGE.rglob("*.py")
+        if not path.is_relative_to(INTEGRATIONS)
+        and any(module.startswith("fcp_cli.integrations") for module in imported_modules(path))
+    }
+    assert found == {str(RUNTIME_FACE.relative_to(ROOT))}
+
+
+def test_the_core_names_integrations_in_one_file() -> None:
+    found = {
+        str(path.relative_to(ROOT))
+        for path in PACKAGE.rglob("*.py")
+        if not path.is_relative_to(INTEGRATIONS)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and re.fullmatch(r"fcp_cli\.integrations[\w.:]*", str(node.value))
+    }
+    assert found == {str(path.relative_to(ROOT)) for path in (DOOR, RUNTIME_FACE)}
+
+
+def test_no_folder_of_the_runtime_has_more_than_a_dozen_files() -> None:
+    folders = {folder: len(list(folder.glob("*.py"))) for folder in (PACKAGE / "runtime").rglob("*") if folder.is_dir()}
+    assert {str(folder.relative_to(ROOT)): files for folder, files in folders.items() if files > MOST_FILES} == {}
+
+
+def test_every_named_integration_exists() -> None:
+    assert {target for target in HOOKS.values() if not _is_function(target)} == set()
+
+
+def _is_function(target: str) -> bool:
+    module, _, name = target.partition(":")
+    path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body)
 
 
 def test_compiled_functions_call_none_of_other_folders() -> None:
@@ -147,10 +193,10 @@ _OPENS_FILES_OF_ITS_OWN = {
     "fcp_cli/report/page.py": "a template of this package",
     "fcp_cli/runs/owner.py": "times of files, without a read",
     "fcp_cli/runs/ownership.py": "a folder, to lock it",
-    "fcp_cli/runtime/embedding_cache.py": "a cache that ranks wrote",
-    "fcp_cli/runtime/integrations/megatron/measured.py": "a recorder",
+    "fcp_cli/runtime/pictures/embedding_cache.py": "a cache that ranks wrote",
+    "fcp_cli/integrations/megatron/measured.py": "a recorder",
     "fcp_cli/runtime/online/cursor.py": "a stream",
-    "fcp_cli/runtime/session.py": "a recorder",
+    "fcp_cli/runtime/session/session.py": "a recorder",
     "fcp_cli/selftest/findings.py": "what its own worker writes",
     "fcp_cli/selftest/run.py": "logs of its own worker",
     "fcp_cli/training/checkpoint.py": "a file just written",
@@ -234,7 +280,7 @@ WRITERS: dict[str, str] = {
     "fcp_cli.runs.owner._latest_sign": "opens for reading",
     "fcp_cli.runs.ownership._lock": "opens a folder",
     "fcp_cli.runs.ownership._take": "makes a file that must not exist, for one of several that race",
-    "fcp_cli.runtime.error_file.record_error": "torchrun's own file, written as the rank ends",
+    "fcp_cli.runtime.injection.error_file.record_error": "torchrun's own file, written as the rank ends",
     "fcp_cli.selftest.findings._append": _GROWS,
     "fcp_cli.selftest.run.watch": _LOG,
     "fcp_cli.training.adapters.export_adapters": _FOLDER,

@@ -15,7 +15,7 @@ import torch
 from benchmarks.pace.__main__ import Work, lines, paced_profile, run
 from benchmarks.pace.device import HEAD_DIM, LAYERS, Device, Links, PacedKernel, PacedTransport
 from fcp_cli.manifest.table import LengthTable
-from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.layouts.layout import shard_layout
 
 pytestmark = pytest.mark.torch
 

@@ -20,8 +20,8 @@ from fcp_cli.cost.model import (
 from fcp_cli.cost.profile import Coefficients, CostProfile, dump_cost_profile, parse_cost_profile
 from fcp_cli.errors import ProfileError
 from fcp_cli.models.shipped import shipped_profile
-from fcp_cli.runtime.halo import halo_of
-from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.layouts.layout import shard_layout
+from fcp_cli.runtime.ring_attention.halo import halo_of
 
 GEMMA = shipped_profile("gemma3-27b")
 

@@ -90,7 +90,7 @@ def blame_ranks(folder: Path) -> None:
 
 def read_embeddings(folder: Path) -> None:
     """Read a cached embedding; a damaged one is a miss."""
-    from fcp_cli.runtime.embedding_cache import EmbeddingCache
+    from fcp_cli.runtime.pictures.embedding_cache import EmbeddingCache
 
     EmbeddingCache(folder / "embeddings").read("abcdef")
 

@@ -40,9 +40,9 @@ def _kept_bytes_per_token(name: str, precision: str, layers: int, tokens: int = 
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from fcp_cli.runtime.integrations.transformers import prepare
-    from fcp_cli.runtime.layout import shard_layout
-    from fcp_cli.runtime.ring import Ring, current_ring
+    from fcp_cli.integrations.transformers import prepare
+    from fcp_cli.runtime.layouts.layout import shard_layout
+    from fcp_cli.runtime.ring_attention.ring import Ring, current_ring
 
     spec = replace(load_model(name), num_layers=layers, **_SMALL)
     model_type, figures = text_config(spec)

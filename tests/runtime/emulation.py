@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fcp_cli.runtime.grad_ring import GradRingDtype
-from fcp_cli.runtime.group_member import GroupMember
-from fcp_cli.runtime.layout import ShardLayout, shard_layout
-from fcp_cli.runtime.passes import group_backward, group_forward
+from fcp_cli.runtime.agreement.grad_ring import GradRingDtype
+from fcp_cli.runtime.layouts.layout import ShardLayout, shard_layout
+from fcp_cli.runtime.ring_attention.group_member import GroupMember
+from fcp_cli.runtime.ring_attention.passes import group_backward, group_forward
 from fcp_cli.verification.emulation import LockstepTransport, Mailbox, run_lockstep
 from fcp_cli.verification.order import Operation
 from fcp_cli.verification.recording import RecordingTransport

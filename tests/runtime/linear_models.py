@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fcp_cli.runtime.loader import Fetch
-from fcp_cli.runtime.session import LocalMicroBatch
+from fcp_cli.runtime.data.loader import Fetch
+from fcp_cli.runtime.session.session import LocalMicroBatch
 from fcp_cli.verification.replay import Replayed, gradients_alone
 from tests.runtime.models import Recomputation
 from tests.runtime.models import recompute as switch_on
@@ -103,7 +103,7 @@ class InDouble(TorchFunctionMode):
 
 def model_under_a_plan(recompute: Recomputation = "off", kind: str = "qwen3_next", **changed: Any) -> Any:
     """The decoder of one rank."""
-    from fcp_cli.runtime.integrations.transformers import prepare
+    from fcp_cli.integrations.transformers import prepare
 
     model = linear_model(kind, **changed)
     prepare(model)

@@ -14,9 +14,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from fcp_cli.recipe import Loss, Recompute, Reduce
-from fcp_cli.runtime.loader import Fetch
-from fcp_cli.runtime.offload import ActivationOffload
-from fcp_cli.runtime.session import LocalMicroBatch
+from fcp_cli.runtime.data.loader import Fetch
+from fcp_cli.runtime.recomputation.offload import ActivationOffload
+from fcp_cli.runtime.session.session import LocalMicroBatch
 from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, plain_attend, ring_attend
 from fcp_cli.verification.replay import Replayed, gradients_alone, synthetic_tokens
 
@@ -73,7 +73,7 @@ def build(case: Case) -> tuple[nn.Module, Callable[[LocalMicroBatch], Tensor]]:
             return model, lambda mb: mb.loss_of(model.hidden(mb.input_ids, mb.position_ids, mb.ring), model.output)
         wrapped = wrap(model, case.wrapping, list(model.blocks.children()))
         return wrapped, lambda mb: mb.loss(wrapped(mb.input_ids, mb.position_ids, mb.ring))
-    from fcp_cli.runtime.integrations.transformers import prepare
+    from fcp_cli.integrations.transformers import prepare
 
     decoder = hugging_face(case.family, case.dtype, tied=case.tied)
     prepare(decoder)
@@ -102,7 +102,7 @@ _TINY_RECOMPUTATION: Mapping[Recomputation, Recompute] = {
 
 def recompute(model: Any, how: Recomputation) -> None:
     """Switch a transformers model's recomputation on."""
-    from fcp_cli.runtime.integrations.transformers import recompute_layers
+    from fcp_cli.integrations.transformers import recompute_layers
 
     if how == "selective":
         recompute_layers(model.train(), "selective")

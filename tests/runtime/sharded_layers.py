@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fcp_cli.runtime.layout import shard_layout
-from fcp_cli.runtime.ring import Ring
+from fcp_cli.runtime.layouts.layout import shard_layout
+from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.verification.emulation import Meeting, ThreadTransport, run_ranks
 from tests.runtime.emulation import unshard
 

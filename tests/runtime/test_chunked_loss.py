@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime import chunked_loss, fused_loss
-from fcp_cli.runtime.chunked_loss import block_columns, chunked_token_loss_sum
-from fcp_cli.runtime.followed_step import IGNORED
-from fcp_cli.runtime.loss import Labels, head_loss_sum, labelled_rows, token_loss_sum
+from fcp_cli.runtime.loss import chunked_loss, fused_loss
+from fcp_cli.runtime.loss.chunked_loss import block_columns, chunked_token_loss_sum
+from fcp_cli.runtime.loss.labels import IGNORED
+from fcp_cli.runtime.loss.token_loss import Labels, head_loss_sum, labelled_rows, token_loss_sum
 
 pytestmark = pytest.mark.torch
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from fcp_cli.errors import RunError
+from fcp_cli.integrations.hugging_face.batches import one_pair, one_sequence
+from fcp_cli.integrations.hugging_face.rows import CollatedRows
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.runtime.integrations.hugging_face.batches import one_pair, one_sequence
-from fcp_cli.runtime.integrations.hugging_face.rows import CollatedRows
 from tests.runtime.plans import Row, write_plan
 
 pytestmark = pytest.mark.torch

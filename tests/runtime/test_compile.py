@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.layout import shard_layout
-from fcp_cli.runtime.ring import Ring, attention, current_ring
+from fcp_cli.runtime.layouts.layout import shard_layout
+from fcp_cli.runtime.ring_attention.ring import Ring, attention, current_ring
 from fcp_cli.verification.emulation import Mailbox, ThreadTransport
 
 pytestmark = pytest.mark.torch

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from fcp_cli.plan.peers import plan_peers
 from fcp_cli.plan.ring_order import ring_order
 from fcp_cli.plan.step import RingGroup
-from fcp_cli.runtime import contacts
-from fcp_cli.runtime.contacts import (
+from fcp_cli.runtime.communication import contacts
+from fcp_cli.runtime.communication.contacts import (
     Contacts,
     LookBack,
     contacts_of,
@@ -24,11 +24,11 @@ from fcp_cli.runtime.contacts import (
     planned_hops,
     rounds_of,
 )
-from fcp_cli.runtime.cursor import PlanCursor
-from fcp_cli.runtime.layout import shard_layout
-from fcp_cli.runtime.linear_convolution import short_convolution
-from fcp_cli.runtime.linear_states import states_at_chunks
-from fcp_cli.runtime.ring import Ring
+from fcp_cli.runtime.data.cursor import PlanCursor
+from fcp_cli.runtime.layouts.layout import shard_layout
+from fcp_cli.runtime.ring_attention.ring import Ring
+from fcp_cli.runtime.states.linear_convolution import short_convolution
+from fcp_cli.runtime.states.linear_states import states_at_chunks
 from fcp_cli.verification.emulation import Meeting, ThreadTransport, ThreadWorld, run_ranks
 from fcp_cli.verification.order import Operation, check_order
 from fcp_cli.verification.processes import replay_processes

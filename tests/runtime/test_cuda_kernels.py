@@ -12,7 +12,6 @@ from torch import Tensor
 from fcp_cli.attention_kernels import KernelTable, KernelTiming, Mask, Pack
 from fcp_cli.errors import RunError
 from fcp_cli.kernel_names import KERNELS, KernelName
-from fcp_cli.runtime import ring_passes
 from fcp_cli.runtime.kernels import available, probe, select
 from fcp_cli.runtime.kernels.available import NamedKernel, UnavailableError, kernels_of
 from fcp_cli.runtime.kernels.chosen import ChosenKernel, Preference, asked_kernel
@@ -20,7 +19,8 @@ from fcp_cli.runtime.kernels.cuda import CudaFlashKernel
 from fcp_cli.runtime.kernels.cudnn import CudnnKernel, aten_operators, packs_soundly
 from fcp_cli.runtime.kernels.dense import DenseKernel
 from fcp_cli.runtime.kernels.probe import Signature
-from fcp_cli.runtime.layout import Segments
+from fcp_cli.runtime.layouts.layout import Segments
+from fcp_cli.runtime.ring_attention import ring_passes
 from tests.runtime.emulation import run_emulated
 from tests.runtime.fake_cuda import FakeCudnn, FakeFlash, install_fa3, install_fa4, registered
 from tests.runtime.reference import make_example, relative_error

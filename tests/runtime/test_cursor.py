@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from fcp_cli.errors import PlanError, RunError
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.ring_order import ring_order
-from fcp_cli.runtime.cursor import PlanCursor
-from fcp_cli.runtime.prefetch import Prefetched
+from fcp_cli.runtime.data.cursor import PlanCursor
+from fcp_cli.runtime.data.prefetch import Prefetched
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.plans import Row, random_steps, write_plan
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.frames import with_frames_before
-from fcp_cli.runtime.layout import shard_layout
-from fcp_cli.runtime.ring import Ring
+from fcp_cli.runtime.layouts.layout import shard_layout
+from fcp_cli.runtime.ring_attention.ring import Ring
+from fcp_cli.runtime.states.frames import with_frames_before
 from fcp_cli.verification.emulation import Meeting, ThreadTransport, run_ranks
 
 pytestmark = pytest.mark.torch

@@ -6,7 +6,7 @@ import pytest
 import torch
 from inline_snapshot import snapshot
 
-from fcp_cli.runtime.grad_ring import VARIABLE, agreed_grad_dtype
+from fcp_cli.runtime.agreement.grad_ring import VARIABLE, agreed_grad_dtype
 from fcp_cli.verification.emulation import ThreadWorld, run_ranks
 from tests.messages import raises
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fcp_cli.runtime.group_member import GroupMember
-from fcp_cli.runtime.group_sums import summed_over_members
-from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.layouts.layout import shard_layout
+from fcp_cli.runtime.ring_attention.group_member import GroupMember
+from fcp_cli.runtime.states.group_sums import summed_over_members
 from fcp_cli.verification.emulation import LockstepTransport, Mailbox, run_lockstep
 from fcp_cli.verification.order import Operation, check_order
 from fcp_cli.verification.recording import RecordingTransport

@@ -19,8 +19,8 @@ from fcp_cli.models.model import load_model
 from fcp_cli.models.shipped import shipped_profile_path
 from fcp_cli.profiling.analytic import analytic_profile
 from fcp_cli.recipe import Recipe
-from fcp_cli.runtime import kernel_agreement
-from fcp_cli.runtime.kernel_agreement import KernelAgreement, agree_on_kernels, prefer_agreed_kernels
+from fcp_cli.runtime.agreement import kernel_agreement
+from fcp_cli.runtime.agreement.kernel_agreement import KernelAgreement, agree_on_kernels, prefer_agreed_kernels
 from fcp_cli.runtime.kernels import select
 from fcp_cli.runtime.kernels.chosen import Preference
 from fcp_cli.verification.emulation import ThreadWorld, run_ranks

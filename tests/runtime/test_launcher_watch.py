@@ -34,7 +34,7 @@ rank.wait()
 RANK = """
 import time
 from pathlib import Path
-from fcp_cli.runtime.launcher_watch import end_with_launcher
+from fcp_cli.runtime.communication.launcher_watch import end_with_launcher
 end_with_launcher()
 Path("up").touch()
 time.sleep(600)

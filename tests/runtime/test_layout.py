@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fcp_cli.runtime.layout import CACHED_LAYOUTS, Hop, ShardLayout, shard_layout
+from fcp_cli.runtime.layouts.layout import CACHED_LAYOUTS, Hop, ShardLayout, shard_layout
 
 packs = st.lists(st.integers(min_value=1, max_value=200), min_size=1, max_size=8).map(tuple)
 degrees = st.integers(min_value=1, max_value=16)

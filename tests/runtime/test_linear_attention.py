@@ -21,15 +21,15 @@ from fcp_cli.memory.precision import precision_of
 from fcp_cli.models.layers import LayerKind, Linear
 from fcp_cli.models.model import load_model
 from fcp_cli.recipe import Recipe
-from fcp_cli.runtime import linear_states
-from fcp_cli.runtime.group_member import GroupMember
-from fcp_cli.runtime.layout import shard_layout
-from fcp_cli.runtime.linear_attention import DeltaRule, DeltaTokens
-from fcp_cli.runtime.linear_convolution import short_convolution
-from fcp_cli.runtime.linear_states import carry
-from fcp_cli.runtime.recompute import keep_attention
-from fcp_cli.runtime.ring import Ring
-from fcp_cli.runtime.state_layers import run_rule
+from fcp_cli.runtime.layouts.layout import shard_layout
+from fcp_cli.runtime.recomputation.recompute import keep_attention
+from fcp_cli.runtime.ring_attention.group_member import GroupMember
+from fcp_cli.runtime.ring_attention.ring import Ring
+from fcp_cli.runtime.states import linear_states
+from fcp_cli.runtime.states.linear_attention import DeltaRule, DeltaTokens
+from fcp_cli.runtime.states.linear_convolution import short_convolution
+from fcp_cli.runtime.states.linear_states import carry
+from fcp_cli.runtime.states.state_layers import run_rule
 from fcp_cli.verification.emulation import LockstepTransport, Mailbox, Meeting, ThreadTransport, run_lockstep, run_ranks
 from fcp_cli.verification.order import check_order
 from fcp_cli.verification.recording import RecordingTransport

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from fcp_cli.errors import RunError
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import MicroBatch
-from fcp_cli.runtime.cursor import PlanCursor
-from fcp_cli.runtime.followed_step import IGNORED
-from fcp_cli.runtime.layout import shard_layout
-from fcp_cli.runtime.loader import fetches_labels, load_shard, load_steps
+from fcp_cli.runtime.data.cursor import PlanCursor
+from fcp_cli.runtime.data.loader import fetches_labels, load_shard, load_steps
+from fcp_cli.runtime.layouts.layout import shard_layout
+from fcp_cli.runtime.loss.labels import IGNORED
 from tests.runtime.plans import Row, write_plan
 
 pytestmark = pytest.mark.torch

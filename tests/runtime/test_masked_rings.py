@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fcp_cli.masks import CAUSAL, Mask, chunk_pairs, full, prefix, segments
-from fcp_cli.runtime import ring_passes
 from fcp_cli.runtime.kernels.cpu import CpuKernel
 from fcp_cli.runtime.kernels.npu import NpuKernel
-from fcp_cli.runtime.layout import Hop, MaskedLayout, Rows, Segments, ShardLayout, shard_layout
-from fcp_cli.runtime.ring import Ring, attention
+from fcp_cli.runtime.layouts.layout import Hop, MaskedLayout, Rows, Segments, ShardLayout, shard_layout
+from fcp_cli.runtime.ring_attention import ring_passes
+from fcp_cli.runtime.ring_attention.ring import Ring, attention
 from fcp_cli.verification.emulation import Mailbox, ThreadTransport
 from tests.masks import Masked, all_masked, seen
 from tests.runtime.emulation import run_emulated, unshard

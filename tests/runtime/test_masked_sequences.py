@@ -14,16 +14,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from fcp_cli.errors import RunError
+from fcp_cli.integrations.hugging_face.rows import CollatedRows
 from fcp_cli.masks import CAUSAL, Mask, MaskedSequence, chunk_pairs, full, prefix, segments
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import MicroBatch
-from fcp_cli.runtime.agreement import require_causal
-from fcp_cli.runtime.followed_step import IGNORED
-from fcp_cli.runtime.integrations.hugging_face.rows import CollatedRows
-from fcp_cli.runtime.loader import load_shard
-from fcp_cli.runtime.loss import next_token_labels
+from fcp_cli.runtime.agreement.plan_agreement import require_causal
+from fcp_cli.runtime.data.loader import load_shard
+from fcp_cli.runtime.loss.labels import IGNORED
+from fcp_cli.runtime.loss.token_loss import next_token_labels
 from fcp_cli.runtime.online.items import item_of
-from fcp_cli.runtime.ring import Ring
+from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.training.data import open_data
 from fcp_cli.verification.emulation import Meeting, run_ranks
 from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, ring_attend

@@ -17,7 +17,7 @@ from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runs.metrics_record import parse_record
 from tests.runtime.plans import Row, write_plan
 
-_PACKAGE = "fcp_cli.runtime.integrations.mindspore"
+_PACKAGE = "fcp_cli.integrations.mindspore"
 STEPS = ((Row([0, 1], [20, 5]), Row([0], [9]), Row([1], [6])), (Row([0, 1], [12]),))
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.layout import shard_layout
-from fcp_cli.runtime.recompute import keep_attention
-from fcp_cli.runtime.ring import Ring, attention
+from fcp_cli.runtime.layouts.layout import shard_layout
+from fcp_cli.runtime.recomputation.recompute import keep_attention
+from fcp_cli.runtime.ring_attention.ring import Ring, attention
 from fcp_cli.verification.emulation import Meeting, ThreadTransport, run_ranks
 from fcp_cli.verification.recording import RecordingTransport
 
@@ -123,7 +123,7 @@ def saved_bytes(run: Run) -> int:
 
     layer, ring = Layer(), Ring(shard_layout((64,), 1))
     hidden = torch.ones(1, 64, WIDTH, dtype=torch.float64, requires_grad=True)
-    import fcp_cli.runtime.recompute as module
+    import fcp_cli.runtime.recomputation.recompute as module
 
     with pytest.MonkeyPatch.context() as patch, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         patch.setattr(module, "_keep", lambda tensor: (pack(tensor), tensor._version))

@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime import ring_passes
-from fcp_cli.runtime.grad_ring import GradRingDtype
+from fcp_cli.runtime.agreement.grad_ring import GradRingDtype
 from fcp_cli.runtime.kernels import select_kernel
 from fcp_cli.runtime.kernels.cpu import CpuKernel
 from fcp_cli.runtime.kernels.npu import NpuKernel
-from fcp_cli.runtime.layout import Segments, shard_layout
-from fcp_cli.runtime.ring import Ring, attention, current_ring
-from fcp_cli.runtime.ring_passes import ring_forward
+from fcp_cli.runtime.layouts.layout import Segments, shard_layout
+from fcp_cli.runtime.ring_attention import ring_passes
+from fcp_cli.runtime.ring_attention.ring import Ring, attention, current_ring
+from fcp_cli.runtime.ring_attention.ring_passes import ring_forward
 from fcp_cli.verification.emulation import LockstepTransport, Mailbox, ThreadTransport, run_lockstep
 from fcp_cli.verification.order import Operation, check_order
 from tests.runtime.emulation import run_emulated, run_recorded, unshard

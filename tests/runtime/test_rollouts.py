@@ -15,9 +15,9 @@ from fcp_cli.manifest.read import read_manifest
 from fcp_cli.plan.check import check_plan
 from fcp_cli.plan.online import manifest_of
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.runtime.followed_step import IGNORED
-from fcp_cli.runtime.loss import next_token_labels
-from fcp_cli.runtime.token_values import token_log_probs
+from fcp_cli.runtime.loss.labels import IGNORED
+from fcp_cli.runtime.loss.token_loss import next_token_labels
+from fcp_cli.runtime.session.token_values import token_log_probs
 from fcp_cli.verification.model import TinyLanguageModel, plain_attend
 from fcp_cli.verification.replay import take_gradient
 from tests.planning.examples import PROFILE

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fcp_cli.runtime.kernels import fused
-from fcp_cli.runtime.layout import Rows
-from fcp_cli.runtime.rows import add, add_pair, merge, take, take_pair, take_with_lse
+from fcp_cli.runtime.layouts.layout import Rows
+from fcp_cli.runtime.ring_attention import fused
+from fcp_cli.runtime.ring_attention.rows import add, add_pair, merge, take, take_pair, take_with_lse
 
 pytestmark = pytest.mark.torch
 
@@ -108,7 +108,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The fused operators on the CPU, through Triton's interpreter; yields the names of those that were called."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when the kernels are defined
     pytest.importorskip("triton")
-    kernels = importlib.reload(importlib.import_module("fcp_cli.runtime.kernels.triton_rows"))
+    kernels = importlib.reload(importlib.import_module("fcp_cli.runtime.ring_attention.triton_rows"))
     calls: list[str] = []
 
     def launch(name: str) -> Any:

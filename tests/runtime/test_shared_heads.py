@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.layout import SetLayout, shard_layout
-from fcp_cli.runtime.passes import group_forward
-from fcp_cli.runtime.ring import Ring, attention
-from fcp_cli.runtime.shared_heads import of_products, row_products
-from fcp_cli.runtime.transport import Handle, drive
+from fcp_cli.runtime.communication.transport import Handle, drive
+from fcp_cli.runtime.layouts.layout import SetLayout, shard_layout
+from fcp_cli.runtime.ring_attention.passes import group_forward
+from fcp_cli.runtime.ring_attention.ring import Ring, attention
+from fcp_cli.runtime.ring_attention.shared_heads import of_products, row_products
 from fcp_cli.verification.emulation import LockstepTransport, Mailbox
 from fcp_cli.verification.order import check_order
 from tests.runtime.emulation import run_emulated, run_recorded

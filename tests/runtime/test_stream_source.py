@@ -26,7 +26,7 @@ from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.ring_order import ring_order
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.online.serving import Service
-from fcp_cli.runtime.contacts import Contacts
+from fcp_cli.runtime.communication.contacts import Contacts
 from fcp_cli.runtime.online import source
 from fcp_cli.runtime.online.items import ReadWindow
 from fcp_cli.runtime.online.source import StreamSource

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fcp_cli.errors import RunError
 from fcp_cli.plan.step import MicroBatch
-from fcp_cli.runtime.layout import shard_layout
-from fcp_cli.runtime.token_values import collect
+from fcp_cli.runtime.layouts.layout import shard_layout
+from fcp_cli.runtime.session.token_values import collect
 from fcp_cli.verification.emulation import Meeting, ThreadWorld, run_ranks
 
 LENGTHS = (5, 2)

@@ -13,9 +13,9 @@ import pytest
 import transformers.trainer
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.integrations import accelerate_hooks
-from fcp_cli.runtime.integrations.hugging_face import checks
-from fcp_cli.runtime.integrations.trainer_hooks import hook_trainer
+from fcp_cli.integrations.hugging_face import checks
+from fcp_cli.integrations.hugging_face.accelerate import hooks as accelerate_hooks
+from fcp_cli.integrations.hugging_face.trainer_hooks import hook_trainer
 
 pytestmark = pytest.mark.hf
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.layout import shard_layout
-from fcp_cli.runtime.loss import Labels, token_loss_sum
-from fcp_cli.runtime.ring import Ring, current_ring
+from fcp_cli.runtime.layouts.layout import shard_layout
+from fcp_cli.runtime.loss.token_loss import Labels, token_loss_sum
+from fcp_cli.runtime.ring_attention.ring import Ring, current_ring
 from fcp_cli.verification.emulation import Meeting, run_ranks
 from fcp_cli.verification.replay import Replayed, gradients_on_rank, thread_session
 from tests.runtime.models import Case, Family, Recomputation, assert_agrees, build, expected, hugging_face
@@ -82,7 +82,7 @@ def microbatch() -> Iterator[Ring]:
 
 
 def prepared(family: Family = "qwen3") -> Any:
-    from fcp_cli.runtime.integrations.transformers import prepare
+    from fcp_cli.integrations.transformers import prepare
 
     decoder = hugging_face(family, torch.float64)
     prepare(decoder)
@@ -155,7 +155,7 @@ def router_logits(config: Any) -> None:
 def test_attention_that_a_ring_cannot_follow_is_refused_before_training(
     change: Callable[[Any], None], message: str
 ) -> None:
-    from fcp_cli.runtime.integrations.transformers import prepare
+    from fcp_cli.integrations.transformers import prepare
 
     decoder = hugging_face("qwen3", torch.float64)
     change(decoder.config)
@@ -164,7 +164,7 @@ def test_attention_that_a_ring_cannot_follow_is_refused_before_training(
 
 
 def test_a_vision_language_model_that_fcp_cannot_take_apart_is_refused_by_name() -> None:
-    from fcp_cli.runtime.integrations.transformers import prepare
+    from fcp_cli.integrations.transformers import prepare
 
     decoder = hugging_face("llama", torch.float64)
     decoder.config.vision_config = object()
@@ -196,7 +196,7 @@ def test_a_model_that_failed_forgets_the_labels(microbatch: Ring) -> None:
 
 
 def test_the_head_keeps_its_weight_its_name_and_its_ties(microbatch: Ring) -> None:
-    from fcp_cli.runtime.integrations.transformers import prepare
+    from fcp_cli.integrations.transformers import prepare
 
     model = hugging_face("qwen3", torch.float64, tied=True)
     names, shapes = list(model.state_dict()), [weight.shape for weight in model.state_dict().values()]
@@ -223,7 +223,7 @@ def test_a_model_that_changes_its_logits_is_not_given_a_wrong_loss(microbatch: R
 
 
 def test_what_a_layer_asks_of_attention_is_not_left_out_in_silence(microbatch: Ring) -> None:
-    from fcp_cli.runtime.integrations.transformers import _attention_forward
+    from fcp_cli.integrations.transformers.preparation import _attention_forward
 
     heads = torch.zeros(1, 2, 4, 8)
     with pytest.raises(RunError, match=r"Module asks for .*, which a plan cannot follow"):
@@ -231,7 +231,7 @@ def test_what_a_layer_asks_of_attention_is_not_left_out_in_silence(microbatch: R
 
 
 def test_a_layer_that_leaves_its_window_to_a_mask_is_refused() -> None:
-    from fcp_cli.runtime.integrations.transformers import _check_call
+    from fcp_cli.integrations.transformers.preparation import _check_call
 
     layer: Any = torch.nn.Module()
     layer.config = SimpleNamespace(layer_types=["full_attention", "sliding_attention"], sliding_window=16)
@@ -242,7 +242,7 @@ def test_a_layer_that_leaves_its_window_to_a_mask_is_refused() -> None:
 
 
 def test_a_layer_without_its_ring_names_the_way_out() -> None:
-    from fcp_cli.runtime.integrations.transformers import _attention_forward
+    from fcp_cli.integrations.transformers.preparation import _attention_forward
 
     heads = torch.zeros(1, 2, 4, 8)
     with pytest.raises(RunError, match=r"Module was called without its ring; call prepare\(model\)"):
@@ -253,7 +253,7 @@ def test_no_mask_is_built() -> None:
     """transformers skips masks for an attention that has no mask function; see the integration's docstring."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask
 
-    from fcp_cli.runtime.integrations.transformers import NAME
+    from fcp_cli.integrations.transformers.preparation import NAME
 
     model = prepared()
     assert NAME not in ALL_MASK_ATTENTION_FUNCTIONS

@@ -14,8 +14,8 @@ import torch
 
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import Sync
-from fcp_cli.runtime.layout import shard_layout
-from fcp_cli.runtime.ring import Ring
+from fcp_cli.runtime.layouts.layout import shard_layout
+from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.verification.emulation import Meeting, run_ranks
 from fcp_cli.verification.order import check_order
 from fcp_cli.verification.recording import RecordingTransport, RecordingWorld
@@ -187,7 +187,7 @@ def test_what_no_plan_gives_a_state_space_is_refused(asked: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "bamba"])
 def test_weights_that_are_still_to_come_are_judged_by_a_small_model(kind: str) -> None:
-    from fcp_cli.runtime.integrations.transformers import prepare
+    from fcp_cli.integrations.transformers import prepare
 
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(linear_model(kind).config)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.integrations.hugging_face.checks import COUNTED_BY_TRL, RELIED_ON_OF_TRL, check_trl
+from fcp_cli.integrations.hugging_face.checks import COUNTED_BY_TRL, RELIED_ON_OF_TRL, check_trl
 from tests.runtime.launch import torchrun
 from tests.runtime.trainer_outcomes import Outcomes, read_outcomes, require_equal
 from tests.runtime.trainer_plans import write_plans

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.layout import shard_layout
-from fcp_cli.runtime.visuals import VisualPack, VisualShard, visual_shard
+from fcp_cli.runtime.layouts.layout import shard_layout
+from fcp_cli.runtime.pictures.visuals import VisualPack, VisualShard, visual_shard
 from fcp_cli.verification.emulation import Meeting
 from fcp_cli.verification.replay import thread_session
 from fcp_cli.vision.parts import VisualPart, VisualSequence

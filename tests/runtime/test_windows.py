@@ -15,10 +15,10 @@ from fcp_cli.runtime.kernels import AttentionKernel, cpu
 from fcp_cli.runtime.kernels.cpu import CpuKernel
 from fcp_cli.runtime.kernels.dense import DenseKernel
 from fcp_cli.runtime.kernels.npu import NpuKernel
-from fcp_cli.runtime.layout import Segments, shard_layout
-from fcp_cli.runtime.outside import outside
-from fcp_cli.runtime.recompute import keep_attention
-from fcp_cli.runtime.ring import Ring, attention
+from fcp_cli.runtime.layouts.layout import Segments, shard_layout
+from fcp_cli.runtime.recomputation.recompute import keep_attention
+from fcp_cli.runtime.ring_attention.ring import Ring, attention
+from fcp_cli.runtime.session.outside import outside
 from fcp_cli.verification.order import check_order
 from tests.runtime.emulation import run_emulated, run_recorded
 from tests.runtime.fake_npu import FakeNpu

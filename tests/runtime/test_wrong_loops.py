@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.finite import LossWatch
+from fcp_cli.runtime.agreement.step_agreement import digest
 from fcp_cli.runtime.gradients import GradientSync
-from fcp_cli.runtime.on_nan import OnNan
-from fcp_cli.runtime.outside import outside
-from fcp_cli.runtime.step_agreement import digest
+from fcp_cli.runtime.guards.finite import LossWatch
+from fcp_cli.runtime.guards.on_nan import OnNan
+from fcp_cli.runtime.session.outside import outside
 from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, plain_attend
 from fcp_cli.verification.replay import gradients_alone, replay_alone, synthetic_tokens, take_gradient
 from tests.runtime.models import VOCAB_SIZE

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.runtime.exchange import exchange
-from fcp_cli.runtime.layout import shard_layout
-from fcp_cli.runtime.loss import next_token_labels, token_loss_sum
-from fcp_cli.runtime.session import LocalMicroBatch
-from fcp_cli.runtime.visuals import VisualPack, visual_shard
+from fcp_cli.runtime.communication.exchange import exchange
+from fcp_cli.runtime.layouts.layout import shard_layout
+from fcp_cli.runtime.loss.token_loss import next_token_labels, token_loss_sum
+from fcp_cli.runtime.pictures.visuals import VisualPack, visual_shard
+from fcp_cli.runtime.session.session import LocalMicroBatch
 from fcp_cli.verification.emulation import Meeting, ThreadTransport, run_ranks
 from fcp_cli.verification.replay import Replayed, take_gradient
 from fcp_cli.vision import families
@@ -96,7 +96,7 @@ def build(case: VisionCase) -> tuple[nn.Module, Any]:
     """One rank's model and the loss of a micro-batch; collective where the wrapping is."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    from fcp_cli.runtime.integrations.transformers import prepare
+    from fcp_cli.integrations.transformers import prepare
 
     model = unmodified(case)
     prepare(model)

@@ -61,10 +61,10 @@ def test_the_kernel_of_this_machine_passes(bench: Any) -> None:
 
 
 def test_every_kernel_of_a_device_is_compared(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fcp_cli.runtime import ring_passes
     from fcp_cli.runtime.kernels import select
     from fcp_cli.runtime.kernels.available import kernels_of
     from fcp_cli.runtime.kernels.chosen import ChosenKernel
+    from fcp_cli.runtime.ring_attention import ring_passes
     from fcp_cli.selftest.bench import Bench
     from fcp_cli.selftest.checks import kernel
     from tests.runtime.fake_cuda import FakeCudnn, FakeFlash, registered
@@ -121,7 +121,7 @@ def test_ranks_on_the_same_cores_take_a_case_each(bench: Any) -> None:
 
 
 def test_a_kernel_that_is_a_little_wrong_fails(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fcp_cli.runtime.ring import attention
+    from fcp_cli.runtime.ring_attention.ring import attention
     from fcp_cli.selftest.checks import kernel
 
     monkeypatch.setattr(kernel, "attention", lambda *tensors, ring: attention(*tensors, ring=ring) * (1 + 1e-4))

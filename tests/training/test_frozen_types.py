@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fcp_cli.recipe import Recipe
-from fcp_cli.runtime.outside import outside
-from fcp_cli.runtime.world import ProcessWorld
+from fcp_cli.runtime.communication.world import ProcessWorld
+from fcp_cli.runtime.session.outside import outside
 from fcp_cli.training.adapters import choose_trained
 from fcp_cli.training.holding import Replica
 from fcp_cli.training.models import build_model, shard_model

@@ -14,7 +14,8 @@ from fcp_cli.memory.fitting import Place
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.recipe import Recipe
-from fcp_cli.runtime import chunked_loss, offload
+from fcp_cli.runtime.loss import chunked_loss
+from fcp_cli.runtime.recomputation import offload
 from fcp_cli.training.offload import describe_offload, tokens_without_offload
 from fcp_cli.training.train import main
 from tests.training.small_runs import write_manifest, write_small_plan

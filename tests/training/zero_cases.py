@@ -14,7 +14,7 @@ from torch import nn
 
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.runtime.on_nan import OnNan
+from fcp_cli.runtime.guards.on_nan import OnNan
 from fcp_cli.training.data import open_data
 from fcp_cli.training.models import build_model
 from fcp_cli.training.optimizer import learning_rate_at, set_learning_rate

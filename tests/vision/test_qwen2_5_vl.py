@@ -11,7 +11,7 @@ import torch
 from inline_snapshot import snapshot
 
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.runtime.loader import load_shard
+from fcp_cli.runtime.data.loader import load_shard
 from tests.messages import raises
 from tests.runtime.plans import Row, write_plan
 

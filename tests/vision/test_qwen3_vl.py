@@ -12,7 +12,7 @@ import torch
 
 from fcp_cli.errors import RunError
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.runtime.loader import load_shard
+from fcp_cli.runtime.data.loader import load_shard
 from tests.runtime.plans import Row, write_plan
 
 pytest.importorskip("transformers")

@@ -8,13 +8,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.recipe import Phase, Reduce
+from fcp_cli.runtime.communication.world import World
 from fcp_cli.runtime.gradients.base import GradientSync
 from fcp_cli.runtime.gradients.engine import engine_sync
 from fcp_cli.runtime.gradients.forward import forward_sync
 from fcp_cli.runtime.gradients.fsdp import fsdp_sync
 from fcp_cli.runtime.gradients.replicas import DdpSync, PlainSync
 from fcp_cli.runtime.gradients.wrapping import is_deepspeed_engine, reducing_module
-from fcp_cli.runtime.world import World
 
 
 def gradient_sync(

@@ -20,8 +20,8 @@ from torch import nn
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.recipe import Reduce
+from fcp_cli.runtime.communication.world import World
 from fcp_cli.runtime.gradients.base import GradientSync
-from fcp_cli.runtime.world import World
 
 _SUBSTITUTED = ("step", "set_gradient_accumulation_boundary")
 

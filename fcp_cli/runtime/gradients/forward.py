@@ -9,12 +9,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import Sync
-from fcp_cli.runtime.agreement import NO_TRAINING
+from fcp_cli.runtime.agreement.plan_agreement import NO_TRAINING
+from fcp_cli.runtime.communication.world import World
 from fcp_cli.runtime.gradients.base import GradientSync
 from fcp_cli.runtime.gradients.engine import engine_sync
 from fcp_cli.runtime.gradients.fsdp import fsdp_sync
 from fcp_cli.runtime.gradients.wrapping import is_deepspeed_engine, reducing_module
-from fcp_cli.runtime.world import World
 
 
 class ForwardSync(GradientSync):

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.recipe import Reduce
+from fcp_cli.runtime.communication.world import World
 from fcp_cli.runtime.gradients.base import GradientSync, drop_gradients
-from fcp_cli.runtime.world import World
 
 
 def fsdp_sync(model: nn.Module, world: World, sync: Sync, reduce: Reduce) -> GradientSync:

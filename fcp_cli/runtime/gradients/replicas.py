@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fcp_cli.errors import RunError
+from fcp_cli.runtime.communication.world import World
 from fcp_cli.runtime.gradients.base import GradientSync, drop_gradients
-from fcp_cli.runtime.world import World
 
 _BUCKET_BYTES = 32 << 20  # large enough to fill a link, small enough for a flat copy beside the gradients
 

@@ -7,14 +7,15 @@ import io
 import os
 import sys
 from collections.abc import MutableMapping
-from functools import wraps
+from functools import partial, wraps
 from types import ModuleType, TracebackType
 from typing import Any
 
 from fcp_cli.errors import FcpError, RunError, UsageError
-from fcp_cli.runtime.error_file import record_error
-from fcp_cli.runtime.followed_plans import is_followed
+from fcp_cli.runtime.data.followed_plans import is_followed
+from fcp_cli.runtime.injection.error_file import record_error
 from fcp_cli.runtime.injection.imports import after_import
+from fcp_cli.runtime.injection.integrations import HOOKS, resolve
 from fcp_cli.runtime.injection.ranks import torch_variables
 
 PLAN_VARIABLE = "FCP_PLAN"
@@ -39,18 +40,7 @@ def install(environment: MutableMapping[str, str]) -> None:
         {
             "torch.distributed.distributed_c10d": _leave_at_exit,
             "torch.optim.optimizer": _watch_optimizers,
-            # Of the modules that an integration changes: each imports its integration when it is called.
-            "megatron.core.pipeline_parallel.schedules": _hook_megatron,
-            "megatron.core.utils": _hook_megatron_batches,
-            "megatron.training.utils": _hook_megatron_batches,
-            "transformers.trainer": _hook_trainer,
-            "accelerate.accelerator": _hook_accelerator,
-            "lightning.pytorch.loops.fit_loop": _hook_lightning,
-            "pytorch_lightning.loops.fit_loop": _hook_lightning,
-            "torchtitan.trainer": _refuse_torchtitan,
-            "torchtune.config._parse": _refuse_torchtune,
-            "mindspeed_mm.fsdp.distributed.torch_parallelize": _hook_mindspeed_mm_sharding,
-            "mindspeed_mm.fsdp.train.train_engine": _hook_mindspeed_mm_engine,
+            **{module: partial(_hook, target) for module, target in HOOKS.items()},
         }
     )
 
@@ -88,58 +78,8 @@ def _write_whole_lines() -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
-def _hook_megatron(schedules: ModuleType) -> None:
-    from fcp_cli.runtime.integrations.megatron_schedule import hook_schedules
-
-    hook_schedules(schedules)
-
-
-def _hook_megatron_batches(utils: ModuleType) -> None:
-    from fcp_cli.runtime.integrations.megatron.batches import hook_batches
-
-    hook_batches(utils)
-
-
-def _hook_trainer(trainer: ModuleType) -> None:
-    from fcp_cli.runtime.integrations.trainer_hooks import hook_trainer
-
-    hook_trainer(trainer)
-
-
-def _hook_accelerator(accelerator: ModuleType) -> None:
-    from fcp_cli.runtime.integrations.accelerate_hooks import hook_accelerator
-
-    hook_accelerator(accelerator)
-
-
-def _hook_lightning(fit_loop: ModuleType) -> None:
-    from fcp_cli.runtime.integrations.lightning.hooks import hook_fit_loop
-
-    hook_fit_loop(fit_loop)
-
-
-def _refuse_torchtitan(trainer: ModuleType) -> None:
-    from fcp_cli.runtime.integrations.own_loops import refuse_torchtitan
-
-    refuse_torchtitan(trainer)
-
-
-def _hook_mindspeed_mm_sharding(torch_parallelize: ModuleType) -> None:
-    from fcp_cli.runtime.integrations.mindspeed_mm import hook_sharding
-
-    hook_sharding(torch_parallelize)
-
-
-def _hook_mindspeed_mm_engine(train_engine: ModuleType) -> None:
-    from fcp_cli.runtime.integrations.mindspeed_mm import hook_engine
-
-    hook_engine(train_engine)
-
-
-def _refuse_torchtune(parsing: ModuleType) -> None:
-    from fcp_cli.runtime.integrations.own_loops import refuse_torchtune
-
-    refuse_torchtune(parsing)
+def _hook(target: str, module: ModuleType) -> None:
+    resolve(target)(module)
 
 
 def _watch_optimizers(optimizer: ModuleType) -> None:
@@ -165,7 +105,7 @@ def _leave_at_exit(distributed: ModuleType) -> None:
     distributed.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
 
     def leave() -> None:
-        from fcp_cli.runtime.world import leave_process_group
+        from fcp_cli.runtime.communication.world import leave_process_group
 
         leave_process_group()
 

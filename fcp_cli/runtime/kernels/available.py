@@ -20,7 +20,7 @@ from torch import Tensor
 from fcp_cli.kernel_names import KernelName
 from fcp_cli.runtime.kernels.cuda import ATEN, CudaFlashKernel, FlashOperators
 from fcp_cli.runtime.kernels.cudnn import CudnnKernel, aten_operators, packs_soundly
-from fcp_cli.runtime.layout import Segments
+from fcp_cli.runtime.layouts.layout import Segments
 
 
 class NamedKernel(Protocol):

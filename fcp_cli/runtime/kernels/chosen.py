@@ -29,7 +29,7 @@ from fcp_cli.runtime.kernels.available import (
     major_capability,
 )
 from fcp_cli.runtime.kernels.probe import Signature, signature_of
-from fcp_cli.runtime.layout import Segments
+from fcp_cli.runtime.layouts.layout import Segments
 
 Result = TypeVar("Result")
 

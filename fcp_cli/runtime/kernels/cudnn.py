@@ -22,7 +22,7 @@ from torch import Tensor
 from fcp_cli.errors import RunError
 from fcp_cli.kernel_names import KernelName
 from fcp_cli.runtime.kernels.cuda import bounds_of
-from fcp_cli.runtime.layout import Segments
+from fcp_cli.runtime.layouts.layout import Segments
 
 _MOST_BATCHES: Final = 8  # calls, and graphs, of one pack
 _MOST_WASTE: Final = 4  # the packed backward allocates for every sequence as much as for the longest

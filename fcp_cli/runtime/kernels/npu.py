@@ -17,7 +17,7 @@ from torch import Tensor
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.kernels.base import to_device
 from fcp_cli.runtime.kernels.equal_sizes import with_equal_sizes, with_equal_sizes_backward
-from fcp_cli.runtime.layout import Segments
+from fcp_cli.runtime.layouts.layout import Segments
 
 _STATS_LANES = 8  # the operator repeats each row's statistic 8 times
 _MASK_SIDE = 2048  # the compressed causal mask has this size, whatever the lengths are

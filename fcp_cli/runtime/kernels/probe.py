@@ -15,7 +15,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.kernel_names import KernelName
 from fcp_cli.runtime.kernels.available import NamedKernel, kernels_of, unavailability
 from fcp_cli.runtime.kernels.dense import DenseKernel
-from fcp_cli.runtime.layout import Segments
+from fcp_cli.runtime.layouts.layout import Segments
 
 _BOUND: Final = 2e-2  # relative L2 error of 16-bit results and gradients
 _LSE_BOUND: Final = 1e-3

@@ -32,13 +32,13 @@ from fcp_cli.plan.step import MicroBatch, StepPlan
 from fcp_cli.runs.metrics import MetricsWriter, StepMeasurement, drop_steps_from
 from fcp_cli.runs.recorded_steps import recorded_steps, unrecorded
 from fcp_cli.runs.step_position import StepPosition, write_position
+from fcp_cli.runtime.data.prefetch import Prefetched
 from fcp_cli.runtime.metrics.mailbox import Mailbox, MessageLostError, job_store
 from fcp_cli.runtime.metrics.memory import peak_memory_bytes
 from fcp_cli.runtime.metrics.message import RankMeasurement, mean_loss, planned_timings
 from fcp_cli.runtime.metrics.run_folder import own_folder_of
 from fcp_cli.runtime.metrics.run_record import METRICS_VARIABLE, run_record
-from fcp_cli.runtime.prefetch import Prefetched
-from fcp_cli.runtime.timing import Clock, clock_for
+from fcp_cli.runtime.metrics.timing import Clock, clock_for
 
 _POSITION_SECONDS = 5.0  # between two notes of where a long step is
 _LOOK_SECONDS = 0.5  # between two looks of rank 0 for messages, while a step runs

@@ -1,4 +1,4 @@
-"""Follow the steps of a stream as one rank sees them, as `runtime.cursor` follows those of a plan file."""
+"""Follow the steps of a stream as one rank sees them, as `runtime.data.cursor` follows those of a plan file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final, Protocol
 from fcp_cli.errors import RunError
 from fcp_cli.plan.online import OnlineSettings, read_online_settings
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.runtime.cursor import RankStep, RankView
+from fcp_cli.runtime.data.cursor import RankStep, RankView
 from fcp_cli.runtime.online.source import StreamSource
 
 ONLINE_VARIABLE: Final = "FCP_ONLINE"

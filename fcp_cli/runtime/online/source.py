@@ -25,8 +25,8 @@ from fcp_cli.plan.messages import steps_bytes, steps_of
 from fcp_cli.plan.online import OnlineSettings
 from fcp_cli.plan.schema import steps_to_arrow
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.runtime.followed_plans import note_follower
-from fcp_cli.runtime.loader import Fetch
+from fcp_cli.runtime.data.followed_plans import note_follower
+from fcp_cli.runtime.data.loader import Fetch
 from fcp_cli.runtime.online.control import Control
 from fcp_cli.runtime.online.items import ReadWindow, read_windows, row_of
 from fcp_cli.runtime.online.measured import Measured, Refits

@@ -21,8 +21,8 @@ from fcp_cli import __version__
 from fcp_cli.plan.metadata import ManifestReference, PlanMetadata, Sync
 from fcp_cli.plan.step import StepPlan, offsets_of
 from fcp_cli.plan.writer import plan_writer
-from fcp_cli.runtime.agreement import agree_on_plan
-from fcp_cli.runtime.session import Session
+from fcp_cli.runtime.agreement.plan_agreement import agree_on_plan
+from fcp_cli.runtime.session.session import Session
 from fcp_cli.selftest.bench import Bench
 from fcp_cli.selftest.findings import Finding
 from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, ring_attend

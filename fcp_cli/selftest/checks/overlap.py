@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 
 from fcp_cli.profiling.workload import SilentTransport
-from fcp_cli.runtime.layout import shard_layout
-from fcp_cli.runtime.ring import Ring, attention
-from fcp_cli.runtime.transport import Transport
+from fcp_cli.runtime.communication.transport import Transport
+from fcp_cli.runtime.layouts.layout import shard_layout
+from fcp_cli.runtime.ring_attention.ring import Ring, attention
 from fcp_cli.selftest.bench import Bench
 from fcp_cli.selftest.exact import Case, draw
 from fcp_cli.selftest.findings import Finding

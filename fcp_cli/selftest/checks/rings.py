@@ -7,8 +7,8 @@ from itertools import product
 
 import torch
 
-from fcp_cli.runtime.layout import shard_layout
-from fcp_cli.runtime.ring import Ring
+from fcp_cli.runtime.layouts.layout import shard_layout
+from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.selftest.bench import Bench
 from fcp_cli.selftest.checks.kernel import attended
 from fcp_cli.selftest.exact import Attended, Case, Drawn, draw, exact, relative, squares

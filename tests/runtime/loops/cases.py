@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.runtime.loader import Fetch
-from fcp_cli.runtime.loss import next_token_labels, token_loss_sum
+from fcp_cli.runtime.data.loader import Fetch
+from fcp_cli.runtime.loss.token_loss import next_token_labels, token_loss_sum
 from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, plain_attend, ring_attend
 from fcp_cli.verification.replay import synthetic_tokens
 from tests.runtime.plans import Row, write_plan

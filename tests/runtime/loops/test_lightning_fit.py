@@ -61,7 +61,7 @@ def test_a_strategy_that_shards_is_refused_before_a_plan_is_read(kind: str) -> N
     """Lightning makes the first two on accelerators only."""
     from lightning.pytorch import strategies
 
-    from fcp_cli.runtime.integrations.lightning.fit import LightningFit
+    from fcp_cli.integrations.lightning.fit import LightningFit
 
     strategy = object.__new__(getattr(strategies, kind))
     trainer = SimpleNamespace(strategy=strategy)
@@ -83,7 +83,7 @@ def test_a_strategy_that_shards_is_refused_before_a_plan_is_read(kind: str) -> N
 def test_a_lightning_without_a_function_that_is_hooked_is_refused(
     module: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fcp_cli.runtime.integrations.lightning.hooks import hook_fit_loop
+    from fcp_cli.integrations.lightning.hooks import hook_fit_loop
 
     owner: Any = importlib.import_module(f"lightning.pytorch.loops.{module}")
     *holders, name = path.split(".")

@@ -83,7 +83,7 @@ def test_torchtitans_own_trainer_is_refused_before_it_makes_a_model(tmp_path: Pa
 
 
 def test_a_subclass_of_torchtitans_trainer_with_a_loop_of_its_own_is_left_alone() -> None:
-    from fcp_cli.runtime.integrations.own_loops import refuse_torchtitan
+    from fcp_cli.integrations.own_loops import refuse_torchtitan
 
     class Trainer:
         def train(self) -> None: ...
@@ -102,7 +102,7 @@ def test_a_subclass_of_torchtitans_trainer_with_a_loop_of_its_own_is_left_alone(
 
 @pytest.mark.parametrize("framework", ["torchtitan", "torchtune"])
 def test_a_framework_without_what_is_hooked_is_named(framework: str) -> None:
-    from fcp_cli.runtime.integrations import own_loops
+    from fcp_cli.integrations import own_loops
 
     with pytest.raises(RunError, match=rf"^this {framework} has no other\.\w+"):
         getattr(own_loops, f"refuse_{framework}")(ModuleType("other"))

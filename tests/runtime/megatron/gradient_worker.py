@@ -33,12 +33,12 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor
 
 from fcp_cli.errors import FcpError
+from fcp_cli.integrations.megatron import checks, transformer_engine
+from fcp_cli.integrations.megatron import model as hooks
+from fcp_cli.integrations.megatron.follow import Follower
+from fcp_cli.integrations.megatron.microbatch import current_microbatch
+from fcp_cli.integrations.megatron.stack import MegatronStack
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.runtime.integrations.megatron import checks, transformer_engine
-from fcp_cli.runtime.integrations.megatron import model as hooks
-from fcp_cli.runtime.integrations.megatron.follow import Follower
-from fcp_cli.runtime.integrations.megatron.microbatch import current_microbatch
-from fcp_cli.runtime.integrations.megatron.stack import MegatronStack
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.workers.groups import own_groups
 from tests.runtime.workers.leave import leave_job

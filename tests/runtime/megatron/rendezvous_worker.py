@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.integrations.megatron import follow
+from fcp_cli.integrations.megatron import follow
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.megatron import gradient_worker
 from tests.runtime.megatron.gradient_worker import CASES, PARALLEL_CASES

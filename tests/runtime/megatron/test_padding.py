@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from fcp_cli.integrations.megatron.padding import padding_report
+from fcp_cli.integrations.megatron.samples import TOKENS, Samples, load_shard
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.padding import padding_multiple
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.planning.batches import BatchSettings
 from fcp_cli.planning.run import make_plan
 from fcp_cli.planning.settings import PlanInputs
-from fcp_cli.runtime.integrations.megatron.padding import padding_report
-from fcp_cli.runtime.integrations.megatron.samples import TOKENS, Samples, load_shard
 from tests.planning.examples import example_problem, table_of
 
 pytestmark = pytest.mark.torch

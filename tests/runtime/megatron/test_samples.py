@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 
 from fcp_cli.errors import RunError
-from fcp_cli.masks import CAUSAL, Mask, MaskRows, chunk_pairs, full, prefix, segments
-from fcp_cli.plan.step import MicroBatch
-from fcp_cli.runtime.cursor import RankStep
-from fcp_cli.runtime.integrations.megatron.samples import (
+from fcp_cli.integrations.megatron.samples import (
     LoadedStep,
     LocalShard,
     Samples,
@@ -24,6 +21,9 @@ from fcp_cli.runtime.integrations.megatron.samples import (
     mask_of,
     pinned,
 )
+from fcp_cli.masks import CAUSAL, Mask, MaskRows, chunk_pairs, full, prefix, segments
+from fcp_cli.plan.step import MicroBatch
+from fcp_cli.runtime.data.cursor import RankStep
 from tests.masks import Masked, seen
 
 pytestmark = pytest.mark.torch

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fcp_cli.integrations.megatron.samples import LocalShard, Samples, load_shard
 from fcp_cli.plan.step import MicroBatch
-from fcp_cli.runtime.integrations.megatron.samples import LocalShard, Samples, load_shard
 
 pytestmark = pytest.mark.torch
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.integrations.mindspeed import checks
-from fcp_cli.runtime.integrations.mindspeed.checks import check_config, why_own_ring
+from fcp_cli.integrations.mindspeed import checks
+from fcp_cli.integrations.mindspeed.checks import check_config, why_own_ring
 
 
 def config(**changes: Any) -> SimpleNamespace:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from fcp_cli.errors import FcpError
-from fcp_cli.runtime.integrations.mindspeed_mm import hook_engine, hook_sharding
+from fcp_cli.integrations.mindspeed_mm.engine import hook_engine, hook_sharding
 from fcp_cli.verification.replay import take_gradient
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.qwen3_vl_models import IMAGE, VIDEO, inputs_of

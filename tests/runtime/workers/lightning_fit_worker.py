@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from fcp_cli.runtime.integrations.lightning.hooks import hook_fit_loop
+from fcp_cli.integrations.lightning.hooks import hook_fit_loop
 from tests.runtime.models import hugging_face
 from tests.runtime.trainer_plans import GLOBAL_BATCH
 from tests.runtime.workers.accelerate_worker import ITERATION, WAVES, rows

@@ -22,8 +22,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from fcp_cli.errors import FcpError
-from fcp_cli.runtime.integrations.lightning import PlannedSteps
-from fcp_cli.runtime.session import Session, Step, start
+from fcp_cli.integrations.lightning import PlannedSteps
+from fcp_cli.runtime.session.session import Session, Step, start
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.loops.cases import LEARNING_RATE, NUM_RANKS, SYNCS, Trained, flat, model_under_a_plan, tokens_of
 from tests.runtime.workers.leave import leave_job

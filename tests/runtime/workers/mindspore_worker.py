@@ -16,7 +16,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from fcp_cli.errors import FcpError
-from fcp_cli.runtime.integrations.mindspore import MicroBatch, Session, attention, start
+from fcp_cli.integrations.mindspore import MicroBatch, Session, attention, start
 from tests.runtime.mindspore_model import HEAD_DIM, HEADS, KV_HEADS, initial_weights, layers_of, tokens_of
 
 

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from fcp_cli.errors import RunError
+from fcp_cli.runtime.communication.world import ProcessWorld, World
 from fcp_cli.runtime.gradients import GradientSync, choice
-from fcp_cli.runtime.session import start
-from fcp_cli.runtime.world import ProcessWorld, World
+from fcp_cli.runtime.session.session import start
 from fcp_cli.training.train import main as train
 from fcp_cli.verification.replay import gradients_on_rank
 from tests.patience import PATIENCE_SECONDS

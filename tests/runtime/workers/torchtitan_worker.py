@@ -24,7 +24,7 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import model_registry
 
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.runtime.loss import next_token_labels, token_loss_sum
+from fcp_cli.runtime.loss.token_loss import next_token_labels, token_loss_sum
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.loops.cases import NUM_RANKS, Trained, flat
 from tests.runtime.workers.leave import leave_job

@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fcp_cli.errors import FcpError
-from fcp_cli.runtime.on_nan import OnNan
-from fcp_cli.runtime.session import LocalMicroBatch, Step, start
+from fcp_cli.runtime.guards.on_nan import OnNan
+from fcp_cli.runtime.session.session import LocalMicroBatch, Step, start
 from fcp_cli.training.data import open_data
 from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.settings import TrainSettings

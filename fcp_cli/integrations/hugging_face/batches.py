@@ -1,0 +1,137 @@
+"""Read what a script's collator makes of one row: tokens and labels without padding, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fcp_cli.errors import MaskError, RunError
+from fcp_cli.masks import CAUSAL, Mask, MaskedSequence, of_matrix, token_types
+from fcp_cli.runtime.data.joined import JoinedSequences
+
+# What collators add that says again what the tokens and the plan say.
+_REDUNDANT = frozenset({"attention_mask", "position_ids", "completion_mask", "seq_idx", "length"})
+_TYPES = ("token_type_ids", "mm_token_type_ids")
+_REDUNDANT_PREFIXES = ("cu_seq_lens", "max_length", "num_items")
+
+
+def one_sequence(batch: Any, row: int, *, masked: bool = False) -> tuple[Tensor, Tensor] | MaskedSequence:
+    """Return the tokens [n] and labels [n] of the one sequence in a batch of one item, without its padding.
+
+    With them comes its mask where the batch has one: `attention_mask` as transformers' models take it beside padding,
+    [1, 1, n, n], also of each kind of layers, or `token_type_ids` as of Gemma 3.
+
+    Args:
+        batch: of a collator.
+        row: of the data.
+        masked: the plan is for masks; else token types that say of one are refused.
+
+    Raises:
+        RunError: it holds none, several, or more than tokens and labels; or a mask that no ring can follow.
+    """
+    if not isinstance(batch, Mapping) or "input_ids" not in batch:
+        raise RunError(f"the data collator makes of row {row} no dictionary with input_ids, which a plan follows")
+    known = ("input_ids", "labels", *(_TYPES if masked else ()))
+    foreign = [name for name in batch if name not in known and not _is_redundant(name, batch[name])]
+    if foreign:
+        raise RunError(
+            f"the data collator gives {', '.join(sorted(map(str, foreign)))} beside the tokens of row {row}, which "
+            "would be lost under a plan; leave it out, or write the loop as in docs/how-to/training-loop.md"
+        )
+    if batch.get("labels") is None:
+        raise RunError(
+            f"the data collator gives no labels for row {row}; for language models, use "
+            "DataCollatorForLanguageModeling(tokenizer, mlm=False)"
+        )
+    tokens, labels = (torch.as_tensor(batch[name]) for name in ("input_ids", "labels"))
+    if tokens.dim() != 2 or len(tokens) != 1 or labels.shape != tokens.shape:
+        raise RunError(
+            f"the data collator makes of row {row} input_ids of shape {tuple(tokens.shape)} and labels of "
+            f"{tuple(labels.shape)}; a row must be one sequence, [1, tokens] each"
+        )
+    kept = _unpadded(batch, tokens, row)
+    mask = _mask_of(batch, kept, row) if masked or _is_matrix(batch.get("attention_mask")) else None
+    if mask is None:
+        return tokens[0][kept], labels[0][kept]
+    return MaskedSequence(tokens=tokens[0][kept], labels=labels[0][kept], mask=mask)
+
+
+def one_pair(batch: Any, row: int) -> JoinedSequences:
+    """Return the preferred and the rejected sequence in a batch of one pair, as TRL's collator makes it.
+
+    Raises:
+        RunError: it is none.
+    """
+    names = ("input_ids", "attention_mask", "completion_mask")
+    if not isinstance(batch, Mapping) or any(name not in batch for name in names):
+        raise RunError(f"the data collator makes of row {row} no pair with {', '.join(names)}, which a plan follows")
+    tokens, mask, completion = (torch.as_tensor(batch[name]) for name in names)
+    if tokens.dim() != 2 or len(tokens) != 2:
+        raise RunError(f"the data collator makes of row {row} input_ids of shape {tuple(tokens.shape)}, not of a pair")
+    kept = [own.nonzero().flatten() for own in mask]
+    ids = [own[at] for own, at in zip(tokens, kept, strict=True)]
+    labels = [
+        own[at].masked_fill(learned[at] == 0, -100) for own, at, learned in zip(tokens, kept, completion, strict=True)
+    ]
+    return JoinedSequences(tokens=torch.cat(ids), labels=torch.cat(labels), lengths=(len(ids[0]), len(ids[1])))
+
+
+def _is_redundant(name: Any, value: Any) -> bool:
+    if name in _TYPES:
+        return not torch.as_tensor(value).any()
+    return name in _REDUNDANT or str(name).startswith(_REDUNDANT_PREFIXES) or value is None
+
+
+def _is_matrix(mask: Any) -> bool:
+    """Return whether an attention mask says more than which tokens are padding."""
+    return isinstance(mask, Mapping) or (mask is not None and torch.as_tensor(mask).dim() == 4)
+
+
+def _mask_of(batch: Mapping[Any, Any], kept: slice, row: int) -> Mask | None:
+    """Return what a batch says that its tokens see of each other; None where it says nothing."""
+    given = batch.get("attention_mask")
+    if not _is_matrix(given):
+        types = next((batch[name] for name in _TYPES if batch.get(name) is not None), None)
+        return None if types is None else token_types(torch.as_tensor(types)[0][kept].tolist())
+    # Of several kinds of layers, those without windows see all that the mask lets them see.
+    name = "full_attention"
+    if isinstance(given, Mapping) and name not in given:
+        raise RunError(f"the attention mask of row {row} is for layers of {', '.join(given)}, and none of {name}")
+    given = given[name] if isinstance(given, Mapping) else given
+    if given is None:  # which stands for causal there
+        return CAUSAL
+    matrix = torch.as_tensor(given)
+    tokens = torch.as_tensor(batch["input_ids"]).shape[1]
+    if matrix.shape != (1, 1, tokens, tokens):
+        raise RunError(
+            f"the attention mask of row {row} has the shape {tuple(matrix.shape)}; a mask of {tokens} tokens has "
+            f"{(1, 1, tokens, tokens)}"
+        )
+    seen = matrix[0, 0] if matrix.dtype == torch.bool else matrix[0, 0] == 0
+    try:
+        return of_matrix(seen[kept, kept].numpy())
+    except MaskError as error:
+        raise RunError(f"the attention mask of row {row} cannot be followed: {error}; give spans, or none") from error
+
+
+def _unpadded(batch: Mapping[Any, Any], tokens: Tensor, row: int) -> slice:
+    """Return where the sequence lies between its padding."""
+    mask = batch.get("attention_mask")
+    start, stop = 0, tokens.shape[1]
+    if mask is not None and not _is_matrix(mask):
+        kept = torch.as_tensor(mask)[0].nonzero().flatten()
+        if not len(kept) or int(kept[-1] - kept[0]) + 1 != len(kept):
+            raise RunError(f"the attention mask of row {row} has gaps, which a plan cannot follow")
+        start, stop = int(kept[0]), int(kept[-1]) + 1
+    positions = batch.get("position_ids")
+    if positions is not None:
+        own = torch.as_tensor(positions)[..., start:stop].flatten()
+        if not torch.equal(own, torch.arange(stop - start, dtype=own.dtype)):
+            raise RunError(
+                f"row {row} of the training data holds several sequences (its position_ids start again); leave packing "
+                "off: the plan packs"
+            )
+    return slice(start, stop)

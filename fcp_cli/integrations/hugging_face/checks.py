@@ -1,0 +1,276 @@
+"""Refuse, in one line and before the first step, what a trainer is asked for that following a plan would leave out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+from typing import Any
+
+from fcp_cli.errors import RunError
+from fcp_cli.integrations.hugging_face.overrides import OWN_LOOP, find_override, owner_of, place_of
+from fcp_cli.integrations.requirements import require
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.runtime.agreement.plan_agreement import require_training
+
+KNOWN_TO_WORK = ("5.23.0",)
+TRL_KNOWN_TO_WORK = ("1.16.0",)
+LOSSES = {
+    "transformers.trainer": "Trainer",
+    "trl.trainer.sft_trainer": "SFTTrainer",
+    "trl.trainer.dpo_trainer": "DPOTrainer",
+}
+"""Module -> class of trainers whose `compute_loss` there is a planned form of."""
+RELIED_ON: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Trainer._inner_training_loop", ("args",)),
+    ("Trainer.get_train_dataloader", ()),
+    ("Trainer.training_step", ("model", "inputs", "num_items_in_batch")),
+    ("Trainer.compute_loss", ("model", "inputs", "num_items_in_batch")),
+    ("Trainer.compute_loss_context_manager", ()),
+    ("Trainer.get_total_train_batch_size", ("args",)),
+    ("Trainer.create_accelerator_and_postprocess", ()),
+)
+"""Methods of `transformers.trainer` that are replaced or called, with the arguments that are given to them by name."""
+RELIED_ON_OF_TRL: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("add_fused_lm_head", ("model", "outputs")),
+    (
+        "FusedCausalLMOutput",
+        ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask"),
+    ),
+)
+"""What is relied on of `trl.trainer.utils`, with its arguments."""
+COUNTED_BY_TRL = ("_metrics", "_total_train_tokens")
+"""Attributes of TRL's trainers in which they keep what they log."""
+_LOSSES_OF_A_BATCH = ("aot", "aot_unpaired", "sft")
+
+
+def check_trainer_module(trainer: ModuleType) -> None:
+    """Check the methods of `transformers.trainer.Trainer` that are replaced or relied on.
+
+    Raises:
+        RunError: one is missing, or takes other arguments.
+    """
+    import transformers
+
+    found = f"transformers {transformers.__version__}"
+    advice = _advice("transformers", KNOWN_TO_WORK)
+    for path, parameters in RELIED_ON:
+        require(trainer, path, parameters, found=found, advice=advice)
+
+
+def check_trl(utils: ModuleType, trainer: Any) -> None:
+    """Check the fused head of `trl.trainer.utils`, and that a trainer keeps what it logs where it is put.
+
+    Raises:
+        RunError: something is missing, or takes other arguments.
+    """
+    import trl
+
+    found, advice = f"trl {trl.__version__}", _advice("trl", TRL_KNOWN_TO_WORK)
+    for path, parameters in RELIED_ON_OF_TRL:
+        require(utils, path, parameters, found=found, advice=advice)
+    for name in COUNTED_BY_TRL:
+        if not hasattr(trainer, name):
+            raise RunError(f"{found}: {type(trainer).__name__} has no {name}, in which it kept what it logs; {advice}")
+
+
+def _advice(package: str, versions: Sequence[str]) -> str:
+    return f"versions known to work: {', '.join(versions)}; pip install {package}=={versions[-1]}"
+
+
+def check_trainer(trainer: Any) -> None:
+    """Check what the script asks of a trainer.
+
+    Raises:
+        RunError: it asks for something that a plan cannot follow.
+    """
+    for refusals in (_refused_overrides, _refused_settings, _refused_models, _refused_of_trl):
+        for is_refused, reason in refusals(trainer):
+            if is_refused:
+                raise RunError(reason)
+
+
+def loss_class(trainer: Any) -> Any:
+    """Return the class of `LOSSES` that a trainer is of, whose `compute_loss` there is a planned form of."""
+    return next(kind for kind in type(trainer).__mro__ if (kind.__module__, kind.__name__) in LOSSES.items())
+
+
+def loss_kind(trainer: Any) -> str:
+    """Return the name of `loss_class`."""
+    return str(loss_class(trainer).__name__)
+
+
+def loss_function_of(trainer: Any) -> str | None:
+    """Return the trainer's `compute_loss_func` as messages name it, or None."""
+    function = trainer.compute_loss_func
+    return None if function is None else f"compute_loss_func ({place_of(function)})"
+
+
+def check_schedule(trainer: Any, metadata: PlanMetadata, plan: Any) -> None:
+    """Check that the trainer's global batches and steps are the plan's, which its schedules and logs count.
+
+    Raises:
+        RunError: they are not.
+    """
+    args = trainer.args
+    check_global_batch(
+        metadata,
+        trainer.get_total_train_batch_size(args),
+        f"per_device_train_batch_size {args.per_device_train_batch_size} x gradient_accumulation_steps "
+        f"{args.gradient_accumulation_steps} x {args.world_size} ranks",
+    )
+    wanted = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * metadata.steps_per_epoch)
+    asked = f"max_steps {args.max_steps}" if args.max_steps > 0 else f"num_train_epochs {args.num_train_epochs}"
+    check_steps(metadata, plan, wanted, asked)
+    if (
+        args.dataloader_drop_last
+        and metadata.last_batch == "keep"
+        and metadata.planned_rows % metadata.global_batch_size
+    ):
+        raise RunError(
+            "the script drops an epoch's last, partial batch (dataloader_drop_last), but the plan keeps it; plan with "
+            "'fcp plan --last-batch drop'"
+        )
+    if getattr(args, "train_sampling_strategy", "") == "sequential" and metadata.shuffle:
+        raise RunError(
+            "the script trains the rows in order (train_sampling_strategy='sequential'), but the plan shuffles them; "
+            "plan with 'fcp plan --no-shuffle'"
+        )
+
+
+def check_global_batch(metadata: PlanMetadata, batch: int, made_of: str) -> None:
+    """Raise RunError unless the plan is one of training, on as many sequences a step as the script.
+
+    Args:
+        metadata: of the plan.
+        batch: sequences of a step of the script, over all ranks.
+        made_of: the script's settings that give them.
+    """
+    require_training(metadata)
+    size = metadata.global_batch_size
+    if batch != size:
+        raise RunError(
+            f"the script trains on {batch} sequences a step ({made_of}), but the plan on {size}; plan with 'fcp plan "
+            f"--global-batch-size {batch}', or give the script the plan's"
+        )
+
+
+def check_steps(metadata: PlanMetadata, plan: Any, wanted: int, asked: str) -> None:
+    """Raise RunError if a script trains more steps than the plan has.
+
+    Args:
+        metadata, plan: the plan's, and its file.
+        wanted: steps of the script.
+        asked: the script's setting that gives them.
+    """
+    if wanted > metadata.end_step:
+        epochs = math.ceil(wanted / max(metadata.steps_per_epoch, 1))
+        raise RunError(
+            f"the script trains {wanted} steps ({asked}), but the plan {plan} ends after {metadata.end_step}; plan "
+            f"more with 'fcp plan --epochs {epochs}', or set max_steps={metadata.end_step}"
+        )
+
+
+def _refused_overrides(trainer: Any) -> Iterable[tuple[bool, str]]:
+    """Yield the methods of the script's own class that no plan can run."""
+    owner = owner_of(trainer, "compute_loss")
+    yield (
+        find_override(trainer, "compute_loss") is None and owner is not loss_class(trainer),
+        f"{owner.__name__} computes its own loss (compute_loss), which a plan would leave out: a rank has a part of "
+        f"each sequence only; leave it out, or {OWN_LOOP}",
+    )
+    step = find_override(trainer, "training_step")
+    yield (
+        step is not None and owner_of(trainer, "training_step").__module__.startswith("fcp_cli."),
+        f"{step} stands behind FollowsPlan, which runs steps in its place; derive FollowsPlan's class from "
+        "transformers' trainer and your own class from that one",
+    )
+
+
+def _refused_settings(trainer: Any) -> Iterable[tuple[bool, str]]:
+    args, accelerator = trainer.args, trainer.accelerator
+    yield (
+        trainer.compute_loss_func is not None and loss_kind(trainer) != "Trainer",
+        f"{loss_kind(trainer)} has a compute_loss_func, which a plan would leave out: a rank has a part of each "
+        f"sequence only; leave it out, or {OWN_LOOP}",
+    )
+    yield (
+        not args.average_tokens_across_devices,
+        "average_tokens_across_devices=False weighs tokens by the rank that they are on, which the plan chooses; leave "
+        "it out",
+    )
+    strategy = getattr(args, "train_sampling_strategy", "group_by_length" if _old_grouping(args) else "random")
+    yield (
+        strategy not in ("random", "sequential"),
+        f"the script groups rows by {strategy}, but a plan balances the steps itself; leave it out",
+    )
+    yield (
+        bool(args.auto_find_batch_size),
+        "auto_find_batch_size changes the batch, which the plan fixes; leave it out",
+    )
+    yield (
+        trainer.neftune_noise_alpha is not None,
+        "neftune_noise_alpha scales noise by a sequence's length, of which a rank has a part; leave it out",
+    )
+    yield (
+        trainer.is_deepspeed_enabled,
+        "deepspeed= cannot follow a plan through the Trainer; leave it out (DDP), or use fsdp=, or a loop of your own "
+        "around the engine",
+    )
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    yield "lomo" in optimizer, f"the optimizer {optimizer} steps inside each backward; a plan's step has several"
+    parallel = getattr(accelerator, "parallelism_config", None)
+    others = [name for name in ("tp", "cp", "sp") if (getattr(parallel, f"{name}_size", None) or 1) > 1]
+    yield (
+        bool(others),
+        f"the script sets {', '.join(f'{name}_size' for name in others)}; a plan makes the groups itself: leave it out",
+    )
+
+
+def _refused_models(trainer: Any) -> Iterable[tuple[bool, str]]:
+    yield (
+        loss_kind(trainer) == "Trainer" and not trainer.model_accepts_loss_kwargs,
+        f"{type(trainer.model).__name__} averages its loss per micro-batch (it takes no num_items_in_batch), which "
+        "weighs tokens by how the plan packs them; use a model class whose forward takes **kwargs",
+    )
+    config = getattr(trainer.model, "config", None)
+    text = getattr(config, "get_text_config", lambda: config)()
+    yield (
+        bool(getattr(text, "output_router_logits", False)),
+        "the model adds an auxiliary loss of its experts (output_router_logits), which is made of one rank's tokens of "
+        "a micro-batch, which the plan chooses; set it to False (TRL: router_aux_loss_coef=0.0)",
+    )
+    yield (
+        hasattr(config, "vision_config"),
+        f"a {getattr(config, 'model_type', '')} model's images do not reach it through the Trainer under a plan; see "
+        "docs/how-to/images-and-videos.md",
+    )
+
+
+def _old_grouping(args: Any) -> bool:
+    return bool(getattr(args, "group_by_length", False))
+
+
+def _refused_of_trl(trainer: Any) -> Iterable[tuple[bool, str]]:
+    args = trainer.args
+    yield bool(getattr(args, "packing", False)), "the script sets packing=True; leave it off: the plan packs"
+    yield (
+        bool(getattr(args, "activation_offloading", False)),
+        "activation_offloading=True counts on one forward and backward a step; leave it out (gradient_checkpointing "
+        "keeps memory low, too)",
+    )
+    yield (
+        loss_kind(trainer) == "SFTTrainer" and bool(args.label_smoothing_factor),
+        "label_smoothing_factor needs logits that SFTTrainer does not make; leave it out",
+    )
+    yield (
+        bool(getattr(args, "precompute_ref_log_probs", False)),
+        "precompute_ref_log_probs=True puts the reference's numbers beside the tokens, where the plan does not look; "
+        "leave it out: the reference then runs on the plan's rings, too",
+    )
+    kinds = [kind for kind in getattr(trainer, "loss_types", ()) if kind in _LOSSES_OF_A_BATCH]
+    yield (
+        bool(kinds),
+        f"the loss {', '.join(kinds)} compares pairs of one micro-batch with each other, which the plan chooses; use "
+        "another loss_type",
+    )

@@ -1,0 +1,222 @@
+"""One trainer's way through a plan: its loader counts the plan's steps, and each of its steps runs the plan's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+from transformers import PreTrainedModel
+
+from fcp_cli.errors import RunError
+from fcp_cli.integrations.hugging_face.checks import (
+    check_schedule,
+    check_trainer,
+    check_trl,
+    loss_class,
+    loss_function_of,
+    loss_kind,
+)
+from fcp_cli.integrations.hugging_face.losses.labels import CausalLoss, PlannedLoss
+from fcp_cli.integrations.hugging_face.overrides import WatchedMethods, check_order, find_override
+from fcp_cli.integrations.hugging_face.own_loss import LossContext, OwnLoss
+from fcp_cli.integrations.hugging_face.rows import CollatedRows
+from fcp_cli.integrations.hugging_face.sampler import PlanSampler
+from fcp_cli.integrations.transformers.preparation import SwitchedAttention
+from fcp_cli.runtime.data.followed_step import plan_path
+from fcp_cli.runtime.session.session import Session, Step, start
+
+
+class TrainerFollower:
+    """Follows the plan in one call of `Trainer.train`. Every rank makes it, before the model is wrapped.
+
+    The optimizer step of the trainer's state is the step of the plan, so that resuming, callbacks, schedules, logs and
+    checkpoints are the trainer's own.
+
+    Args:
+        trainer: a `transformers.Trainer`.
+        plan: plan file; None: the one in FCP_PLAN.
+
+    Raises:
+        FcpError: the plan, the data or what the script asks for cannot be followed.
+    """
+
+    def __init__(self, trainer: Any, plan: Path | None = None) -> None:
+        check_trainer(trainer)
+        self._trainer = trainer
+        model, kind = base_model(trainer.model), loss_kind(trainer)
+        loader = (
+            trainer.get_train_dataloader()
+        )  # the trainer's own, of which the data set, the collator and the workers are used
+        self.session: Session = start(plan_path(plan), device=trainer.args.device)
+        metadata = self.session.metadata
+        check_schedule(trainer, metadata, self.session.plan)
+        check_order(trainer, loader, metadata)
+        self._rows = CollatedRows(loader, self.session.plan, metadata, pairs=kind == "DPOTrainer")
+        reference = getattr(trainer, "ref_model", None)
+        models = (model,) if reference is None else (model, base_model(trainer.accelerator.unwrap_model(reference)))
+        self._attentions = [SwitchedAttention(one) for one in models]
+        self._loss = _own_loss(trainer, models[0], self._attentions, self._rows, _planned_loss(trainer, kind, models))
+        self._watched = WatchedMethods(trainer, self.loader)
+        self._steps: Generator[Step, None, None] | None = None
+
+    def loader(self) -> DataLoader[None]:
+        """Return what stands for the script's loader: as many batches as the trainer accumulates in an epoch."""
+        metadata = self.session.metadata
+        updates = metadata.steps_per_epoch * self._trainer.args.gradient_accumulation_steps
+        return DataLoader(_Rows(metadata.manifest.rows), batch_sampler=_Updates(updates), collate_fn=_empty_batch)
+
+    def run(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """Run a step of the plan where the trainer runs the last micro-batch before an optimizer step, else nothing.
+
+        Returns:
+            A number (0-d) whose mean over ranks is the step's loss, which is what a trainer adds up for its log.
+        """
+        trainer = self._trainer
+        if not trainer.accelerator.sync_gradients:
+            return self._answer(torch.zeros((), device=self.session.device))
+        model.train()
+        if callable(getattr(trainer.optimizer, "train", None)):
+            trainer.optimizer.train()
+        step = self._next(model)
+        with ExitStack() as stack:
+            for attention in self._attentions:
+                stack.enter_context(attention.on_rings())
+            for microbatch in step:
+                with trainer.compute_loss_context_manager():
+                    loss = self._loss.of(model, microbatch)
+                trainer.accelerator.backward(loss * trainer.accelerator.gradient_accumulation_steps)
+        self._loss.end_step(self.session, step)
+        self._count_tokens(inputs, step)
+        return self._answer(step.local_loss() * self.session.world.size)
+
+    def close(self) -> None:
+        """Leave the plan; the model keeps its own attention."""
+        if self._steps is not None:
+            self._steps.close()
+        self._watched.release()
+        if isinstance(self._loss, OwnLoss):
+            self._loss.close()
+        self.session.close()
+
+    def _answer(self, loss: Tensor) -> Tensor:
+        self._watched.answers.append(loss)
+        return loss
+
+    def _next(self, model: nn.Module) -> Step:
+        wanted = self._trainer.state.global_step
+        if self._steps is None:
+            self._announce(wanted)
+            self.session.fetch = self._rows.ahead(PlanSampler(self.session, first_step=wanted))
+            self._steps = self.session.steps(model, first_step=wanted, mean_over=self._loss.mean_over)
+        step = next(self._steps, None)
+        if step is None:
+            raise RunError(
+                f"the plan {self.session.plan} ends after {self.session.metadata.end_step} steps, but the script "
+                "trains on; plan more with 'fcp plan --epochs'"
+            )
+        if step.index != wanted:
+            raise RunError(f"the trainer is at step {wanted}, but the plan at {step.index}")
+        return step
+
+    def _announce(self, first_step: int) -> None:
+        if self.session.rank == 0:
+            metadata, trainer = self.session.metadata, self._trainer
+            print(
+                f"fcp: following {self.session.plan} (plan hash {metadata.plan_hash[:12]}) from step {first_step} of "
+                f"{metadata.end_step}, {metadata.num_ranks} ranks, sync {metadata.sync}; {type(trainer).__name__}, "
+                f"rows in the plan's order",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _count_tokens(self, inputs: dict[str, Any], step: Step) -> None:
+        """Show the trainer inputs of this rank's size, by which it counts tokens and operations; they hold nothing."""
+        tokens = torch.zeros(1, dtype=torch.int64, device=self.session.device).expand(1, step.local_tokens)
+        inputs.update(input_ids=tokens, attention_mask=(tokens + 1)[:, :1].expand_as(tokens))
+
+
+def _planned_loss(trainer: Any, kind: str, models: tuple[PreTrainedModel, ...]) -> PlannedLoss:
+    if kind == "Trainer":
+        return CausalLoss(models[0], smoothing=trainer.args.label_smoothing_factor)
+    import trl.trainer.utils
+
+    from fcp_cli.integrations.hugging_face.losses.trl_losses import PreferenceLoss, SftLoss
+
+    check_trl(trl.trainer.utils, trainer)
+    return (
+        SftLoss(trainer) if kind == "SFTTrainer" else PreferenceLoss(trainer, models, loss_class(trainer).compute_loss)
+    )
+
+
+def _own_loss(
+    trainer: Any,
+    model: PreTrainedModel,
+    attentions: Sequence[SwitchedAttention],
+    rows: CollatedRows,
+    planned: PlannedLoss,
+) -> PlannedLoss:
+    """Return the loss that runs the script's own method or function around the planned one, if it has any."""
+    judged = find_override(trainer, "compute_loss") or loss_function_of(trainer)
+    if judged is None:
+        return planned
+    kind = loss_class(trainer)
+    context = LossContext(trainer=trainer, model=model, attentions=attentions, read=rows, kind=kind, planned=planned)
+    return OwnLoss(context, judged, probes=planned.mean_over == "tokens")
+
+
+def base_model(model: Any) -> PreTrainedModel:
+    """Return the model of transformers inside adapters.
+
+    Raises:
+        RunError: it is none, or its adapters change more than layers.
+    """
+    for adapter in (getattr(model, "peft_config", None) or {}).values():
+        if getattr(adapter, "is_prompt_learning", False):
+            raise RunError(
+                f"the adapter {type(adapter).__name__} puts tokens before every sequence, which the plan does not "
+                "know; use LoRA"
+            )
+    found = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(found, PreTrainedModel):
+        raise RunError(
+            f"the model is a {type(found).__name__}, not one of transformers; follow the plan in a loop of your own "
+            "(docs/how-to/training-loop.md)"
+        )
+    return found
+
+
+class _Rows(Dataset[None]):
+    """As many rows as the manifest has, for the trainer to count; the plan's loader fetches them."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, row: int) -> None:
+        return None
+
+
+class _Updates(Sampler[list[int]]):
+    """So many batches of a row that is not read."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __iter__(self) -> Generator[list[int], None, None]:
+        yield from ([0] for _ in range(self._number))
+
+
+def _empty_batch(rows: list[None]) -> Any:
+    """Return a batch of nothing, for the trainer to hand to its step."""
+    return {}

@@ -1,0 +1,1 @@
+"""Losses of the Trainer and of TRL, summed over the tokens of a global batch."""

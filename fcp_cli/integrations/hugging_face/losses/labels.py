@@ -1,0 +1,87 @@
+"""What a trainer's `compute_loss` becomes under a plan: the loss of a micro-batch whose tokens lie on several ranks."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from fcp_cli.errors import RunError
+from fcp_cli.integrations.transformers.loss import put_loss_head
+from fcp_cli.runtime.loss.token_loss import token_loss_sum
+from fcp_cli.runtime.session.session import LocalMicroBatch, Session, Step
+
+# Settings by which models change what their head answered.
+_LOGITS_CHANGED_BY = (
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "output_multiplier",
+    "lm_head_multiplier",
+)
+
+
+class PlannedLoss(Protocol):
+    """The loss of a trainer under a plan.
+
+    Attributes:
+        mean_over: what of the global batch it is a mean over.
+    """
+
+    mean_over: Literal["tokens", "rows"]
+
+    def of(self, model: Any, microbatch: LocalMicroBatch) -> Tensor:
+        """Run the model on a micro-batch; return this rank's share of the step's loss, to call backward on."""
+        ...
+
+    def end_step(self, session: Session, step: Step) -> None:
+        """Log what the trainer logs beside the loss. Every rank calls it, after the step's last micro-batch."""
+        ...
+
+
+class CausalLoss:
+    """The loss of `transformers.Trainer`: the mean over the learned tokens of the global batch.
+
+    Where nothing stands between a linear head and the logits, the head answers with the sum of token losses, so that
+    logits exist only a part at a time.
+
+    Args:
+        model: of transformers, not wrapped.
+        smoothing: share of each label that all tokens of the vocabulary have between them.
+    """
+
+    mean_over: Literal["tokens", "rows"] = "tokens"
+
+    def __init__(self, model: Any, smoothing: float = 0.0) -> None:
+        text = model.config.get_text_config()
+        changes = any(getattr(text, name, None) is not None for name in _LOGITS_CHANGED_BY)
+        self._head = None if changes or smoothing else put_loss_head(model)
+        self._smoothing = smoothing
+
+    def of(self, model: Any, microbatch: LocalMicroBatch) -> Tensor:
+        head, inputs = self._head, {"input_ids": microbatch.input_ids, "position_ids": microbatch.position_ids}
+        if head is None:
+            return microbatch.normalised(self._sum(model(**inputs).logits, microbatch.labels))
+        head.labels = microbatch.ring.labels
+        try:
+            answer = model(**inputs).logits
+        finally:
+            head.labels = head.loss_sum = None
+        if answer is None or answer.dim():
+            raise RunError(
+                f"{type(model).__name__} does not hand on what its head answers, which the plan's loss is computed from"
+            )
+        loss_sum: Tensor = answer
+        return microbatch.normalised(loss_sum)
+
+    def end_step(self, session: Session, step: Step) -> None:
+        pass
+
+    def _sum(self, logits: Tensor, labels: Tensor) -> Tensor:
+        plain = token_loss_sum(logits, labels)
+        if not self._smoothing:
+            return plain
+        spread = -torch.log_softmax(logits.float(), dim=-1).mean(-1)
+        smooth = spread.masked_fill(labels == -100, 0.0).sum()
+        return (1 - self._smoothing) * plain + self._smoothing * smooth

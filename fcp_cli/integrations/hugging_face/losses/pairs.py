@@ -1,0 +1,135 @@
+"""Preferred and rejected answers on a ring: TRL's loss code sees the padded batch that it would see without a plan.
+
+Its models are called with that batch. Hooks put this rank's tokens in place of it, and put what the fused head says of
+each token, of this rank's and of the others', back into the batch's form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fcp_cli.runtime.ring_attention.ring import Ring
+from fcp_cli.runtime.session.session import LocalMicroBatch
+
+# What the fused head says of each token. The first has a gradient.
+_FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
+_current: ContextVar[PairPack | None] = ContextVar("pairs", default=None)
+
+
+class PairPack:
+    """A micro-batch of pairs: its sequences are an answer that is preferred, one that is not, and so on.
+
+    Attributes:
+        pairs: how many.
+    """
+
+    def __init__(self, microbatch: LocalMicroBatch) -> None:
+        self.microbatch = microbatch
+        self._ring: Ring = microbatch.ring
+        lengths = np.asarray(self._ring.layout.lengths, dtype=np.int64)
+        self.pairs = len(lengths) // 2
+        self._longest = int(lengths.max(initial=1))
+        # TRL's batch has all preferred answers first. The last token of a sequence predicts nothing.
+        rows = np.arange(len(lengths)) // 2 + self.pairs * (np.arange(len(lengths)) % 2)
+        self._lengths = np.empty_like(lengths)
+        self._lengths[rows] = lengths
+        places = np.concatenate([np.arange(length) for length in lengths]) if len(lengths) else lengths
+        predicts = places < np.repeat(lengths, lengths) - 1
+        flat = np.repeat(rows, lengths) * (self._longest - 1) + places
+        self._read = torch.from_numpy(np.flatnonzero(predicts))
+        self._written = torch.from_numpy(flat[predicts])
+        self._mask: Tensor | None = None
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Let the hooks of models find it."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    def inputs(self) -> dict[str, Tensor]:
+        """Return the batch [2 * pairs, tokens] for TRL's loss; the tokens themselves stay where they are."""
+        device = self.microbatch.input_ids.device
+        size = (2 * self.pairs, self._longest)
+        lengths = torch.from_numpy(self._lengths).to(device)
+        attention = (torch.arange(self._longest, device=device) < lengths[:, None]).long()
+        # From the loader, not from the other ranks: DDP broadcasts buffers at a step's first forward, before which no
+        # rank may wait for another.
+        assert self.microbatch.pack_labels is not None
+        completion = torch.zeros(size, dtype=torch.int64)
+        completion[:, 1:] = self._placed((self.microbatch.pack_labels != -100).long())
+        return {
+            "input_ids": torch.zeros(size, dtype=torch.int64, device=device),
+            "attention_mask": attention,
+            "completion_mask": completion.to(device),
+        }
+
+    def whole(self, output: Any) -> Any:
+        """Return a fused head's output, each field [1, own tokens], with fields of [2 * pairs, tokens - 1]."""
+        if not self.pairs:
+            return output
+        names = [name for name in _FIELDS if getattr(output, name) is not None]
+        own = [getattr(output, name) for name in names]
+        found = {
+            name: self._placed(values).to(part.dtype)
+            for name, part, values in zip(names, own, self._gathered(own), strict=True)
+        }
+        return replace(output, loss=None, **found)
+
+    def _placed(self, values: Tensor) -> Tensor:
+        """Return values [tokens of the pack] in the form of the batch."""
+        read, written = self._read.to(values.device), self._written.to(values.device)
+        size = (2 * self.pairs, self._longest - 1)
+        return values.new_zeros(size).flatten().index_copy(0, written, values[read]).view(size)
+
+    def _gathered(self, own: list[Tensor]) -> list[Tensor]:
+        """Return each of some values [1, own tokens] for all tokens of the pack; the own ones keep their gradient."""
+        ring = self._ring
+        layout, degree = ring.layout, len(ring.ranks)
+        index = torch.from_numpy(layout.index(ring.index)).to(own[0].device)
+        held = layout.tokens(ring.index)
+        whole = own[0].new_zeros((len(own), layout.total_tokens))
+        buffer = own[0].new_zeros((len(own), layout.most_tokens))
+        for place, part in enumerate(own):
+            buffer[place, :held] = part[0, :held].detach().to(buffer.dtype)
+        for hop in range(1, degree):
+            arrived = torch.empty_like(buffer)
+            to, source = ring.ranks[(ring.index + 1) % degree], ring.ranks[ring.index - 1]
+            assert ring.transport is not None
+            ring.transport.start("rows", buffer, to, arrived, source).wait()
+            buffer, member = arrived, (ring.index - hop) % degree
+            whole[:, torch.from_numpy(layout.index(member)).to(whole.device)] = buffer[:, : layout.tokens(member)]
+        return [whole[place].index_copy(0, index, part[0, :held].to(whole.dtype)) for place, part in enumerate(own)]
+
+
+def hook_pairs(model: nn.Module) -> None:
+    """Make a model with TRL's fused head run on a micro-batch of pairs where one is current."""
+    model.register_forward_pre_hook(_take_own_tokens, with_kwargs=True, prepend=True)
+    model.register_forward_hook(_give_whole_batch)
+
+
+def _take_own_tokens(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    pack = _current.get()
+    if pack is None or not kwargs.get("fused_lm_head"):
+        return None
+    microbatch = pack.microbatch
+    replaced = {"attention_mask": None, "labels": None, "shift_labels": microbatch.labels}
+    own = {"input_ids": microbatch.input_ids, "position_ids": microbatch.position_ids}
+    return (), {**kwargs, **replaced, **own}
+
+
+def _give_whole_batch(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    pack = _current.get()
+    return output if pack is None or getattr(output, "log_probs", None) is None else pack.whole(output)

@@ -1,0 +1,147 @@
+"""The losses of TRL's trainers under a plan, through the fused head that TRL gives its models."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from fcp_cli.integrations.hugging_face.losses.pairs import PairPack, hook_pairs
+from fcp_cli.runtime.session.session import LocalMicroBatch, Session, Step
+
+
+class SftLoss:
+    """The loss of `trl.SFTTrainer` (nll or dft), with the entropy, accuracy and tokens that it logs.
+
+    Args:
+        trainer: an SFTTrainer.
+    """
+
+    mean_over: Literal["tokens", "rows"] = "tokens"
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._counts: list[Tensor] = []
+
+    def of(self, model: Any, microbatch: LocalMicroBatch) -> Tensor:
+        outputs = model(
+            input_ids=microbatch.input_ids,
+            position_ids=microbatch.position_ids,
+            shift_labels=microbatch.labels,
+            fused_lm_head=True,
+        )
+        token_losses = -outputs.log_probs  # zero without a label
+        if self._trainer.args.loss_type == "dft":
+            token_losses = token_losses * outputs.log_probs.exp().detach()
+        counted = (outputs.entropy.detach(), outputs.is_top1, outputs.label_mask)
+        self._counts.append(torch.stack([part.sum(dtype=torch.float64) for part in counted]))
+        return microbatch.normalised(token_losses.sum())
+
+    def end_step(self, session: Session, step: Step) -> None:
+        tokens = torch.tensor([step.local_tokens], dtype=torch.float64, device=session.device)
+        total = torch.cat([torch.stack(self._counts).sum(0), tokens])
+        self._counts.clear()
+        session.world.all_reduce_sum(total)
+        entropy, correct, labelled, read = total.tolist()
+        trainer = self._trainer
+        trainer._total_train_tokens += int(read)
+        metrics = trainer._metrics["train"]
+        metrics["entropy"].append(entropy / max(labelled, 1))
+        metrics["mean_token_accuracy"].append(correct / max(labelled, 1))
+        metrics["num_tokens"] = [trainer._total_train_tokens]
+
+
+class PreferenceLoss:
+    """The loss of `trl.DPOTrainer`, whatever its kind: TRL's own code computes it, on all ranks of a ring alike.
+
+    The policy and the reference run on this rank's tokens; log-probabilities of the others' tokens come from them. Each
+    rank's gradient is that of its own.
+
+    Args:
+        trainer: a DPOTrainer.
+        models: policy and reference of transformers, not wrapped.
+        compute_loss: TRL's method, which subclasses of the trainer may override.
+    """
+
+    mean_over: Literal["tokens", "rows"] = "rows"
+
+    def __init__(self, trainer: Any, models: tuple[Any, ...], compute_loss: Callable[..., Any]) -> None:
+        self._trainer = trainer
+        self._compute_loss = compute_loss
+        self._logged: dict[str, list[float]] = {}
+        for model in models:
+            hook_pairs(model)
+
+    def of(self, model: Any, microbatch: LocalMicroBatch) -> Tensor:
+        trainer, pack = self._trainer, PairPack(microbatch)
+        with pack.current():
+            if not pack.pairs:  # a forward of each model all the same, for the sake of those that others share
+                idle = {"input_ids": microbatch.input_ids, "labels": microbatch.labels, "fused_lm_head": True}
+                if trainer.ref_model is not None:
+                    with torch.no_grad():
+                        trainer.ref_model(**idle)
+                return microbatch.normalised(model(**idle).log_probs.sum() * 0.0)
+            inputs = pack.inputs()
+            weights = _weights(inputs["completion_mask"], degree=microbatch.row.degree)
+            with self._collected(weights):
+                loss = self._compute_loss(trainer, model, inputs)
+        share = microbatch.normalised(loss * pack.pairs)
+        assert microbatch.loss_sum is not None
+        microbatch.loss_sum = microbatch.loss_sum / microbatch.row.degree  # all members of the ring have it
+        return share
+
+    def end_step(self, session: Session, step: Step) -> None:
+        total: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        tokens = 0
+        for logged, read in gather_object([(self._logged, step.local_tokens)]):
+            tokens += read
+            for name, (value, weight) in logged.items():
+                total[name][0] += value
+                total[name][1] += weight
+        self._logged.clear()
+        trainer = self._trainer
+        trainer._total_train_tokens += tokens
+        metrics = trainer._metrics["train"]
+        for name, (value, weight) in total.items():
+            metrics[name].append(value / weight if weight else 0.0)
+        metrics["num_tokens"] = [trainer._total_train_tokens]
+
+    @contextmanager
+    def _collected(self, weights: Mapping[str, float]) -> Iterator[None]:
+        """Keep what TRL logs of a micro-batch on this rank: others have other numbers of micro-batches."""
+        trainer = self._trainer
+        accelerator, tokens = trainer.accelerator, trainer._total_train_tokens
+        kept, trainer._metrics["train"] = trainer._metrics["train"], defaultdict(list)
+        accelerator.gather = accelerator.gather_for_metrics = _own
+        try:
+            yield
+            for name, values in trainer._metrics["train"].items():
+                if name != "num_tokens":
+                    entry, weight = self._logged.setdefault(name, [0.0, 0.0]), weights.get(name, weights["pairs"])
+                    entry[0] += weight * float(values[-1])
+                    entry[1] += weight
+        finally:
+            del accelerator.gather, accelerator.gather_for_metrics
+            trainer._metrics["train"], trainer._total_train_tokens = kept, tokens
+
+
+def _weights(completion: Tensor, *, degree: int) -> dict[str, float]:
+    """Return the share of each number that TRL logs: it is a mean over pairs, or over tokens of the answers."""
+    tokens = completion[:, 1:].sum(1)
+    chosen, rejected = (float(part.sum()) / degree for part in tokens.chunk(2))
+    return {
+        "pairs": len(tokens) / 2 / degree,
+        "entropy": chosen + rejected,
+        "logits/chosen": chosen,
+        "logits/rejected": rejected,
+        "mean_token_accuracy": chosen,
+    }
+
+
+def _own(value: Any, *_: Any, **__: Any) -> Any:
+    return value

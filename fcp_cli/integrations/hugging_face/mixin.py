@@ -1,0 +1,75 @@
+"""A mixin by which a class of `transformers.Trainer` follows a plan, for scripts that would rather see it.
+
+    class PlannedTrainer(fcp_cli.runtime.FollowsPlan, Trainer): ...
+
+Under `fcp launch` no script needs it: there `Trainer` itself is given the same three methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fcp_cli.integrations.hugging_face.follow import TrainerFollower
+
+_FOLLOWER = "_fcp_follower"
+
+
+class FollowsPlan:
+    """Put before `transformers.Trainer`, or a subclass such as TRL's SFTTrainer, among a class's bases.
+
+    Attributes:
+        plan: plan file; None: the one that FCP_PLAN names.
+    """
+
+    plan: Path | str | None = None
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        with following(self, self.plan):
+            return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
+
+    def get_train_dataloader(self) -> Any:
+        """Return a loader of as many batches as the plan's epoch has; the steps themselves fetch the rows."""
+        return planned_loader(self, super().get_train_dataloader)  # type: ignore[misc]
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Run all micro-batches of the plan's next step."""
+        return planned_step(self, super().training_step, model, inputs, num_items_in_batch)  # type: ignore[misc]
+
+
+@contextmanager
+def following(trainer: Any, plan: Path | str | None = None) -> Iterator[None]:
+    """Let a trainer follow a plan while it trains; nothing to do where it does already.
+
+    Raises:
+        FcpError: the plan, the data or what the script asks for cannot be followed.
+    """
+    if _FOLLOWER in vars(trainer):
+        yield
+        return
+    from fcp_cli.integrations.hugging_face.follow import TrainerFollower  # transformers is slow to import
+
+    follower = TrainerFollower(trainer, None if plan is None else Path(plan))
+    setattr(trainer, _FOLLOWER, follower)
+    try:
+        yield
+    finally:
+        delattr(trainer, _FOLLOWER)
+        follower.close()
+
+
+def planned_loader(trainer: Any, get_loader: Callable[[], Any]) -> Any:
+    """Return the loader of a trainer's training: the plan's while it follows one, else its own."""
+    follower: TrainerFollower | None = vars(trainer).get(_FOLLOWER)
+    return get_loader() if follower is None else follower.loader()
+
+
+def planned_step(trainer: Any, step: Callable[..., Tensor], model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
+    """Run a trainer's step: the plan's while it follows one, else its own."""
+    follower: TrainerFollower | None = vars(trainer).get(_FOLLOWER)
+    return step(model, inputs, num_items_in_batch) if follower is None else follower.run(model, inputs)

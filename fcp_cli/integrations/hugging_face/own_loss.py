@@ -1,0 +1,399 @@
+"""A script's own `compute_loss` under a plan: it runs on a batch that stands for this rank's tokens of a micro-batch.
+
+If it hands that batch to the Trainer's own method, that one computes the planned loss, and its result must come back
+unchanged. If it calls the model itself, the model answers with this rank's logits, and the loss must be a sum over
+tokens of a function of each: in the first step it is computed once more of the two halves of every part, and, of a
+micro-batch on several ranks that fits on one, by one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from fcp_cli.errors import RunError
+from fcp_cli.integrations.hugging_face.losses.labels import PlannedLoss
+from fcp_cli.integrations.hugging_face.overrides import OWN_LOOP, Override
+from fcp_cli.integrations.transformers.linear import linear_layers
+from fcp_cli.integrations.transformers.preparation import SwitchedAttention
+from fcp_cli.runtime.loss.labels import IGNORED
+from fcp_cli.runtime.session.session import LocalMicroBatch, Session, Step
+
+_EXACT, _ROUGH = 1e-6, 1e-2
+"""Largest relative difference of two values of one loss: of fp32, and of 16-bit types."""
+_USED = {"input_ids", "attention_mask", "labels", "num_items_in_batch", "logits_to_keep", "use_cache", "return_dict"}
+"""Arguments of a model with a meaning under a plan, and those that mean nothing in training."""
+_MOST_ALONE = 4096
+"""Tokens of a micro-batch that one process computes to compare, with logits of all of them at once."""
+_COLLECTIVES = ("all_reduce", "all_gather", "all_gather_object", "barrier", "broadcast")
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """What one call of the script's method is shown, and what came of it.
+
+    Attributes:
+        tokens: [1, n] of this rank, which the model runs on.
+        shown: the batch: one token more, whose label no token has, so that each token's label is the next one's.
+        is_whole: the method runs on whole sequences without the plan, to compare.
+        delegated: the planned loss, if the Trainer's own method was reached.
+        logits: [1, n, vocabulary] of the model, if the method called it.
+        forwards: calls of the model by the method.
+        is_planned: the planned loss runs now, and calls the model itself.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    shown: dict[str, Tensor]
+    is_whole: bool = False
+    delegated: Tensor | None = None
+    logits: Tensor | None = None
+    forwards: int = 0
+    is_planned: bool = False
+    keep: Any = None
+    labels: Tensor | None = None
+    items: Any = None
+    planned: Callable[[], Tensor] | None = None
+
+    @property
+    def is_labelled(self) -> bool:
+        return bool((self.shown["labels"] != IGNORED).any())
+
+
+@dataclass(slots=True)
+class _Compared:
+    """Values of the loss of one micro-batch: by its ring, summed over members, and by one process."""
+
+    ring: float = 0.0
+    alone: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LossContext:
+    """What an `OwnLoss` needs of the trainer that follows a plan.
+
+    Attributes:
+        trainer: of the script.
+        model: of transformers, not wrapped.
+        attentions: of the models, to run one without the plan.
+        read: from a row of the data to its tokens and labels.
+        kind: the class of transformers or TRL whose `compute_loss` has the planned form `planned`.
+    """
+
+    trainer: Any
+    model: Any
+    attentions: Sequence[SwitchedAttention]
+    read: Callable[[int], Any]
+    kind: Any
+    planned: PlannedLoss
+
+
+class OwnLoss:
+    """The loss of a trainer whose script computes it in a method or function of its own.
+
+    Args:
+        judged: that method or function, as messages name it.
+        probes: whether a loss that does not delegate may be followed after a probe.
+    """
+
+    mean_over: Literal["tokens", "rows"]
+
+    def __init__(self, context: LossContext, judged: Override | str, *, probes: bool = True) -> None:
+        self._context, self._judged, self._probes = context, judged, probes
+        self.mean_over = context.planned.mean_over
+        self._batch: _Batch | None = None
+        self._is_proved = False
+        self._compared: dict[int, _Compared] = {}
+        self._replaced = context.kind.compute_loss
+        context.kind.compute_loss = self._dispatcher(self._replaced)
+        self._hooks = (
+            context.model.register_forward_pre_hook(self._give_own_tokens, with_kwargs=True, prepend=True),
+            context.model.register_forward_hook(self._give_whole_batch),
+        )
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        self._context.kind.compute_loss = self._replaced
+        for hook in self._hooks:
+            hook.remove()
+
+    def of(self, model: Any, microbatch: LocalMicroBatch) -> Tensor:
+        batch = _shown(microbatch.input_ids, microbatch.position_ids, microbatch.labels)
+        batch.planned = lambda: self._context.planned.of(model, microbatch)
+        result = self._run(model, batch, microbatch.divisor)
+        if batch.delegated is not None:
+            self._require_unchanged(batch, result)
+            return batch.delegated
+        self._require_one_call(batch)
+        if not batch.is_labelled and batch.logits is not None:
+            result = batch.logits.sum() * 0.0  # a mean over no tokens is not a number
+        if not self._is_proved:
+            self._require_halves(model, microbatch, batch, result)
+            self._note(microbatch, result)
+        # A trainer's gradients are means over ranks of what its method returns.
+        return microbatch.normalised(result * microbatch.divisor / self._context.trainer.accelerator.num_processes)
+
+    def end_step(self, session: Session, step: Step) -> None:
+        self._context.planned.end_step(session, step)
+        if not self._is_proved:
+            self._require_equal_rings(step)
+            self._is_proved = True
+
+    def _run(self, model: Any, batch: _Batch, items: Any) -> Tensor:
+        trainer = self._context.trainer
+        self._batch = batch
+        try:
+            with _no_collectives(self._judged, batch):
+                batch.shown = trainer._prepare_inputs(batch.shown)
+                result = trainer.compute_loss(model, dict(batch.shown), num_items_in_batch=items)
+        finally:
+            self._batch = None
+        result = result[0] if isinstance(result, tuple) else result
+        if not isinstance(result, Tensor) or result.dim():
+            raise RunError(f"{self._judged} returns a {type(result).__name__} and no loss (a tensor of one number)")
+        return result
+
+    def _dispatcher(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the Trainer's `compute_loss`, which is the planned loss for the batch of a micro-batch."""
+        owner = self
+
+        @wraps(own)
+        def compute_loss(trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            batch = owner._batch if trainer is owner._context.trainer else None
+            if batch is None or batch.planned is None or not owner._is_delegated(batch, inputs, args, kwargs):
+                return own(trainer, model, inputs, *args, **kwargs)
+            if batch.delegated is not None:
+                raise RunError(f"{owner._judged} calls the Trainer's own compute_loss twice; {OWN_LOOP}")
+            batch.is_planned = True
+            batch.delegated = batch.planned()
+            batch.is_planned = False
+            return batch.delegated
+
+        return compute_loss
+
+    def _is_delegated(self, batch: _Batch, inputs: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        wants_outputs = args[0] if args else kwargs.get("return_outputs", False)
+        has_function = self._context.trainer.compute_loss_func is not None
+        return (
+            not wants_outputs
+            and not has_function
+            and inputs.keys() == batch.shown.keys()
+            and all(inputs[name] is value for name, value in batch.shown.items())
+        )
+
+    def _require_unchanged(self, batch: _Batch, result: Tensor) -> None:
+        if batch.forwards:
+            raise RunError(f"{self._judged} calls the model itself and the Trainer's own compute_loss; {OWN_LOOP}")
+        if result is not batch.delegated:
+            own, changed = (float(value.detach()) for value in (batch.delegated, result) if value is not None)
+            raise RunError(
+                f"{self._judged} changes the loss of the Trainer's own compute_loss ({own:.7g} became {changed:.7g}); "
+                f"a plan follows methods that return it unchanged: leave the change out, or {OWN_LOOP}"
+            )
+
+    def _require_one_call(self, batch: _Batch) -> None:
+        if not self._probes:
+            raise RunError(
+                f"{self._judged} does not return the loss of the Trainer's own compute_loss, which a plan of pairs "
+                f"needs; leave the method out, or {OWN_LOOP}"
+            )
+        if batch.forwards != 1:
+            raise RunError(
+                f"{self._judged} calls the model {batch.forwards} times for a micro-batch; a plan follows losses of "
+                f"one call: leave the method out, or {OWN_LOOP}"
+            )
+
+    # The model, called by the script's method.
+
+    def _give_own_tokens(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        batch = self._batch
+        if batch is None or batch.is_planned:
+            return None
+        batch.forwards += 1
+        if batch.forwards > 1:
+            self._require_one_call(batch)
+        if batch.is_whole:
+            return None
+        given = {**kwargs, "input_ids": args[0]} if args else kwargs
+        self._require_known(batch, given, len(args))
+        batch.keep, batch.labels, batch.items = (
+            given.get(name) for name in ("logits_to_keep", "labels", "num_items_in_batch")
+        )
+        return (), {"input_ids": batch.tokens, "position_ids": batch.positions}
+
+    def _require_known(self, batch: _Batch, given: Mapping[str, Any], positional: int) -> None:
+        others = sorted(name for name, value in given.items() if name not in _USED and value not in (None, False))
+        if others or positional > 1:
+            raise RunError(
+                f"{self._judged} gives the model {', '.join(others) or 'arguments without names'}, which a plan does "
+                f"not follow; leave the method out, or {OWN_LOOP}"
+            )
+        for name in ("input_ids", "attention_mask", "labels"):
+            is_cut = name == "labels" and given.get("logits_to_keep") is not None
+            if given.get(name) is not None and given[name] is not batch.shown.get(name) and not is_cut:
+                raise RunError(
+                    f"{self._judged} calls the model with other {name} than the batch's; leave the method out, or "
+                    f"{OWN_LOOP}"
+                )
+
+    def _give_whole_batch(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        batch = self._batch
+        if batch is None or batch.is_planned or batch.is_whole:
+            return None
+        batch.logits = output.logits
+        return _answer(module, batch, output.logits)
+
+    # The probe.
+
+    def _require_halves(self, model: Any, microbatch: LocalMicroBatch, batch: _Batch, result: Tensor) -> None:
+        """Require that the loss of this rank's tokens is that of the first half plus that of the second."""
+        labelled = (microbatch.labels[0] != IGNORED).nonzero().flatten()
+        if len(labelled) < 2:
+            return
+        assert batch.logits is not None
+        middle = int(labelled[len(labelled) // 2])
+        halves = []
+        for part in (slice(0, middle), slice(middle, None)):
+            found = _shown(batch.tokens[:, part], batch.positions[..., part], microbatch.labels[:, part])
+            replay = _Replay(model, self._context.model, found, batch.logits[:, part].detach())
+            with torch.no_grad():
+                halves.append(float(self._run(replay, found, microbatch.divisor)))
+        self._require_close(float(result.detach()), sum(halves), batch.logits.dtype, "two halves of its tokens")
+
+    def _require_close(self, found: float, expected: float, dtype: torch.dtype, of: str) -> None:
+        most = _EXACT if dtype in (torch.float32, torch.float64) else _ROUGH
+        if not abs(found - expected) <= most * max(abs(found), abs(expected)):
+            raise RunError(
+                f"{self._judged} is no sum over tokens: {found:.8g} of a micro-batch, {expected:.8g} of {of} "
+                f"(relative difference {abs(found - expected) / max(abs(found), abs(expected), 1e-30):.1e}, at most "
+                f"{most:.0e}); a rank has a part of each sequence only: divide a sum of token losses by "
+                f"num_items_in_batch, or {OWN_LOOP}"
+            )
+
+    def _note(self, microbatch: LocalMicroBatch, result: Tensor) -> None:
+        """Keep the value of a micro-batch on several ranks, and compute that of one process if it can be compared."""
+        row = microbatch.row
+        if row.degree == 1 or not self._runs_alone():
+            return
+        compared = self._compared[row.order] = _Compared(float(result.detach()))
+        if microbatch.ring.index or sum(row.lengths) > _MOST_ALONE:
+            return
+        batch = self._whole(row.sequences, row.lengths)
+        with torch.no_grad(), ExitStack() as stack:
+            for attention in self._context.attentions:
+                stack.enter_context(attention.off_rings())
+            compared.alone = float(self._run(self._context.model, batch, microbatch.divisor))
+
+    def _runs_alone(self) -> bool:
+        """Return whether one process can run the model here: whole, on its own attention, with one result each time."""
+        model = self._context.model
+        drops = any(isinstance(module, nn.Dropout) and module.p and module.training for module in model.modules())
+        is_sharded = any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+        return not (drops or is_sharded or linear_layers(model))
+
+    def _whole(self, rows: Sequence[int], lengths: Sequence[int]) -> _Batch:
+        """Return whole sequences as a padded batch, as a script's collator makes it."""
+        device, longest = self._context.trainer.args.device, max(lengths)
+        size = (len(rows), longest)
+        tokens = torch.zeros(size, dtype=torch.int64)
+        labels, mask = torch.full_like(tokens, IGNORED), torch.zeros_like(tokens)
+        for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            ids, learned = self._context.read(row)
+            tokens[place, :length], labels[place, :length], mask[place, :length] = ids[:length], learned[:length], 1
+        shown = {"input_ids": tokens, "labels": labels, "attention_mask": mask}
+        shown = {name: value.to(device) for name, value in shown.items()}
+        return _Batch(tokens=shown["input_ids"], positions=shown["input_ids"], shown=shown, is_whole=True)
+
+    def _require_equal_rings(self, step: Step) -> None:
+        total: dict[int, _Compared] = {}
+        for own in gather_object([self._compared]):
+            for order, one in own.items():
+                found = total.setdefault(order, _Compared())
+                found.ring += one.ring
+                found.alone = one.alone if found.alone is None else found.alone
+        parameter = next(self._context.model.parameters())
+        dtype = parameter.dtype if self._context.trainer.accelerator.mixed_precision == "no" else torch.bfloat16
+        for order, found in sorted(total.items()):
+            if found.alone is not None:
+                where = f"one process (step {step.index}, micro-batch {order})"
+                self._require_close(found.ring, found.alone, dtype, where)
+
+
+class _Replay:
+    """Stands for a model that has answered before: with some of those logits, and for all else with the model."""
+
+    def __init__(self, model: Any, base: nn.Module, batch: _Batch, logits: Tensor) -> None:
+        self._replayed = (model, base, batch, logits)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _, base, batch, logits = self._replayed
+        batch.keep, batch.labels, batch.items = (
+            kwargs.get(name) for name in ("logits_to_keep", "labels", "num_items_in_batch")
+        )
+        return _answer(base, batch, logits)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._replayed[0], name)
+
+
+def _shown(tokens: Tensor, positions: Tensor, labels: Tensor) -> _Batch:
+    """Return a batch whose labels are those of the tokens before, as models of transformers expect them."""
+    ignored = labels.new_full((1, 1), IGNORED)
+    shown = {
+        "input_ids": torch.cat((tokens, tokens.new_zeros((1, 1))), dim=1),
+        "labels": torch.cat((ignored, labels), dim=1),
+    }
+    shown["attention_mask"] = torch.ones_like(shown["input_ids"])
+    return _Batch(tokens=tokens, positions=positions, shown=shown)
+
+
+def _answer(model: Any, batch: _Batch, logits: Tensor) -> Any:
+    """Return the output of a model for the batch that was shown: logits of one token more, and the loss if asked."""
+    logits = torch.cat((logits, torch.zeros_like(logits[:, :1])), dim=1)
+    if batch.keep is not None and not isinstance(batch.keep, int):
+        logits = logits[:, batch.keep]
+    elif batch.keep:
+        logits = logits[:, -batch.keep :]
+    loss = None
+    if batch.labels is not None and bool((batch.labels != IGNORED).any()):
+        items = {} if batch.items is None else {"num_items_in_batch": batch.items}
+        loss = model.loss_function(logits=logits, labels=batch.labels, vocab_size=logits.shape[-1], **items)
+    elif batch.labels is not None:
+        loss = logits.sum() * 0.0
+    return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+@contextmanager
+def _no_collectives(judged: Override | str, batch: _Batch) -> Iterator[None]:
+    """Refuse collectives of the script's method: ranks call it for different numbers of micro-batches."""
+    own = {name: getattr(dist, name) for name in _COLLECTIVES}
+
+    def refusing(name: str) -> Callable[..., Any]:
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            if batch.is_planned:
+                return own[name](*args, **kwargs)
+            raise RunError(
+                f"{judged} calls torch.distributed.{name}, which ranks with fewer micro-batches would not call; "
+                "leave it out"
+            )
+
+        return collective
+
+    for name in own:
+        setattr(dist, name, refusing(name))
+    try:
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(dist, name, function)

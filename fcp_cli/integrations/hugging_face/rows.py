@@ -1,0 +1,165 @@
+"""Fetch the manifest's rows from a script's own data set, one by one through its own collator, and compare lengths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from fcp_cli.arrays import IntArray
+from fcp_cli.errors import RunError
+from fcp_cli.integrations.hugging_face.batches import one_pair, one_sequence
+from fcp_cli.integrations.hugging_face.sampler import PlanSampler
+from fcp_cli.masks import MaskedSequence, described
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.runtime.agreement.plan_agreement import require_causal
+from fcp_cli.runtime.data.joined import JoinedSequences
+from fcp_cli.runtime.data.loader import Fetch
+
+
+class CollatedRows:
+    """The rows of a script's data as the plan's `fetch`: row number -> (tokens, labels), as its collator makes them,
+    with their masks where it gives some.
+
+    Before the first step, the lengths of all rows are compared with the plan's where the data set keeps its tokens in
+    Arrow, else those of a few rows; of the others, each when it is loaded.
+
+    Args:
+        loader: the script's own, of which the data set (row n of it is row n of the manifest), the collator, called
+            with one row at a time, and the number of workers are used; padding is taken off again.
+        plan, metadata: what the rows must match.
+        pairs: a row is a preferred and a rejected answer, each with its prompt; its length is that of both.
+
+    Raises:
+        RunError: the data set has no length, another than the manifest, or a row of another length.
+    """
+
+    def __init__(self, loader: Any, plan: Path, metadata: PlanMetadata, *, pairs: bool = False) -> None:
+        dataset = loader.dataset
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise RunError(
+                f"the training data is a {type(dataset).__name__}, which is read in one go; a plan needs its rows by "
+                "number: use a data set with random access (datasets.Dataset, not streaming)"
+            )
+        if pairs:
+            require_causal(metadata, plan, "pairs of answers")
+        self._has_masks, self._needs_masks = metadata.masked_sequences is not None, metadata.masks is None
+        rows, name = metadata.manifest.rows, metadata.manifest.name
+        if len(dataset) != rows:
+            raise RunError(
+                f"the training data has {len(dataset)} rows, but the plan's manifest {name} has {rows}; "
+                f"{_REBUILD[pairs]}"
+            )
+        self._loader, self._name, self._pairs = loader, name, pairs
+        self._planned = planned_lengths(plan, metadata)
+        cut = metadata.overlong
+        self._cut_tokens = cut.max_length if cut.policy == "truncate" else None
+        for row in self._doubtful():
+            self(int(row))
+
+    def __call__(self, row: int) -> tuple[Tensor, Tensor] | MaskedSequence | JoinedSequences:
+        return self.read(self._loader.collate_fn([self._loader.dataset[row]]), row)
+
+    def ahead(self, sampler: PlanSampler) -> Fetch:
+        """Return the same from workers of their own, as many as the script's loader has."""
+        own = self._loader
+        if not own.num_workers:
+            return self
+        loader = DataLoader(
+            own.dataset,
+            sampler=sampler,
+            collate_fn=own.collate_fn,
+            num_workers=own.num_workers,
+            prefetch_factor=own.prefetch_factor,
+            worker_init_fn=own.worker_init_fn,
+            multiprocessing_context=own.multiprocessing_context,
+        )
+        return sampler.fetch_from(loader, read=self.read)
+
+    def read(self, batch: Any, row: int) -> tuple[Tensor, Tensor] | MaskedSequence | JoinedSequences:
+        """Return what the collator made of one row; its mask may be for the plan to say.
+
+        Raises:
+            RunError: it is not what a plan can follow, or has another length than in the manifest.
+        """
+        found = one_pair(batch, row) if self._pairs else one_sequence(batch, row, masked=self._has_masks)
+        tokens = len(found[0] if isinstance(found, tuple) else found.tokens)
+        self._check_mask(found, row)
+        planned = int(self._planned[row])
+        if tokens != planned and (self._pairs or not tokens > planned == self._cut_tokens):
+            raise RunError(
+                f"row {row} of the training data has {tokens} tokens but {planned} in the plan's manifest "
+                f"{self._name}; {_REBUILD[self._pairs]}"
+            )
+        return found
+
+    def _check_mask(self, found: Any, row: int) -> None:
+        """Refuse a mask that the plan does not know of, and none where it knows of masks but not which they are."""
+        mask = found.mask if isinstance(found, MaskedSequence) else None
+        if mask is not None and not mask.is_causal and not self._has_masks:
+            raise RunError(
+                f"the data collator gives row {row} of the training data a mask ({described(mask)}), but the plan's "
+                f"manifest {self._name} has causal sequences; build it with 'fcp manifest build --mask', and plan again"
+            )
+        if mask is None and self._has_masks and self._needs_masks and not self._pairs:
+            raise RunError(
+                f"the plan was made for sequences with masks (column eta of {self._name}), but says not which, and the "
+                f"data collator gives row {row} none; build the manifest with 'fcp manifest build --mask', or let the "
+                "collator give the attention_mask [1, 1, tokens, tokens] that the model takes"
+            )
+
+    def _doubtful(self) -> IntArray:
+        """Return the rows to read before the first step: those whose stored tokens are not as many as planned."""
+        planned = np.flatnonzero(self._planned)
+        stored = stored_lengths(self._loader.dataset, pairs=self._pairs)
+        if stored is None:
+            return planned[np.linspace(0, len(planned) - 1, num=min(_READ_BEFORE, len(planned)), dtype=np.int64)]
+        expected = stored if self._pairs or self._cut_tokens is None else np.minimum(stored, self._cut_tokens)
+        differing = expected[planned] != self._planned[planned]
+        doubtful: IntArray = planned[differing][:_READ_BEFORE]
+        return doubtful
+
+
+_READ_BEFORE = 8
+_BUILD = "'fcp manifest build prepared --kind arrow --column {}' and 'fcp plan'"
+_REBUILD = (
+    "build the manifest from the data that the trainer trains on: trainer.train_dataset.save_to_disk('prepared'), then "
+    + _BUILD.format("input_ids"),
+    "build the manifest from the pairs that the trainer trains on, as in docs/how-to/hugging-face-trainers.md: save "
+    "them with a column of lengths to 'prepared', then " + _BUILD.format("length"),
+)
+
+
+def stored_lengths(dataset: Any, *, pairs: bool) -> IntArray | None:
+    """Return [rows] the tokens of each row that a `datasets.Dataset` holds, from their places in the file alone.
+
+    None: it is of another kind, makes its rows when they are read, or has other columns.
+    """
+    table: Any = getattr(dataset, "data", None)
+    chosen: Any = getattr(dataset, "_indices", None)
+    weights = {"prompt_ids": 2, "chosen_ids": 1, "rejected_ids": 1} if pairs else {"input_ids": 1}
+    is_made = (getattr(dataset, "format", None) or {}).get("type") == "custom"
+    if is_made or not set(weights) <= set(getattr(table, "column_names", ())):
+        return None
+    lengths: IntArray | None = None
+    for name, weight in weights.items():
+        try:
+            found = pc.list_value_length(table.column(name)).to_numpy().astype(np.int64) * weight
+        except pa.ArrowNotImplementedError:  # no lists
+            return None
+        lengths = found if lengths is None else lengths + found
+    return lengths if lengths is None or chosen is None else lengths[chosen.column(0).to_numpy()]
+
+
+def planned_lengths(plan: Path, metadata: PlanMetadata) -> IntArray:
+    """Return [manifest rows] the planned tokens of each row; 0 of one that the plan leaves out."""
+    lengths = np.zeros(metadata.manifest.rows, dtype=np.int64)
+    for step in PlanReader(plan).steps():
+        lengths[step.sequences] = step.lengths
+    return lengths

@@ -1,0 +1,100 @@
+"""A sampler by which a `DataLoader` of torch reads what a rank of a plan needs, for loops that would rather see it.
+
+session = fcp.start("plan.parquet")
+sampler = fcp.PlanSampler(session)
+loader = DataLoader(dataset, sampler=sampler, collate_fn=collate, num_workers=4)
+session.fetch = sampler.fetch_from(loader)
+for step in session.steps(model):
+    ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from torch.utils.data import DataLoader, Sampler
+
+from fcp_cli.errors import RunError
+from fcp_cli.integrations.hugging_face.batches import one_sequence
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.runtime.data.cursor import orders_of_rank
+from fcp_cli.runtime.data.loader import Fetch
+from fcp_cli.runtime.session.session import Session
+
+
+class PlanSampler(Sampler[int]):
+    """The rows that this rank needs of a data set, in the order in which its micro-batches need them.
+
+    Row n of the data set is row n of the plan's manifest. A row that lies on several ranks is read by each of them.
+
+    Args:
+        session: of `fcp_cli.runtime.start`.
+        first_step: optimizer step to begin with, the one that `Session.steps` is given.
+    """
+
+    def __init__(self, session: Session, *, first_step: int = 0) -> None:
+        self._session = session
+        self._first_step = first_step
+
+    def __iter__(self) -> Iterator[int]:
+        session = self._session
+        for step in PlanReader(session.plan).steps(self._first_step):
+            for order in orders_of_rank(step, session.rank):
+                yield from step.microbatch(int(order)).sequences
+
+    def fetch_from(self, loader: DataLoader[Any], read: Callable[[Any, int], Any] | None = None) -> Fetch:
+        """Return a session's `fetch` that takes rows from a loader with this sampler, as its workers have them ready.
+
+        Args:
+            loader: with `batch_size=1` and a collator that makes a dictionary of input_ids and labels [1, tokens] of a
+                row; or with `batch_size=None` over a data set whose items are what `fetch` returns.
+            read: from such a batch and its row to what `fetch` returns.
+
+        Raises:
+            RunError: the loader has another sampler, larger batches, or another number of rows than the manifest.
+        """
+        rows, found = self._session.metadata.manifest.rows, len(loader.dataset)  # type: ignore[arg-type]
+        if loader.sampler is not self:
+            raise RunError("the loader has another sampler; give it this one: DataLoader(dataset, sampler=sampler)")
+        if loader.batch_size not in (None, 1):
+            raise RunError(
+                f"the loader has batch_size {loader.batch_size}, but the plan says which rows a micro-batch has; leave "
+                "it out (1), or set it to None where items are tokens"
+            )
+        if found != rows:
+            name = self._session.metadata.manifest.name
+            raise RunError(
+                f"the data set has {found} rows, but the plan's manifest {name} has {rows}; build the manifest from "
+                "this data set with 'fcp manifest build', and plan again with 'fcp plan'"
+            )
+        has_masks = self._session.metadata.masked_sequences is not None
+        return _LoadedInOrder(loader, self, read or partial(_as_fetched, masked=has_masks))
+
+
+class _LoadedInOrder:
+    """A `fetch` that is asked for the rows of a sampler in its order, after one to see whether there are labels."""
+
+    def __init__(self, loader: DataLoader[Any], sampler: PlanSampler, read: Callable[[Any, int], Any]) -> None:
+        self._loader, self._read = loader, read
+        self._order = iter(sampler)
+        self._batches = iter(loader)  # here, and not in the session's thread: workers are forks of this process
+        self._is_begun = False
+
+    def __call__(self, row: int) -> Any:
+        if not self._is_begun:
+            self._is_begun = True
+            item = self._loader.dataset[row]
+            return self._read(item if self._loader.batch_size is None else self._loader.collate_fn([item]), row)
+        expected = next(self._order, None)
+        if row != expected:
+            raise RunError(
+                f"the session needs row {row} of the data where the sampler has row {expected}; make a PlanSampler and "
+                "a loader for each call of steps(), with the same first_step"
+            )
+        return self._read(next(self._batches), row)
+
+
+def _as_fetched(batch: Any, row: int, *, masked: bool) -> Any:
+    return one_sequence(batch, row, masked=masked) if isinstance(batch, Mapping) else batch

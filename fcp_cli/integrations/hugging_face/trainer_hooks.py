@@ -1,0 +1,60 @@
+"""Make `transformers.Trainer`, and with it every trainer of TRL that builds on it, follow the plan.
+
+Three methods are hooked: the one that trains, the one that makes its loader, and the one that runs a step.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+from fcp_cli.integrations.hugging_face.accelerate.hooks import OF_TRAINER
+
+
+def hook_trainer(trainer: ModuleType) -> None:
+    """Hook `transformers.trainer`, to be called once it has been imported, before its importer sees it.
+
+    Raises:
+        RunError: this version of transformers lacks what is relied on.
+    """
+    from fcp_cli.integrations.hugging_face.checks import check_trainer_module
+
+    check_trainer_module(trainer)
+    kind: Any = trainer.Trainer
+    train, get_loader, run_step = kind._inner_training_loop, kind.get_train_dataloader, kind.training_step
+
+    # The runtime is imported when a trainer is used: transformers is still being imported now.
+    @wraps(train)
+    def _inner_training_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from fcp_cli.integrations.hugging_face.mixin import following
+
+        with following(self):
+            return train(self, *args, **kwargs)
+
+    @wraps(get_loader)
+    def get_train_dataloader(self: Any) -> Any:
+        from fcp_cli.integrations.hugging_face.mixin import planned_loader
+
+        return planned_loader(self, lambda: get_loader(self))
+
+    @wraps(run_step)
+    def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        from fcp_cli.integrations.hugging_face.mixin import planned_step
+
+        def own(*given: Any) -> Any:
+            return run_step(self, *given)
+
+        return planned_step(self, own, model, inputs, num_items_in_batch)
+
+    make_accelerator = kind.create_accelerator_and_postprocess
+
+    @wraps(make_accelerator)
+    def create_accelerator_and_postprocess(self: Any) -> None:
+        make_accelerator(self)
+        setattr(self.accelerator, OF_TRAINER, True)
+
+    kind.create_accelerator_and_postprocess = create_accelerator_and_postprocess
+    kind._inner_training_loop = _inner_training_loop
+    kind.get_train_dataloader = get_train_dataloader
+    kind.training_step = training_step

@@ -1,0 +1,218 @@
+"""One fit of Lightning's Trainer by the plan: each optimizer step runs the plan's micro-batches by the module's own
+`training_step`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fcp_cli.errors import RunError
+from fcp_cli.integrations.hugging_face.checks import check_global_batch, check_steps
+from fcp_cli.integrations.hugging_face.planned_model import PlannedModel
+from fcp_cli.integrations.hugging_face.rows import CollatedRows
+from fcp_cli.integrations.hugging_face.sampler import PlanSampler
+from fcp_cli.runtime.data.followed_step import plan_path
+from fcp_cli.runtime.session.session import Session, Step, start
+
+_STRATEGIES = ("DDPStrategy", "SingleDeviceStrategy")
+
+
+class LightningFit:
+    """Follows the plan in FCP_PLAN in one call of `Trainer.fit`. Every rank makes it, with the loader of its data.
+
+    The trainer's count of optimizer steps is the step of the plan, so that resuming (`ckpt_path=`), schedules,
+    callbacks and logs are the trainer's own.
+
+    Args:
+        trainer: of Lightning; its module optimises automatically.
+        loader: of the training data, of which the data set, the collator and the workers are used.
+
+    Raises:
+        FcpError: the plan, the data or what the script asks for cannot be followed.
+    """
+
+    def __init__(self, trainer: Any, loader: Any) -> None:
+        for is_refused, reason in _refusals(trainer, loader):
+            if is_refused:
+                raise RunError(reason)
+        self._trainer, self._module = trainer, trainer.lightning_module
+        self._batch_size = int(loader.batch_sampler.batch_size)
+        self._model = PlannedModel(_trained_model(self._module))
+        self.session: Session = start(plan_path(None), device=trainer.strategy.root_device)
+        metadata = self.session.metadata
+        updates, ranks = trainer.accumulate_grad_batches, self.session.world.size
+        check_global_batch(
+            metadata,
+            self._batch_size * updates * ranks,
+            f"batch_size {self._batch_size} x accumulate_grad_batches {updates} x {ranks} ranks",
+        )
+        _check_length(trainer, self.session)
+        self._rows = CollatedRows(loader, self.session.plan, metadata)
+        self._steps: Generator[Step, None, None] | None = None
+
+    def loader(self) -> PlannedBatches:
+        """Return what stands for the script's loader: as many batches as the trainer accumulates in an epoch."""
+        updates = self.session.metadata.steps_per_epoch * self._trainer.accumulate_grad_batches
+        return PlannedBatches(self.session, updates, self._batch_size)
+
+    def begin(self) -> None:
+        """Begin with the plan before the optimizer's first step, which stops a process that follows none."""
+        if self._steps is None:
+            first = self._trainer.global_step
+            self.session.fetch = self._rows.ahead(PlanSampler(self.session, first_step=first))
+            self._steps = self.session.steps(self._trainer.strategy.model, first_step=first)
+
+    def nothing(self) -> Tensor:
+        """Return the loss (0-d) of a batch that is accumulated: the last one runs the step of the plan."""
+        return torch.zeros((), device=self.session.device)
+
+    def run(
+        self, training_step: Callable[[Any], Any], backward: Callable[[Tensor], None] | None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Run the plan's next step: the module's `training_step` and a backward for each micro-batch.
+
+        Returns:
+            A loss (0-d) whose mean over ranks is the step's, and what else `training_step` returned for the last.
+        """
+        step = self._next()
+        shown = float(len(step) * self.session.world.size)
+        losses: list[Tensor] = []
+        found: Any = None
+        for microbatch in step:
+            batch = self._model.enter(microbatch, divided_by=self._trainer.accumulate_grad_batches, shown=shown)
+            try:
+                with _logged_once(self._module, len(losses), len(step)):
+                    found = training_step(batch)
+                if found.closure_loss is None:
+                    raise RunError(f"step {step.index}: training_step returned no loss, which a plan's step needs")
+                if backward is not None:
+                    backward(found.closure_loss)
+            finally:
+                self._model.leave()
+            losses.append(found.closure_loss.detach())
+        assert found is not None
+        return torch.stack(losses).mean(), found.extra
+
+    def close(self) -> None:
+        """Leave the plan; the module keeps its own attention."""
+        if self._steps is not None:
+            self._steps.close()
+        self._model.release()
+        self.session.close()
+
+    def _next(self) -> Step:
+        wanted = self._trainer.global_step
+        assert self._steps is not None
+        step = next(self._steps, None)
+        if step is None or step.index != wanted:
+            place = "has ended" if step is None else f"is at step {step.index}"
+            raise RunError(
+                f"the trainer is at step {wanted}, but the plan {self.session.plan} {place}; an optimizer step runs "
+                "one step of the plan, so its closure is called once"
+            )
+        return step
+
+
+class PlannedBatches:
+    """Batches of nothing, which Lightning counts: the steps themselves fetch the rows. It goes into checkpoints."""
+
+    def __init__(self, session: Session, batches: int, batch_size: int) -> None:
+        self._session, self._batches, self._batch_size = session, batches, batch_size
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for _ in range(self._batches):  # by their first dimension, modules weigh what they log
+            yield {"input_ids": torch.zeros((self._batch_size, 0), dtype=torch.int64)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the session's, without which Lightning doubts that a run can resume inside an epoch."""
+        return self._session.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on at the step that was saved."""
+        self._session.load_state_dict(state)
+
+
+@contextmanager
+def _logged_once(module: Any, position: int, microbatches: int) -> Iterator[None]:
+    """Keep what a module logs in each micro-batch, and log the mean with the last: Lightning counts batches by it."""
+    kept: dict[str, list[Any]] = vars(module).setdefault("_fcp_logged", {})
+    own = module.log
+
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(value, (Tensor, int, float)):
+            kept.setdefault(name, []).append(value.detach() if isinstance(value, Tensor) else float(value))
+            if position == microbatches - 1:
+                values = kept[name]
+                own(name, sum(values) / len(values), *args, **kwargs)
+        elif position == microbatches - 1:
+            own(name, value, *args, **kwargs)
+
+    vars(module)["log"] = log
+    try:
+        yield
+    finally:
+        del vars(module)["log"]
+        if position == microbatches - 1:
+            del vars(module)["_fcp_logged"]
+
+
+def _trained_model(module: nn.Module) -> nn.Module:
+    """Return the one model of transformers in a module, with its adapters, that holds all that is trained."""
+    trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    found = [part for part in module.modules() if isinstance(part, PreTrainedModel) and _trains(part)]
+    if not found:
+        raise RunError(
+            f"{type(module).__name__} trains no model of transformers, whose attention a plan could put on its rings; "
+            "optimise by hand with PlannedSteps, or write a loop on Fabric (docs/how-to/training-loop.md)"
+        )
+    inside = {id(parameter) for parameter in found[0].parameters()}
+    outside = [name for name, parameter in trained if id(parameter) not in inside]
+    if outside:
+        raise RunError(
+            f"{type(module).__name__} trains {outside[0]} beside its {type(found[0]).__name__}, which a rank's part of "
+            "a sequence would train wrong; freeze it, or optimise by hand with PlannedSteps "
+            "(docs/how-to/training-loop.md)"
+        )
+    wrapped: Iterator[Any] = (part for part in module.modules() if hasattr(part, "get_base_model"))
+    return next((part for part in wrapped if part.get_base_model() is found[0]), found[0])
+
+
+def _trains(model: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())
+
+
+def _refusals(trainer: Any, loader: Any) -> Iterable[tuple[bool, str]]:
+    strategy = type(trainer.strategy).__name__
+    yield (
+        strategy not in _STRATEGIES,
+        f"the trainer's strategy is {strategy}, with which automatic optimisation cannot follow a plan; use "
+        "strategy='ddp', or a loop on Fabric (docs/how-to/training-loop.md)",
+    )
+    limited = trainer.limit_train_batches not in (1.0, None) or trainer.overfit_batches
+    yield bool(limited), "limit_train_batches and overfit_batches leave rows out that the plan has; leave them out"
+    is_loader = hasattr(loader, "dataset") and hasattr(loader, "collate_fn")
+    yield (
+        not is_loader or not getattr(getattr(loader, "batch_sampler", None), "batch_size", None),
+        f"the training data comes from a {type(loader).__name__} without batch_size, but a plan needs rows by number "
+        "and how many are a batch: give the trainer one torch.utils.data.DataLoader with a batch_size",
+    )
+
+
+def _check_length(trainer: Any, session: Session) -> None:
+    metadata = session.metadata
+    epochs, steps = trainer.max_epochs, trainer.max_steps
+    if steps is not None and steps >= 0:
+        by_epochs = math.inf if epochs in (None, -1) else epochs * metadata.steps_per_epoch
+        check_steps(metadata, session.plan, int(min(steps, by_epochs)), f"max_steps {steps}")
+    elif epochs is not None and epochs >= 0:
+        check_steps(metadata, session.plan, epochs * metadata.steps_per_epoch, f"max_epochs {epochs}")

@@ -1,0 +1,96 @@
+"""Make Lightning's Trainer follow the plan where it optimises by itself (automatic optimisation).
+
+Three functions are hooked: the one that prepares the loader of the training data, the one that makes what an optimizer
+step runs, and the one that ends a fit. A module that optimises by itself is given steps by `PlannedSteps`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+from fcp_cli.integrations.requirements import require
+
+KNOWN_TO_WORK = ("2.6.6",)
+_FIT = "_fcp_fit"
+
+
+def hook_fit_loop(fit_loop: ModuleType) -> None:
+    """Hook `lightning.pytorch.loops.fit_loop` (or `pytorch_lightning`'s), right after its import.
+
+    Raises:
+        RunError: this version of Lightning lacks what is relied on.
+    """
+    package = fit_loop.__name__.removesuffix(".loops.fit_loop")
+    automatic = importlib.import_module(f"{package}.loops.optimization.automatic")
+    found = f"Lightning {importlib.import_module(package).__version__}"
+    advice = f"versions known to work: {', '.join(KNOWN_TO_WORK)}; pip install lightning=={KNOWN_TO_WORK[-1]}"
+    for module, path, parameters in (
+        (fit_loop, "_process_dataloader", ("trainer", "stage", "dataloader")),
+        (fit_loop, "_FitLoop.teardown", ()),
+        (automatic, "Closure", ("step_fn", "backward_fn", "zero_grad_fn")),
+        (automatic, "ClosureResult", ("closure_loss", "extra")),
+        (automatic, "_AutomaticOptimization._make_closure", ("kwargs", "optimizer", "batch_idx")),
+        (automatic, "_AutomaticOptimization._make_backward_fn", ("optimizer",)),
+        (automatic, "_AutomaticOptimization._make_zero_grad_fn", ("batch_idx", "optimizer")),
+        (automatic, "_AutomaticOptimization._training_step", ("kwargs",)),
+    ):
+        require(module, path, parameters, found=found, advice=advice)
+    _hook_loader(fit_loop)
+    _hook_steps(automatic)
+
+
+def _hook_loader(fit_loop: Any) -> None:
+    process, end = fit_loop._process_dataloader, fit_loop._FitLoop.teardown
+
+    # The runtime is imported when a trainer is used: Lightning is still being imported now.
+    @wraps(process)
+    def _process_dataloader(trainer: Any, trainer_fn: Any, stage: Any, dataloader: Any) -> Any:
+        own = process(trainer, trainer_fn, stage, dataloader)
+        if not trainer.lightning_module.automatic_optimization:
+            return own
+        from fcp_cli.integrations.lightning.fit import LightningFit
+
+        if _FIT not in vars(trainer):
+            setattr(trainer, _FIT, LightningFit(trainer, own))
+        return getattr(trainer, _FIT).loader()
+
+    @wraps(end)
+    def teardown(self: Any) -> None:
+        fit = vars(self.trainer).pop(_FIT, None)
+        if fit is not None:
+            fit.close()
+        end(self)
+
+    fit_loop._process_dataloader = _process_dataloader
+    fit_loop._FitLoop.teardown = teardown
+
+
+def _hook_steps(automatic: Any) -> None:
+    kind = automatic._AutomaticOptimization
+    make = kind._make_closure
+
+    @wraps(make)
+    def _make_closure(self: Any, kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
+        fit = vars(self.trainer).get(_FIT)
+        if fit is None:
+            return make(self, kwargs, optimizer, batch_idx)
+        fit.begin()
+        zero_grad, backward = self._make_zero_grad_fn(batch_idx, optimizer), self._make_backward_fn(optimizer)
+
+        def training_step(batch: Any) -> Any:
+            return self._training_step({**kwargs, "batch": batch})
+
+        def run() -> Any:
+            if zero_grad is not None:
+                zero_grad()
+            if self.trainer.fit_loop._should_accumulate():
+                return automatic.ClosureResult(closure_loss=fit.nothing())
+            loss, extra = fit.run(training_step, backward)
+            return automatic.ClosureResult(closure_loss=loss, extra=extra)
+
+        return automatic.Closure(step_fn=run, backward_fn=None, zero_grad_fn=None)
+
+    kind._make_closure = _make_closure

@@ -1,0 +1,58 @@
+"""The steps of a plan as the loader of Lightning's Trainer.
+
+    class Model(lightning.LightningModule):
+        automatic_optimization = False
+
+        def train_dataloader(self):
+            return PlannedSteps(fcp.start(fetch=tokens_of), self.trainer.strategy.model)
+
+        def training_step(self, step, _):
+            for batch in step:
+                self.manual_backward(batch.loss(self.model(batch.input_ids, batch.position_ids)))
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+Lightning itself is not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from fcp_cli.runtime.session.session import Session, Step
+
+
+class PlannedSteps:
+    """The steps of a session. It has a length, without which Lightning fetches the next step before it runs the first.
+
+    Lightning's checkpoints hold its state, so that `Trainer.fit(..., ckpt_path=...)` goes on with the next step.
+
+    Args:
+        session: of `fcp_cli.runtime.start`.
+        model: what `Session.steps` is given: in a LightningModule, `self.trainer.strategy.model`, with its wrapper.
+        first_step: optimizer step to begin with, where no checkpoint of Lightning's says it.
+    """
+
+    def __init__(self, session: Session, model: nn.Module, *, first_step: int = 0) -> None:
+        self._session = session
+        self._model = model
+        self._first_step: int | None = first_step
+        self._length = session.metadata.end_step - first_step
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Step]:
+        return self._session.steps(self._model, first_step=self._first_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the session's."""
+        return self._session.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the run of a checkpoint ended."""
+        self._session.load_state_dict(state)
+        self._first_step = None

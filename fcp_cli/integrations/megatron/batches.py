@@ -1,0 +1,82 @@
+"""Data where a script reads it on one process of a replica alone, as Megatron-LM's `pretrain_gpt.py` does.
+
+Its first tensor-parallel process has the data set and broadcasts batches of the static length to the others; stages in
+the middle of a pipeline have none. Under a plan lengths differ, so the first process of a replica gives its whole step
+to the others, and each takes its batches from that.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from fcp_cli.integrations.megatron.microbatch import current_microbatch
+from fcp_cli.integrations.megatron.samples import ATTENTION_MASK, LOSS_MASK, POSITIONS, TOKENS, LoadedStep
+
+_HOOKED = "get_batch_on_this_tp_rank"
+# Where it is, by version: to 0.18 it reads from an iterator, from 0.19 on it is given what the first process has read.
+_MODULES = ("megatron.training.utils", "megatron.core.utils")
+# In the order in which scripts unpack them.
+_ENTRIES = (TOKENS, "labels", LOSS_MASK, ATTENTION_MASK, POSITIONS)
+_hooked: list[Callable[..., Any]] = []
+
+
+def hook_batches(utils: ModuleType) -> None:
+    """Hook one of `_MODULES`, to be called once it has been imported, before its importer sees it.
+
+    Within a micro-batch of a plan, every process of several takes the batch of its own; elsewhere, in evaluation for
+    example, the first process broadcasts as ever.
+    """
+    get_batch: Callable[..., Any] | None = getattr(utils, _HOOKED, None)
+    if get_batch is None:
+        return
+    reads = "data_iterator" in inspect.signature(get_batch).parameters
+
+    @wraps(get_batch)
+    def get_planned_batch(*args: Any, **kwargs: Any) -> Any:
+        microbatch = current_microbatch.get()
+        if microbatch is None or parallel_state.get_tensor_model_parallel_world_size() == 1:
+            return get_batch(*args, **kwargs)
+        batch = next(args[0] if args else kwargs["data_iterator"]) if reads else microbatch.batch
+        device = microbatch.positions.device
+        return _Batch((name, batch[name].to(device, non_blocking=True)) for name in _ENTRIES)
+
+    setattr(utils, _HOOKED, get_planned_batch)
+    _hooked.append(get_planned_batch)
+
+
+class _Batch(dict[str, Any]):
+    """What a script from 0.19 on also asks for (sequences packed by others, their groups) is None under a plan."""
+
+    def __missing__(self, name: str) -> None:
+        return None
+
+
+def shares_data(data_iterator: Any, replica: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether a process of this replica has no data of its own and can do without. All its processes call it.
+
+    Scripts that broadcast by a function of their own cannot: it would wait for the static length.
+    """
+    found = {getattr(sys.modules.get(module), _HOOKED, None) for module in _MODULES}
+    if dist.get_world_size(replica) == 1 or not found.intersection(_hooked):
+        return False
+    lacking = torch.tensor(int(data_iterator is None), device=device)
+    dist.all_reduce(lacking, op=dist.ReduceOp.MAX, group=replica)
+    return bool(lacking)
+
+
+def share(read: Callable[[], LoadedStep], replica: dist.ProcessGroup) -> LoadedStep:
+    """Return what the first process of a replica reads, on all of them. All call it."""
+    first = dist.get_process_group_ranks(replica)[0]
+    found: list[Any] = [read() if dist.get_rank() == first else None]
+    dist.broadcast_object_list(found, src=first, group=replica)
+    step: LoadedStep = found[0]
+    return step

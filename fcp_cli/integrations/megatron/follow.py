@@ -1,0 +1,440 @@
+"""Follow a plan in one Megatron process: every call of the schedule gets the next step's micro-batches of its rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from fcp_cli.errors import RunError
+from fcp_cli.integrations.megatron import checks
+from fcp_cli.integrations.megatron.batches import share, shares_data
+from fcp_cli.integrations.megatron.measured import MeasuredSteps
+from fcp_cli.integrations.megatron.microbatch import PlannedMicroBatch, current_microbatch
+from fcp_cli.integrations.megatron.model import device_of, unwrapped
+from fcp_cli.integrations.megatron.padding import padding_report
+from fcp_cli.integrations.megatron.probe import probe
+from fcp_cli.integrations.megatron.reduction import gather_parameters, reduced_after_backwards
+from fcp_cli.integrations.megatron.samples import (
+    LOSS_MASK,
+    LoadedStep,
+    LocalShard,
+    Samples,
+    find_samples,
+    load_shard,
+    load_steps,
+    pinned,
+)
+from fcp_cli.integrations.megatron.stack import Stack
+from fcp_cli.integrations.megatron.transformer_engine import Rings, make_rings, wants_rings
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.runtime.agreement.grad_ring import agreed_grad_dtype
+from fcp_cli.runtime.agreement.plan_agreement import agree_on_plan, require_causal, require_training
+from fcp_cli.runtime.communication.contacts import open_contacts, report_to_stderr
+from fcp_cli.runtime.communication.launcher_watch import end_with_launcher
+from fcp_cli.runtime.communication.transport import ProcessTransport
+from fcp_cli.runtime.communication.world import ProcessWorld
+from fcp_cli.runtime.data.cursor import PlanCursor
+from fcp_cli.runtime.data.followed_plans import note_follower
+from fcp_cli.runtime.data.prefetch import Prefetched
+from fcp_cli.runtime.guards.waiting import watch_for
+from fcp_cli.runtime.metrics.timing import clock_for
+from fcp_cli.runtime.ring_attention.ring import Ring
+
+_STEPS_AHEAD = 2
+_PROBE_VARIABLE = "FCP_PROBE"
+
+
+class Follower:
+    """A process's way through a plan, made in its first training step, on all of them. `run` is called once per step.
+
+    Args:
+        plan: plan file.
+        arguments: of the schedule's first call.
+        stack: what the model is built with.
+
+    Raises:
+        FcpError: the plan, the model, its configuration or the data cannot be followed; on every process.
+    """
+
+    def __init__(self, plan: Path, arguments: Mapping[str, Any], stack: Stack) -> None:
+        end_with_launcher()
+        self.stack = stack
+        self._chunks = checks.check_chunks(arguments["model"])
+        self._config = get_model_config(self._chunks[0])  # the schedule reads no other
+        models = [unwrapped(chunk) for chunk in self._chunks]
+        for model in models:
+            self.stack.check(model.config, model)
+        self._device = device_of(models)
+        self._plan = plan
+        self._sharded = checks.is_sharded(self._chunks[0])
+        tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
+        self.metadata = self._agree_on_plan(tensor_parallel)
+        # The processes that hold the same part of the model, one per rank of the plan.
+        self._peers = dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
+        self._rank = self._peers.index(dist.get_rank())
+        self._transport = ProcessTransport.create(self._device)
+        self._grad_dtype = agreed_grad_dtype(ProcessWorld(), self._device)
+        self._multiple = tensor_parallel if self._config.sequence_parallel else 1
+        self._balances = checks.balances_experts(self._config)
+        self._engine = self._open_rings(models)
+        self._even_chunks = self.stack.even_chunks or self._engine is not None
+        self._load = partial(
+            load_shard,
+            rank=self._rank,
+            multiple=self._multiple,
+            even_chunks=self._even_chunks,
+            places_ahead=getattr(self._config, "mtp_num_layers", None) or 0,
+        )
+        self._layers = [self.stack.hook(model, self._transport) for model in models]
+        clock = clock_for(self._device)
+        self.watch = watch_for(self._rank, clock, self._device)
+        self.watch.start()
+        self.measured = MeasuredSteps(plan, self.metadata, rank=self._rank, device=self._device, clock=clock)
+        self._models = models
+        self._is_announced = False
+        self._iterator: Any = None
+        self._steps: Prefetched[LoadedStep] | None = None
+        self._current: LoadedStep | None = None
+        self._replica = parallel_state.get_model_parallel_group()
+        self._shares_data: bool | None = None
+        self._first_step = self._next_step = 0
+
+    def _agree_on_plan(self, tensor_parallel: int) -> PlanMetadata:
+        """Return what all ranks read of the plan; refuse one that this model's schedule cannot follow."""
+        pipeline_parallel = parallel_state.get_pipeline_model_parallel_world_size()
+        metadata = agree_on_plan(
+            ProcessWorld(),
+            self._plan,
+            self._device,
+            tensor_parallel=tensor_parallel,
+            pipeline_parallel=pipeline_parallel,
+        )
+        require_training(metadata)
+        if not self.stack.follows_masks:
+            require_causal(metadata, self._plan, self.stack.name)
+        checks.check_interleaving(
+            self._config,
+            len(self._chunks),
+            metadata.virtual_stages,
+            stages=pipeline_parallel,
+            is_sharded=self._sharded,
+        )
+        checks.check_waves(
+            pipeline_parallel,
+            parallel_state.get_expert_model_parallel_world_size(),
+            metadata.sync,
+            times_pipelines=metadata.pipeline is not None,
+            sharded=self._sharded,
+        )
+        if pipeline_parallel > 1:
+            self._config.variable_seq_lengths = True  # stages exchange the shapes, which now differ
+        return metadata
+
+    def _open_rings(self, models: list[Any]) -> Rings | None:
+        """Let ranks that meet in rings meet once; return Transformer Engine's rings, where its attention runs."""
+        shares_heads = self.metadata.attention is not None
+        engine, is_latent = None, bool(getattr(self._config, "multi_latent_attention", False))
+        has_masks = self.metadata.masked_sequences is not None
+        if self.stack.engine_rings and wants_rings(
+            models, shares_heads=shares_heads, is_latent=is_latent, has_masks=has_masks
+        ):
+            engine = make_rings(models, self._plan, self._peers, self._device)
+        if engine is None or self._balances:
+            report, peers = report_to_stderr(dist.get_rank(), self._device), tuple(self._peers)
+            open_contacts(self._plan, self._transport, rank=self._rank, device=self._device, peers=peers, report=report)
+        return engine
+
+    def run(self, schedule: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """Run the schedule's next step on the plan's micro-batches instead of the script's; return what it returns."""
+        # Megatron-FSDP gathers and reduces in every layer, where the ranks of a plan in waves meet.
+        held = nullcontext() if self._sharded else reduced_after_backwards(self._chunks, self._config)
+        if not self._sharded:
+            gather_parameters(self._chunks)
+        planned = self.planned(arguments)
+        with self.stack.around_step(), held:
+            reports = schedule(**planned)
+        self.watch.leave()
+        self.measured.leave()
+        return self.stack.totals(reports)
+
+    def planned(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the schedule's arguments for the next step of the plan, given those of the script.
+
+        Raises:
+            RunError: the plan is at its end, or the script's global batch is not the plan's.
+        """
+        given = arguments["data_iterator"]
+        # Of an interleaved pipeline each chunk has one, and None where it neither begins nor ends the model.
+        iterators = given if isinstance(given, list) else [given]
+        step = self._next(next((each for each in iterators if each is not None), None))
+        self._check_batch(step, arguments)
+        if not self._is_announced:
+            self._first_step = step.plan.step
+            self._announce(step, self._probe(step))
+            self._is_announced = True
+        self.measured.begin(step.plan)
+        counts_tokens = step.plan.step == self._first_step
+        last = len(self._chunks) - 1
+        batches = [
+            _Batches(self, step, chunk, is_last=chunk == last, counts_tokens=counts_tokens) for chunk in range(last + 1)
+        ]
+        return {
+            **arguments,
+            "forward_step_func": partial(_planned_forward_step, arguments["forward_step_func"]),
+            "data_iterator": batches if isinstance(given, list) else batches[0],
+            "num_microbatches": len(step.shards),
+            "micro_batch_size": 1,
+        }
+
+    def _next(self, data_iterator: Any) -> LoadedStep:
+        """Return the next step, read here or by the process of this replica that the script gives its data to."""
+        if self._shares_data is None:
+            self._shares_data = shares_data(data_iterator, self._replica, self._device)
+        read = partial(self._read, data_iterator)
+        if not self._shares_data:
+            return read()
+        note_follower(self._plan)  # a process that is given the step reads nothing of the plan itself
+        step = share(read, self._replica)
+        return pinned(step) if self._device.type == "cuda" else step
+
+    def _read(self, data_iterator: Any) -> LoadedStep:
+        if data_iterator is not self._iterator or self._steps is None:
+            self._open(data_iterator)
+        return self._step(is_repeated=getattr(data_iterator, "replaying", False))
+
+    def _open(self, data_iterator: Any) -> None:
+        """Begin to read where the script's sampler begins, which is where its checkpoint ended."""
+        planned, manifest = self.metadata.masks, self.metadata.manifest
+        masks = None if planned is None else planned.of_rows(manifest.rows)
+        samples = replace(find_samples(data_iterator), masks=masks, manifest=manifest.name)
+        size = self.metadata.global_batch_size
+        step, rest = divmod(samples.consumed, size)
+        if rest:
+            raise RunError(
+                f"{samples.consumed} samples were consumed, not a multiple of the plan's global batch of {size}; "
+                "resume from a checkpoint that was trained under this plan"
+            )
+        if self._iterator is not None and step != self._next_step:
+            raise RunError(
+                f"the script's new data loader begins at sample {samples.consumed} (step {step} of the plan), but step "
+                f"{self._next_step} comes next; a plan's epochs are one sequence of steps, so keep counting samples"
+            )
+        self._check_rows(samples)
+        if self._steps is not None:
+            self._steps.close()
+        # Read in the thread that loads. Transformer Engine's rings follow their process group, whose ranks ascend.
+        cursor = PlanCursor(self._plan, self._rank, first_step=step, ahead=0, ascending=self._engine is not None)
+        loaded: Iterable[LoadedStep] = load_steps(cursor, samples, self._load)
+        if self._device.type == "cuda":
+            loaded = (pinned(step) for step in loaded)
+        self._steps = Prefetched(loaded, depth=_STEPS_AHEAD, name="fcp-loader")
+        self._iterator, self._first_step, self._next_step = data_iterator, step, step
+
+    def _probe(self, step: LoadedStep) -> str:
+        """Compare numbers before the first step, where that can be done; return the outcome for the log."""
+        # Rank 0 decides: to nodes that started later the run directory may not look new.
+        wanted = torch.tensor(int(os.environ.get(_PROBE_VARIABLE) != "0"), device=self._device)
+        ProcessWorld().broadcast(wanted)
+        if self._sharded:
+            return "not probed (no rank holds a layer whole)"
+        if not wanted:
+            return f"not probed ({_PROBE_VARIABLE}=0)"
+        difference = probe(
+            self._models,
+            step.plan.rows,
+            self.enter,
+            load=partial(self._load, places_ahead=0),
+            rank=self._rank,
+            multiple=self._multiple,
+            stack=self.stack,
+        )
+        return f"probe: attention within {difference:.0e}"
+
+    def _announce(self, step: LoadedStep, probed: str) -> None:
+        if dist.get_rank() == 0:
+            padding = ""
+            if self._even_chunks:
+                padding = f"; {padding_report(self._plan, self.metadata, tensor_parallel=self._multiple)}"
+            print(
+                f"fcp: following {self._plan} (plan hash {self.metadata.plan_hash[:12]}) from step {step.plan.step} of "
+                f"{self.metadata.steps}, {self.metadata.num_ranks} ranks, sync {self.metadata.sync}; "
+                f"{self.stack.name}, {sum(self._layers)} attention layers hooked"
+                f"{f' on {self._engine}' if self._engine is not None else ''}{padding}; {probed}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _check_rows(self, samples: Samples) -> None:
+        rows = self.metadata.manifest.rows
+        if len(samples.dataset) < rows:
+            raise RunError(
+                f"the script's data set has {len(samples.dataset)} samples, but the plan's manifest "
+                f"{self.metadata.manifest.name} has {rows} rows; build the manifest from this data set"
+            )
+
+    def _step(self, *, is_repeated: bool) -> LoadedStep:
+        """Return the next step; the same again where Megatron reruns one to see whether hardware was at fault."""
+        if is_repeated and self._current is not None:
+            return self._current
+        assert self._steps is not None
+        step = next(self._steps, None)
+        if step is None:
+            raise RunError(
+                f"the plan {self._plan} ends after {self.metadata.steps} steps, but the script trains on; plan more "
+                "with 'fcp plan --epochs'"
+            )
+        self._current, self._next_step = step, step.plan.step + 1
+        return step
+
+    def _check_batch(self, step: LoadedStep, arguments: Mapping[str, Any]) -> None:
+        """Check that the script's batch is the plan's: its learning rate, log and checkpoints count samples."""
+        ranks = parallel_state.get_data_parallel_world_size()
+        per_rank, size = arguments["num_microbatches"], arguments["micro_batch_size"]
+        if per_rank * size * ranks != step.plan.sequences:
+            raise RunError(
+                f"step {step.plan.step} of the plan has {step.plan.sequences} sequences, but the script trains on "
+                f"{per_rank * size * ranks} ({ranks} ranks x {per_rank} micro-batches of {size}); give it "
+                f"--global-batch-size {self.metadata.global_batch_size}, or plan with the script's"
+            )
+
+    def enter(self, shard: LocalShard) -> PlannedMicroBatch:
+        """Give a shard its ring, ready for one forward."""
+        row, layout = shard.row, shard.layout
+        ranks = tuple(self._peers[rank] for rank in row.ranks)
+        tokens = shard.positions.shape[0]
+        return PlannedMicroBatch(
+            row=row,
+            batch=shard.batch,
+            ring=Ring(
+                layout=layout,
+                index=shard.member,
+                ranks=ranks,
+                transport=self._transport,
+                grad_dtype=self._grad_dtype,
+            ),
+            positions=self._on_device(shard.positions),
+            is_planned=self._on_device(shard.is_planned),
+            longest_tokens=max(layout.lengths, default=1),
+            owners=self._on_device(shard.owners) if self._balances else None,
+            lengths=shard.lengths,
+            ahead=None if shard.ahead is None else shard.ahead.mapped(self._on_device),
+            # To Transformer Engine, an idle rank's padding is a sequence.
+            packed=None if self._engine is None else self._engine.sequences(ranks, layout.lengths or (tokens,)),
+        )
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, non_blocking=True)
+
+    def check_forward(self, microbatch: PlannedMicroBatch, chunk: int, *, read: int) -> None:
+        """Check that the forward of a chunk of the model that just ended followed the plan.
+
+        Raises:
+            RunError: it did not.
+        """
+        place = f"step {microbatch.row.step}, micro-batch {microbatch.row.order}"
+        is_first = parallel_state.is_pipeline_first_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+        if is_first and not chunk and not read:
+            raise RunError(f"{place}: the script's forward step never asked its data iterator for the batch")
+        if microbatch.ring.attention_calls != self._layers[chunk]:
+            raise RunError(
+                f"{place}: {microbatch.ring.attention_calls} of {self._layers[chunk]} attention layers ran on the "
+                "plan's group; something in the model hides the call's packed_seq_params from them"
+            )
+
+
+def _planned_forward_step(
+    forward_step: Callable[..., Any], batches: _Batches, model: Any, *rest: Any
+) -> tuple[Any, Any]:
+    """Run the script's forward step within the next micro-batch of the chunk whose data iterator the schedule gives."""
+    return batches.run(forward_step, model, *rest)
+
+
+class _Batches:
+    """The script's data iterator in one step, for one chunk of the model: it gives the batch of the running forward.
+
+    A schedule takes every chunk through the micro-batches in their order, whichever chunk's turn it is.
+
+    `counts_tokens` compares the script's count of tokens with its loss mask, for which the host waits for the device.
+    """
+
+    def __init__(self, follower: Follower, step: LoadedStep, chunk: int, *, is_last: bool, counts_tokens: bool) -> None:
+        self._follower = follower
+        self._chunk, self._is_last = chunk, is_last
+        self._shards: Iterator[LocalShard] = iter(step.shards)
+        self._microbatch: PlannedMicroBatch | None = None
+        self._read = 0
+        self._counts_tokens = counts_tokens
+
+    def __iter__(self) -> _Batches:
+        return self
+
+    def __next__(self) -> Mapping[str, Any]:
+        if self._microbatch is None or self._read:
+            raise RunError(
+                "the script asked its data iterator for a batch outside of a forward step, or for a second one; under "
+                "a plan each forward step has one batch"
+            )
+        self._read += 1
+        return self._microbatch.batch
+
+    def run(self, forward_step: Callable[..., Any], model: Any, *rest: Any) -> tuple[Any, Any]:
+        """Run the script's forward step within the chunk's next micro-batch."""
+        microbatch = self._follower.enter(next(self._shards))
+        # Its backward runs before the next forward, but for the stages of a pipeline, which have several under way.
+        self._follower.watch.go_on(microbatch.row.step, microbatch.row)
+        self._follower.measured.go_on(microbatch.row, is_last_chunk=self._is_last)
+        self._microbatch, self._read = microbatch, 0
+        token = current_microbatch.set(microbatch)
+        try:
+            with self._follower.stack.around_script():
+                output, loss_function = forward_step(self, model, *rest)
+        finally:
+            current_microbatch.reset(token)
+        self._follower.check_forward(microbatch, self._chunk, read=self._read)
+        counted = microbatch if self._counts_tokens else None
+        return output, _checked_loss(loss_function, counted, self._follower)
+
+
+def _checked_loss(
+    loss_function: Callable[..., Any] | None, counted: PlannedMicroBatch | None, follower: Follower
+) -> Callable[..., Any] | None:
+    """Refuse a loss that would weigh tokens by how the plan packs them.
+
+    Megatron multiplies a loss that comes without a count by its static group's size and divides it by the number of
+    micro-batches.
+    """
+    if loss_function is None:
+        return None
+
+    def checked(output: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with follower.stack.around_script():
+            found = loss_function(output, *args, **kwargs)
+        if not isinstance(found, tuple) or len(found) != 3:
+            raise RunError(
+                "the script's loss function returns (loss, report), a mean over its micro-batch; under a plan it must "
+                "return (sum of token losses, number of tokens, report), as with --calculate-per-token-loss"
+            )
+        if counted is not None and LOSS_MASK in counted.batch:
+            masked = int(counted.batch[LOSS_MASK].sum())
+            if int(found[1]) != masked:
+                raise RunError(
+                    f"step {counted.row.step}, micro-batch {counted.row.order}: the script's loss function counts "
+                    f"{int(found[1])} tokens, but its data iterator's loss mask has {masked}; it must return the sum "
+                    "of that mask"
+                )
+        follower.measured.add_loss(found[0], found[1])
+        return found
+
+    return checked

@@ -1,0 +1,87 @@
+"""The metrics of a Megatron job: each micro-batch from its forward to the next, its script's sums of token losses.
+
+Of several chunks of the model the last one's forwards count, so that no two micro-batches overlap: what a stage runs of
+other chunks in between belongs to whichever micro-batch it follows.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.step import MicroBatch
+from fcp_cli.runtime.data.cursor import RankStep
+from fcp_cli.runtime.metrics.recorder import StepRecord, recorder_of
+from fcp_cli.runtime.metrics.timing import Clock
+
+
+class MeasuredSteps:
+    """The steps of one process. Of a rank's processes the one measures that computes the loss, on the last stage.
+
+    Args:
+        plan, metadata, rank, device: as `Recorder` takes them.
+        clock: of the device.
+    """
+
+    def __init__(self, plan: Path, metadata: PlanMetadata, *, rank: int, device: torch.device, clock: Clock) -> None:
+        computes_loss = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        self._recorder = None
+        if computes_loss and not parallel_state.get_tensor_model_parallel_rank():
+            self._recorder = recorder_of(None, plan=plan, metadata=metadata, rank=rank, device=device)
+        self._clock = clock
+        self._is_open = False
+        self._record: StepRecord | None = None
+        self._microbatches = 0
+        self._running: tuple[int, Any] | None = None  # order and begin
+        self._first: Any = None  # mark of the step's first forward
+        self._sums: list[Tensor] = []
+        self._tokens: list[Tensor] = []
+
+    def begin(self, step: RankStep) -> None:
+        """Begin a step; the one before ended with its last optimizer step."""
+        if self._recorder is None:
+            return
+        if not self._is_open:
+            self._recorder.open(step.step)
+            self._is_open = True
+        self._record = self._recorder.begin(step.step, step.makespan_seconds)
+        self._microbatches = len(step.rows)
+        self._sums, self._tokens = [], []
+        self._first = None
+
+    def go_on(self, row: MicroBatch, *, is_last_chunk: bool) -> None:
+        """Note that a micro-batch's forward begins; its backward runs before the next forward, where there is one."""
+        if self._recorder is None or self._record is None:
+            return
+        now = self._clock.mark()
+        self._first = now if self._first is None else self._first
+        if not is_last_chunk:
+            return
+        self._close(now)
+        self._recorder.enter(row, len(self._record.marks), self._microbatches)
+        self._running = (row.order, now if self._record.marks else self._first)
+
+    def add_loss(self, loss_sum: Any, tokens: Any) -> None:
+        """Note what the script's loss function returned."""
+        if self._record is not None:
+            self._sums.append(torch.as_tensor(loss_sum).detach().reshape(()))
+            self._tokens.append(torch.as_tensor(tokens).detach().reshape(()))
+
+    def leave(self) -> None:
+        """Note that all micro-batches have run, and gradients are whole."""
+        if self._record is None:
+            return
+        self._close(self._clock.mark())
+        self._record.note_loss(self._sums, torch.stack(self._tokens).sum() if self._tokens else 0)
+        self._record.is_whole = True
+
+    def _close(self, now: Any) -> None:
+        if self._running is not None and self._record is not None:
+            order, begin = self._running
+            self._record.marks.append((order, begin, now))
+            self._running = None

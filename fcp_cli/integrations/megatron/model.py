@@ -1,0 +1,196 @@
+"""Make the attention and the rotary embeddings of a GPTModel, or a HybridModel, follow the micro-batch of each call.
+
+Nothing is kept in a module or in Megatron's parallel state. The ring travels in the call's PackedSeqParams, which every
+layer hands down and recomputation keeps; the rotary table of the call is cut to the positions of the shard, and is an
+argument of every layer too. So a backward that comes after another forward, and a recomputed forward, use the right
+group.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import Attention
+from torch import Tensor, nn
+
+from fcp_cli.errors import RunError
+from fcp_cli.integrations.megatron.latent import cut_table, hook_latent, is_latent
+from fcp_cli.integrations.megatron.microbatch import PlannedMicroBatch, current_microbatch
+from fcp_cli.integrations.megatron.transformer_engine import attend
+from fcp_cli.runtime.ring_attention.ring import Ring, attention
+
+PARAMS = "packed_seq_params"
+
+
+@dataclass
+class RingSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no types
+    """Megatron's description of packed sequences, with the ring that they are attended to on.
+
+    Its format is not "thd": Megatron would rotate queries and keys by its own idea of who holds which tokens (equal
+    chunks of a static group) instead of by the table that belongs to the shard.
+    """
+
+    ring: Ring | None = None
+    positions: Tensor | None = None  # [tokens], for layers that make their rotary table themselves
+    owners: Tensor | None = None  # of `PlannedMicroBatch`
+    lengths: tuple[int, ...] = ()
+    ahead: Any = None  # `multi_token.TokensAhead`, where the model predicts several tokens
+    packed: PackedSeqParams | None = None  # what Transformer Engine is given in its place, where that attends
+
+
+def hook_model(model: Any, hook_layer: Callable[[Attention], None] | None = None) -> int:
+    """Hook one GPTModel or HybridModel, once; returns how many attention layers it has.
+
+    Args:
+        hook_layer: makes one attention layer attend on the ring of the call; by default with fcp's own ring.
+    """
+    signature = inspect.signature(type(model).forward)
+    place = list(signature.parameters).index(PARAMS) - 1  # of those after self
+    # Not as a hook of the module: Megatron-FSDP calls the forward of what it wraps by name.
+    model.forward = partial(_forward, model.forward, place)
+    rotary = getattr(model, "rotary_pos_emb", None)
+    if rotary is not None and model.position_embedding_type != "mrope":  # mRoPE's table is made from position_ids
+        rotary.register_forward_hook(_cut_rotary_table)
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    for layer in layers:
+        (hook_layer or _hook_core_attention)(layer)
+    for module in model.modules():
+        if getattr(module, "local_tokens_per_expert", None) is not None:
+            _hook_router(module)
+    return len(layers)
+
+
+def _forward(original: Callable[..., Any], place: int, *args: Any, **kwargs: Any) -> Any:
+    """Run a model's forward, with the micro-batch's sequences described in its arguments."""
+    microbatch = current_microbatch.get()
+    if microbatch is None:
+        return original(*args, **kwargs)
+    input_ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+    if input_ids is not None and tuple(input_ids.shape) != (1, microbatch.tokens):
+        raise RunError(
+            f"step {microbatch.row.step}, micro-batch {microbatch.row.order}: the model was given input_ids of shape "
+            f"{tuple(input_ids.shape)}, but the micro-batch is {(1, microbatch.tokens)}; the script must pass on what "
+            "its data iterator gives"
+        )
+    sequences = _sequences(microbatch)
+    if len(args) > place:
+        return original(*args[:place], sequences, *args[place + 1 :], **kwargs)
+    return original(*args, **{**kwargs, PARAMS: sequences})
+
+
+def _sequences(microbatch: PlannedMicroBatch) -> RingSequences:
+    # Megatron keeps the rotary tables of 32 lengths: powers of two are few.
+    longest = 1 << (microbatch.longest_tokens - 1).bit_length()
+    return RingSequences(
+        qkv_format="sbhd",
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        ring=microbatch.ring,
+        positions=microbatch.positions,
+        owners=microbatch.owners,
+        lengths=microbatch.lengths,
+        packed=microbatch.packed,
+    )
+
+
+def _cut_rotary_table(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    microbatch = current_microbatch.get()
+    return None if microbatch is None else cut_table(output, microbatch.positions)
+
+
+def _hook_core_attention(layer: Attention) -> None:
+    """Attend on the call's ring, if it has one. The module stays what it is, and with it its state and checkpoints."""
+    core = layer.core_attention
+    config = layer.config
+    scale = config.kv_channels**-0.5 if config.softmax_scale is None else config.softmax_scale
+    if is_latent(layer):
+        scale = layer.softmax_scale
+        hook_latent(layer)
+    core.forward = partial(_core_attention, core, core.forward, scale)
+
+
+def _core_attention(
+    core: Any,
+    original: Callable[..., Tensor],
+    scale: float,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """Megatron's signature of a core attention; query [tokens, 1, heads, size] -> [tokens, 1, heads * value size]."""
+    sequences = kwargs.get(PARAMS)
+    if not isinstance(sequences, RingSequences) or sequences.ring is None:
+        return original(query, key, value, attention_mask, *args, **kwargs)
+    if kwargs.get("attention_bias") is not None:
+        raise RunError("the model adds a bias to attention scores, which a plan cannot follow")
+    ring = sequences.ring
+    if sequences.packed is not None:
+        ring.attention_calls += 1
+        packed = (tensor.squeeze(1) for tensor in (query, key, value))
+        return attend(core, partial(original, *packed, None, *args), {**kwargs, PARAMS: sequences.packed})
+    out = attention(*(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)), ring=ring, scale=scale)
+    merged: Tensor = out.permute(2, 0, 1, 3).flatten(2)
+    return merged
+
+
+def _hook_router(router: Any) -> None:
+    """Count the tokens of each expert, by which balancing without a loss moves its bias, without padding.
+
+    Megatron counts in the forward that has gradients, which recomputation may run when no micro-batch is current, and
+    counts padding, too. Under a plan the first forward counts, and it alone.
+    """
+    router._apply_expert_bias = lambda *_, **__: None
+    router.register_forward_hook(_count_tokens)
+
+
+def _count_tokens(router: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    microbatch = current_microbatch.get()
+    if microbatch is None:
+        return
+    is_planned, routing_map = microbatch.is_planned, output[1]  # [tokens], [tokens, experts]
+    if router.config.sequence_parallel:
+        share = parallel_state.get_tensor_model_parallel_rank()
+        is_planned = is_planned.chunk(parallel_state.get_tensor_model_parallel_world_size())[share]
+    router.local_tokens_per_expert += (routing_map.bool() & is_planned[:, None]).sum(dim=0)
+
+
+def unwrapped(chunk: nn.Module) -> Any:
+    """Return the GPTModel or HybridModel inside DDP and precision wrappers.
+
+    Raises:
+        RunError: there is none, or it is another kind of model.
+    """
+    inner: Any = chunk
+    while isinstance(getattr(inner, "module", None), nn.Module):
+        inner = inner.module
+    if not isinstance(inner, model_classes()):
+        raise RunError(
+            f"the model is a {type(inner).__name__}, not a GPTModel or HybridModel of megatron-core; a plan cannot "
+            "drive it"
+        )
+    return inner
+
+
+def model_classes() -> tuple[type, ...]:
+    """Return the classes of language models of this megatron-core; in newer ones HybridModel takes GPTModel's place."""
+    try:
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+    except ImportError:
+        return (GPTModel,)
+    return GPTModel, HybridModel
+
+
+def device_of(models: Iterable[nn.Module]) -> torch.device:
+    """Return the device of the models' parameters; one may have none."""
+    return next(parameter.device for model in models for parameter in model.parameters())

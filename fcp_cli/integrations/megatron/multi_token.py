@@ -1,0 +1,191 @@
+"""Multi-token prediction (MTP) under a plan: its layers and their loss look ahead within sequences, not shards.
+
+Megatron moves token ids, positions, labels and the loss mask by one place per layer, with `roll_tensor`, over a static
+group. Where the call has the sequences of a plan, what follows is taken from the sequences that the rank has read. The
+tensor that is to be moved tells how far it was moved before: it is what the model was called with, or what an earlier
+move returned.
+
+Newer Megatrons weigh the loss of each layer by tokens with a loss over tokens that have one so many places ahead. Under
+a plan that is counted sequence by sequence, whichever rank holds which part.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial, wraps
+from types import ModuleType
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import gpt_model
+from megatron.core.transformer import multi_token_prediction
+from torch import Tensor
+
+from fcp_cli.errors import RunError
+from fcp_cli.integrations.megatron.ahead import Ahead
+from fcp_cli.integrations.megatron.checks import attention_layers, require
+from fcp_cli.integrations.megatron.microbatch import PlannedMicroBatch, current_microbatch
+from fcp_cli.integrations.megatron.samples import LABELS, LOSS_MASK, POSITIONS, TOKENS
+
+_PARAMS = "packed_seq_params"
+_ROLL = "roll_tensor"
+_ARGUMENTS = {TOKENS: "input_ids", POSITIONS: "position_ids", LABELS: "labels", LOSS_MASK: "loss_mask"}
+
+
+def check_multi_token() -> None:
+    """Check the functions of multi-token prediction that are hooked.
+
+    Raises:
+        RunError: one is missing, or an argument of it.
+    """
+    require(multi_token_prediction, _ROLL, ("tensor", _PARAMS))
+    require(multi_token_prediction, "MultiTokenPredictionLayer.forward", ("input_ids", "position_ids", _PARAMS))
+    require(gpt_model, "GPTModel.forward", tuple(_ARGUMENTS.values()))
+
+
+def hook_multi_token(model: Any) -> int:
+    """Make a model's multi-token prediction follow the micro-batch of each call, before its own hooks are in.
+
+    Returns:
+        How many attention layers run in a forward beyond those that the model has, because some are repeated.
+    """
+    for module in (multi_token_prediction, gpt_model):
+        _hook_roll(module)
+    weigh = getattr(multi_token_prediction, "process_mtp_loss", None)
+    is_weighted = weigh is not None and "original_num_tokens" in weigh.__code__.co_varnames
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    model.forward = _Forward(model, names, is_weighted)
+    block = getattr(model, "mtp", None)
+    if block is None:
+        return 0
+    for layer in block.layers:
+        # In older ones the sequences are an argument of the function that is recomputed, which takes tensors alone.
+        if "forward_func" in inspect.signature(layer._checkpointed_forward).parameters:
+            layer._checkpointed_forward = partial(_checkpointed, layer._checkpointed_forward)
+    repeats = model.config.mtp_num_layers // len(block.layers) - 1
+    return repeats * len(attention_layers(block)) if repeats else 0
+
+
+class TokensAhead:
+    """What follows the tokens of one call of the model.
+
+    Args:
+        ahead: on the model's device.
+        given: tensors that the call was given, by name; labels are moved as a copy.
+        is_weighted: whether this Megatron weighs the loss.
+    """
+
+    def __init__(self, ahead: Ahead, given: Mapping[str, Tensor], *, is_weighted: bool) -> None:
+        self._ahead = ahead
+        self._is_weighted = is_weighted
+        self._known = [(tensor, name, 0) for name, tensor in given.items() if name != LABELS]
+        self._copies = [LABELS] if LABELS in given else []
+
+    def after(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a tensor moved by one more place, and the number of tokens with a loss, as `roll_tensor` does."""
+        name, places = self._identify(tensor)
+        values = self._ahead.values[name][places]
+        if name == LOSS_MASK and self._is_weighted:
+            values = values * self._ahead.ratio[places] / self._base
+        moved = values.reshape(tensor.shape).to(tensor.dtype)
+        self._known.append((moved, name, places + 1))
+        count = 1.0 if self._is_weighted else self._ahead.counts[places + 1] or 1.0
+        return moved, torch.full((), count, dtype=torch.float32, device=tensor.device)
+
+    def weights(self, mask: Tensor) -> Tensor:
+        """Return what stands in for the loss mask where Megatron weighs the loss: its sum is all that matters.
+
+        Megatron multiplies the loss by the sum of the mask that the model is given over the count that comes with the
+        moved one, and logs its sum over that count. With the sum of `_base` and a count of 1, a sequence's loss is
+        logged as its mean, once for all members of its group.
+        """
+        weights = torch.zeros_like(mask)
+        weights[..., 0] = self._base
+        self._known.append((weights, LOSS_MASK, 0))
+        return weights
+
+    @property
+    def _base(self) -> float:
+        """Return the tokens with a loss of one of the row's sequences, in the mean; 1 where there are none."""
+        return self._ahead.counts[0] or 1.0
+
+    def _identify(self, tensor: Tensor) -> tuple[str, int]:
+        found = next(((name, places) for known, name, places in self._known if known is tensor), None)
+        if found is None:
+            if not self._copies:
+                raise RunError(
+                    "multi-token prediction (MTP) moves a tensor that is neither tokens, positions, labels nor the "
+                    "loss mask of the call; this model, or version of megatron-core, cannot follow a plan with it"
+                )
+            found = self._copies.pop(), 0
+        return found
+
+
+class _Forward:
+    """A model's forward, which gets what follows the tokens of each call. Its sequences are described in the call.
+
+    In the first call with tokens it compares what the script passes on with the batch, for which the host waits.
+    """
+
+    def __init__(self, model: Any, names: list[str], is_weighted: bool) -> None:
+        self._original = model.forward
+        self._makes_loss = model.post_process
+        self._names = names
+        self._is_weighted = is_weighted
+        self._is_compared = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        microbatch = current_microbatch.get()
+        arguments = dict(zip(self._names, args, strict=False)) | kwargs
+        given = {name: arguments.get(argument) for name, argument in _ARGUMENTS.items()}
+        if microbatch is None or microbatch.ahead is None or given[TOKENS] is None:
+            return self._original(*args, **kwargs)
+        known = {name: tensor for name, tensor in given.items() if tensor is not None}
+        ahead = TokensAhead(microbatch.ahead, known, is_weighted=self._is_weighted)
+        arguments[_PARAMS].ahead = ahead
+        if self._makes_loss:
+            self._compare(given, microbatch)
+            if self._is_weighted:
+                arguments["loss_mask"] = ahead.weights(known[LOSS_MASK])
+        return self._original(**arguments)
+
+    def _compare(self, given: Mapping[str, Tensor | None], microbatch: PlannedMicroBatch) -> None:
+        """Check that labels and loss mask are those of the batch, from which their following tokens are taken."""
+        for name in (LABELS, LOSS_MASK):
+            tensor, planned = given[name], microbatch.batch.get(name)
+            if tensor is None or planned is None:
+                lacking = "the data set's items have" if planned is None else "the script gives the model"
+                raise RunError(f"multi-token prediction (MTP) needs {name}, which pretrain_gpt.py has; {lacking} none")
+            if not self._is_compared and not torch.equal(tensor.cpu(), planned.to(tensor.dtype).cpu()):
+                raise RunError(
+                    f"the script gives the model other {name} than its data iterator gave; under a plan multi-token "
+                    "prediction (MTP) takes what follows a token from the data set, so pass them on as they are"
+                )
+        self._is_compared = self._is_compared or bool(microbatch.lengths)
+
+
+def _hook_roll(module: ModuleType) -> None:
+    """Newer models call it in its own module, older ones import it by name."""
+    original: Callable[..., tuple[Tensor, Tensor]] | None = getattr(module, _ROLL, None)
+    if original is None or hasattr(original, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        ahead = getattr(kwargs.get(_PARAMS), "ahead", None)
+        return original(tensor, *args, **kwargs) if ahead is None else ahead.after(tensor)
+
+    setattr(module, _ROLL, moved)
+
+
+def _checkpointed(
+    original: Callable[..., Any], forward_func: Callable[..., Any], *, packed_seq_params: Any, **kwargs: Any
+) -> Any:
+    """Give sequences to the function that is recomputed instead of to what keeps its arguments."""
+    names = list(kwargs)
+
+    def forward(*values: Any, **named: Any) -> Any:
+        return forward_func(**dict(zip(names, values, strict=False)), **named, packed_seq_params=packed_seq_params)
+
+    return original(forward, **kwargs)

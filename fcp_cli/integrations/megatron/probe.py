@@ -1,0 +1,219 @@
+"""Compare, before the first step, attention on the plan's groups with the same sequences run alone, without a ring.
+
+A hook that a model class evades, a kernel that is wrong on this device, a group that mixes ranks up: most of these
+change the loss by less than a person would see in a curve. So what one layer's attention makes of made-up hidden states
+is compared, forward and backward, token by token. Nothing else of the model runs, so that nothing else can disturb it:
+neither dropout, nor experts that get another token by a rounding, nor the other stages of a pipeline.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from torch import Tensor, nn
+
+from fcp_cli.errors import RunError
+from fcp_cli.integrations.megatron.checks import attention_layers
+from fcp_cli.integrations.megatron.microbatch import PlannedMicroBatch, current_microbatch
+from fcp_cli.integrations.megatron.model import device_of
+from fcp_cli.integrations.megatron.samples import POSITIONS, TOKENS, LocalShard, Samples
+from fcp_cli.integrations.megatron.stack import Stack
+from fcp_cli.plan.step import MicroBatch
+
+# Relative L2 difference of one layer's output, or of the gradient of its input, that is still rounding.
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+_HIDDEN, _PLACES = "hidden", "places"
+
+
+def probe(
+    models: Sequence[Any],
+    rows: Iterable[MicroBatch],
+    enter: Callable[[LocalShard], PlannedMicroBatch],
+    *,
+    load: Callable[[MicroBatch, Samples], LocalShard],
+    rank: int,
+    multiple: int,
+    stack: Stack,
+) -> float:
+    """Run tiny sequences on the groups of these rows, and alone, and compare. All processes call it.
+
+    Args:
+        models: GPTModel, or what a pipeline's stage has of one; its first attention layer, if any, is run.
+        rows: of this rank, in the plan's order.
+        enter: gives a shard its ring.
+        load: makes a shard of a row.
+        rank: of the plan.
+        multiple: what tokens of a shard must be a multiple of.
+        stack: what the model is built with.
+
+    Returns:
+        Largest relative L2 difference of a rank's output, and of the gradient of its hidden states.
+
+    Raises:
+        RunError: it is more than rounding.
+    """
+    device = device_of(models)
+    model = next((model for model in models if attention_layers(model)), None)
+    if model is None:
+        return _worst([0.0], device)
+    layer = attention_layers(model)[0]
+    weight = next(layer.parameters())
+    tiny = [_tiny(row, multiple) for row in rows if not row.is_idle]
+    lengths = {at: length for row in tiny for at, length in zip(row.sequences, row.lengths, strict=True)}
+    made_up = _MadeUp(lengths, model.config.hidden_size, _axes(model))
+    samples = Samples(dataset=made_up, collate=_collate, consumed=0)
+    differences = [0.0]
+    with _frozen(layer):
+        for row in tiny:
+            shard = load(row, samples)
+            with stack.around_script():
+                grouped = _attended(model, layer, shard.batch, weight, enter(shard))
+            with stack.without_ring(model, layer):
+                alone = []
+                for at, length in zip(row.sequences, row.lengths, strict=True):
+                    one = load(replace(row, ranks=(rank,), heads_degree=1, sequences=(at,), lengths=(length,)), samples)
+                    alone.append(_attended(model, layer, one.batch, weight)[:, :length])
+            places = shard.batch[_PLACES][0, shard.is_planned] - row.sequences[0]
+            expected = torch.cat(alone, dim=1)[:, places]
+            error, size = (t.flatten(1).norm(dim=1) for t in (grouped[:, shard.is_planned] - expected, expected))
+            differences += (error / size.clamp_min(1e-30)).tolist()  # of the output, and of the gradient
+    difference = _worst(differences, device)
+    _require_rounding(difference, weight.dtype)
+    return difference
+
+
+def _require_rounding(difference: float, dtype: torch.dtype) -> None:
+    tolerance = _TOLERANCES.get(dtype, 5e-2)
+    if difference > tolerance:
+        raise RunError(
+            f"the probe before the first step failed: on the plan's groups attention differs by {difference:.1e} "
+            f"(relative) from the same without a ring, and rounding explains {tolerance:.0e}; report it with "
+            "the model and the output of fcp env"
+        )
+
+
+class _MadeUp:
+    """Made-up sequences, equal on all ranks. Their hidden states stand in for an embedding.
+
+    Each is numbered by the place of its first token, as a token is by its own.
+    """
+
+    def __init__(self, lengths: Mapping[int, int], hidden_size: int, axes: int) -> None:
+        self._lengths = lengths
+        self._hidden_size = hidden_size
+        self._axes = axes
+
+    def __getitem__(self, at: int) -> dict[str, Tensor]:
+        length = self._lengths[at]
+        draw = torch.Generator().manual_seed(at)
+        positions = torch.arange(length)
+        return {
+            TOKENS: torch.zeros_like(positions),
+            POSITIONS: positions.expand(self._axes, -1) if self._axes > 1 else positions,
+            _HIDDEN: torch.randn(self._hidden_size, length, generator=draw),
+            _PLACES: at + positions,
+        }
+
+
+def _tiny(row: MicroBatch, multiple: int) -> MicroBatch:
+    """Two short sequences that the degree does not divide, on the row's ranks; others than in every other row."""
+    lengths = (multiple * (2 * row.degree + 3), multiple * (row.degree + 1))
+    first = row.order << 20
+    return replace(row, sequences=(first, first + lengths[0]), lengths=lengths)
+
+
+def _axes(model: Any) -> int:
+    return 3 if model.position_embedding_type == "mrope" else 1
+
+
+def _collate(items: Any) -> dict[str, Tensor]:
+    (item,) = items
+    return {name: tensor.unsqueeze(0) for name, tensor in item.items()}
+
+
+def _attended(
+    model: Any, layer: Any, batch: Any, weight: Tensor, microbatch: PlannedMicroBatch | None = None
+) -> Tensor:
+    """Return [2, tokens, hidden_size] on the host: the layer's output, and the gradient of its hidden states.
+
+    Without a micro-batch by Megatron's own rotary embedding, and no ring.
+    """
+    tokens, positions = (batch[name].to(weight.device) for name in (TOKENS, POSITIONS))
+    if positions.dim() == 3:  # [1, axes, tokens]; Megatron wants the axes first
+        positions = positions.transpose(0, 1)
+    hidden = batch[_HIDDEN].permute(2, 0, 1).to(weight.device, weight.dtype).contiguous()
+    wanted = hidden.roll(1, dims=-1)
+    hidden.requires_grad_()
+    is_split = model.config.sequence_parallel
+    token = current_microbatch.set(microbatch)
+    try:
+        with _only(layer, model.decoder) as outputs, suppress(_Attended):
+            model(tokens, positions, None, scatter_to_sequence_parallel_region(hidden) if is_split else hidden)
+    finally:
+        current_microbatch.reset(token)
+    (out,) = outputs
+    if is_split:
+        out = gather_from_sequence_parallel_region(out, tensor_parallel_output_grad=False)
+    torch.autograd.backward((out * wanted).sum())
+    assert hidden.grad is not None
+    return torch.stack([out.detach(), hidden.grad]).squeeze(2).to("cpu", torch.float64)
+
+
+class _Attended(Exception):
+    """Leaves the model's forward after its attention: neither logits nor what predicts further tokens are made."""
+
+
+@contextmanager
+def _only(layer: Any, decoder: Any) -> Iterator[list[Tensor]]:
+    """Make the decoder run this attention alone of all its layers; the list gets what came out of it."""
+    outputs: list[Tensor] = []
+
+    def attend(
+        hidden_states: Tensor, attention_mask: Any, *, rotary_pos_emb: Any, packed_seq_params: Any, **_: Any
+    ) -> NoReturn:
+        out, _bias = layer(
+            hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params
+        )
+        outputs.append(out)
+        raise _Attended
+
+    decoder.set_input_tensor(None)  # a later stage may have one of an evaluation, and would take its length
+    own = vars(decoder).get("forward")
+    decoder.forward = attend
+    try:
+        yield outputs
+    finally:
+        if own is None:
+            del decoder.forward
+        else:
+            decoder.forward = own
+
+
+@contextmanager
+def _frozen(layer: nn.Module) -> Iterator[None]:
+    """Keep backwards from leaving gradients in the layer's weights, and from waking DDP's hooks."""
+    trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_()
+
+
+def _worst(differences: Iterable[float], device: torch.device) -> float:
+    """Return the largest over all processes, so that all stop or none; what is not a number is worse than any."""
+    found = torch.tensor([math.inf if math.isnan(one) else one for one in differences], device=device).max()
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return float(found)

@@ -1,0 +1,371 @@
+"""A rank's own samples of the plan, out of the data set behind the script's data iterator.
+
+Megatron gives every data-parallel rank a DataLoader over the whole data set and a sampler that knows how many samples
+were consumed. Nothing is drawn from that iterator: each rank reads the rows that its plan names from the data set and
+keeps the tokens that it holds. Since the place in the plan is derived from the samples consumed, resuming needs nothing
+that Megatron's own checkpoint does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fcp_cli.errors import RunError
+from fcp_cli.integrations.megatron.ahead import Ahead, look_ahead
+from fcp_cli.masks import CAUSAL, Mask, MaskRows, segments
+from fcp_cli.plan.padding import padded_tokens, padding_multiple
+from fcp_cli.plan.step import MicroBatch
+from fcp_cli.runtime.data.cursor import RankStep
+from fcp_cli.runtime.data.planned_masks import require_same
+from fcp_cli.runtime.layouts.layout import ShardLayout, shard_layout
+
+TOKENS = "tokens"
+LABELS = "labels"
+LOSS_MASK = "loss_mask"
+POSITIONS = "position_ids"
+ATTENTION_MASK = "attention_mask"
+MASK = "mask"
+_ENDS = "cu_seqlens"
+_AHEAD = (TOKENS, LABELS, LOSS_MASK, POSITIONS)
+# Where sequences end in a pack as it lies there, by whose data set it is: padded sequences before bare ones.
+_ENDS_OF_PACKS = ("cu_seqlens_q_padded", "cu_seqlens_padded", "cu_seqlens_q", _ENDS)
+
+# Random samplers hand out the data set in an order of their own, and count ahead of training.
+_RANDOM_SAMPLER = "MegatronPretrainingRandomSampler"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Samples:
+    """The source of a script's samples.
+
+    Attributes:
+        dataset: random access by manifest row; an item is a mapping with "tokens" and tensors as long as they are.
+        collate: the data loader's own, from a list of items to a batch.
+        consumed: samples that were trained on before.
+        masks: of all rows, where the plan keeps them.
+        manifest: name of the plan's manifest, for messages.
+    """
+
+    dataset: Any
+    collate: Callable[[Sequence[Mapping[str, Tensor]]], Mapping[str, Any]]
+    consumed: int
+    masks: MaskRows | None = None
+    manifest: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalShard:
+    """One rank's part of one row, on the host.
+
+    Attributes:
+        row: in the plan.
+        member: this rank's place in its group.
+        layout: which tokens each member holds.
+        batch: as the script's data iterator shall give it.
+        positions: [tokens] int64, of each token within its own sequence.
+        is_planned: [tokens] bool; padding is not.
+        lengths: tokens of each sequence of the row, without padding; packs of the data set have several.
+        ahead: what follows the tokens, where that was asked for.
+    """
+
+    row: MicroBatch
+    member: int
+    layout: ShardLayout
+    batch: Mapping[str, Any]
+    positions: Tensor
+    is_planned: Tensor
+    lengths: tuple[int, ...]
+    ahead: Ahead | None = None
+
+    @property
+    def owners(self) -> Tensor:
+        """Return [tokens] int64, which of the sequences each token belongs to, and their number for padding."""
+        count = len(self.lengths)
+        of_pack = torch.arange(count).repeat_interleave(torch.tensor(self.layout.lengths, dtype=torch.int64))
+        owners = torch.full_like(self.positions, count)
+        held = of_pack[torch.from_numpy(self.layout.index(self.member))]
+        owners[: held.shape[0]] = held
+        return owners.masked_fill(~self.is_planned, count)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedStep:
+    """A step of one rank."""
+
+    plan: RankStep
+    shards: tuple[LocalShard, ...]
+
+
+def find_samples(data_iterator: Any) -> Samples:
+    """Find the data set behind a data iterator, and how far training has come.
+
+    Raises:
+        RunError: the iterator hides its data set, or its sampler does not show how many samples were consumed.
+    """
+    inner = data_iterator
+    while hasattr(inner, "iterable"):  # megatron.core.rerun_state_machine.RerunDataIterator
+        inner = inner.iterable
+    dataset = getattr(inner, "_dataset", None)  # of the iterator of a torch DataLoader
+    if dataset is None or not hasattr(dataset, "__getitem__"):
+        raise RunError(
+            f"the data iterator is a {type(inner).__name__}, behind which no data set with random access can be found; "
+            "give Megatron iter(DataLoader(...)) on every rank, tensor-parallel ones too (--dataloader-type single)"
+        )
+    sampler = _sampler(inner)
+    consumed = getattr(sampler, "consumed_samples", None)
+    if consumed is None or type(sampler).__name__ == _RANDOM_SAMPLER:
+        raise RunError(
+            f"the data loader's sampler, a {type(sampler).__name__}, does not show where training resumes in the plan; "
+            "use one with a fixed attribute consumed_samples, like MegatronPretrainingSampler"
+        )
+    return Samples(dataset=dataset, collate=inner._collate_fn, consumed=int(consumed))
+
+
+def _sampler(iterator: Any) -> Any:
+    """Return the batch sampler that a DataLoader was given, else its sampler, from the loader's iterator."""
+    index_sampler = iterator._index_sampler
+    if hasattr(index_sampler, "consumed_samples"):
+        return index_sampler
+    return getattr(index_sampler, "sampler", index_sampler)
+
+
+def load_steps(
+    steps: Iterable[RankStep], samples: Samples, load: Callable[[MicroBatch, Samples], LocalShard]
+) -> Iterator[LoadedStep]:
+    """Load a rank's shards, step by step.
+
+    Args:
+        steps: what to load.
+        samples: where from.
+        load: `load_shard` for the rank.
+
+    Raises:
+        RunError: an item has no tokens, or fewer than in the plan.
+    """
+    for step in steps:
+        yield LoadedStep(plan=step, shards=tuple(load(row, samples) for row in step.rows))
+
+
+def pinned(step: LoadedStep) -> LoadedStep:
+    """Put a step's tensors into page-locked memory: only from there does a copy to a GPU not keep the host waiting."""
+
+    def pin(value: Any) -> Any:
+        return value.pin_memory() if isinstance(value, Tensor) else value
+
+    shards = (
+        replace(
+            shard,
+            batch={name: pin(value) for name, value in shard.batch.items()},
+            positions=pin(shard.positions),
+            is_planned=pin(shard.is_planned),
+            ahead=None if shard.ahead is None else shard.ahead.mapped(pin),
+        )
+        for shard in step.shards
+    )
+    return replace(step, shards=tuple(shards))
+
+
+def load_shard(
+    row: MicroBatch,
+    samples: Samples,
+    *,
+    rank: int,
+    multiple: int = 1,
+    even_chunks: bool = False,
+    places_ahead: int = 0,
+) -> LocalShard:
+    """Load a rank's part of one row, padded with zeros: tokens that no planned token sees and whose loss mask is 0.
+
+    A rank without tokens gets padding only, so that it takes part in every forward and backward with weight zero.
+
+    Args:
+        row: one that this rank takes part in.
+        samples: where its sequences come from.
+        rank: of the plan.
+        multiple: shards are padded to a multiple of so many tokens, as sequence parallelism needs it.
+        even_chunks: pad each sequence until its chunks are equally long, and such multiples; rings of others need it.
+        places_ahead: so far the following tokens are looked up, for multi-token prediction.
+    """
+    member = row.ranks.index(rank)
+    packs = [_sequences(samples, at, length) for at, length in zip(row.sequences, row.lengths, strict=True)]
+    items = [sequence for pack, _ in packs for sequence in pack]
+    lengths = padded = tuple(item[TOKENS].shape[-1] for item in items)
+    if even_chunks:
+        multiple = padding_multiple(multiple)
+        padded = tuple(padded_tokens(lengths, row.degree, multiple).tolist())
+    layout = shard_layout(padded, row.degree, row.heads_degree, _masks(row, packs, even_chunks=even_chunks))
+    positions = torch.from_numpy(layout.position_ids(member))
+    index = torch.from_numpy(layout.index(member)) if row.degree > 1 else None
+    padding = max(-(-len(positions) // multiple), 1) * multiple - len(positions)
+    ends = [most - length for most, length in zip(padded, lengths, strict=True)]
+    if not items:  # an idle row: an item cut to no token shows the names and types of the data set's tensors
+        items, ends = _sequences(samples, 0, 0)[0], [0]
+
+    def shard_of(whole: Sequence[Tensor]) -> Tensor:
+        ended = [_ended(tensor, end) for tensor, end in zip(whole, ends, strict=True)]
+        pack = ended[0] if len(ended) == 1 else torch.cat(ended, dim=-1)
+        return _ended(pack if index is None else pack.index_select(-1, index), padding)
+
+    shard = {name: shard_of([item[name] for item in items]) for name in items[0]}
+    positions = _ended(positions, padding)
+    # Those of several axes (mRoPE), and of packs, in which they may run on, are the data set's own.
+    if shard.get(POSITIONS, positions).dim() == 1 and len(items) <= max(len(packs), 1):
+        shard[POSITIONS] = positions
+    # The plan decides which tokens see each other; a script that passes a mask on must find one all the same.
+    shard[ATTENTION_MASK] = torch.zeros(1, 1, 1, dtype=torch.bool)
+    return LocalShard(
+        row=row,
+        member=member,
+        layout=layout,
+        batch=samples.collate([shard]),
+        positions=positions,
+        is_planned=shard_of([torch.ones(item[TOKENS].shape[-1], dtype=torch.bool) for item in items]),
+        lengths=lengths,
+        ahead=look_ahead(items, _AHEAD, LOSS_MASK, places_ahead, shard_of) if places_ahead else None,
+    )
+
+
+def _masks(
+    row: MicroBatch, packs: Sequence[tuple[list[dict[str, Tensor]], Mask]], *, even_chunks: bool
+) -> tuple[Mask, ...]:
+    """Return the mask of each sequence of a row's packs; none where all are causal."""
+    masked = [at for at, (_, mask) in zip(row.sequences, packs, strict=True) if not mask.is_causal]
+    if masked and even_chunks:
+        raise RunError(
+            f"row {masked[0]} of the data set has a mask, which rings of equal chunks do not follow; set "
+            "FCP_ATTENTION=ring for fcp's own"
+        )
+    return tuple(mask for pack, mask in packs for _ in pack) if masked else ()
+
+
+def _ended(tensor: Tensor, end: int) -> Tensor:
+    """Add zeros at the end of a tensor. Most need none, and torch is slow to add none."""
+    return pad(tensor, (0, end)) if end else tensor
+
+
+def _sequences(samples: Samples, at: int, length: int) -> tuple[list[dict[str, Tensor]], Mask]:
+    """Return what an item of the data set holds per token, cut to the plan's length: of each sequence in it.
+
+    With it comes what their tokens see of each other: causal, but for an item of one sequence that says otherwise.
+    """
+    found = samples.dataset[at]
+    if not isinstance(found, Mapping) or TOKENS not in found:
+        names = ", ".join(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
+        raise RunError(
+            f"row {at} of the data set has no {TOKENS!r}, only {names}; its items must be dictionaries with it"
+        )
+    tokens = len(found[TOKENS])
+    if tokens < length:
+        raise RunError(
+            f"row {at} of the data set has {tokens} tokens but {length} in the plan: the plan was made from another "
+            "manifest; build it again with 'fcp manifest build' and 'fcp plan'"
+        )
+    tensors = {name: torch.as_tensor(value) for name, value in found.items() if name not in (ATTENTION_MASK, MASK)}
+    whole = {name: tensor for name, tensor in tensors.items() if tensor.dim() and tensor.shape[-1] == tokens}
+    mask = mask_of(found, at, tokens)
+    if samples.masks is not None:
+        planned = samples.masks.mask(at)
+        if not mask.is_causal:
+            require_same(mask, planned, at, tokens, samples.manifest)
+        mask = planned
+    # What follows the plan's length may be padding, also of a mask that cannot be cut.
+    if length and (misfit := mask.misfit(tokens if mask.can_be_cut else length)):
+        raise RunError(f"row {at} of the data set has {tokens} tokens, {length} in the plan, but {misfit}")
+    ends = sequence_ends(found, at, tokens, length) if mask.is_causal else [length]
+    cut = [{name: tensor[..., first:end] for name, tensor in whole.items()} for first, end in pairwise((0, *ends))]
+    return cut, mask
+
+
+def mask_of(item: Mapping[str, Any], at: int, tokens: int) -> Mask:
+    """Return the mask of an item: what it has as `mask`, or spans that its attention mask opens; else the causal one.
+
+    Raises:
+        RunError: an attention mask is no mask of spans.
+    """
+    mask: Mask | None = item.get(MASK)
+    return _spans_by(torch.as_tensor(item.get(ATTENTION_MASK, ())), at, tokens) if mask is None else mask
+
+
+def _spans_by(mask: Tensor, at: int, tokens: int) -> Mask:
+    """Return the mask of an attention mask [tokens, tokens] in which a token sees a later one; else the causal one."""
+    if mask.dtype != torch.bool or mask.shape[-2:] != (tokens, tokens) or mask.numel() != tokens * tokens:
+        return CAUSAL
+    hidden = mask.reshape(tokens, tokens)
+    seen = hidden if bool(hidden[0, 0]) else ~hidden  # in some masks true is what is seen
+    opened = seen.diagonal(1)
+    if not opened.any():
+        return CAUSAL
+    turns = torch.cat((opened.new_zeros(1), opened, opened.new_zeros(1))).diff().nonzero().flatten().tolist()
+    spans = [(first, last + 1) for first, last in zip(turns[::2], turns[1::2], strict=True)]
+    expected = torch.ones_like(seen).tril()
+    for first, stop in spans:
+        expected[first:stop, first:stop] = True
+    if not torch.equal(seen, expected):
+        raise RunError(
+            f"row {at} of the data set has an {ATTENTION_MASK} that is not causal, but for spans whose tokens see each "
+            f"other; give the item what it is as {MASK!r}, of fcp_cli.masks"
+        )
+    return segments(spans)
+
+
+def sequence_ends(item: Mapping[str, Any], at: int, tokens: int, length: int) -> list[int]:
+    """Return where each sequence of an item ends, up to the planned length, at which the last one does.
+
+    An item may be a pack: its `cu_seqlens` say so, as of conversations under `--sft`, or an attention mask in which
+    documents do not see each other (`--reset-attention-mask`).
+
+    Raises:
+        RunError: positions begin anew, but nothing says which tokens see each other; or what says so makes no sense.
+    """
+    if not length:
+        return [0]
+    packed = next((item[name] for name in _ENDS_OF_PACKS if item.get(name) is not None), None)
+    mask, positions = (torch.as_tensor(item.get(name, ())) for name in (ATTENTION_MASK, POSITIONS))
+    ends = [length]
+    if packed is not None:
+        ends = _ends_in(torch.as_tensor(packed).flatten().tolist(), at, length)
+    elif mask.dtype == torch.bool and mask.shape[-2:] == (tokens, tokens):
+        ends = _ends_by(mask.reshape(tokens, tokens), at, length)
+    if len(ends) == 1 and positions.shape == (tokens,) and int(positions[length - 1]) != length - 1:
+        raise RunError(
+            f"row {at} of the data set has {POSITIONS} that begin anew, but neither {_ENDS} nor an {ATTENTION_MASK} "
+            "that say which tokens see each other; leave --reset-position-ids out, or make each document an item, and "
+            "a row of the manifest"
+        )
+    return ends
+
+
+def _ends_in(ends: list[int], at: int, length: int) -> list[int]:
+    """Return the ends that `cu_seqlens` name; it may repeat the last one, or end in -1, and leave padding out."""
+    while ends and ends[-1] == -1:
+        ends = ends[:-1]
+    if ends[:1] != [0] or ends != sorted(ends):
+        raise RunError(f"row {at} of the data set has {_ENDS} that do not ascend from 0; they are {_short(ends)}")
+    return sorted({min(end, length) for end in (*ends, length)} - {0})
+
+
+def _ends_by(mask: Tensor, at: int, length: int) -> list[int]:
+    """Return the ends of the documents of an attention mask, [tokens, tokens], true where a token is hidden."""
+    ends = [length]
+    while True:
+        hidden = mask[ends[-1] - 1, : ends[-1]]
+        first = int(hidden.sum())  # of the tokens that the document's last one sees
+        if first in (0, len(hidden)):  # in some masks true is what is seen
+            return ends[::-1]
+        if not hidden[:first].all():
+            raise RunError(
+                f"row {at} of the data set has an {ATTENTION_MASK} by which token {ends[-1] - 1} does not see all "
+                "tokens of one document up to itself; a plan's attention is causal, within documents"
+            )
+        ends.append(first)
+
+
+def _short(values: list[int], most: int = 8) -> str:
+    return ", ".join(map(str, values[:most])) + (", ..." if len(values) > most else "")

@@ -1,0 +1,194 @@
+"""Transformer Engine's own ring attention under a plan.
+
+It takes its ring from a process group, so every group of the plan gets one: made once, on all processes, in one
+order. It cuts sequences into equal chunks, so they are padded to a multiple of 2 x degree. The group is given with each
+call and taken away after it; backward and recomputation keep what the call was given.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor, nn
+
+from fcp_cli.errors import RunError
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.runtime.communication.transport import ProcessTransport
+
+MOST_GROUPS = 64
+"""That a process may be in, where the free memory of its device is not known."""
+
+# NCCL took 544 MB for a communicator of two A100s and 688 MB for one of more (NVIDIA/nccl issue 964).
+_COMMUNICATOR_BYTES = 688 << 20
+_COMMUNICATORS_SHARE = 0.5  # of the memory that is free before the first step; activations need the rest
+
+_VARIABLE = "FCP_ATTENTION"
+_ENGINE, _OWN = "transformer-engine", "ring"
+_CORE = "TEDotProductAttention"
+_PEER_TO_PEER = "p2p"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rings:
+    """The process groups of a plan, as one process sees them.
+
+    Attributes:
+        groups: those that it is in, by their processes.
+        count: of the plan's groups of degree > 1.
+        device: of the process.
+    """
+
+    groups: Mapping[tuple[int, ...], dist.ProcessGroup]
+    count: int
+    device: torch.device
+
+    def __str__(self) -> str:
+        return f"Transformer Engine ({self.count} process groups)"
+
+    def sequences(self, ranks: tuple[int, ...], lengths: Sequence[int]) -> PackedSeqParams:
+        """Describe a pack on the ring of these processes in Megatron's terms.
+
+        Args:
+            ranks: global, in ring order.
+            lengths: tokens of each sequence, with padding.
+        """
+        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(self.device, non_blocking=True)
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=ends,
+            cu_seqlens_kv=ends,
+            max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(lengths),
+            # Without a group, a local size of 1 means that this call has no ring.
+            local_cp_size=len(ranks),
+            cp_group=self.groups[ranks] if len(ranks) > 1 else None,
+        )
+
+
+def wants_rings(
+    models: Iterable[nn.Module], *, shares_heads: bool = False, is_latent: bool = False, has_masks: bool = False
+) -> bool:
+    """Return whether Transformer Engine attends: it does where the model has it, unless FCP_ATTENTION forbids it.
+
+    Collective: a stage of a pipeline may have no attention.
+
+    Args:
+        models: whose attention it is.
+        shares_heads: whether the plan has groups whose ranks share heads: those run on fcp's own driver, which holds
+            tokens unlike Transformer Engine.
+        is_latent: whether heads of values have another size than those of keys (MLA), which run there, too.
+        has_masks: whether the plan was made for sequences with masks, which run there unless the variable says that
+            they are packs of causal ones.
+
+    Raises:
+        RunError: the variable asks for what is not there.
+    """
+    wanted = os.environ.get(_VARIABLE) or None
+    if wanted not in (None, _ENGINE, _OWN):
+        raise RunError(f"{_VARIABLE} is {wanted}; it must be {_ENGINE} or {_OWN}")
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, bool(_cores(models)))
+    has_engine = any(found)
+    if wanted == _ENGINE and not has_engine:
+        raise RunError(
+            f"{_VARIABLE} is {_ENGINE}, but the model does not attend with it; unset it, or build the model with "
+            "--transformer-impl transformer_engine"
+        )
+    if wanted == _ENGINE and shares_heads:
+        raise RunError(
+            f"{_VARIABLE} is {_ENGINE}, but the plan has groups whose ranks share heads, which run on fcp's own "
+            "attention; unset it, or plan with 'fcp plan --attention ring'"
+        )
+    if wanted == _ENGINE and is_latent:
+        raise RunError(
+            f"{_VARIABLE} is {_ENGINE}, but the model has multi-latent attention (MLA), which runs on fcp's own ring; "
+            "unset it"
+        )
+    needs_own = shares_heads or is_latent or (has_masks and wanted != _ENGINE)
+    return has_engine and wanted != _OWN and not needs_own
+
+
+def make_rings(models: Iterable[nn.Module], plan: Path, peers: Sequence[int], device: torch.device) -> Rings:
+    """Make and warm up the process groups of a plan. Collective: all processes call it, once.
+
+    Never `new_group(use_local_synchronization=True)`: with groups that overlap, it deadlocks.
+
+    Args:
+        models: whose attention gets what a ring needs beside a group.
+        plan: plan file.
+        peers: the process of each rank of the plan that holds the same part of the model as this one.
+        device: of this process.
+
+    Raises:
+        RunError: a process is in more groups than its device has memory for.
+    """
+    rows = (row for step in PlanReader(plan).steps() for row in step.microbatches())
+    # In one order for all processes: new_group is collective, and would wait for ever where they differ.
+    planned = sorted({row.ranks for row in rows if row.degree > 1}, key=lambda ranks: (len(ranks), ranks))
+    _check_memory(plan, sum(peers.index(dist.get_rank()) in ranks for ranks in planned), device)
+    for core in _cores(models):
+        core.cp_comm_type = _PEER_TO_PEER
+        if type(core).cp_stream is None:  # Megatron makes it only for a static group
+            type(core).cp_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    groups = {}
+    for members in _members(planned, peers):
+        group = dist.new_group(list(members))
+        if dist.get_rank() in members and group is not None:
+            # NCCL makes a communicator at its first use, for which members of other rings would have to wait.
+            ProcessTransport(group, device).warm_up(device)
+            groups[members] = group
+    return Rings(groups=groups, count=len(planned), device=device)
+
+
+def most_groups(device: torch.device) -> int:
+    """Return how many groups a process on this device may be in: half of the memory that is free now, where known."""
+    if device.type != "cuda":
+        return MOST_GROUPS
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return int(_COMMUNICATORS_SHARE * free_bytes / _COMMUNICATOR_BYTES)
+
+
+def attend(core: Any, run: Callable[..., Tensor], arguments: Mapping[str, Any]) -> Tensor:
+    """Run Megatron's core attention on packed tokens [tokens, heads * head_dim]; return [tokens, 1, the same].
+
+    Args:
+        core: the module, which keeps the group that it was given last.
+        run: its forward, with queries, keys and values.
+        arguments: by name, among them the pack.
+    """
+    try:
+        return run(**arguments).unsqueeze(1)
+    finally:
+        core.set_context_parallel_group(None, None, None, _PEER_TO_PEER)
+
+
+def _check_memory(plan: Path, groups: int, device: torch.device) -> None:
+    """Raise RunError, on all processes, if one is in more groups than its device has memory for."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (groups, most_groups(device)))
+    groups, most = max(found, key=lambda own: own[0] - own[1])
+    if groups > most:
+        raise RunError(
+            f"the plan {plan} has a rank in {groups} distinct groups, and Transformer Engine needs a communicator for "
+            f"each, of several hundred MB on its device, where {most} find room; plan with 'fcp plan --max-groups "
+            f"{most}', or set {_VARIABLE}={_OWN} for the ring of fcp, which needs none"
+        )
+
+
+def _cores(models: Iterable[nn.Module]) -> list[Any]:
+    return [module for model in models for module in model.modules() if type(module).__name__ == _CORE]
+
+
+def _members(planned: Iterable[tuple[int, ...]], peers: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the processes of each group: a rank of the plan may be several, each with its own part of the model."""
+    columns: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(columns, tuple(peers))
+    return [tuple(column[rank] for rank in ranks) for ranks in planned for column in sorted(set(columns))]

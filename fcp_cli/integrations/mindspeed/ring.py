@@ -1,0 +1,148 @@
+"""Ring attention on the ring of a call, MindSpeed's or fcp's own, between the exchanges of ranks that share heads.
+
+MindSpeed's ring is given who belongs to it as an argument, which it keeps for its backward; it names global ranks, so
+one process group carries all rings. Its own Ulysses and hybrid layers exchange tokens for heads over the groups that
+they were made with; here ranks that share heads do so as everywhere under a plan.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from fcp_cli.runtime.communication.transport import drive
+from fcp_cli.runtime.layouts.layout import CACHED_LAYOUTS
+from fcp_cli.runtime.ring_attention.group_member import GroupMember
+from fcp_cli.runtime.ring_attention.ring import Ring, attention
+from fcp_cli.runtime.ring_attention.shared_heads import HeadSharing
+
+_MASK_TOKENS = 2048  # of the one causal mask that fused attention on NPUs wants, whatever the lengths
+_NO_BIAS = 1  # of `pse_type`
+
+
+def attend_on_mindspeed(
+    ring: Ring, query: Tensor, key: Tensor, value: Tensor, *, scale: float, group: dist.ProcessGroup, settings: Any
+) -> Tensor:
+    """Attend with MindSpeed's ring to the pack of a call, of which each member of its group holds a shard.
+
+    Args:
+        ring: of the call; chunks are equally long.
+        query, key, value: [tokens, heads, head_dim] of the shard.
+        scale: factor on the scores.
+        group: of all ranks.
+        settings: MindSpeed's arguments of its ring, by name (`ring_settings`).
+
+    Returns:
+        [tokens, heads, head_dim].
+    """
+    ring.attention_calls += 1
+    if ring.heads_degree == 1:
+        return _around_ring(ring, query, key, value, scale, group, settings)
+    ring.check_shapes(*(tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value)))
+    exchange = ring.in_set()
+    query, key, value = _ToHeads.apply(exchange, query, key, value)  # type: ignore[no-untyped-call]
+    out = _around_ring(ring.around_ring(), query, key, value, scale, group, settings)
+    own: Tensor = _ToTokens.apply(exchange, out, ring.heads_degree)  # type: ignore[no-untyped-call]
+    return own
+
+
+def attend_on_own(ring: Ring, query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:
+    """Do the same with fcp's own ring, whose chunks may be of any length."""
+    out = attention(*(tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value)), ring=ring, scale=scale)
+    return out.squeeze(0).transpose(0, 1)
+
+
+def ring_settings(config: Any, layer_number: int) -> dict[str, Any]:
+    """Return MindSpeed's arguments of its ring that are the same in every call of a layer."""
+    from mindspeed.core.context_parallel.ring_context_parallel.context_parallel_kv_cache import get_cache_policy
+
+    policy = getattr(config, "context_parallel_kv_cache_policy", None)
+    return {
+        "causal": True,
+        "megatron_cp_in_bnsd": getattr(config, "megatron_cp_in_bnsd", False),
+        "cache_policy": get_cache_policy(layer_number, policy, getattr(config, "context_parallel_cache_interval", 0)),
+        "pse": None,
+        "pse_type": _NO_BIAS,
+        "cp_group_for_send_recv_overlap": None,
+        "cp_group_for_intra_window_send_recv_overlap": None,
+    }
+
+
+def _around_ring(
+    member: GroupMember,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    group: dist.ProcessGroup,
+    settings: Any,
+) -> Tensor:
+    from mindspeed.core.context_parallel.ring_context_parallel.ring_context_parallel import ringattn_context_parallel
+
+    ranks, at = list(member.ranks), member.index
+    lengths = tuple((member.layout.fronts(at) + member.layout.backs(at)).tolist()) or (query.shape[0],)  # () if idle
+    members = {
+        "cp_group": group,
+        "cp_size": len(ranks),
+        "rank": at,
+        "cp_global_ranks": ranks,
+        "cp_inner_ranks": [ranks[at]],  # windows (`--cp-window-size`) of this rank alone
+        "cp_outer_ranks": ranks,
+        "cp_dkv_outer_ranks": ranks,
+        "cp_group_for_intra_window": group,
+    }
+    packed, mask = _local_sequences(lengths, query.device), _causal_mask(query.device)
+    shards = (tensor.contiguous() for tensor in (query, key, value))
+    heads = query.shape[1]
+    out: Tensor = ringattn_context_parallel(*shards, heads, {**settings, **members}, scale, mask, 0.0, packed)
+    return out
+
+
+class _ToHeads(torch.autograd.Function):
+    """Exchange tokens for heads in a set, and the gradients of heads for those of tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: HeadSharing, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange, ctx.heads = exchange, [tensor.shape[1] for tensor in tensors]
+        return tuple(part.contiguous() for part in drive(exchange.to_heads("heads", *tensors)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *drive(ctx.exchange.to_tokens("tokens", *grads, heads=ctx.heads))
+
+
+class _ToTokens(torch.autograd.Function):
+    """Exchange the heads of attention's output for its tokens, and their gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: HeadSharing, out: Tensor, heads_degree: int) -> Tensor:
+        ctx.exchange = exchange
+        (own,) = drive(exchange.to_tokens("tokens", out, heads=(out.shape[1] * heads_degree,)))
+        return own
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = drive(ctx.exchange.to_heads("heads", grads[0]))
+        return None, grad.contiguous(), None
+
+
+@lru_cache(maxsize=CACHED_LAYOUTS)
+def _local_sequences(lengths: tuple[int, ...], device: torch.device) -> PackedSeqParams:
+    """Describe a shard as MindSpeed does: where each sequence ends, and the rows of its front and its back chunk."""
+    sizes = torch.tensor(lengths)
+    ends = sizes.cumsum(0)
+    is_front = torch.arange(int(ends[-1])) < (ends - sizes // 2).repeat_interleave(sizes)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+    packed.kv_index = is_front.nonzero().flatten().to(device)
+    packed.q_index = (~is_front).nonzero().flatten().to(device)
+    return packed
+
+
+@lru_cache
+def _causal_mask(device: torch.device) -> Tensor:
+    return torch.ones(_MASK_TOKENS, _MASK_TOKENS, dtype=torch.bool, device=device).triu(1)

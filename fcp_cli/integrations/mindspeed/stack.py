@@ -1,0 +1,169 @@
+"""megatron-core whose attention, and more, has been replaced by MindSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from fcp_cli.errors import RunError
+from fcp_cli.integrations.megatron.model import hook_model
+from fcp_cli.integrations.mindspeed import checks
+from fcp_cli.integrations.mindspeed.attention import (
+    hook_layer,
+    hook_rotary,
+    plain_attention,
+    replace_unflatten,
+    scale_of,
+)
+from fcp_cli.integrations.mindspeed.placement import Placement, hook_parallel_state, placed
+from fcp_cli.integrations.mindspeed.ring import attend_on_mindspeed, attend_on_own, ring_settings
+from fcp_cli.runtime.communication.transport import ProcessTransport
+
+# Of Megatron's groups, those that may be of one process: what a script sums over such a one stays as it is.
+_SMALL_GROUPS = ("pipeline_model_parallel", "tensor_model_parallel", "expert_model_parallel")
+
+
+class MindSpeedStack:
+    """megatron-core under MindSpeed, whose ring attends where the job has a static context-parallel group.
+
+    Otherwise, and where that ring cannot do what the job asks of it, fcp's own ring attends, and nothing is padded.
+
+    A script's own code runs as that of a rank that is alone: what it would slice for, multiply by or sum over the
+    static group stays as it is. Gradients are counted over all ranks, where megatron-core 0.12 leaves the members of a
+    context-parallel group out, since it expects each to have counted for all of them.
+
+    Args:
+        config: of the transformer, into which MindSpeed copies its own settings.
+    """
+
+    engine_rings = False
+    follows_masks = False
+
+    def __init__(self, config: Any) -> None:
+        self._why_own_ring = checks.why_own_ring(config) if config.context_parallel_size > 1 else ""
+        self.even_chunks = config.context_parallel_size > 1 and not self._why_own_ring
+
+    @property
+    def name(self) -> str:
+        return f"{checks.name()}, {'its' if self.even_chunks else 'own'} ring attention{self._why_own_ring}"
+
+    def check(self, config: Any, model: Any) -> None:
+        checks.check_targets()
+        if self.even_chunks:
+            checks.check_ring()
+        checks.check_config(config)
+        checks.check_layers(model)
+
+    def hook(self, model: Any, transport: ProcessTransport) -> int:
+        self._all = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        alone = _group_of_one()
+        self._alone = Placement(ranks=(dist.get_rank(),), group=alone, data=alone)
+        hook_parallel_state()
+        if self.even_chunks:
+            replace_unflatten()
+        layers = hook_model(model, partial(self._hook_layer, group=transport.group))
+        if getattr(model, "rotary_pos_emb", None) is not None and model.position_embedding_type != "mrope":
+            hook_rotary(model.rotary_pos_emb)
+        return layers
+
+    def _hook_layer(self, layer: Any, *, group: dist.ProcessGroup) -> None:
+        scale = scale_of(layer.core_attention, layer.config)
+        if not self.even_chunks:
+            hook_layer(layer, partial(attend_on_own, scale=scale))
+            return
+        settings = ring_settings(layer.config, layer.layer_number)
+        hook_layer(layer, partial(attend_on_mindspeed, scale=scale, group=group, settings=settings))
+
+    def around_step(self) -> AbstractContextManager[None]:
+        return _told(Placement(data=self._all))
+
+    @contextmanager
+    def around_script(self) -> Iterator[None]:
+        from mindspeed.args_utils import get_full_args
+
+        settings = get_full_args()
+        static = settings.context_parallel_size
+        settings.context_parallel_size = 1
+        try:
+            with _told(self._alone):
+                yield
+        finally:
+            settings.context_parallel_size = static
+
+    @contextmanager
+    def without_ring(self, model: Any, layer: Any) -> Iterator[None]:
+        """Replace the attention, since MindSpeed's needs a ring of two or more ranks, by one that is written out."""
+        static, ring = model.config.context_parallel_size, layer.core_attention.forward
+        model.config.context_parallel_size = 1  # else the rotary table would be as long as a whole static group's
+        layer.core_attention.forward = partial(plain_attention, scale_of(layer.core_attention, layer.config))
+        try:
+            with self.around_script():
+                yield
+        finally:
+            model.config.context_parallel_size, layer.core_attention.forward = static, ring
+
+    def totals(self, reports: Any) -> Any:
+        """Sum the reports of all micro-batches and ranks into one: each call of the script knows only its own.
+
+        What is not such a pair is averaged over this rank's micro-batches.
+        """
+        if not reports or not all(isinstance(report, dict) for report in reports):
+            return reports
+        columns = {key: [report[key] for report in reports] for key in reports[0]}
+        pairs = {
+            key: torch.stack([_pair(value) for value in values]).sum(0)
+            for key, values in columns.items()
+            if _is_pair(values[0])
+        }
+        if pairs:
+            totals = torch.stack(list(pairs.values()))
+            dist.all_reduce(totals, group=self._all)
+            pairs = dict(zip(pairs, totals, strict=True))
+        means = {key: sum(values) / len(values) for key, values in columns.items() if key not in pairs}
+        return [{**means, **{key: (total[0], total[1]) for key, total in pairs.items()}}]
+
+
+@contextmanager
+def _told(placement: Placement) -> Iterator[None]:
+    """Give calls the placement. Raise RunError where MindSpeed has renewed its patches (`repatch`) and they miss it."""
+    with placed(placement):
+        if parallel_state.get_data_parallel_group() is not placement.data:
+            raise RunError(
+                "something has taken away the hooks that inform Megatron of the plan's groups (MindSpeed's repatch?); "
+                "it must not be called after the first training step"
+            )
+        yield
+
+
+def _group_of_one() -> dist.ProcessGroup:
+    """Return one of Megatron's groups that has this process alone.
+
+    Raises:
+        RunError: there is none.
+    """
+    for name in _SMALL_GROUPS:
+        group: dist.ProcessGroup = getattr(parallel_state, f"get_{name}_group")()
+        if dist.get_world_size(group) == 1:
+            return group
+    raise RunError(
+        "the job has pipeline, tensor and expert parallel at once, which has not been made to follow a plan under "
+        "MindSpeed; leave one of them at 1"
+    )
+
+
+def _is_pair(value: Any) -> bool:
+    """Return whether a report is a sum of losses and a number of tokens, as Megatron's training loop takes them."""
+    return len(value) == 2 if isinstance(value, (tuple, list)) else isinstance(value, Tensor) and value.numel() == 2
+
+
+def _pair(value: Any) -> Tensor:
+    total, count = value
+    total = torch.as_tensor(total)
+    return torch.stack([total, torch.as_tensor(count).to(total)]).detach()

@@ -1,0 +1,1 @@
+"""MindSpeed-MM's FSDP2 engine under a plan."""

@@ -1,0 +1,141 @@
+"""The metrics of a MindSpore job (`fcp-metrics/1`): rank 0 gathers what all ranks measured when a step is over.
+
+PyNative hands operations on, so a micro-batch's end waits for its device; a loop without metrics waits for nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import mindspore
+import numpy as np
+
+from fcp_cli.arrays import IntArray
+from fcp_cli.errors import FcpError
+from fcp_cli.integrations.mindspore.ranks import Ranks
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.step import StepPlan
+from fcp_cli.runs.metrics import MetricsWriter, StepMeasurement, drop_steps_from
+from fcp_cli.runtime.metrics.message import RankMeasurement, Timing, decode, planned_timings
+from fcp_cli.runtime.metrics.run_folder import own_folder_of
+from fcp_cli.runtime.metrics.run_record import METRICS_VARIABLE, run_record
+
+
+class MeasuredSteps:
+    """The steps of one rank, as they run; nothing is measured unless FCP_METRICS is set on all of them. Collective.
+
+    Args:
+        plan, metadata: the plan file and its metadata.
+        ranks: all ranks of the job.
+        first_step: of the loop.
+    """
+
+    def __init__(self, plan: Path, metadata: PlanMetadata, ranks: Ranks, first_step: int) -> None:
+        path = os.environ.get(METRICS_VARIABLE)
+        self.is_on = bool(ranks.gather(np.array([int(bool(path))])).all())
+        self._ranks, self._first_step, self._index = ranks, first_step, first_step
+        self._writer: MetricsWriter | None = None
+        self._timings: list[Timing] = []
+        self.loss = math.nan  # of the current step
+        if self.is_on and path and ranks.rank == 0:
+            own_folder_of(Path(path))
+            drop_steps_from(Path(path), first_step)
+            self._plans: Iterator[StepPlan] = PlanReader(plan).steps(first_step)
+            self._writer = MetricsWriter(Path(path))
+            target = str(mindspore.get_context("device_target")).lower()
+            name = platform.processor() or platform.machine()
+            facts = {"device_name": name if target == "cpu" else target, "mindspore": mindspore.__version__}
+            self._writer.write(run_record(plan, metadata, first_step=first_step, device=target, **facts))
+        self._began = self._entered = time.perf_counter()
+
+    def enter(self) -> None:
+        """Note that a micro-batch begins."""
+        self._entered = time.perf_counter()
+
+    def leave(self, order: int) -> None:
+        """Note that a micro-batch is over, once the device has run it."""
+        if self.is_on:
+            _wait_for_device()
+            start = self._entered - self._began
+            self._timings.append((order, start, time.perf_counter() - self._entered))
+
+    def end(self) -> None:
+        """Note that a step is over, with its optimizer step, and gather it. Collective."""
+        if not self.is_on:
+            return
+        _wait_for_device()
+        now = time.perf_counter()
+        first = self._timings[0][1]
+        mine = RankMeasurement(
+            step=self._index,
+            seconds=now - self._began,
+            loss_sum=0.0,
+            divisor=0.0,
+            peak_bytes=_peak_memory_bytes(),
+            timings=[(order, start - first, took) for order, start, took in self._timings],
+        )
+        messages = self._gather(mine.encode())
+        if self._writer is not None:
+            self._write([decode(message) for message in messages])
+        self._index += 1
+        self._timings, self.loss = [], math.nan
+        self._began = now
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _gather(self, message: bytes) -> list[bytes]:
+        """Return the messages of all ranks, whose lengths differ; as words, which is what MindSpore gathers."""
+        words: IntArray = np.frombuffer(message, dtype="<i4").astype(np.int64)
+        lengths = self._ranks.gather(np.array([len(words)]))[:, 0].tolist()
+        padded = np.zeros(max(lengths), dtype=np.int64)
+        padded[: len(words)] = words
+        table = self._ranks.gather(padded)
+        return [row[:length].astype("<i4").tobytes() for row, length in zip(table, lengths, strict=True)]
+
+    def _write(self, ranks: list[RankMeasurement]) -> None:
+        plan = next(self._plans)
+        measurement = StepMeasurement(
+            step=self._index,
+            loss=self.loss,
+            tokens=int(plan.tokens.sum()),
+            seconds=ranks[0].seconds,
+            predicted_seconds=plan.makespan_seconds,
+            ranks=[planned_timings(rank.timings, plan) for rank in ranks],
+            warm_up=self._index == self._first_step,
+            peak_bytes=[rank.peak_bytes for rank in ranks],
+        )
+        assert self._writer is not None
+        try:
+            self._writer.write(measurement.record())
+        except (OSError, FcpError) as error:  # no reason to end a training
+            print(f"fcp: the metrics {self._writer.path} end here: {error}", file=sys.stderr, flush=True)
+            self.close()
+
+
+def _is_on_host() -> bool:
+    return str(mindspore.get_context("device_target")) == "CPU"
+
+
+def _wait_for_device() -> None:
+    """Wait for what was handed on; MindSpore cannot on a CPU, and logs that as an error."""
+    if not _is_on_host():
+        mindspore.runtime.synchronize()
+
+
+def _peak_memory_bytes() -> int:
+    """Return the most memory that this rank has had allocated on its device, or on a host all that it has had."""
+    if _is_on_host():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    most: int = mindspore.runtime.max_memory_allocated()
+    return most

@@ -1,0 +1,279 @@
+"""Ring attention in MindSpore: the algorithm and the layout of `ring_attention/ring.py`, on MindSpore's own operations.
+
+MindSpore has no attention on the CPU that returns its log-sum-exp, so scores are computed by matrix products, one
+sequence after the other: memory grows with the square of a chunk, not of the sequence.
+
+Within this module queries and what belongs to them are [kv_heads, repeats, tokens, n], where `repeats` query heads use
+the same key head, and keys and values are pairs [2, kv_heads, tokens, head_dim]. MindSpore's operations do not all take
+empty tensors, so what a member without tokens holds is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import mindspore
+import numpy as np
+from mindspore import Tensor, _Function, ops
+
+from fcp_cli.errors import RunError
+from fcp_cli.integrations.mindspore.ranks import Exchange, Ranks
+from fcp_cli.runtime.layouts.layout import Hop, Rows, ShardLayout
+from fcp_cli.runtime.layouts.ring_member import RingMember
+
+Held: TypeAlias = Any
+"""A tensor, or None where a member holds no token. (MindSpore has no types.)"""
+
+_PRECISE = mindspore.float32  # of sums over keys, and of gradients that travel
+_PRODUCT = ops.BatchMatMul()
+_PRODUCT_TRANSPOSED = ops.BatchMatMul(transpose_b=True)
+_TRANSPOSED_PRODUCT = ops.BatchMatMul(transpose_a=True)
+
+
+class Ring(RingMember):
+    """The group of one micro-batch, as one of its members sees it.
+
+    Attributes:
+        world: all ranks of the job, which carry the hops.
+    """
+
+    __slots__ = ("world",)
+
+    def __init__(self, layout: ShardLayout, index: int, ranks: tuple[int, ...], world: Ranks) -> None:
+        super().__init__(layout, index, ranks)
+        self.world = world
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, ring: Ring, scale: float | None = None) -> Tensor:
+    """Compute causal attention over the micro-batch's pack, of which each member of the ring holds a shard.
+
+    Collective over the ring's members, and so is its backward. Every sequence attends to itself only. PyNative mode.
+
+    Args:
+        q: [1, heads, tokens, head_dim], the local shard. Rows beyond `ring.tokens` are padding: they give zeros and get
+            zero gradients.
+        k, v: [1, kv_heads, tokens, head_dim]; heads is a multiple of kv_heads.
+        ring: the micro-batch's ring.
+        scale: factor on the scores; 1 / sqrt(head_dim) by default.
+
+    Returns:
+        As q.
+
+    Raises:
+        RunError: a shape that does not fit the ring, or heads of values of another size.
+    """
+    ring.check_shapes(q, k, v)
+    if k.shape != v.shape:
+        raise RunError(
+            f"k {tuple(k.shape)} and v {tuple(v.shape)} have heads of different sizes, which travel MindSpore's rings "
+            "as one tensor: pad the smaller with zeros and cut the output"
+        )
+    ring.attention_calls += 1
+    return _RingAttention.apply(q, k, v, ring, q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+class _RingAttention(_Function):  # type: ignore[misc]  # mindspore has no types
+    """`attention` as a node of MindSpore's graph, which keeps its ring: backward may run in another micro-batch."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, scale: float) -> Tensor:
+        out, lse = _forward(ring, _grouped(q, k, ring.tokens, factor=scale), _pair(k, v, ring.tokens), k)
+        ctx.ring, ctx.scale = ring, scale
+        ctx.save_for_backward(q, k, v, out, lse)
+        return _like(out, q)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        ring, scale, tokens = ctx.ring, ctx.scale, ctx.ring.tokens
+        queries, grads = _grouped(q, k, tokens, factor=scale), _grouped(grad_out, k, tokens)
+        dq, d_pair = _backward(ring, grads, queries, _pair(k, v, tokens), out, lse, k)
+        if not tokens:
+            return _like(None, q), _like(None, k), _like(None, v), None, None
+        return _like(dq * scale, q), _like(d_pair[0], k), _like(d_pair[1], v), None, None
+
+
+def _forward(ring: Ring, queries: Held, pair: Held, like: Tensor) -> tuple[Held, Held]:
+    """Return the final out [.., tokens, head_dim] and lse [.., tokens, 1] of this member's scaled queries."""
+    out = lse = None
+    pairs = _Travel(ring, like, like.dtype)
+    for hop in range(ring.degree):
+        if hop:
+            pair = pairs.arrived()
+        if hop + 1 < ring.degree:
+            pairs.pass_on(pair, hop)
+        works = ring.work(hop, packed=False)
+        if not works:
+            continue
+        parts = [_attend(queries, pair, work) for work in works]
+        rows = [work.q_rows for work in works]
+        part = _spread([part for part, _ in parts], rows, queries.shape, 0.0)
+        part_lse = _spread([part_lse for _, part_lse in parts], rows, (*queries.shape[:3], 1), -np.inf)
+        out, lse = (part, part_lse) if out is None else _merge(out, lse, part, part_lse)
+    return out, lse
+
+
+def _backward(
+    ring: Ring, grad_out: Held, queries: Held, pair: Held, out: Held, lse: Held, like: Tensor
+) -> tuple[Held, Held]:
+    """Return the gradients of the scaled queries and of this member's own pair.
+
+    The gradient of a pair travels one hop behind the pair, until it arrives at home.
+    """
+    dq = d_pair = None
+    delta = (grad_out * out).sum(axis=-1, keepdims=True) if ring.tokens else None
+    pairs, d_pairs = _Travel(ring, like, like.dtype), _Travel(ring, like, _PRECISE)
+    for hop in range(ring.degree):
+        if hop:
+            pair = pairs.arrived()
+        if hop + 1 < ring.degree:
+            pairs.pass_on(pair, hop)
+        works = ring.work(hop, packed=False)
+        shares = [_attend_back(queries, pair, grad_out, delta, lse, work) for work in works]
+        if hop:
+            d_pair = d_pairs.arrived()  # what the members before this one have summed for the same pair
+        if works:
+            d_queries = _spread([share for share, _ in shares], [work.q_rows for work in works], queries.shape, 0.0)
+            d_share = _spread([share for _, share in shares], [work.k_rows for work in works], pair.shape, 0.0)
+            dq = d_queries if dq is None else dq + d_queries
+            d_pair = d_share if d_pair is None else d_pair + d_share
+        if ring.degree > 1:
+            d_pairs.pass_on(d_pair, hop)
+    return dq, d_pairs.arrived() if ring.degree > 1 else d_pair
+
+
+class _Travel:
+    """Pairs on their way around the ring, from each member to the next; those without tokens do not travel."""
+
+    __slots__ = ("_arrival", "_dtype", "_ring", "_shape")
+
+    def __init__(self, ring: Ring, like: Tensor, dtype: Any) -> None:
+        """Start with no pair; `like` is [1, kv_heads, .., head_dim]."""
+        self._ring = ring
+        self._shape = (2, like.shape[1], like.shape[3])
+        self._dtype = dtype
+        self._arrival: Exchange | None = None
+
+    def pass_on(self, pair: Held, hop: int) -> None:
+        """Send the pair of `hop`, and receive that of the hop after."""
+        ring = self._ring
+        two, kv_heads, head_dim = self._shape
+        arriving = ring.layout.tokens(ring.source(hop + 1))
+        self._arrival = ring.world.exchange(
+            pair,
+            ring.ranks[(ring.index + 1) % ring.degree],
+            ops.zeros((two, kv_heads, arriving, head_dim), self._dtype) if arriving else None,
+            ring.ranks[ring.index - 1],
+            sends_first=ring.index % 2 == 0,
+        )
+
+    def arrived(self) -> Held:
+        """Wait, and return the pair of the hop after the one that was passed on."""
+        assert self._arrival is not None, "nothing was passed on"
+        return self._arrival.wait()
+
+
+def _attend(queries: Tensor, pair: Tensor, work: Hop) -> tuple[Tensor, Tensor]:
+    """Attend from some queries to some keys alone; return out and lse."""
+    rows = _take(queries, work.q_rows)
+    keys, values = (_flat(tensor) for tensor in _take(pair, work.k_rows))
+    scores = _scores(_flat(rows), keys, work, repeats=rows.shape[1])
+    largest = scores.max(axis=-1, keepdims=True)
+    weights = ops.exp(scores - largest)
+    total = weights.sum(axis=-1, keepdims=True)
+    out = _PRODUCT(weights, values) / total
+    return out.reshape(rows.shape), (largest + ops.log(total)).reshape((*rows.shape[:3], 1))
+
+
+def _attend_back(
+    queries: Tensor, pair: Tensor, grad_out: Tensor, delta: Tensor, lse: Tensor, work: Hop
+) -> tuple[Tensor, Tensor]:
+    """Return shares of the gradients of the queries and of the pair, given the final lse of the queries."""
+    rows = _take(queries, work.q_rows)
+    flat = _flat(rows)
+    grads, deltas, lses = (_flat(_take(tensor, work.q_rows)) for tensor in (grad_out, delta, lse))
+    keys, values = (_flat(tensor) for tensor in _take(pair, work.k_rows))
+    weights = ops.exp(_scores(flat, keys, work, repeats=rows.shape[1]) - lses)
+    d_scores = weights * (_PRODUCT_TRANSPOSED(grads, values) - deltas)
+    d_pair = ops.stack((_TRANSPOSED_PRODUCT(d_scores, flat), _TRANSPOSED_PRODUCT(weights, grads)))
+    return _PRODUCT(d_scores, keys).reshape(rows.shape), d_pair
+
+
+def _scores(queries: Tensor, keys: Tensor, work: Hop, *, repeats: int) -> Tensor:
+    """Return [kv_heads, repeats * queries, keys]; minus infinity where a query must not see a key."""
+    scores = _PRODUCT_TRANSPOSED(queries, keys)
+    if not work.segments.causal:
+        return scores
+    future = np.triu(np.full((scores.shape[-1],) * 2, -np.inf, dtype=np.float32), k=1)
+    return scores + Tensor(np.tile(future, (repeats, 1)))
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Fold attention to further keys into `out` and `lse`; minus infinity in `part_lse`: a query saw none."""
+    # `lse` itself is finite, so no difference is undefined: the first hop is the own keys, and each query sees one.
+    largest = ops.maximum(lse, part_lse)
+    weight, part_weight = ops.exp(lse - largest), ops.exp(part_lse - largest)
+    total = weight + part_weight
+    return (out * weight + part * part_weight) / total, largest + ops.log(total)
+
+
+def _take(tensor: Tensor, rows: Rows) -> Tensor:
+    """Return some tokens, which are the last dimension but one."""
+    start, stop = _span(rows)
+    return tensor if (start, stop) == (0, tensor.shape[-2]) else tensor[..., start:stop, :]
+
+
+def _spread(parts: Sequence[Tensor], rows: Sequence[Rows], shape: tuple[int, ...], fill: float) -> Tensor:
+    """Make a tensor of `shape` that holds the parts at their rows, which ascend, and `fill` between them."""
+    pieces: list[Tensor] = []
+    at = 0
+    for part, (start, stop) in zip(parts, map(_span, rows), strict=True):
+        pieces += [_filled(shape, start - at, fill), part] if start > at else [part]
+        at = stop
+    if at < shape[-2]:
+        pieces.append(_filled(shape, shape[-2] - at, fill))
+    return pieces[0] if len(pieces) == 1 else ops.concat(pieces, axis=-2)
+
+
+def _filled(shape: tuple[int, ...], tokens: int, fill: float) -> Tensor:
+    return Tensor(np.full((*shape[:-2], tokens, shape[-1]), fill, dtype=np.float32))
+
+
+def _span(rows: Rows) -> tuple[int, int]:
+    assert rows.span is not None, "the rows of one sequence are contiguous"
+    return rows.span
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Turn [kv_heads, .., tokens, n] into precise [kv_heads, .. * tokens, n], as matrix products take it."""
+    precise = tensor.astype(_PRECISE)
+    return precise if precise.ndim == 3 else precise.reshape((precise.shape[0], -1, precise.shape[-1]))
+
+
+def _grouped(tensor: Tensor, k: Tensor, tokens: int, *, factor: float = 1.0) -> Held:
+    """Turn [1, heads, padded, n] into precise [kv_heads, repeats, tokens, n], times a factor."""
+    if not tokens:
+        return None
+    kv_heads, (_, heads, padded, width) = k.shape[1], tensor.shape
+    grouped = tensor.astype(_PRECISE).reshape((kv_heads, heads // kv_heads, padded, width))
+    return (grouped if tokens == padded else grouped[:, :, :tokens]) * factor
+
+
+def _pair(k: Tensor, v: Tensor, tokens: int) -> Held:
+    """Stack two [1, kv_heads, padded, head_dim] to [2, kv_heads, tokens, head_dim]."""
+    if not tokens:
+        return None
+    pair = ops.concat((k, v))
+    return pair if tokens == k.shape[2] else pair[:, :, :tokens]
+
+
+def _like(grouped: Held, batched: Tensor) -> Tensor:
+    """Shape and type [.., tokens, n] of any grouping as `batched` [1, heads, padded, n], zeros in the padding."""
+    if grouped is None:
+        return ops.zeros(batched.shape, batched.dtype)
+    tokens, padded = grouped.shape[-2], batched.shape[2]
+    heads = grouped.reshape((1, batched.shape[1], tokens, batched.shape[3]))
+    if tokens < padded:
+        heads = ops.concat((heads, _filled(heads.shape, padded - tokens, 0.0)), axis=2)
+    return heads.astype(batched.dtype)

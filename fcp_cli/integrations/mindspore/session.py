@@ -1,0 +1,217 @@
+"""Drive a MindSpore training loop by a plan: this rank's micro-batches, each on its ring, and sums over all ranks.
+
+session = fcp_cli.integrations.mindspore.start("plan.parquet", fetch)
+for step in session.steps():
+    for microbatch in step:
+        loss, grads = value_and_grad(forward, None, weights)(microbatch)
+        step.add(loss, grads)
+    loss, grads = step.summed()
+    optimizer(grads)
+
+where forward returns `microbatch.loss(logits)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import mindspore
+import numpy as np
+from mindspore import Tensor, ops
+
+from fcp_cli.arrays import IntArray
+from fcp_cli.errors import RunError
+from fcp_cli.integrations.mindspore.measured import MeasuredSteps
+from fcp_cli.integrations.mindspore.ranks import Ranks, join
+from fcp_cli.integrations.mindspore.ring import Ring
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.step import MicroBatch as PlannedMicroBatch
+from fcp_cli.runtime.agreement.plan_agreement import fingerprint, require_agreement, require_causal, require_training
+from fcp_cli.runtime.communication.launcher_watch import end_with_launcher
+from fcp_cli.runtime.data.cursor import PlanCursor, RankStep
+from fcp_cli.runtime.data.followed_step import FollowedStep, plan_path, require_length
+from fcp_cli.runtime.layouts.layout import shard_layout
+from fcp_cli.runtime.loss.labels import IGNORED
+
+Fetch: TypeAlias = Callable[[int], Any]
+"""From a manifest row to the sequence's tokens: a list or array of integers."""
+
+_NO_ATTENTION = (
+    "the model never called fcp_cli.integrations.mindspore.attention with its ring; call it in place of the "
+    "model's own attention"
+)
+
+
+def start(plan: str | Path | None = None, fetch: Fetch | None = None) -> Session:
+    """Join the job and make sure that all ranks follow the same plan. Every rank calls it, once.
+
+    Args:
+        plan: plan file; by default what `fcp launch` put into FCP_PLAN.
+        fetch: from a manifest row to its tokens.
+
+    Raises:
+        PlanError: the plan is missing, damaged or was edited.
+        RunError: no plan or no `fetch`, ranks have different plans, or the plan is for another number of ranks.
+    """
+    path = plan_path(plan)
+    if fetch is None:
+        raise RunError("no data: pass fetch=..., a function from manifest row to tokens")
+    ranks = join()
+    end_with_launcher()
+    mine = fingerprint(path)
+    metadata = require_agreement(path, mine, ranks.gather(mine.words))
+    require_training(metadata)
+    require_causal(metadata, path, "MindSpore's rings")
+    if metadata.attention is not None:
+        raise RunError(
+            f"{path} has groups whose ranks share heads, which MindSpore's rings cannot run; plan with 'fcp plan "
+            "--attention ring'"
+        )
+    return Session(plan=path, metadata=metadata, fetch=fetch, ranks=ranks)
+
+
+class Session:
+    """One rank's part in a job that follows a plan. Made by `start`.
+
+    Attributes:
+        plan, metadata: the plan file and its metadata.
+        ranks: all ranks of the job.
+    """
+
+    def __init__(self, *, plan: Path, metadata: PlanMetadata, fetch: Fetch, ranks: Ranks) -> None:
+        self.plan = plan
+        self.metadata = metadata
+        self.ranks = ranks
+        self._fetch = fetch
+
+    @property
+    def rank(self) -> int:
+        return self.ranks.rank
+
+    def steps(self, *, first_step: int = 0) -> Generator[Step, None, None]:
+        """Yield the plan's steps from `first_step` on, each to be iterated to its end before the next.
+
+        A step is measured when the next one is asked for, where FCP_METRICS names a file (`fcp launch` does).
+
+        Raises:
+            RunError: a step beyond the plan; while iterating, a loop that leaves out micro-batches or does not run
+                `attention`, data that is shorter than in the plan.
+        """
+        measured = MeasuredSteps(self.plan, self.metadata, self.ranks, first_step)
+        cursor = PlanCursor(self.plan, self.rank, first_step=first_step)
+        try:
+            for planned in cursor:
+                step = Step(planned, self._fetch, self.ranks, measured)
+                yield step
+                step.require_finished()
+                measured.end()
+        finally:
+            cursor.close()
+            measured.close()
+
+
+class MicroBatch:
+    """One rank's part of one micro-batch.
+
+    Attributes:
+        row: the micro-batch in the plan.
+        ring: what `attention` runs on.
+        input_ids, position_ids, labels: [1, tokens] int32; at least one token. Labels are the next tokens, -100 at the
+            end of a sequence.
+    """
+
+    __slots__ = ("_step_tokens", "input_ids", "labels", "position_ids", "ring", "row")
+
+    def __init__(self, row: PlannedMicroBatch, ring: Ring, fetch: Fetch, *, step_tokens: int) -> None:
+        self.row = row
+        self.ring = ring
+        self._step_tokens = step_tokens
+        tokens, positions, labels = _shard(row, ring, fetch)
+        self.input_ids, self.position_ids, self.labels = (
+            Tensor(values[None].astype(np.int32)) for values in (tokens, positions, labels)
+        )
+
+    def loss(self, logits: Tensor) -> Tensor:
+        """Return this rank's share of the step's loss: its summed token losses / predicted tokens of the global batch.
+
+        Args:
+            logits: [1, tokens, vocabulary] for `input_ids`.
+        """
+        flat = logits.reshape(-1, logits.shape[-1]).astype(mindspore.float32)
+        labels = self.labels.reshape(-1)
+        predicted = labels != IGNORED
+        losses = ops.cross_entropy(flat, ops.select(predicted, labels, ops.zeros_like(labels)), reduction="none")
+        return (losses * predicted.astype(mindspore.float32)).sum() / max(self._step_tokens, 1)
+
+
+class Step(FollowedStep):
+    """One optimizer step of one rank: iterate it, to the end, for the micro-batches.
+
+    Attributes:
+        tokens: of the global batch that carry a loss: all but the last of each sequence.
+    """
+
+    def __init__(self, planned: RankStep, fetch: Fetch, ranks: Ranks, measured: MeasuredSteps) -> None:
+        super().__init__(planned)
+        self._measured = measured
+        self.tokens = planned.loss_tokens
+        self._rows = planned.rows
+        self._fetch = fetch
+        self._ranks = ranks
+        self._loss: Tensor | None = None
+        self._grads: list[Tensor] = []
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        self._begin()
+        for row in self._rows:
+            layout, index = shard_layout(row.lengths, row.degree), row.ranks.index(self._ranks.rank)
+            ring = Ring(layout=layout, index=index, ranks=row.ranks, world=self._ranks)
+            microbatch = MicroBatch(row, ring, self._fetch, step_tokens=self.tokens)
+            self._measured.enter()
+            yield microbatch
+            self._measured.leave(row.order)
+            self._require_attention(row, ring, _NO_ATTENTION)
+            self._num_run += 1
+        self._is_finished = True
+
+    def add(self, loss: Tensor, grads: Sequence[Tensor]) -> None:
+        """Add one micro-batch's loss and gradients to the step's."""
+        if self._loss is None:
+            self._loss, self._grads = loss, list(grads)
+            return
+        self._loss = self._loss + loss
+        self._grads = [total + grad for total, grad in zip(self._grads, grads, strict=True)]
+
+    def summed(self) -> tuple[float, tuple[Tensor, ...]]:
+        """Sum loss and gradients over all ranks. Every rank calls it, after its last micro-batch.
+
+        Raises:
+            RunError: micro-batches are left, or none was added.
+        """
+        self.require_finished()
+        if self._loss is None:
+            raise RunError(f"step {self.index} has no gradients; call step.add(loss, grads) for every micro-batch")
+        loss = float(self._ranks.sum(self._loss.reshape(1)).asnumpy()[0])
+        self._measured.loss = loss
+        return loss, tuple(self._ranks.sum(grad) for grad in self._grads)
+
+
+def _shard(row: PlannedMicroBatch, ring: Ring, fetch: Fetch) -> tuple[IntArray, IntArray, IntArray]:
+    """Return the tokens, positions and labels that this rank holds; one pad token where it holds none."""
+    if not ring.tokens:
+        pad = np.zeros(1, dtype=np.int64)
+        return pad, pad, np.full(1, IGNORED, dtype=np.int64)
+    sequences = [_sequence(fetch, at, length) for at, length in zip(row.sequences, row.lengths, strict=True)]
+    index = ring.layout.index(ring.index)
+    labels = [np.append(tokens[1:], IGNORED) for tokens in sequences]
+    return np.concatenate(sequences)[index], ring.layout.position_ids(ring.index), np.concatenate(labels)[index]
+
+
+def _sequence(fetch: Fetch, at: int, length: int) -> IntArray:
+    tokens: IntArray = np.asarray(fetch(at), dtype=np.int64)
+    if tokens.ndim != 1:
+        raise RunError(f"fetch returned an array of shape {tokens.shape} for row {at} of the data, not its tokens")
+    require_length(len(tokens), length, row=at)
+    return tokens[:length]

@@ -1,0 +1,6 @@
+"""Models of transformers on the rings of a plan."""
+
+from fcp_cli.integrations.transformers.preparation import prepare, recompute_layers
+from fcp_cli.integrations.transformers.probe import weights_to_come
+
+__all__ = ["prepare", "recompute_layers", "weights_to_come"]

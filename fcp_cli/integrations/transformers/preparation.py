@@ -1,0 +1,318 @@
+"""Unmodified Hugging Face models under a plan, through transformers' own attention interface.
+
+    model = AutoModelForCausalLM.from_pretrained(...)
+    prepare(model)
+    ...
+    out = model(input_ids=microbatch.input_ids, position_ids=microbatch.position_ids, labels=microbatch.labels)
+    microbatch.normalised(out.loss).backward()
+
+Without `labels` it gives `logits`, for `microbatch.loss(logits)`.
+
+The ring is bound to each call of the model: a hook adds it to the keyword arguments, which transformers hands down to
+every layer and keeps for recomputation. So gradient checkpointing, in both its modes, uses the right ring.
+
+A vision-language model keeps its encoder's own attention. Before its forward, a hook runs the encoder on the parts that
+this rank was given, takes the embeddings to the ranks that hold their tokens, and hands them on as
+`mm_encoder_outputs`, which is transformers' own way of bringing embeddings.
+
+No mask function is registered beside the attention: transformers then builds no mask at all, which also spares a wait
+for the device in every forward.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from fcp_cli.errors import RunError
+from fcp_cli.integrations.transformers.linear import hook_linear_layers, linear_layers
+from fcp_cli.integrations.transformers.loss import prepare_loss, takes_labels
+from fcp_cli.integrations.transformers.probe import probe
+from fcp_cli.recipe import Recompute
+from fcp_cli.runtime.communication.contacts import expect_look_back
+from fcp_cli.runtime.communication.exchange import exchange
+from fcp_cli.runtime.pictures.visuals import VisualShard
+from fcp_cli.runtime.recomputation.recompute import recomputed
+from fcp_cli.runtime.ring_attention.ring import Ring, attention, current_ring
+from fcp_cli.runtime.session.outside import switch_outside
+from fcp_cli.vision.families import FAMILIES
+
+NAME = "fcp"
+"""The attention implementation's name in transformers."""
+
+
+def prepare(model: transformers.PreTrainedModel) -> None:
+    """Make a decoder's attention run on the ring of the current micro-batch. Do it before DDP or `fully_shard`.
+
+    Its linear head is replaced by one of the same weight that computes the loss where `labels` are given.
+
+    Of a vision-language model, freeze the encoder before or after; it then runs without a graph.
+
+    Inside `fcp_cli.runtime.outside()`, to evaluate or generate, it runs with the attention that it had before.
+
+    Raises:
+        RunError: the model attends in a way that a ring of shards cannot follow, or mixes tokens elsewhere, too.
+    """
+    own = model.config.get_text_config()._attn_implementation
+    text = _run_on_rings(model)
+    switch_outside(model, partial(_own_attention, text, own if own != NAME else "sdpa", text.use_cache))
+    text.use_cache = False
+    prepare_loss(model)
+    if text is not model.config:
+        _encoder_owner(model).register_forward_pre_hook(_bring_embeddings, with_kwargs=True)
+
+
+class SwitchedAttention:
+    """A decoder whose attention runs on rings within `on_rings` alone, and elsewhere as the script chose.
+
+    Its loss and its head are left as they are. Make it before DDP or `fully_shard`.
+
+    Raises:
+        RunError: the model attends in a way that a ring of shards cannot follow, or lets nobody replace its attention.
+    """
+
+    def __init__(self, model: transformers.PreTrainedModel) -> None:
+        own = model.config.get_text_config()._attn_implementation
+        self._config = _run_on_rings(model)
+        if self._config._attn_implementation != NAME:
+            raise RunError(f"{type(model).__name__} does not let its attention be replaced; a plan cannot drive it")
+        self._config._attn_implementation = self._own = own
+
+    @contextmanager
+    def on_rings(self) -> Iterator[None]:
+        """Run the model's attention on the ring of the current micro-batch."""
+        with self._attending(NAME):
+            yield
+
+    @contextmanager
+    def off_rings(self) -> Iterator[None]:
+        """Run the model's own attention, within `on_rings`."""
+        with self._attending(self._own):
+            yield
+
+    @contextmanager
+    def _attending(self, implementation: str) -> Iterator[None]:
+        before, self._config._attn_implementation = self._config._attn_implementation, implementation
+        try:
+            yield
+        finally:
+            self._config._attn_implementation = before
+
+
+@contextmanager
+def _own_attention(config: Any, implementation: str, use_cache: bool, _: nn.Module) -> Iterator[None]:
+    """Give a model back what it was before `prepare`."""
+    config._attn_implementation, config.use_cache = implementation, use_cache
+    try:
+        yield
+    finally:
+        config._attn_implementation, config.use_cache = NAME, False
+
+
+def _run_on_rings(model: transformers.PreTrainedModel) -> Any:
+    """Put the ring's attention in place of the decoder's, bound to each call; return the decoder's configuration."""
+    text = _text_config(model.config)
+    _check_config(text, has_linear_layers=bool(linear_layers(model)))
+    hook_linear_layers(model)
+    layers = (module for module in model.modules() if hasattr(module, "layer_idx"))
+    if any(_window_of(layer) is not None for layer in layers):
+        expect_look_back("rings")
+    if linear_layers(model):
+        expect_look_back("whole heads")
+    probe(model, text, _check_call)
+    transformers.AttentionInterface.register(NAME, _attention_forward)
+    model.set_attn_implementation(NAME if text is model.config else {"text_config": NAME})
+    for module in model.modules():
+        if isinstance(module, transformers.PreTrainedModel):
+            module.register_forward_pre_hook(_bind_ring, with_kwargs=True)
+    return text
+
+
+def recompute_layers(model: transformers.PreTrainedModel, how: Recompute) -> None:
+    """Make backward compute the activations of each layer again, while the model trains.
+
+    Layers of a vision encoder are recomputed whole either way: their attention runs on no ring.
+
+    Args:
+        model: of transformers; given to `prepare` before or after.
+        how: `selective` keeps what attention computes, `full` only the inputs of layers; `none` leaves it as it is.
+    """
+    if how == "none":
+        return
+    # Its name before transformers 5 still works there, with a warning.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+    run: Any = partial(recomputed, keeps_attention=how == "selective")
+    for module in model.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module._gradient_checkpointing_func = run
+
+
+def _text_config(config: Any) -> Any:
+    """Return the language model's configuration; refuse models that fcp does not know how to take apart."""
+    if not hasattr(config, "vision_config"):
+        return config
+    if config.model_type not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise RunError(f"a {config.model_type} model is not a plain decoder, nor one of {known}; prepare its decoder")
+    return config.text_config
+
+
+def _encoder_owner(model: transformers.PreTrainedModel) -> nn.Module:
+    """Return the module that calls the encoder: the base model below the head."""
+    owner: nn.Module = model.base_model
+    if "mm_encoder_outputs" not in inspect.signature(owner.forward).parameters:
+        raise RunError(
+            f"transformers {transformers.__version__} cannot be given a vision encoder's outputs; install 5.23 or newer"
+        )
+    return owner
+
+
+def _check_config(config: Any, *, has_linear_layers: bool) -> None:
+    """Refuse settings that no plan can follow, before the first forward."""
+    name = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise RunError(f"a {name} model is not a plain decoder; prepare its decoder")
+    layers = getattr(config, "layer_types", None)
+    known = {"full_attention", "sliding_attention"} | ({"linear_attention", "hybrid"} if has_linear_layers else set())
+    kinds = set(layers or ()) - known
+    if kinds:
+        raise RunError(
+            f"the {name} model has layers of {', '.join(sorted(kinds))}; a plan is for full attention and windows"
+        )
+    if getattr(config, "attention_dropout", 0.0):
+        raise RunError(f"the {name} model has attention_dropout {config.attention_dropout}; set it to 0 in its config")
+    if getattr(config, "output_router_logits", False):
+        raise RunError(
+            f"the {name} model adds an auxiliary loss of its experts (output_router_logits), which is made of one "
+            "rank's tokens of a micro-batch, which the plan chooses; set it to False"
+        )
+
+
+def _bind_ring(
+    module: transformers.PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Add the current ring to each call of a model, and refuse arguments that would be ignored or wrong."""
+    if module.config.get_text_config()._attn_implementation != NAME:
+        return None
+    ring = kwargs.get("ring") or current_ring.get()
+    if ring is None:
+        raise RunError(
+            "the model was called outside a micro-batch; call it in the loop over a step, or, to evaluate or generate, "
+            "in 'with fcp_cli.runtime.outside():'"
+        )
+    given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+    for name, remedy in _REFUSED_ARGUMENTS.items():
+        if _is_given(given.get(name)) and not (name in kwargs and takes_labels(module, given[name], ring)):
+            raise RunError(f"the model was given {name}, which it cannot use under a plan; {remedy}")
+    if given.get("position_ids") is None:
+        raise RunError("the model was given no position_ids; pass position_ids=microbatch.position_ids")
+    return args, {**kwargs, "ring": ring, "use_cache": False}
+
+
+def _is_given(argument: Any) -> bool:
+    """Return whether an argument says anything; a model may hand down a mask of each kind of layers, all None."""
+    if isinstance(argument, dict):
+        return any(value is not None for value in argument.values())
+    return argument is not None
+
+
+_REFUSED_ARGUMENTS = {
+    "attention_mask": "leave it out: the plan decides which tokens belong together",
+    "labels": "pass microbatch.labels, or leave them out and use microbatch.loss(logits)",
+    "past_key_values": "leave them out: training keeps no cache",
+    "pixel_values": "leave them out: fetch gives images with their sequence",
+    "pixel_values_videos": "leave them out: fetch gives videos with their sequence",
+}
+
+
+def _bring_embeddings(
+    module: transformers.PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Encode this rank's parts before each forward of a vision-language model, and fetch the embeddings of its tokens.
+
+    Every rank runs the encoder once for every micro-batch, with or without images, so that gradients exist everywhere
+    and the collectives of DDP and FSDP2 meet.
+    """
+    ring: Ring | None = kwargs.get("ring")
+    if ring is None:
+        return None  # not under a plan
+    family, visuals = FAMILIES[module.config.model_type], ring.visuals
+    # A frozen tower and projector need no graph, which would keep their activations until the backward.
+    parts = [part for name, part in module.named_children() if name != "language_model"]
+    is_trained = any(parameter.requires_grad for part in parts for parameter in part.parameters())
+    has_graph = torch.is_grad_enabled() and is_trained
+
+    def encode(shown: VisualShard | None) -> Tensor:
+        with torch.set_grad_enabled(has_graph):
+            embeddings = family.encode(module, shown.parts if shown else (), shown.pixels if shown else None)
+        return embeddings if shown is None else shown.embeddings(embeddings, ring.embedding_cache)
+
+    ring.encoder_calls += 1
+    if ring.encoder_ahead is not None:
+        arrived = ring.encoder_ahead.bring(encode, ring.transport)
+    elif visuals is None:
+        arrived = encode(None)[:0]
+    else:
+        arrived = exchange(encode(visuals), visuals.route, ring.transport)
+    return args, {**kwargs, "mm_encoder_outputs": family.encoder_outputs(arrived, visuals.kinds if visuals else ())}
+
+
+def _attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend as transformers asks for it; query [1, heads, tokens, head_dim], key and value with fewer heads."""
+    ring = kwargs.get("ring")
+    if ring is None:
+        raise RunError(
+            f"{type(module).__name__} was called without its ring; call prepare(model) of "
+            f"{__name__}, and use a model class that hands keyword arguments down to its attention"
+        )
+    _check_call(module, attention_mask, kwargs)
+    # Both count the token itself: transformers' own masks let through the last `sliding_window` tokens.
+    window, sinks, softcap = kwargs.get("sliding_window"), kwargs.get("s_aux"), kwargs.get("softcap")
+    out = attention(query, key, value, ring=ring, scale=scaling, window=window, sinks=sinks, softcap=softcap)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _check_call(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+    """Refuse what attention over shards cannot do, instead of leaving it out."""
+    is_causal = kwargs.get("is_causal")
+    refused = {
+        "an attention mask": attention_mask is not None,
+        "attention dropout": bool(kwargs.get("dropout")),
+        "attention that is not causal": not (getattr(module, "is_causal", True) if is_causal is None else is_causal),
+    }
+    for what, found in refused.items():
+        if found:
+            raise RunError(f"{type(module).__name__} asks for {what}, which a plan cannot follow")
+    expected, window = _window_of(module), kwargs.get("sliding_window")
+    if window != expected:
+        raise RunError(
+            f"{type(module).__name__} asks for a window of {window} tokens where its config says {expected}; which of "
+            "both counts is in the masks that a plan does without"
+        )
+
+
+def _window_of(module: nn.Module) -> int | None:
+    """Return the tokens of a layer's window by its config, as transformers' masks have it; None without one."""
+    config = getattr(module, "config", None)
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds, place = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if kinds and place is not None:
+        return window if kinds[place] == "sliding_attention" else None
+    return window if getattr(config, "use_sliding_window", True) else None

@@ -1,0 +1,1 @@
+"""Settings that all ranks compare before the first step, or in it."""

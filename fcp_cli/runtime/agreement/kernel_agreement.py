@@ -1,0 +1,200 @@
+"""Before the first step, the ranks agree on the attention kernels of CUDA that all of them can run, and say so."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from fcp_cli.attention_kernels import LEAST_UNMEASURED_TOKENS, KernelTable, default_order
+from fcp_cli.cost.measured import measured_table
+from fcp_cli.cost.profile import CostProfile, parse_cost_profile
+from fcp_cli.errors import RunError
+from fcp_cli.kernel_names import KERNELS, VARIABLE, KernelName
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.runtime.communication.world import World
+from fcp_cli.runtime.kernels import prefer
+from fcp_cli.runtime.kernels.available import is_rocm, major_capability, unavailability
+from fcp_cli.runtime.kernels.chosen import Preference, asked_kernel
+from fcp_cli.runtime.kernels.probe import GENERIC, Signature, unusable
+
+_USABLE, _UNAVAILABLE, _FAILED = range(3)
+_NOTABLE_RATIO: Final = 1.05  # of times under another kernel than the profile's
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelAgreement:
+    """The preference that all ranks follow.
+
+    Attributes:
+        lines: that rank 0 prints.
+        failures: that every other rank prints: why a kernel's test call failed on it.
+    """
+
+    preference: Preference
+    lines: tuple[str, ...]
+    failures: tuple[str, ...]
+
+
+def prefer_agreed_kernels(world: World, device: torch.device, metadata: PlanMetadata) -> None:
+    """Let CUDA kernels be chosen alike on all ranks; nothing on other devices. Collective: every rank calls it.
+
+    Raises:
+        RunError: see `agree_on_kernels`.
+    """
+    if device.type != "cuda":
+        return
+    profile = parse_cost_profile(metadata.cost_profile, name="the plan's cost profile")
+    agreement = agree_on_kernels(world, device, profile)
+    prefer(agreement.preference)
+    for line in agreement.failures if world.rank else agreement.lines:
+        print(f"fcp: {line}", file=sys.stderr, flush=True)
+
+
+def agree_on_kernels(world: World, device: torch.device, profile: CostProfile) -> KernelAgreement:
+    """Run each kernel's test call on every rank; a kernel that fails anywhere is used nowhere.
+
+    Raises:
+        RunError: FCP_ATTENTION_KERNEL names no kernel, differs between ranks, or names a kernel that the device, the
+            release or a missing package rules out on some rank; on all ranks.
+    """
+    value = os.environ.get(VARIABLE) or "auto"
+    known = ("auto", *KERNELS)
+    table = _table_of(profile, device)
+    reasons = _reasons(table, device, asked_kernel(value) if value in known else None)
+    states = [_state(name, reasons.get(name)) for name in KERNELS]
+    found = torch.zeros((world.size, 1 + len(KERNELS)), dtype=torch.int32, device=device)
+    code = known.index(value) if value in known else len(known)
+    found[world.rank] = torch.tensor([code, *states], dtype=torch.int32)
+    world.all_reduce_sum(found)
+    rows = found.tolist()
+    asked = asked_kernel(value)
+    for rank, (other, *_) in enumerate(rows):
+        if other != rows[0][0]:
+            raise RunError(f"{VARIABLE} differs between rank 0 and rank {rank}; set it alike on all nodes")
+    _require(asked, rows, reasons)
+    excluded = {name: _ranks(rows, i) for i, name in enumerate(KERNELS) if _ranks(rows, i)}
+    preference = Preference(asked=asked, table=table, excluded=frozenset(excluded), report=_print_of(world.rank))
+    failed = [_failed_line(name, rows, reasons) for i, name in enumerate(KERNELS) if _ranks(rows, i, _FAILED)]
+    mine = [name for name, state in zip(KERNELS, states, strict=True) if state == _FAILED]
+    return KernelAgreement(
+        preference=preference,
+        lines=(*_lines(preference, profile), *failed),
+        failures=tuple(f"rank {world.rank}: attention kernel {name}: {reasons[name]}" for name in mine),
+    )
+
+
+def _print_of(rank: int) -> Callable[[str], None]:
+    return lambda line: print(f"fcp: rank {rank}: {line}", file=sys.stderr, flush=True)
+
+
+def _table_of(profile: CostProfile, device: torch.device) -> KernelTable | None:
+    """Return the profile's table if it was measured on devices like this one, else the shipped one of this device."""
+    name, table = torch.cuda.get_device_name(device), profile.attention_kernels
+    found = table if table is not None and table.device == name else measured_table(name)
+    return found if found is not None and found.timings else None
+
+
+def _reasons(table: KernelTable | None, device: torch.device, asked: KernelName | None) -> dict[KernelName, str | None]:
+    """Return why this rank cannot use each kernel; only those that may run are tested."""
+    order = default_order(major_capability(), rocm=is_rocm()).kernels
+    measured = () if table is None else tuple(timing.kernel for timing in table.timings)
+    names = dict.fromkeys((*(() if asked is None else (asked,)), *measured, *order))
+    signature = GENERIC if table is None else _signature(table)
+    return {name: unusable(name, signature, device) for name in names}
+
+
+def _signature(table: KernelTable) -> Signature:
+    heads, kv_heads, head_dim = table.heads
+    return Signature(heads, kv_heads, head_dim, head_dim, torch.bfloat16)
+
+
+def _state(name: KernelName, reason: str | None) -> int:
+    if reason is None:
+        return _USABLE
+    return _UNAVAILABLE if unavailability(name) is not None else _FAILED
+
+
+def _ranks(rows: list[list[int]], kernel: int, *states: int) -> list[int]:
+    """Return the ranks on which a kernel is in one of these states; of all but usable by default."""
+    wanted = states or (_UNAVAILABLE, _FAILED)
+    return [rank for rank, row in enumerate(rows) if row[1 + kernel] in wanted]
+
+
+def _require(asked: KernelName | None, rows: list[list[int]], reasons: Mapping[KernelName, str | None]) -> None:
+    if asked is None:
+        return
+    missing = _ranks(rows, KERNELS.index(asked), _UNAVAILABLE)
+    if missing:
+        reason = reasons.get(asked) or f"rank {missing[0]} cannot run it, and says why in its own error"
+        usable = [
+            name for i, name in enumerate(KERNELS) if name in reasons and not _ranks(rows, i, _UNAVAILABLE, _FAILED)
+        ]
+        raise RunError(
+            f"--attention-kernel {asked} ({VARIABLE}) cannot run here: {reason}; use "
+            f"--attention-kernel auto{''.join(f' or {name}' for name in usable)}"
+        )
+
+
+def _failed_line(name: KernelName, rows: list[list[int]], reasons: Mapping[KernelName, str | None]) -> str:
+    ranks = _ranks(rows, KERNELS.index(name), _FAILED)
+    reason = reasons.get(name) or f"rank {ranks[0]}'s test call failed"
+    return f"warning: attention kernel {name} is used on no rank: {reason} ({len(ranks)} of {len(rows)} ranks)"
+
+
+def _lines(preference: Preference, profile: CostProfile) -> list[str]:
+    """Return what runs and why, and what the profile's times are of if that is another kernel."""
+    table, default = preference.table, default_order(major_capability(), rocm=is_rocm())
+    usable = [name for name in default.kernels if name not in preference.excluded]
+    if preference.asked is not None and preference.asked not in preference.excluded:
+        main, source = preference.asked, f"{VARIABLE}; what it cannot take goes to {_next(usable, preference.asked)}"
+    elif table is not None:
+        firsts = [next((k for k in table.order(one) if k in usable), "fa2") for one in table.classes()]
+        counts = {name: firsts.count(name) for name in KERNELS if name in firsts}
+        main = max(counts, key=lambda name: counts[name])
+        shares = ", ".join(f"{name} {count}" for name, count in counts.items())
+        source = f"measured on {table.device}, torch {table.release}; of {len(firsts)} shapes {shares}"
+    else:
+        main, *others = usable or ["fa2"]
+        source = f"{default.source}; not measured: run 'fcp profile' here"
+        if main == "cudnn" and others:
+            reach = f" from {LEAST_UNMEASURED_TOKENS:,} tokens of a sequence and rank on, else {', '.join(others)}"
+            return [f"attention kernel cudnn{reach} ({source})", *_assumption(main, profile, shorter=others[0])]
+    return [f"attention kernel {main} ({source})", *_assumption(main, profile)]
+
+
+def _next(usable: list[KernelName], asked: KernelName) -> str:
+    return ", ".join(name for name in usable if name != asked) or "none"
+
+
+def _assumption(main: KernelName, profile: CostProfile, *, shorter: KernelName | None = None) -> list[str]:
+    """Return what the profile's times are of, with the ratio if another kernel runs.
+
+    Args:
+        main: runs most calls.
+        profile: of the plan.
+        shorter: runs calls of shorter sequences, if another than `main`.
+    """
+    assumed = profile.attention_kernel
+    if profile.attention_kernels is not None and _other_device(profile.attention_kernels):
+        there = profile.attention_kernels.device
+        return [f"warning: the profile's kernels were measured on {there}, not on this device; run 'fcp profile' here"]
+    if assumed is None:
+        return []
+    if assumed == main:
+        ratio = None if shorter is None else profile.kernel_ratio(shorter, assumed)
+        on_shorter = f"; {shorter} takes {ratio:.2f} x as long for attention" if ratio is not None else ""
+        return [f"the profile's times are of {assumed}{on_shorter}"]
+    ratio = profile.kernel_ratio(main, assumed)
+    if ratio is not None and abs(ratio - 1) < _NOTABLE_RATIO - 1:
+        return [f"the profile's times are of {assumed}, within 5 % of {main}'s"]
+    times = f", and {main} takes {ratio:.2f} x as long for attention" if ratio is not None else ""
+    return [f"warning: the profile's times are of {assumed}{times}; run 'fcp profile' here, then 'fcp plan'"]
+
+
+def _other_device(table: KernelTable) -> bool:
+    return table.device != torch.cuda.get_device_name()

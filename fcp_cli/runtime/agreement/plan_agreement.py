@@ -1,0 +1,175 @@
+"""Make sure, before the first step, that all ranks follow one and the same plan, made for as many ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fcp_cli.arrays import IntArray
+from fcp_cli.errors import FcpError, PlanError, RunError
+from fcp_cli.plan.again import plan_again
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.words import counted
+
+if TYPE_CHECKING:
+    import torch
+
+    from fcp_cli.runtime.communication.world import World
+
+NO_TRAINING = (
+    "the plan is of forward passes (phase forward), whose micro-batches have no backward; train under a plan that was "
+    "made without --phase forward"
+)
+_HEX_DIGITS_PER_WORD = 4  # words of 16 bits: small enough for every back end's int32 reductions
+_HASH_WORDS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fingerprint:
+    """The plan as one rank found it under the plan's path.
+
+    Attributes:
+        words: [17] int64 to be shown to all ranks: 1 if the plan can be followed, and its hash; else zeros.
+        metadata: of the plan, or None.
+        error: why it cannot be followed, or None.
+    """
+
+    words: IntArray
+    metadata: PlanMetadata | None = None
+    error: FcpError | None = None
+
+
+def agree_on_plan(
+    world: World, path: Path, device: torch.device, *, tensor_parallel: int = 1, pipeline_parallel: int = 1
+) -> PlanMetadata:
+    """Read the plan on every rank, prove its content by its hash, and compare the hash over all ranks.
+
+    Args:
+        world: all processes.
+        path: of the plan.
+        device: where the processes' collectives want their tensors.
+        tensor_parallel, pipeline_parallel: how many processes the job joins to one rank of the plan.
+
+    Returns:
+        The plan's metadata, the same on every rank.
+
+    Raises:
+        PlanError: this rank's file is missing, damaged, or was edited.
+        RunError: another rank's file is; ranks have different plans; or the plan is for another number of ranks.
+    """
+    import torch
+
+    mine = fingerprint(path)
+    table = torch.zeros((world.size, len(mine.words)), dtype=torch.int32, device=device)
+    table[world.rank] = torch.from_numpy(mine.words).to(device=device, dtype=torch.int32)
+    world.all_reduce_sum(table)
+    return require_agreement(
+        path,
+        mine,
+        table.cpu().numpy().astype(np.int64),
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+    )
+
+
+def fingerprint(path: Path) -> Fingerprint:
+    """Read and prove a plan, and keep its fault, if it has one, so that all ranks stop together."""
+    try:
+        metadata = read_proven(path)
+    except FcpError as error:
+        return Fingerprint(words=np.zeros(1 + _HASH_WORDS, dtype=np.int64), error=error)
+    size = _HEX_DIGITS_PER_WORD
+    digits = metadata.plan_hash.ljust(_HASH_WORDS * size, "0")
+    words = [int(digits[i : i + size], 16) for i in range(0, len(digits), size)]
+    return Fingerprint(words=np.array([1, *words], dtype=np.int64), metadata=metadata)
+
+
+def require_agreement(
+    path: Path, mine: Fingerprint, table: IntArray, *, tensor_parallel: int = 1, pipeline_parallel: int = 1
+) -> PlanMetadata:
+    """Stop, on every rank alike, unless all ranks can follow one plan that was made for as many ranks.
+
+    Args:
+        path: of the plan, for messages.
+        mine: what this rank found.
+        table: [processes, words] what each process found.
+        tensor_parallel, pipeline_parallel: of the job.
+
+    Raises:
+        FcpError: as `agree_on_plan`.
+    """
+    if mine.error is not None:
+        raise mine.error
+    unusable = np.flatnonzero(table[:, 0] == 0).tolist()
+    if unusable or mine.metadata is None:
+        raise RunError(f"{_name(unusable)} cannot follow the plan {path}; the line that it printed says why")
+    different = np.flatnonzero((table != table[0]).any(axis=1)).tolist()
+    if different:
+        raise RunError(
+            f"{_name(different)} has another plan than rank 0 under {path} (plan hash here "
+            f"{mine.metadata.plan_hash[:12]}); put one plan file where all ranks read it"
+        )
+    _check_size(len(table), path, mine.metadata, tensor_parallel, pipeline_parallel)
+    return mine.metadata
+
+
+def read_proven(path: Path) -> PlanMetadata:
+    """Read the metadata of a plan, and prove the plan's content by its hash.
+
+    Raises:
+        PlanError: the file is missing, damaged, or was edited.
+    """
+    reader = PlanReader(path)
+    if reader.content_hash() != reader.metadata.plan_hash:
+        raise PlanError(f"{path} was edited: its content does not match its plan hash; make it again with 'fcp plan'")
+    return reader.metadata
+
+
+def _check_size(
+    launched: int, path: Path, metadata: PlanMetadata, tensor_parallel: int, pipeline_parallel: int
+) -> None:
+    planned = (metadata.tensor_parallel, metadata.pipeline_parallel)
+    # A plan that does not state what its ranks are made of fits any.
+    if planned not in ((1, 1), (tensor_parallel, pipeline_parallel)):
+        raise RunError(
+            f"the plan {path} has tensor parallel {metadata.tensor_parallel} and pipeline parallel "
+            f"{metadata.pipeline_parallel}, but this job {tensor_parallel} and {pipeline_parallel}; plan with the job's"
+        )
+    ranks = launched // (tensor_parallel * pipeline_parallel)
+    if ranks != metadata.num_ranks:
+        raise RunError(
+            f"the plan {path} is for {metadata.num_ranks} ranks but {ranks} were launched; launch "
+            f"{metadata.num_ranks}, or make a plan for {ranks} with: {plan_again(metadata, path, ranks=ranks)}"
+        )
+
+
+def _name(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:4]))
+    return f"each of ranks {shown}{f' and {len(ranks) - 4} more' if len(ranks) > 4 else ''}"
+
+
+def require_causal(metadata: PlanMetadata, path: Path, loop: str) -> None:
+    """Raise RunError if a loop that has no masks was given a plan that was made for some.
+
+    Args:
+        metadata, path: of the plan.
+        loop: what it is called.
+    """
+    if metadata.masked_sequences is not None:
+        raise RunError(
+            f"{path} was planned for {counted(metadata.masked_sequences, 'sequence')} with masks (column eta of "
+            f"{metadata.manifest.name}), but {loop} would train them causally; plan lengths without eta, or train them "
+            "in a loop of fcp.steps (docs/how-to/training-loop.md)"
+        )
+
+
+def require_training(metadata: PlanMetadata) -> None:
+    """Raise RunError if a loop that trains was given a plan of forward passes, which have room for more tokens."""
+    if metadata.phase == "forward":
+        raise RunError(NO_TRAINING)

@@ -1,0 +1,125 @@
+"""Make sure that all ranks begin with the same step, and that the ranks of a ring were given the same data.
+
+Both are told between hosts, beside the devices' work: a sum of one number per step, which is begun before the step's
+first micro-batch and looked at after its last, so that nobody waits for it. Only where it shows a difference do ranks
+tell each other more, to name it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fcp_cli.errors import RunError
+from fcp_cli.runtime.communication.world import Waitable, World
+
+_WORD = 1 << 64
+_COLUMNS = 3  # of what ranks tell each other to name a difference: micro-batch + 1, row of the data, digest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackDigest:
+    """What a rank was given for one pack that it shares with others.
+
+    Attributes:
+        order: of the micro-batch in the step.
+        member, degree: this rank's place in the ring, and the ring's size.
+        rows: of the data.
+        digests: [rows] int64 of each sequence's tokens and labels.
+    """
+
+    order: int
+    member: int
+    degree: int
+    rows: Sequence[int]
+    digests: Sequence[int]
+
+    @property
+    def share(self) -> int:
+        """Return a number of 64 bits; those of all members add up to zero if all have the same digests."""
+        content = ",".join(map(str, (self.order, *self.digests))).encode()
+        own = _word(content)
+        return (own * (self.degree - 1) if self.member == 0 else -own) % _WORD
+
+
+def digest(tensors: Iterable[Tensor]) -> int:
+    """Return a number (int64) for the content of tensors in host memory."""
+    hashed = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        hashed.update(tensor.numpy().tobytes())
+    return _signed(int.from_bytes(hashed.digest(), "little"))
+
+
+def agree_on_first_step(world: World, first_step: int) -> None:
+    """Make sure that all ranks begin with the same step. Every rank calls it.
+
+    Raises:
+        RunError: they do not; on every rank.
+    """
+    begun = torch.zeros(world.size, dtype=torch.int64, device="cpu")
+    begun[world.rank] = first_step + 1
+    world.start_sum(begun).wait()
+    steps = [step - 1 for step in begun.tolist()]
+    others = [rank for rank, step in enumerate(steps) if step not in (-1, steps[0])]
+    if others:
+        raise RunError(
+            f"rank {others[0]} begins with step {steps[others[0]]}, rank 0 with step {steps[0]}"
+            f"{f' ({len(others)} ranks differ from it)' if len(others) > 1 else ''}: they were resumed from different "
+            "checkpoints; load the same one on every rank, and pass its step as first_step"
+        )
+
+
+class SameData:
+    """The check of one step: begun when it is made, looked at by `require`. Every rank does both, in the same order."""
+
+    def __init__(self, world: World, step: int, packs: Sequence[PackDigest]) -> None:
+        self._world, self._step, self._packs = world, step, packs
+        self._sum = torch.tensor(_signed(sum(pack.share for pack in packs) % _WORD), dtype=torch.int64, device="cpu")
+        self._handle: Waitable = world.start_sum(self._sum)
+
+    def require(self) -> None:
+        """Raise RunError, on every rank, if ranks of a ring were given different data."""
+        self._handle.wait()
+        if self._sum.item():
+            raise RunError(self._difference())
+
+    def _difference(self) -> str:
+        own = [
+            (pack.order + 1, row, value)
+            for pack in self._packs
+            for row, value in zip(pack.rows, pack.digests, strict=True)
+        ]
+        first: dict[tuple[int, int], tuple[int, int]] = {}
+        for rank, order, row, value in self._tell(own):
+            other, known = first.setdefault((order, row), (rank, value))
+            if known != value:
+                return (
+                    f"step {self._step}, micro-batch {order}: fetch gave rank {rank} other tokens or labels for row "
+                    f"{row} of the data than rank {other}, and both train on parts of it; make fetch a function of the "
+                    "row alone (draw a random mask from a generator that is seeded with it)"
+                )
+        return f"step {self._step}: ranks of a ring were given different data"
+
+    def _tell(self, own: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (rank, micro-batch, row, digest) of what every rank was given."""
+        counts = torch.zeros(self._world.size, dtype=torch.int64, device="cpu")
+        counts[self._world.rank] = len(own)
+        self._world.start_sum(counts).wait()
+        table = torch.zeros((self._world.size, int(counts.max()), _COLUMNS), dtype=torch.int64, device="cpu")
+        if own:
+            table[self._world.rank, : len(own)] = torch.tensor(own, device="cpu")
+        self._world.start_sum(table).wait()
+        for rank, told in enumerate(table.tolist()):
+            yield from ((rank, order - 1, row, value) for order, row, value in told if order)
+
+
+def _word(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
+def _signed(word: int) -> int:
+    return word - _WORD if word >= _WORD >> 1 else word

@@ -1,0 +1,231 @@
+"""Open the connections of all rings of a plan before the first step.
+
+NCCL and HCCL connect two ranks at their first message, with the host blocked for up to 0.7 s (NVIDIA/nccl#1487), and
+take device memory for it. Left to the rings, that would happen in the middle of steps, for as long as new pairs appear.
+
+Pairs are contacted in rounds, in each of which a rank meets one other rank at most. Every rank works out all rounds
+from the plan and goes through its own in order, waiting for each. This cannot deadlock: of the pairs that have not met,
+those of the earliest round wait for nobody but each other.
+
+Rings use each way of theirs in one direction. Layers in which tokens look back (windows, linear attention) use them in
+both, and some others (`plan.ring_order.look_back_hops`): where a rank's model has such layers, as who hooks it knows
+(`expect_look_back`), all ranks open these ways, too, once they are about to follow the plan.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import permutations
+from pathlib import Path
+from typing import Final, Literal
+
+import torch
+
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.ring_order import look_back_hops, ring_hops
+from fcp_cli.plan.step import RingGroup, StepPlan
+from fcp_cli.runtime.communication.transport import Transport
+from fcp_cli.runtime.communication.world import World
+from fcp_cli.words import counted, duration
+
+_REPORT_SECONDS = 10.0
+
+Hop = tuple[int, int]
+
+# How layers look back: up and down rings, and before ranks have exchanged tokens for heads.
+LookBack = Literal["no", "rings", "whole heads"]
+_LOOK_BACKS: Final[tuple[LookBack, ...]] = "no", "rings", "whole heads"
+_expected: set[LookBack] = set()
+
+
+def expect_look_back(how: LookBack) -> None:
+    """Say how layers of this process's model look back; before `Session.steps`."""
+    _expected.add(how)
+
+
+def agree_on_look_back(world: World) -> LookBack:
+    """Return how layers of any rank's model look back. Every rank calls it."""
+    told = torch.tensor([how in _expected for how in _LOOK_BACKS], dtype=torch.int64, device="cpu")
+    world.start_sum(told).wait()
+    return next((how for how, ranks in zip(_LOOK_BACKS[:0:-1], told.tolist()[:0:-1], strict=True) if ranks), "no")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contact:
+    """A rank's part in one round.
+
+    Attributes:
+        round: from 0.
+        peer: the rank that it meets.
+        sends, receives: which ways rings will use the connection.
+    """
+
+    round: int
+    peer: int
+    sends: bool
+    receives: bool
+
+
+def planned_hops(plan: Path, *, look_back: LookBack = "no") -> set[Hop]:
+    """Return (from, to) of every message that groups of a plan send; its whole rows are read.
+
+    Where all ranks of a wave share the encoder's work, any two may meet.
+
+    Args:
+        plan: plan file.
+        look_back: of layers that do so, too.
+
+    Raises:
+        PlanError: the file is missing or damaged.
+    """
+    reader = PlanReader(plan)
+    if reader.metadata.encoder_balance is not None:
+        return set(permutations(range(reader.metadata.num_ranks), 2))
+    groups = {group for step in reader.steps() for group in step.ring_groups()}
+    return hops_of(groups, reader.metadata.ranks_per_node, look_back=look_back)
+
+
+def hops_of(groups: Iterable[RingGroup], ranks_per_node: int, *, look_back: LookBack = "no") -> set[Hop]:
+    """Return (from, to) of every message of groups, as `StepPlan.ring_groups` gives them."""
+    kinds: list[Callable[..., list[Hop]]] = [ring_hops]
+    if look_back != "no":
+        kinds.append(partial(look_back_hops, whole_heads=look_back == "whole heads"))
+    return {
+        hop for group in set(groups) for hops in kinds for hop in hops(group.ranks, ranks_per_node, group.heads_degree)
+    }
+
+
+def rounds_of(hops: Iterable[Hop]) -> Mapping[Hop, int]:
+    """Return the round of each pair (lower rank first): the earliest in which neither of its ranks meets another.
+
+    With at most P peers per rank there are fewer than 2 P rounds.
+    """
+    busy: dict[int, set[int]] = {}
+    rounds: dict[Hop, int] = {}
+    for pair in sorted({(min(hop), max(hop)) for hop in hops}):
+        taken = busy.setdefault(pair[0], set()) | busy.setdefault(pair[1], set())
+        rounds[pair] = next(number for number in range(len(taken) + 1) if number not in taken)
+        for rank in pair:
+            busy[rank].add(rounds[pair])
+    return rounds
+
+
+def contacts_of(rank: int, hops: set[Hop]) -> list[Contact]:
+    """Return whom a rank meets, round by round."""
+    contacts = []
+    for pair, number in rounds_of(hops).items():
+        if rank in pair:
+            peer = pair[0] if rank == pair[1] else pair[1]
+            way_out, way_in = (rank, peer) in hops, (peer, rank) in hops
+            contacts.append(Contact(round=number, peer=peer, sends=way_out, receives=way_in))
+    return sorted(contacts, key=lambda contact: contact.round)
+
+
+def open_contacts(
+    plan: Path,
+    transport: Transport,
+    *,
+    rank: int,
+    device: torch.device,
+    peers: tuple[int, ...] | None = None,
+    report: Callable[[str], None] | None = None,
+) -> int:
+    """Send one number over each way that the rings of a plan will use. Every rank calls it, before the first step.
+
+    Args:
+        plan: plan file.
+        transport: carries the rings.
+        rank: of the plan.
+        device: where messages lie.
+        peers: the process of each rank of the plan that holds the same part of the model as this one; None: the same
+            number.
+        report: takes a line of progress every ten seconds, and one at the end; None: nobody wants to know.
+
+    Returns:
+        How many other ranks this one met.
+
+    Raises:
+        PlanError: the plan is missing or damaged.
+    """
+    met = Contacts(transport, rank=rank, device=device, peers=peers)
+    met.meet(planned_hops(plan), report=report)
+    return met.peers_met
+
+
+class Contacts:
+    """Whom a rank has met, where rings become known while it trains.
+
+    Before each step, the pairs that its rings join for the first time meet as all pairs of a plan do before the first
+    step: between steps, in rounds, so that no rank waits for a connection in the midst of a ring while another waits
+    for that rank in the next.
+
+    Args:
+        transport: carries the rings.
+        rank: of the plan.
+        device: where messages lie.
+        peers: see `open_contacts`.
+
+    Attributes:
+        look_back: how layers do so.
+        peers_met: how many other ranks were met, anew for each way that was found later.
+    """
+
+    def __init__(
+        self, transport: Transport, *, rank: int, device: torch.device, peers: tuple[int, ...] | None = None
+    ) -> None:
+        self._transport, self._rank, self._device, self._peers = transport, rank, device, peers
+        self._met: set[Hop] = set()
+        self.look_back: LookBack = "no"
+        self.peers_met = 0
+
+    def meet_for(self, step: StepPlan, ranks_per_node: int) -> None:
+        """Meet over the ways that a step's rings are the first to use. Every rank calls it, before the step."""
+        self.meet(hops_of(step.ring_groups(), ranks_per_node, look_back=self.look_back))
+
+    def meet(self, hops: set[Hop], *, report: Callable[[str], None] | None = None) -> None:
+        """Send one number over each way that was not used before. Every rank calls it, with the same ways."""
+        new = hops - self._met
+        self._met |= new
+        contacts = contacts_of(self._rank, new)
+        self.peers_met += len(contacts)
+        _exchange(contacts, new, self._transport, self._rank, self._device, self._peers, report)
+
+
+def _exchange(
+    contacts: list[Contact],
+    hops: set[Hop],
+    transport: Transport,
+    rank: int,
+    device: torch.device,
+    peers: tuple[int, ...] | None,
+    report: Callable[[str], None] | None,
+) -> None:
+    if not hops:
+        return
+    rounds = 1 + max(rounds_of(hops).values(), default=-1)
+    started = reported = time.monotonic()
+    for done, contact in enumerate(contacts):
+        process = contact.peer if peers is None else peers[contact.peer]
+        sent = torch.zeros(1, device=device) if contact.sends else None
+        received = torch.empty(1, device=device) if contact.receives else None
+        transport.start("contact", sent, process, received, process).wait()
+        if report is not None and time.monotonic() - reported > _REPORT_SECONDS:
+            reported = time.monotonic()
+            report(f"connecting ranks: {done + 1} of {len(contacts)} peers of rank {rank}")
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+    if report is not None:
+        pairs = counted(len({frozenset(hop) for hop in hops}), "pair")
+        taken = duration(time.monotonic() - started)
+        report(f"connected {pairs} of ranks in {counted(rounds, 'round')}, {taken} on rank {rank}")
+
+
+def report_to_stderr(rank: int, device: torch.device) -> Callable[[str], None] | None:
+    """Return what prints a line on rank 0 of a job on accelerators; between processes of a host it takes no time."""
+    if rank or device.type == "cpu":
+        return None
+    return lambda line: print(f"fcp: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,128 @@
+"""Move rows of a tensor from the ranks that computed them to the ranks that need them; gradients travel back.
+
+This is what stands between a vision encoder, whose images are shared out by work, and a language model, whose tokens
+lie in zig-zag shards. It knows nothing of either: producers and consumers may be the same ranks, other ranks, or some
+of both. Who sends what follows from one table that every rank works out for itself, so sizes are never sent.
+
+In round j every rank sends to the j-th rank after it and receives from the j-th before it, over the rings'
+communicator: at most one send and one receive per batch, the same rounds in the same order on all ranks, so the
+exchange cannot deadlock with itself or with the rings around it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fcp_cli.arrays import IntArray
+from fcp_cli.runtime.communication.transport import Transport, Waits, drive
+from fcp_cli.runtime.kernels.base import to_device
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Route:
+    """One rank's part of an exchange. Make it with `route`.
+
+    Attributes:
+        ranks: global ranks of all that take part.
+        index: this rank's place among them.
+        sends: per place, the rows of this rank's input that go there, in order.
+        receives: per place, the rows of this rank's output that come from there, in order.
+    """
+
+    ranks: tuple[int, ...]
+    index: int
+    sends: tuple[IntArray, ...]
+    receives: tuple[IntArray, ...]
+
+    @property
+    def num_outputs(self) -> int:
+        """Return how many rows this rank gets."""
+        return sum(map(len, self.receives))
+
+
+def route(producers: IntArray, consumers: IntArray, *, ranks: tuple[int, ...], index: int) -> Route:
+    """Work out one rank's part.
+
+    Args:
+        producers: [rows] place in `ranks` of who computes each row; a producer's input holds its rows in this order.
+        consumers: [rows] place of who needs each row, -1 where none does; a consumer's output holds
+            its rows in this order.
+        ranks: global ranks of all that take part; the same on all of them.
+        index: this rank's place among them.
+    """
+    produced, consumed = (np.flatnonzero(places == index) for places in (producers, consumers))
+    places = range(len(ranks))
+    return Route(
+        ranks=ranks,
+        index=index,
+        sends=tuple(np.flatnonzero(consumers[produced] == place) for place in places),
+        receives=tuple(np.flatnonzero(producers[consumed] == place) for place in places),
+    )
+
+
+def exchange(rows: Tensor, route: Route, transport: Transport | None) -> Tensor:
+    """Hand rows over and get those that this rank needs. Collective over the route's ranks, and so is its backward.
+
+    Args:
+        rows: [at least as many as this rank produces, ...]; rows that no rank needs get zero gradient, so that one
+            that produces nothing may pass a dummy row to keep its own computation in the graph.
+        route: this rank's part; bound to the call, backward does not ask what is current by then.
+        transport: carries the messages; None is enough where a single rank takes part.
+
+    Returns:
+        [route.num_outputs, ...]
+    """
+    assert len(route.ranks) == 1 or transport is not None, "an exchange between ranks needs a transport"
+    out: Tensor = _Exchange.apply(rows, route, transport)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, route: Route, transport: Transport | None) -> Tensor:
+        ctx.route, ctx.transport, ctx.num_inputs = route, transport, rows.shape[0]
+        return drive(move_rows("rows", rows, route, transport, num_outputs=route.num_outputs))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        back = Route(ranks=ctx.route.ranks, index=ctx.route.index, sends=ctx.route.receives, receives=ctx.route.sends)
+        return drive(move_rows("drows", grad, back, ctx.transport, num_outputs=ctx.num_inputs)), None, None
+
+
+def move_rows(kind: str, rows: Tensor, route: Route, transport: Transport | None, *, num_outputs: int) -> Waits[Tensor]:
+    """Run one direction of an exchange; yield the handles it waits for.
+
+    Args:
+        kind: what travels, for records and messages.
+        rows: [inputs, ...]
+        route: this rank's part.
+        transport: carries the messages.
+        num_outputs: rows of the result; those that no rank sends stay zero.
+    """
+    out = rows.new_zeros(num_outputs, *rows.shape[1:])
+    sends, receives = (
+        [to_device(torch.from_numpy(part), rows.device) for part in parts] for parts in (route.sends, route.receives)
+    )
+    out[receives[route.index]] = rows[sends[route.index]]
+    size, under_way = len(route.ranks), []
+    for distance in range(1, size):
+        to, source = (route.index + distance) % size, (route.index - distance) % size
+        send = rows[sends[to]] if len(sends[to]) else None
+        receive = rows.new_empty(len(receives[source]), *rows.shape[1:]) if len(receives[source]) else None
+        if send is None and receive is None:
+            continue  # both ends know from the route that nothing travels
+        assert transport is not None
+        handle = transport.start(kind, send, route.ranks[to], receive, route.ranks[source])
+        under_way.append((handle, send, receive, receives[source]))  # a send must live until it has left
+    for handle, _, receive, places in under_way:
+        yield handle
+        if receive is not None:
+            out[places] = receive
+    return out

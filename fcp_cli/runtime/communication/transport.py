@@ -1,0 +1,168 @@
+"""Exchange keys, values and their gradients between the members of a ring.
+
+A hop is one batch of at most one send and one receive, to and from global ranks. Everything runs over one
+communicator of all ranks, so a group of any ranks costs nothing to make: a plan changes groups with every
+micro-batch, and a communicator of NCCL or HCCL takes seconds and hundreds of megabytes.
+
+Why this cannot deadlock: NCCL and HCCL run a rank's operations on one communicator in the order of their issue, and a
+send blocks until its receive is posted. All ranks issue their hops in the plan's order, each hop's send and receive
+as one batch, and messages between two ranks arrive in the order they were sent. `verification/order.py` proves the
+order of a recorded run.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fcp_cli.runtime.communication.world import rank_timeout
+
+Result = TypeVar("Result")
+
+
+class Handle(Protocol):
+    """A hop under way. Neither of its tensors may be touched before `wait` has returned (on a GPU: is enqueued)."""
+
+    def wait(self) -> None: ...
+
+
+Waits = Generator[Handle, None, Result]
+"""A pass over a transport, written as a generator that yields each handle it must wait for."""
+
+
+def drive(pass_: Waits[Result]) -> Result:
+    """Run a pass over a real transport: wait wherever it waits."""
+    while True:
+        try:
+            handle = next(pass_)
+        except StopIteration as stop:
+            result: Result = stop.value
+            return result
+        handle.wait()
+
+
+class Transport(Protocol):
+    """Carries the hops of one rank."""
+
+    def start(self, kind: str, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> Handle:
+        """Start one hop.
+
+        Args:
+            kind: what travels ("kv", "dkv", "kv+dkv", "rows" or "drows"); for records and messages, not for matching.
+            send: contiguous tensor for global rank `to`, or None.
+            receive: contiguous tensor to fill from global rank `source`, or None.
+        """
+        ...
+
+
+class ProcessTransport:
+    """Ranks as processes over torch.distributed: one process group of all ranks, on which all have met once.
+
+    Nothing else runs on the group: a collective of the script between two hops would take part in their order. Make it
+    with `ProcessTransport.create`, on every rank. CUDA tensors under gloo are staged through pinned host memory.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        # gloo sends host memory only.
+        self._staged = device.type != "cpu" and f"{device.type}:gloo" in dist.get_backend_config(group)
+
+    @classmethod
+    def create(cls, device: torch.device) -> ProcessTransport:
+        """Make the group and let all ranks meet. Every rank of the default group calls it, once, before the first step.
+        The first operation of a communicator must not involve only some of its ranks, so a reduction over all runs
+        here; afterwards any ranks may talk. Who will, is for `contacts.open_contacts`.
+        """
+        ranks = list(range(dist.get_world_size()))
+        with warnings.catch_warnings():
+            # Options have a time-out of their own, which the group's replaces.
+            warnings.filterwarnings("ignore", message=".*_timeout was specified")
+            group = dist.new_group(
+                ranks, group_desc="rings", timeout=rank_timeout(), pg_options=_priority_options(device)
+            )
+        assert group is not None
+        transport = cls(group, device)
+        transport.meet(device)
+        return transport
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Return the group of all ranks, for other implementations of rings that name global ranks."""
+        return self._group
+
+    def start(self, kind: str, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> Handle:
+        if self._staged:
+            return _StagedHop(self._group, send, to, receive, source)
+        return _Hop(_batch(self._group, send, to, receive, source))
+
+    def meet(self, device: torch.device) -> None:
+        """Run a reduction, for which the communicator is made. Collective over the group."""
+        dist.all_reduce(torch.zeros(1, device="cpu" if self._staged else device), group=self._group)
+
+    def warm_up(self, device: torch.device) -> None:
+        """Run a reduction and one hop around the group, where all of it is one ring. Collective over it."""
+        self.meet(device)
+        ranks = dist.get_process_group_ranks(self._group)
+        place = ranks.index(dist.get_rank())
+        if len(ranks) > 1:
+            sent, received = torch.zeros(1, device=device), torch.empty(1, device=device)
+            self.start("warm-up", sent, ranks[(place + 1) % len(ranks)], received, ranks[place - 1]).wait()
+
+
+def _priority_options(device: torch.device) -> Any:
+    """Return options by which NCCL runs hops ahead of compute that was queued before them; None for other back ends.
+
+    A hop takes few of the multiprocessors; behind the blocks of a long kernel it would wait for them to finish.
+    """
+    if f"{device.type}:nccl" not in dist.get_backend_config():
+        return None
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+
+
+def _batch(group: dist.ProcessGroup, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> list[Any]:
+    operations = []
+    if send is not None:
+        operations.append(dist.P2POp(dist.isend, send, to, group))
+    if receive is not None:
+        operations.append(dist.P2POp(dist.irecv, receive, source, group))
+    works: list[Any] = dist.batch_isend_irecv(operations)
+    return works
+
+
+class _Hop:
+    __slots__ = ("_works",)
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+class _StagedHop:
+    """A hop from device to pinned host, over gloo, and back. For tests and rehearsals, not for speed."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, send: Tensor | None, to: int, receive: Tensor | None, source: int
+    ) -> None:
+        self._receive = receive
+        self._sent = None if send is None else _pinned_like(send).copy_(send)  # blocks until the copy is complete
+        # Both are kept until the hop ends: gloo reads and writes them meanwhile.
+        self._received = None if receive is None else _pinned_like(receive)
+        self._works = _batch(group, self._sent, to, self._received, source)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        if self._receive is not None and self._received is not None:
+            self._receive.copy_(self._received)
+
+
+def _pinned_like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")

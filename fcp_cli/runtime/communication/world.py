@@ -1,0 +1,189 @@
+"""All ranks of the job, as the runtime needs them besides rings: a few small collectives, joining and leaving."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fcp_cli.errors import RunError
+from fcp_cli.runtime.communication.launcher_watch import end_with_launcher
+
+# Seconds that ranks wait for each other in an operation; `fcp launch --rank-timeout` sets it.
+_TIMEOUT_VARIABLE = "FCP_RANK_TIMEOUT"
+# How long the ranks of msrun wait for each other at the start; it sets this variable for them.
+_MSRUN_SECONDS = "MS_TOPO_TIMEOUT"
+
+
+class Waitable(Protocol):
+    def wait(self) -> object: ...
+
+
+class World(Protocol):
+    """All ranks of a job. Every rank calls the same methods in the same order. Tensors are changed in place."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce_sum(self, tensor: Tensor) -> None: ...
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Copy rank 0's tensor to all."""
+        ...
+
+    def start_sum(self, tensor: Tensor) -> Waitable:
+        """Begin to sum a tensor in host memory, for what ranks tell each other beside the devices' work."""
+        ...
+
+    def swap(self, told: Tensor, to: int, heard: Tensor, source: int) -> None:
+        """Tell one rank a tensor in host memory, and hear one from another, which does the same."""
+        ...
+
+
+class ProcessWorld:
+    """The default process group of torch.distributed."""
+
+    def __init__(self) -> None:
+        self._host_group: dist.ProcessGroup | None = None  # None: the default one
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size()
+
+    def all_reduce_sum(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        dist.broadcast(tensor, src=0)
+
+    def start_sum(self, tensor: Tensor) -> Waitable:
+        work: Waitable = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._hosts(), async_op=True)
+        return work
+
+    def swap(self, told: Tensor, to: int, heard: Tensor, source: int) -> None:
+        group = self._hosts()  # hops of rings have a group of their own
+        both = [dist.P2POp(dist.isend, told, to, group), dist.P2POp(dist.irecv, heard, source, group)]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+
+    def _hosts(self) -> dist.ProcessGroup | None:
+        """Return the group of the hosts; every rank asks for it first in a sum, since it may have to be made."""
+        backends = dist.get_backend_config()
+        if self._host_group is None and "cpu:" not in backends and any(kind in backends for kind in ("nccl", "hccl")):
+            self._host_group = dist.new_group(backend="gloo")  # the script's own group carries nothing of the host's
+        return self._host_group
+
+
+def gather_texts(world: World, text: str) -> list[str]:
+    """Return the texts of all ranks, in order, on every rank; told between hosts, as sums of arrays of zeros."""
+    own = torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8)
+    sizes = torch.zeros(world.size, dtype=torch.int64)
+    sizes[world.rank] = len(own)
+    world.start_sum(sizes).wait()
+    places = [int(end) for end in torch.cumsum(sizes, 0)]
+    told = torch.zeros(places[-1], dtype=torch.uint8)
+    told[places[world.rank] - len(own) : places[world.rank]] = own
+    world.start_sum(told).wait()
+    content = told.numpy().tobytes()
+    return [content[end - size : end].decode() for end, size in zip(places, sizes.tolist(), strict=True)]
+
+
+def _msrun_store(rank: int, size: int, seconds: int) -> Any:
+    """Return the store where the ranks that msrun started meet; unlike torchrun, it does not join nodes first.
+
+    Raises:
+        RunError: not all of them came in time.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        store = torch._C._distributed_c10d.TCPStore(
+            host, port, size, is_master=rank == 0, timeout=timedelta(seconds=seconds)
+        )
+    except RuntimeError as error:
+        raise RunError(
+            f"the ranks did not come together at {host}:{port} within {seconds} s; start all nodes with the same plan, "
+            "make sure that --master-addr and --master-port are node 0's own, or wait longer with --join-timeout"
+        ) from error
+    store.set_timeout(dist.default_pg_timeout)  # the other was for joining alone
+    return store
+
+
+def local_device() -> torch.device:
+    """Return the device of this process: its local rank's CUDA or NPU device where there is one, else the CPU.
+
+    Where the script has already set up torch.distributed, its back end decides.
+    """
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    for kind in ("cuda", "npu"):
+        module = getattr(torch, kind, None)
+        if module is not None and module.is_available():
+            return torch.device(kind, local_rank)
+    return torch.device("cpu")
+
+
+def rank_timeout() -> timedelta | None:
+    """Return how long ranks are to wait for each other; None: as long as torch does by itself.
+
+    Raises:
+        RunError: the variable is no number of seconds.
+    """
+    text = os.environ.get(_TIMEOUT_VARIABLE)
+    if not text:
+        return None
+    if not text.isdecimal() or not int(text):
+        raise RunError(f"{_TIMEOUT_VARIABLE} is {text!r}; it must be a number of seconds, 1 or more")
+    return timedelta(seconds=int(text))
+
+
+def join_process_group(device: torch.device) -> bool:
+    """Initialise torch.distributed unless the script has; return whether it was done here.
+
+    Without torchrun's environment variables the process is the only rank.
+    """
+    end_with_launcher()
+    if dist.is_initialized():
+        return False
+    if device.type != "cpu":
+        # Before the group is made: communicators of NCCL and HCCL are bound to the current device.
+        torch.get_device_module(device).set_device(device)
+    # gloo is there on every device, for what ranks tell each other from host memory.
+    backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}[device.type]
+    # With its device, NCCL makes the communicator now instead of at the first operation, and barriers know theirs.
+    bound = device if device.type == "cuda" and device.index is not None else None
+    given: dict[str, Any] = {"timeout": rank_timeout(), "device_id": bound}
+    if "RANK" in os.environ and _MSRUN_SECONDS in os.environ:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = _msrun_store(rank, size, int(os.environ[_MSRUN_SECONDS]))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, **given)
+    elif "RANK" in os.environ:
+        dist.init_process_group(backend, **given)
+    else:
+        dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    atexit.register(leave_process_group)
+    return True
+
+
+def leave_process_group() -> None:
+    """Destroy what is left of torch.distributed when a script has ended, before the interpreter does.
+
+    Gloo's threads may still hold a tensor of the last collective, and a thread that needs Python while Python ends
+    aborts the process: a job whose work was done would fail. After an exception nothing is done here: it may have
+    left a collective that will never end, and the job fails in any case.
+    """
+    if dist.is_initialized() and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()

@@ -1,0 +1,155 @@
+"""Follow a plan file as one rank sees it: per step, the micro-batches that this rank takes part in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from fcp_cli.arrays import IntArray
+from fcp_cli.errors import RunError
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.ring_order import ring_order
+from fcp_cli.plan.step import MicroBatch, StepPlan
+from fcp_cli.runtime.data.followed_plans import note_follower
+from fcp_cli.runtime.data.prefetch import Prefetched
+
+_STEPS_AHEAD = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankStep:
+    """A step as one rank runs it.
+
+    Attributes:
+        step: optimizer step.
+        rows: this rank's micro-batches, in the step's global order; at least one, which may be an idle row. Their
+            ranks stand as they stand around the ring.
+        makespan_seconds, bound_seconds: prediction and lower bound for the whole step.
+        tokens: of the global batch.
+        loss_tokens: of the global batch, where the last token of each sequence has no next token to predict.
+        sequences: of the global batch.
+        waves: with each of `rows` all micro-batches of its wave, where their ranks share the encoder's work; else none.
+    """
+
+    step: int
+    rows: tuple[MicroBatch, ...]
+    makespan_seconds: float
+    bound_seconds: float
+    tokens: int
+    loss_tokens: int
+    sequences: int
+    waves: tuple[tuple[MicroBatch, ...], ...] = ()
+
+
+def orders_of_rank(plan: StepPlan, rank: int) -> IntArray:
+    """Return the micro-batches of a step that a rank takes part in, in the step's order."""
+    # The ranks of all rows lie back to back: an entry belongs to the last row that begins at or before it.
+    orders: IntArray = np.searchsorted(plan.rank_offsets, np.flatnonzero(plan.ranks == rank), side="right") - 1
+    return orders
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankView:
+    """Sees planned steps as one rank runs them.
+
+    Attributes:
+        path, metadata: of the plan.
+        rank: global rank.
+        ascending: leave the ranks of groups ascending, as torch has them in a process group.
+    """
+
+    path: Path
+    metadata: PlanMetadata
+    rank: int
+    ascending: bool = False
+
+    def step(self, plan: StepPlan) -> RankStep:
+        """Return a planned step as the rank runs it.
+
+        Raises:
+            RunError: the step has no row for the rank.
+        """
+        rows = orders_of_rank(plan, self.rank)
+        if not len(rows):
+            raise RunError(
+                f"{self.path}: step {plan.step} has no micro-batch for rank {self.rank}; see 'fcp check {self.path}'"
+            )
+        tokens = int(plan.lengths.sum(dtype=np.int64))
+        return RankStep(
+            step=plan.step,
+            rows=tuple(self._row(plan, int(i)) for i in rows),
+            makespan_seconds=plan.makespan_seconds,
+            bound_seconds=plan.bound_seconds,
+            tokens=tokens,
+            loss_tokens=tokens - len(plan.lengths),
+            sequences=len(plan.lengths),
+            waves=self._waves(plan, rows),
+        )
+
+    def _waves(self, plan: StepPlan, rows: IntArray) -> tuple[tuple[MicroBatch, ...], ...]:
+        if self.metadata.encoder_balance is None:
+            return ()
+        wanted = plan.wave[rows]
+        return tuple(tuple(self._row(plan, i) for i in np.flatnonzero(plan.wave == wave).tolist()) for wave in wanted)
+
+    def _row(self, plan: StepPlan, order: int) -> MicroBatch:
+        row = plan.microbatch(order)
+        if self.ascending:
+            return row
+        return replace(row, ranks=ring_order(row.ranks, self.metadata.ranks_per_node, row.heads_degree))
+
+
+class PlanCursor:
+    """An iterator over this rank's steps from `first_step` on, read ahead by a few steps in a background thread.
+
+    Memory does not grow with the plan: one row group of the file and a few steps are held.
+
+    Args:
+        path: a plan file.
+        rank: global rank.
+        first_step: optimizer step to begin with, for a resumed run.
+        ahead: steps read ahead; 0 reads in the calling thread.
+        ascending: leave the ranks of groups ascending, as torch has them in a process group, for rings that run in one.
+
+    Raises:
+        PlanError: the file is missing or damaged; also while iterating.
+        RunError: `first_step` lies beyond the plan; while iterating, a step is missing or has no row for this rank.
+    """
+
+    def __init__(
+        self, path: Path, rank: int, *, first_step: int = 0, ahead: int = _STEPS_AHEAD, ascending: bool = False
+    ) -> None:
+        self._reader = PlanReader(path)
+        self._view = RankView(path=path, metadata=self._reader.metadata, rank=rank, ascending=ascending)
+        note_follower(path)
+        self.path = path
+        self.rank = rank
+        if first_step < self.metadata.first_step:
+            raise RunError(
+                f"step {first_step} is not in {path}, which continues from step {self.metadata.first_step} of a run; "
+                f"load its checkpoint and pass first_step={self.metadata.first_step}"
+            )
+        if first_step > self.metadata.end_step:
+            raise RunError(
+                f"step {first_step} is not in {path}, which ends after {self.metadata.end_step} steps; "
+                "plan more with 'fcp plan --epochs'"
+            )
+        self._steps = Prefetched(self._read(first_step), depth=ahead, name="fcp-plan-cursor")
+
+    @property
+    def metadata(self) -> PlanMetadata:
+        return self._reader.metadata
+
+    def __iter__(self) -> Iterator[RankStep]:
+        return iter(self._steps)
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._steps.close()
+
+    def _read(self, first_step: int) -> Iterator[RankStep]:
+        return map(self._view.step, self._reader.steps(first_step))

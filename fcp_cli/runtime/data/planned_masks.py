@@ -1,0 +1,58 @@
+"""Give sequences the masks that they were planned with, and stop where data comes with others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fcp_cli.errors import RunError
+from fcp_cli.masks import Mask, MaskedSequence, MaskRows, described
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.runtime.data.joined import JoinedSequences
+from fcp_cli.runtime.data.loader import Fetch
+from fcp_cli.vision.parts import VisualSequence
+
+
+def with_planned_masks(fetch: Fetch, metadata: PlanMetadata) -> Fetch:
+    """Return a fetch whose sequences have the plan's masks; the same one where the plan keeps none."""
+    masks = metadata.mask_rows
+    return fetch if masks is None else _Planned(fetch, masks, metadata.manifest.name)
+
+
+class _Planned:
+    """A fetch whose sequences have the masks of a manifest."""
+
+    def __init__(self, fetch: Fetch, masks: MaskRows, name: str) -> None:
+        self._fetch, self._masks, self._name = fetch, masks, name
+
+    def __call__(self, row: int) -> Any:
+        """Return what was fetched, with its mask.
+
+        Raises:
+            RunError: it has another one already, or can have none.
+        """
+        found, mask = self._fetch(row), self._masks.mask(int(row))
+        if isinstance(found, MaskedSequence) or (isinstance(found, VisualSequence) and not found.mask.is_causal):
+            require_same(found.mask, mask, row, len(found.tokens), self._name)
+            return found
+        if mask.is_causal:
+            return found
+        if isinstance(found, JoinedSequences):
+            raise RunError(
+                f"row {row} of the data joins several sequences, but was planned with one mask ({described(mask)}); "
+                "plan sequences that are joined without --mask"
+            )
+        if isinstance(found, VisualSequence):
+            return replace(found, mask=mask)
+        tokens, labels = found if isinstance(found, tuple) else (found, None)
+        return MaskedSequence(tokens=tokens, labels=labels, mask=mask)
+
+
+def require_same(found: Mask, planned: Mask, row: int, tokens: int, name: str) -> None:
+    """Raise RunError where a sequence of so many tokens comes with another mask than it was planned with."""
+    if found != planned and found.areas(tokens) != planned.areas(tokens):
+        raise RunError(
+            f"row {row} of the data comes with another mask ({described(found)}) than it has in the plan's manifest "
+            f"{name} ({described(planned)}); build the manifest from these data with 'fcp manifest build --mask', and "
+            "plan again"
+        )

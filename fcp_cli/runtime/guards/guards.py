@@ -1,0 +1,124 @@
+"""What a session looks at while a loop runs, so that one that would train wrong stops where it goes wrong.
+
+All of it is the host's: counters, hooks on the loss, and one number a step between hosts. A micro-batch pays a few
+microseconds (`python -m benchmarks.guards`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from fcp_cli.plan.step import MicroBatch
+from fcp_cli.runtime.agreement.step_agreement import SameData
+from fcp_cli.runtime.communication.world import World
+from fcp_cli.runtime.data.loader import Shard
+from fcp_cli.runtime.gradients import GradientSync
+from fcp_cli.runtime.guards.finite import LossWatch
+from fcp_cli.runtime.guards.first_passes import FirstPasses
+from fcp_cli.runtime.guards.on_nan import OnNan
+from fcp_cli.runtime.guards.trained import require_summed
+from fcp_cli.runtime.ring_attention.ring import Ring
+
+NO_BACKWARD = (
+    "no backward of its loss was run: gradients are summed over ranks when the loop over the step ends, so call "
+    "backward inside it, for every micro-batch"
+)
+OTHER_LOSS = (
+    "backward was called on a loss that the micro-batch did not make, and a mean of a rank's own weighs tokens by how "
+    "the plan packed them: use microbatch.loss(logits), or microbatch.normalised(sum of token losses)"
+)
+
+
+class Guards:
+    """The checks of one call of `Session.steps`.
+
+    Attributes:
+        sync: how gradients are summed.
+        on_nan: what becomes of a loss that is not finite.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        sync: GradientSync,
+        *,
+        model: nn.Module | GradientSync | None,
+        on_nan: OnNan,
+        watch: LossWatch,
+    ) -> None:
+        self.sync = sync
+        self.on_nan = on_nan
+        self._world = world
+        self._watch = watch
+        self._most_forwards = self._most_backwards = 0
+        self._first_passes: FirstPasses | None = FirstPasses(world)
+        self._is_model_missing = model is None
+        self._is_walked = world.size == 1  # then there is nothing to sum
+
+    def place(self, step: int, row: MicroBatch) -> str:
+        """Return where a rank is, for messages."""
+        return f"step {step}, micro-batch {row.order}, rank {self._world.rank}"
+
+    def same_data(self, step: int, shards: tuple[Shard, ...]) -> SameData | None:
+        """Begin to compare what the ranks of each ring were given; None where there is one rank."""
+        if self._world.size == 1:
+            return None
+        return SameData(self._world, step, [shard.digest for shard in shards if shard.digest is not None])
+
+    def expect_as_before(self, ring: Ring, order: int) -> None:
+        """Let a ring be used as often as the rank's rings before: ranks that differ would wait for each other.
+
+        Args:
+            ring, order: of a micro-batch.
+        """
+        ring.most_forwards, ring.most_backwards = self._most_forwards, self._most_backwards
+        if self._first_passes is not None:
+            self._first_passes.watch(ring, order)
+
+    def note_forwards(self, ring: Ring) -> None:
+        """Note the forwards of a micro-batch that is over."""
+        self._most_forwards = max(self._most_forwards, ring.forward_calls)
+
+    def note_backwards(self, rings: Iterable[Ring]) -> None:
+        """Note the backwards of a step that is over: a loop may hold them back until its last micro-batch."""
+        if self._first_passes is not None:
+            self._first_passes.end_step()
+            self._first_passes = None
+        self._most_backwards = max(self._most_backwards, *(ring.backward_calls for ring in rings))
+
+    def look(self) -> None:
+        """Raise RunError if a loss of an earlier micro-batch turned out not to be finite."""
+        self._watch.look()
+
+    def see_loss(self, place: str, row: MicroBatch, loss_sum: Tensor, loss: Tensor) -> None:
+        """Look at a loss that a micro-batch made.
+
+        Args:
+            place, row: of the micro-batch.
+            loss_sum: sum of its token losses (0-d, detached).
+            loss: this rank's share of the step's loss.
+
+        Raises:
+            RunError: it is not finite, or trains what is not summed over ranks.
+        """
+        if self.on_nan == "stop":
+            self._watch.note(place, row.sequences, loss_sum)
+        if not self._is_walked and loss.requires_grad:
+            self._is_walked = True
+            summed = self.sync.summed()
+            if summed is not None or self._is_model_missing:
+                ids = None if summed is None else frozenset(map(id, summed))
+                require_summed(loss, ids, ranks=self._world.size, place=place)
+
+    def is_skipped(self, losses: list[Tensor], device: torch.device) -> bool:
+        """Return whether a rank's loss is not finite and its step is to change nothing. Every rank calls it."""
+        if self.on_nan != "skip-step":
+            return False
+        bad = torch.zeros(1, device=device)
+        for loss in losses:
+            bad += ~torch.isfinite(loss)
+        self._world.all_reduce_sum(bad)
+        return bool(bad.item())

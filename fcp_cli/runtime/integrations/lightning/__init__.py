@@ -1,5 +1,0 @@
-"""Make Lightning's Trainer follow a plan: an unmodified script by hooks, a module that optimises itself by a loader."""
-
-from fcp_cli.runtime.integrations.lightning.loader import PlannedSteps
-
-__all__ = ["PlannedSteps"]

@@ -1,0 +1,374 @@
+"""The layout of a pack on a ring: exact, uneven zig-zag chunks of every sequence.
+
+A sequence of L tokens on a ring of degree d is cut into 2d chunks; chunk j has ``L // 2d + (j < L % 2d)`` tokens, so
+no token is padded and none is lost, whatever L is. Member r owns chunk r (its *front*) and chunk 2d-1-r (its *back*)
+of every sequence, which gives every member the same share of a causal triangle. A member's local buffer is the
+concatenation over the sequences of [front, back].
+
+Example: L = 10 tokens on d = 2 members, 2d = 4 chunks of 3, 3, 2 and 2 tokens:
+
+    position   0 1 2 | 3 4 5 | 6 7 | 8 9
+    member       0   |   1   |  1  |  0       member 0 holds [0 1 2 8 9], member 1 holds [3 4 5 6 7]
+
+Where sets of u members share the heads, the ring is one of sets: a set holds what a member of a ring of d / u would,
+and its members hold runs of that, one behind the other and equally long to within a token (`SetLayout`).
+
+Every shape follows from (lengths, degree, heads degree) alone, so ranks never exchange sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from fcp_cli.arrays import IntArray
+from fcp_cli.masks import CAUSAL, Mask
+from fcp_cli.runtime.layouts.masked_chunks import MaskedChunks, Piece, joined_calls
+
+Value = TypeVar("Value")
+
+# A layout holds a few bytes per token of the rank that asks; a step rarely has more than a few dozen micro-batches.
+CACHED_LAYOUTS = 128
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segments:
+    """The sequences of one packed attention call, as host integers. No segment is empty on either side.
+
+    Attributes:
+        q_lengths, k_lengths: tokens of each segment's queries and of its keys.
+        causal: query i sees keys 0..i of its segment (then both lengths are equal); else every query sees every key.
+        window: of causal segments: a query sees so many keys at most, itself among them, and the last query the last
+            keys; a segment may then have more keys than queries.
+        memo: values that a kernel derived from the lengths, by `derived`; freed with the layout.
+    """
+
+    q_lengths: tuple[int, ...]
+    k_lengths: tuple[int, ...]
+    causal: bool
+    memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    window: int | None = None
+
+    def derived(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """Return `make()`, called once per key: a layout serves all layers of a model, and many micro-batches."""
+        if key not in self.memo:
+            self.memo[key] = make()
+        value: Value = self.memo[key]
+        return value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Rows of a member's local buffer: a slice where they are contiguous, else their positions.
+
+    Attributes:
+        span: the rows as (start, stop), or None if they are not contiguous.
+        positions: [n] int64, set where `span` is None.
+        memo: the positions as a tensor, once per device.
+    """
+
+    span: tuple[int, int] | None
+    positions: IntArray | None = None
+    memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hop:
+    """The work of one member while it holds one member's keys and values.
+
+    Attributes:
+        q_rows: its own rows that take part.
+        k_rows: the rows of the source's buffer that take part.
+        segments: the packed attention call over those rows.
+    """
+
+    q_rows: Rows
+    k_rows: Rows
+    segments: Segments
+
+
+class Runs(NamedTuple):
+    """Chunks of a member, in the order of its buffer: [chunks] their sequences, where they start there, and sizes."""
+
+    sequences: IntArray
+    starts: IntArray
+    sizes: IntArray
+
+
+class ShardLayout:
+    """Exact uneven zig-zag layout of one pack on a ring. Immutable; get it from `shard_layout`, which caches.
+
+    Args:
+        lengths: tokens of each sequence of the pack, each >= 1; may be empty (an idle rank).
+        degree: members of the ring, >= 1.
+    """
+
+    __slots__ = ("_backs", "_fronts", "_hops", "_q_rows", "_tokens", "degree", "lengths")
+
+    heads_degree = 1
+    """Members that share the heads of what they hold together."""
+
+    masks: tuple[Mask, ...] = ()
+    """Of each sequence; none: all are causal."""
+
+    def __init__(self, lengths: tuple[int, ...], degree: int) -> None:
+        assert degree >= 1, degree
+        assert all(length >= 1 for length in lengths), lengths
+        self.lengths = lengths
+        self.degree = degree
+        chunk, extra = np.divmod(np.asarray(lengths, dtype=np.int64), 2 * degree)
+        sizes = chunk[:, None] + (np.arange(2 * degree) < extra[:, None])  # [sequences, 2d]
+        self._fronts = sizes[:, :degree].T  # [degree, sequences]
+        self._backs = sizes[:, : degree - 1 : -1].T
+        self._tokens: list[int] = (self._fronts + self._backs).sum(axis=1).tolist()
+        self._hops: dict[tuple[int, int, bool], tuple[Hop, ...]] = {}
+        self._q_rows: dict[Hashable, tuple[Rows, ...]] = {}
+
+    def __repr__(self) -> str:
+        return f"ShardLayout(lengths={self.lengths}, degree={self.degree})"
+
+    @property
+    def ring(self) -> ShardLayout:
+        """Return who holds what around the ring: members, or sets of them that share the heads."""
+        return self
+
+    @property
+    def total_tokens(self) -> int:
+        """Return the tokens of the whole pack."""
+        return sum(self._tokens)
+
+    @property
+    def most_tokens(self) -> int:
+        """Return the tokens of the member that holds most, which a receive buffer must fit."""
+        return max(self._tokens)
+
+    def tokens(self, index: int) -> int:
+        """Return how many tokens member `index` holds."""
+        return self._tokens[index]
+
+    def fronts(self, index: int) -> IntArray:
+        """Return [sequences] the tokens of member `index`'s front chunk of each sequence; may be 0."""
+        fronts: IntArray = self._fronts[index]
+        return fronts
+
+    def backs(self, index: int) -> IntArray:
+        """Return [sequences] the tokens of member `index`'s back chunk of each sequence; may be 0."""
+        backs: IntArray = self._backs[index]
+        return backs
+
+    def position_ids(self, index: int) -> IntArray:
+        """Return [tokens(index)] the position of each local token within its own sequence."""
+        return self._places(index)
+
+    def index(self, index: int) -> IntArray:
+        """Return [tokens(index)] the position of each local token in the whole pack; ``pack[index]`` is the shard."""
+        bases = _offsets(np.asarray(self.lengths, dtype=np.int64))
+        return self._places(index) + np.repeat(bases, self._owned(index))
+
+    def hops(self, member: int, source: int, *, packed: bool = True) -> tuple[Hop, ...]:
+        """Return the work of `member` with the keys and values of `source`; none where no query meets a key.
+
+        Chunks are ordered in time: those of an earlier source's front come before all of the member's tokens, those
+        of a later source come between the member's front and its back. Only the member's own chunks need a causal
+        mask.
+
+        Args:
+            member: place in the ring of the rank that computes.
+            source: place of the rank whose keys it holds.
+            packed: all sequences in one call, whose rows need not be contiguous; else one call per sequence, whose
+                rows are.
+        """
+        key = (member, source, packed)
+        if key not in self._hops:
+            self._hops[key] = self._make_hops(member, source, packed)
+        return self._hops[key]
+
+    def _places(self, index: int) -> IntArray:
+        """Return [tokens(index)] where each local token stands in its sequence."""
+        _, starts, sizes = self.runs(index)
+        return np.arange(self._tokens[index], dtype=np.int64) + np.repeat(starts - _offsets(sizes), sizes)
+
+    def _owned(self, index: int) -> IntArray:
+        """Return [sequences] the tokens of each that a member holds."""
+        owned: IntArray = self._fronts[index] + self._backs[index]
+        return owned
+
+    def runs(self, index: int) -> Runs:
+        """Return the chunks that member `index` holds: [front_0, back_0, front_1, back_1, ...]; may be empty."""
+        lengths = np.asarray(self.lengths, dtype=np.int64)
+        sizes = np.stack((self._fronts[index], self._backs[index]), axis=1).ravel()
+        chunks = np.array((index, 2 * self.degree - 1 - index))
+        chunk, extra = np.divmod(lengths, 2 * self.degree)
+        starts = chunks * chunk[:, None] + np.minimum(chunks, extra[:, None])
+        return Runs(np.repeat(np.arange(len(lengths)), 2), starts.ravel(), sizes)
+
+    def _make_hops(self, member: int, source: int, packed: bool) -> tuple[Hop, ...]:
+        fronts, owned = self._fronts, self._fronts + self._backs
+        if source == member:
+            q_sizes = k_sizes = owned[member]
+        elif source < member:
+            q_sizes, k_sizes = owned[member], fronts[source]
+        else:
+            q_sizes, k_sizes = self._backs[member], owned[source]
+        # The back of a sequence starts after its front in the local buffer.
+        q_starts = _offsets(owned[member]) + (fronts[member] if source > member else 0)
+        k_starts = _offsets(owned[source])
+        # A sequence of fewer than 2d tokens has empty chunks, which kernels do not take.
+        live = np.flatnonzero((q_sizes > 0) & (k_sizes > 0))
+        # One call for all live sequences, or one for each; where none is live, both give no call.
+        calls = [live] if packed and live.size else live[:, None]
+        # Hops of later members meet the same queries: as one object, which is gathered once for all of them.
+        key = (member, source > member, packed, live.tobytes())
+        if key not in self._q_rows:
+            self._q_rows[key] = tuple(_rows(q_starts[i], q_sizes[i]) for i in calls)
+        return tuple(
+            Hop(
+                q_rows=q_rows,
+                k_rows=_rows(k_starts[i], k_sizes[i]),
+                segments=Segments(tuple(q_sizes[i].tolist()), tuple(k_sizes[i].tolist()), source == member),
+            )
+            for q_rows, i in zip(self._q_rows[key], calls, strict=True)
+        )
+
+
+class MaskedLayout(ShardLayout):
+    """Layout of a pack in which a sequence has a mask: zig-zag chunks of the stretches that its mask cuts it into.
+
+    The sequences without one lie as they otherwise do, and take part in the same calls.
+
+    Args:
+        lengths, degree: as of any layout.
+        masks: of each sequence.
+    """
+
+    __slots__ = ("_sequences", "masks")
+
+    def __init__(self, lengths: tuple[int, ...], degree: int, masks: tuple[Mask, ...]) -> None:
+        self.lengths = lengths
+        self.degree = degree
+        self.masks = masks
+        self._sequences = [MaskedChunks(mask, length, degree) for mask, length in zip(masks, lengths, strict=True)]
+        self._tokens = np.sum([one.tokens for one in self._sequences], axis=0).tolist()
+        self._hops = {}
+
+    def __repr__(self) -> str:
+        return f"MaskedLayout(lengths={self.lengths}, degree={self.degree}, masks={self.masks})"
+
+    def position_ids(self, index: int) -> IntArray:
+        positions = [mask.position_ids(length) for mask, length in zip(self.masks, self.lengths, strict=True)]
+        return np.concatenate(positions)[self.index(index)]
+
+    def _owned(self, index: int) -> IntArray:
+        return np.array([one.tokens[index] for one in self._sequences], dtype=np.int64)
+
+    def runs(self, index: int) -> Runs:
+        starts, sizes = zip(*(one.runs(index) for one in self._sequences), strict=True)
+        sequences = np.repeat(np.arange(len(sizes)), [len(of_one) for of_one in sizes])
+        return Runs(sequences, np.concatenate(starts), np.concatenate(sizes))
+
+    def _make_hops(self, member: int, source: int, packed: bool) -> tuple[Hop, ...]:
+        calls = joined_calls([one.calls(member, source) for one in self._sequences])
+        if not packed:
+            calls = [[piece] for call in calls for piece in call]
+        q_bases, k_bases = _offsets(self._owned(member)), _offsets(self._owned(source))
+        return tuple(_hop(call, q_bases, k_bases) for call in calls)
+
+
+class SetLayout(ShardLayout):
+    """Layout of one pack on a group whose sets of members share the heads: the ring's layout of sets, cut further.
+
+    Member i is in set i // u, which holds what member i // u of a ring of d / u members would: T tokens. Its i % u-th
+    member holds the i % u-th run of them, of T // u tokens, and one more for the first T % u members.
+
+    Args:
+        lengths: as of the ring.
+        degree: members, a multiple of `heads_degree`.
+        heads_degree: members of a set, >= 2.
+        masks: as of the ring.
+    """
+
+    __slots__ = ("_ring", "_starts", "heads_degree", "masks")
+
+    def __init__(self, lengths: tuple[int, ...], degree: int, heads_degree: int, masks: tuple[Mask, ...] = ()) -> None:
+        assert degree % heads_degree == 0, (degree, heads_degree)
+        self.lengths = lengths
+        self.degree = degree
+        self.heads_degree = heads_degree
+        self.masks = masks
+        self._ring = shard_layout(lengths, degree // heads_degree, *([1, masks] if masks else []))
+        held = np.array([self._ring.tokens(place) for place in range(self._ring.degree)], dtype=np.int64)
+        run, extra = np.divmod(held, heads_degree)
+        sizes = run[:, None] + (np.arange(heads_degree) < extra[:, None])  # [sets, u]
+        self._tokens = sizes.ravel().tolist()
+        self._starts: list[int] = (np.cumsum(sizes, axis=1) - sizes).ravel().tolist()
+
+    def __repr__(self) -> str:
+        return f"SetLayout(lengths={self.lengths}, degree={self.degree}, heads_degree={self.heads_degree})"
+
+    @property
+    def ring(self) -> ShardLayout:
+        return self._ring
+
+    def position_ids(self, index: int) -> IntArray:
+        return self._own_run(index, self._ring.position_ids(index // self.heads_degree))
+
+    def index(self, index: int) -> IntArray:
+        return self._own_run(index, self._ring.index(index // self.heads_degree))
+
+    def _own_run(self, index: int, of_set: IntArray) -> IntArray:
+        return of_set[self._starts[index] : self._starts[index] + self._tokens[index]]
+
+
+@lru_cache(maxsize=CACHED_LAYOUTS)
+def shard_layout(
+    lengths: tuple[int, ...], degree: int, heads_degree: int = 1, masks: tuple[Mask, ...] = ()
+) -> ShardLayout:
+    """Return the layout of a pack on a group; cached, so micro-batches of equal shape share it.
+
+    Args:
+        lengths: tokens of each sequence.
+        degree: members of the group.
+        heads_degree: how many of them, one beside the other, share the heads; divides `degree`.
+        masks: of each sequence; none: all are causal.
+    """
+    if heads_degree > 1:
+        return SetLayout(lengths, degree, heads_degree, masks)
+    return (
+        MaskedLayout(lengths, degree, masks) if any(mask != CAUSAL for mask in masks) else ShardLayout(lengths, degree)
+    )
+
+
+def _offsets(sizes: IntArray) -> IntArray:
+    """Return the exclusive prefix sum."""
+    return np.cumsum(sizes) - sizes
+
+
+def _hop(call: list[tuple[int, Piece]], q_bases: IntArray, k_bases: IntArray) -> Hop:
+    """Make the call of some pieces, whose rows count from where their sequences begin."""
+    return Hop(
+        q_rows=_rows_of(np.concatenate([piece.queries + q_bases[sequence] for sequence, piece in call])),
+        k_rows=_rows_of(np.concatenate([piece.keys + k_bases[sequence] for sequence, piece in call])),
+        segments=Segments(
+            tuple(len(piece.queries) for _, piece in call),
+            tuple(len(piece.keys) for _, piece in call),
+            call[0][1].causal,
+        ),
+    )
+
+
+def _rows_of(positions: IntArray) -> Rows:
+    first, total = int(positions[0]), len(positions)
+    is_span = np.array_equal(positions, np.arange(first, first + total))
+    return Rows((first, first + total)) if is_span else Rows(None, positions)
+
+
+def _rows(starts: IntArray, sizes: IntArray) -> Rows:
+    total = int(sizes.sum())
+    first = int(starts[0])
+    if total == int(starts[-1] + sizes[-1]) - first:
+        return Rows((first, first + total))
+    return Rows(None, np.arange(total, dtype=np.int64) + np.repeat(starts - _offsets(sizes), sizes))

@@ -1,0 +1,79 @@
+"""The group of one micro-batch as one of its members sees it: the part that every framework's ring has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fcp_cli.errors import RunError
+from fcp_cli.runtime.layouts.layout import Hop, ShardLayout
+
+
+class RingMember:
+    """One member's place in a ring, and its work there. Cheap to make: nothing is communicated.
+
+    Not a dataclass: FSDP2 copies those among a module's arguments, and the calls of a copy would not be counted here.
+
+    Attributes:
+        layout: which tokens each member holds.
+        index: this member's place in `ranks`.
+        ranks: global ranks of the members, in ring order.
+        attention_calls: how often `attention` ran on it; the session stops a job whose model never calls it.
+    """
+
+    __slots__ = ("attention_calls", "index", "layout", "ranks")
+
+    def __init__(self, layout: ShardLayout, index: int, ranks: tuple[int, ...]) -> None:
+        assert len(ranks) == layout.degree, (ranks, layout)
+        assert 0 <= index < len(ranks), index
+        self.layout = layout
+        self.index = index
+        self.ranks = ranks
+        self.attention_calls = 0
+
+    @property
+    def degree(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def heads_degree(self) -> int:
+        """Return how many members share the heads of what they hold together; 1: each has all heads."""
+        return self.layout.heads_degree
+
+    @property
+    def tokens(self) -> int:
+        """Return how many tokens this member holds, without padding."""
+        return self.layout.tokens(self.index)
+
+    def source(self, hop: int) -> int:
+        """Return the member whose keys and values this one holds at `hop`: its own at hop 0, then its predecessors'."""
+        return (self.index - hop) % self.degree
+
+    def work(self, hop: int, *, packed: bool = True) -> tuple[Hop, ...]:
+        """Return this member's work at `hop`; see `ShardLayout.hops`."""
+        return self.layout.hops(self.index, self.source(hop), packed=packed)
+
+    def check_shapes(self, q: Any, k: Any, v: Any) -> None:
+        """Check that queries, keys and values [1, heads, tokens, head_dim] of any framework are this member's shard.
+
+        Heads of values may have a size of their own.
+
+        Raises:
+            RunError: they are not.
+        """
+        if q.ndim != 4 or q.shape[0] != 1:
+            raise RunError(
+                f"attention takes q of shape [1, heads, tokens, head_dim], got {tuple(q.shape)}: pack the batch"
+            )
+        if k.shape[:3] != v.shape[:3] or k.shape[2:] != q.shape[2:] or k.shape[0] != 1 or q.shape[1] % k.shape[1]:
+            raise RunError(f"k {tuple(k.shape)} and v {tuple(v.shape)} do not fit q {tuple(q.shape)}")
+        shared = self.heads_degree
+        if q.shape[1] % shared or (k.shape[1] % shared and shared % k.shape[1]):
+            raise RunError(
+                f"the plan shares heads among {shared} ranks, which {q.shape[1]} query heads and {k.shape[1]} "
+                "key/value heads cannot be; plan with 'fcp plan --attention ring', or for the model that you train"
+            )
+        if q.shape[2] < self.tokens:
+            raise RunError(
+                f"rank {self.ranks[self.index]} holds {self.tokens} tokens of this micro-batch, but q has "
+                f"{q.shape[2]}: feed the model the micro-batch's own shard"
+            )

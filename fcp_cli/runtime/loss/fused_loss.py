@@ -1,0 +1,88 @@
+"""Cross entropy of a linear head by the kernels of other libraries, where they are installed and can do it.
+
+They hold no logits either, and on a GPU take less time than `chunked_loss`, which stands in for them everywhere else.
+Cut cross entropy is asked for its exact variant: by default it leaves small gradients out.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from fcp_cli.runtime.loss.chunked_loss import chunked_token_loss_sum, product_dtype
+from fcp_cli.runtime.loss.labels import IGNORED
+
+FusedLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
+"""From hidden [n, W], weight [V, W], bias [V] and labels [n] to the sum of the labelled tokens' losses."""
+
+
+_HOSTS = frozenset({"cpu"})  # devices for which no library has a kernel
+
+
+def linear_token_loss_sum(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+    """Do what `chunked_token_loss_sum` does, on an accelerator by the best kernel that is installed and works there."""
+    dtype = product_dtype(hidden)
+    # In fp32 the kernels multiply in TF32, and none of them expects a rank without labelled tokens.
+    if hidden.device.type not in _HOSTS and dtype in (torch.bfloat16, torch.float16) and len(labels):
+        cast = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        for name in list(_installed()):
+            found = _attempt(name, *cast, labels)
+            if found is not None:
+                return found
+    return chunked_token_loss_sum(hidden, weight, bias, labels)
+
+
+def _attempt(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor | None:
+    """Return a library's sum in fp32, or None, and never again, where it fails: by device, version or compiler."""
+    try:
+        return _installed()[name](hidden, weight, bias, labels).float()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        warnings.warn(f"the loss is computed without {name}, which failed: {reason}", stacklevel=2)
+        del _installed()[name]
+        return None
+
+
+@cache
+def _installed() -> dict[str, FusedLoss]:
+    """Return the libraries that import here, best first."""
+    makers = {"cut_cross_entropy": _cut_cross_entropy, "liger_kernel": _liger}
+    return {name: loss for name, make in makers.items() if (loss := _import(make)) is not None}
+
+
+def _import(make: Callable[[], FusedLoss]) -> FusedLoss | None:
+    try:
+        return make()
+    except Exception:  # absent, or without its driver, or not fitting another library, in whatever way
+        return None
+
+
+def _cut_cross_entropy() -> FusedLoss:
+    from cut_cross_entropy import linear_cross_entropy
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+        each: Tensor = linear_cross_entropy(
+            hidden, weight, labels, bias=bias, ignore_index=IGNORED, reduction="none", impl="cce_exact"
+        )
+        return each.float().sum()
+
+    return loss
+
+
+def _liger() -> FusedLoss:
+    from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+
+    kernel = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORED, reduction="sum", accum_dtype=torch.float32)
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+        total: Tensor = kernel(weight, hidden, labels, bias)
+        return total
+
+    return loss

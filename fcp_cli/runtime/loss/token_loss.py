@@ -1,0 +1,78 @@
+"""The loss whose gradient no plan can change: the sum of token losses / tokens of the global batch.
+
+Every rank adds its own tokens' share and gradients are summed over ranks, so it does not matter which rank ran which
+sequence with whom. A mean per group or per rank would weigh tokens by how the plan happened to pack them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fcp_cli.errors import RunError
+from fcp_cli.runtime.loss.fused_loss import linear_token_loss_sum
+from fcp_cli.runtime.loss.labels import IGNORED
+
+_GATHERED_SHARE = 0.9  # of tokens with labels, up to which copying their rows costs less than it saves
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Labels:
+    """The labels of one rank's tokens.
+
+    Attributes:
+        values: [1, tokens] int64, `IGNORED` where there is nothing to predict.
+        rows: [labelled] int64, the tokens that have one; None where nearly all have.
+    """
+
+    values: Tensor
+    rows: Tensor | None = None
+
+
+def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the sum of the labelled tokens' cross entropies, in at least fp32; 0 (with zero gradients) where none is.
+
+    Args:
+        logits: [1, tokens, vocabulary].
+        labels: [1, tokens] int64, `IGNORED` where there is nothing to predict.
+    """
+    precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return functional.cross_entropy(precise.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def head_loss_sum(hidden: Tensor, head: nn.Linear | Tensor, labels: Labels) -> Tensor:
+    """Return what `token_loss_sum` returns for the logits of a head, of which it never holds more than a part.
+
+    Args:
+        hidden: [1, tokens, width], what the head would be given.
+        head: a linear layer, or its weight [vocabulary, width]; it may be frozen, or tied to the embedding.
+        labels: of the tokens.
+
+    Raises:
+        RunError: the head's weight is a shard of it.
+    """
+    weight, bias = (head, None) if isinstance(head, Tensor) else (head.weight, head.bias)
+    if hasattr(weight, "device_mesh"):
+        raise RunError(
+            "the head's weight is sharded outside the model's forward; for a model of transformers, pass "
+            "labels=microbatch.labels to the model and its loss to microbatch.normalised, else call loss_of inside the "
+            "model's forward"
+        )
+    rows, values = hidden.flatten(0, 1), labels.values.flatten()
+    if labels.rows is not None:
+        rows, values = rows.index_select(0, labels.rows), values.index_select(0, labels.rows)
+    return linear_token_loss_sum(rows, weight, bias, values)
+
+
+def labelled_rows(labels: Tensor) -> Tensor | None:
+    """Return [labelled] which tokens of labels [1, tokens] have one; None where leaving out the others is no gain."""
+    rows = (labels[0] != IGNORED).nonzero().squeeze(1)
+    return rows if len(rows) <= _GATHERED_SHARE * labels.shape[1] else None
+
+
+def next_token_labels(tokens: Tensor) -> Tensor:
+    """Return [n] the label of each token of one sequence: the next token, `IGNORED` at the end."""
+    return torch.cat((tokens[1:], tokens.new_full((1,), IGNORED)))

@@ -1,0 +1,1 @@
+"""Attention of a group over its shards: rings, windows with halos, and Ulysses."""

@@ -1,0 +1,361 @@
+"""Bring every chunk of a shard the rows around it, from the members that hold them, and gradients back to those.
+
+What looks back a few tokens, as attention in windows does, needs of the other members the last rows before each of a
+member's chunks, its *halo*, and not the rest of the pack; where a mask lets a span of tokens see itself both ways,
+those of its rows, too, that follow the chunk. Chunks that follow each other are held by members that stand beside each
+other in the ring, so a halo comes from there, over the ring's own connections: in round n every member sends the next
+one what it needs of the member n places before, then the previous one what it needs of the member n places behind.
+
+    front chunks  0 -> 1 -> .. -> d-1         back chunks  d -> d+1 -> .. -> 2d-1
+    members       0 -> 1 -> .. -> d-1                      d-1 -> d-2 -> .. -> 0
+
+Where chunks are shorter than the halo, a second round so passes on what came in the first, and so forth. Who stands
+between a row and who looks at it holds chunks between them and needs the row, too, so each row arrives once, and none
+that nobody looks at; but for those of masks, who cut sequences so short that a member may have nothing to look with.
+Backward goes through the rounds from the last to the first, the other way, and sums gradients as they come by.
+
+All sizes follow from the layout. Every round is a batch of one send and one receive for fronts and then one for backs,
+the same on all members, so the order stays common (`transport`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise, product
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fcp_cli.arrays import IntArray
+from fcp_cli.masks import Spans
+from fcp_cli.runtime.communication.transport import Handle, Transport, Waits
+from fcp_cli.runtime.layouts.layout import CACHED_LAYOUTS, Rows, Runs, ShardLayout
+from fcp_cli.runtime.ring_attention.rows import add_to_rows, rows_at, take
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Message:
+    """One batch of a round, as one member sees it.
+
+    Attributes:
+        to, source: places in the ring, before and after which there is nobody at its ends.
+        is_own: whether the rows sent are the member's own; else it received them in an earlier round.
+        sent: which of these rows; None for none.
+        num_sent: how many.
+        received: (start, stop) among the rows that the member receives; empty for none.
+    """
+
+    to: int
+    source: int
+    is_own: bool
+    sent: Rows | None
+    num_sent: int
+    received: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Halo:
+    """What one member of a ring looks back at. Get it from `halo_of`, which caches.
+
+    A *run* is a member's rows of a sequence that lie on end there: a chunk, or the two in the middle together.
+
+    Attributes:
+        index: the member's place in the ring.
+        tokens: rows that it holds.
+        received: rows that it gets from others.
+        rounds: messages, in the order of issue.
+        firsts: [runs] where each run starts in the member's buffer.
+        sizes: [runs] rows of each.
+        sequences, starts: [runs] the sequence of each, and where in it the run starts.
+        counts: [runs] rows that each looks back at; fewer than the reach where a sequence starts.
+        before: [sum(counts)] where these lie, in order, in a buffer of the member's rows and, behind, those received.
+        aheads: [runs] rows behind each that its last token sees by the sequence's mask.
+        after: [sum(aheads)] where these lie, as `before`.
+    """
+
+    index: int
+    tokens: int
+    received: int
+    rounds: tuple[tuple[Message, ...], ...]
+    firsts: IntArray
+    sizes: IntArray
+    sequences: IntArray
+    starts: IntArray
+    counts: IntArray
+    before: IntArray
+    aheads: IntArray
+    after: IntArray
+
+
+@lru_cache(maxsize=CACHED_LAYOUTS)
+def halo_of(layout: ShardLayout, index: int, reach: int) -> Halo:
+    """Return what member `index` of a ring looks back at, if each token looks back at `reach` before it.
+
+    Args:
+        layout: of the ring: `ShardLayout.ring` of a group's.
+        index: place in the ring.
+        reach: rows, >= 0.
+    """
+    return _Lanes(layout, reach).halo(index)
+
+
+class FetchedRows:
+    """A forward exchange, whose first round is under way once this is made.
+
+    Args:
+        kind: what travels, for records and messages.
+        halo: this member's part.
+        ranks: global ranks of the ring, in its order.
+        transport: carries the messages; None is enough where nothing is received.
+        tensors: [tokens, n, ...] each, of one type; a message has the rows of all.
+    """
+
+    def __init__(
+        self, kind: str, halo: Halo, ranks: tuple[int, ...], transport: Transport | None, *tensors: Tensor
+    ) -> None:
+        self._wire = _Wire(kind, halo, ranks, transport)
+        self._tensors = tensors
+        widths = [tensor.shape[1:].numel() for tensor in tensors]
+        self._columns = [slice(*ends) for ends in pairwise(accumulate(widths, initial=0))]
+        self._received = tensors[0].new_empty(halo.received, sum(widths))
+        self._under_way = self._issue(0)
+
+    def rows(self) -> Waits[list[Tensor]]:
+        """Run what is left of the exchange; yield the handles it waits for.
+
+        Returns:
+            [halo.received, n, ...] per tensor; its last dimension is contiguous.
+        """
+        for number in range(len(self._wire.halo.rounds)):
+            if number:
+                self._under_way = self._issue(number)
+            for handle, _ in self._under_way:
+                yield handle
+        self._under_way = []
+        return [
+            self._received[:, column].view(-1, *tensor.shape[1:])
+            for tensor, column in zip(self._tensors, self._columns, strict=True)
+        ]
+
+    def _issue(self, number: int) -> list[tuple[Handle, Tensor | None]]:
+        under_way = []
+        for message in self._wire.messages(number):
+            sent = None if message.sent is None else self._sent(message, message.sent)
+            start, stop = message.received
+            received = self._received[start:stop] if stop > start else None
+            # What is sent must live until it has left.
+            under_way.append((self._wire.start(sent, message.to, received, message.source), sent))
+        return under_way
+
+    def _sent(self, message: Message, rows: Rows) -> Tensor:
+        if not message.is_own:
+            return take(self._received, rows)
+        parts = [take(tensor, rows).flatten(1) for tensor in self._tensors]
+        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0].contiguous()
+
+
+class ReturnedRows:
+    """The backward of an exchange, whose first round is under way once this is made.
+
+    Args:
+        kind, halo, ranks, transport: as given to `FetchedRows`.
+        received: [halo.received, width] gradients of the rows that the forward received; changed in place.
+    """
+
+    def __init__(
+        self, kind: str, halo: Halo, ranks: tuple[int, ...], transport: Transport | None, received: Tensor
+    ) -> None:
+        self._wire = _Wire(kind, halo, ranks, transport)
+        self._received = received
+        self._last = len(halo.rounds) - 1
+        self._under_way = self._issue(self._last)
+
+    def add_to(self, own: Tensor) -> Waits[None]:
+        """Add what others' look-backs give to the gradients [tokens, width] of the own rows, in place.
+
+        Run what is left of the exchange for it; yield the handles it waits for.
+        """
+        for number in range(self._last, -1, -1):
+            if number < self._last:
+                self._under_way = self._issue(number)
+            for handle, message, arrived in self._under_way:
+                yield handle
+                if message.sent is not None and arrived is not None:
+                    add_to_rows(own if message.is_own else self._received, message.sent, arrived)
+        self._under_way = []
+
+    def _issue(self, number: int) -> list[tuple[Handle, Message, Tensor | None]]:
+        under_way = []
+        for message in self._wire.messages(number):
+            start, stop = message.received
+            sent = self._received[start:stop] if stop > start else None
+            count = message.num_sent
+            arrived = self._received.new_empty(count, self._received.shape[1]) if count else None
+            under_way.append((self._wire.start(sent, message.source, arrived, message.to), message, arrived))
+        return under_way
+
+
+class _Wire:
+    """Where the messages of a halo go."""
+
+    __slots__ = ("_kind", "_ranks", "_transport", "halo")
+
+    def __init__(self, kind: str, halo: Halo, ranks: tuple[int, ...], transport: Transport | None) -> None:
+        self.halo, self._kind, self._ranks, self._transport = halo, kind, ranks, transport
+
+    def messages(self, number: int) -> tuple[Message, ...]:
+        return self.halo.rounds[number] if self.halo.rounds else ()
+
+    def start(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> Handle:
+        assert self._transport is not None, "a ring of several members needs a transport"
+        size = len(self._ranks)  # beyond the ends of the ring nothing is sent, and no rank is asked
+        return self._transport.start(self._kind, sent, self._ranks[to % size], received, self._ranks[source % size])
+
+
+class _Lanes:
+    """Which rows of a pack travel to which member in which round."""
+
+    def __init__(self, layout: ShardLayout, reach: int) -> None:
+        self._layout, self._reach = layout, reach
+        lengths = np.asarray(layout.lengths, dtype=np.int64)
+        self._bases = np.cumsum(lengths) - lengths
+        held = [layout.runs(member) for member in range(layout.degree)]
+        starts = np.concatenate([self._bases[runs.sequences] + runs.starts for runs in held])
+        members = np.repeat(np.arange(layout.degree), [len(runs.sizes) for runs in held])
+        live = np.concatenate([runs.sizes for runs in held]) > 0
+        order = np.argsort(starts[live])
+        self._starts, self._members = starts[live][order], members[live][order]
+
+    def halo(self, index: int) -> Halo:
+        layout, received, rounds = self._layout, [np.empty(0, dtype=np.int64)], []
+        own, runs, num_received = layout.index(index), self._runs(index), 0
+        needed = self._needed_near(index)
+        for number in range(1, max((abs(rows.distances).max(initial=0) for rows in needed.values()), default=0) + 1):
+            batches = []
+            # What members before hold goes up the ring, what those behind hold goes down.
+            for step in (1, -1):
+                arrives = needed[index].from_afar(step * number)
+                leaves = needed[index + step].from_afar(step * number) if index + step in needed else arrives[:0]
+                if not arrives.size and not leaves.size:
+                    continue  # both ends know from the layout, and some back ends cannot send nothing
+                places = _positions(leaves, own, *received)
+                batches.append(
+                    Message(
+                        to=index + step,
+                        source=index - step,
+                        is_own=not places.size or bool(places[0] < own.size),
+                        sent=_rows_or_none(places, own.size),
+                        num_sent=places.size,
+                        received=(num_received, num_received + arrives.size),
+                    )
+                )
+                received.append(arrives)
+                num_received += arrives.size
+            if batches:
+                rounds.append(tuple(batches))
+        return Halo(
+            index=index,
+            tokens=own.size,
+            received=num_received,
+            rounds=tuple(rounds),
+            firsts=np.cumsum(runs.sizes) - runs.sizes,
+            sizes=runs.sizes,
+            starts=runs.starts,
+            sequences=runs.sequences,
+            counts=np.minimum(runs.starts, self._reach),
+            before=_positions(self._before(runs), own, *received),
+            aheads=self._aheads(runs),
+            after=_positions(self._after(runs), own, *received),
+        )
+
+    def _needed_near(self, index: int) -> dict[int, _Needed]:
+        """Return what a member and its neighbours get; both ends of a message work it out alike."""
+        degree = self._layout.degree
+        near = [member for member in (index - 1, index, index + 1) if 0 <= member < degree]
+        if not self._layout.masks:  # who stands between a row and who looks at it looks at it, too
+            return {member: self._needed(member) for member in near}
+        # One that holds nothing of a short stretch passes on what others look at beyond it.
+        looked = [self._needed(member) for member in range(degree)]
+        rows = {member: [looked[member].rows] for member in near}
+        for member, (other, of) in product(near, enumerate(looked)):
+            is_beyond = of.distances > other - member if other > member else of.distances < other - member
+            rows[member].append(of.rows[is_beyond & (other != member)])
+        return {member: self._from_others(member, np.unique(np.concatenate(parts))) for member, parts in rows.items()}
+
+    def _needed(self, member: int) -> _Needed:
+        """Return which rows of others a member looks at."""
+        runs = self._runs(member)
+        return self._from_others(member, np.unique(np.concatenate((self._before(runs), self._after(runs)))))
+
+    def _from_others(self, member: int, rows: IntArray) -> _Needed:
+        owners = self._members[np.searchsorted(self._starts, rows, side="right") - 1]
+        others = owners != member
+        return _Needed(rows[others], member - owners[others])
+
+    def _before(self, runs: Runs) -> IntArray:
+        """Return the rows of the pack that runs look back at."""
+        counts = np.minimum(runs.starts, self._reach)
+        return ranges(self._bases[runs.sequences] + runs.starts - counts, counts)
+
+    def _after(self, runs: Runs) -> IntArray:
+        """Return the rows of the pack that masks let runs see behind their last."""
+        return ranges(self._bases[runs.sequences] + runs.starts + runs.sizes, self._aheads(runs))
+
+    def _aheads(self, runs: Runs) -> IntArray:
+        counts = np.zeros_like(runs.sizes)
+        for sequence, mask in enumerate(self._layout.masks):
+            assert isinstance(mask, Spans), "chunk pairs have no windows"
+            own = np.flatnonzero(runs.sequences == sequence)
+            stops = runs.starts[own] + runs.sizes[own]
+            for start, stop in mask.seen_both_ways(self._layout.lengths[sequence]):
+                reaches = (start < stops) & (stops < stop)
+                counts[own[reaches]] = stop - stops[reaches]
+        return counts
+
+    def _runs(self, index: int) -> Runs:
+        """Return a member's runs: chunks that lie on end are one."""
+        runs = self._layout.runs(index)
+        runs = Runs(*(values[runs.sizes > 0] for values in runs))
+        follows = np.zeros(len(runs.sizes), dtype=np.bool_)
+        stops = runs.starts + runs.sizes
+        follows[1:] = (runs.sequences[1:] == runs.sequences[:-1]) & (runs.starts[1:] == stops[:-1])
+        firsts = np.flatnonzero(~follows)
+        sizes = np.add.reduceat(runs.sizes, firsts) if firsts.size else runs.sizes
+        return Runs(runs.sequences[firsts], runs.starts[firsts], sizes)
+
+
+class _Needed(NamedTuple):
+    """Rows of the pack that a member gets, ascending, and how many places before it who holds them stands."""
+
+    rows: IntArray
+    distances: IntArray
+
+    def from_afar(self, places: int) -> IntArray:
+        """Return the rows of the member so many places before, or behind."""
+        rows: IntArray = self.rows[self.distances == places]
+        return rows
+
+
+def ranges(starts: IntArray, sizes: IntArray) -> IntArray:
+    """Return [sum(sizes)] the numbers of each range on end."""
+    offsets = np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
+    ranges: IntArray = np.arange(int(sizes.sum()), dtype=np.int64) + offsets
+    return ranges
+
+
+def _positions(wanted: IntArray, *held: IntArray) -> IntArray:
+    """Return where rows of the pack lie in a buffer that holds some of them."""
+    rows = np.concatenate(held)
+    order = np.argsort(rows)
+    found: IntArray = order[np.searchsorted(rows, wanted, sorter=order)] if wanted.size else wanted
+    assert np.array_equal(rows[found], wanted), "a member lacks rows that it looks back at, or passes on"
+    return found
+
+
+def _rows_or_none(places: IntArray, own: int) -> Rows | None:
+    if not places.size:
+        return None
+    return rows_at(places if places[0] < own else places - own)

@@ -1,0 +1,174 @@
+"""The two passes of attention on any group, whatever mixes its tokens.
+
+Keys and values go around a ring (`ring_passes`). Attention in sliding windows runs no ring, but brings each chunk the
+rows before it (`windows`). Learned sinks enter when all of a row's keys have. Where sets of members share the
+heads (`shared_heads`), the members of a set exchange tokens for heads, and those of one place in all sets run a ring
+for their part of the heads.
+
+A sink is a learned logit per head in the softmax's denominator, without key and value. Kernels need
+not know of it. With s of a head and the lse and output of its keys alone,
+
+    lse' = logaddexp(lse, s),    out' = out exp(lse - lse'),
+
+and a backward that is given lse' and out' computes with the weights P' = exp(scores - lse') and sum(dout out') of each
+row, as it should: dq, dk and dv are exact. The gradient of s is that of a key whose weight is exp(s - lse') and whose
+value is zero: - exp(s - lse') sum(dout out'), summed over rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fcp_cli.runtime.communication.transport import Waits
+from fcp_cli.runtime.ring_attention.group_member import GroupMember, Kept
+from fcp_cli.runtime.ring_attention.ring_passes import ring_backward, ring_forward
+from fcp_cli.runtime.ring_attention.shared_heads import of_products, row_products
+from fcp_cli.runtime.ring_attention.windows import fits_in, window_backward, window_forward
+
+
+def group_forward(
+    member: GroupMember,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Waits[tuple[Tensor, Kept]]:
+    """Run the forward of one member of any group; yield the handles it waits for.
+
+    Args:
+        member: its view of the group.
+        q, k, v: [T, H, D], [T, G, D] and [T, G, Dv], T = member.tokens.
+        scale: factor on the scores.
+        window: tokens that a token attends to, itself among them; None for all before it.
+        sinks: [H] a logit for each head, to which no key belongs; None for none.
+        softcap: scores s become softcap * tanh(s / softcap), before sinks; None: they stay.
+
+    Returns:
+        out [T, H, Dv] in the type of q, and what `group_backward` needs.
+    """
+    if member.heads_degree == 1:
+        out, lse = yield from _forward(member, q, k, v, scale, window, sinks, softcap)
+        return out, Kept(q, k, v, out, lse)
+    exchange, heads = member.in_set(), q.shape[1]
+    q, k, v = yield from exchange.to_heads("heads", q, k, v)
+    own_sinks = None if sinks is None else member.own_heads(sinks)
+    out, lse = yield from _forward(member.around_ring(), q, k, v, scale, window, own_sinks, softcap)
+    (own,) = yield from exchange.to_tokens("tokens", out, heads=(heads,))
+    return own, Kept(q, k, v, own, lse)
+
+
+def _forward(
+    ring: GroupMember,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+) -> Waits[tuple[Tensor, Tensor]]:
+    if window is None or fits_in(window, ring.layout):
+        out, lse = yield from ring_forward(ring, q, k, v, scale, softcap)
+    else:
+        out, lse = yield from window_forward(ring, q, k, v, scale, window, softcap)
+    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
+
+
+class Gradients(NamedTuple):
+    """What `group_backward` returns: dq [T, H, D], dk [T, G, D], dv [T, G, Dv], and a member's part of sinks [H]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+
+
+def group_backward(
+    member: GroupMember,
+    grad_out: Tensor,
+    kept: Kept,
+    scale: float,
+    *,
+    kv_heads: int,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Waits[Gradients]:
+    """Run the backward of one member of any group; yield the handles it waits for.
+
+    Args:
+        member, scale, window, sinks, softcap: as given to `group_forward`.
+        grad_out: [T, H, Dv].
+        kept: as `group_forward` returned it.
+        kv_heads: of the tensors k and v that `group_forward` was given.
+    """
+    dsinks = None if sinks is None else torch.zeros_like(sinks)
+    if member.heads_degree == 1:
+        if sinks is not None and dsinks is not None:
+            dsinks.copy_(sink_gradients(grad_out, kept.out, kept.lse, sinks))
+        return Gradients(*(yield from _backward(member, grad_out, kept, scale, window, softcap)), dsinks)
+    exchange, heads = member.in_set(), grad_out.shape[1]
+    delta = row_products(grad_out, kept.out)
+    (grad_out,) = yield from exchange.to_heads("heads", grad_out)
+    (delta,) = yield from exchange.to_heads("delta", delta)
+    kept = kept._replace(out=of_products(delta, grad_out))
+    if sinks is not None and dsinks is not None:  # of its heads alone; the members of a set add up to all
+        own = sink_gradients(grad_out, kept.out, kept.lse, member.own_heads(sinks))
+        member.own_heads(dsinks).copy_(own)
+    grads = _backward(member.around_ring(), grad_out, kept, scale, window, softcap)
+    # Nothing here holds what is given away, so that it is gone before what it becomes is made.
+    counts = (heads, kv_heads, kv_heads)
+    dq, dk, dv = yield from exchange.to_tokens("tokens", *(yield from grads), heads=counts)
+    return Gradients(dq, dk, dv, dsinks)
+
+
+def _backward(
+    ring: GroupMember, grad_out: Tensor, kept: Kept, scale: float, window: int | None, softcap: float | None
+) -> Waits[tuple[Tensor, Tensor, Tensor]]:
+    if window is None or fits_in(window, ring.layout):
+        return (yield from ring_backward(ring, grad_out, kept, scale, softcap))
+    return (yield from window_backward(ring, grad_out, kept, scale, window, softcap))
+
+
+def lse_of_tokens(member: GroupMember, kept: Kept, *, heads: int) -> Waits[Tensor]:
+    """Return the lse [T, H] of a member's own tokens, where it does not keep what its set exchanged."""
+    if member.heads_degree == 1:
+        return kept.lse
+    (lse,) = yield from member.in_set().to_tokens("lse", kept.lse.unsqueeze(-1), heads=(heads,))
+    return lse.squeeze(-1)
+
+
+def exchanged_again(member: GroupMember, own: Kept) -> Waits[Kept]:
+    """Return what `group_forward` kept, from q, k, v, out and lse of the member's own tokens."""
+    if member.heads_degree == 1:
+        return own
+    exchange = member.in_set()
+    q, k, v = yield from exchange.to_heads("heads", own.q, own.k, own.v)
+    (lse,) = yield from exchange.to_heads("lse", own.lse.unsqueeze(-1))
+    return Kept(q, k, v, own.out, lse.squeeze(-1))
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return out [T, H, D] and lse [T, H] with sinks [H] among what each row attends to; `out` may be changed."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype))
+    kept = (lse - total).exp_().unsqueeze(-1)
+    return (out.mul_(kept) if out.dtype == lse.dtype else (out * kept).to(out.dtype)), total
+
+
+def sink_gradients(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return [H] the gradient of sinks, in the type of `lse`, from what `with_sinks` returned.
+
+    Args:
+        grad_out, out: [T, H, D].
+        lse: [T, H].
+        sinks: [H].
+    """
+    delta = (grad_out.to(lse.dtype) * out).sum(-1)
+    return -((sinks.to(lse.dtype) - lse).exp_() * delta).sum(0)

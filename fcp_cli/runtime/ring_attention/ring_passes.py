@@ -1,0 +1,340 @@
+"""The two passes of attention around a ring: what each member computes and sends, hop by hop.
+
+Keys and values travel around the ring, one hop per member, while every member computes with those it holds; partial
+results are merged by their log-sum-exp (Liu et al., "Ring Attention with Blockwise Transformers"; zig-zag chunks as
+in Brandon et al., "Striped Attention", and the ring-flash-attention project). In backward, keys and values travel
+again, and their gradients in the same messages, one hop behind, until they are back at their owner, which adds its own
+share.
+
+Of d members, member i holds at hop h the keys and values of member (i - h) mod d:
+
+    hop                   0      1        2               3               ...   d - 1       (end)
+    member i holds        own    of i-1   of i-2          of i-3          ...   of i+1
+    it sends, forward     own    i-1's    i-2's           i-3's           ...
+              backward    own    i-1's    i-2's, d(i-1)   i-3's, d(i-2)   ...   d(i+2)      d(i+1)
+
+where d(j) are the gradients of member j's keys and values, summed over members j+1 to i.
+
+No rank may wait for a message that another will only send after a message from it. Every member therefore issues, in
+the same order, one send to the next and one receive from the previous member as *one* batch, and computes while the
+batch is under way. The passes are generators that yield the handle they wait for, so the same code runs over a real
+transport and, in one process, as all members in lock step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+import torch
+from torch import Tensor
+
+from fcp_cli.runtime.communication.transport import Handle, Waits
+from fcp_cli.runtime.kernels import AttentionKernel, capped_kernel, lse_dtype, select_kernel
+from fcp_cli.runtime.layouts.layout import Hop, Rows
+from fcp_cli.runtime.ring_attention.group_member import GroupMember, Kept
+from fcp_cli.runtime.ring_attention.rows import Pair, add, add_pair, merge, take, take_pair, take_with_lse
+
+
+def ring_forward(
+    ring: GroupMember, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None = None
+) -> Waits[tuple[Tensor, Tensor]]:
+    """Run the forward of one member; yield the handles it waits for.
+
+    Args:
+        ring: the member's view of a ring.
+        q: [T, H, D], T = ring.tokens.
+        k, v: [T, G, D] and [T, G, Dv].
+        scale: factor on the scores.
+        softcap: scores s become softcap * tanh(s / softcap); None: they stay.
+
+    Returns:
+        out [T, H, Dv] in the type of q, and the final lse [T, H] in fp32 (fp64 for fp64).
+    """
+    kernel = _kernel_of(q, softcap)
+    if ring.degree == 1:
+        out, lse = _forward_own(kernel, ring, q, k, v, scale)
+        return out.to(q.dtype), lse
+
+    messages = _Messages(ring, k, v)
+    # The own keys leave first, so that they travel while this member computes with them.
+    arrival = messages.pass_on(0)
+    out, lse = _forward_own(kernel, ring, q, k, v, scale)
+    sums, queries = _Sums(ring, out, lse.dtype), _Gathered(q)
+    for hop in range(1, ring.degree):
+        yield from _settle(arrival)
+        # Issued before the kernels of this hop: the next keys arrive in the other buffer while they run.
+        arrival = messages.pass_on(hop)
+        keys, places = messages.keys(hop), sums.places(hop)
+        for work in ring.work(hop, packed=kernel.packed):
+            (rows,) = queries.at(work.q_rows)
+            part, part_lse = kernel.forward(rows, *take_pair(keys, work.k_rows), work.segments, scale)
+            merge(*places, lse, work.q_rows, part, part_lse)
+    return out.to(q.dtype), lse
+
+
+def ring_backward(
+    ring: GroupMember,
+    grad_out: Tensor,
+    kept: Kept,
+    scale: float,
+    softcap: float | None = None,
+) -> Waits[tuple[Tensor, Tensor, Tensor]]:
+    """Run the backward of one member; yield the handles it waits for.
+
+    Args:
+        grad_out: [T, H, Dv].
+        ring, scale, softcap: as given to `ring_forward`.
+        kept: q, k and v as given to `ring_forward`, out and lse as it returned them. These hold the whole row, which
+            makes each hop's share of dq, dk and dv exact: shares need only be added.
+
+    Returns:
+        (dq [T, H, D], dk [T, G, D], dv [T, G, Dv]).
+    """
+    q, k, v, out, lse = kept
+    kernel = _kernel_of(q, softcap)
+    if ring.degree == 1:
+        dq, dk, dv = _backward_own(kernel, ring, grad_out, kept, scale)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    messages = _Messages(ring, k, v, lse.dtype if ring.grad_dtype == "fp32" else k.dtype)
+    arrival = messages.pass_on(0)
+    dq, dk, dv = _backward_own(kernel, ring, grad_out, kept, scale)
+    sums, own_rows = _Sums(ring, dq, lse.dtype), _Gathered(grad_out, q, out, lse)
+    shares: list[tuple[Hop, Tensor, Tensor]] = []  # of the hop before
+    for hop in range(1, ring.degree):
+        yield from _settle(arrival)
+        messages.add(hop - 1, shares)
+        arrival = messages.pass_on(hop)
+        shares, keys, places = [], messages.keys(hop), sums.places(hop)
+        for work in ring.work(hop, packed=kernel.packed):
+            dos, qs, outs, lses = own_rows.at(work.q_rows)
+            ks, vs = take_pair(keys, work.k_rows)
+            dq_share, dk_share, dv_share = kernel.backward(dos, qs, ks, vs, outs, lses, work.segments, scale)
+            add(*places, work.q_rows, dq_share)
+            shares.append((work, dk_share, dv_share))
+    yield from _settle(arrival)
+    messages.add(ring.degree - 1, shares)
+    yield from _settle(messages.pass_on(ring.degree))
+    for own, arrived in zip((dk, dv), messages.gradients(ring.degree), strict=True):
+        own.add_(arrived)  # summed in the wider type, and rounded once
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _kernel_of(q: Tensor, softcap: float | None) -> AttentionKernel:
+    if softcap is None:
+        return select_kernel(q.device.type, q.dtype)
+    return capped_kernel(q.device.type, q.dtype, softcap)
+
+
+class _Messages:
+    """What travels around the ring, in two buffers: one is sent while the next message arrives in the other.
+
+    Message h, which a member sends at hop h, is the keys and values that it holds at that hop and, behind them in the
+    same memory, the sums for the gradients of those of the hop before. Both belong to members that the next one meets
+    at its next hop and at that hop, so what has arrived is changed in place and sent on as it is. Keys are not sent
+    home, and sums begin at hop 1: their owner adds its own share in the end.
+
+    Keys come first, then their values, whose heads may have another size: each is a block of its own, so that nothing
+    is padded. Where the sizes are equal, the two blocks are one [2, tokens, G, D].
+
+    Two buffers are enough: a member waits for message h - 1 to settle before it issues message h, while the next one
+    arrives in the buffer that message h - 1 was sent from.
+    """
+
+    __slots__ = ("_buffers", "_grad_dtype", "_ring", "_shapes")
+
+    def __init__(self, ring: GroupMember, k: Tensor, v: Tensor, grad_dtype: torch.dtype | None = None) -> None:
+        """Start with the member's own pair; without `grad_dtype` gradients do not travel."""
+        self._ring = ring
+        self._shapes = k.shape[1:], v.shape[1:]
+        self._grad_dtype = grad_dtype
+        size = self._numel(ring.layout.most_tokens)
+        if grad_dtype is not None:
+            size += size * grad_dtype.itemsize // k.dtype.itemsize
+        # Elements of the keys' type, whatever they hold: gradients are read through a view.
+        self._buffers = (k.new_empty(size), k.new_empty(size))
+        own = self.keys(0)
+        own[0].copy_(k)
+        own[1].copy_(v)
+
+    def keys(self, hop: int) -> Pair:
+        """Return the keys and values that this member holds at `hop`."""
+        return self._pair(self._buffers[hop % 2], self._tokens(hop))
+
+    def gradients(self, hop: int) -> Pair:
+        """Return the sums for the pair of `hop`, which are in the message after."""
+        return self._pair(self._flat_gradients(hop), self._tokens(hop))
+
+    def add(self, hop: int, shares: Sequence[tuple[Hop, Tensor, Tensor]]) -> None:
+        """Add a member's own shares to the sums for the pair of `hop`; the first member begins them."""
+        if hop == 0:
+            return
+        if hop == 1:
+            self._flat_gradients(hop).zero_()
+        sums = self.gradients(hop)
+        for work, dk, dv in shares:
+            add_pair(sums, work.k_rows, dk, dv)
+
+    def pass_on(self, hop: int) -> Handle | None:
+        """Send message `hop` to the next member and receive the next one; None where both are empty.
+
+        An empty message is not sent: both ends know from the layout, and some back ends cannot send nothing.
+        """
+        ring = self._ring
+        has_keys, has_gradients = hop + 1 < ring.degree, self._grad_dtype is not None and hop > 1
+        kind = "+".join(kind for kind, travels in (("kv", has_keys), ("dkv", has_gradients)) if travels)
+        send, receive = (self._part(hop + i, has_keys, has_gradients) for i in (0, 1))
+        if not send.numel() and not receive.numel():
+            return None
+        assert ring.transport is not None
+        return ring.transport.start(
+            kind,
+            send if send.numel() else None,
+            ring.ranks[(ring.index + 1) % ring.degree],
+            receive if receive.numel() else None,
+            ring.ranks[ring.index - 1],
+        )
+
+    def _flat_gradients(self, hop: int) -> Tensor:
+        assert self._grad_dtype is not None
+        start, stop = self._span(hop + 1)[1:]
+        return self._buffers[(hop + 1) % 2][start:stop].view(self._grad_dtype)
+
+    def _pair(self, flat: Tensor, tokens: int) -> Pair:
+        """View the beginning of a message, or of its gradients, as those of the keys and of the values."""
+        first, second = ((tokens, *shape) for shape in self._shapes)
+        middle, stop = (tokens * sum(shape.numel() for shape in self._shapes[:count]) for count in (1, 2))
+        if first == second:
+            return flat[:stop].view(2, *first)
+        return flat[:middle].view(first), flat[middle:stop].view(second)
+
+    def _part(self, message: int, has_keys: bool, has_gradients: bool) -> Tensor:
+        """Return the part of a message that travels; it is flat, and in the type of the keys."""
+        start, middle, stop = self._span(message)
+        return self._buffers[message % 2][start if has_keys else middle : stop if has_gradients else middle]
+
+    def _span(self, message: int) -> tuple[int, int, int]:
+        """Return where the keys of a message start, where its gradients do, and where these stop, in elements."""
+        middle = self._numel(self._tokens(message))
+        if self._grad_dtype is None or not message:
+            return 0, middle, middle
+        size = self._numel(self._tokens(message - 1)) * self._grad_dtype.itemsize // self._buffers[0].dtype.itemsize
+        return 0, middle, middle + size
+
+    def _tokens(self, hop: int) -> int:
+        return self._ring.layout.tokens(self._ring.source(hop))
+
+    def _numel(self, tokens: int) -> int:
+        """Return the elements of a pair; even, so that gradients of twice the size can begin behind them."""
+        elements = tokens * sum(shape.numel() for shape in self._shapes)
+        return elements + elements % 2
+
+
+class _Sums:
+    """Results of a member's own rows while shares of further hops are folded in; they are in `result` in the end.
+
+    Folding in bf16 would round once per hop, so 16-bit results are folded in the type of lse. The first fold reads
+    `result`, and the last one that a row takes part in writes it, so that nothing is converted on its own. Rows that
+    take part in a hop take part in all hops before it: those of earlier members come first, which meet all rows, then
+    those of later ones, which meet the backs. Under masks other than causal that does not hold: `result` then is in
+    the type of lse from the start, and is converted in the end.
+    """
+
+    __slots__ = ("_precise", "_result", "_ring")
+
+    def __init__(self, ring: GroupMember, result: Tensor, dtype: torch.dtype) -> None:
+        self._ring, self._result = ring, result
+        needs_precise = result.dtype != dtype and ring.degree > 2
+        self._precise = result.new_empty(result.shape, dtype=dtype) if needs_precise else result
+
+    def places(self, hop: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return what a fold of `hop` reads, what it writes, and what it writes beside that."""
+        source = self._result if hop == 1 else self._precise
+        if hop == self._ring.degree - 1:
+            return source, self._result, None
+        is_last_of_fronts = hop == self._ring.index and self._precise is not self._result
+        return source, self._precise, self._result if is_last_of_fronts else None
+
+
+class _Gathered:
+    """Rows of a member's own tensors. All hops of later members meet the same rows, which are gathered once."""
+
+    __slots__ = ("_rows", "_taken", "_tensors")
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._tensors = tensors
+        self._rows: Rows | None = None
+        self._taken: tuple[Tensor, ...] = ()
+
+    def at(self, rows: Rows) -> tuple[Tensor, ...]:
+        """Return the rows of every tensor."""
+        if rows.span is not None or rows is not self._rows:
+            self._taken = self._take(rows)
+            self._rows = rows
+        return self._taken
+
+    def _take(self, rows: Rows) -> tuple[Tensor, ...]:
+        if len(self._tensors) == 1:
+            return (take(self._tensors[0], rows),)
+        first, second, third, lse = self._tensors
+        return take_with_lse((first, second, third), lse, rows)
+
+
+def _settle(handle: Handle | None) -> Generator[Handle, None, None]:
+    if handle is not None:
+        yield handle
+
+
+def _forward_own(
+    kernel: AttentionKernel, ring: GroupMember, q: Tensor, k: Tensor, v: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend to the member's own keys, which every row takes part in: one causal call, and what masks add to it.
+
+    Under masks the result is in the type of lse, which calls and hops are folded in.
+    """
+    works = _own_work(kernel, ring)
+    if not works:
+        return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
+    if _is_whole(works):
+        out, lse = kernel.forward(q, k, v, works[0].segments, scale)
+        return out.to(lse.dtype) if ring.layout.masks else out, lse
+    # Of weight 0, until the first call that a row takes part in.
+    lse = q.new_full(q.shape[:2], float("-inf"), dtype=lse_dtype(q.dtype))
+    out = lse.new_zeros(*q.shape[:2], v.shape[2])
+    for work in works:
+        part, part_lse = kernel.forward(
+            take(q, work.q_rows), take(k, work.k_rows), take(v, work.k_rows), work.segments, scale
+        )
+        merge(out, out, None, lse, work.q_rows, part, part_lse)
+    return out, lse
+
+
+def _backward_own(
+    kernel: AttentionKernel, ring: GroupMember, grad_out: Tensor, kept: Kept, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a member's shares (dq, dk, dv) of its own keys; under masks in the type of lse."""
+    q, k, v, out, lse = kept
+    works = _own_work(kernel, ring)
+    if not works:  # a member without tokens still passes the others' on
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    if _is_whole(works):
+        own = kernel.backward(grad_out, q, k, v, out, lse, works[0].segments, scale)
+        return (own[0].to(lse.dtype), own[1], own[2]) if ring.layout.masks else own
+    dq, dk, dv = (torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (q, k, v))
+    for work in works:
+        dos, qs, outs, lses = take_with_lse((grad_out, q, out), lse, work.q_rows)
+        ks, vs = take(k, work.k_rows), take(v, work.k_rows)
+        shares = kernel.backward(dos, qs, ks, vs, outs, lses, work.segments, scale)
+        for total, rows, share in zip((dq, dk, dv), (work.q_rows, work.k_rows, work.k_rows), shares, strict=True):
+            add(total, total, None, rows, share)
+    return dq, dk, dv
+
+
+def _own_work(kernel: AttentionKernel, ring: GroupMember) -> tuple[Hop, ...]:
+    """Return the calls with a member's own keys; without masks it is one, which takes its rows as they lie."""
+    return ring.work(0, packed=kernel.packed or not ring.layout.masks)
+
+
+def _is_whole(works: tuple[Hop, ...]) -> bool:
+    """Return whether one call takes all rows as they lie."""
+    return len(works) == 1 and works[0].q_rows.span is not None and works[0].k_rows.span is not None

@@ -1,0 +1,158 @@
+"""Exchange tokens for heads among the ranks of a group that share the heads, and back.
+
+u ranks of a group, a *set*, hold runs of tokens that lie one behind the other. For attention each of them gets the
+tokens of the whole set for its own u-th part of the heads (Jacobs et al., "DeepSpeed Ulysses"); keys and values of that
+part then travel around the ring of those with the same part in other sets (Fang and Zhao, "USP"; Gu et al.,
+"LoongTrain"):
+
+                       tokens of the set T, those of its member a: t(a)
+    before, after      q, out [t(a), H, D]                 k, v [t(a), G, D]
+    between            q, out [T, H / u, D]                k, v [T, max(1, G / u), D]
+
+Heads of values, and with them those of out, may have another size than D.
+
+Member a has query heads a H / u to (a + 1) H / u - 1 and the key/value heads that serve them. Where u exceeds G, u / G
+neighbours have the same key/value head, and its gradients are summed by the member whose tokens they are.
+
+A backward kernel needs of a row's output only its product with the output's gradient. The row's owner, where the model
+keeps the output, sends that number; whoever attended keeps no output, and gives its kernel one with the same product.
+
+In round j every member sends to the j-th after it and receives from the j-th before it, over the rings' communicator:
+at most one send and one receive per batch, the same rounds in the same order on all members. Sizes follow from the
+layout. Messages are whole rows of a buffer: what arrives is in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from fcp_cli.runtime.communication.transport import Transport, Waits
+from fcp_cli.runtime.kernels.base import lse_dtype
+
+
+class HeadSharing:
+    """One member's part in the exchanges of its set.
+
+    Args:
+        ranks: global ranks of the set, in the order of their tokens.
+        place: of this member among them.
+        tokens: of each of them.
+        transport: carries the messages.
+    """
+
+    __slots__ = ("_place", "_ranks", "_rows", "_tokens", "_transport")
+
+    def __init__(self, ranks: tuple[int, ...], place: int, tokens: Sequence[int], transport: Transport) -> None:
+        self._ranks, self._place, self._tokens, self._transport = ranks, place, tokens, transport
+        self._rows = [slice(*ends) for ends in pairwise(accumulate(tokens, initial=0))]
+
+    def to_heads(self, kind: str, *tensors: Tensor) -> Waits[list[Tensor]]:
+        """Give the set's tokens for this member's heads in return for its own tokens; yield the handles it waits for.
+
+        Args:
+            kind: what travels, for records and messages.
+            tensors: [own tokens, heads, any D] each, of one type; u divides the heads of each, or these divide u.
+
+        Returns:
+            [tokens of the set, max(1, heads / u), D] each: views of one buffer, the last dimension contiguous.
+        """
+        size, own = len(self._ranks), self._tokens[self._place]
+        sizes = [tensor.shape[2] for tensor in tensors]
+        columns = self._columns([tensor.shape[1] for tensor in tensors], sizes)
+        sent = tensors[0].new_empty(size, own, columns[-1].stop)
+        received = sent.new_empty(sum(self._tokens), columns[-1].stop)
+        for tensor, column, head_dim in zip(tensors, columns, sizes, strict=True):
+            _spread(tensor, _by_heads(sent[..., column], head_dim))
+        received[self._rows[self._place]].copy_(sent[self._place])
+        yield from self._rounds(kind, lambda to: sent[to], lambda source: received[self._rows[source]])
+        return [_by_heads(received[:, column], head_dim) for column, head_dim in zip(columns, sizes, strict=True)]
+
+    def to_tokens(self, kind: str, *tensors: Tensor, heads: Sequence[int]) -> Waits[list[Tensor]]:
+        """Undo `to_heads`: give the own tokens for all heads in return for the set's. What replicas have is summed.
+
+        Args:
+            kind: what travels.
+            tensors: [tokens of the set, max(1, heads / u), any D] each, of one type.
+            heads: of all members together, per tensor.
+
+        Returns:
+            [own tokens, heads, D] each.
+        """
+        size, own = len(self._ranks), self._tokens[self._place]
+        sizes = [tensor.shape[2] for tensor in tensors]
+        rows = [tensor.flatten(1) for tensor in tensors]
+        sent = rows[0].contiguous() if len(rows) == 1 else torch.cat(rows, dim=1)
+        del tensors, rows
+        received = sent.new_empty(size, own, sent.shape[1])
+        received[self._place].copy_(sent[self._rows[self._place]])
+        yield from self._rounds(kind, lambda to: sent[self._rows[to]], lambda source: received[source])
+        parts = zip(self._columns(heads, sizes), sizes, heads, strict=True)
+        return [_gather(_by_heads(received[..., column], head_dim), count) for column, head_dim, count in parts]
+
+    def _columns(self, heads: Sequence[int], sizes: Sequence[int]) -> list[slice]:
+        """Return where each tensor's heads of one member, of these sizes, stand in a row of a message."""
+        shares = (max(1, count // len(self._ranks)) * size for count, size in zip(heads, sizes, strict=True))
+        return [slice(*ends) for ends in pairwise(accumulate(shares, initial=0))]
+
+    def _rounds(
+        self, kind: str, sent_to: Callable[[int], Tensor], received_from: Callable[[int], Tensor]
+    ) -> Waits[None]:
+        size, under_way = len(self._ranks), []
+        for distance in range(1, size):
+            to, source = (self._place + distance) % size, (self._place - distance) % size
+            send, receive = sent_to(to), received_from(source)
+            if not send.numel() and not receive.numel():
+                continue  # both ends know from the layout, and some back ends cannot send nothing
+            handle = self._transport.start(
+                kind,
+                send if send.numel() else None,
+                self._ranks[to],
+                receive if receive.numel() else None,
+                self._ranks[source],
+            )
+            under_way.append(handle)
+        yield from under_way
+
+
+def row_products(grad_out: Tensor, out: Tensor) -> Tensor:
+    """Return [T, H, 1] the products of two tensors' rows [T, H, D], summed over D as kernels sum them."""
+    wide = lse_dtype(out.dtype)
+    return (grad_out.to(wide) * out).sum(-1, keepdim=True)
+
+
+def of_products(delta: Tensor, grad_out: Tensor) -> Tensor:
+    """Return [T, H, D] rows whose products with those of `grad_out` are `delta` [T, H, 1]; zeros where these are."""
+    length = row_products(grad_out, grad_out)
+    factor = torch.where(length > 0, delta / length, 0.0)
+    return (factor * grad_out).to(grad_out.dtype)
+
+
+def _by_heads(rows: Tensor, head_dim: int) -> Tensor:
+    """View [.., heads * D] as [.., heads, D], never as a copy, which MindSpeed's `Tensor.view` may give."""
+    return torch.unflatten(rows, -1, (-1, head_dim))
+
+
+def _spread(tensor: Tensor, parts: Tensor) -> None:
+    """Write [T, heads, D] to [u, T, max(1, heads / u), D], the heads of each member."""
+    size, (tokens, heads, head_dim) = parts.shape[0], tensor.shape
+    if heads >= size:
+        parts.copy_(tensor.view(tokens, size, heads // size, head_dim).transpose(0, 1))
+    else:
+        replicated = torch.unflatten(parts, 0, (heads, size // heads))
+        replicated.copy_(tensor.transpose(0, 1).reshape(heads, 1, tokens, 1, head_dim))
+
+
+def _gather(parts: Tensor, heads: int) -> Tensor:
+    """Return [T, heads, D] of [u, T, max(1, heads / u), D], the heads of each member; replicas are summed."""
+    size, tokens, _, head_dim = parts.shape
+    gathered = parts.new_empty(tokens, heads, head_dim)  # never a view of what arrived, which others are views of
+    if heads >= size:
+        gathered.view(tokens, size, heads // size, head_dim).copy_(parts.transpose(0, 1))
+    else:
+        replicated = parts.view(heads, size // heads, tokens, head_dim)
+        gathered.copy_(replicated.sum(1, dtype=lse_dtype(parts.dtype)).transpose(0, 1))
+    return gathered

@@ -1,0 +1,1 @@
+"""The loop of a training script under a plan."""

@@ -1,0 +1,125 @@
+"""Values per token, between a step's ranks and whole sequences: log-probabilities out of one pass, into another.
+
+Passes over one rollout have plans of their own, so a rank rarely holds the same tokens twice. What a pass computed is
+collected as one tensor per row, and the next one takes its parts of those. A value stands at the token that predicts,
+beside its label: the last of each sequence says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fcp_cli.errors import RunError
+from fcp_cli.plan.step import MicroBatch
+from fcp_cli.runtime.communication.world import World
+from fcp_cli.runtime.layouts.layout import ShardLayout
+from fcp_cli.runtime.loss.labels import IGNORED
+
+_BLOCK_TOKENS = 1024  # whose logits are held in fp32 at a time
+
+
+def token_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the log-probability of each label, in at least fp32; 0 where a token has none.
+
+    Args:
+        logits: [1, tokens, vocabulary].
+        labels: [1, tokens] int64, `IGNORED` where there is nothing to predict.
+    """
+    kind = torch.promote_types(logits.dtype, torch.float32)
+    parts = [
+        -functional.cross_entropy(some.to(kind), of, ignore_index=IGNORED, reduction="none")
+        for some, of in zip(torch.split(logits[0], _BLOCK_TOKENS), torch.split(labels[0], _BLOCK_TOKENS), strict=True)
+    ]
+    return torch.cat(parts).unsqueeze(0)
+
+
+def part_of(values: Mapping[int, Tensor], row: MicroBatch, layout: ShardLayout, member: int) -> Tensor:
+    """Return [1, tokens] the values of the tokens that a rank holds of a micro-batch; 0 for a rank that holds none.
+
+    Args:
+        values: manifest row -> [length].
+        row, layout, member: the micro-batch, and the rank's place in it.
+
+    Raises:
+        RunError: a sequence has no values, or not as many as tokens.
+    """
+    for sequence, length in zip(row.sequences, row.lengths, strict=True):
+        found = values.get(sequence)
+        if found is None or found.shape[:1] != (length,):
+            has = "no values" if found is None else f"values of the shape {tuple(found.shape)}"
+            raise RunError(f"row {sequence} has {has}; the micro-batch needs one for each of its {length} tokens")
+    if not layout.tokens(member):
+        kind = next(iter(values.values())).dtype if values else torch.float32
+        return torch.zeros((1, 1), dtype=kind)
+    pack = torch.cat([values[sequence] for sequence in row.sequences])
+    return pack[torch.from_numpy(layout.index(member)).to(pack.device)].unsqueeze(0)
+
+
+def collect(
+    world: World,
+    parts: Sequence[tuple[MicroBatch, ShardLayout, int, Tensor]],
+    device: torch.device,
+    *,
+    fault: str = "",
+) -> dict[int, Tensor]:
+    """Return, on every rank, manifest row -> [length] of the values that the ranks hold in parts. Every rank calls it.
+
+    Args:
+        world: all ranks.
+        parts: of this rank's micro-batches: the row, its layout, the rank's place, and [1, tokens] the values.
+        device: where ranks exchange, and the values then are.
+        fault: why this rank has no parts, where it has none.
+
+    Raises:
+        RunError: values of a rank are not one per token; on every rank, since the others would wait for it.
+    """
+    fault = fault or _fault(parts)
+    # Rank 0 of each ring tells of its sequences; then all put their tokens at their places, and the rest is zero.
+    told = [
+        (sequence, length)
+        for row, _, member, _ in parts
+        if member == 0
+        for sequence, length in zip(row.sequences, row.lengths, strict=True)
+    ]
+    facts = torch.zeros((world.size, 3), dtype=torch.int64, device=device)
+    facts[world.rank] = torch.tensor((len(told), _is_double(parts), bool(fault)), device=device)
+    world.all_reduce_sum(facts)
+    if faulty := facts[:, 2].nonzero().flatten().tolist():
+        raise RunError(fault or f"values of rank {faulty[0]} are not one per token; its own message says which")
+    ends = facts[:, 0].cumsum(0).tolist()
+    table = torch.zeros((ends[-1], 2), dtype=torch.int64, device=device)
+    if told:
+        table[ends[world.rank] - len(told) : ends[world.rank]] = torch.tensor(told, device=device)
+    world.all_reduce_sum(table)
+    offsets, total = {}, 0
+    for sequence, length in table.tolist():
+        offsets[sequence] = (total, total + length)
+        total += length
+    # Of all ranks: what one with nothing to do was given may be of another type.
+    flat = torch.zeros(total, dtype=torch.float64 if facts[:, 1].any() else torch.float32, device=device)
+    for row, layout, member, values in parts:
+        if layout.tokens(member):
+            starts = torch.cat([torch.arange(*offsets[sequence]) for sequence in row.sequences])
+            places = starts[torch.from_numpy(layout.index(member))].to(device)
+            flat[places] = values.detach().flatten().to(device=device, dtype=flat.dtype)
+    world.all_reduce_sum(flat)
+    return {sequence: flat[start:end] for sequence, (start, end) in offsets.items()}
+
+
+def _fault(parts: Sequence[tuple[MicroBatch, ShardLayout, int, Tensor]]) -> str:
+    """Say what is wrong with this rank's values; "" where nothing is."""
+    for row, layout, member, values in parts:
+        if values.numel() != max(layout.tokens(member), 1):
+            return (
+                f"micro-batch {row.order} has values of the shape {tuple(values.shape)}, but this rank holds "
+                f"{layout.tokens(member)} of its tokens; give one value for each"
+            )
+    return ""
+
+
+def _is_double(parts: Sequence[tuple[MicroBatch, ShardLayout, int, Tensor]]) -> bool:
+    return any(values.dtype == torch.float64 for *_, values in parts)

@@ -1,0 +1,115 @@
+"""Linear attention by the gated delta rule, for `state_layers`.
+
+The rule keeps a state S [Dk, Dv] for each head, and for each token t (Yang et al., "Gated Delta Networks")
+
+    S <- e^(g_t) (I - b_t k_t k_t^T) S + b_t k_t v_t^T             o_t = q_t^T S / sqrt(Dk)
+
+in which S is multiplied from the left and something is added, so that all of a chunk together is affine in the state
+that it begins with: o_t = r_t S + z_t, and it leaves A S + B. One call of an unmodified kernel gives all four: with
+values [v | 0] of size Dv + Dk and the state [0 | I] to begin with, outputs are [z | r] and what is left is [B | A].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fcp_cli.runtime.kernels import lse_dtype
+from fcp_cli.runtime.kernels.base import to_device
+from fcp_cli.runtime.layouts.layout import CACHED_LAYOUTS
+from fcp_cli.runtime.ring_attention.group_member import GroupMember
+from fcp_cli.runtime.states.state_layers import Chunks, Tokens, in_batches
+
+_BLOCK = 64  # tokens to which the rule in PyTorch pads
+
+
+class DeltaTokens(NamedTuple):
+    """What the rule takes of tokens that lie one behind the other.
+
+    Attributes:
+        query, key: [1, T, G, Dk]
+        value: [1, T, H, Dv]; H is a multiple of G.
+        decay: [1, T, H], the logarithm of what a token leaves of the state.
+        strength: [1, T, H], how much of the value it writes.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    decay: Tensor
+    strength: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaRule:
+    """A kernel of the gated delta rule.
+
+    Attributes:
+        call: by the signature that `fla` and transformers share, without `g`, `beta` and what follows them here.
+        takes_packs: whether it keeps sequences apart by their boundaries (`cu_seqlens`).
+        options: handed on to it.
+    """
+
+    call: Callable[..., tuple[Tensor, Tensor | None]]
+    takes_packs: bool
+    options: dict[str, Any]
+    heads_said: str = "the {keys} key heads and {values} value heads of linear attention"
+
+    def of_heads(self, member: GroupMember) -> DeltaRule:
+        return self
+
+    def alone(self, tokens: Tokens, lengths: tuple[int, ...]) -> Tensor:
+        return self._runs(tokens, lengths)[0]
+
+    def in_chunks(self, tokens: Tokens, lengths: tuple[int, ...]) -> Chunks:
+        query, key, value, decay, strength = tokens
+        size, width = key.shape[-1], value.shape[-1]
+        extended = torch.cat((value, value.new_zeros(*value.shape[:-1], size)), dim=-1)
+        identity, nothing = self.idle(tokens)
+        starts = torch.cat((nothing, identity), dim=-1)
+        out, left = self._runs((query, key, extended, decay, strength), lengths, starts)
+        return Chunks(out[..., :width], (out[0, ..., width:],), left[..., width:], left[..., :width])
+
+    def read(self, reads: Tokens, state: Tensor) -> Tensor:
+        return (reads[0].to(state.dtype).transpose(0, 1) @ state).transpose(0, 1)
+
+    def idle(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        _, key, value, *_ = tokens
+        heads, size, dtype = value.shape[2], key.shape[-1], lse_dtype(value.dtype)
+        identity = torch.eye(size, dtype=dtype, device=value.device).expand(heads, -1, -1)
+        return identity, identity.new_zeros(heads, size, value.shape[-1])
+
+    def _runs(self, tokens: Tokens, lengths: tuple[int, ...], starts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Run it on runs of tokens; `starts` [H, Dk, Dv] is the state with which each begins, None an empty one."""
+
+        def batch(some: Tokens, **more: Any) -> tuple[Tensor, Tensor]:
+            query, key, value, decay, strength = some
+            out, left = self.call(
+                query,
+                key,
+                value,
+                g=decay,
+                beta=strength,
+                initial_state=None if starts is None else starts.expand(more.pop("runs", len(value)), *starts.shape),
+                output_final_state=True,
+                **self.options,
+                **more,
+            )
+            assert left is not None
+            return out, left
+
+        if self.takes_packs and len(lengths) > 1:
+            return batch(tokens, runs=len(lengths), cu_seqlens=_boundaries(lengths, tokens[2].device))
+        return in_batches(tokens, lengths, _BLOCK, batch)
+
+
+@lru_cache(maxsize=CACHED_LAYOUTS)
+def _boundaries(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return where runs begin and the last one ends; one tensor for all layers, by which kernels know their plans."""
+    return to_device(torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32, device="cpu"), device)

@@ -1,0 +1,186 @@
+"""Short causal convolutions over a ring's shards, as linear attention and state spaces have before their states.
+
+A convolution of kernel K needs the K - 1 rows before each run of tokens that a member holds on end: of the same
+sequence, where there are so many, whoever holds them. They arrive by an `exchange`, of which backward is the exchange
+back. Runs are then laid one behind the other, each behind its rows or zeros, so that one call of an unmodified kernel
+computes all of them and none sees another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fcp_cli.arrays import IntArray
+from fcp_cli.errors import RunError
+from fcp_cli.runtime.communication.exchange import Route, exchange, route
+from fcp_cli.runtime.kernels.base import to_device
+from fcp_cli.runtime.layouts.layout import CACHED_LAYOUTS, ShardLayout
+from fcp_cli.runtime.recomputation.recompute import attention_stage
+from fcp_cli.runtime.ring_attention.ring import Ring, begin_forward
+
+
+class _Places(NamedTuple):
+    """Rows of a member that runs on some device: see `_Halo`."""
+
+    given: Tensor
+    laid: Tensor
+    kept: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Halo:
+    """Which rows one member gives and gets, and how it lays them out.
+
+    Attributes:
+        route: of the rows between runs.
+        given: [n] rows of the member's own that runs look back at, in the order of the route.
+        laid: [m] rows of the kernel's input, of: the member's own, those that arrived, and a row of zeros.
+        kept: [own rows] where its own are in that.
+        memo: the three as tensors, once per device.
+    """
+
+    route: Route
+    given: IntArray
+    laid: IntArray
+    kept: IntArray
+    memo: dict[torch.device, _Places] = field(default_factory=dict, repr=False)
+
+    def places(self, device: torch.device) -> _Places:
+        if device not in self.memo:
+            parts = (self.given, self.laid, self.kept)
+            self.memo[device] = _Places(*(to_device(torch.from_numpy(part), device) for part in parts))
+        return self.memo[device]
+
+
+def short_convolution(convolve: Callable[[Tensor], Tensor], rows: Tensor, kernel_size: int, ring: Ring) -> Tensor:
+    """Convolve the micro-batch's sequences, of which each member of the ring holds a shard.
+
+    Collective over the ring's members, and so is its backward. Before a sequence's first token there are zeros.
+
+    Args:
+        convolve: [1, channels, any number of rows] to the same, each row of itself and the `kernel_size` - 1 before.
+        rows: [1, channels, tokens], the local shard in the order of `ring.layout.index(ring.index)`. Rows beyond
+            `ring.tokens` are padding, and as a sequence of their own.
+        kernel_size: of the convolution.
+        ring: the micro-batch's ring.
+
+    Returns:
+        [1, channels, tokens]
+
+    Raises:
+        RunError: the shard does not fit the ring.
+    """
+    stage = attention_stage.get()
+    if stage is None:
+        return _compute(convolve, rows, kernel_size, ring)
+    return stage.attend(lambda: _compute(convolve, rows, kernel_size, ring))
+
+
+def _compute(convolve: Callable[[Tensor], Tensor], rows: Tensor, kernel_size: int, ring: Ring) -> Tensor:
+    batch, _, tokens = rows.shape
+    begin_layer(ring, batch, tokens)
+    halo = _halo_of(ring.layout, ring.index, ring.ranks, kernel_size - 1, tokens - ring.tokens)
+    given, laid, kept = halo.places(rows.device)
+    own = rows[0].transpose(0, 1)
+    arrived = exchange(own.index_select(0, given), halo.route, ring.transport)
+    parts = torch.cat((own, arrived, own.new_zeros(1, own.shape[1])))
+    out = convolve(parts.index_select(0, laid).transpose(0, 1).unsqueeze(0))
+    return out[0].transpose(0, 1).index_select(0, kept).transpose(0, 1).unsqueeze(0)
+
+
+def begin_layer(ring: Ring, batch: int, tokens: int) -> None:
+    """Count a forward of what goes through sequences in their order.
+
+    Args:
+        ring: of the micro-batch.
+        batch, tokens: that the layer was given.
+
+    Raises:
+        RunError: they are not the ring's shard, the pack has masks, or the forward must not run.
+    """
+    if batch != 1 or tokens < ring.tokens:
+        raise RunError(
+            f"a layer that keeps a state was given a batch of {batch} with {tokens} tokens, but rank "
+            f"{ring.ranks[ring.index]} holds {ring.tokens} tokens of this micro-batch: feed the model the "
+            "micro-batch's own shard"
+        )
+    if ring.layout.masks:
+        raise RunError(
+            f"{ring.place}: the pack has masks, and linear attention and state spaces see what comes before a token, "
+            "no more and no less; plan from a manifest without masks, or train a model without such layers"
+        )
+    begin_forward(ring, tokens)
+
+
+@lru_cache(maxsize=CACHED_LAYOUTS)
+def _halo_of(layout: ShardLayout, index: int, ranks: tuple[int, ...], reach: int, padding: int) -> _Halo:
+    """Work out one member's halo of so many rows; from the layout alone, as every member does."""
+    owners, places = _who_holds(layout)
+    lengths = np.asarray(layout.lengths, dtype=np.int64)
+    firsts = np.repeat(np.cumsum(lengths) - lengths, lengths)  # of each row's sequence
+    wanted = [_looked_back_at(layout.index(member), firsts, reach) for member in range(layout.degree)]
+    consumers = np.repeat(np.arange(layout.degree), [(rows >= 0).sum() for rows in wanted])
+    of_pack = np.concatenate([rows[rows >= 0] for rows in wanted]).astype(np.int64)
+    producers = owners[of_pack]
+    own, looked = layout.index(index), wanted[index]
+    held, arriving = own.size + padding, int((looked >= 0).sum())
+    before = np.full(looked.size, held + arriving)  # the row of zeros, behind all
+    before[looked >= 0] = held + np.arange(arriving)
+    starts = _starts(own, firsts)
+    if padding:
+        starts, before = np.append(starts, own.size), np.append(before, [held + arriving] * reach)
+    laid, kept = _laid_out(starts, before.reshape(len(starts), reach), held)
+    return _Halo(
+        route=route(producers, consumers, ranks=ranks, index=index),
+        given=places[of_pack[producers == index]],
+        laid=laid,
+        kept=kept,
+    )
+
+
+def _who_holds(layout: ShardLayout) -> tuple[IntArray, IntArray]:
+    """Return of each row of the pack which member holds it, and where in its buffer."""
+    owners, places = np.empty((2, sum(layout.lengths)), dtype=np.int64)
+    for member in range(layout.degree):
+        rows = layout.index(member)
+        owners[rows], places[rows] = member, np.arange(rows.size)
+    return owners, places
+
+
+def _starts(rows: IntArray, firsts: IntArray) -> IntArray:
+    """Return where runs start among rows of the pack: rows of a sequence that follow each other."""
+    follows = (np.diff(rows) == 1) & (np.diff(firsts[rows]) == 0)
+    return np.flatnonzero(np.concatenate((np.ones(min(1, rows.size), dtype=bool), ~follows)))
+
+
+def _looked_back_at(rows: IntArray, firsts: IntArray, reach: int) -> IntArray:
+    """Return [runs * reach] the rows of the pack before each run of a member's, -1 where its sequence has none."""
+    heads = rows[_starts(rows, firsts)]
+    before = heads[:, None] + np.arange(-reach, 0)
+    return np.where(before >= firsts[heads][:, None], before, -1).ravel()
+
+
+def _laid_out(starts: IntArray, before: IntArray, held: int) -> tuple[IntArray, IntArray]:
+    """Lay runs one behind the other, each behind the rows before it.
+
+    Args:
+        starts: [runs] where runs start among the own rows.
+        before: [runs, reach] the rows to lay before each.
+        held: own rows.
+
+    Returns:
+        The rows laid out, and where the own ones are among them.
+    """
+    runs, reach = before.shape
+    kept = np.arange(held) + reach * np.searchsorted(starts, np.arange(held), side="right")
+    laid = np.empty(held + before.size, dtype=np.int64)
+    laid[kept] = np.arange(held)
+    laid[(starts + reach * np.arange(runs))[:, None] + np.arange(reach)] = before
+    return laid, kept

@@ -1,0 +1,134 @@
+"""Hand the states of layers that keep one on along the chunks of a ring's sequences, in the order of their tokens.
+
+What a chunk does to a state S [Dk, Dv] of a head is affine: it leaves A S + B, with A [Dk, Dk] the product of its
+tokens' transitions and B what it leaves of an empty state; of a state space A is a number. Chunk j of 2d begins with
+what chunk j - 1 left. Of d members, member r holds chunks r and 2d - 1 - r, so the state goes up the ring and comes
+back down:
+
+    member           0       1      ...    d - 1
+    chunks up        0   ->  1  ->  ...  -> d - 1
+    chunks down    2d-1  <- 2d-2 <- ...  <-   d        from d - 1 to d it stays where it is
+
+Gradients go the same way round, with A transposed: what a chunk's leaving state is to be changed by, changes the one
+that it began with by A^T of it. Each member sends at most two states a pass, whatever the degree, where a gathering
+of all A and B would send each of them to everyone, 4 (d - 1) times as much; to make up for the 2 (d - 1) messages that
+follow one another, a state is cut into pieces, and a member passes one on while it receives the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fcp_cli.runtime.communication.transport import Waits, drive
+from fcp_cli.runtime.ring_attention.group_member import GroupMember
+
+PIECE_BYTES = 1 << 19
+"""Bytes of a message, at most where a head's state is no larger: about what takes as long to send as to begin."""
+
+
+def states_at_chunks(member: GroupMember, transitions: Tensor, updates: Tensor) -> Tensor:
+    """Return the state with which each chunk of a member begins. Collective over the members, and so is its backward.
+
+    Args:
+        member: this member's place in the ring around which states go.
+        transitions: [2, sequences, H, Dk, Dk], A of the front of each sequence and of its back, or [.., 1, 1] numbers.
+        updates: [2, sequences, H, Dk, Dv], B.
+
+    Returns:
+        [2, sequences, H, Dk, Dv]
+    """
+    states: Tensor = _States.apply(transitions, updates, member)  # type: ignore[no-untyped-call]
+    return states
+
+
+class _States(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, transitions: Tensor, updates: Tensor, member: GroupMember) -> Tensor:
+        states = drive(carry(member, "state", transitions, updates))
+        ctx.member = member
+        ctx.save_for_backward(transitions.contiguous(), states)  # else what it is a part of would stay, too
+        return states
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        transitions, states = ctx.saved_tensors
+        # The way back, on which fronts and backs change places.
+        left = drive(carry(ctx.member, "dstate", transitions.flip(0).mT, grad.flip(0))).flip(0)
+        is_number = transitions.shape[-1] == 1
+        of_transitions = (left * states).sum((-2, -1), keepdim=True) if is_number else left @ states.mT
+        return of_transitions, left, None
+
+
+def carry(member: GroupMember, kind: str, transitions: Tensor, updates: Tensor) -> Waits[Tensor]:
+    """Hand states up the ring through each member's first chunks, and down through its second; yield what it waits for.
+
+    Args:
+        member: its view of the ring.
+        kind: what travels, for records and messages.
+        transitions: [2, sequences, H, Dk, Dk], or [2, sequences, H, 1, 1]
+        updates: [2, sequences, H, Dk, Dv]
+
+    Returns:
+        [2, sequences, H, Dk, Dv], what arrives at each chunk: zeros at the first of all.
+    """
+    arriving = torch.zeros_like(updates, memory_format=torch.contiguous_format)
+    flat = arriving.flatten(1, 2)
+    before, after = member.index - 1, member.index + 1
+    is_first, is_last = before < 0, after == member.degree
+
+    def left(part: int) -> Callable[[slice], Tensor]:
+        """Return what gives pieces of the state that the member's first or second chunks leave."""
+        times, plus = transitions[part].flatten(0, 1), updates[part].flatten(0, 1)
+        if times.shape[-1] == 1:
+            return lambda piece: torch.addcmul(plus[piece], times[piece], flat[part, piece])
+        return lambda piece: torch.baddbmm(plus[piece], times[piece], flat[part, piece])
+
+    pieces = _pieces(flat[0])
+    up, down = (None if is_first else flat[0]), (None if is_last else flat[1])
+    yield from _relay(member, kind, pieces, _Way(up, before, left(0), None if is_last else after))
+    if is_last:
+        flat[1].copy_(left(0)(slice(None)))
+    yield from _relay(member, kind, pieces, _Way(down, after, left(1), None if is_first else before))
+    return arriving
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """One of the two ways of states through a member.
+
+    Attributes:
+        arriving: [sequences * H, Dk, Dv] to fill from member `source`; None where nothing arrives.
+        left: gives a piece of what member `to` is sent; None: it goes nowhere.
+    """
+
+    arriving: Tensor | None
+    source: int
+    left: Callable[[slice], Tensor]
+    to: int | None
+
+
+def _relay(member: GroupMember, kind: str, pieces: list[slice], way: _Way) -> Waits[None]:
+    """Receive what arrives piece by piece, and send on what is left of each while the next one arrives."""
+    assert member.transport is not None
+    # An end of the ring has one neighbour only: its own rank then stands for the other, to or from which nothing goes.
+    to, source = (member.ranks[member.index if n is None else n % member.degree] for n in (way.to, way.source))
+    sent = None
+    for piece in (*pieces, None):
+        receive = None if piece is None or way.arriving is None else way.arriving[piece]
+        if sent is not None or receive is not None:
+            yield member.transport.start(kind, sent, to, receive, source)
+        sent = None if piece is None or way.to is None else way.left(piece)
+
+
+def _pieces(states: Tensor) -> list[slice]:
+    """Cut [heads, Dk, Dv] into runs of heads, alike on all members."""
+    heads, each = len(states), states[0].numel() * states.element_size()
+    width = max(1, PIECE_BYTES // each)
+    return [slice(start, min(start + width, heads)) for start in range(0, heads, width)]

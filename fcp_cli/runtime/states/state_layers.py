@@ -1,0 +1,264 @@
+"""Layers that keep a state of fixed size, over a ring's shards: linear attention and state spaces.
+
+For each head of such a layer a state S [Dk, Dv] goes along a sequence. What a token does to it is affine, and so is
+what all of a chunk together does: S <- A S + B; and what comes out at a token is z_t, and what it reads of the state
+that its chunk began with. A `StateRule` computes A, B, z and what is read by one call of an unmodified kernel, so a
+member computes its chunks before it knows with which states they begin. `linear_states` brings these, and what tokens
+read of them is added. A member alone runs the rule on whole sequences.
+
+Where sets of members share the heads, they exchange tokens for heads of all that a rule takes, as attention does
+(`shared_heads`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.utils.rnn import pad_sequence
+
+from fcp_cli.errors import RunError
+from fcp_cli.runtime.communication.transport import drive
+from fcp_cli.runtime.kernels.base import to_device
+from fcp_cli.runtime.recomputation.recompute import attention_stage
+from fcp_cli.runtime.ring_attention.group_member import GroupMember
+from fcp_cli.runtime.ring_attention.ring import Ring, begin_backward
+from fcp_cli.runtime.ring_attention.shared_heads import HeadSharing
+from fcp_cli.runtime.states.linear_convolution import begin_layer
+from fcp_cli.runtime.states.linear_states import states_at_chunks
+
+Tokens: TypeAlias = tuple[Tensor, ...]
+"""What a rule takes of tokens that lie one behind the other: queries and keys [1, T, G, Dk], values [1, T, H, Dv], of
+which H is a multiple of G, and then what else it has of a token and head, [1, T, H] each."""
+
+Batch: TypeAlias = Callable[[Tokens], tuple[Tensor, Tensor]]
+"""Returns outputs [N, T, H, Dv] of sequences [N, T, ...] each, and what is left of their states [N, H, ...]."""
+
+
+class Chunks(NamedTuple):
+    """What a rule computes of runs of tokens that begin with states that it does not know yet.
+
+    Attributes:
+        out: [1, T, H, Dv], of empty states.
+        reads: [T, ...] each, of which `StateRule.read` makes what tokens read of a state.
+        transitions: [runs, H, Dk, Dk] A of each run, or [runs, H, 1, 1] a factor.
+        updates: [runs, H, Dk, Dv] B of each.
+    """
+
+    out: Tensor
+    reads: Tokens
+    transitions: Tensor
+    updates: Tensor
+
+
+class StateRule(Protocol):
+    """What a kind of layer does to its states."""
+
+    @property
+    def heads_said(self) -> str:
+        """Its heads in messages, of `keys` and `values`."""
+        ...
+
+    def of_heads(self, member: GroupMember) -> StateRule:
+        """Return the rule for a member's part of the heads."""
+        ...
+
+    def alone(self, tokens: Tokens, lengths: tuple[int, ...]) -> Tensor:
+        """Return [1, T, H, Dv] what comes out of whole sequences, each at least a token long."""
+        ...
+
+    def in_chunks(self, tokens: Tokens, lengths: tuple[int, ...]) -> Chunks:
+        """Compute runs of tokens, each at least one long, of which there is at least one."""
+        ...
+
+    def read(self, reads: Tokens, state: Tensor) -> Tensor:
+        """Return [T, H, Dv] what the tokens of a run read of the state [H, Dk, Dv] that it begins with."""
+        ...
+
+    def idle(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Return A and B of a run without tokens, which leaves a state as it is."""
+        ...
+
+
+def run_rule(rule: StateRule, tokens: Tokens, ring: Ring) -> Tensor:
+    """Compute a rule over the micro-batch's pack, of which each member of the ring holds a shard.
+
+    Collective over the ring's members, and so is its backward. Every sequence begins with an empty state.
+
+    Args:
+        rule: of the layer.
+        tokens: the local shard in the order of `ring.layout.index(ring.index)`. Rows beyond `ring.tokens` are padding,
+            and as a sequence of their own.
+        ring: the micro-batch's ring.
+
+    Returns:
+        [1, tokens, H, Dv], like the values.
+
+    Raises:
+        RunError: the shard does not fit the ring, or heads cannot be shared as the plan says.
+    """
+    stage = attention_stage.get()
+    return _compute(rule, tokens, ring) if stage is None else stage.attend(lambda: _compute(rule, tokens, ring))
+
+
+def in_batches(tokens: Tokens, lengths: tuple[int, ...], block: int, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Run a rule on runs of tokens, of which those that need equally many blocks make a batch.
+
+    Args:
+        tokens: all runs, one behind the other; of zeros, a token leaves the state as it is, so that padding changes
+            nothing.
+        lengths: of the runs.
+        block: tokens to which the rule pads.
+        batch: the rule.
+
+    Returns:
+        Outputs [1, T, H, Dv], and what is left of states [runs, ...].
+    """
+    if len(lengths) == 1:
+        return batch(tokens)
+    outs: list[Tensor] = [tokens[0]] * len(lengths)
+    lefts = list(outs)
+    ends = np.cumsum(lengths)
+    for group in _alike(lengths, block):
+        parts = (
+            pad_sequence([tensor[0, ends[run] - lengths[run] : ends[run]] for run in group], batch_first=True)
+            for tensor in tokens
+        )
+        out, left = batch(tuple(parts))
+        for place, run in enumerate(group):
+            outs[run], lefts[run] = out[place, : lengths[run]], left[place]
+    return torch.cat(outs).unsqueeze(0), torch.stack(lefts)
+
+
+def _alike(lengths: tuple[int, ...], block: int) -> list[list[int]]:
+    """Return runs by how many blocks of the rule they take."""
+    groups: dict[int, list[int]] = {}
+    for run, length in enumerate(lengths):
+        groups.setdefault(-(-length // block), []).append(run)
+    return list(groups.values())
+
+
+def _compute(rule: StateRule, tokens: Tokens, ring: Ring) -> Tensor:
+    _check_heads(rule, tokens, ring)
+    held, (batch, given) = ring.tokens, tokens[0].shape[:2]
+    begin_layer(ring, batch, given)
+    padding = given - held
+    if ring.degree == 1:
+        out = rule.alone(tokens, (*ring.layout.lengths, *([padding] if padding else [])))
+    else:
+        out = _in_set(rule, _rows(tokens, 0, held), ring)
+        out = torch.cat((out, rule.alone(_rows(tokens, held, given), (padding,))), dim=1) if padding else out
+    counted: Tensor = _Counted.apply(out, ring)  # type: ignore[no-untyped-call]
+    return counted
+
+
+def _rows(tokens: Tokens, start: int, stop: int) -> Tokens:
+    return tuple(tensor[:, start:stop] for tensor in tokens)
+
+
+class _Counted(torch.autograd.Function):
+    """Hands on what a layer gives; its backward, the layer's first, is counted, on whatever ring."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, ring: Ring) -> Tensor:
+        ctx.ring = ring
+        return out.view_as(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        begin_backward(ctx.ring)
+        return grad, None
+
+
+def _check_heads(rule: StateRule, tokens: Tokens, ring: Ring) -> None:
+    keys, values, shared = tokens[1].shape[2], tokens[2].shape[2], ring.heads_degree
+    if values % shared or (keys % shared and shared % keys):
+        raise RunError(
+            f"the plan shares heads among {shared} ranks, which {rule.heads_said.format(keys=keys, values=values)} "
+            "cannot be; plan with 'fcp plan --attention ring'"
+        )
+
+
+def _in_set(rule: StateRule, own: Tokens, ring: Ring) -> Tensor:
+    """Compute the rule for a member of a group of several, without padding."""
+    if ring.heads_degree == 1:
+        return _around_ring(rule, own, ring)
+    exchange, heads = ring.in_set(), own[2].shape[2]
+    out = _around_ring(rule.of_heads(ring), _of_heads(own, exchange), ring.around_ring())
+    back: Tensor = _ToTokens.apply(out[0], exchange, heads)  # type: ignore[no-untyped-call]
+    return back.unsqueeze(0)
+
+
+def _of_heads(own: Tokens, exchange: HeadSharing) -> Tokens:
+    """Exchange tokens for heads, in a message for each type of numbers."""
+    found = list(own)
+    for dtype in dict.fromkeys(tensor.dtype for tensor in own):
+        places = [place for place, tensor in enumerate(own) if tensor.dtype == dtype]
+        sent = [own[place][0] if own[place].dim() == 4 else own[place][0].unsqueeze(-1) for place in places]
+        swapped = _ToHeads.apply(exchange, *sent)  # type: ignore[no-untyped-call]
+        for place, tensor in zip(places, swapped, strict=True):
+            found[place] = (tensor if own[place].dim() == 4 else tensor.squeeze(-1)).unsqueeze(0)
+    return tuple(found)
+
+
+def _around_ring(rule: StateRule, held: Tokens, member: GroupMember) -> Tensor:
+    """Compute the rule for what a member of a ring of several holds: fronts and backs of all sequences, by turns."""
+    sizes = np.stack((member.layout.fronts(member.index), member.layout.backs(member.index)), axis=1).ravel()
+    live, value = np.flatnonzero(sizes), held[2]
+    if not live.size:  # of sequences of few tokens; what others send passes through
+        passed = [part.expand(len(sizes), -1, -1, -1) for part in rule.idle(held)]
+        # The sum of nothing ties both ends into the graph: backward must run here, too.
+        states = _arriving(passed[0], passed[1] + value.sum().to(passed[1].dtype), member)
+        return value + states.sum().to(value.dtype)
+    lengths = tuple(sizes[live].tolist())
+    chunks = rule.in_chunks(held, lengths)
+    left = [chunks.transitions, chunks.updates]
+    if live.size < sizes.size:
+        places = to_device(torch.from_numpy(live), value.device)
+        passed = [part.expand(len(sizes), -1, -1, -1) for part in rule.idle(held)]
+        left = [every.to(of.dtype).index_copy(0, places, of) for every, of in zip(passed, left, strict=True)]
+    states = _arriving(left[0], left[1], member)
+    reads = zip(*(torch.split_with_sizes(part, lengths) for part in chunks.reads), strict=True)
+    added = [rule.read(read, states[run % 2, run // 2]) for read, run in zip(reads, live.tolist(), strict=True)]
+    return (chunks.out + torch.cat(added)).to(value.dtype)
+
+
+def _arriving(transitions: Tensor, updates: Tensor, member: GroupMember) -> Tensor:
+    """Return the states [2, sequences, H, Dk, Dv] with which chunks begin, of A and B by turns of a sequence."""
+    of_chunks = (part.view(-1, 2, *part.shape[1:]).transpose(0, 1) for part in (transitions, updates))
+    return states_at_chunks(member, *of_chunks)
+
+
+class _ToHeads(torch.autograd.Function):
+    """`HeadSharing.to_heads` of tensors [T, heads, D], with its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: HeadSharing, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange, ctx.heads = exchange, [tensor.shape[1] for tensor in tensors]
+        return tuple(part.clone() for part in drive(exchange.to_heads("heads", *tensors)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *drive(ctx.exchange.to_tokens("tokens", *grads, heads=ctx.heads))
+
+
+class _ToTokens(torch.autograd.Function):
+    """`HeadSharing.to_tokens` of one tensor [T of the set, heads / u, D], with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, exchange: HeadSharing, heads: int) -> Tensor:
+        ctx.exchange = exchange
+        (own,) = drive(exchange.to_tokens("tokens", tensor, heads=(heads,)))
+        return own
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (of_set,) = drive(ctx.exchange.to_heads("heads", grad))
+        return of_set.clone(), None, None
