@@ -64,7 +64,8 @@ class ClusterSpec:
         attention_efficiency: share of the peak that any kernel reaches, in place of `attention`.
         intra_node_bytes_per_second, inter_node_bytes_per_second: point to point, one way, inside one ring.
         message_seconds: fixed cost of one message between neighbours of a ring: of one layer, in one direction.
-        microbatch_seconds: fixed cost of one forward and backward.
+        microbatch_seconds: fixed cost of one forward and backward, whatever the model; None: see the next.
+        operation_seconds: of the host to issue one operation; `profiling.host` counts those of a micro-batch.
         links_per_node: network links that the devices of a node share, each as fast as `inter_node_bytes_per_second`;
             None: unknown, and traffic over them is not priced.
         memory_bytes_per_second: at which a device reads and writes its own memory; None: not known, not priced.
@@ -81,7 +82,8 @@ class ClusterSpec:
     intra_node_bytes_per_second: Positive
     inter_node_bytes_per_second: Positive
     message_seconds: NonNegative = 0.0
-    microbatch_seconds: NonNegative = 0.0
+    microbatch_seconds: NonNegative | None = None
+    operation_seconds: NonNegative | None = None
     links_per_node: RankCount | None = None
     memory_bytes_per_second: Positive | None = None
     attention: Mapping[KernelName, AttentionRate] = field(default_factory=dict)

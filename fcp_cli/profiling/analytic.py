@@ -23,6 +23,7 @@ from fcp_cli.memory.trained import backward_of, check_trained, trained_parameter
 from fcp_cli.models.cluster import ClusterSpec
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.models.operations import forward_operations
+from fcp_cli.profiling.host import host_operations
 from fcp_cli.profiling.step_terms import analytic_step_terms
 from fcp_cli.recipe import Recipe, check_recipe
 
@@ -237,6 +238,11 @@ class _Job:
         size = elements * (forwards * CHUNK_BYTES_FORWARD + reached * CHUNK_BYTES_BACKWARD)
         return size / self.cluster.memory_bytes_per_second / self.cut.devices
 
+    def microbatch_seconds(self) -> float:
+        """Return the host's work for a micro-batch, which a device with little to do waits for."""
+        issued = host_operations(self.spec, self.recipe) * (self.cluster.operation_seconds or 0.0)
+        return (self.cluster.microbatch_seconds or 0.0) + issued / self.cut.pipeline_parallel
+
     def heads(self) -> Heads | None:
         """Price exchanges of tokens for heads; None where messages take no time, as in the papers' formula."""
         seconds = self.cluster.message_seconds
@@ -282,7 +288,7 @@ class _Job:
             + token_seconds * (operations.attention_per_token2 + operations.window_per_token2)
             + self.exchange_seconds_per_token(passes=1 + backward.layers * (1 + recomputes)),
             ring_bytes_per_token=ring_bytes / devices,
-            microbatch_seconds=cluster.microbatch_seconds,
+            microbatch_seconds=self.microbatch_seconds(),
             ring_hop_seconds=hop_messages * cluster.message_seconds / self.cut.pipeline_parallel,
             vision_seconds_per_patch=vision.total(recomputes=recomputes) * operations.vision_per_patch / matrix_rate,
             vision_seconds_per_patch2=(1 + vision.inputs * attention_backward)
@@ -322,6 +328,9 @@ class _Job:
             "parameters": spec.parameters,
             **({"active_parameters": spec.active_parameters} if spec.experts else {}),
             **({} if tuned is None else {"trained_parameters": tuned.total}),
+            **(
+                {"operations_per_microbatch": round(host_operations(spec, recipe))} if cluster.operation_seconds else {}
+            ),
             "precision": recipe.precision,
             "ranks": self.ranks,
             "tensor_parallel": self.cut.tensor_parallel,

@@ -1,0 +1,51 @@
+"""Operations that the host issues for a micro-batch: its fixed cost, whatever the tokens.
+
+Counted of transformers' own layers under bf16 autocast, without those that only make views; a test counts them again.
+Layers with a state and blocks of a vision encoder count as layers of Llama.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from fcp_cli.memory.trained import backward_of
+from fcp_cli.models.layers import LayerKind
+from fcp_cli.models.model import ModelSpec
+from fcp_cli.recipe import Recipe
+
+
+class _Operations(NamedTuple):
+    forward: int
+    backward: int
+
+
+_LAYER: Final = _Operations(48, 87)
+_HEAD_NORMS: Final = _Operations(16, 30)
+_EXPERTS: Final = _Operations(14, 13)
+_TWO_MORE_NORMS: Final = _Operations(22, 34)
+
+
+def host_operations(spec: ModelSpec, recipe: Recipe) -> float:
+    """Return the operations of one forward and backward of all layers, and of what is computed again."""
+    backward = backward_of(spec, recipe)
+    found = 0.0
+    for kind, count in spec.kinds.items():
+        layer = layer_operations(spec, kind)
+        again = layer.forward if recipe.recompute != "none" else 0
+        found += count * (layer.forward + backward.layers * (layer.backward + again))
+    if spec.vision is not None:
+        again = _LAYER.forward if recipe.recompute != "none" else 0
+        found += spec.vision.depth * (_LAYER.forward + backward.vision.inputs * (_LAYER.backward + again))
+    return found
+
+
+def layer_operations(spec: ModelSpec, kind: LayerKind) -> _Operations:
+    """Return the operations of a layer, forward and backward."""
+    parts = [_LAYER]
+    if spec.qk_norm:
+        parts.append(_HEAD_NORMS)
+    if spec.experts is not None and kind.has_experts:
+        parts.append(_EXPERTS)
+    if spec.has("four norms"):
+        parts.append(_TWO_MORE_NORMS)
+    return _Operations(sum(part.forward for part in parts), sum(part.backward for part in parts))
