@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from fcp_cli.command_line import App, takes
 from fcp_cli.console import human, note, print_json, print_table, progress
+from fcp_cli.errors import UsageError
 from fcp_cli.files import refuse_to_overwrite
 from fcp_cli.options import MOST_PIXELS, MOST_ROWS, Arg, Opt, Typed
 from fcp_cli.words import counted
@@ -15,6 +16,7 @@ from fcp_cli.words import counted
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from fcp_cli.manifest.sources.base import Source
     from fcp_cli.manifest.sources.detect import SourceOptions
     from fcp_cli.manifest.summary import ManifestSummary
     from fcp_cli.manifest.table import LengthTable
@@ -35,7 +37,10 @@ class BuildOptions:
     """Where the sequences are, and what counts as a token."""
 
     source: Annotated[
-        Path, Arg("Folder of text files; JSONL, Parquet, Arrow or tar file, or a folder of them; Megatron .idx.")
+        Path,
+        Arg(
+            "Folder of text files; JSONL, Parquet, Arrow or tar file, or a folder of them; Megatron .idx; .txt of lengths."
+        ),
     ]
     output: Annotated[Path, Opt("The manifest to write.", flags=("--output", "-o"), trust="writes")] = Path(
         "lengths.parquet"
@@ -49,7 +54,7 @@ class BuildOptions:
         ),
     ] = "bytes"
     kind: Annotated[
-        Literal["text", "chat", "jsonl", "parquet", "arrow", "megatron", "media", "auto"],
+        Literal["text", "chat", "jsonl", "parquet", "arrow", "megatron", "media", "lengths", "auto"],
         Opt("The form of SOURCE; auto finds it by name and content."),
     ] = "auto"
     column: Annotated[
@@ -113,7 +118,7 @@ def build(options: BuildOptions) -> None:
     Sequences without tokens are left out and counted.
     """
     from fcp_cli.manifest.build import build_manifest
-    from fcp_cli.manifest.sources.detect import SourceOptions, detect_kind, open_source
+    from fcp_cli.manifest.sources.detect import SourceOptions, detect_kind
 
     source, output, kind = options.source, options.output, str(options.kind)
     refuse_to_overwrite(output, source)
@@ -131,7 +136,7 @@ def build(options: BuildOptions) -> None:
         vocab_size=options.vocab_size,
         mask=options.mask,
     )
-    opened = open_source(source, kind, reading, output=output.absolute())
+    opened = _opened(source, kind, reading, output)
     _note_unused(opened.describe(), reading)
     _note_assumed(opened.describe(), options)
     with progress() as bar:
@@ -144,6 +149,17 @@ def build(options: BuildOptions) -> None:
         note(f"left out {counted(count, f'{reason} sequence')}")
     _report(output, built.table, built.source, json=options.json, extra={"skipped": built.skipped})
     note(f"wrote {output}; next: fcp plan {output}")
+
+
+def _opened(source: Path, kind: str, reading: SourceOptions, output: Path) -> Source:
+    from fcp_cli.manifest.length_file import LengthFile
+    from fcp_cli.manifest.sources.detect import open_source
+
+    if kind != "lengths":
+        return open_source(source, kind, reading, output=output.absolute())
+    if reading.mask is not None:
+        raise UsageError(f"--mask {reading.mask} needs sequences of token ids or texts, not --kind lengths")
+    return LengthFile(path=source.absolute(), column=reading.column)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,8 @@ import typer
 
 from fcp_cli.command_line import takes
 from fcp_cli.console import human, note, print_json, print_table
-from fcp_cli.options import MOST_TOKENS, Opt
+from fcp_cli.errors import UsageError
+from fcp_cli.options import MOST_TOKENS, Arg, Opt
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
 class VerifyOptions:
     """Which steps to replay, and how small."""
 
-    plan: Annotated[Path, Opt("The plan to verify.")] = Path("plan.parquet")
+    path: Annotated[Path | None, Arg("The plan to verify.", metavar="PLAN", unset="plan.parquet")] = None
+    plan: Annotated[
+        Path | None, Opt("The plan, named by an option as for fcp launch.", flags=("--plan",), unset="plan.parquet")
+    ] = None
     steps: Annotated[int, Opt("Steps to replay.", min=1)] = 3
     first_step: Annotated[int, Opt("The first of them.", min=0)] = 0
     max_length: Annotated[
@@ -30,7 +34,7 @@ class VerifyOptions:
     json: Annotated[bool, Opt("Print the result as one JSON document on stdout.")] = False
 
 
-@takes(VerifyOptions, "fcp verify --plan plan.parquet", "fcp verify --plan plan.parquet --first-step 100 --steps 10")
+@takes(VerifyOptions, "fcp verify plan.parquet", "fcp verify plan.parquet --first-step 100 --steps 10")
 def verify(options: VerifyOptions) -> None:
     """Replay steps of a plan with a small fp64 model on CPU ranks, and compare loss and gradients with one process.
 
@@ -39,8 +43,13 @@ def verify(options: VerifyOptions) -> None:
     """
     from fcp_cli.verification.verify import verify as verify_plan
 
+    if options.path is not None and options.plan is not None:
+        raise UsageError(f"two plans are named, {options.path} and --plan {options.plan}; name one")
     verification = verify_plan(
-        options.plan, num_steps=options.steps, first_step=options.first_step, max_length=options.max_length
+        options.path or options.plan or Path("plan.parquet"),
+        num_steps=options.steps,
+        first_step=options.first_step,
+        max_length=options.max_length,
     )
     if options.json:
         print_json(_document(verification))

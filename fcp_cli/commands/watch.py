@@ -30,14 +30,16 @@ if TYPE_CHECKING:
 class WatchOptions:
     """Which run to follow, and how often."""
 
-    run_dir: Annotated[Path, Arg("The run's folder, or its metrics.jsonl.")]
+    run_dir: Annotated[
+        Path | None, Arg("The run's folder, or its metrics.jsonl.", unset="the run that was launched last")
+    ] = None
     every: Annotated[int, Opt("Through a pipe: steps between two lines.", min=1)] = 1
     interval: Annotated[float, Opt("Seconds between two readings.", min=0.1, max=MOST_WAIT, metavar="SECONDS")] = 1.0
     once: Annotated[bool, Opt("Show the state now and end.")] = False
     json: Annotated[bool, Opt("Print the state now as one JSON document on stdout.")] = False
 
 
-@takes(WatchOptions, "fcp watch runs/qwen3-tiny-001", "fcp watch runs/qwen3-tiny-001 --once")
+@takes(WatchOptions, "fcp watch", "fcp watch runs/qwen3-tiny-001 --once")
 def watch(options: WatchOptions) -> None:
     """Follow a run: loss, tokens/s, measured against planned time, idle time per rank, time left.
 
@@ -47,9 +49,10 @@ def watch(options: WatchOptions) -> None:
     from fcp_cli.report.watch import WINDOW_STEPS, RunState
     from fcp_cli.runs.metrics_reader import MetricsTail
 
+    run_dir = options.run_dir or _latest()
     console = human()
     watched = _Watched(
-        tail=MetricsTail(_metrics(options.run_dir), joins_with=WINDOW_STEPS),
+        tail=MetricsTail(_metrics(run_dir), joins_with=WINDOW_STEPS),
         state=RunState(),
         ascii_only=console.options.ascii_only,
     )
@@ -65,8 +68,20 @@ def watch(options: WatchOptions) -> None:
         raise typer.Exit(130) from None  # nothing of the watcher's was lost; the run trains on
     watched.note_damage()
     if watched.standing != "finished":
-        raise RunError(f"{options.run_dir}: {watched.remark()}")
+        raise RunError(f"{run_dir}: {watched.remark()}")
     _note_finished(watched)
+
+
+def _latest() -> Path:
+    """Return the run below `runs` that was launched last, and say which."""
+    from fcp_cli.launching.started.jobs import started_runs
+    from fcp_cli.runs.folder import RUNS
+
+    found = started_runs()
+    if not found:
+        raise RunError(f"there is no run below {RUNS}; name the folder that 'fcp launch' printed")
+    note(f"assumed RUN_DIR = {found[-1]} (launched last)")
+    return found[-1]
 
 
 def _metrics(run_dir: Path) -> Path:

@@ -49,9 +49,9 @@ def _table(contenders: Sequence[Contender], syncs: Sequence[Sync]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    caption = (
-        "seconds per step under each sync; the other columns are under the quicker one" if len(syncs) > 1 else None
-    )
+    caption = "over: micro-batches that hold more than the token budget, and would run out of memory"
+    if len(syncs) > 1:
+        caption = f"seconds per step under each sync; the other columns are under the quicker one\n{caption}"
     # Nine columns fit 80 characters with one space between them.
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
     table.caption, table.caption_justify = caption, "left"

@@ -255,6 +255,14 @@ class QwenVision(_QwenPixels):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class QwenImages(QwenVision):
+    """Qwen3-VL of a checkpoint that says nothing of videos: images are counted, videos refused."""
+
+    def frame_indices(self, frames: int, fps: float | None) -> IntArray:
+        raise ValueError(f"{self.name} has no video_preprocessor_config.json, which sets the size of videos; add it")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Qwen25Vision(_QwenPixels):
     """Qwen2.5-VL and Qwen2-VL: as Qwen3-VL, but each frame has its limits, and no time stamps stand between frames.
 
@@ -553,6 +561,9 @@ def _qwen(folder: Path, images: dict[str, Any]) -> VisionProcessor:
     is_shared &= not any(
         (folder / name).exists() for name in ("video_preprocessor_config.json", "processor_config.json")
     )
+    # Qwen3-VL's patches have 16 pixels, those of its predecessors 14.
+    if images.get("patch_size") == _QWEN3_PATCH and not _has_videos(folder):
+        return _qwen3_images(folder, images)
     videos = images if is_shared else _config(folder, "video_preprocessor_config.json", "video_processor")
     if videos.get("cap_pixels_per_frame"):
         raise ManifestError(f"{folder} caps the pixels of each video frame, which fcp does not model yet")
@@ -564,6 +575,28 @@ def _qwen(folder: Path, images: dict[str, Any]) -> VisionProcessor:
     raise ManifestError(
         f"{folder} has the video processor {kind or 'of no name'!r}; fcp knows Qwen3VLVideoProcessor and "
         "Qwen2VLVideoProcessor"
+    )
+
+
+_QWEN3_PATCH: Final = 16
+
+
+def _has_videos(folder: Path) -> bool:
+    """Return whether a checkpoint says how it reads videos."""
+    if (folder / "video_preprocessor_config.json").exists():
+        return True
+    return (folder / "processor_config.json").exists() and "video_processor" in _config(folder, "processor_config.json")
+
+
+def _qwen3_images(folder: Path, images: dict[str, Any]) -> QwenImages:
+    limits = _block(images, "size")
+    return QwenImages(
+        name=str(folder.resolve()),
+        patch_size=images["patch_size"],
+        merge_size=images["merge_size"],
+        temporal_patch_size=images["temporal_patch_size"],
+        image_min_pixels=limits["shortest_edge"],
+        image_max_pixels=limits["longest_edge"],
     )
 
 

@@ -86,7 +86,7 @@ SURFACE = {
         --device-hour-price
     """,
     "verify": """
-        --plan --steps --first-step --max-length --json
+        PLAN --plan --steps --first-step --max-length --json
     """,
     "watch": """
         RUN_DIR --every --interval --once --json

@@ -169,3 +169,12 @@ def test_one_damaged_run_does_not_hide_the_others(tmp_path: Path) -> None:
             ],
         )
     )
+
+
+def test_steps_that_a_resumed_run_trained_again_count_once(tmp_path: Path) -> None:
+    step = {"kind": "step", "loss": 1.0, "tokens": 8, "seconds": 1.0, "predicted_seconds": 1.0, "idle_fraction": 0.0}
+    records = [{**step, "step": number, "ranks": []} for number in (0, 1, 2, 1, 2, 3)]
+    run_dir = make_run(tmp_path)
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    jobs = json.loads(fcp("jobs", "--json", cwd=tmp_path).stdout)["jobs"]
+    assert [job["steps"] for job in jobs] == [4]

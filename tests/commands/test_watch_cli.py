@@ -173,6 +173,22 @@ def test_mistakes_get_one_line(tmp_path: Path, arguments: list[str], message: st
     assert assert_one_error_line(fcp("watch", *arguments, cwd=tmp_path), 1) == message
 
 
+def test_without_a_folder_it_takes_the_run_that_was_launched_last(plan: Path, tmp_path: Path) -> None:
+    for number, name in enumerate(("newer", "older")):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        write_run(tmp_path / "runs" / name / "metrics.jsonl", plan)
+        (tmp_path / "runs" / name / "launch.json").write_text("{}")
+        os.utime(tmp_path / "runs" / name / "launch.json", (1000 - number, 1000 - number))
+    result = fcp("watch", cwd=tmp_path)
+    assert result.returncode == 0
+    assert result.stderr.startswith("assumed RUN_DIR = runs/newer (launched last)")
+
+
+def test_where_there_is_no_run_it_says_so(tmp_path: Path) -> None:
+    message = assert_one_error_line(fcp("watch", cwd=tmp_path), 1)
+    assert message == "error: there is no run below runs; name the folder that 'fcp launch' printed"
+
+
 def test_an_empty_run_says_so(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     assert "has no metrics yet" in assert_one_error_line(fcp("watch", ".", "--once", cwd=tmp_path), 1)

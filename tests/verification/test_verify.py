@@ -183,7 +183,7 @@ def test_an_edited_plan_is_refused(plan: Path) -> None:
 @pytest.mark.usefixtures("on_threads")
 def test_the_command_prints_a_table_and_one_json_document(plan: Path) -> None:
     runner = CliRunner()
-    shown = runner.invoke(app, ["verify", "--plan", str(plan), "--max-length", "30"], env={"COLUMNS": "80"})
+    shown = runner.invoke(app, ["verify", str(plan), "--max-length", "30"], env={"COLUMNS": "80"})
     assert shown.exit_code == 0
     assert shown.stdout == ""
     assert "4 ranks as threads" in shown.stderr
@@ -193,6 +193,11 @@ def test_the_command_prints_a_table_and_one_json_document(plan: Path) -> None:
     document = json.loads(runner.invoke(app, ["verify", "--plan", str(plan), "--max-length", "30", "--json"]).stdout)
     assert document["passed"] is True
     assert [step["step"] for step in document["steps"]] == [0, 1]
+
+
+def test_two_plans_are_refused() -> None:
+    shown = CliRunner().invoke(app, ["verify", "a.parquet", "--plan", "b.parquet"])
+    assert "two plans are named, a.parquet and --plan b.parquet; name one" in str(shown.exception)
 
 
 @pytest.mark.usefixtures("on_threads")

@@ -267,6 +267,14 @@ def test_a_checkpoint_says_its_own_sizes(tmp_path: Path) -> None:
     assert processor.describe()["name"] == folder
 
 
+def test_a_checkpoint_that_says_nothing_of_videos_counts_images(tmp_path: Path) -> None:
+    images = {**QWEN_IMAGES, "temporal_patch_size": 2}
+    processor = open_processor(checkpoint(tmp_path, preprocessor_config=images))
+    assert processor.image(2160, 3840).tokens <= 1024
+    with pytest.raises(ValueError, match=r"has no video_preprocessor_config\.json, which sets the size of videos"):
+        processor.video(768, 720, 1280, 1.0)
+
+
 QWEN25_IMAGES = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "processor_class": "Qwen2_5_VLProcessor",

@@ -43,7 +43,7 @@ class JobState:
         where: `local`, or the scheduler with its own name of the job; "" if the run is unreadable.
         state: the scheduler's word, or by its heartbeat `running`, `finished`, `interrupted`, `failed` or `dead`, or
             `unreadable`.
-        steps: that were measured.
+        steps: of the plan that are trained.
         problem: why the run is unreadable, or "".
     """
 
@@ -94,7 +94,8 @@ def job_state(run_dir: Path, outside: Outside) -> JobState:
         RunError: a file of the run is damaged.
     """
     submission, own = read_submission(run_dir), _own_state(run_dir)
-    steps = summary_of(RunPaths(run_dir=run_dir).metrics).steps
+    last = summary_of(RunPaths(run_dir=run_dir).metrics).last
+    steps = 0 if last is None else last["step"] + 1  # those that a resumed run trained again count once
     if submission is None:
         return JobState(run_dir=run_dir, where="local", state=own or "not started", steps=steps)
     where = f"slurm {submission.job_id}" if submission.target == "slurm" else f"{submission.target} {submission.name}"

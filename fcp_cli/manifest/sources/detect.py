@@ -32,6 +32,7 @@ _SUFFIXES: Final = {
     "arrow": ARROW_SUFFIXES,
     "megatron": (".idx",),
     "media": (".tar",),
+    "lengths": (".txt", ".csv", ".tsv"),
 }
 KINDS: Final = ("text", "chat", *_SUFFIXES)
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json")
