@@ -25,7 +25,7 @@ def hook_schedules(schedules: ModuleType) -> None:
 
     To be called when `megatron.core.pipeline_parallel.schedules` has been imported, before its importer sees it.
     Scripts get a schedule from `get_forward_backward_func` and call it once per training step, with keyword arguments.
-    Evaluation (`forward_only`) is left as it is.
+    Evaluation (`forward_only`) is unchanged.
     """
     # Scripts import MindSpeed before Megatron. We must not import it: it reads the command line as it is imported.
     is_under_mindspeed = "mindspeed" in sys.modules

@@ -1,4 +1,4 @@
-"""Refuse the training loops of frameworks that no plan can drive, where they begin, with what to use in their place.
+"""Refuse the training loops of frameworks that no plan can drive, at their start, and name a replacement.
 
 All would be stopped before their first optimizer step, as any script is in which nothing follows the plan; but by then
 weights have been read and a step has been computed.
@@ -20,7 +20,7 @@ _TITAN_LOOP = ("train", "train_step", "forward_backward_step", "_forward_backwar
 
 
 def refuse_torchtitan(trainer: ModuleType) -> None:
-    """Make `torchtitan.trainer`'s Trainer refuse to be made, unless a subclass has a loop of its own.
+    """Make `torchtitan.trainer`'s Trainer refuse to be made, unless a subclass has its own loop.
 
     Raises:
         RunError: this version of torchtitan has no such class.

@@ -1,4 +1,4 @@
-"""Check that what an integration hooks exists and takes the arguments that are relied on, before it is hooked."""
+"""Check that an integration's hooked functions exist and take the expected arguments, before they are hooked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def require(module: ModuleType, path: str, parameters: Sequence[str], *, found: 
     """Raise RunError unless `path` (a name, or Class.method) is in the module and takes these parameters.
 
     Args:
-        found: what the module belongs to, with its version.
+        found: package of the module, with its version.
         advice: versions known to work.
     """
     target: Any = module

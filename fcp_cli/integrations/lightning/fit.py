@@ -35,7 +35,7 @@ class LightningFit:
         loader: of the training data, of which the data set, the collator and the workers are used.
 
     Raises:
-        FcpError: the plan, the data or what the script asks for cannot be followed.
+        FcpError: the plan, the data or a setting of the script cannot be followed.
     """
 
     def __init__(self, trainer: Any, loader: Any) -> None:
@@ -58,7 +58,7 @@ class LightningFit:
         self._steps: Generator[Step, None, None] | None = None
 
     def loader(self) -> PlannedBatches:
-        """Return what stands for the script's loader: as many batches as the trainer accumulates in an epoch."""
+        """Return the replacement of the script's loader: as many batches as the trainer accumulates in an epoch."""
         updates = self.session.metadata.steps_per_epoch * self._trainer.accumulate_grad_batches
         return PlannedBatches(self.session, updates, self._batch_size)
 
@@ -79,7 +79,7 @@ class LightningFit:
         """Run the plan's next step: the module's `training_step` and a backward for each micro-batch.
 
         Returns:
-            A loss (0-d) whose mean over ranks is the step's, and what else `training_step` returned for the last.
+            A loss (0-d) whose mean over ranks is the step's, and the other results of the last `training_step`.
         """
         step = self._next()
         shown = float(len(step) * self.session.world.size)
@@ -138,13 +138,13 @@ class PlannedBatches:
         return self._session.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at the step that was saved."""
+        """Resume at the saved step."""
         self._session.load_state_dict(state)
 
 
 @contextmanager
 def _logged_once(module: Any, position: int, microbatches: int) -> Iterator[None]:
-    """Keep what a module logs in each micro-batch, and log the mean with the last: Lightning counts batches by it."""
+    """Collect a module's logs of each micro-batch, and log the mean with the last: Lightning counts batches by it."""
     kept: dict[str, list[Any]] = vars(module).setdefault("_fcp_logged", {})
     own = module.log
 

@@ -21,7 +21,7 @@ def hook_fit_loop(fit_loop: ModuleType) -> None:
     """Hook `lightning.pytorch.loops.fit_loop` (or `pytorch_lightning`'s), right after its import.
 
     Raises:
-        RunError: this version of Lightning lacks what is relied on.
+        RunError: this version of Lightning lacks a hooked function.
     """
     package = fit_loop.__name__.removesuffix(".loops.fit_loop")
     automatic = importlib.import_module(f"{package}.loops.optimization.automatic")

@@ -28,11 +28,11 @@ from fcp_cli.runtime.session.session import Session, Step
 class PlannedSteps:
     """The steps of a session. It has a length, without which Lightning fetches the next step before it runs the first.
 
-    Lightning's checkpoints hold its state, so that `Trainer.fit(..., ckpt_path=...)` goes on with the next step.
+    Lightning's checkpoints hold its state, so that `Trainer.fit(..., ckpt_path=...)` resumes with the next step.
 
     Args:
         session: of `fcp_cli.runtime.start`.
-        model: what `Session.steps` is given: in a LightningModule, `self.trainer.strategy.model`, with its wrapper.
+        model: argument of `Session.steps`: in a LightningModule, `self.trainer.strategy.model`, with its wrapper.
         first_step: optimizer step to begin with, where no checkpoint of Lightning's says it.
     """
 
@@ -53,6 +53,6 @@ class PlannedSteps:
         return self._session.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the run of a checkpoint ended."""
+        """Resume where the run of a checkpoint ended."""
         self._session.load_state_dict(state)
         self._first_step = None

@@ -1,4 +1,4 @@
-"""What follows each token of a shard, one to a few places ahead, as multi-token prediction asks for it.
+"""Tokens after each token of a shard, one to a few positions ahead, for multi-token prediction.
 
 The next tokens of a rank's tokens lie with other ranks where a chunk ends. Every rank reads its sequences whole, so it
 takes them from there, and none has to be asked.
@@ -41,14 +41,14 @@ def look_ahead(
     places: int,
     shard_of: Callable[[Sequence[Tensor]], Tensor],
 ) -> Ahead:
-    """Return what follows the tokens of a shard.
+    """Return the tokens after those of a shard.
 
     Args:
         items: the row's sequences, whole.
         names: of the values wanted; items that lack one have none ahead, either.
         mask: name of the loss mask; without one every token has a loss.
         places: how many to look ahead.
-        shard_of: cuts a shard out of what whole sequences hold.
+        shard_of: cuts a shard out of whole sequences.
     """
     masks = [item[mask] if mask in item else torch.ones(_length(item)) for item in items]
     counts = [[float(_moved(one, place).sum()) for one in masks] for place in range(places + 1)]
@@ -70,5 +70,5 @@ def _length(item: Mapping[str, Tensor]) -> int:
 
 
 def _moved(tensor: Tensor, places: int) -> Tensor:
-    """Move what a sequence holds per token so many places towards its beginning."""
+    """Shift a sequence's per-token values so many positions towards its beginning."""
     return pad(tensor[..., places:], (0, min(places, tensor.shape[-1])))

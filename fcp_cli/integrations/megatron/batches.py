@@ -22,7 +22,7 @@ from fcp_cli.integrations.megatron.microbatch import current_microbatch
 from fcp_cli.integrations.megatron.samples import ATTENTION_MASK, LOSS_MASK, POSITIONS, TOKENS, LoadedStep
 
 _HOOKED = "get_batch_on_this_tp_rank"
-# Where it is, by version: to 0.18 it reads from an iterator, from 0.19 on it is given what the first process has read.
+# Where it is, by version: to 0.18 it reads from an iterator, from 0.19 on it gets the first process's batch.
 _MODULES = ("megatron.training.utils", "megatron.core.utils")
 # In the order in which scripts unpack them.
 _ENTRIES = (TOKENS, "labels", LOSS_MASK, ATTENTION_MASK, POSITIONS)
@@ -54,7 +54,7 @@ def hook_batches(utils: ModuleType) -> None:
 
 
 class _Batch(dict[str, Any]):
-    """What a script from 0.19 on also asks for (sequences packed by others, their groups) is None under a plan."""
+    """Further values for scripts from 0.19 on (sequences packed by others, their groups) are None under a plan."""
 
     def __missing__(self, name: str) -> None:
         return None
@@ -74,7 +74,7 @@ def shares_data(data_iterator: Any, replica: dist.ProcessGroup, device: torch.de
 
 
 def share(read: Callable[[], LoadedStep], replica: dist.ProcessGroup) -> LoadedStep:
-    """Return what the first process of a replica reads, on all of them. All call it."""
+    """Return the batch that the first process of a replica reads, on all of them. All call it."""
     first = dist.get_process_group_ranks(replica)[0]
     found: list[Any] = [read() if dist.get_rank() == first else None]
     dist.broadcast_object_list(found, src=first, group=replica)

@@ -1,4 +1,4 @@
-"""Check that Megatron, its configuration and its model can follow a plan; refuse, in one line, what cannot."""
+"""Check that Megatron, its configuration and its model can follow a plan, or refuse in one line."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def require(
     """Raise RunError unless `path` (a name, or Class.method) is in the module and takes these parameters.
 
     Args:
-        found: what the module belongs to, with its version; megatron-core by default.
+        found: package of the module, with its version; megatron-core by default.
         advice: versions known to work.
     """
     known = found or f"megatron-core {megatron_version()}"
@@ -304,7 +304,7 @@ def _balancing_losses(setting: Callable[[str], Any]) -> list[str]:
 
 
 def check_routers() -> None:
-    """Check what is hooked in routers that have losses.
+    """Check the hooks in routers that have losses.
 
     Raises:
         RunError: a function or an argument is missing.

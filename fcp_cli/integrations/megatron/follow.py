@@ -62,7 +62,7 @@ class Follower:
     Args:
         plan: plan file.
         arguments: of the schedule's first call.
-        stack: what the model is built with.
+        stack: of the model.
 
     Raises:
         FcpError: the plan, the model, its configuration or the data cannot be followed; on every process.
@@ -112,7 +112,7 @@ class Follower:
         self._first_step = self._next_step = 0
 
     def _agree_on_plan(self, tensor_parallel: int) -> PlanMetadata:
-        """Return what all ranks read of the plan; refuse one that this model's schedule cannot follow."""
+        """Return the plan's settings for all ranks; refuse a plan that this model's schedule cannot follow."""
         pipeline_parallel = parallel_state.get_pipeline_model_parallel_world_size()
         metadata = agree_on_plan(
             ProcessWorld(),

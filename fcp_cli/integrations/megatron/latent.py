@@ -1,7 +1,7 @@
 """Multi-latent attention under a plan: each of its layers makes and rotates its own queries and keys.
 
 Other layers are given their rotary table as an argument; these look it up themselves, in forward and again where the
-forward is recomputed. Given packed sequences, they leave out the batch dimension, which the rotation of unpacked
+forward is recomputed. Given packed sequences, they drop the batch dimension, which the rotation of unpacked
 sequences wants. So while a layer makes queries, keys and values it is not told of sequences, and its table is that of
 the call's: of their longest, cut to the positions of the shard.
 """

@@ -67,7 +67,7 @@ class MeasuredSteps:
         self._running = (row.order, now if self._record.marks else self._first)
 
     def add_loss(self, loss_sum: Any, tokens: Any) -> None:
-        """Note what the script's loss function returned."""
+        """Record the result of the script's loss function."""
         if self._record is not None:
             self._sums.append(torch.as_tensor(loss_sum).detach().reshape(()))
             self._tokens.append(torch.as_tensor(tokens).detach().reshape(()))

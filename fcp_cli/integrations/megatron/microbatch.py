@@ -20,7 +20,7 @@ class PlannedMicroBatch:
 
     Attributes:
         row: in the plan.
-        batch: what the script's data iterator gives: tensors [1, tokens], and placeholders for the rest.
+        batch: for the script's data iterator: tensors [1, tokens], and placeholders for the rest.
         ring: on which its attention runs.
         positions: [tokens] int64, of each token within its own sequence.
         is_planned: [tokens] bool; padding is not.
@@ -28,7 +28,7 @@ class PlannedMicroBatch:
         lengths: tokens of each sequence, without padding.
         owners: [tokens] int64, which of the sequences a token belongs to, and their number for padding; None where no
             loss is made of them.
-        ahead: what follows each token, where the model predicts several.
+        ahead: the tokens after each token, if the model predicts several.
         packed: the same for Transformer Engine, where that attends: Megatron's PackedSeqParams with a process group.
     """
 
@@ -50,4 +50,4 @@ class PlannedMicroBatch:
 
 
 current_microbatch: ContextVar[PlannedMicroBatch | None] = ContextVar("current_microbatch", default=None)
-"""Set while the script's forward step runs, and only then: what runs later, in backward, was bound at forward."""
+"""Set only while the script's forward step runs: backward functions were bound at forward."""

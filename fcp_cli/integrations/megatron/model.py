@@ -43,7 +43,7 @@ class RingSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core has
     owners: Tensor | None = None  # of `PlannedMicroBatch`
     lengths: tuple[int, ...] = ()
     ahead: Any = None  # `multi_token.TokensAhead`, where the model predicts several tokens
-    packed: PackedSeqParams | None = None  # what Transformer Engine is given in its place, where that attends
+    packed: PackedSeqParams | None = None  # replaces it if Transformer Engine attends
 
 
 def hook_model(model: Any, hook_layer: Callable[[Attention], None] | None = None) -> int:
@@ -54,7 +54,7 @@ def hook_model(model: Any, hook_layer: Callable[[Attention], None] | None = None
     """
     signature = inspect.signature(type(model).forward)
     place = list(signature.parameters).index(PARAMS) - 1  # of those after self
-    # Not as a hook of the module: Megatron-FSDP calls the forward of what it wraps by name.
+    # Not as a hook of the module: Megatron-FSDP calls the forward of its wrapped module by name.
     model.forward = partial(_forward, model.forward, place)
     rotary = getattr(model, "rotary_pos_emb", None)
     if rotary is not None and model.position_embedding_type != "mrope":  # mRoPE's table is made from position_ids
@@ -107,7 +107,7 @@ def _cut_rotary_table(module: nn.Module, args: tuple[Any, ...], output: Any) -> 
 
 
 def _hook_core_attention(layer: Attention) -> None:
-    """Attend on the call's ring, if it has one. The module stays what it is, and with it its state and checkpoints."""
+    """Attend on the call's ring, if it has one. The module, its state and its checkpoints are unchanged."""
     core = layer.core_attention
     config = layer.config
     scale = config.kv_channels**-0.5 if config.softmax_scale is None else config.softmax_scale

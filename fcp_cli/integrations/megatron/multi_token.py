@@ -1,7 +1,7 @@
 """Multi-token prediction (MTP) under a plan: its layers and their loss look ahead within sequences, not shards.
 
 Megatron moves token ids, positions, labels and the loss mask by one place per layer, with `roll_tensor`, over a static
-group. Where the call has the sequences of a plan, what follows is taken from the sequences that the rank has read. The
+group. If the call has the sequences of a plan, the next tokens come from the sequences that the rank has read. The
 tensor that is to be moved tells how far it was moved before: it is what the model was called with, or what an earlier
 move returned.
 
@@ -68,7 +68,7 @@ def hook_multi_token(model: Any) -> int:
 
 
 class TokensAhead:
-    """What follows the tokens of one call of the model.
+    """Tokens after those of one call of the model.
 
     Args:
         ahead: on the model's device.
@@ -94,7 +94,7 @@ class TokensAhead:
         return moved, torch.full((), count, dtype=torch.float32, device=tensor.device)
 
     def weights(self, mask: Tensor) -> Tensor:
-        """Return what stands in for the loss mask where Megatron weighs the loss: its sum is all that matters.
+        """Return the replacement of the loss mask where Megatron weighs the loss: only its sum matters.
 
         Megatron multiplies the loss by the sum of the mask that the model is given over the count that comes with the
         moved one, and logs its sum over that count. With the sum of `_base` and a count of 1, a sequence's loss is
@@ -123,9 +123,9 @@ class TokensAhead:
 
 
 class _Forward:
-    """A model's forward, which gets what follows the tokens of each call. Its sequences are described in the call.
+    """A model's forward, which gets the tokens after those of each call. Its sequences are described in the call.
 
-    In the first call with tokens it compares what the script passes on with the batch, for which the host waits.
+    The first call with tokens compares the script's arguments with the batch, for which the host waits.
     """
 
     def __init__(self, model: Any, names: list[str], is_weighted: bool) -> None:
@@ -182,7 +182,7 @@ def _hook_roll(module: ModuleType) -> None:
 def _checkpointed(
     original: Callable[..., Any], forward_func: Callable[..., Any], *, packed_seq_params: Any, **kwargs: Any
 ) -> Any:
-    """Give sequences to the function that is recomputed instead of to what keeps its arguments."""
+    """Give sequences to the recomputed function instead of to the checkpoint that keeps its arguments."""
     names = list(kwargs)
 
     def forward(*values: Any, **named: Any) -> Any:

@@ -1,7 +1,7 @@
 """Compare, before the first step, attention on the plan's groups with the same sequences run alone, without a ring.
 
 A hook that a model class evades, a kernel that is wrong on this device, a group that mixes ranks up: most of these
-change the loss by less than a person would see in a curve. So what one layer's attention makes of made-up hidden states
+change the loss by less than a person would see in a curve. So one layer's attention on made-up hidden states
 is compared, forward and backward, token by token. Nothing else of the model runs, so that nothing else can disturb it:
 neither dropout, nor experts that get another token by a rounding, nor the other stages of a pipeline.
 """
@@ -48,13 +48,13 @@ def probe(
     """Run tiny sequences on the groups of these rows, and alone, and compare. All processes call it.
 
     Args:
-        models: GPTModel, or what a pipeline's stage has of one; its first attention layer, if any, is run.
+        models: GPTModel, or a pipeline stage's part of one; its first attention layer, if any, is run.
         rows: of this rank, in the plan's order.
         enter: gives a shard its ring.
         load: makes a shard of a row.
         rank: of the plan.
-        multiple: what tokens of a shard must be a multiple of.
-        stack: what the model is built with.
+        multiple: divisor of a shard's tokens.
+        stack: of the model.
 
     Returns:
         Largest relative L2 difference of a rank's output, and of the gradient of its hidden states.
@@ -170,12 +170,12 @@ def _attended(
 
 
 class _Attended(Exception):
-    """Leaves the model's forward after its attention: neither logits nor what predicts further tokens are made."""
+    """Leaves the model's forward after its attention, before logits and multi-token prediction."""
 
 
 @contextmanager
 def _only(layer: Any, decoder: Any) -> Iterator[list[Tensor]]:
-    """Make the decoder run this attention alone of all its layers; the list gets what came out of it."""
+    """Make the decoder run this attention layer only; the list gets its output."""
     outputs: list[Tensor] = []
 
     def attend(
@@ -213,7 +213,7 @@ def _frozen(layer: nn.Module) -> Iterator[None]:
 
 
 def _worst(differences: Iterable[float], device: torch.device) -> float:
-    """Return the largest over all processes, so that all stop or none; what is not a number is worse than any."""
+    """Return the largest over all processes, so that all stop or none; NaN counts as the largest."""
     found = torch.tensor([math.inf if math.isnan(one) else one for one in differences], device=device).max()
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return float(found)

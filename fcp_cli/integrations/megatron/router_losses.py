@@ -128,7 +128,7 @@ def _balancing_loss(
     Args:
         scores, routing_map: [tokens, experts].
         owners: [tokens] which of `lengths` a token belongs to; their number for padding.
-        lengths: tokens of what a loss is made of.
+        lengths: tokens of each loss.
     """
     experts = scores.shape[1]
     counts = scores.new_zeros(len(lengths) + 1, experts, dtype=torch.float32)

@@ -72,7 +72,7 @@ class LocalShard:
         positions: [tokens] int64, of each token within its own sequence.
         is_planned: [tokens] bool; padding is not.
         lengths: tokens of each sequence of the row, without padding; packs of the data set have several.
-        ahead: what follows the tokens, where that was asked for.
+        ahead: the tokens after each token, if requested.
     """
 
     row: MicroBatch
@@ -142,7 +142,7 @@ def load_steps(
     """Load a rank's shards, step by step.
 
     Args:
-        steps: what to load.
+        steps: to load.
         samples: where from.
         load: `load_shard` for the rank.
 
@@ -251,9 +251,9 @@ def _ended(tensor: Tensor, end: int) -> Tensor:
 
 
 def _sequences(samples: Samples, at: int, length: int) -> tuple[list[dict[str, Tensor]], Mask]:
-    """Return what an item of the data set holds per token, cut to the plan's length: of each sequence in it.
+    """Return the per-token fields of an item of the data set, cut to the plan's length, of each sequence in it.
 
-    With it comes what their tokens see of each other: causal, but for an item of one sequence that says otherwise.
+    Includes their masks: causal, unless an item of one sequence brings its own.
     """
     found = samples.dataset[at]
     if not isinstance(found, Mapping) or TOKENS not in found:
@@ -275,7 +275,7 @@ def _sequences(samples: Samples, at: int, length: int) -> tuple[list[dict[str, T
         if not mask.is_causal:
             require_same(mask, planned, at, tokens, samples.manifest)
         mask = planned
-    # What follows the plan's length may be padding, also of a mask that cannot be cut.
+    # Tokens beyond the plan's length may be padding, also of a mask that cannot be cut.
     if length and (misfit := mask.misfit(tokens if mask.can_be_cut else length)):
         raise RunError(f"row {at} of the data set has {tokens} tokens, {length} in the plan, but {misfit}")
     ends = sequence_ends(found, at, tokens, length) if mask.is_causal else [length]
@@ -284,7 +284,7 @@ def _sequences(samples: Samples, at: int, length: int) -> tuple[list[dict[str, T
 
 
 def mask_of(item: Mapping[str, Any], at: int, tokens: int) -> Mask:
-    """Return the mask of an item: what it has as `mask`, or spans that its attention mask opens; else the causal one.
+    """Return the mask of an item: its `mask`, or the spans that its attention mask opens; else the causal one.
 
     Raises:
         RunError: an attention mask is no mask of spans.
@@ -322,7 +322,7 @@ def sequence_ends(item: Mapping[str, Any], at: int, tokens: int, length: int) ->
     documents do not see each other (`--reset-attention-mask`).
 
     Raises:
-        RunError: positions begin anew, but nothing says which tokens see each other; or what says so makes no sense.
+        RunError: positions restart, but no mask says which tokens see each other; or the mask is inconsistent.
     """
     if not length:
         return [0]

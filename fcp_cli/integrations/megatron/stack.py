@@ -1,4 +1,4 @@
-"""The parts that a model is built with: what differs where others (MindSpeed) have replaced Megatron's own."""
+"""The parts that a model is built with, which differ if others (MindSpeed) have replaced Megatron's own."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Stack(Protocol):
         ...
 
     def totals(self, reports: Any) -> Any:
-        """Return what the script gets from the schedule, given what its loss function reported per micro-batch."""
+        """Return the schedule's result for the script from its loss function's reports per micro-batch."""
         ...
 
 

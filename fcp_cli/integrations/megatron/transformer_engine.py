@@ -2,7 +2,7 @@
 
 It takes its ring from a process group, so every group of the plan gets one: made once, on all processes, in one
 order. It cuts sequences into equal chunks, so they are padded to a multiple of 2 x degree. The group is given with each
-call and taken away after it; backward and recomputation keep what the call was given.
+call and taken away after it; backward and recomputation keep the call's arguments.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def wants_rings(
             they are packs of causal ones.
 
     Raises:
-        RunError: the variable asks for what is not there.
+        RunError: the variable requests a missing back end.
     """
     wanted = os.environ.get(_VARIABLE) or None
     if wanted not in (None, _ENGINE, _OWN):
@@ -122,7 +122,7 @@ def make_rings(models: Iterable[nn.Module], plan: Path, peers: Sequence[int], de
     Never `new_group(use_local_synchronization=True)`: with groups that overlap, it deadlocks.
 
     Args:
-        models: whose attention gets what a ring needs beside a group.
+        models: whose attention gets a ring's arguments in addition to a group.
         plan: plan file.
         peers: the process of each rank of the plan that holds the same part of the model as this one.
         device: of this process.

@@ -26,7 +26,7 @@ _sequences: ContextVar[RingSequences | None] = ContextVar("sequences_of_the_laye
 
 
 def hook_layer(layer: Attention, on_ring: Callable[[Ring, Tensor, Tensor, Tensor], Tensor]) -> None:
-    """Make one attention layer attend on the ring of the call. Its modules stay what they are.
+    """Make one attention layer attend on the ring of the call. Its modules are unchanged.
 
     Args:
         on_ring: attends, given the ring and a shard's queries, keys and values [tokens, heads, head_dim].

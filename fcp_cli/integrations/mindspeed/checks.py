@@ -1,4 +1,4 @@
-"""Check that MindSpeed, its settings and its model can follow a plan; refuse, in one line, what cannot."""
+"""Check that MindSpeed, its settings and its model can follow a plan, or refuse in one line."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def check_layers(model: Any) -> None:
     """Check the attention layers of a GPTModel.
 
     Raises:
-        RunError: one attends with what neither Megatron nor MindSpeed has made.
+        RunError: one attends with a module of neither Megatron nor MindSpeed.
     """
     for layer in megatron.attention_layers(model):
         core = type(layer.core_attention)

@@ -24,7 +24,7 @@ _SLICE_TABLE = "megatron.core.models.common.embeddings.rotary_pos_embedding.get_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """The groups of a call; what is left out stays Megatron's static answer.
+    """The groups of a call; missing ones stay Megatron's static answers.
 
     Attributes:
         ranks: global ranks of the context-parallel group.

@@ -26,14 +26,14 @@ from fcp_cli.integrations.mindspeed.placement import Placement, hook_parallel_st
 from fcp_cli.integrations.mindspeed.ring import attend_on_mindspeed, attend_on_own, ring_settings
 from fcp_cli.runtime.communication.transport import ProcessTransport
 
-# Of Megatron's groups, those that may be of one process: what a script sums over such a one stays as it is.
+# Of Megatron's groups, those that may be of one process: sums of a script over such a group are unchanged.
 _SMALL_GROUPS = ("pipeline_model_parallel", "tensor_model_parallel", "expert_model_parallel")
 
 
 class MindSpeedStack:
     """megatron-core under MindSpeed, whose ring attends where the job has a static context-parallel group.
 
-    Otherwise, and where that ring cannot do what the job asks of it, fcp's own ring attends, and nothing is padded.
+    Otherwise, and if that ring lacks a feature of the job, fcp's own ring attends, and nothing is padded.
 
     A script's own code runs as that of a rank that is alone: what it would slice for, multiply by or sum over the
     static group stays as it is. Gradients are counted over all ranks, where megatron-core 0.12 leaves the members of a
@@ -112,7 +112,7 @@ class MindSpeedStack:
     def totals(self, reports: Any) -> Any:
         """Sum the reports of all micro-batches and ranks into one: each call of the script knows only its own.
 
-        What is not such a pair is averaged over this rank's micro-batches.
+        Other values are averaged over this rank's micro-batches.
         """
         if not reports or not all(isinstance(report, dict) for report in reports):
             return reports

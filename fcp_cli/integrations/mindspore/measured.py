@@ -1,4 +1,4 @@
-"""The metrics of a MindSpore job (`fcp-metrics/1`): rank 0 gathers what all ranks measured when a step is over.
+"""The metrics of a MindSpore job (`fcp-metrics/1`): rank 0 gathers the measurements of all ranks after each step.
 
 PyNative hands operations on, so a micro-batch's end waits for its device; a loop without metrics waits for nothing.
 """
@@ -95,7 +95,7 @@ class MeasuredSteps:
             self._writer = None
 
     def _gather(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks, whose lengths differ; as words, which is what MindSpore gathers."""
+        """Return the messages of all ranks, whose lengths differ; as words, since MindSpore gathers numbers."""
         words: IntArray = np.frombuffer(message, dtype="<i4").astype(np.int64)
         lengths = self._ranks.gather(np.array([len(words)]))[:, 0].tolist()
         padded = np.zeros(max(lengths), dtype=np.int64)
@@ -128,7 +128,7 @@ def _is_on_host() -> bool:
 
 
 def _wait_for_device() -> None:
-    """Wait for what was handed on; MindSpore cannot on a CPU, and logs that as an error."""
+    """Wait for pending operations; MindSpore cannot on a CPU, and logs that as an error."""
     if not _is_on_host():
         mindspore.runtime.synchronize()
 

@@ -19,7 +19,7 @@ _RING_GROUP = "fcp-rings"
 
 
 class Exchange:
-    """An exchange under way. It holds on to what is sent, which must live until it has left."""
+    """A pending exchange. It keeps the sent tensors alive until they have left."""
 
     __slots__ = ("_handles", "_received", "_sent")
 
@@ -29,7 +29,7 @@ class Exchange:
         self._received = received
 
     def wait(self) -> Tensor | None:
-        """Wait, and return what has arrived."""
+        """Wait, and return the received tensors."""
         for handle in self._handles:
             handle.wait()
         return self._received

@@ -3,9 +3,9 @@
 MindSpore has no attention on the CPU that returns its log-sum-exp, so scores are computed by matrix products, one
 sequence after the other: memory grows with the square of a chunk, not of the sequence.
 
-Within this module queries and what belongs to them are [kv_heads, repeats, tokens, n], where `repeats` query heads use
-the same key head, and keys and values are pairs [2, kv_heads, tokens, head_dim]. MindSpore's operations do not all take
-empty tensors, so what a member without tokens holds is None.
+Within this module queries and tensors of their shape are [kv_heads, repeats, tokens, n], where `repeats` query heads
+use the same key head, and keys and values are pairs [2, kv_heads, tokens, head_dim]. MindSpore's operations do not all
+take empty tensors, so the tensors of a member without tokens are None.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _backward(
         works = ring.work(hop, packed=False)
         shares = [_attend_back(queries, pair, grad_out, delta, lse, work) for work in works]
         if hop:
-            d_pair = d_pairs.arrived()  # what the members before this one have summed for the same pair
+            d_pair = d_pairs.arrived()  # sum of the members before this one for the same pair
         if works:
             d_queries = _spread([share for share, _ in shares], [work.q_rows for work in works], queries.shape, 0.0)
             d_share = _spread([share for _, share in shares], [work.k_rows for work in works], pair.shape, 0.0)

@@ -48,7 +48,7 @@ def start(plan: str | Path | None = None, fetch: Fetch | None = None) -> Session
     """Join the job and make sure that all ranks follow the same plan. Every rank calls it, once.
 
     Args:
-        plan: plan file; by default what `fcp launch` put into FCP_PLAN.
+        plan: plan file; by default FCP_PLAN, which `fcp launch` sets.
         fetch: from a manifest row to its tokens.
 
     Raises:
@@ -117,7 +117,7 @@ class MicroBatch:
 
     Attributes:
         row: the micro-batch in the plan.
-        ring: what `attention` runs on.
+        ring: of `attention`.
         input_ids, position_ids, labels: [1, tokens] int32; at least one token. Labels are the next tokens, -100 at the
             end of a sequence.
     """

@@ -1,4 +1,4 @@
-"""What the runtime asks of a way to sum gradients."""
+"""Interface of gradient reducers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class GradientSync:
     """Whether micro-batches have a backward; False under a plan of forward passes."""
 
     lets_ranks_run_apart = True
-    """Whether a rank may run other modules, and backwards of its own, while others run the whole model."""
+    """Whether a rank may run other modules, and separate backwards, while others run the whole model."""
 
     def summed(self) -> Iterator[nn.Parameter] | None:
         """Return the parameters whose gradients are summed, sharded and whole; None: whichever the script sums."""

@@ -30,7 +30,7 @@ def gradient_sync(
         model: that is trained.
         world: all ranks.
         sync: of the plan.
-        reduce: when what shares gradients out over ranks reduces them; see `fsdp.FsdpWaveSync`.
+        reduce: when a reducer that shards gradients reduces them; see `fsdp.FsdpWaveSync`.
         phase: of the plan; in `forward` there are no gradients.
 
     Raises:

@@ -78,7 +78,7 @@ class EngineSync(GradientSync):
         if not self._has_begun:
             self._begin()
         type(engine).set_gradient_accumulation_boundary(engine, self._reduces_waves and is_last)
-        self._asked_step = None  # only what follows the last micro-batch is a batch's last step
+        self._asked_step = None  # only the step after the last micro-batch is a batch's last step
 
     def _begin(self) -> None:
         engine = self._engine
@@ -92,7 +92,7 @@ class EngineSync(GradientSync):
         self._asked_step = (args, kwargs)
 
     def reduce(self) -> None:
-        """Reduce what was held back."""
+        """Reduce the deferred gradients."""
         self._leave_engine()
         self._reduced_at = self._engine.global_steps
         self._held_back.close()
@@ -139,7 +139,7 @@ def _without_reductions(engine: Any) -> Iterator[None]:
 
 @contextmanager
 def _without_flush(engine: Any) -> Iterator[None]:
-    """Turn off, for the time, what an engine reduces when it is let go."""
+    """Disable an engine's reductions within the block."""
     names = [name for name in dir(type(engine)) if name.startswith("_flush_coalesced_reduction")]
     names.append("allreduce_gradients")
     vars(engine).update(dict.fromkeys(names, lambda *_: None))
@@ -151,7 +151,7 @@ def _without_flush(engine: Any) -> Iterator[None]:
 
 
 def _divisor(engine: Any) -> float:
-    """Return what an engine divides gradients by: ranks, and the micro-batches of which its configuration speaks."""
+    """Return the divisor of an engine's gradients: ranks, and the micro-batches of its configuration."""
     ranks = engine.dp_world_size if engine.gradient_average else 1
     return float(ranks * engine.gradient_accumulation_steps())
 

@@ -21,7 +21,7 @@ class ForwardSync(GradientSync):
     """A model that runs without gradients from the first of a step's micro-batches to its end.
 
     Args:
-        gathers: what gathers the weights of a sharded model for a step; None: it does so itself, or is whole.
+        gathers: gathers the weights of a sharded model for a step; None: the model does so itself, or is whole.
         replica: a model in DistributedDataParallel, which is kept from sending its buffers in forwards, of which ranks
             have different numbers.
     """
@@ -53,7 +53,7 @@ class ForwardSync(GradientSync):
 
 
 def forward_sync(model: nn.Module | GradientSync | None, world: World, sync: Sync) -> ForwardSync:
-    """Return what a model needs in a step of forward passes.
+    """Return the preparation of a model for a step of forward passes.
 
     Raises:
         RunError: the model gathers its weights in every forward, of which ranks run different numbers.
@@ -66,7 +66,7 @@ def forward_sync(model: nn.Module | GradientSync | None, world: World, sync: Syn
     if isinstance(part, FSDPModule):
         return ForwardSync(gathers=fsdp_sync(part, world, sync, "wave"))
     if is_deepspeed_engine(part):
-        engine_sync(part, world, sync, "wave")  # refuses what gathers in every forward
+        engine_sync(part, world, sync, "wave")  # refuses models that gather in every forward
     return ForwardSync()
 
 

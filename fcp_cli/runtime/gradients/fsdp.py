@@ -46,9 +46,9 @@ def fsdp_sync(model: nn.Module, world: World, sync: Sync, reduce: Reduce) -> Gra
 
 
 class _FsdpSync(GradientSync):
-    """What both ways share: the loss is multiplied with what gradients are divided by.
+    """Base of both reducers: the loss is multiplied by the divisor of the gradients.
 
-    FSDP2 divides by the number of ranks, unless the script says by what, as torchtitan does: it divides by 1. So the
+    FSDP2 divides by the number of ranks, unless the script sets a divisor, as torchtitan does: it divides by 1. So the
     divisor is read anew for each micro-batch.
     """
 
@@ -61,7 +61,7 @@ class _FsdpSync(GradientSync):
         self.loss_factor = self._divisor()
 
     def summed(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters, and what a forward has in place of shards, which autograd knows."""
+        """Yield the parameters, and their unsharded counterparts in a forward, which autograd knows."""
         yield from self._model.parameters()
         for _, group in self._groups:
             for held in group.fsdp_params:
@@ -82,7 +82,7 @@ class _FsdpSync(GradientSync):
             )
 
     def _divisor(self) -> float:
-        """Return what gradients are divided by, which is the same number for all layers, or raise RunError."""
+        """Return the divisor of gradients, which is the same number for all layers, or raise RunError."""
         first = None
         for name, group in self._groups:
             divisor = _gradient_divisor(name, group, self._world)
@@ -142,7 +142,7 @@ class FsdpStepSync(_FsdpSync):
         self._is_gathered = True
 
     def reduce(self) -> None:
-        """Do what FSDP2 does when its last backward ends, for all layers: reduce-scatter, and let go of the weights."""
+        """Finish as FSDP2's last backward does, for all layers: reduce-scatter, and free the weights."""
         super().reduce()
         self._set(True)
         # Private, but the only way: by its public ones FSDP2 reduces inside a backward, of which ranks run different
@@ -152,7 +152,7 @@ class FsdpStepSync(_FsdpSync):
 
     def restore(self) -> None:
         self._set(True)
-        if self._is_gathered:  # the step was given up: what the optimizer holds are the shards
+        if self._is_gathered:  # the step was aborted: the optimizer holds the shards
             for layer in self._layers:
                 layer.reshard()
             self._is_gathered = False
@@ -179,7 +179,7 @@ def _is_trained(group: Any) -> bool:
 
 
 def _gradient_divisor(name: str, group: Any, world: World) -> float:
-    """Return what one group divides its gradients by.
+    """Return one group's divisor of gradients.
 
     Raises:
         RunError: this torch does not say, or a hook of the script may do anything.

@@ -13,7 +13,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.runtime.communication.world import World
 from fcp_cli.runtime.gradients.base import GradientSync, drop_gradients
 
-_BUCKET_BYTES = 32 << 20  # large enough to fill a link, small enough for a flat copy beside the gradients
+_BUCKET_BYTES = 32 << 20  # large enough to fill a link, small enough for a flat copy
 
 
 class PlainSync(GradientSync):

@@ -1,4 +1,4 @@
-"""Find what reduces the gradients of a model: a wrapper around it, or inside of what others wrapped around that.
+"""Find the wrapper that reduces a model's gradients: around the model, or inside of further wrappers.
 
 Frameworks put shells around a wrapper (torch.compile, Lightning's Fabric, a module of the script's own). What is
 trained then hangs below the wrapper all the same, and the wrapper is what a plan has to drive.
@@ -61,7 +61,7 @@ def _outermost(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             continue
         seen.add(module)
         if _reduces(module):
-            seen.update(module.modules())  # Fabric's shell holds the wrapper and, beside it, what that wraps
+            seen.update(module.modules())  # Fabric's shell holds both the wrapper and the wrapped module
             yield name, module
         else:
             waiting.extend((f"{name}.{child}".lstrip("."), part) for child, part in module.named_children())

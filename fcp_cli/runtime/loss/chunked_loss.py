@@ -12,7 +12,7 @@ head's arithmetic)? Every chunk would then add its part to a gradient of the who
 read and written a chunk, for which an H100 needs about as long as for that product (1.5 ms of memory, 0.55 TFLOP), and
 the gradient would be held in fp32 from forward to backward.
 By blocks of the vocabulary each row of dweight is one product over all tokens, summed in fp32 inside it and
-written once, in the weight's own type; what is added to again and again is the far smaller dhidden. It is the order of
+written once, in the weight's own type; the repeated additions go to the far smaller dhidden. It is the order of
 Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", without their kernels.
 """
 
@@ -30,7 +30,7 @@ from torch.nn import functional
 from fcp_cli.runtime.loss.labels import IGNORED
 
 LOGITS_BYTES = 256 << 20
-"""Most bytes of a block of logits in fp32; in bf16 a block exists half as large beside it for a moment."""
+"""Most bytes of a block of logits in fp32; in bf16 a second block of half the size exists for a moment."""
 
 _COLUMNS = 256  # blocks of a multiple of so many columns: kernels of matrix products come in such tiles
 

@@ -25,7 +25,7 @@ _HOSTS = frozenset({"cpu"})  # devices for which no library has a kernel
 
 
 def linear_token_loss_sum(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
-    """Do what `chunked_token_loss_sum` does, on an accelerator by the best kernel that is installed and works there."""
+    """Compute `chunked_token_loss_sum`, on accelerators by the best kernel that is installed and works there."""
     dtype = product_dtype(hidden)
     # In fp32 the kernels multiply in TF32, and none of them expects a rank without labelled tokens.
     if hidden.device.type not in _HOSTS and dtype in (torch.bfloat16, torch.float16) and len(labels):

@@ -44,10 +44,10 @@ def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def head_loss_sum(hidden: Tensor, head: nn.Linear | Tensor, labels: Labels) -> Tensor:
-    """Return what `token_loss_sum` returns for the logits of a head, of which it never holds more than a part.
+    """Return `token_loss_sum` for the logits of a head, which never exist as a whole.
 
     Args:
-        hidden: [1, tokens, width], what the head would be given.
+        hidden: [1, tokens, width], input of the head.
         head: a linear layer, or its weight [vocabulary, width]; it may be frozen, or tied to the embedding.
         labels: of the tokens.
 

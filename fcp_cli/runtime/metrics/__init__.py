@@ -1,1 +1,1 @@
-"""What a rank measures of each step, how rank 0 learns it from all, and the one place where it is written."""
+"""Measurements of each step on every rank, their way to rank 0, and the one place where they are written."""

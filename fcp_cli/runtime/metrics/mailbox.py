@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from fcp_cli.runtime.metrics.message import RankMeasurement, decode
 
-# Messages of a rank that are kept. Ranks are at most a step apart, since each step compares what they were given.
+# Kept messages of a rank. Ranks are at most a step apart, since each step compares their inputs.
 _SLOTS = 8
 
 
@@ -37,7 +37,7 @@ class Mailbox:
         self._store.set(_key(rank, measured.step), measured.encode())
 
     def collect(self, step: int) -> dict[int, RankMeasurement] | None:
-        """Return what all ranks left of a step, by rank; None while one is missing. Steps come in order.
+        """Return all ranks' messages of a step, by rank; None while one is missing. Steps come in order.
 
         Raises:
             MessageLostError: that of a rank is there no more, and never will be.

@@ -20,12 +20,12 @@ _HEADER = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMeasurement:
-    """What one rank measured of a step.
+    """Measurement of a step by one rank.
 
     Attributes:
         seconds: from the end of the step before to the end of this one.
         loss_sum: of the rank's tokens.
-        divisor: this rank's part of what the sums of all ranks are divided by; 0 on all where no loss is known.
+        divisor: this rank's part of the divisor of all ranks' sums; 0 on all if no loss is known.
         peak_bytes: the most memory that the rank has had.
         timings: of its micro-batches, in order.
     """
@@ -43,7 +43,7 @@ class RankMeasurement:
 
 
 def decode(message: bytes) -> RankMeasurement:
-    """Return what `RankMeasurement.encode` encoded."""
+    """Return the measurement that `RankMeasurement.encode` encoded."""
     values = np.frombuffer(message, dtype="<f8")
     step, seconds, loss_sum, divisor, peak_bytes = values[:_HEADER].tolist()
     return RankMeasurement(
@@ -57,7 +57,7 @@ def decode(message: bytes) -> RankMeasurement:
 
 
 def planned_timings(timings: Sequence[Timing], plan: StepPlan) -> list[MicroBatchTiming]:
-    """Return measured micro-batches beside what was planned for them."""
+    """Return measured micro-batches with their planned seconds."""
     return [
         MicroBatchTiming(
             order=order,

@@ -1,7 +1,7 @@
 """Measure the steps of a loop, whatever drives it, and write them down on rank 0 (`fcp-metrics/1`).
 
 A rank notes marks of its clock, which costs the host microseconds and never makes it wait for the device. Once the
-device has passed a step's last mark, in a later micro-batch, the rank leaves what it measured in the job's store, and
+device has passed a step's last mark, in a later micro-batch, the rank leaves its measurement in the job's store, and
 rank 0 writes the step when all ranks have.
 """
 
@@ -47,7 +47,7 @@ _PLANS_AHEAD = 2
 
 
 class Followed(Protocol):
-    """A step of any loop: what the recorder is told of it."""
+    """A step of any loop, as reported to the recorder."""
 
     index: int
     predicted_seconds: float
@@ -67,7 +67,7 @@ class StepRecord:
         marks: (order, begin, end) of each micro-batch.
         loss_sum, divisor: of the rank's tokens, on the host or on the way there; None where no loss is known.
         is_whole: whether all its micro-batches have run.
-        facts: what only the loop knows: `loss`, `grad_norm`, `learning_rate`, `bad_rows`.
+        facts: known to the loop only: `loss`, `grad_norm`, `learning_rate`, `bad_rows`.
     """
 
     step: int
@@ -158,11 +158,11 @@ class Recorder:
         return self._mailbox is not None
 
     def open(self, first_step: int, **facts: Any) -> None:
-        """Begin a run, or go on where the steps before ended: rank 0 drops what will be made again.
+        """Begin or resume a run: rank 0 drops the records of steps that will run again.
 
         Args:
             first_step: optimizer step.
-            facts: for the run's record, over what is known without.
+            facts: for the run's record, overriding the recorder's own.
 
         Raises:
             RunError: the file cannot be written, or is damaged.
@@ -261,7 +261,7 @@ class Recorder:
         self._write(record)
 
     def flush(self) -> None:
-        """Leave what is over, waiting for the device; on rank 0, write it when it is there from all ranks."""
+        """Publish finished steps, waiting for the device; rank 0 writes those that all ranks have published."""
         self._advance(waits=True)
         until = time.monotonic() + _LAST_SECONDS
         while self._uncollected and time.monotonic() < until:
@@ -274,13 +274,13 @@ class Recorder:
             self._uncollected.clear()
 
     def sync(self) -> None:
-        """Have the disk hold what was written."""
+        """Flush the records to disk."""
         with suppress(OSError):
             if self._writer is not None:
                 self._writer.sync()
 
     def close(self) -> None:
-        """Write what is over, and let go of the file. A rank that failed is not waited for."""
+        """Write finished steps, and close the file, without waiting for failed ranks."""
         if hasattr(sys, "last_value"):
             self._advance()
         else:
@@ -368,10 +368,10 @@ class Recorder:
 def recorder_of(
     path: str | Path | None, *, plan: Path, metadata: PlanMetadata, rank: int, device: torch.device
 ) -> Recorder | None:
-    """Return what records a loop's steps; None where no file is named, or this process records a loop there already.
+    """Return the recorder of a loop's steps; None if no file is named, or this process records a loop there already.
 
     Args:
-        path: of the metrics; None: what FCP_METRICS names.
+        path: of the metrics; None: FCP_METRICS.
         plan, metadata, rank, device: as `Recorder` takes them.
     """
     path = path or os.environ.get(METRICS_VARIABLE)
@@ -383,7 +383,7 @@ def recorder_of(
 
 
 def close_all() -> None:
-    """Write what is over in every loop of this process, before the job ends."""
+    """Write the finished steps of every loop of this process, before the job ends."""
     for recorder in list(_recorders):
         recorder.close()
 

@@ -1,9 +1,9 @@
-"""What a frozen vision encoder computed, kept on disk: a picture that was seen before is neither decoded nor encoded.
+"""Cache of a frozen vision encoder's outputs on disk: a repeated picture is neither decoded nor encoded.
 
-Each part (an image, a pair of frames, a tile) is a file of its own, named after what decides its embeddings: the
+Each part (an image, a pair of frames, a tile) is one file, named after the inputs of its embeddings: the
 picture's content, its processor, the part's place in it, and the encoder's weights and types. A file exists whole or
-not at all, and any number of ranks and runs may share a folder. An embedding is what this very encoder returned, bit
-for bit; a picture that is encoded beside others may differ from one that is encoded alone in its last bits, as always.
+not at all, and any number of ranks and runs may share a folder. An embedding is this encoder's own output, bit
+for bit; a picture encoded in a batch may differ in its last bits from one encoded alone, as always.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class EmbeddingCache:
         return found
 
     def write(self, keys: Sequence[str | None], embeddings: Iterable[Tensor]) -> None:
-        """Keep what was computed for each name; a full disk is said once, and training goes on."""
+        """Cache the embeddings of each name; a full disk is reported once, and training continues."""
         for key, rows in zip(keys, embeddings, strict=True):
             if key is None or not self._is_writable:
                 continue

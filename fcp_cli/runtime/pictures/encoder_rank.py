@@ -38,7 +38,7 @@ class EncoderAhead:
         """Send the embeddings of the next micro-batch [its parts' tokens, ...], and encode the one after it.
 
         Returns:
-            What this rank needs of them: nothing, with the graph through which their gradients arrive.
+            An empty tensor, with the graph through which the embeddings' gradients arrive.
         """
         number, self._next = self._next, self._next + 1
         own = encode(self._visuals[number]) if self._ready is None else self._ready
@@ -52,7 +52,7 @@ class EncoderAhead:
         return arrived
 
     def run_backward(self) -> None:
-        """Run the encoder's backward of what was sent last, if that is trained and its gradients have come."""
+        """Run the encoder's backward of the last sent embeddings, if it is trained and their gradients have arrived."""
         if self._sent is not None:
             own, leaf = self._sent
             torch.autograd.backward(own, torch.zeros_like(own) if leaf.grad is None else leaf.grad)

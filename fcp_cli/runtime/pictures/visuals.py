@@ -33,7 +33,7 @@ class VisualShard:
     """One member's share of a pack's images and videos.
 
     Attributes:
-        parts: what it encodes, in order.
+        parts: to encode, in order.
         cached: embeddings of further parts that it need not compute, and where they belong; None where there are none.
         keys: of `parts`, under which their embeddings are kept; None of those that are not, empty where nothing is.
         pixels: their input, [patches, ...]; None where it encodes nothing.
@@ -55,7 +55,7 @@ class VisualShard:
         return self if self.pixels is None else replace(self, pixels=change(self.pixels))
 
     def embeddings(self, computed: Tensor, cache: EmbeddingCache | None) -> Tensor:
-        """Return the embeddings of all of this rank's parts, and keep what is new.
+        """Return the embeddings of all of this rank's parts, and cache new ones.
 
         Args:
             computed: of `parts` [their tokens, ...]; of a blank patch where there are none.
@@ -103,7 +103,7 @@ class VisualPack:
 def visual_shard(
     packs: Sequence[VisualPack], *, rank: int, cache: EmbeddingCache | None = None, encoders: Sequence[int] = ()
 ) -> VisualShard | None:
-    """Return what `begin_visual_shard` begins, with its pixels."""
+    """Return the result of `begin_visual_shard` once its pixels are there."""
     begun = begin_visual_shard(packs, rank=rank, cache=cache, encoders=encoders)
     return None if begun is None else begun()
 
@@ -120,7 +120,7 @@ def begin_visual_shard(
         encoders: global ranks that encode, among those of the packs; none: all of them do.
 
     Returns:
-        What waits for the pixels and returns the rank's share.
+        A function that waits for the pixels and returns the rank's share.
 
     Raises:
         RunError: parts that lie beyond their sequence's start or overlap.
@@ -170,7 +170,7 @@ _Parts: TypeAlias = list[tuple[VisualPart, int]]
 
 
 def _looked_up(own: _Parts, cache: EmbeddingCache | None) -> tuple[_Parts, CachedRows | None, tuple[str | None, ...]]:
-    """Divide a rank's parts: what is to be encoded, the embeddings of the others, and the keys of the former."""
+    """Divide a rank's parts: the ones to encode, the embeddings of the others, and the keys of the former."""
     if cache is None:
         return own, None, ()
     keys = [_key_of(part, cache) for part, _ in own]

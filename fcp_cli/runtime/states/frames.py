@@ -54,7 +54,7 @@ def with_frames_before(frames: Tensor, reach: int, ring: Ring, *, sizes: Sequenc
 
 @lru_cache(maxsize=128)
 def _route(sizes: tuple[int, ...], reach: int, ranks: tuple[int, ...], index: int) -> tuple[IntArray, Route]:
-    """Return which of its own frames a member gives, in order, and its part of the exchange."""
+    """Return the frames that a member sends, in order, and its part of the exchange."""
     stops = np.cumsum(sizes)
     starts = stops - sizes
     wanted = [

@@ -6,7 +6,7 @@ The rule keeps a state S [Dk, Dv] for each head, and for each token t (Yang et a
 
 in which S is multiplied from the left and something is added, so that all of a chunk together is affine in the state
 that it begins with: o_t = r_t S + z_t, and it leaves A S + B. One call of an unmodified kernel gives all four: with
-values [v | 0] of size Dv + Dk and the state [0 | I] to begin with, outputs are [z | r] and what is left is [B | A].
+values [v | 0] of size Dv + Dk and the state [0 | I] to begin with, outputs are [z | r] and the final state is [B | A].
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _BLOCK = 64  # tokens to which the rule in PyTorch pads
 
 
 class DeltaTokens(NamedTuple):
-    """What the rule takes of tokens that lie one behind the other.
+    """Inputs of the rule over consecutive tokens.
 
     Attributes:
         query, key: [1, T, G, Dk]
         value: [1, T, H, Dv]; H is a multiple of G.
-        decay: [1, T, H], the logarithm of what a token leaves of the state.
+        decay: [1, T, H], the logarithm of a token's decay of the state.
         strength: [1, T, H], how much of the value it writes.
     """
 
@@ -51,7 +51,7 @@ class DeltaRule:
     """A kernel of the gated delta rule.
 
     Attributes:
-        call: by the signature that `fla` and transformers share, without `g`, `beta` and what follows them here.
+        call: by the signature that `fla` and transformers share, without `g`, `beta` and the arguments after them here.
         takes_packs: whether it keeps sequences apart by their boundaries (`cu_seqlens`).
         options: handed on to it.
     """

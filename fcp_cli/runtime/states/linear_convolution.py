@@ -96,7 +96,7 @@ def _compute(convolve: Callable[[Tensor], Tensor], rows: Tensor, kernel_size: in
 
 
 def begin_layer(ring: Ring, batch: int, tokens: int) -> None:
-    """Count a forward of what goes through sequences in their order.
+    """Count a forward of a layer that runs through sequences in their order.
 
     Args:
         ring: of the micro-batch.

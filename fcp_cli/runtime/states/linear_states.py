@@ -29,7 +29,7 @@ from fcp_cli.runtime.communication.transport import Waits, drive
 from fcp_cli.runtime.ring_attention.group_member import GroupMember
 
 PIECE_BYTES = 1 << 19
-"""Bytes of a message, at most where a head's state is no larger: about what takes as long to send as to begin."""
+"""Most bytes of a message, unless a head's state is larger: its transfer takes about as long as its latency."""
 
 
 def states_at_chunks(member: GroupMember, transitions: Tensor, updates: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class _States(torch.autograd.Function):
     def forward(ctx: Any, transitions: Tensor, updates: Tensor, member: GroupMember) -> Tensor:
         states = drive(carry(member, "state", transitions, updates))
         ctx.member = member
-        ctx.save_for_backward(transitions.contiguous(), states)  # else what it is a part of would stay, too
+        ctx.save_for_backward(transitions.contiguous(), states)  # a view would keep its whole base alive
         return states
 
     @staticmethod
@@ -71,12 +71,12 @@ def carry(member: GroupMember, kind: str, transitions: Tensor, updates: Tensor) 
 
     Args:
         member: its view of the ring.
-        kind: what travels, for records and messages.
+        kind: of the messages, for records.
         transitions: [2, sequences, H, Dk, Dk], or [2, sequences, H, 1, 1]
         updates: [2, sequences, H, Dk, Dv]
 
     Returns:
-        [2, sequences, H, Dk, Dv], what arrives at each chunk: zeros at the first of all.
+        [2, sequences, H, Dk, Dv], the incoming state of each chunk: zeros at the first of all.
     """
     arriving = torch.zeros_like(updates, memory_format=torch.contiguous_format)
     flat = arriving.flatten(1, 2)
@@ -84,7 +84,7 @@ def carry(member: GroupMember, kind: str, transitions: Tensor, updates: Tensor) 
     is_first, is_last = before < 0, after == member.degree
 
     def left(part: int) -> Callable[[slice], Tensor]:
-        """Return what gives pieces of the state that the member's first or second chunks leave."""
+        """Return a function for slices of the outgoing state of the member's first or second chunks."""
         times, plus = transitions[part].flatten(0, 1), updates[part].flatten(0, 1)
         if times.shape[-1] == 1:
             return lambda piece: torch.addcmul(plus[piece], times[piece], flat[part, piece])
@@ -105,7 +105,7 @@ class _Way:
 
     Attributes:
         arriving: [sequences * H, Dk, Dv] to fill from member `source`; None where nothing arrives.
-        left: gives a piece of what member `to` is sent; None: it goes nowhere.
+        left: returns a slice of the state for member `to`; None: it goes nowhere.
     """
 
     arriving: Tensor | None
@@ -115,7 +115,7 @@ class _Way:
 
 
 def _relay(member: GroupMember, kind: str, pieces: list[slice], way: _Way) -> Waits[None]:
-    """Receive what arrives piece by piece, and send on what is left of each while the next one arrives."""
+    """Receive slices, and forward each after its update while the next one arrives."""
     assert member.transport is not None
     # An end of the ring has one neighbour only: its own rank then stands for the other, to or from which nothing goes.
     to, source = (member.ranks[member.index if n is None else n % member.degree] for n in (way.to, way.source))

@@ -6,7 +6,7 @@ A head keeps a state S [N, P], and for each token t of time step d_t (Dao and Gu
 
 with A < 0 and D a number of the head each, so that a run of tokens multiplies the state that it begins with by e^(s A),
 s the sum of its time steps, and its t-th token reads e^(s_t A) c_t of it. One call of an unmodified kernel that begins
-with empty states gives the rest, and costs what it costs on one rank.
+with empty states gives the rest, at the cost of one rank.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from fcp_cli.runtime.states.state_layers import Chunks, Tokens, in_batches
 
 
 class ScanTokens(NamedTuple):
-    """What a scan takes of tokens that lie one behind the other.
+    """Inputs of a scan over consecutive tokens.
 
     Attributes:
-        c, b: [1, T, G, N], what reads states and what writes them, of groups of heads.
+        c, b: [1, T, G, N], read and write projections of the states, of groups of heads.
         x: [1, T, H, P]
         step: [1, T, H], the time steps, 0 or more.
     """
@@ -77,7 +77,7 @@ class Scan:
         c, _, _, step = tokens
         out, left = self._runs(tokens, lengths)
         parts = torch.split_with_sizes(step[0] * self.decay.to(step.dtype), lengths)
-        sums = [part.cumsum(0) for part in parts]  # of each run alone: what is small would drown in what came before
+        sums = [part.cumsum(0) for part in parts]  # of each run alone: small values would drown in a running total
         factors = torch.cat(sums).exp()
         whole = torch.stack([part[-1] for part in sums]).exp()
         return Chunks(out, (c[0], factors), whole[..., None, None].to(left.dtype), left)
@@ -127,13 +127,13 @@ class _Read(torch.autograd.Function):
 
 
 def _product(c: Tensor, state: Tensor) -> Tensor:
-    """Return [T, H, P] what [T, G, N] reads of the states [H, N, P] of each group's heads."""
+    """Return the reads [T, H, P] of the states [H, N, P] by [T, G, N], by group of heads."""
     found = c.to(state.dtype).transpose(0, 1) @ _columns(state, c.shape[1])
     return found.transpose(0, 1).reshape(c.shape[0], len(state), -1)
 
 
 def _columns(state: Tensor, groups: int) -> Tensor:
-    """Return [G, N, H / G x P] the states of each group's heads beside each other."""
+    """Return the states of each group's heads side by side, [G, N, H / G x P]."""
     return torch.unflatten(state, 0, (groups, -1)).transpose(1, 2).flatten(2)
 
 
