@@ -6,6 +6,7 @@ FcpError                     exit status 1: the input, the plan or the run is at
 ├── PlanError                a plan file: damaged, foreign, or against its own rules
 │   └── OverlongError        sequences that no group of ranks can hold
 ├── MaskError                a mask that no sequence can have
+├── PluginError              a solver, target or integration of another installed package
 ├── RunError                 a training job that cannot follow its plan
 ├── UsageError               exit status 2: the command line is at fault
 └── Interrupted              exit status 130: Ctrl-C; 128 + N for a job that signal N stopped
@@ -48,6 +49,10 @@ class OverlongError(PlanError):
 
 class MaskError(FcpError):
     """A mask that no sequence can have."""
+
+
+class PluginError(FcpError):
+    """A solver, a launch target or an integration of another installed package cannot be used."""
 
 
 class RunError(FcpError):

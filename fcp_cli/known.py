@@ -34,6 +34,15 @@ def known_names(kind: Known) -> list[str]:
     return shipped_names("model" if kind == "models" else "cluster")
 
 
+def ignored_plugins(kind: Known) -> list[str]:
+    """Return a line for each entry point of another package that adds no name of this kind, though it wants to."""
+    if kind == "solvers":
+        from fcp_cli.planning.solvers import REGISTRY
+
+        return REGISTRY.ignored()
+    return []
+
+
 def other_names(kind: Known) -> dict[str, list[str]]:
     """Return the aliases by which options know names of a kind, too."""
     if kind in ("solvers", "targets", "measured"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from fcp_cli.command_line import takes
 from fcp_cli.commands.plan import note_compilation
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from fcp_cli.planning.batches import GlobalBatches
     from fcp_cli.planning.comparison import Contender
     from fcp_cli.planning.settings import PlanInputs
-
-_NOT_BY_DEFAULT: Final = ("flexsp",)  # takes minutes a step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,11 +93,11 @@ def compare(options: CompareOptions) -> None:
 
 
 def _names(solvers: str | None, profile: CostProfile | None = None) -> list[str]:
-    from fcp_cli.planning.solvers import names_under, solver_names
+    from fcp_cli.planning.solvers import names_under, solver_names, strategy
 
     known = solver_names() if profile is None else names_under(profile)
     if solvers is None:
-        return [name for name in known if name not in _NOT_BY_DEFAULT]
+        return [name for name in known if strategy(name).is_quick]
     if solvers == "all":
         return known
     names = [name.strip() for name in solvers.split(",") if name.strip()]

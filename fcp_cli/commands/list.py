@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from fcp_cli.command_line import takes
-from fcp_cli.console import print_json
-from fcp_cli.known import KINDS, Known, known_names, other_names
+from fcp_cli.console import print_always, print_json
+from fcp_cli.known import KINDS, Known, ignored_plugins, known_names, other_names
 from fcp_cli.options import Arg, Opt
 
 
@@ -26,6 +26,9 @@ def list_names(options: ListOptions) -> None:
     """List the models, clusters, solvers and targets that options know by name, and the devices that were measured."""
     kinds = [kind for kind in KINDS if options.kind in (None, kind)]
     found = {str(kind): known_names(kind) for kind in kinds}
+    for kind in kinds:
+        for line in ignored_plugins(kind):
+            print_always(f"ignored: {line}")
     if options.json:
         print_json(found)
         return

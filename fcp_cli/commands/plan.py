@@ -41,7 +41,7 @@ class PlanOptions(PlanRequest):
             trust="writes",
         ),
     ] = None
-    solver: Annotated[str, Opt("fcp, or a published strategy; see 'fcp compare'.")] = "fcp"
+    solver: Annotated[str, Opt("fcp, a published strategy, or one of another package; see 'fcp list solvers'.")] = "fcp"
     resume: Annotated[bool, Opt("Continue the same plan after an interruption.")] = False
     continue_from: Annotated[
         Path | None, Opt("Plan what a stopped run has left, in the same batches, for other --ranks.", metavar="RUN_DIR")
@@ -109,9 +109,9 @@ def plan(options: PlanOptions) -> None:
 
 def _with_its_attention(options: PlanOptions, origins: Origins) -> PlanOptions:
     """Return the options with the way to split attention that the strategy consists of, where none was typed."""
-    from fcp_cli.planning.solvers import SPLITS_HEADS
+    from fcp_cli.planning.solvers import strategy
 
-    attention = SPLITS_HEADS.get(options.solver)
+    attention = strategy(options.solver).attention
     if attention is None or "attention" in options.typed:
         return options
     origins.assume("--attention", attention, f"--solver {options.solver} splits heads so")
@@ -275,12 +275,11 @@ def _make_with_progress(inputs: PlanInputs, options: PlanOptions, output: Path) 
 
 def _price_of_limit(result: PlanResult, inputs: PlanInputs) -> dict[str, Any]:
     """Return what a limit on rings costs, where there is one."""
-    name = next((name for name in ("max_degree", "max_groups", "max_peers") if name in result.solver.options), None)
-    if name is None:
-        return {}
     from fcp_cli.planning.fcp.solver import FcpSolver, limit_price
 
-    assert isinstance(result.solver, FcpSolver), "no other solver knows limits"
+    name = next((name for name in ("max_degree", "max_groups", "max_peers") if name in result.solver.options), None)
+    if name is None or not isinstance(result.solver, FcpSolver):
+        return {}
     return {name: result.solver.options[name], f"{name}_price": limit_price(result.solver, inputs.batches())}
 
 

@@ -46,11 +46,7 @@ def assemble(assignment: Assignment, batch: Batch, problem: Problem, bound_secon
         BrokenAssignmentError: the assignment breaks the rules of a plan on token budget, coverage, ranks or waves.
         StuckError: its pipelines would wait for each other for ever.
     """
-    _require_whole(assignment, batch, problem)
-    assignment = with_heads(assignment, batch, problem)
-    step = with_idle_rows(assignment, batch, problem)
-    for finding in check_layout(step, replace(problem, num_ranks=problem.all_ranks)):
-        raise BrokenAssignmentError(f"defect in a solver: {finding}")
+    assignment, step = _checked(assignment, batch, problem)
     if bound_seconds is None:
         shares = encoder_shares(problem, problem.encoder_ranks)
         # Shared evenly in every wave, independent of its other work.
@@ -75,6 +71,25 @@ def assemble(assignment: Assignment, batch: Batch, problem: Problem, bound_secon
         makespan_seconds=times.makespan_seconds,
         bound_seconds=bound_seconds,
     )
+
+
+def check_assignment(assignment: Assignment, batch: Batch, problem: Problem) -> None:
+    """Check that an assignment keeps the rules of a plan.
+
+    Raises:
+        BrokenAssignmentError: it breaks those on token budget, coverage, ranks or waves.
+    """
+    _checked(assignment, batch, problem)
+
+
+def _checked(assignment: Assignment, batch: Batch, problem: Problem) -> tuple[Assignment, StepPlan]:
+    """Return the assignment with its heads degrees, and the step that it makes, without times."""
+    _require_whole(assignment, batch, problem)
+    assignment = with_heads(assignment, batch, problem)
+    step = with_idle_rows(assignment, batch, problem)
+    for finding in check_layout(step, replace(problem, num_ranks=problem.all_ranks)):
+        raise BrokenAssignmentError(f"defect in a solver: {finding}")
+    return assignment, step
 
 
 def makespan_seconds(assignment: Assignment, batch: Batch, problem: Problem) -> float:

@@ -11,20 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from fcp_cli.errors import PlanError
+from fcp_cli.errors import PlanError, PluginError
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.padding import held_tokens
 from fcp_cli.plan.summary import PlanSummary
 from fcp_cli.planning.assemble import StuckError, assemble
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
-from fcp_cli.planning.solvers import DEFAULT, SPLITS_HEADS, make_solver
+from fcp_cli.planning.problem import Assignment, Batch, Problem
+from fcp_cli.planning.solvers import DEFAULT, make_solver, strategy
 from fcp_cli.planning.stress import stressed_seconds
 from fcp_cli.recipe import SplitAttention
 
 SYNCS: tuple[Sync, ...] = ("microbatch", "iteration")
-_BLIND_TO_SYNC = ("flexsp",)  # plans waves whatever the sync; slow enough not to be asked twice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +95,7 @@ def compare(
         OverlongError, ManifestError, UsageError: the input is at fault.
     """
     for name in names:
-        together = [syncs] if name in _BLIND_TO_SYNC else [[sync] for sync in syncs]
+        together = [[sync] for sync in syncs] if strategy(name).knows_sync else [syncs]
         outcomes: dict[Sync, Outcome] = {}
         refusal = ""
         for same in together:
@@ -106,7 +105,7 @@ def compare(
                 outcomes |= _run(name, batches, same, milp_seconds, stress, on_step)
             except StuckError as error:  # the other sync may do
                 refusal = refusal or str(error)
-            except PlanError as error:
+            except (PlanError, PluginError) as error:
                 outcomes, refusal = {}, str(error)
                 break
         yield Contender(name=name, outcomes=outcomes, refusal="" if outcomes else refusal)
@@ -118,7 +117,7 @@ def colocated(problem: Problem) -> Problem:
 
 
 def _attention_of(name: str, problem: Problem) -> SplitAttention | None:
-    return problem.attention if name == DEFAULT else SPLITS_HEADS.get(name)
+    return problem.attention if name == DEFAULT else strategy(name).attention
 
 
 def encoder_placements(table: LengthTable, problem: Problem, settings: BatchSettings) -> Iterator[Contender]:
@@ -149,7 +148,8 @@ def _run(
 ) -> dict[Sync, Outcome]:
     """Plan all batches under their sync, which is the first of `syncs`; the others keep the same micro-batches."""
     started = time.perf_counter()
-    solver = _make_solver(name, batches, milp_seconds)
+    options = {"milp_seconds": milp_seconds} if "milp_seconds" in strategy(name).options else {}
+    solver = make_solver(name, batches, **options)
     setup_seconds = time.perf_counter() - started
     tallies = {sync: _Tally(replace(batches.problem, sync=sync), stress) for sync in syncs}
     planning_seconds = []
@@ -176,14 +176,6 @@ def _run(
         )
         for sync, tally in tallies.items()
     }
-
-
-def _make_solver(name: str, batches: GlobalBatches, milp_seconds: float) -> Solver:
-    if name == "flexsp":
-        from fcp_cli.planning.published.flexsp import FlexSP
-
-        return FlexSP(batches.problem, milp_seconds=milp_seconds)
-    return make_solver(name, batches)
 
 
 class _Tally:

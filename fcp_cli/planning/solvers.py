@@ -1,93 +1,164 @@
-"""The solvers by name. Each is imported only when it is asked for, so that none slows down another's start."""
+"""The solvers by name: fcp's own, imported when they are asked for, and those of other packages (`fcp.solvers`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
-from typing import TypeAlias, cast
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Final, TypeAlias, cast
 
 from fcp_cli.cost.profile import CostProfile
-from fcp_cli.errors import UsageError
+from fcp_cli.errors import FcpError, UsageError
+from fcp_cli.planning.assemble import BrokenAssignmentError, check_assignment
 from fcp_cli.planning.batches import GlobalBatches
-from fcp_cli.planning.problem import Solver
+from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
+from fcp_cli.plugins import Plugin, Registry
 from fcp_cli.recipe import SplitAttention
 
-# Makes a solver for one plan. It may look at the plan's batches to tune itself once, as `static` does.
 SolverFactory: TypeAlias = Callable[[GlobalBatches], Solver]
+"""Makes a solver for one plan. It may read the plan's batches to tune itself once, as `static` does."""
 
-# name -> "module:factory"
-_FACTORIES = {
-    "bytescale": "fcp_cli.planning.published.bytescale:make_solver",
-    "deepspeed-ulysses": "fcp_cli.planning.published.split_heads:make_ulysses",
-    "fcp": "fcp_cli.planning.fcp.solver:make_solver",
-    "fcp-paper": "fcp_cli.planning.published.fcp_paper:make_solver",
-    "flexsp": "fcp_cli.planning.published.flexsp:make_solver",
-    "karmarkar-karp": "fcp_cli.planning.published.karmarkar_karp:make_solver",
-    "megatron-any-degree": "fcp_cli.planning.published.megatron_any_degree:make_solver",
-    "megatron-dynamic-cp": "fcp_cli.planning.published.megatron_dynamic_cp:make_solver",
-    "megatron-packing": "fcp_cli.planning.published.megatron_packing:make_solver",
-    "static": "fcp_cli.planning.static:make_solver",
-    "usp": "fcp_cli.planning.published.split_heads:make_usp",
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Strategy:
+    """A solver's factory, and the facts that commands need before it is imported.
+
+    Attributes:
+        factory: as module:function.
+        options: that the factory takes besides the batches.
+        attention: how its groups split heads; None: its groups are rings, and fcp's are as asked.
+        knows_sync: whether it plans one sync otherwise than the other.
+        is_quick: whether `fcp compare` runs it unasked.
+    """
+
+    factory: str
+    options: frozenset[str] = frozenset()
+    attention: SplitAttention | None = None
+    knows_sync: bool = True
+    is_quick: bool = True
+
+
+_PUBLISHED: Final = "fcp_cli.planning.published"
+_OWN: Final[Mapping[str, Strategy]] = {
+    "fcp": Strategy(
+        factory="fcp_cli.planning.fcp.factory:make_solver",
+        options=frozenset({"max_degree", "max_groups", "max_peers", "robust"}),
+    ),
+    "bytescale": Strategy(factory=f"{_PUBLISHED}.bytescale:make_solver"),
+    "deepspeed-ulysses": Strategy(factory=f"{_PUBLISHED}.split_heads:make_ulysses", attention="ulysses"),
+    "fcp-paper": Strategy(factory=f"{_PUBLISHED}.fcp_paper:make_solver"),
+    "flexsp": Strategy(
+        factory=f"{_PUBLISHED}.flexsp:make_solver",
+        options=frozenset({"milp_seconds"}),
+        knows_sync=False,  # it plans waves
+        is_quick=False,  # minutes a step
+    ),
+    "karmarkar-karp": Strategy(factory=f"{_PUBLISHED}.karmarkar_karp:make_solver"),
+    "megatron-any-degree": Strategy(factory=f"{_PUBLISHED}.megatron_any_degree:make_solver"),
+    "megatron-dynamic-cp": Strategy(factory=f"{_PUBLISHED}.megatron_dynamic_cp:make_solver"),
+    "megatron-packing": Strategy(factory=f"{_PUBLISHED}.megatron_packing:make_solver"),
+    "static": Strategy(factory="fcp_cli.planning.static:make_solver"),
+    "usp": Strategy(factory=f"{_PUBLISHED}.split_heads:make_usp", attention="2d"),
 }
-DEFAULT = "fcp"
-# Strategies that split heads, and how; the others have rings, and fcp whatever is asked for.
-SPLITS_HEADS: dict[str, SplitAttention] = {"deepspeed-ulysses": "ulysses", "usp": "2d"}
+_OF_PLUGINS: Final = Strategy(factory="")
+REGISTRY: Final = Registry("fcp.solvers", "solver", "--solver", tuple(_OWN))
+DEFAULT: Final = "fcp"
 
 
 def solver_names() -> list[str]:
     """Return the names of all solvers, the default first."""
-    return [DEFAULT, *(name for name in _FACTORIES if name != DEFAULT)]
+    return REGISTRY.names()
+
+
+def strategy(name: str) -> Strategy:
+    """Return what is known of a solver before it is imported; the defaults for one of another package."""
+    return _OWN.get(name, _OF_PLUGINS)
 
 
 def names_under(profile: CostProfile) -> list[str]:
     """Return the names of the solvers that plan under a profile: those that split heads need it to price that."""
-    return [name for name in solver_names() if profile.heads is not None or name not in SPLITS_HEADS]
+    return [name for name in solver_names() if profile.heads is not None or strategy(name).attention is None]
 
 
-def make_solver(
-    name: str,
-    batches: GlobalBatches,
-    *,
-    max_degree: int | None = None,
-    max_groups: int | None = None,
-    max_peers: int | None = None,
-    robust: bool = False,
-) -> Solver:
+def make_solver(name: str, batches: GlobalBatches, **options: Any) -> Solver:
     """Make the named solver for these batches.
 
     Args:
         name: one of `solver_names()`.
-        batches: what is planned.
-        max_degree: 1 forbids rings; None: no limit.
-        max_groups: most groups of degree > 1 over the whole plan; None: no limit.
-        max_peers: most ranks that a rank has beside it in rings over the whole plan; None: no limit.
-        robust: of answers that are as quick choose the one that suffers least from noise and contention.
+        batches: the batches to plan.
+        options: of the solver's factory, by name; None and False stand for options that were not given.
 
     Raises:
-        UsageError: no such solver, one that knows no such limit or choice, or a limit that cannot be kept.
+        UsageError: no such solver, one that does not have such an option, or a value that it cannot keep.
+        PluginError: the solver of another package cannot be used.
     """
-    if name not in _FACTORIES:
-        raise UsageError(f"--solver is {name!r}; it must be one of {', '.join(solver_names())}")
-    module, factory = _FACTORIES[name].split(":")
-    make = getattr(import_module(module), factory)
-    limits = {"max_degree": max_degree, "max_groups": max_groups, "max_peers": max_peers}
-    given = [limit for limit, value in limits.items() if value is not None]
-    if robust:
-        return _robust(name, given, batches)
-    if not given:
-        return cast(SolverFactory, make)(batches)
-    if name != "fcp":
-        raise UsageError(f"--{given[0].replace('_', '-')} works with --solver fcp only, not with {name}")
-    return cast(Solver, make(batches, **limits))
+    given = {option: value for option, value in options.items() if value is not None and value is not False}
+    plugin = None if name in _OWN else REGISTRY.plugin(name)
+    for option in given:
+        if option not in strategy(name).options:
+            known = " or ".join(one for one, own in _OWN.items() if option in own.options)
+            raise UsageError(f"--{option.replace('_', '-')} works with --solver {known} only, not with {name}")
+    if plugin is not None:
+        return _solver_of(plugin, batches)
+    module, factory = strategy(name).factory.split(":")
+    return cast(Solver, getattr(import_module(module), factory)(batches, **given))
 
 
-def _robust(name: str, limits: list[str], batches: GlobalBatches) -> Solver:
-    if name != "fcp" or limits:
-        other = f"--{limits[0].replace('_', '-')}" if limits else f"--solver {name}"
-        raise UsageError(f"--robust chooses among all answers of --solver fcp, which {other} rules out; leave one out")
-    if batches.problem.pipeline is not None:
-        raise UsageError("--robust knows no pipelines; leave it out, or plan without --pipeline-parallel")
-    from fcp_cli.planning.fcp.robust import RobustSolver
-    from fcp_cli.planning.fcp.solver import solver_of
+def _solver_of(plugin: Plugin, batches: GlobalBatches) -> Solver:
+    factory = plugin.load()
+    try:
+        solver = factory(batches)
+        if not callable(solver.assign):
+            raise TypeError("the solver's assign is no method")
+        options = dict(solver.options)
+        json.dumps(options, allow_nan=False)
+        ForkingPickler.dumps(solver)  # planning processes get copies
+    except FcpError:
+        raise
+    except Exception as error:
+        raise plugin.error(f"made no solver with {plugin.entry.value}", error) from error
+    return PluginSolver(
+        name=plugin.name, options={**options, "package": plugin.package}, solver=solver, problem=batches.problem
+    )
 
-    return RobustSolver(plain=solver_of(batches.problem))
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PluginSolver:
+    """The solver of another package, whose faults are its own: each is one line that names the package.
+
+    Attributes:
+        name: as registered, whatever the solver calls itself.
+        options: the solver's own, and its package, for the plan's metadata.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    solver: Solver
+    problem: Problem
+
+    def assign(self, batch: Batch) -> Assignment:
+        """Plan one step.
+
+        Raises:
+            PluginError: the solver failed, or its answer breaks the rules of a plan.
+        """
+        try:
+            found = self.solver.assign(batch)
+            check_assignment(found, batch, self.problem)
+        except FcpError:
+            raise
+        except BrokenAssignmentError as error:
+            raise self._plugin.error(f"planned step {batch.step} against the rules: {_rule(error)}") from error
+        except Exception as error:
+            raise self._plugin.error(f"failed in step {batch.step}", error) from error
+        return found
+
+    @property
+    def _plugin(self) -> Plugin:
+        return REGISTRY.plugin(self.name)
+
+
+def _rule(error: BrokenAssignmentError) -> str:
+    return str(error).removeprefix("defect in a solver: ")

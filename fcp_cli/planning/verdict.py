@@ -13,15 +13,15 @@ from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.pricing import planned_sequences
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.batches import GlobalBatches, batch_of, spread_steps
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches, batch_of, spread_steps
 from fcp_cli.planning.comparison import Contender
 from fcp_cli.planning.fcp.solver import is_compiled, solver_of
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.problem import Problem, Solver
-from fcp_cli.planning.published.megatron_dynamic_cp import MegatronDynamicCP
 from fcp_cli.planning.remedies import Remedy, best_remedy
 from fcp_cli.planning.run import PlanResult
 from fcp_cli.planning.settings import PlanInputs
+from fcp_cli.planning.solvers import make_solver
 
 MEGATRON: Final = "megatron-dynamic-cp"
 # Planned again for the verdict; a fraction of a second, and counted so that no answer depends on the machine's speed.
@@ -140,11 +140,14 @@ def plan_verdict(
 
 def _planned_again(sequences: Sequence[LengthTable], problem: Problem) -> Iterator[tuple[str, float]]:
     """Yield the predicted seconds of Megatron's dynamic CP and of fcp, where they can plan these batches at once."""
-    solvers: list[Solver] = [MegatronDynamicCP(problem)]
+    if not sequences:
+        return
+    batches = [batch_of(each, problem) for each in sequences]
+    first = GlobalBatches(sequences[0], problem, BatchSettings(global_batch_size=len(sequences[0]), shuffle=False))
+    solvers = [make_solver(MEGATRON, first)]
     if is_compiled(problem.sync):
         solvers.append(cast(Solver, solver_of(problem)))
-    for solver in solvers if sequences else []:
-        batches = [batch_of(each, problem) for each in sequences]
+    for solver in solvers:
         with suppress(PlanError):  # degrees of powers of two cannot hold all that fcp can
             seconds = sum(makespan_seconds(solver.assign(batch), batch, problem) for batch in batches)
             if math.isfinite(seconds):  # its pipelines would be stuck

@@ -112,6 +112,27 @@ def _is_function(target: str) -> bool:
     return any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body)
 
 
+# A folder that plugs in -> who may import it besides itself; its registry names it as text.
+_PLUGGED_IN = {
+    "fcp_cli.planning.published": (),
+    "fcp_cli.report": ("fcp_cli.commands",),
+}
+
+
+@pytest.mark.parametrize("folder", _PLUGGED_IN)
+def test_the_core_imports_nothing_that_plugs_in(folder: str) -> None:
+    """Strategies are imported by their registry alone, and what draws tables, pages and traces by commands alone."""
+    allowed = (folder, *_PLUGGED_IN[folder])
+    found = {
+        f"{path.relative_to(ROOT)}: {module}"
+        for path in PACKAGE.rglob("*.py")
+        for module in imported_modules(path)
+        if f"{module}.".startswith(f"{folder}.")
+        and not ".".join(path.relative_to(ROOT).with_suffix("").parts).startswith(allowed)
+    }
+    assert found == set()
+
+
 def test_compiled_functions_call_none_of_other_folders() -> None:
     """They would outlive a change there: they are kept until a source of their own folder changes."""
     compiled = {path: set(imported_modules(path)) for path in PACKAGE.rglob("*.py")}

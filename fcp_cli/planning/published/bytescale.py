@@ -28,8 +28,8 @@ import numpy as np
 from fcp_cli.cost.model import group_seconds
 from fcp_cli.planning.assemble import assignment_seconds
 from fcp_cli.planning.batches import GlobalBatches
+from fcp_cli.planning.drafts import Draft, assign, packs_of, place_waves, quickest, shard_sizes
 from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
-from fcp_cli.planning.published.drafts import Draft, assign, packs_of, place_waves, quickest, shard_sizes
 from fcp_cli.planning.work import work_on
 
 

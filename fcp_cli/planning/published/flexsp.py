@@ -26,9 +26,9 @@ from fcp_cli.arrays import IntArray
 from fcp_cli.cost.model import group_seconds
 from fcp_cli.errors import PlanError
 from fcp_cli.planning.batches import GlobalBatches
+from fcp_cli.planning.drafts import place_waves, quickest
 from fcp_cli.planning.packing import best_fit_decreasing
 from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
-from fcp_cli.planning.published.drafts import place_waves, quickest
 from fcp_cli.planning.published.flexsp_milp import Packs, bucket, solve
 from fcp_cli.planning.work import work_on
 
@@ -38,9 +38,9 @@ MILP_SECONDS = 5.0
 TRIALS = 3  # numbers of micro-batches that are tried
 
 
-def make_solver(batches: GlobalBatches) -> Solver:
-    """Make the solver for these batches, with FlexSP's own time limit."""
-    return FlexSP(batches.problem)
+def make_solver(batches: GlobalBatches, *, milp_seconds: float = MILP_SECONDS) -> Solver:
+    """Make the solver for these batches; the time limit is that of each integer program."""
+    return FlexSP(batches.problem, milp_seconds=milp_seconds)
 
 
 class FlexSP:

@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fcp_cli.planning.batches import GlobalBatches
+from fcp_cli.planning.drafts import Draft
 from fcp_cli.planning.problem import Batch
-from fcp_cli.planning.published.drafts import Draft
 from fcp_cli.planning.published.megatron_dynamic_cp import MegatronDynamicCP, drafts_of, packed
 from fcp_cli.planning.published.megatron_rounds import Group, degree_needed
 

@@ -19,11 +19,11 @@ from fcp_cli.errors import UsageError
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batches import batch_of
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches, batch_of
 from fcp_cli.planning.fcp.solver import solver_of
 from fcp_cli.planning.planner import Planner
 from fcp_cli.planning.problem import Problem, whole_budget
-from fcp_cli.planning.published.megatron_dynamic_cp import MegatronDynamicCP
+from fcp_cli.planning.solvers import make_solver
 from fcp_cli.words import counted
 
 
@@ -112,8 +112,10 @@ def _padded(problem: Problem, multiple: int) -> Problem:
 
 
 def _quickest(lengths: IntArray, problem: Problem, number: int) -> StepPlan:
-    batch = batch_of(LengthTable(name="the batch", length_tokens=lengths), problem, step=number)
-    solvers: list[Any] = [MegatronDynamicCP(problem)]
+    table = LengthTable(name="the batch", length_tokens=lengths)
+    batch = batch_of(table, problem, step=number)
+    batches = GlobalBatches(table, problem, BatchSettings(global_batch_size=len(table), shuffle=False))
+    solvers: list[Any] = [make_solver("megatron-dynamic-cp", batches)]
     if int(batch.work.tokens.max()) <= problem.tokens_per_rank:
         solvers.append(solver_of(problem, max_degree=1))
     planned = [assemble(solver.assign(batch), batch, problem) for solver in solvers]

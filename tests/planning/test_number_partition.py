@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fcp_cli.planning.published.number_partition import partition
+from fcp_cli.planning.number_partition import partition
 
 weights = st.lists(st.integers(0, 100).map(float), max_size=30)
 

@@ -1,0 +1,143 @@
+"""Names that other installed packages add, found through their entry points.
+
+fcp's own names stand in a table of each registry, so a command that uses one of them never searches the installed
+packages (17 ms for 115 of them), and they are there in a checkout that was never installed. Others are searched for
+when names are listed, or when a name is not fcp's own.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
+from typing import Any
+
+from fcp_cli.errors import PluginError, UsageError
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """A name that an installed package adds.
+
+    Attributes:
+        registry: that it is added to.
+        name: as users type it.
+        package: name and version of the distribution.
+        entry: its entry point.
+    """
+
+    registry: Registry
+    name: str
+    package: str
+    entry: EntryPoint
+
+    def load(self) -> Any:
+        """Import what the entry point names.
+
+        Raises:
+            PluginError: it cannot be imported.
+        """
+        try:
+            return self.entry.load()
+        except (Exception, SystemExit) as error:
+            raise self.error(f"cannot be imported from {self.entry.value}", error) from error
+
+    def error(self, fault: str, cause: BaseException | None = None) -> PluginError:
+        """Return an error whose one line names the plug-in, its package and how to get rid of it."""
+        reason = "" if cause is None else f": {type(cause).__name__}: {cause}".splitlines()[0]
+        distribution = self.package.split()[0]
+        return PluginError(
+            f"{self.registry.noun} {self.name} of the package {self.package} {fault}{reason}; update that package, or "
+            f"remove it with 'pip uninstall {distribution}'"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Registry:
+    """Names of one kind: fcp's own, and those of entry points.
+
+    Attributes:
+        group: of the entry points.
+        noun: in messages.
+        option: of the command line that takes a name.
+        own: fcp's own names, which no package replaces.
+    """
+
+    group: str
+    noun: str
+    option: str
+    own: tuple[str, ...]
+
+    def names(self) -> list[str]:
+        """Return fcp's own names in their order, then those of other packages by the alphabet."""
+        return [*self.own, *sorted(self._added())]
+
+    def plugin(self, name: str) -> Plugin:
+        """Return the plug-in of a name that is not fcp's own.
+
+        Raises:
+            UsageError: nothing has this name.
+            PluginError: two packages have it.
+        """
+        found = self._added().get(name)
+        if not found:
+            raise UsageError(f"{self.option} is {name!r}; it must be one of {', '.join(self.names())}")
+        if len(found) > 1:
+            others = " and ".join(sorted(one.package for one in found[1:]))
+            raise found[0].error(f"has the name of one in {others}")
+        return found[0]
+
+    def ignored(self) -> list[str]:
+        """Return a line for each entry point that cannot be used by its name."""
+        lines = [f"{error}" for error in _broken_packages()]
+        for one in _plugins(self):
+            if not _NAME.fullmatch(one.name):
+                lines.append(str(one.error("has a name that is not lower-case letters, digits, dots and dashes")))
+            elif one.name in self.own:
+                lines.append(str(one.error(f"has the name of fcp's own {self.noun}, which is used instead")))
+        return lines
+
+    def _added(self) -> dict[str, list[Plugin]]:
+        found: dict[str, list[Plugin]] = {}
+        for one in _plugins(self):
+            if one.name not in self.own and _NAME.fullmatch(one.name):
+                found.setdefault(one.name, []).append(one)
+        return found
+
+
+def _plugins(registry: Registry) -> Iterator[Plugin]:
+    for entry in _entry_points(registry.group, tuple(sys.path)):
+        package = f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "an unknown package"
+        yield Plugin(registry, entry.name, package, entry)
+
+
+@lru_cache
+def _entry_points(group: str, path: tuple[str, ...]) -> Collection[EntryPoint]:
+    """Search the installed packages; those with damaged metadata are left to `_broken_packages`."""
+    try:
+        return tuple(entry_points(group=group))
+    except Exception:  # the metadata of one package makes the search of all raise
+        sound = (one for one in distributions() if _fault_of(one) is None)
+        return tuple(entry for one in sound for entry in one.entry_points.select(group=group))
+
+
+def _broken_packages() -> Iterator[PluginError]:
+    try:
+        entry_points(group="fcp")
+    except Exception:
+        for one in distributions():
+            if (fault := _fault_of(one)) is not None:
+                yield PluginError(f"the entry points of the package {one.name} cannot be read: {fault}")
+
+
+def _fault_of(distribution: Distribution) -> str | None:
+    try:
+        _ = distribution.entry_points
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return None

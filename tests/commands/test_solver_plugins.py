@@ -1,0 +1,180 @@
+"""Solvers of other packages: one that is installed works everywhere, and one that is broken breaks only itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fcp_cli.plan.reader import PlanReader
+from tests.commands.planning_folder import fcp, fcp_process
+from tests.planning.examples import PROFILE
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "solver_package"
+PLAN = [
+    "--profile",
+    "profile.yaml",
+    "--ranks",
+    "4",
+    "--ranks-per-node",
+    "4",
+    "--tokens-per-rank",
+    "4096",
+    "--global-batch-size",
+    "16",
+]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path) -> Path:
+    """A folder with a small data set."""
+    lengths = "".join(f"{200 * (k % 50) + 1}\n" for k in range(32))
+    (tmp_path / "profile.yaml").write_text(PROFILE, encoding="utf-8")
+    (tmp_path / "lengths.txt").write_text(lengths, encoding="utf-8")
+    return tmp_path
+
+
+def test_the_example_package_fits_a_page() -> None:
+    files = [path for path in EXAMPLE.rglob("*") if path.suffix in (".py", ".toml")]
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 60
+
+
+@pytest.mark.processes
+def test_an_installed_package_adds_a_solver_that_lists_compares_plans_and_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, source = tmp_path / "site", tmp_path / "source"
+    source.mkdir()
+    for path in EXAMPLE.iterdir():
+        if path.is_file():
+            (source / path.name).write_bytes(path.read_bytes())
+    install = ["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+    subprocess.run([sys.executable, *install, "--target", str(site), str(source)], check=True, timeout=120)
+
+    listed = fcp_process("list", "solvers", cwd=tmp_path, PYTHONPATH=f"{site}{os.pathsep}{ROOT}")
+    assert "longest-first" in listed.stdout.split(), listed.stderr
+    monkeypatch.syspath_prepend(site)
+
+    def run(*words: str) -> str:
+        result = fcp(*words, cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    compared = json.loads(run("compare", "lengths.txt", *PLAN, "--solvers", "static,longest-first", "--json"))
+    (example,) = (one for one in compared["strategies"] if one["name"] == "longest-first")
+    assert example["refusal"] is None
+    for sync in ("microbatch", "iteration"):
+        run("plan", "lengths.txt", *PLAN, "--solver", "longest-first", "--sync", sync, "-o", f"{sync}.parquet")
+        run("check", f"{sync}.parquet", "--manifest", "lengths.txt")
+    metadata = PlanReader(tmp_path / "iteration.parquet").metadata
+    assert (metadata.solver, metadata.solver_options) == ("longest-first", {"package": "fcp-longest-first 1.0"})
+
+
+def solver(body: str, *, options: str = "{}") -> str:
+    """Return a module whose solver answers by this expression."""
+    return (
+        "from fcp_cli.extend.solvers import place_waves\n"
+        f"class Odd:\n    name, options = 'odd', {options}\n    def __init__(self, problem): self.problem = problem\n"
+        f"    def assign(self, batch): return {body}\n"
+        "def make(batches): return Odd(batches.problem)\n"
+    )
+
+
+IMPORT, MADE = "cannot be imported from odd:make: ", "made no solver with odd:make: "
+# The fault of a package -> its module, and the start of the message.
+BROKEN = {
+    "a missing library": ("import no_such_library\n", f"{IMPORT}ModuleNotFoundError: No module named"),
+    "no such factory": ("", f"{IMPORT}AttributeError: module 'odd' has no attribute 'make'"),
+    "an end of the process": ("raise SystemExit(3)\n", f"{IMPORT}SystemExit: 3"),
+    "no function": ("make = 3\n", f"{MADE}TypeError: 'int' object is not callable"),
+    "other arguments": ("def make(): ...\n", f"{MADE}TypeError: make() takes 0 positional arguments"),
+    "no solver": ("make = lambda batches: batches\n", f"{MADE}AttributeError: 'GlobalBatches' object"),
+    "options that JSON cannot hold": (solver("None", options="{'x': {1}}"), f"{MADE}TypeError: Object of type set"),
+    "a class that cannot be copied": (
+        solver("None") + "def make(batches): return type('Local', (Odd,), {})(batches.problem)\n",
+        f"{MADE}PicklingError: ",
+    ),
+    "an error": (solver("1 / 0"), "failed in step 0: ZeroDivisionError: division by zero"),
+    "no answer": (solver("None"), "failed in step 0: AttributeError: 'NoneType' object"),
+    "a plan without all sequences": (
+        solver("place_waves([[(1, [0])]], self.problem)"),
+        "planned step 0 against the rules: a sequence is missing or repeated",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_solver_is_one_line_that_names_its_package(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, fault = BROKEN[case]
+    install(tmp_path, monkeypatch, package="odd-one", module="odd", text=module, odd="odd:make")
+    result = fcp("plan", "lengths.txt", *PLAN, "--solver", "odd", cwd=tmp_path)
+    assert result.returncode == 1, result.stderr
+    (line,) = (line for line in result.stderr.splitlines() if line.startswith("error:"))
+    assert line.startswith(f"error: solver odd of the package odd-one 2.5 {fault}"), line
+    assert line.endswith("; update that package, or remove it with 'pip uninstall odd-one'")
+    assert not (tmp_path / "plan.parquet").exists()
+    compared = fcp("compare", "lengths.txt", *PLAN, "--solvers", "static,odd", "--json", cwd=tmp_path)
+    assert compared.returncode == 0, compared.stderr
+    static, odd = json.loads(compared.stdout)["strategies"]
+    assert static["refusal"] is None
+    assert odd["refusal"].startswith(f"solver odd of the package odd-one 2.5 {fault}")
+    assert fcp("plan", "lengths.txt", *PLAN, "--solver", "static", cwd=tmp_path).returncode == 0
+
+
+def test_no_package_replaces_a_solver_of_fcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, package="thief", module="thief", text="raise SystemExit\n", static="thief:make")
+    listed = fcp("list", "solvers", cwd=tmp_path)
+    assert "ignored: solver static of the package thief 2.5 has the name of fcp's own solver" in listed.stderr
+    assert listed.stdout.split().count("static") == 1
+    assert fcp("plan", "lengths.txt", *PLAN, "--solver", "static", cwd=tmp_path).returncode == 0
+
+
+def test_a_name_of_two_packages_is_refused_and_other_names_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("first", "second"):
+        install(tmp_path, monkeypatch, package=package, module=package, text="", same=f"{package}:make")
+    refused = fcp("plan", "lengths.txt", *PLAN, "--solver", "same", cwd=tmp_path)
+    assert refused.returncode == 1
+    assert "error: solver same of the package second 2.5 has the name of one in first 2.5; " in refused.stderr
+    assert fcp("list", "solvers", cwd=tmp_path).returncode == 0
+
+
+def test_a_package_with_damaged_metadata_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, package="sound", module="sound", text="", sound="sound:make")
+    install(tmp_path, monkeypatch, package="torn", module="torn", text="")
+    (tmp_path / "torn" / "torn-2.5.dist-info" / "entry_points.txt").write_text("[fcp.solvers]\nno equals sign\n")
+    listed = fcp("list", "solvers", cwd=tmp_path)
+    assert "sound" in listed.stdout.split()
+    assert "ignored: the entry points of the package torn cannot be read" in listed.stderr
+
+
+def test_an_option_of_fcp_is_refused_for_other_packages_solvers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, monkeypatch, package="odd-one", module="odd", text="", odd="odd:make")
+    result = fcp("plan", "lengths.txt", *PLAN, "--solver", "odd", "--max-degree", "1", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "--max-degree works with --solver fcp only, not with odd" in result.stderr
+
+
+def install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, package: str, module: str, text: str, **solvers: str
+) -> None:
+    """Put a package on the path as pip would have installed it."""
+    site = tmp_path / package
+    metadata = site / f"{package.replace('-', '_')}-2.5.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 2.5\n", encoding="utf-8")
+    entries = "".join(f"{name} = {value}\n" for name, value in solvers.items())
+    (metadata / "entry_points.txt").write_text(f"[fcp.solvers]\n{entries}", encoding="utf-8")
+    (site / f"{module}.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.delitem(sys.modules, module, raising=False)
