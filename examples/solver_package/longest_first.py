@@ -38,4 +38,4 @@ class LongestFirst:
         """[sequences] the smallest degree whose ranks hold each, with the padding of that degree."""
         choices = np.arange(1, self.problem.num_ranks + 1)[:, None]
         held = work_on(batch.work, choices, self.problem).tokens <= choices * self.problem.tokens_per_rank
-        return np.argmax(held, axis=0) + 1
+        return np.asarray(np.argmax(held, axis=0) + 1)
