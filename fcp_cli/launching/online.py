@@ -28,7 +28,7 @@ def online_settings(request: LaunchRequest, target: str, assumed: Origins) -> On
         FcpError: the profile, the model or the command line is at fault.
     """
     if not request.online:
-        _refuse_without_online(request)
+        refuse_without_online(request)
         return None
     if not request.program:
         raise UsageError(
@@ -49,10 +49,16 @@ def online_settings(request: LaunchRequest, target: str, assumed: Origins) -> On
     return OnlineSettings(metadata=metadata, options=options)
 
 
-def _refuse_without_online(request: LaunchRequest) -> None:
+def refuse_without_online(request: LaunchRequest, *, has_profile: bool = False) -> None:
+    """Refuse options of streams; a job whose loop has its plan made may have a profile.
+
+    Raises:
+        UsageError: one was given.
+    """
     for name in (name for name in (*_OPTIONS, "reorder_window") if getattr(request, name) is not None):
         raise UsageError(f"--{name.replace('_', '-')} is for --online; a plan is made before its run")
-    given = {name: getattr(request, name) for name in ("profile", "global_batch_size", "global_batch_tokens")}
+    names = (*(() if has_profile else ("profile",)), "global_batch_size", "global_batch_tokens")
+    given = {name: getattr(request, name) for name in names}
     for name in (name for name, value in given.items() if value is not None):
         flag = name.replace("_", "-")
         raise UsageError(f"--{flag} is for --online; a plan has its own: fcp plan MANIFEST --{flag} ...")

@@ -100,7 +100,10 @@ class LaunchRequest:
         None
     )
     synthetic: Annotated[bool, Opt("Train on random tokens of the planned lengths.")] = False
-    ranks: Annotated[int | None, Opt("Refuse a plan for another number of ranks.", min=1, max=MOST_RANKS)] = None
+    ranks: Annotated[
+        int | None,
+        Opt("Ranks of a script without a plan; a plan for another number is refused.", min=1, max=MOST_RANKS),
+    ] = None
     device: Annotated[Device, Opt("What the ranks run on.")] = "auto"
     run_dir: Annotated[
         Path | None,
@@ -109,9 +112,9 @@ class LaunchRequest:
     resume: Annotated[bool, Opt("Continue from the newest checkpoint, with the settings of the run.")] = False
     online: Annotated[bool, Opt("Plan the stream of a script of yours while it trains, in place of a plan.")] = False
     planner: Annotated[PlannerPlace, Opt("One planning process of an online job, or one on each node.")] = "rank0"
-    profile: Annotated[Path | None, Opt("Cost profile of an online job.", unset="profile.yaml here, else computed")] = (
-        None
-    )
+    profile: Annotated[
+        Path | None, Opt("Cost profile of a job that starts without a plan.", unset="profile.yaml here, else computed")
+    ] = None
     global_batch_size: Annotated[
         int | None,
         Opt("Sequences per step of an online job.", min=1, max=MOST_ROWS, unset="the stream gives whole batches"),

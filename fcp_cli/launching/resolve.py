@@ -20,7 +20,7 @@ from fcp_cli.launching.job.environment import job_variables, set_by_fcp
 from fcp_cli.launching.job.inject import OwnCommand, own_command, probe_variable
 from fcp_cli.launching.job.job import ADDRESS_TO_FILL_IN, MODEL_VARIABLE, Job, Variable
 from fcp_cli.launching.job.nodes import check_ranks, place, planned_nodes
-from fcp_cli.launching.online import online_settings
+from fcp_cli.launching.online import online_settings, refuse_without_online
 from fcp_cli.launching.program import for_mindspore, is_mindspore, program_name, started_program
 from fcp_cli.launching.request import LOCAL, LaunchRequest, NumaBinding
 from fcp_cli.launching.targets.options import (
@@ -31,6 +31,7 @@ from fcp_cli.launching.targets.options import (
     refuse_local_options,
 )
 from fcp_cli.launching.trainer_settings import model_of_run, recorded_settings, run_dir_of, trainer_settings
+from fcp_cli.launching.unplanned import has_plan_made, unplanned_job
 from fcp_cli.machine.devices import Machine, find_machine_without_torch
 from fcp_cli.machine.network import free_ports, interface_towards
 from fcp_cli.plan.metadata import PlanMetadata
@@ -62,15 +63,21 @@ def resolve(request: LaunchRequest, find_machine: Callable[[], Machine], assumed
         request = replace(request, program=python_program(request.program, assumed, python=python))
     if is_mindspore(request):
         request = for_mindspore(request, assumed)
-    online = online_settings(request, choose_target(request.cluster), assumed)
-    if online is None:
+    target, planning = choose_target(request.cluster), None
+    unplanned = has_plan_made(request, target, DEFAULT_PLAN)
+    online = None if unplanned else online_settings(request, target, assumed)
+    if unplanned:
+        refuse_without_online(request, has_profile=True)
+        plan = DEFAULT_PLAN
+        metadata, planning, find_machine = unplanned_job(request, find_machine)
+    elif online is None:
         plan, metadata = _plan(request, assumed)
         check_ranks(plan, metadata, request.ranks)
     else:
         plan, metadata = DEFAULT_PLAN, online.metadata
     job = _with_program(request, _placed(request, plan, metadata, find_machine, assumed), assumed)
-    if online is not None:
-        job = replace(job, online=online, plan=job.paths.plan)
+    if online is not None or planning is not None:
+        job = replace(job, online=online, planning=planning, plan=job.paths.plan)
     # Only a node itself knows its interfaces; a machine that prints commands for others does not.
     is_one_of_several = job.num_nodes > 1 and job.node_rank is not None
     interface = interface_towards(job.master_addr) if is_one_of_several else None

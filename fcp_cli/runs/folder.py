@@ -59,6 +59,11 @@ class RunPaths:
         return self.run_dir / "online.json"
 
     @property
+    def planning(self) -> Path:
+        """Settings of a job whose training loop has its plan made."""
+        return self.run_dir / "planning.json"
+
+    @property
     def evaluation_plan(self) -> Path:
         """The plan over the held-out rows, where the run made it."""
         return self.run_dir / "eval-plan.parquet"

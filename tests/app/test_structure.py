@@ -181,6 +181,7 @@ _OF_OURSELVES = {
     "fcp_cli/plan/messages.py",
     "fcp_cli/plan/online.py",
     "fcp_cli/planning/online/serving.py",
+    "fcp_cli/runtime/online/job_plan.py",
     "fcp_cli/runtime/online/source.py",
 }
 

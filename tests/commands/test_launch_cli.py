@@ -529,3 +529,29 @@ def test_a_script_that_plans_while_it_trains_is_told_what_for_and_where_its_plan
 def test_what_planning_while_training_cannot_do_is_one_line(fcp: Fcp, words: tuple[str, ...], line: str) -> None:
     result = fcp(*words)
     assert (result.status, " ".join(result.err.split())) == (2, line)
+
+
+def test_a_script_without_a_plan_has_its_plan_made_in_the_run_folder(
+    fcp: Fcp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("")
+    printed = shlex.split(fcp("--ranks", "2", "--model", "qwen3-tiny", "--dry-run", "--", "mine.py").out)
+    variables = dict(word.split("=", 1) for word in printed if word.startswith("FCP_"))
+    assert Path(variables["FCP_PLANNING"]).parts[-2:] == ("mine-001", "planning.json")
+    assert Path(variables["FCP_PLAN"]).parts[-2:] == ("mine-001", "plan.parquet")
+    assert "--nproc-per-node=2" in printed or "2" in printed[printed.index("--nproc-per-node") + 1]
+    assert not Path("runs").exists()
+    told = fcp("--dry-run", "--", "mine.py").last_line
+    assert told == "error: there is no accelerator here, so say how many CPU processes train: --ranks 4"
+    told = fcp("--ranks", "2", "--global-batch-size", "8", "--dry-run", "--", "mine.py").last_line
+    assert told.startswith("error: --global-batch-size is for --online; a plan has its own")
+
+
+@pytest.mark.processes
+@pytest.mark.distributed
+def test_a_loop_that_fcp_cannot_plan_for_does_not_train_without_a_plan(tmp_path: Path) -> None:
+    (tmp_path / "unplanned.py").write_text(_UNPLANNED)
+    refused = run_fcp("launch", "--ranks", "1", "--", "unplanned.py", folder=tmp_path)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "unplanned.py trains without a plan, which fcp makes by itself for transformers' Trainer" in refused.stderr

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pyarrow.parquet as pq
 import pytest
 
+from fcp_cli.plan.reader import PlanReader
 from tests.runtime.launch import torchrun
 from tests.runtime.trainer_outcomes import Outcomes, read_outcomes, require_equal
-from tests.runtime.trainer_plans import write_plans
+from tests.runtime.trainer_plans import GLOBAL_BATCH, LENGTHS, write_plans
 
 pytestmark = [pytest.mark.hf, pytest.mark.distributed]
 
-_CASES = ("ddp", "resumed, evaluated", "lora")
+_CASES = ("ddp", "resumed, evaluated", "lora", "unplanned", "unplanned, cut by the collator")
 _REFUSALS = {
     "other batch": "the script trains on 4 sequences a step (per_device_train_batch_size 2 x gradient_accumulation_steps 1 "
     "x 2 ranks), but the plan on 8; plan with 'fcp plan --global-batch-size 4', or give the script the plan's",
     "more epochs": "ends after 3; plan more with 'fcp plan --epochs 2', or set max_steps=3",
     "fewer rows": "the training data has 20 rows, but the plan's manifest lengths.parquet has 24; build the manifest from",
     "longer row": "row 20 of the training data has 3 tokens but 2 in the plan's manifest lengths.parquet; build the manifest",
+    "other data on rank 1": "row 20 of the training data has 3 tokens on rank 1, but 2 on rank 0; give every rank the same",
+    "second trainer": "the training data has 20 rows, but the plan's manifest unplanned.lengths.parquet has 24; the plan "
+    "was made of the data that training began with: data that changes between epochs, and a second trainer with other",
     "grouped": "the script groups rows by group_by_length, but a plan balances the steps itself; leave it out",
 }
 _REMAINING = (
@@ -35,13 +42,18 @@ _BF16 = 1e-3  # two roundings of every activation, in another order
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(tmp_path_factory, *_CASES, *_REFUSALS)
 
 
 @pytest.fixture(scope="module")
+def outcomes(folder: Path) -> Outcomes:
+    return read_outcomes(folder)
+
+
+@pytest.fixture(scope="module")
 def remaining(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run(tmp_path_factory, *_REMAINING, "fsdp that gathers weights again")
+    return read_outcomes(run(tmp_path_factory, *_REMAINING, "fsdp that gathers weights again"))
 
 
 @pytest.mark.full
@@ -50,11 +62,12 @@ def test_fsdp_that_gathers_weights_again_needs_waves(remaining: Outcomes) -> Non
         assert "--sync microbatch" in remaining("planned", "fsdp that gathers weights again")[rank]
 
 
-def run(tmp_path_factory: pytest.TempPathFactory, *names: str) -> Outcomes:
+def run(tmp_path_factory: pytest.TempPathFactory, *names: str) -> Path:
     folder = tmp_path_factory.mktemp("trainer")
     write_plans(folder)
+    (folder / "planning.json").write_text("{}")
     torchrun("-m", "tests.runtime.workers.trainer_worker", str(folder), *names, num_ranks=2)
-    return read_outcomes(folder)
+    return folder
 
 
 @pytest.mark.parametrize("name", _CASES)
@@ -82,3 +95,10 @@ def test_what_cannot_be_followed_is_refused_on_every_rank_before_the_first_step(
             found = outcomes("planned", name)[rank]
             assert message in found, (name, rank)
             assert "\n" not in found
+
+
+def test_a_job_without_a_plan_follows_one_of_the_lengths_that_are_trained(folder: Path) -> None:
+    for name, lengths in (("unplanned", LENGTHS), ("made", tuple(min(length, 16) for length in LENGTHS))):
+        assert pq.read_table(folder / f"{name}.lengths.parquet")["length"].to_pylist() == list(lengths)
+        metadata = PlanReader(folder / f"{name}.parquet").metadata
+        assert (metadata.global_batch_size, metadata.steps, metadata.shuffle) == (GLOBAL_BATCH, 3, False)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
+from dataclasses import asdict
+from json import dumps
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -40,6 +42,8 @@ def run_here(job: Job, *, json: bool) -> None:
     if node_rank == 0:
         if job.online is not None:
             write_text_atomically(job.paths.online, job.online.to_json())
+        if job.planning is not None:
+            write_text_atomically(job.paths.planning, dumps(asdict(job.planning)))
         write_record(job.run_dir, job.plan, job.metadata)
         write_launch(job.run_dir, launch_record(job))
     where = "this machine" if job.num_nodes == 1 else f"node {node_rank} of {job.num_nodes}"

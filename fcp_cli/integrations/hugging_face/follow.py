@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack
@@ -22,13 +23,18 @@ from fcp_cli.integrations.hugging_face.checks import (
     loss_function_of,
     loss_kind,
 )
+from fcp_cli.integrations.hugging_face.job_facts import LoadedLengths, facts_of
 from fcp_cli.integrations.hugging_face.losses.labels import CausalLoss, PlannedLoss
 from fcp_cli.integrations.hugging_face.overrides import WatchedMethods, check_order, find_override
 from fcp_cli.integrations.hugging_face.own_loss import LossContext, OwnLoss
 from fcp_cli.integrations.hugging_face.rows import CollatedRows
 from fcp_cli.integrations.hugging_face.sampler import PlanSampler
 from fcp_cli.integrations.transformers.preparation import SwitchedAttention
+from fcp_cli.plan.job_facts import has_no_plan
+from fcp_cli.runtime.communication.world import join_process_group
 from fcp_cli.runtime.data.followed_step import plan_path
+from fcp_cli.runtime.online.control import ProcessControl
+from fcp_cli.runtime.online.job_plan import have_plan_made
 from fcp_cli.runtime.session.session import Session, Step, start
 
 
@@ -53,6 +59,8 @@ class TrainerFollower:
         loader = (
             trainer.get_train_dataloader()
         )  # the trainer's own, of which the data set, the collator and the workers are used
+        if plan is None and has_no_plan():
+            _have_planned(trainer, kind, loader)
         self.session: Session = start(plan_path(plan), device=trainer.args.device)
         metadata = self.session.metadata
         check_schedule(trainer, metadata, self.session.plan)
@@ -139,6 +147,17 @@ class TrainerFollower:
         """Show the trainer inputs of this rank's size, by which it counts tokens and operations; they hold nothing."""
         tokens = torch.zeros(1, dtype=torch.int64, device=self.session.device).expand(1, step.local_tokens)
         inputs.update(input_ids=tokens, attention_mask=(tokens + 1)[:, :1].expand_as(tokens))
+
+
+def _have_planned(trainer: Any, kind: str, loader: Any) -> None:
+    """Have the plan of a job made that was launched without one. Every rank calls it."""
+    join_process_group(trainer.args.device)
+    have_plan_made(
+        Path(os.environ["FCP_PLAN"]),
+        ProcessControl("rank0"),
+        LoadedLengths(loader, pairs=kind == "DPOTrainer"),
+        lambda: facts_of(trainer, kind, loader, trainer.args.device),
+    )
 
 
 def _planned_loss(trainer: Any, kind: str, models: tuple[PreTrainedModel, ...]) -> PlannedLoss:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.integrations.hugging_face.batches import one_pair, one_sequence
 from fcp_cli.integrations.hugging_face.sampler import PlanSampler
 from fcp_cli.masks import MaskedSequence, described
+from fcp_cli.plan.job_facts import PLANNING_VARIABLE
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runtime.agreement.plan_agreement import require_causal
@@ -54,7 +56,7 @@ class CollatedRows:
         if len(dataset) != rows:
             raise RunError(
                 f"the training data has {len(dataset)} rows, but the plan's manifest {name} has {rows}; "
-                f"{_REBUILD[pairs]}"
+                f"{_remedy(pairs)}"
             )
         self._loader, self._name, self._pairs = loader, name, pairs
         self._planned = planned_lengths(plan, metadata)
@@ -95,7 +97,7 @@ class CollatedRows:
         if tokens != planned and (self._pairs or not tokens > planned == self._cut_tokens):
             raise RunError(
                 f"row {row} of the training data has {tokens} tokens but {planned} in the plan's manifest "
-                f"{self._name}; {_REBUILD[self._pairs]}"
+                f"{self._name}; {_remedy(self._pairs)}"
             )
         return found
 
@@ -134,6 +136,16 @@ _REBUILD = (
     "build the manifest from the pairs that the trainer trains on, as in docs/how-to/hugging-face-trainers.md: save "
     "them with a column of lengths to 'prepared', then " + _BUILD.format("length"),
 )
+
+
+def _remedy(pairs: bool) -> str:
+    if PLANNING_VARIABLE not in os.environ:
+        return _REBUILD[pairs]
+    return (
+        "the plan was made of the data that training began with: data that changes between epochs, and a second "
+        "trainer with other data, need plans of their own; make them with 'fcp plan', and start the script "
+        "with 'fcp launch --plan PLAN'"
+    )
 
 
 def stored_lengths(dataset: Any, *, pairs: bool) -> IntArray | None:

@@ -15,6 +15,7 @@ from fcp_cli.kernel_names import KernelChoice
 from fcp_cli.launching.request import LOCAL, Launcher, NumaBinding
 from fcp_cli.machine.devices import Machine
 from fcp_cli.models.model import load_model
+from fcp_cli.plan.job_facts import PLANNING_VARIABLE, PlanningWish
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.online import OnlineSettings
 from fcp_cli.runs.folder import RunPaths
@@ -136,6 +137,7 @@ class Job:
         target: `LOCAL`, or one of `targets.catalog.TARGETS`.
         cluster: what a target's files need besides; None for `LOCAL`.
         online: what a script plans for while it trains; None: it follows a plan.
+        planning: what was typed for the plan that a script's loop has made; None: there is one, or a stream.
     """
 
     plan: Path
@@ -166,6 +168,7 @@ class Job:
     target: str = LOCAL
     cluster: Cluster | None = None
     online: OnlineSettings | None = None
+    planning: PlanningWish | None = None
 
     @property
     def stack(self) -> str:
@@ -218,6 +221,7 @@ class Job:
             METRICS_VARIABLE: str(self.paths.metrics),
             RUN_DIR_VARIABLE: str(self.run_dir),
             **({} if self.online is None else {ONLINE_VARIABLE: str(self.paths.online)}),
+            **({} if self.planning is None else {PLANNING_VARIABLE: str(self.paths.planning)}),
             **self.environment,
         }
 

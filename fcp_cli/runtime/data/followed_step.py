@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from fcp_cli.errors import RunError
+from fcp_cli.plan.job_facts import PLANNED_BY_ITSELF, has_no_plan
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.data.cursor import RankStep
 from fcp_cli.runtime.layouts.ring_member import RingMember
@@ -15,12 +16,17 @@ def plan_path(given: str | Path | None) -> Path:
     """Return the plan that a script names, else the one that `fcp launch` put into FCP_PLAN.
 
     Raises:
-        RunError: neither.
+        RunError: neither, or the job was launched without a plan.
     """
     path = given or os.environ.get("FCP_PLAN")
     if not path:
         raise RunError(
             "no plan was given; pass plan=..., set FCP_PLAN, or start the script with 'fcp launch --plan PLAN'"
+        )
+    if not given and has_no_plan():
+        raise RunError(
+            f"the job was launched without a plan, which fcp makes by itself for {PLANNED_BY_ITSELF} alone; make one "
+            "with 'fcp plan MANIFEST', and give it with 'fcp launch --plan PLAN'"
         )
     return Path(path)
 

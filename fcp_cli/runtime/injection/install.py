@@ -114,7 +114,14 @@ def _leave_at_exit(distributed: ModuleType) -> None:
 
 def require_followed() -> None:
     """Raise RunError if the script trains but nothing that it does follows the plan."""
+    from fcp_cli.plan.job_facts import PLANNED_BY_ITSELF, has_no_plan
+
     if not is_followed():
+        if has_no_plan():
+            raise RunError(
+                f"{sys.argv[0]} trains without a plan, which fcp makes by itself for {PLANNED_BY_ITSELF} alone; make "
+                "one with 'fcp plan MANIFEST', and follow it with --plan (docs/how-to/training-loop.md)"
+            )
         raise RunError(
             f"{sys.argv[0]} trains, but nothing in it follows the plan {os.environ.get(PLAN_VARIABLE)}: it neither "
             "iterates over fcp_cli.runtime.steps nor trains through a framework that fcp hooks; "

@@ -30,6 +30,7 @@ from tests.runtime.models import VOCAB_SIZE, hugging_face
 from tests.runtime.trainer_plans import GLOBAL_BATCH, LENGTHS
 from tests.runtime.workers.leave import leave_job
 
+UNPLANNED = ("unplanned.parquet", "made.parquet", "other.parquet")  # which the trainers have made
 ITERATION, WAVES, MASKED = "iteration.parquet", "waves.parquet", "masked.parquet"
 
 
@@ -82,6 +83,16 @@ def common_arguments(folder: Path, **changes: Any) -> dict[str, Any]:
         "num_train_epochs": 1,
     }
     return {**given, **changes}
+
+
+def collate_cut(items: list[Mapping[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Cut rows to 16 tokens, so that the stored lengths are not those that are trained."""
+    return collate([{name: values[:16] for name, values in item.items()} for item in items])
+
+
+def other_rows_on_rank_1(folder: Path) -> dict[str, Any]:
+    own = dist.get_rank() == 1
+    return train(folder, lengths=(*LENGTHS[:20], LENGTHS[20] + own, *LENGTHS[21:]))
 
 
 def outcome(trainer: Any, model: Any = None) -> dict[str, Any]:
@@ -179,6 +190,8 @@ CASES: Cases = {
     "smoothed": (ITERATION, lambda folder: train(folder, label_smoothing_factor=0.1)),
     "bf16": (ITERATION, lambda folder: train(folder, bf16=True)),
     "max_steps": (ITERATION, lambda folder: train(folder, max_steps=2)),
+    "unplanned": (UNPLANNED[0], train),
+    "unplanned, cut by the collator": (UNPLANNED[1], lambda folder: train(folder, collator=collate_cut)),
     "fsdp": (WAVES, partial(sharded, reshards=True)),
     "fsdp, resumed": (
         WAVES,
@@ -192,6 +205,8 @@ REFUSALS: Cases = {
     "more epochs": (ITERATION, lambda folder: train(folder, num_train_epochs=2)),
     "fewer rows": (ITERATION, lambda folder: train(folder, lengths=LENGTHS[:20])),
     "longer row": (ITERATION, lambda folder: train(folder, lengths=(*LENGTHS[:20], LENGTHS[20] + 1, *LENGTHS[21:]))),
+    "other data on rank 1": (UNPLANNED[2], other_rows_on_rank_1),
+    "second trainer": (UNPLANNED[0], lambda folder: train(folder, lengths=LENGTHS[:20])),
     "grouped": (ITERATION, lambda folder: train(folder, train_sampling_strategy="group_by_length")),
 }
 
@@ -213,6 +228,9 @@ def main(folder: Path, wanted: list[str], cases: Cases, refusals: Cases, hook: C
                 continue
             plan, run = known[name]
             os.environ["FCP_PLAN"] = str(folder / plan)
+            os.environ.pop("FCP_PLANNING", None)
+            if plan in UNPLANNED:
+                os.environ["FCP_PLANNING"] = str(folder / "planning.json")
             own = folder / phase / name
             own.mkdir(parents=True, exist_ok=True)
             if phase == "planned":
