@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # A file's tests share what its fixtures made, and so go to one worker.
 WORKERS := -n 2 --dist loadfile
 
-.PHONY: chaos demo fast fuzz test lock test-bounds test-full test-locked test-loops test-megatron-next test-msrun test-slurm lint types unit docs browser pace pictures simgrid study wheel clean
+.PHONY: chaos demo fast fuzz test lock test-bounds test-full test-locked test-loops test-megatron-next test-msrun test-slurm test-targets lint types unit docs browser pace pictures simgrid study wheel clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -109,6 +109,19 @@ test-msrun: $(MSRUN_STAMP)
 test-slurm: $(STAMP)
 	command -v slurmctld slurmd munged > /dev/null || { apt-get update -qq && apt-get install -y -qq slurm-wlm munge; }
 	$(BIN)/python -m pytest -m slurm tests/launching --durations=20
+
+# Files for clusters, read by the tools that they are for. Nothing is started.
+TARGETS_VENV  ?= .venv-targets
+TARGETS_STAMP := $(TARGETS_VENV)/.installed
+
+$(TARGETS_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(TARGETS_VENV)
+	$(TARGETS_VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(TARGETS_VENV)/bin/python -m pip install --quiet --editable . --group dev kubeflow-trainer-api skypilot dstack
+	touch $(TARGETS_STAMP)
+
+test-targets: $(TARGETS_STAMP)
+	$(TARGETS_VENV)/bin/python -m pytest tests/launching/test_real_tools.py
 
 # Training loops of other projects under a plan. DeepSpeed builds no kernels: CPU ranks need none. By uv, since pip takes hours
 # to find releases that all of them allow.

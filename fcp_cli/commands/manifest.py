@@ -38,9 +38,7 @@ class BuildOptions:
 
     source: Annotated[
         Path,
-        Arg(
-            "Folder of text files; JSONL, Parquet, Arrow or tar file, or a folder of them; Megatron .idx; .txt of lengths."
-        ),
+        Arg("Folder of text files; JSONL, Parquet, Arrow or tar file, or folder of them; Megatron .idx; .txt lengths."),
     ]
     output: Annotated[Path, Opt("The manifest to write.", flags=("--output", "-o"), trust="writes")] = Path(
         "lengths.parquet"

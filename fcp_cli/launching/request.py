@@ -18,7 +18,9 @@ Inject: TypeAlias = Literal["entry", "env", "none"]
 """The way to make a program follow the plan: started by the runtime's entry, by its environment, or not at all."""
 NumaBinding: TypeAlias = Literal["node", "socket", "exclusive", "core-complex"]
 """What torchrun binds a rank to: the cores of its device's NUMA node or socket, its own of them, or a shared cache."""
-Target: TypeAlias = Literal["local", "scripts", "slurm", "pytorchjob", "jobset", "volcano", "kubernetes", "k8s"]
+Target: TypeAlias = Literal[
+    "local", "scripts", "slurm", "trainjob", "pytorchjob", "jobset", "volcano", "kubernetes", "k8s"
+]
 """Where a job runs; the last two are names that people type for the first of Kubernetes' own."""
 LOCAL: Final = "local"
 """The target of a job that runs on this machine."""
@@ -32,7 +34,7 @@ class ClusterOptions:
 
     target: Annotated[
         Target | None,
-        Opt("Where it runs: here, by ssh (scripts), on Slurm or Kubernetes (pytorchjob).", unset="what options imply"),
+        Opt("Where it runs: here, by ssh (scripts), on Slurm or Kubernetes (trainjob).", unset="what options imply"),
     ] = None
     template: Annotated[
         Path | None,
@@ -63,6 +65,22 @@ class ClusterOptions:
     ] = ()
     node_selector: Annotated[
         tuple[str, ...], Opt("Label of the nodes to run on; may be repeated.", metavar="KEY=VALUE")
+    ] = ()
+    toleration: Annotated[
+        tuple[str, ...],
+        Opt("Taint of nodes that pods accept; may be repeated.", metavar="KEY=VALUE:EFFECT"),
+    ] = ()
+    env: Annotated[
+        tuple[str, ...],
+        Opt(
+            "Variable of the job; without =VALUE as it is set here; may be repeated.",
+            metavar="NAME=VALUE",
+            trust="runs",
+        ),
+    ] = ()
+    env_secret: Annotated[
+        tuple[str, ...],
+        Opt("Variable that Kubernetes reads from a secret; may be repeated.", metavar="NAME=SECRET:KEY", trust="runs"),
     ] = ()
     pull_secret: Annotated[
         tuple[str, ...], Opt("Secret to pull the image with; may be repeated.", metavar="NAME", trust="runs")

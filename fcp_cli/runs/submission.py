@@ -41,7 +41,7 @@ Namespace = Annotated[
         description="a namespace of Kubernetes: lower-case letters, digits and dashes",
     ),
 ]
-Scheduler = Literal["slurm", "pytorchjob", "jobset", "volcano", "scripts"]
+Scheduler = Literal["slurm", "trainjob", "pytorchjob", "jobset", "volcano", "scripts"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

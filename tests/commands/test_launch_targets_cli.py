@@ -61,7 +61,8 @@ def test_an_empty_folder_shows_every_target(fcp: Fcp, tmp_path: Path) -> None:
     for words, text in (
         (("--target", "slurm"), "#SBATCH --nodes=8"),
         (("--target", "scripts"), "# ---- hostfile\nnode0\n"),
-        (("--image", "fcp:1"), "kind: PyTorchJob"),
+        (("--image", "fcp:1"), "kind: TrainJob"),
+        (("--image", "fcp:1", "--target", "pytorchjob"), "kind: PyTorchJob"),
         (("--target", "volcano", "--image", "fcp:1"), "kind: Job"),
     ):
         status, out, _ = fcp("--model", "qwen3vl-8b", "--dry-run", *words)
@@ -136,7 +137,7 @@ def test_without_sbatch_nothing_is_written(fcp: Fcp, tmp_path: Path, monkeypatch
         (("--image", "i", "--shm-size", "64 GB"),
          "--shm-size is '64 GB'; it must be a size as Kubernetes writes it, like 64Gi"),
         (("--target", "slurm", "--host-network"),
-         "--host-network is for --target pytorchjob or jobset or volcano, not for slurm"),
+         "--host-network is for --target trainjob or pytorchjob or jobset or volcano, not for slurm"),
         (("--sbatch-option", "gpu"),
          "--sbatch-option 'gpu' is not one option of sbatch; give it as --sbatch-option=--partition=gpu"),
         (("--target", "slurm", "--force"), "--force replaces files in the folder of -o; give that, too"),

@@ -207,7 +207,7 @@ _KNOWN = {
     "shm_size": ("64Gi", "x", "-1", "64"),
     "steps": ("0:2", "1:", ":1", "2:1", "a:b", "-1:3", "0:99999999999999999999"),
     "encoder_ranks": ("auto", "1", "3", "4", "0", "-1", "x"),
-    "target": ("local", "scripts", "slurm", "pytorchjob", "jobset", "volcano", "kubernetes"),
+    "target": ("local", "scripts", "slurm", "trainjob", "pytorchjob", "jobset", "volcano", "kubernetes"),
     "template": ("template.j2", "texts.jsonl"),
     "hostfile": ("hosts", "texts.jsonl"),
     "manifest": ("dataset.parquet", "spans.parquet", "pictures.parquet"),

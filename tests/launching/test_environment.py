@@ -94,6 +94,16 @@ def test_what_the_user_exported_wins_and_is_left_alone() -> None:
     assert not set_by_fcp(list(found.values())).keys() & given.keys()
 
 
+def test_what_was_exported_for_the_stack_s_library_travels_and_nothing_else() -> None:
+    given = {"NCCL_IB_HCA": "mlx5", "TORCH_NCCL_BLOCKING_WAIT": "1", "HCCL_ALGO": "x", "HOME": "/", "NCCL_COMM_ID": "a"}
+    expected = {"cpu": set(), "cuda": {"NCCL_IB_HCA", "TORCH_NCCL_BLOCKING_WAIT"}, "npu": {"HCCL_ALGO"}}
+    for stack, names in expected.items():
+        found = variables(stack, given)
+        assert names == {name for name in given if name in found}
+        assert all(found[name].value == given[name] for name in names)
+        assert not names & set(set_by_fcp(list(found.values())))
+
+
 def test_each_variable_says_why_and_from_where() -> None:
     for stack in ("cpu", "cuda", "npu"):
         for variable in variables(stack).values():

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from fcp_cli.files import shipped
-from fcp_cli.launching.job.job import Job
+from fcp_cli.launching.job.job import Job, SecretVariable, Toleration
 from fcp_cli.launching.targets.catalog import TARGETS, job_files
 from tests.launching.cluster_jobs import cluster_job
 from tests.launching.msrun_options import parser
@@ -43,6 +43,20 @@ CASES = {
     "scripts-msrun": ("scripts", cluster_job(device="npu", launcher="msrun")),
     "slurm-msrun": ("slurm", cluster_job(device="npu", launcher="msrun")),
     "volcano-msrun": ("volcano", cluster_job(device="npu", launcher="msrun")),
+    "trainjob": ("trainjob", cluster_job()),
+    "trainjob-placed": (
+        "trainjob",
+        on_cluster(
+            namespace="training",
+            node_selector={"cloud.example/gpu": "h100"},
+            tolerations=(
+                Toleration(key="nvidia.com/gpu", effect="NoSchedule"),
+                Toleration(key="team", value="llm"),
+            ),
+            secrets=(SecretVariable(variable="WANDB_API_KEY", secret="wandb", key="token"),),
+            rdma_resource="rdma/hca",
+        ),
+    ),
     "pytorchjob": ("pytorchjob", cluster_job()),
     "pytorchjob-one-node": ("pytorchjob", cluster_job(num_nodes=1)),
     "volcano": ("volcano", cluster_job()),
@@ -98,15 +112,23 @@ def test_every_script_is_bash_without_findings(name: str) -> None:
     assert checked.stdout == ""
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.startswith(("pytorchjob", "jobset", "volcano"))])
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.startswith(("trainjob", "pytorchjob", "jobset", "volcano"))]
+)
 def test_every_manifest_is_what_the_cluster_takes(case: str) -> None:
     target, job = CASES[case]
     (text,) = generated(case).values()
-    document: Any = yaml.safe_load(text)
+    *others, document = yaml.safe_load_all(text)
     schema = json.loads((HERE / "schemas" / f"{target}.json").read_text())
-    jsonschema.Draft202012Validator(schema).validate(document)
+    for one in (*others, document):
+        jsonschema.Draft202012Validator(schema).validate(one)
     spec = document["spec"]
-    if target == "pytorchjob":
+    if target == "trainjob":
+        (runtime,) = others
+        assert spec["runtimeRef"]["name"] == runtime["metadata"]["name"] == document["metadata"]["name"]
+        assert runtime["metadata"].get("namespace") == document["metadata"].get("namespace")
+        assert spec["trainer"]["numNodes"] == runtime["spec"]["mlPolicy"]["numNodes"] == job.num_nodes
+    elif target == "pytorchjob":
         specs = spec["pytorchReplicaSpecs"].values()
         assert sum(replica["replicas"] for replica in specs) == job.num_nodes
         assert all(replica["template"] == spec["pytorchReplicaSpecs"]["Master"]["template"] for replica in specs)

@@ -214,7 +214,10 @@ def test_no_process_is_signalled_that_is_not_known_for_certain(
         ({"target": "slurm", "name": "a", "job_id": "4711\n"}, "job_id is '4711.n'; it must be the number of a Slurm"),
         ({"target": "slurm", "name": "a"}, "a job of slurm has job_id ''"),
         ({"target": ["slurm"], "name": "a"}, r"target is \['slurm'\]; it must be one of jobset, pytorchjob, scripts"),
-        ({"target": "ssh", "name": "a"}, "target is 'ssh'; it must be one of jobset, pytorchjob, scripts, slurm, vol"),
+        (
+            {"target": "ssh", "name": "a"},
+            "target is 'ssh'; it must be one of jobset, pytorchjob, scripts, slurm, trainjob, vol",
+        ),
         ({"target": "slurm", "name": "a", "job_id": "1", "argv": []}, "unknown key argv"),
     ],
 )

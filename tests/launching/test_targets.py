@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -13,11 +14,12 @@ from inline_snapshot import snapshot
 
 from fcp_cli.errors import FcpError, RunError, UsageError
 from fcp_cli.launching import node
+from fcp_cli.launching.job.job import SecretVariable, Toleration
 from fcp_cli.launching.request import ClusterOptions
 from fcp_cli.launching.supervision.run import JobOutcome
 from fcp_cli.launching.targets.catalog import TARGETS, job_files
 from fcp_cli.launching.targets.hostfile import read_hostfile
-from fcp_cli.launching.targets.options import choose_target
+from fcp_cli.launching.targets.options import _given, _secret, _toleration, choose_target
 from fcp_cli.launching.targets.templates import yaml_scalar
 from fcp_cli.launching.targets.values import job_name, template_values
 from fcp_cli.launching.targets.write import submit, write_files
@@ -28,7 +30,8 @@ def test_the_options_tell_the_target() -> None:
     assert choose_target(ClusterOptions()) == "local"
     assert choose_target(ClusterOptions(hostfile=Path("hosts"))) == "scripts"
     assert choose_target(ClusterOptions(sbatch_option=("--partition=gpu",))) == "slurm"
-    assert choose_target(ClusterOptions(image="fcp:1")) == "pytorchjob"
+    assert choose_target(ClusterOptions(image="fcp:1")) == "trainjob"
+    assert choose_target(ClusterOptions(image="fcp:1", target="pytorchjob")) == "pytorchjob"
     assert choose_target(ClusterOptions(image="fcp:1", target="volcano")) == "volcano"
 
 
@@ -37,15 +40,17 @@ def test_the_options_tell_the_target() -> None:
     [
         (
             ClusterOptions(target="slurm", image="x"),
-            snapshot("--image is for --target pytorchjob or jobset or volcano, not for slurm"),
+            snapshot("--image is for --target trainjob or pytorchjob or jobset or volcano, not for slurm"),
         ),
         (
             ClusterOptions(job_name="a"),
-            snapshot("--job-name is for --target slurm or pytorchjob or jobset or volcano, not for local"),
+            snapshot("--job-name is for --target slurm or trainjob or pytorchjob or jobset or volcano, not for local"),
         ),
         (
             ClusterOptions(template=Path("a.j2")),
-            snapshot("--template is for --target scripts or slurm or pytorchjob or jobset or volcano, not for local"),
+            snapshot(
+                "--template is for --target scripts or slurm or trainjob or pytorchjob or jobset or volcano, not for local"
+            ),
         ),
     ],
 )
@@ -271,3 +276,34 @@ def test_a_port_in_use_is_one_line_before_anything_starts(tmp_path: Path, capfd:
         "--master-port\n"
     )
     assert not (tmp_path / "logs").exists()
+
+
+def test_variables_that_are_given_join_the_job_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", "/hub $x")
+    assert _given(("HF_HOME", "A=b=c", "EMPTY="), os.environ) == {"HF_HOME": "/hub $x", "A": "b=c", "EMPTY": ""}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("-x=1", "--env is '-x=1'; it must be the name of a variable and a value, as HF_HOME=/shared/hub"),
+        ("FCP_PLAN=x", "--env FCP_PLAN: fcp sets the variables FCP_... of its jobs by itself"),
+        ("NOT_HERE", "--env NOT_HERE has no value, and NOT_HERE is not set here; give --env NOT_HERE=VALUE"),
+    ],
+)
+def test_a_variable_that_cannot_be_meant_is_one_line(words: str, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        _given((words,), {})
+    assert str(error.value) == message
+
+
+def test_secrets_and_tolerations_are_as_kubernetes_names_them() -> None:
+    assert _secret("TOKEN=team.wandb:api_key") == SecretVariable(variable="TOKEN", secret="team.wandb", key="api_key")
+    assert _toleration("nvidia.com/gpu:NoSchedule") == Toleration(key="nvidia.com/gpu", effect="NoSchedule")
+    assert _toleration("team=llm") == Toleration(key="team", value="llm")
+    for text in ("TOKEN", "TOKEN=secret", "TOKEN=-x:y", "TOKEN=a:b/c", "TOKEN=a:b\nc"):
+        with pytest.raises(UsageError, match="it must be NAME=SECRET:KEY, as WANDB_API_KEY=wandb:token"):
+            _secret(text)
+    for text in ("a b", "gpu:Sometimes", "gpu=", "gpu=x y", "gpu:", "=x"):
+        with pytest.raises(UsageError, match=r"it must be KEY\[=VALUE\]\[:EFFECT\]"):
+            _toleration(text)

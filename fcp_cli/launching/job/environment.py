@@ -24,6 +24,8 @@ _HCCL_SHARE = 0.05  # of a device's memory, for all communicators
 _HCCL_BASE_PORT = 25_809
 _MEGABYTE = 1 << 20
 _FLIGHT_RECORDS = 2000  # a few steps of a ring's hops: about a kilobyte of host memory each
+_LIBRARIES = {"cuda": ("NCCL_", "TORCH_NCCL_"), "npu": ("HCCL_",)}
+_OF_ONE_PROCESS = ("_COMM_ID",)  # names a running job
 _YOURS = "your environment"
 
 
@@ -39,7 +41,21 @@ def job_variables(job: Job, given: Mapping[str, str], *, interface: str | None =
     wanted = [*_common(job, interface), *(of_stack(job, interface) if of_stack else ())]
     # Whoever asked NCCL to talk wants to see it where it would be by itself.
     unwanted = {"NCCL_DEBUG_FILE"} if "NCCL_DEBUG" in given and "NCCL_DEBUG_FILE" not in given else set()
-    return tuple(_respecting(variable, given) for variable in wanted if variable.name not in unwanted)
+    known = tuple(_respecting(variable, given) for variable in wanted if variable.name not in unwanted)
+    names = {variable.name for variable in wanted}
+    return (
+        *known,
+        *(_exported(name, given[name]) for name in sorted(given) if _is_of(job, name) and name not in names),
+    )
+
+
+def _is_of(job: Job, name: str) -> bool:
+    """Return whether a variable is one of the stack's communication library."""
+    return name.startswith(_LIBRARIES.get(job.stack, ())) and not name.endswith(_OF_ONE_PROCESS)
+
+
+def _exported(name: str, value: str) -> Variable:
+    return Variable(name=name, value=value, reason="exported where the job is launched", source=_YOURS, is_given=True)
 
 
 def set_by_fcp(variables: Sequence[Variable]) -> dict[str, str]:

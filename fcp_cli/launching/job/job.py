@@ -64,6 +64,24 @@ class Mount:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Toleration:
+    """A taint of nodes that pods accept; without a value any, without an effect all."""
+
+    key: str
+    value: str = ""
+    effect: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SecretVariable:
+    """A variable that Kubernetes reads from the key of a secret."""
+
+    variable: str
+    secret: str
+    key: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
     """The part of a job that only a cluster's scheduler needs.
 
@@ -77,6 +95,7 @@ class Cluster:
         image, mounts: of the containers.
         namespace: of the job on Kubernetes; "": the one that kubectl is set to.
         requests, node_selector: name to value, of each pod.
+        tolerations, secrets: of each pod.
         pull_secrets: names of secrets to pull the image with.
         output: where Slurm writes what the batch script prints; None: the run's logs.
         rdma_resource, rdma_count: name under which Kubernetes hands out RDMA devices, and how many a node gets.
@@ -96,6 +115,8 @@ class Cluster:
     namespace: str = ""
     requests: Mapping[str, str] = field(default_factory=dict)
     node_selector: Mapping[str, str] = field(default_factory=dict)
+    tolerations: tuple[Toleration, ...] = ()
+    secrets: tuple[SecretVariable, ...] = ()
     pull_secrets: tuple[str, ...] = ()
     output: Path | None = None
     rdma_resource: str = ""

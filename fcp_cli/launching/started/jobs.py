@@ -18,12 +18,14 @@ from fcp_cli.validation import require_shape
 from fcp_cli.words import one_line
 
 _KINDS = {
+    "trainjob": "trainjobs.trainer.kubeflow.org",
     "pytorchjob": "pytorchjobs.kubeflow.org",
     "jobset": "jobsets.jobset.x-k8s.io",
     "volcano": "jobs.batch.volcano.sh",
 }
 # Labels by which the pods of an object are found, of node 0 first.
 _LABELS = {
+    "trainjob": "jobset.sigs.k8s.io/jobset-name={name},batch.kubernetes.io/job-completion-index=0",
     "pytorchjob": "training.kubeflow.org/job-name={name},training.kubeflow.org/replica-type=master",
     "jobset": "jobset.sigs.k8s.io/jobset-name={name},batch.kubernetes.io/job-completion-index=0",
     "volcano": "volcano.sh/job-name={name},volcano.sh/task-index=0",
@@ -151,7 +153,7 @@ class _KubernetesObject:
 
 
 def _state_on_kubernetes(answer: str) -> str:
-    """Return the latest condition that holds of any of the three kinds of objects.
+    """Return the latest condition that holds of any of the kinds of objects.
 
     Raises:
         RunError: the answer is not of Kubernetes.

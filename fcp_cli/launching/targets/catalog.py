@@ -79,6 +79,8 @@ TARGETS = {
         ),
         start=lambda folder: ("sbatch", str(folder / "job.sbatch")),
     ),
+    # A TrainJob's JobSet has the TrainJob's name.
+    "trainjob": _on_kubernetes("trainjob.yaml", rank="JOB_COMPLETION_INDEX", first_node="{name}-node-0-0.{name}"),
     "pytorchjob": _on_kubernetes("pytorchjob.yaml", rank="RANK", first_node=variable("MASTER_ADDR")),
     # JobSet gives every pod a name: set-job-number-index.set
     "jobset": _on_kubernetes("jobset.yaml", rank="JOB_COMPLETION_INDEX", first_node="{name}-node-0-0.{name}"),

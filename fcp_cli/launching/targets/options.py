@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from fcp_cli.console import Origins
 from fcp_cli.errors import ProfileError, UsageError
-from fcp_cli.launching.job.job import Cluster, Job, Mount
+from fcp_cli.launching.job.job import Cluster, Job, Mount, SecretVariable, Toleration
 from fcp_cli.launching.job.nodes import THIS_MACHINE, planned_cluster
 from fcp_cli.launching.request import LOCAL, ClusterOptions
 from fcp_cli.launching.targets.catalog import TARGETS
@@ -20,7 +21,7 @@ from fcp_cli.machine.devices import UNKNOWN_MACHINE, Machine
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.runs.submission import LABEL, MOST_NAME, SUBDOMAIN
 
-KUBERNETES = ("pytorchjob", "jobset", "volcano")
+KUBERNETES = ("trainjob", "pytorchjob", "jobset", "volcano")
 """The targets that are containers; the first is meant where nothing else is said."""
 _ALSO_CALLED = {"kubernetes": KUBERNETES[0], "k8s": KUBERNETES[0]}
 # Which targets an option belongs to; where no target is named, the first of them is meant.
@@ -33,6 +34,9 @@ _OPTIONS_OF = {
     "namespace": KUBERNETES,
     "request": KUBERNETES,
     "node_selector": KUBERNETES,
+    "toleration": KUBERNETES,
+    "env": tuple(TARGETS),
+    "env_secret": KUBERNETES,
     "pull_secret": KUBERNETES,
     "rdma_resource": KUBERNETES,
     "host_network": KUBERNETES,
@@ -50,6 +54,10 @@ _LABEL = re.compile(r"([a-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|[kKMGTPE]i?)?")
 _NAME = re.compile(SUBDOMAIN)
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
+_LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SECRET_KEY = re.compile(r"[A-Za-z0-9._-]+")
 _MEMORY_SIZE = re.compile(r"[1-9][0-9]*([KMGT]i?)?")
 
 
@@ -147,7 +155,11 @@ def for_cluster(request: ClusterOptions, job: Job, assumed: Origins) -> Job:
     return replace(
         job,
         python=_python(request, is_container=is_container, assumed=assumed),
-        environment={**job.environment, **{v.name: v.value for v in job.variables if v.value}},
+        environment={
+            **job.environment,
+            **{v.name: v.value for v in job.variables if v.value},
+            **_given(request.env, os.environ),
+        },
         hosts=hosts,
         master_addr=hosts[0] if hosts else job.master_addr,
         cluster=Cluster(
@@ -162,6 +174,8 @@ def for_cluster(request: ClusterOptions, job: Job, assumed: Origins) -> Job:
             namespace=_namespace(request.namespace) if request.namespace else "",
             requests=_pairs("--request", request.request, "cpu=32", _QUANTITY),
             node_selector=_pairs("--node-selector", request.node_selector, "gpu-type=h100", _LABEL),
+            tolerations=tuple(map(_toleration, request.toleration)),
+            secrets=tuple(map(_secret, request.env_secret)),
             pull_secrets=tuple(_name("--pull-secret", name) for name in request.pull_secret),
             rdma_resource=rdma_resource,
             rdma_count=rdma_count,
@@ -210,6 +224,51 @@ def _pairs(flag: str, given: tuple[str, ...], example: str, value: re.Pattern[st
             raise UsageError(f"{flag} is {text!r}; it must be a name and a value as Kubernetes writes them: {example}")
         found[name] = amount
     return found
+
+
+def _variable(flag: str, text: str, example: str) -> tuple[str, str | None]:
+    """Return name and value of NAME[=VALUE].
+
+    Raises:
+        UsageError: the name is none of a variable, or one that says what the job is.
+    """
+    name, equals, value = text.partition("=")
+    if not _VARIABLE.fullmatch(name):
+        raise UsageError(f"{flag} is {text!r}; it must be the name of a variable and a value, as {example}")
+    if name.startswith("FCP_"):
+        raise UsageError(f"{flag} {name}: fcp sets the variables FCP_... of its jobs by itself")
+    return name, value if equals else None
+
+
+def _given(words: tuple[str, ...], here: Mapping[str, str]) -> dict[str, str]:
+    found = {}
+    for text in words:
+        name, value = _variable("--env", text, "HF_HOME=/shared/hub")
+        if value is None and name not in here:
+            raise UsageError(f"--env {name} has no value, and {name} is not set here; give --env {name}=VALUE")
+        found[name] = here[name] if value is None else value
+    return found
+
+
+def _secret(text: str) -> SecretVariable:
+    example = "WANDB_API_KEY=wandb:token"
+    name, value = _variable("--env-secret", text, example)
+    secret, colon, key = (value or "").partition(":")
+    if not colon or not _NAME.fullmatch(secret) or not _SECRET_KEY.fullmatch(key):
+        raise UsageError(f"--env-secret is {text!r}; it must be NAME=SECRET:KEY, as {example}")
+    return SecretVariable(variable=name, secret=secret, key=key)
+
+
+def _toleration(text: str) -> Toleration:
+    taint, colon, effect = text.partition(":")
+    key, equals, value = taint.partition("=")
+    is_effect = effect in _EFFECTS if colon else True
+    if not _LABEL.fullmatch(key) or not is_effect or (equals and not _LABEL_VALUE.fullmatch(value)):
+        raise UsageError(
+            f"--toleration is {text!r}; it must be KEY[=VALUE][:EFFECT] with one of {', '.join(_EFFECTS)}, as "
+            "nvidia.com/gpu:NoSchedule"
+        )
+    return Toleration(key=key, value=value, effect=effect)
 
 
 def _name(flag: str, text: str) -> str:

@@ -75,6 +75,8 @@ def template_values(job: Job, node: NodeFacts, ready: Callable[[str], str]) -> d
         "namespace": cluster.namespace,
         "requests": dict(cluster.requests),
         "node_selector": dict(cluster.node_selector),
+        "tolerations": [{"key": one.key, "value": one.value, "effect": one.effect} for one in cluster.tolerations],
+        "secrets": [{"variable": s.variable, "secret": s.secret, "key": s.key} for s in cluster.secrets],
         "pull_secrets": list(cluster.pull_secrets),
         "output": _sbatch_output(cluster.output or job.paths.logs),
         "rdma_resource": cluster.rdma_resource,
