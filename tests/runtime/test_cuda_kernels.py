@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -268,7 +269,7 @@ def test_measured_classes_come_before_the_default_order(cudnn: FakeCudnn) -> Non
 
     assert name((1000,)) == "cudnn"
     assert name((1000, 1000)) == "fa2", "a shape's first call costs a layer 4 seconds more"
-    assert name((1000, 900)) == "fa2"
+    assert name((1000, 900)) == "cudnn", "no cuDNN of mixed packs was measured: one by one, as alone"
     assert name((1000, 900), causal=False) == "fa2", "not measured: the default for short sequences"
     assert name((9000, 8500), causal=False) == "cudnn"
 
@@ -281,6 +282,83 @@ def test_a_kernel_is_tested_once_and_only_for_calls_that_it_does_not_refuse(cudn
     tested = len(cudnn.calls)
     chosen.of(SMALL, CALLS["equal"], CPU)
     assert tested == len(cudnn.calls) > 0
+
+
+def mixed_preference() -> Preference:
+    """cuDNN is the quicker from some 360 tokens of a sequence on, and FlashAttention 2 on shorter ones and mixed packs."""
+    rows: list[tuple[KernelName, Mask, Pack, int, float, float]] = []
+    for mask in ("causal", "full"):
+        rows += [("cudnn", mask, "single", 512, 1.0, 0.0), ("fa2", mask, "single", 512, 2.0, 0.0)]
+        rows += [("cudnn", mask, "single", 256, 2.0, 0.0), ("fa2", mask, "single", 256, 1.0, 0.0)]
+        rows += [("fa2", mask, "mixed", tokens, 1.0, 0.0) for tokens in (256, 512)]
+    return Preference(table=table(*rows))
+
+
+def test_long_sequences_of_a_mixed_pack_run_on_cudnn_one_by_one_and_runs_of_others_packed(cudnn: FakeCudnn) -> None:
+    chosen = ChosenKernel(mixed_preference())
+    lengths = (5, 90, 600, 400, 1, 40, 450, 450, 12)
+    segments = Segments(lengths, lengths, causal=True)
+    agrees(_named(chosen), segments, (4, 2))  # with its tests
+    cudnn.calls.clear()
+    agrees(_named(chosen), segments, (4, 2))
+    names = [call for call in cudnn.calls if call.endswith("forward")]
+    dense, flash = "dense forward", "flash forward"
+    assert names == [flash, dense, dense, flash, dense, flash], "neighbours of one shape are a batch"
+    assert cudnn.calls.count("dense backward") == cudnn.calls.count("flash backward") == 3
+    halves = tuple(length // 2 + 1 for length in lengths)
+    agrees(_named(chosen), Segments(halves, lengths, causal=False), (4, 2))  # a hop: half of a rank's queries, all keys
+
+
+def test_packs_run_whole_where_no_kernel_is_split_off(cudnn: FakeCudnn) -> None:
+    def calls(preference: Preference, segments: Segments) -> set[str]:
+        chosen = ChosenKernel(preference)
+        agrees(_named(chosen), segments, (4, 2))
+        cudnn.calls.clear()
+        agrees(_named(chosen), segments, (4, 2))
+        return {call.split()[0] for call in cudnn.calls}
+
+    mixed = Segments((30, 500), (30, 500), causal=True)
+    preference = mixed_preference()
+    assert calls(preference, mixed) == {"flash", "dense"}
+    assert calls(preference, Segments((30, 40), (30, 40), causal=True)) == {"flash"}, "none is long"
+    assert calls(preference, Segments((30, 500), (30, 500), causal=True, window=8)) == {"flash"}
+    assert calls(replace(preference, asked="fa2"), mixed) == {"flash"}
+    assert calls(replace(preference, excluded=frozenset(["cudnn"])), mixed) == {"flash"}
+    many = (371, 362, 372, 363, 373, 364, 374, 365, 375, 366)
+    chosen = ChosenKernel(preference)
+    agrees(_named(chosen), Segments(many, many, causal=True), (2, 2))
+    cudnn.calls.clear()
+    agrees(_named(chosen), Segments(many, many, causal=True), (2, 2))
+    assert cudnn.calls.count("dense forward") == 8, "the eight longest"
+
+
+def test_unmeasured_sequences_are_long_from_8192_tokens_on(cudnn: FakeCudnn) -> None:
+    preference = Preference()
+    for tokens, favoured in ((8191, False), (8192, True)):
+        assert preference.favours("cudnn", "fa2", Segments((tokens,), (tokens,), causal=True)) is favoured
+
+
+def test_a_split_pack_that_fails_runs_whole_from_then_on(cudnn: FakeCudnn, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    chosen = ChosenKernel(replace(mixed_preference(), report=lines.append))
+    mixed = Segments((30, 500), (30, 500), causal=True)
+    agrees(_named(chosen), mixed, (4, 2))
+    monkeypatch.setattr(CudnnKernel, "backward", lambda *_: 1 / 0)
+    agrees(_named(chosen), mixed, (4, 2))
+    assert lines == ["warning: attention kernel cudnn failed and is not used any more: division by zero"]
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_rings_of_split_packs_compute_plain_attention(
+    degree: int, cudnn: FakeCudnn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = ChosenKernel(mixed_preference())
+    monkeypatch.setattr(ring_passes, "select_kernel", lambda device_type, dtype: chosen)
+    example = make_example((40, 1600, 13, 1500), (2, 1), 64, dtype=torch.float32)
+    for found, expected in zip(run_emulated(example, degree, torch.float32), example.results, strict=True):
+        assert relative_error(found, expected) <= 2e-6
+    kinds = {f"{kernel} {direction}" for kernel in ("dense", "flash") for direction in ("forward", "backward")}
+    assert kinds <= set(cudnn.calls)
 
 
 def test_what_a_kernel_cannot_take_goes_to_the_next_call_by_call(cudnn: FakeCudnn) -> None:

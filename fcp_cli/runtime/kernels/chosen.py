@@ -11,7 +11,7 @@ ring, may run different kernels.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -28,7 +28,9 @@ from fcp_cli.runtime.kernels.available import (
     kernels_of,
     major_capability,
 )
+from fcp_cli.runtime.kernels.cudnn import MOST_BATCHES
 from fcp_cli.runtime.kernels.probe import Signature, signature_of
+from fcp_cli.runtime.kernels.split import SplitKernel, runs_of
 from fcp_cli.runtime.layouts.layout import Segments
 
 Result = TypeVar("Result")
@@ -62,6 +64,11 @@ class Preference:
         asked = () if self.asked is None else (self.asked,)
         names = dict.fromkeys((*asked, *measured, *default, "fa2"))
         return tuple(name for name in names if name not in self.excluded)
+
+    def favours(self, name: KernelName, other: KernelName, one: Segments) -> bool:
+        """Return whether a sequence alone would run on kernel `name` rather than on `other`, if none was asked for."""
+        order = replace(self, asked=None).order(one)
+        return name in order and order.index(name) < (order.index(other) if other in order else len(order))
 
 
 class ChosenKernel:
@@ -112,11 +119,34 @@ class ChosenKernel:
                 continue
             kernel = self._tested(name, signature, device)
             if kernel is not None and kernel.refusal(segments) is None:
-                return kernel
+                return self._split(kernel, signature, segments, device) or kernel
         raise RunError(
             f"no attention kernel of {', '.join(names) or 'this device'} takes {signature.heads} heads of "
             f"{signature.head_dim} in {signature.dtype}; train the model in fp32, or on the CPU"
         )
+
+    def _split(
+        self, rest: NamedKernel, signature: Signature, segments: Segments, device: torch.device
+    ) -> NamedKernel | None:
+        """Return cuDNN for the long ones of a pack of unequal sequences, `rest` for the others; None if none is long.
+
+        Sequences are long if cuDNN is the quicker on each alone: by the measured table, else by the default order.
+        """
+        name: KernelName = "cudnn"
+        lengths = list(zip(segments.q_lengths, segments.k_lengths, strict=True))
+        if rest.name == name or name in self._dropped or segments.window is not None or len(set(lengths)) == 1:
+            return None
+        if self.preference.asked not in (None, name):
+            return None
+        alone = {pair: Segments((pair[0],), (pair[1],), causal=segments.causal) for pair in lengths}
+        favoured = {pair for pair, one in alone.items() if self.preference.favours(name, rest.name, one)}
+        cudnn = self._tested(name, signature, device) if favoured else None
+        if cudnn is None:
+            return None
+        long = [at for at, pair in enumerate(lengths) if pair in favoured and cudnn.refusal(alone[pair]) is None]
+        long = sorted(long, key=lambda at: -lengths[at][0])[:MOST_BATCHES]
+        kernels = [cudnn if at in long else rest for at in range(len(lengths))]
+        return SplitKernel(name, runs_of(segments, kernels)) if long else None
 
     def _tested(self, name: KernelName, signature: Signature, device: torch.device) -> NamedKernel | None:
         """Return the first form of a kernel that passes its test call; FlashAttention 2 needs none."""

@@ -24,7 +24,7 @@ from fcp_cli.kernel_names import KernelName
 from fcp_cli.runtime.kernels.cuda import bounds_of
 from fcp_cli.runtime.layouts.layout import Segments
 
-_MOST_BATCHES: Final = 8  # calls, and graphs, of one pack
+MOST_BATCHES: Final = 8  # calls, and graphs, of one pack
 _MOST_WASTE: Final = 4  # the packed backward allocates for every sequence as much as for the longest
 
 
@@ -94,8 +94,8 @@ class CudnnKernel:
             return "causal masks are aligned at the first key"
         if min(segments.q_lengths) < 2 or min(segments.k_lengths) < 2:
             return "no sequences of one token"  # pytorch#138531
-        if len(_batches(segments)) > _MOST_BATCHES and not self._packs_cheaply(segments):
-            return f"more than {_MOST_BATCHES} batches of one shape"
+        if len(_batches(segments)) > MOST_BATCHES and not self._packs_cheaply(segments):
+            return f"more than {MOST_BATCHES} batches of one shape"
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
