@@ -60,7 +60,9 @@ class SplitKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         parts = zip(self._runs, self._cut((q,), (k, v)), strict=True)
-        results = [run.kernel.forward(*tensors, run.segments, scale) for run, tensors in parts]
+        results = [
+            run.kernel.forward(queries, keys, values, run.segments, scale) for run, (queries, keys, values) in parts
+        ]
         return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
 
     def backward(
