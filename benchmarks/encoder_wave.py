@@ -29,7 +29,9 @@ from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.run import make_plan
 from fcp_cli.planning.settings import PlanInputs
 from fcp_cli.runtime.communication.exchange import exchange
-from fcp_cli.runtime.session.session import LocalMicroBatch, Session, start
+from fcp_cli.runtime.session.microbatch import LocalMicroBatch
+from fcp_cli.runtime.session.session import Session
+from fcp_cli.runtime.session.start import start
 from fcp_cli.vision.parts import VisualPart, VisualSequence
 from tests.runtime.launch import torchrun
 

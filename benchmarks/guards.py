@@ -28,7 +28,7 @@ from fcp_cli.runtime.guards.guards import Guards
 from fcp_cli.runtime.metrics.recorder import Recorder
 from fcp_cli.runtime.metrics.timing import HostClock
 from fcp_cli.runtime.ring_attention.ring import Ring
-from fcp_cli.runtime.session.session import LocalMicroBatch
+from fcp_cli.runtime.session.microbatch import LocalMicroBatch
 
 _CALLS = 200
 _TOKENS = 131_072

@@ -27,7 +27,8 @@ from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.writer import plan_writer
-from fcp_cli.runtime.session.session import LocalMicroBatch, Session
+from fcp_cli.runtime.session.microbatch import LocalMicroBatch
+from fcp_cli.runtime.session.session import Session
 from fcp_cli.verification.emulation import Done, LockstepTransport, Mailbox
 
 LARGEST_SECONDS = 100e-6

@@ -19,7 +19,7 @@ from benchmarks.pace.device import Device, Links, PacedModel, PacedTransport, at
 from fcp_cli.cost.profile import parse_cost_profile
 from fcp_cli.machine.network import free_ports
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.runtime.session.session import start
+from fcp_cli.runtime.session.start import start
 
 _FIRST_PORT = 29_700
 

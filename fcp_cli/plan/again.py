@@ -6,11 +6,14 @@ import shlex
 from collections.abc import Iterator, Sequence
 from itertools import chain, count, pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.errors import ProfileError
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.recipe import Recipe
+
+if TYPE_CHECKING:
+    from fcp_cli.cost.profile import CostProfile
 
 
 def plan_again(
@@ -60,6 +63,8 @@ def _another(plan: Path, ending: str) -> Path:
 
 
 def _profile_of(metadata: PlanMetadata) -> CostProfile | None:
+    from fcp_cli.cost.profile import parse_cost_profile  # of a failure alone: ranks need no cost model
+
     try:
         return parse_cost_profile(metadata.cost_profile, name="the plan's cost profile")
     except ProfileError:

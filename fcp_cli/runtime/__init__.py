@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from fcp_cli.runtime.recomputation.offload import ActivationOffload
     from fcp_cli.runtime.recomputation.recompute import keep_attention, recomputed
     from fcp_cli.runtime.ring_attention.ring import Ring, attention, current_ring
+    from fcp_cli.runtime.session.microbatch import LocalMicroBatch
     from fcp_cli.runtime.session.outside import outside
-    from fcp_cli.runtime.session.session import LocalMicroBatch, Session, Step, start, steps
+    from fcp_cli.runtime.session.session import Session
+    from fcp_cli.runtime.session.start import start, steps
+    from fcp_cli.runtime.session.step import Step
     from fcp_cli.runtime.states.frames import with_frames_before
 
 __all__ = [
@@ -47,19 +50,19 @@ _MODULES = {
     "Fetch": ".data.loader",
     "FollowsPlan": "fcp_cli.integrations.hugging_face.mixin",
     "GradientSync": ".gradients",
-    "LocalMicroBatch": ".session.session",
+    "LocalMicroBatch": ".session.microbatch",
     "MicroBatchTiming": ".metrics.timing",
     "PlanSampler": "fcp_cli.integrations.hugging_face.sampler",
     "Ring": ".ring_attention.ring",
     "Session": ".session.session",
-    "Step": ".session.session",
+    "Step": ".session.step",
     "attention": ".ring_attention.ring",
     "current_ring": ".ring_attention.ring",
     "keep_attention": ".recomputation.recompute",
     "outside": ".session.outside",
     "recomputed": ".recomputation.recompute",
-    "start": ".session.session",
-    "steps": ".session.session",
+    "start": ".session.start",
+    "steps": ".session.start",
     "with_frames_before": ".states.frames",
 }
 

@@ -65,16 +65,15 @@ def open_held_out(settings: TrainSettings, session: Session, open_fetch: Callabl
 def held_out_session(plan: Path, metadata: PlanMetadata, session: Session, fetch: Fetch) -> Session:
     """Return a second session for evaluation on the processes of the training. Every rank calls it."""
     open_contacts(plan, session.transport, rank=session.rank, device=session.device)
-    held_out = Session(
+    return Session(
         plan=plan,
         metadata=metadata,
         fetch=fetch,
         world=session.world,
         transport=session.transport,
         device=session.device,
+        skip_bad_rows=session.skip_bad_rows,
     )
-    held_out.skip_bad_rows = session.skip_bad_rows
-    return held_out
 
 
 def _planned(settings: TrainSettings, session: Session) -> Path:

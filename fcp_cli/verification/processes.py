@@ -21,7 +21,7 @@ from fcp_cli.files import write_text_atomically
 from fcp_cli.machine.torchrun import torchrun_argv
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runtime.communication.world import leave_process_group
-from fcp_cli.runtime.session.session import start
+from fcp_cli.runtime.session.start import start
 from fcp_cli.verification.recording import BACKEND, LabellingTransport, Recorder
 from fcp_cli.verification.replay import Replayed, replay_rank, synthetic_tokens, tiny_config
 

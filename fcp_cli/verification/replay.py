@@ -19,7 +19,8 @@ from fcp_cli.recipe import Reduce
 from fcp_cli.runtime.data.loader import Fetch
 from fcp_cli.runtime.loss.labels import IGNORED
 from fcp_cli.runtime.loss.token_loss import next_token_labels, token_loss_sum
-from fcp_cli.runtime.session.session import LocalMicroBatch, Session
+from fcp_cli.runtime.session.microbatch import LocalMicroBatch
+from fcp_cli.runtime.session.session import Session
 from fcp_cli.verification.emulation import Meeting, ThreadTransport, ThreadWorld, run_ranks
 from fcp_cli.verification.model import MaskedAttention, TinyConfig, TinyLanguageModel, ring_attend
 from fcp_cli.verification.order import Operation

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fcp_cli.runtime.data.loader import Fetch
-from fcp_cli.runtime.session.session import LocalMicroBatch
+from fcp_cli.runtime.session.microbatch import LocalMicroBatch
 from fcp_cli.verification.replay import Replayed, gradients_alone
 from tests.runtime.models import Recomputation
 from tests.runtime.models import recompute as switch_on

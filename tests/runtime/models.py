@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fcp_cli.recipe import Loss, Recompute, Reduce
 from fcp_cli.runtime.data.loader import Fetch
 from fcp_cli.runtime.recomputation.offload import ActivationOffload
-from fcp_cli.runtime.session.session import LocalMicroBatch
+from fcp_cli.runtime.session.microbatch import LocalMicroBatch
 from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, plain_attend, ring_attend
 from fcp_cli.verification.replay import Replayed, gradients_alone, synthetic_tokens
 

@@ -23,7 +23,8 @@ from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.recipe import Recompute
 from fcp_cli.runtime.data.followed_step import plan_path
-from fcp_cli.runtime.session.session import LocalMicroBatch, Session
+from fcp_cli.runtime.session.microbatch import LocalMicroBatch
+from fcp_cli.runtime.session.session import Session
 from fcp_cli.verification.emulation import Meeting, run_ranks
 from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, ring_attend
 from fcp_cli.verification.order import check_order

@@ -16,7 +16,7 @@ from fcp_cli.runtime.communication.exchange import exchange
 from fcp_cli.runtime.layouts.layout import shard_layout
 from fcp_cli.runtime.loss.token_loss import next_token_labels, token_loss_sum
 from fcp_cli.runtime.pictures.visuals import VisualPack, visual_shard
-from fcp_cli.runtime.session.session import LocalMicroBatch
+from fcp_cli.runtime.session.microbatch import LocalMicroBatch
 from fcp_cli.verification.emulation import Meeting, ThreadTransport, run_ranks
 from fcp_cli.verification.replay import Replayed, take_gradient
 from fcp_cli.vision import families

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fcp_cli.runtime.data.loader import Fetch
-from fcp_cli.runtime.session.session import LocalMicroBatch, Session, Step
+from fcp_cli.runtime.session.microbatch import LocalMicroBatch
+from fcp_cli.runtime.session.session import Session
+from fcp_cli.runtime.session.step import Step
 from fcp_cli.verification.emulation import Meeting, run_ranks
 from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, ring_attend
 from fcp_cli.verification.replay import synthetic_tokens, thread_session

@@ -35,7 +35,9 @@ from fcp_cli.runtime.communication.world import join_process_group
 from fcp_cli.runtime.data.followed_step import plan_path
 from fcp_cli.runtime.online.control import ProcessControl
 from fcp_cli.runtime.online.job_plan import have_plan_made
-from fcp_cli.runtime.session.session import Session, Step, start
+from fcp_cli.runtime.session.session import Session
+from fcp_cli.runtime.session.start import start
+from fcp_cli.runtime.session.step import Step
 
 
 class TrainerFollower:

@@ -26,7 +26,9 @@ from fcp_cli.integrations.hugging_face.overrides import OWN_LOOP, Override
 from fcp_cli.integrations.transformers.linear import linear_layers
 from fcp_cli.integrations.transformers.preparation import SwitchedAttention
 from fcp_cli.runtime.loss.labels import IGNORED
-from fcp_cli.runtime.session.session import LocalMicroBatch, Session, Step
+from fcp_cli.runtime.session.microbatch import LocalMicroBatch
+from fcp_cli.runtime.session.session import Session
+from fcp_cli.runtime.session.step import Step
 
 _EXACT, _ROUGH = 1e-6, 1e-2
 """Largest relative difference of two values of one loss: of fp32, and of 16-bit types."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fcp_cli.integrations.hugging_face.follow import base_model
 from fcp_cli.integrations.transformers.loss import prepare_loss
 from fcp_cli.integrations.transformers.preparation import SwitchedAttention
-from fcp_cli.runtime.session.session import LocalMicroBatch
+from fcp_cli.runtime.session.microbatch import LocalMicroBatch
 
 
 class PlannedModel:

@@ -19,7 +19,9 @@ from fcp_cli.integrations.hugging_face.planned_model import PlannedModel
 from fcp_cli.integrations.hugging_face.rows import CollatedRows
 from fcp_cli.integrations.hugging_face.sampler import PlanSampler
 from fcp_cli.runtime.data.followed_step import plan_path
-from fcp_cli.runtime.session.session import Session, Step, start
+from fcp_cli.runtime.session.session import Session
+from fcp_cli.runtime.session.start import start
+from fcp_cli.runtime.session.step import Step
 
 _STRATEGIES = ("DDPStrategy", "SingleDeviceStrategy")
 

@@ -22,7 +22,8 @@ from typing import Any
 
 from torch import nn
 
-from fcp_cli.runtime.session.session import Session, Step
+from fcp_cli.runtime.session.session import Session
+from fcp_cli.runtime.session.step import Step
 
 
 class PlannedSteps:

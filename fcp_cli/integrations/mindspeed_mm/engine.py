@@ -95,7 +95,7 @@ def _planned_steps(engine: Any) -> Any:
     from fcp_cli.integrations.hugging_face.follow import base_model
     from fcp_cli.integrations.hugging_face.sampler import PlanSampler
     from fcp_cli.runtime.data.followed_step import plan_path
-    from fcp_cli.runtime.session.session import start
+    from fcp_cli.runtime.session.start import start
 
     for name, is_refused, instead in _refusals(engine.args):
         if is_refused:

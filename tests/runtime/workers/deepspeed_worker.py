@@ -21,7 +21,7 @@ import torch.distributed as dist
 from fcp_cli.errors import FcpError
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.recipe import Reduce
-from fcp_cli.runtime.session.session import start
+from fcp_cli.runtime.session.start import start
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.loops.cases import (
     LEARNING_RATE,

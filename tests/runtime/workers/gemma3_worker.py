@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fcp_cli.integrations.transformers import prepare
-from fcp_cli.runtime.session.session import start
+from fcp_cli.runtime.session.start import start
 from fcp_cli.verification.replay import gradients_on_rank
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.gemma3_models import gemma3, norms_in_fp64, tokens_of

@@ -23,7 +23,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fcp_cli.errors import FcpError
 from fcp_cli.integrations.lightning import PlannedSteps
-from fcp_cli.runtime.session.session import Session, Step, start
+from fcp_cli.runtime.session.session import Session
+from fcp_cli.runtime.session.start import start
+from fcp_cli.runtime.session.step import Step
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.loops.cases import LEARNING_RATE, NUM_RANKS, SYNCS, Trained, flat, model_under_a_plan, tokens_of
 from tests.runtime.workers.leave import leave_job

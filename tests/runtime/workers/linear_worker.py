@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fcp_cli.runtime.session.session import start
+from fcp_cli.runtime.session.start import start
 from fcp_cli.verification.replay import gradients_on_rank, synthetic_tokens
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.linear_models import InDouble, loss_under_a_plan, model_under_a_plan

@@ -22,7 +22,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from fcp_cli import Planner
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import FcpError
-from fcp_cli.runtime.session.session import LocalMicroBatch, Session, start
+from fcp_cli.runtime.session.microbatch import LocalMicroBatch
+from fcp_cli.runtime.session.session import Session
+from fcp_cli.runtime.session.start import start
 from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, ring_attend
 from fcp_cli.verification.replay import take_gradient
 from tests.runtime.workers.leave import leave_job

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.communication.world import ProcessWorld, World
 from fcp_cli.runtime.gradients import GradientSync, choice
-from fcp_cli.runtime.session.session import start
+from fcp_cli.runtime.session.start import start
 from fcp_cli.training.train import main as train
 from fcp_cli.verification.replay import gradients_on_rank
 from tests.patience import PATIENCE_SECONDS

@@ -20,7 +20,7 @@ from fcp_cli import Planner
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import RunError
 from fcp_cli.planning.rollouts import Rollouts
-from fcp_cli.runtime.session.session import start
+from fcp_cli.runtime.session.start import start
 from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, ring_attend
 from fcp_cli.verification.replay import take_gradient
 from tests.runtime.workers.leave import leave_job

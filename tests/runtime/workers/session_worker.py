@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fcp_cli.errors import FcpError
 from fcp_cli.runtime.loss import chunked_loss
 from fcp_cli.runtime.recomputation import offload
-from fcp_cli.runtime.session.session import start
+from fcp_cli.runtime.session.start import start
 from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, plain_attend, ring_attend
 from fcp_cli.verification.replay import Replayed, gradients_on_rank
 from tests.patience import PATIENCE_SECONDS

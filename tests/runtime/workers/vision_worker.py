@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fcp_cli.runtime.session.session import start
+from fcp_cli.runtime.session.start import start
 from fcp_cli.verification.replay import gradients_on_rank
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.vision_models import VisionCase, build, fetch

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from fcp_cli.errors import FcpError
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.runtime.session.session import start
+from fcp_cli.runtime.session.start import start
 from fcp_cli.training.evaluation import held_out_session
 from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.trainer import Trainer

@@ -26,7 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fcp_cli.errors import FcpError
 from fcp_cli.runtime.guards.on_nan import OnNan
-from fcp_cli.runtime.session.session import LocalMicroBatch, Step, start
+from fcp_cli.runtime.session.microbatch import LocalMicroBatch
+from fcp_cli.runtime.session.start import start
+from fcp_cli.runtime.session.step import Step
 from fcp_cli.training.data import open_data
 from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.settings import TrainSettings

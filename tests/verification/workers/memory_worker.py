@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fcp_cli.runtime.session.session import start
+from fcp_cli.runtime.session.start import start
 from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.settings import TrainSettings
 from fcp_cli.training.trainer import Trainer

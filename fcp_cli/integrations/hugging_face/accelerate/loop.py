@@ -22,7 +22,10 @@ from fcp_cli.integrations.hugging_face.rows import CollatedRows
 from fcp_cli.integrations.hugging_face.sampler import PlanSampler
 from fcp_cli.reading.documents import read_object
 from fcp_cli.runtime.data.followed_step import plan_path
-from fcp_cli.runtime.session.session import LocalMicroBatch, Session, Step, start
+from fcp_cli.runtime.session.microbatch import LocalMicroBatch
+from fcp_cli.runtime.session.session import Session
+from fcp_cli.runtime.session.start import start
+from fcp_cli.runtime.session.step import Step
 
 _POSITION = "fcp_step.json"
 

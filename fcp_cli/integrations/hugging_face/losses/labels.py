@@ -10,7 +10,9 @@ from torch import Tensor
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.transformers.loss import put_loss_head
 from fcp_cli.runtime.loss.token_loss import token_loss_sum
-from fcp_cli.runtime.session.session import LocalMicroBatch, Session, Step
+from fcp_cli.runtime.session.microbatch import LocalMicroBatch
+from fcp_cli.runtime.session.session import Session
+from fcp_cli.runtime.session.step import Step
 
 # Settings by which models change what their head answered.
 _LOGITS_CHANGED_BY = (

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fcp_cli.runtime.ring_attention.ring import Ring
-from fcp_cli.runtime.session.session import LocalMicroBatch
+from fcp_cli.runtime.session.microbatch import LocalMicroBatch
 
 # What the fused head says of each token. The first has a gradient.
 _FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")

@@ -12,7 +12,9 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from fcp_cli.integrations.hugging_face.losses.pairs import PairPack, hook_pairs
-from fcp_cli.runtime.session.session import LocalMicroBatch, Session, Step
+from fcp_cli.runtime.session.microbatch import LocalMicroBatch
+from fcp_cli.runtime.session.session import Session
+from fcp_cli.runtime.session.step import Step
 
 
 class SftLoss:

@@ -1,0 +1,128 @@
+"""Drive a training loop by a plan: which micro-batches a rank runs, on which ring, and when gradients are reduced.
+
+session = fcp_cli.runtime.start("plan.parquet", fetch)
+for step in session.steps(model):
+    for microbatch in step:
+        logits = model(microbatch.input_ids, microbatch.position_ids)
+        microbatch.loss(logits).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.online import OnlineSettings
+from fcp_cli.runtime.agreement.grad_ring import GradRingDtype, agreed_grad_dtype
+from fcp_cli.runtime.agreement.plan_agreement import agree_on_plan
+from fcp_cli.runtime.communication.contacts import planned_hops, report_to_stderr
+from fcp_cli.runtime.communication.transport import ProcessTransport
+from fcp_cli.runtime.communication.world import ProcessWorld, join_process_group, local_device
+from fcp_cli.runtime.data.followed_step import plan_path
+from fcp_cli.runtime.data.loader import Fetch
+from fcp_cli.runtime.guards.waiting import watch_for
+from fcp_cli.runtime.metrics.recorder import recorder_of
+from fcp_cli.runtime.metrics.run_record import METRICS_VARIABLE
+from fcp_cli.runtime.metrics.timing import clock_for
+from fcp_cli.runtime.online.control import ProcessControl
+from fcp_cli.runtime.online.cursor import PlansStreams, online_settings, stream_plan_path
+from fcp_cli.runtime.online.source import StreamSource
+from fcp_cli.runtime.session.session import Session
+from fcp_cli.runtime.session.step import Step
+
+
+def start(
+    plan: str | Path | None = None,
+    fetch: Fetch | None = None,
+    *,
+    stream: Iterable[Any] | None = None,
+    planner: PlansStreams | OnlineSettings | None = None,
+    device: torch.device | None = None,
+    grad_ring_dtype: GradRingDtype | None = None,
+    skip_bad_rows: bool = False,
+    metrics: str | Path | None = None,
+) -> Session:
+    """Join the job and make sure that all ranks follow the same plan. Every rank calls it, once.
+
+    Args:
+        plan: plan file; by default what `fcp launch` put into FCP_PLAN.
+        fetch: from a manifest row to its tokens, or to (tokens, labels); see `loader.Fetch`. Of a stream: from an id or
+            a row that it gave.
+        stream: sequences that are planned while the job trains, as (id, length) or as rows; `plan` is then written.
+        planner: planner of a stream, a `fcp_cli.Planner` or its `online()`; by default that of `fcp launch --online`.
+        device: where tensors go; by default the local rank's accelerator, else the CPU.
+        grad_ring_dtype: type in which gradients of keys and values travel; by default what FCP_GRAD_RING_DTYPE says,
+            else fp32. See `GradRingDtype`.
+        skip_bad_rows: skip rows whose images fail to decode instead of raising; equal on all ranks.
+        metrics: file of the metrics of all ranks; by default FCP_METRICS, which `fcp launch` sets, or none.
+
+    Raises:
+        PlanError: the plan is missing, damaged or was edited.
+        RunError: ranks have different plans, or the plan is for another number of ranks; on all ranks.
+    """
+    online = None if stream is None else online_settings(planner)
+    path = plan_path(plan) if online is None else stream_plan_path(plan)
+    device = device or local_device()
+    owns_process_group = join_process_group(device)
+    world = ProcessWorld()
+    metadata = agree_on_plan(world, path, device) if online is None else online.metadata
+    _agree_on_kernels(world, device, metadata)
+    source = None
+    if online is not None and stream is not None:
+        source = StreamSource(stream, online, path, ProcessControl(online.options.planner), fetch)
+        metrics = metrics or _measured_stream(online, path)
+    watch = watch_for(world.rank, clock_for(device), device)
+    session = Session(
+        plan=path,
+        metadata=metadata,
+        fetch=fetch,
+        world=world,
+        transport=ProcessTransport.create(device),
+        device=device,
+        owns_process_group=owns_process_group,
+        source=source,
+        watch=watch,
+        grad_ring_dtype=agreed_grad_dtype(world, device, grad_ring_dtype),
+        skip_bad_rows=skip_bad_rows,
+        recorder=recorder_of(metrics, plan=path, metadata=metadata, rank=world.rank, device=device),
+    )
+    if source is None:
+        session.contacts.meet(planned_hops(path), report=report_to_stderr(world.rank, device))
+    watch.start()
+    return session
+
+
+def _measured_stream(online: OnlineSettings, plan: Path) -> str | Path | None:
+    """Return the file of metrics of a stream that refits, which counts on them, or None."""
+    if online.options.refit_every is None:
+        return None
+    return os.environ.get(METRICS_VARIABLE) or plan.with_name(f"{plan.stem}.metrics.jsonl")
+
+
+def _agree_on_kernels(world: ProcessWorld, device: torch.device, metadata: PlanMetadata) -> None:
+    """Choose the attention kernels of CUDA devices; other devices have one, and need no cost profile for it."""
+    if device.type == "cuda":
+        from fcp_cli.runtime.agreement.kernel_agreement import prefer_agreed_kernels
+
+        prefer_agreed_kernels(world, device, metadata)
+
+
+def steps(
+    plan: str | Path | None = None,
+    fetch: Fetch | None = None,
+    model: nn.Module | None = None,
+    first_step: int = 0,
+    *,
+    stream: Iterable[Any] | None = None,
+    planner: PlansStreams | OnlineSettings | None = None,
+) -> Generator[Step, None, None]:
+    """Return `start(plan, fetch).steps(model, first_step=first_step)`, for a loop that needs nothing else."""
+    return start(plan, fetch, stream=stream, planner=planner).steps(model, first_step=first_step)

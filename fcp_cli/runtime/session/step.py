@@ -1,0 +1,254 @@
+"""One optimizer step of one rank: its micro-batches in order, and the sum of their gradients over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fcp_cli.errors import RunError
+from fcp_cli.runtime.data.followed_step import FollowedStep
+from fcp_cli.runtime.data.loader import LoadedStep, Shard
+from fcp_cli.runtime.guards.guards import Guards
+from fcp_cli.runtime.metrics.recorder import StepRecord
+from fcp_cli.runtime.metrics.timing import MicroBatchTiming
+from fcp_cli.runtime.pictures.encoder_rank import EncoderAhead
+from fcp_cli.runtime.ring_attention.ring import Ring, current_ring
+from fcp_cli.runtime.session.microbatch import LocalMicroBatch
+from fcp_cli.runtime.session.rank_job import RankJob
+from fcp_cli.runtime.session.token_values import collect
+
+_NO_ATTENTION = (
+    "the model's forward never called fcp_cli.runtime.attention with its ring; call it in place of the model's own "
+    "attention, or use fcp_cli.integrations.transformers.prepare(model)"
+)
+_BACKWARD_TOO_EARLY = (
+    "the backward of an earlier micro-batch runs between the forwards of later ones; under sync iteration ranks have "
+    "different numbers of them and would wait for each other: run each backward before the next forward, or all "
+    "forwards first, or plan with 'fcp plan --sync microbatch'"
+)
+
+
+class Step(FollowedStep):
+    """One optimizer step of one rank: iterate it, to the end, for the micro-batches.
+
+    While a micro-batch is out, its ring is current for `attention`, and no gradient is reduced.
+    After the last, gradients are sums over all ranks and the optimizer may step.
+
+    Attributes:
+        is_skipped: whether the step, now over, left no gradients, since a rank's loss was not finite (`on_nan`).
+        bad_rows: manifest rows of the step of which nothing is learned, since their pictures could not be read.
+        problems: why, for those that this rank met.
+        record: what is measured of it; None where nothing is.
+    """
+
+    record: StepRecord | None = None
+
+    def __init__(
+        self,
+        job: RankJob,
+        guards: Guards,
+        loaded: LoadedStep,
+        tokens: int | Tensor,
+        bad_rows: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(loaded.plan)
+        self.is_skipped = False
+        self._job = job
+        self._guards = guards
+        self._sync = guards.sync
+        self._shards = loaded.shards
+        self._tokens = tokens
+        self._divisor = tokens.clamp(min=1) if isinstance(tokens, Tensor) else max(tokens, 1)
+        self._microbatches: list[LocalMicroBatch] = []
+        self._marks: list[tuple[Any, Any]] = []
+        self._encoder_ahead: EncoderAhead | None = None
+        if job.rank in job.encoders:
+            shown = [shard.visuals and shard.visuals.map_pixels(job.to_device) for shard in self._shards]
+            self._encoder_ahead = EncoderAhead(shown)
+        self.bad_rows = bad_rows
+        self.problems = loaded.problems
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of the global batch that carry a loss; with labels from `fetch`, wait for the device."""
+        return int(self._tokens)
+
+    @property
+    def timings(self) -> tuple[MicroBatchTiming, ...]:
+        """Return when this rank's micro-batches ran; on a device, wait for the last one."""
+        if not self._marks:
+            return ()
+        clock, first = self._job.clock, self._marks[0][0]
+        return tuple(
+            MicroBatchTiming(
+                order=shard.row.order, start_seconds=clock.seconds(first, begin), seconds=clock.seconds(begin, end)
+            )
+            for shard, (begin, end) in zip(self._shards, self._marks, strict=False)  # fewer marks in an unfinished step
+        )
+
+    def note(self, **facts: float) -> None:
+        """Put into the metrics what the loop alone knows: `grad_norm`, `learning_rate`, or a `loss` of its own."""
+        if self.record is not None:
+            self.record.facts |= facts
+
+    def __iter__(self) -> Iterator[LocalMicroBatch]:
+        self._begin()
+        watch, recorder = self._job.watch, self._job.recorder
+        same_data = self._guards.same_data(self.index, self._shards)
+        try:
+            self._sync.begin()
+            for position, shard in enumerate(self._shards):
+                is_last = position == len(self._shards) - 1
+                place = None if watch is None else watch.begin(self.index, shard.row)
+                if recorder is not None:
+                    recorder.enter(shard.row, position, len(self))
+                begin = self._job.clock.mark()
+                self._sync.before_microbatch(is_last=is_last)
+                microbatch = self._enter(shard, is_last=is_last)
+                self._order_backwards(is_last=is_last)
+                self._guards.look()
+                yield microbatch
+                self._guards.note_forwards(microbatch.ring)
+                self._marks.append((begin, self._job.clock.mark()))
+                self._num_run += 1
+                if place is not None:
+                    place.end = self._marks[-1][1]
+            if self._encoder_ahead is not None:
+                self._encoder_ahead.run_backward()
+            self._require_calls()
+            self._guards.note_backwards(microbatch.ring for microbatch in self._microbatches)
+            place = None if watch is None else watch.begin(self.index, None)
+            if same_data is not None:
+                same_data.require()
+            self._sync.reduce()
+            self._skip_if_bad()
+            self._sync.finish()
+            if place is not None:
+                place.end = self._job.clock.mark()
+            self._is_finished = True
+            self._fill_record()
+            self._job.next_step = self.index + 1
+        finally:
+            if watch is not None and not self._is_finished:
+                watch.forget()
+            current_ring.set(None)  # not by a token: a loop that is left may be closed in another context
+            self._sync.restore()
+
+    def _fill_record(self) -> None:
+        if self.record is not None:
+            orders = (shard.row.order for shard in self._shards)
+            self.record.marks = [(order, *marks) for order, marks in zip(orders, self._marks, strict=True)]
+            self.record.note_loss(self._loss_sums, 0 if self._job.rank else self._divisor)
+            if self.bad_rows:
+                self.record.facts["bad_rows"] = self.bad_rows
+            self.record.is_whole = True
+
+    def _skip_if_bad(self) -> None:
+        self.is_skipped = self._guards.is_skipped(self._loss_sums, self._job.device)
+        if self.is_skipped:
+            self._sync.drop()
+
+    def _enter(self, shard: Shard, *, is_last: bool) -> LocalMicroBatch:
+        job = self._job
+        ring = Ring(
+            layout=shard.layout,
+            index=shard.member,
+            ranks=shard.row.ranks,
+            transport=job.transport,
+            visuals=None if shard.visuals is None else shard.visuals.map_pixels(job.to_device),
+            grad_dtype=job.grad_ring_dtype,
+            embedding_cache=job.embedding_cache,
+            encoder_ahead=self._encoder_ahead,
+        )
+        ring.place = self._guards.place(self.index, shard.row)
+        self._guards.expect_as_before(ring, shard.row.order)
+        current_ring.set(ring)
+        microbatch = LocalMicroBatch(
+            shard, ring, job.device, is_last=is_last, guards=self._guards, divisor=self._divisor
+        )
+        self._microbatches.append(microbatch)
+        return microbatch
+
+    def _order_backwards(self, *, is_last: bool) -> None:
+        """Forbid backwards between forwards where ranks have different numbers of micro-batches.
+
+        A loop may run each backward before the next forward, or all forwards first. In between, one rank would begin
+        a backward while another of its ring begins a forward, and both would wait for each other.
+        """
+        earlier = [microbatch.ring for microbatch in self._microbatches[:-1]]
+        holds_back = any(ring.attention_calls and not ring.backward_calls for ring in earlier)
+        if self._job.metadata.sync != "iteration" or not holds_back or not self._sync.trains:
+            return
+        for ring in earlier:
+            ring.backward_forbidden = "" if is_last else f"step {self.index}: {_BACKWARD_TOO_EARLY}"
+
+    def _require_calls(self) -> None:
+        for microbatch in self._microbatches:
+            row = microbatch.row
+            self._require_attention(row, microbatch.ring, _NO_ATTENTION)
+            if microbatch.ring.visuals is not None and not microbatch.ring.encoder_calls:
+                raise RunError(
+                    f"step {self.index}, micro-batch {row.order} has images or videos, but no vision encoder ran for "
+                    "it; train a vision-language model that fcp_cli.integrations.transformers.prepare accepts"
+                )
+            microbatch.require_backward()
+
+    @property
+    def local_tokens(self) -> int:
+        """Return the tokens of the step that this rank holds."""
+        return sum(shard.layout.tokens(shard.member) for shard in self._shards)
+
+    def local_loss(self) -> Tensor:
+        """Return this rank's share (0-d) of `reduced_loss`, without waiting for the device.
+
+        Raises:
+            RunError: the loop did not use `LocalMicroBatch.loss` or `.normalised`.
+        """
+        return self._loss_sum() / self._divisor
+
+    def collect(self, values: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Return, on every rank, manifest row -> [length] of values per token, as `log_probs` gives them.
+
+        Every rank calls it, after the last micro-batch.
+
+        Args:
+            values: [1, tokens] of each of this rank's micro-batches, in their order.
+
+        Raises:
+            RunError: there is not one tensor for each micro-batch, or not one value for each token; on every rank.
+        """
+        fault = ""
+        if len(values) != len(self._shards):
+            fault = (
+                f"step {self.index} has {len(self._shards)} micro-batches here and values of {len(values)}; "
+                "collect one tensor for each"
+            )
+        shards = () if fault else zip(self._shards, values, strict=True)
+        parts = [(one.row, one.layout, one.member, of) for one, of in shards]
+        return collect(self._job.world, parts, self._job.device, fault=fault)
+
+    def reduced_loss(self) -> float:
+        """Return the step's loss as one process would report it: token losses of all ranks / tokens of the batch.
+        Every rank calls it, after the last micro-batch.
+
+        Raises:
+            RunError: the loop did not use `LocalMicroBatch.loss` or `.normalised`.
+        """
+        total = self._loss_sum()
+        self._job.world.all_reduce_sum(total)
+        loss = float(total) / int(self._divisor)
+        self._guards.look()  # the host has waited for the device: all losses of this rank are there
+        return loss
+
+    @property
+    def _loss_sums(self) -> list[Tensor]:
+        return [microbatch.loss_sum for microbatch in self._microbatches if microbatch.loss_sum is not None]
+
+    def _loss_sum(self) -> Tensor:
+        sums = self._loss_sums
+        if not sums:
+            raise RunError(f"step {self.index} has no loss; compute it with microbatch.loss(logits)")
+        return torch.stack(sums).sum()
