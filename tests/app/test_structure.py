@@ -22,6 +22,7 @@ DOOR = PACKAGE / "runtime" / "injection" / "integrations.py"
 MOST_LINES = 60
 MOST_PARAMETERS = 8
 MOST_FILES = 12  # of a folder of the runtime
+MOST_OFFERED = 71  # names of the runtime that integrations may import; a goal is fewer
 
 # Function -> why it is longer, or takes more, than the rest of the house.
 _TRITON = "a Triton kernel takes its pointers and strides one by one"
@@ -94,6 +95,20 @@ def test_the_core_names_integrations_in_one_file() -> None:
         if isinstance(node, ast.Constant) and re.fullmatch(r"fcp_cli\.integrations[\w.:]*", str(node.value))
     }
     assert found == {str(path.relative_to(ROOT)) for path in (DOOR, RUNTIME_FACE)}
+
+
+def test_integrations_import_of_the_runtime_what_the_page_of_its_interface_lists() -> None:
+    page = (ROOT / "docs" / "explanation" / "integrations.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|[^|]*\| `([\w.]+)` \| (.+) \|$", page, flags=re.MULTILINE)
+    offered = {f"fcp_cli.runtime.{module}.{name}" for module, names in rows for name in re.findall(r"`(\w+)`", names)}
+    imported = {
+        module
+        for path in INTEGRATIONS.rglob("*.py")
+        for module in imported_modules(path)
+        if module.startswith("fcp_cli.runtime.")
+    }
+    assert imported == offered
+    assert len(offered) <= MOST_OFFERED
 
 
 def test_no_folder_of_the_runtime_has_more_than_a_dozen_files() -> None:
