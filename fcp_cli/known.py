@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal, get_args
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
-Known = Literal["models", "clusters", "measured", "solvers", "targets"]
+if TYPE_CHECKING:
+    from fcp_cli.plugins import Registry
+
+Known = Literal["models", "clusters", "measured", "solvers", "targets", "integrations"]
 KINDS: Final[tuple[Known, ...]] = get_args(Known)
 OF_OPTION: Final[dict[str, Known]] = {
     "model": "models",
     "cluster": "clusters",
     "solver": "solvers",
     "solvers": "solvers",
+    "target": "targets",
 }
 """Name of an option's field -> its values; options of few choices list them themselves."""
 
 
 def known_names(kind: Known) -> list[str]:
     """Return the names of one kind, as they are typed."""
-    if kind == "solvers":
-        from fcp_cli.planning.solvers import solver_names
-
-        return solver_names()
+    if kind in ("solvers", "targets", "integrations"):
+        return _registry(kind).names()
     if kind == "measured":
         from fcp_cli.cost.measured import shipped_measured
 
         return list(dict.fromkeys(one.device for one in shipped_measured()))
-    if kind == "targets":
-        from fcp_cli.launching.request import Target
-
-        return list(get_args(Target))
     from fcp_cli.models.descriptions import shipped_names
 
     return shipped_names("model" if kind == "models" else "cluster")
@@ -36,16 +34,26 @@ def known_names(kind: Known) -> list[str]:
 
 def ignored_plugins(kind: Known) -> list[str]:
     """Return a line for each entry point of another package that adds no name of this kind, though it wants to."""
-    if kind == "solvers":
-        from fcp_cli.planning.solvers import REGISTRY
+    return _registry(kind).ignored() if kind in ("solvers", "targets", "integrations") else []
 
-        return REGISTRY.ignored()
-    return []
+
+def _registry(kind: Known) -> Registry:
+    if kind == "solvers":
+        from fcp_cli.planning.solvers import REGISTRY as SOLVERS
+
+        return SOLVERS
+    if kind == "targets":
+        from fcp_cli.launching.targets.catalog import REGISTRY as TARGETS
+
+        return TARGETS
+    from fcp_cli.runtime.injection.integrations import REGISTRY as INTEGRATIONS
+
+    return INTEGRATIONS
 
 
 def other_names(kind: Known) -> dict[str, list[str]]:
     """Return the aliases by which options know names of a kind, too."""
-    if kind in ("solvers", "targets", "measured"):
+    if kind not in ("models", "clusters"):
         return {}
     from fcp_cli.models.descriptions import shipped_aliases
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from fcp_cli.errors import PluginError, UsageError
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Registry:
         lines = [f"{error}" for error in _broken_packages()]
         for one in _plugins(self):
             if not _NAME.fullmatch(one.name):
-                lines.append(str(one.error("has a name that is not lower-case letters, digits, dots and dashes")))
+                lines.append(str(one.error("has a name that is not letters, digits, dots and dashes")))
             elif one.name in self.own:
                 lines.append(str(one.error(f"has the name of fcp's own {self.noun}, which is used instead")))
         return lines

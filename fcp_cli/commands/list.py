@@ -17,13 +17,15 @@ from fcp_cli.options import Arg, Opt
 class ListOptions:
     """What to list."""
 
-    kind: Annotated[Known | None, Arg("models, clusters, measured, solvers or targets; without it, all.")] = None
+    kind: Annotated[
+        Known | None, Arg("models, clusters, measured, solvers, targets or integrations; without it, all.")
+    ] = None
     json: Annotated[bool, Opt("Print one JSON document on stdout.")] = False
 
 
 @takes(ListOptions, "fcp list models", "fcp list")
 def list_names(options: ListOptions) -> None:
-    """List the models, clusters, solvers and targets that options know by name, and the devices that were measured."""
+    """List the models, clusters, solvers and targets that options take, devices measured, frameworks hooked."""
     kinds = [kind for kind in KINDS if options.kind in (None, kind)]
     found = {str(kind): known_names(kind) for kind in kinds}
     for kind in kinds:

@@ -18,10 +18,6 @@ Inject: TypeAlias = Literal["entry", "env", "none"]
 """The way to make a program follow the plan: started by the runtime's entry, by its environment, or not at all."""
 NumaBinding: TypeAlias = Literal["node", "socket", "exclusive", "core-complex"]
 """What torchrun binds a rank to: the cores of its device's NUMA node or socket, its own of them, or a shared cache."""
-Target: TypeAlias = Literal[
-    "local", "scripts", "slurm", "trainjob", "pytorchjob", "jobset", "volcano", "kubernetes", "k8s"
-]
-"""Where a job runs; the last two are names that people type for the first of Kubernetes' own."""
 LOCAL: Final = "local"
 """The target of a job that runs on this machine."""
 
@@ -33,8 +29,8 @@ class ClusterOptions:
     """The options for a job that runs elsewhere."""
 
     target: Annotated[
-        Target | None,
-        Opt("Where it runs: here, by ssh (scripts), on Slurm or Kubernetes (trainjob).", unset="what options imply"),
+        str | None,
+        Opt("Where it runs: local, or a name of 'fcp list targets', as slurm.", unset="what options imply"),
     ] = None
     template: Annotated[
         Path | None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final
 
 from msgspec import Meta
 
@@ -41,7 +41,9 @@ Namespace = Annotated[
         description="a namespace of Kubernetes: lower-case letters, digits and dashes",
     ),
 ]
-Scheduler = Literal["slurm", "trainjob", "pytorchjob", "jobset", "volcano", "scripts"]
+TargetName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}\Z", description="a target of fcp launch")]
+SCHEDULERS: Final = ("slurm", "trainjob", "pytorchjob", "jobset", "volcano")
+"""Targets whose jobs `fcp jobs` can ask for; of others the run's own files tell."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,10 +57,15 @@ class Submission:
         job_id: Slurm's number; "" on Kubernetes.
     """
 
-    target: Scheduler
+    target: TargetName
     name: JobName
     namespace: Namespace = ""
     job_id: SlurmJobId = ""
+
+    @property
+    def has_scheduler(self) -> bool:
+        """Return whether a scheduler can be asked for the job."""
+        return self.target in SCHEDULERS
 
     def __post_init__(self) -> None:
         if (self.target == "slurm") != bool(self.job_id):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import typer.main
 
 from fcp_cli.app import app
-from fcp_cli.known import KINDS, Known
-from fcp_cli.launching.request import Target
+from fcp_cli.known import KINDS, Known, known_names
 from fcp_cli.planning.solvers import solver_names
 
 
@@ -26,6 +25,7 @@ def test_each_kind_is_listed_one_name_a_line(kind: Known, capsys: pytest.Capture
         "measured": "",
         "solvers": "fcp",
         "targets": "slurm",
+        "integrations": "transformers.trainer",
     }
     names = listed(capsys, kind)
     assert known[kind] in names or kind == "measured", "users measure devices"
@@ -39,7 +39,7 @@ def test_each_kind_is_listed_one_name_a_line(kind: Known, capsys: pytest.Capture
         ("plan", "cluster", "h100", ["h100-8x8"]),
         ("plan", "solver", "", solver_names()),
         ("compare", "solvers", "fcp,stat", ["fcp,static"]),
-        ("launch", "target", "", list(get_args(Target))),
+        ("launch", "target", "", known_names("targets")),
         ("list", "kind", "so", ["solvers"]),
     ],
 )

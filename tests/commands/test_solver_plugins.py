@@ -13,6 +13,7 @@ import pytest
 from fcp_cli.plan.reader import PlanReader
 from tests.commands.planning_folder import fcp, fcp_process
 from tests.planning.examples import PROFILE
+from tests.plugin_packages import install
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "solver_package"
@@ -113,23 +114,25 @@ def test_a_broken_solver_is_one_line_that_names_its_package(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, fault = BROKEN[case]
-    install(tmp_path, monkeypatch, package="odd-one", module="odd", text=module, odd="odd:make")
+    install(tmp_path, monkeypatch, "odd", text=module, group="fcp.solvers", entries={"odd": "odd:make"})
     result = fcp("plan", "lengths.txt", *PLAN, "--solver", "odd", cwd=tmp_path)
     assert result.returncode == 1, result.stderr
     (line,) = (line for line in result.stderr.splitlines() if line.startswith("error:"))
-    assert line.startswith(f"error: solver odd of the package odd-one 2.5 {fault}"), line
-    assert line.endswith("; update that package, or remove it with 'pip uninstall odd-one'")
+    assert line.startswith(f"error: solver odd of the package odd 2.5 {fault}"), line
+    assert line.endswith("; update that package, or remove it with 'pip uninstall odd'")
     assert not (tmp_path / "plan.parquet").exists()
     compared = fcp("compare", "lengths.txt", *PLAN, "--solvers", "static,odd", "--json", cwd=tmp_path)
     assert compared.returncode == 0, compared.stderr
     static, odd = json.loads(compared.stdout)["strategies"]
     assert static["refusal"] is None
-    assert odd["refusal"].startswith(f"solver odd of the package odd-one 2.5 {fault}")
+    assert odd["refusal"].startswith(f"solver odd of the package odd 2.5 {fault}")
     assert fcp("plan", "lengths.txt", *PLAN, "--solver", "static", cwd=tmp_path).returncode == 0
 
 
 def test_no_package_replaces_a_solver_of_fcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, package="thief", module="thief", text="raise SystemExit\n", static="thief:make")
+    install(
+        tmp_path, monkeypatch, "thief", text="raise SystemExit\n", group="fcp.solvers", entries={"static": "thief:make"}
+    )
     listed = fcp("list", "solvers", cwd=tmp_path)
     assert "ignored: solver static of the package thief 2.5 has the name of fcp's own solver" in listed.stderr
     assert listed.stdout.split().count("static") == 1
@@ -140,7 +143,7 @@ def test_a_name_of_two_packages_is_refused_and_other_names_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for package in ("first", "second"):
-        install(tmp_path, monkeypatch, package=package, module=package, text="", same=f"{package}:make")
+        install(tmp_path, monkeypatch, package, text="", group="fcp.solvers", entries={"same": f"{package}:make"})
     refused = fcp("plan", "lengths.txt", *PLAN, "--solver", "same", cwd=tmp_path)
     assert refused.returncode == 1
     assert "error: solver same of the package second 2.5 has the name of one in first 2.5; " in refused.stderr
@@ -148,9 +151,11 @@ def test_a_name_of_two_packages_is_refused_and_other_names_work(
 
 
 def test_a_package_with_damaged_metadata_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, package="sound", module="sound", text="", sound="sound:make")
-    install(tmp_path, monkeypatch, package="torn", module="torn", text="")
-    (tmp_path / "torn" / "torn-2.5.dist-info" / "entry_points.txt").write_text("[fcp.solvers]\nno equals sign\n")
+    install(tmp_path, monkeypatch, "sound", text="", group="fcp.solvers", entries={"sound": "sound:make"})
+    install(tmp_path, monkeypatch, "torn", text="", group="fcp.solvers", entries={})
+    (tmp_path / "site-torn" / "torn-2.5.dist-info" / "entry_points.txt").write_text(
+        "[fcp.solvers]\nno equals sign\n", encoding="utf-8"
+    )
     listed = fcp("list", "solvers", cwd=tmp_path)
     assert "sound" in listed.stdout.split()
     assert "ignored: the entry points of the package torn cannot be read" in listed.stderr
@@ -159,22 +164,7 @@ def test_a_package_with_damaged_metadata_hides_no_other(tmp_path: Path, monkeypa
 def test_an_option_of_fcp_is_refused_for_other_packages_solvers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install(tmp_path, monkeypatch, package="odd-one", module="odd", text="", odd="odd:make")
+    install(tmp_path, monkeypatch, "odd", text="", group="fcp.solvers", entries={"odd": "odd:make"})
     result = fcp("plan", "lengths.txt", *PLAN, "--solver", "odd", "--max-degree", "1", cwd=tmp_path)
     assert result.returncode == 2
     assert "--max-degree works with --solver fcp only, not with odd" in result.stderr
-
-
-def install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, package: str, module: str, text: str, **solvers: str
-) -> None:
-    """Put a package on the path as pip would have installed it."""
-    site = tmp_path / package
-    metadata = site / f"{package.replace('-', '_')}-2.5.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 2.5\n", encoding="utf-8")
-    entries = "".join(f"{name} = {value}\n" for name, value in solvers.items())
-    (metadata / "entry_points.txt").write_text(f"[fcp.solvers]\n{entries}", encoding="utf-8")
-    (site / f"{module}.py").write_text(text, encoding="utf-8")
-    monkeypatch.syspath_prepend(site)
-    monkeypatch.delitem(sys.modules, module, raising=False)

@@ -29,11 +29,11 @@ def launch_on_cluster(job: Job, options: LaunchOptions, release: Callable[[], No
         release: the run folder, which the job itself owns as soon as it starts.
     """
     from fcp_cli.launching.job.document import launch_record
-    from fcp_cli.launching.targets.catalog import TARGETS, job_files
+    from fcp_cli.launching.targets.catalog import job_files, start_command, target_of
     from fcp_cli.runs.folder import RunPaths
 
     assert job.cluster is not None
-    target, output = TARGETS[job.target], options.output
+    target, output = target_of(job.target), options.output
     if output is not None:
         record_path = RunPaths(run_dir=output.absolute()).launch
         job = replace(job, cluster=replace(job.cluster, record=record_path, output=output.absolute()))
@@ -46,9 +46,9 @@ def launch_on_cluster(job: Job, options: LaunchOptions, release: Callable[[], No
         sys.stdout.write("" if options.json else "".join(headed))
     elif output is not None:
         _write(output, {**files, RunPaths(run_dir=output).launch.name: record.text()}, force=options.force)
-        note(f"start the job with: {shlex.join(target.start(output))}")
+        note(f"start the job with: {shlex.join(start_command(target, job, output))}")
     else:
-        answer = {"answer": _start(job, target.start(job.run_dir), files, record, release)}
+        answer = {"answer": _start(job, start_command(target, job, job.run_dir), files, record, release)}
     if options.json:
         print_json({**asdict(record), **answer})
 

@@ -155,7 +155,7 @@ class Job:
         log_dir: where each rank's output goes; None leaves it on the terminal.
         python: the interpreter that runs the launcher and the ranks.
         launcher: what starts the ranks of each node.
-        target: `LOCAL`, or one of `targets.catalog.TARGETS`.
+        target: a name of `targets.catalog.REGISTRY`.
         cluster: what a target's files need besides; None for `LOCAL`.
         online: what a script plans for while it trains; None: it follows a plan.
         planning: what was typed for the plan that a script's loop has made; None: there is one, or a stream.

@@ -57,7 +57,7 @@ def find_cancellation(run_dir: Path, outside: Outside) -> Cancellation:
     job, submission = job_state(run_dir, outside), read_submission(run_dir)
     if job.is_over:
         raise RunError(f"{run_dir} is {job.state}: there is nothing to cancel")
-    if submission is not None and submission.target != "scripts":
+    if submission is not None and submission.has_scheduler:
         return Cancellation(job=job, runs=submission)
     heartbeat = read_heartbeat(RunPaths(run_dir=run_dir).heartbeat)
     if heartbeat is None:

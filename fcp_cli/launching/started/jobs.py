@@ -102,7 +102,7 @@ def job_state(run_dir: Path, outside: Outside) -> JobState:
         return JobState(run_dir=run_dir, where="local", state=own or "not started", steps=steps)
     where = f"slurm {submission.job_id}" if submission.target == "slurm" else f"{submission.target} {submission.name}"
     state = own
-    if own not in _OVER and submission.target != "scripts":
+    if own not in _OVER and submission.has_scheduler:
         with suppress(FcpError):
             state = _asked(submission, outside)
     return JobState(run_dir=run_dir, where=where, state=state or "unknown", steps=steps)

@@ -1,18 +1,25 @@
-"""The targets of `fcp launch`: which files each is made of, and how a node learns its number there."""
+"""The targets of `fcp launch`: which files each is made of, and how a node learns its number there.
+
+Other packages add targets by entry points of the group `fcp.targets`, each of which names a `Target`.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fcp_cli.errors import UsageError
+from fcp_cli.errors import FcpError, UsageError
 from fcp_cli.launching.job import shell
 from fcp_cli.launching.job.job import Job
 from fcp_cli.launching.job.shell import variable
-from fcp_cli.launching.targets.templates import render, shipped_template
+from fcp_cli.launching.request import LOCAL
+from fcp_cli.launching.targets.templates import SUFFIX, render, shipped_template
 from fcp_cli.launching.targets.values import NodeFacts, template_values
+from fcp_cli.plugins import Registry
 
 HOSTFILE = "hostfile"
 
@@ -23,17 +30,29 @@ class Target:
 
     Attributes:
         template: of the file that starts a node's ranks, without suffix; `--template` replaces it.
-        others: further files, rendered by shipped templates of the same values.
+        others: further files, rendered by templates of the same values.
+        folder: of these templates, NAME.j2 each; None: the shipped ones.
+        options: of `fcp launch` that it takes, by field of `ClusterOptions`, besides `template`, `python` and `env`.
+        is_container: whether ranks run in a container, whose `image` must be given.
         node: how a node learns its number and the first node's address.
         ready: makes a word ready for the template; see `template_values`.
-        start: what is typed to start the job, given the folder of its files.
+        start: the command that starts the job, given the folder of its files.
     """
 
     template: str
     others: tuple[str, ...] = ()
+    folder: Path | None = None
+    options: frozenset[str] = frozenset()
+    is_container: bool = False
     node: Callable[[Job], NodeFacts]
     ready: Callable[[str], str] = shell.quote
     start: Callable[[Path], tuple[str, ...]]
+
+
+_OF_CONTAINERS = frozenset(
+    {"image", "mount", "namespace", "request", "node_selector", "toleration", "env_secret", "pull_secret"}
+    | {"rdma_resource", "host_network", "shm_size", "job_name"}
+)
 
 
 def _on_kubernetes(template: str, *, rank: str, first_node: str) -> Target:
@@ -53,6 +72,8 @@ def _on_kubernetes(template: str, *, rank: str, first_node: str) -> Target:
 
     return Target(
         template=template,
+        options=_OF_CONTAINERS,
+        is_container=True,
         node=node,
         ready=shell.kubernetes_word,
         start=lambda folder: ("kubectl", "apply", "-f", str(folder / template)),
@@ -63,6 +84,7 @@ TARGETS = {
     "scripts": Target(
         template="node.sh",
         others=("start.sh", HOSTFILE),
+        options=frozenset({"hostfile", "setup"}),
         node=lambda job: NodeFacts(
             rank=variable("NODE_RANK"),
             master_addr=variable("MASTER_ADDR"),
@@ -72,6 +94,7 @@ TARGETS = {
     ),
     "slurm": Target(
         template="job.sbatch",
+        options=frozenset({"sbatch_option", "srun_option", "setup", "job_name"}),
         node=lambda job: NodeFacts(
             rank=variable("SLURM_NODEID"),
             master_addr=variable("MASTER_ADDR"),
@@ -89,23 +112,71 @@ TARGETS = {
 }
 
 
+ALSO_CALLED = {"kubernetes": "trainjob", "k8s": "trainjob"}
+"""Names that people type for a target."""
+REGISTRY = Registry("fcp.targets", "target", "--target", (LOCAL, *TARGETS, *ALSO_CALLED))
+
+
+def target_of(name: str) -> Target:
+    """Return a target other than `LOCAL` by its name.
+
+    Raises:
+        UsageError: nothing has this name.
+        PluginError: the target of another package cannot be used.
+    """
+    if name in TARGETS:
+        return TARGETS[name]
+    plugin = REGISTRY.plugin(name)
+    found = plugin.load()
+    if not isinstance(found, Target):
+        raise plugin.error(f"is no fcp_cli.extend.targets.Target but {type(found).__name__} at {plugin.entry.value}")
+    return found
+
+
 def job_files(target: Target, job: Job, *, template: Path | None = None) -> dict[str, str]:
     """Return name and text of a job's files, the one that starts a node's ranks first. Nothing is written.
 
     Args:
-        target: one of `TARGETS`.
+        target: where it runs.
         job: what is launched.
         template: a site's own, instead of the target's.
 
     Raises:
         UsageError: a template has a mistake, or a word cannot be written in UTF-8.
     """
-    values = template_values(job, target.node(job), target.ready)
-    own = template or shipped_template(target.template)
-    rendered = [(target.template, own), *((name, shipped_template(name)) for name in target.others)]
+    with _faults_named(job.target):
+        values = template_values(job, target.node(job), target.ready)
+    rendered = [(name, _template(target, name)) for name in (target.template, *target.others)]
+    if template is not None:
+        rendered[0] = target.template, template
     files = {name: render(path, values) for name, path in rendered}
     for name, text in files.items():
         # Bytes of an argument or a path that are no UTF-8 stand in a text as lone surrogates.
         if lone := re.search("[\ud800-\udfff]+", text):
             raise UsageError(f"{name} cannot hold {lone[0]!a}: an argument or a path is not UTF-8 text")
     return files
+
+
+def start_command(target: Target, job: Job, folder: Path) -> tuple[str, ...]:
+    """Return the words that start a job whose files are in this folder."""
+    with _faults_named(job.target):
+        words = tuple(target.start(folder))
+        shlex.join(words)  # raises unless all are texts
+        return words
+
+
+@contextmanager
+def _faults_named(name: str) -> Iterator[None]:
+    """Turn an exception of another package's target into one line that names the package."""
+    try:
+        yield
+    except FcpError:
+        raise
+    except Exception as error:
+        if name in TARGETS:
+            raise
+        raise REGISTRY.plugin(name).error("failed", error) from error
+
+
+def _template(target: Target, name: str) -> Path:
+    return shipped_template(name) if target.folder is None else target.folder / f"{name}{SUFFIX}"

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from fcp_cli.console import Origins
@@ -14,40 +14,16 @@ from fcp_cli.errors import ProfileError, UsageError
 from fcp_cli.launching.job.job import Cluster, Job, Mount, SecretVariable, Toleration
 from fcp_cli.launching.job.nodes import THIS_MACHINE, planned_cluster
 from fcp_cli.launching.request import LOCAL, ClusterOptions
-from fcp_cli.launching.targets.catalog import TARGETS
+from fcp_cli.launching.targets.catalog import ALSO_CALLED, TARGETS, target_of
 from fcp_cli.launching.targets.hostfile import read_hostfile
 from fcp_cli.launching.targets.values import job_name
 from fcp_cli.machine.devices import UNKNOWN_MACHINE, Machine
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.runs.submission import LABEL, MOST_NAME, SUBDOMAIN
 
-KUBERNETES = ("trainjob", "pytorchjob", "jobset", "volcano")
-"""The targets that are containers; the first is meant where nothing else is said."""
-_ALSO_CALLED = {"kubernetes": KUBERNETES[0], "k8s": KUBERNETES[0]}
-# Which targets an option belongs to; where no target is named, the first of them is meant.
-_OPTIONS_OF = {
-    "hostfile": ("scripts",),
-    "sbatch_option": ("slurm",),
-    "srun_option": ("slurm",),
-    "image": KUBERNETES,
-    "mount": KUBERNETES,
-    "namespace": KUBERNETES,
-    "request": KUBERNETES,
-    "node_selector": KUBERNETES,
-    "toleration": KUBERNETES,
-    "env": tuple(TARGETS),
-    "env_secret": KUBERNETES,
-    "pull_secret": KUBERNETES,
-    "rdma_resource": KUBERNETES,
-    "host_network": KUBERNETES,
-    "shm_size": KUBERNETES,
-    "setup": ("scripts", "slurm"),
-    "job_name": ("slurm", *KUBERNETES),
-    "template": tuple(TARGETS),
-    "python": tuple(TARGETS),
-}
-# Where no --target is named, these options imply it; the others fit several.
-_DECISIVE = ("hostfile", "sbatch_option", "srun_option", "image")
+_DECISIVE = {"hostfile": "scripts", "sbatch_option": "slurm", "srun_option": "slurm", "image": "trainjob"}
+"""Option -> the target that it implies without --target; other options fit several."""
+_OF_ALL = frozenset({"template", "python", "env"})
 
 _RESOURCE = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _LABEL = re.compile(r"([a-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
@@ -65,12 +41,15 @@ def choose_target(request: ClusterOptions) -> str:
     """Return the target that was named, or that an option belongs to; else `local`.
 
     Raises:
-        UsageError: an option has no meaning for it.
+        UsageError: there is no such target, or an option has no meaning for it.
+        PluginError: the target of another package cannot be used.
     """
-    meant = next((_OPTIONS_OF[name][0] for name in _DECISIVE if getattr(request, name)), LOCAL)
-    target = _ALSO_CALLED.get(request.target or "", request.target or meant)
-    for name, targets in _OPTIONS_OF.items():
-        if getattr(request, name) and target not in targets:
+    meant = next((target for name, target in _DECISIVE.items() if getattr(request, name)), LOCAL)
+    target = ALSO_CALLED.get(request.target or "", request.target or meant)
+    takes = frozenset[str]() if target == LOCAL else target_of(target).options | _OF_ALL
+    for name in (field.name for field in fields(ClusterOptions) if field.name != "target"):
+        if getattr(request, name) and name not in takes:
+            targets = [one for one, own in TARGETS.items() if name in own.options | _OF_ALL]
             raise UsageError(f"--{name.replace('_', '-')} is for --target {' or '.join(targets)}, not for {target}")
     return target
 
@@ -136,13 +115,13 @@ def for_cluster(request: ClusterOptions, job: Job, assumed: Origins) -> Job:
 
     Args:
         request: what was typed.
-        job: whose `target` is one of `TARGETS`.
+        job: whose `target` is not `LOCAL`.
         assumed: receives what was filled in.
 
     Raises:
         UsageError: an option cannot be used as it is.
     """
-    is_container = job.target in KUBERNETES
+    is_container = target_of(job.target).is_container
     if is_container and request.image is None:
         raise UsageError("containers need --image: the name of one with fcp, torch and your code")
     if is_container and not _IMAGE.fullmatch(request.image or ""):

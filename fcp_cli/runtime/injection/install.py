@@ -7,7 +7,7 @@ import io
 import os
 import sys
 from collections.abc import MutableMapping
-from functools import partial, wraps
+from functools import wraps
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -15,7 +15,7 @@ from fcp_cli.errors import FcpError, RunError, UsageError
 from fcp_cli.runtime.data.followed_plans import is_followed
 from fcp_cli.runtime.injection.error_file import record_error
 from fcp_cli.runtime.injection.imports import after_import
-from fcp_cli.runtime.injection.integrations import HOOKS, resolve
+from fcp_cli.runtime.injection.integrations import hooks
 from fcp_cli.runtime.injection.ranks import torch_variables
 
 PLAN_VARIABLE = "FCP_PLAN"
@@ -40,7 +40,7 @@ def install(environment: MutableMapping[str, str]) -> None:
         {
             "torch.distributed.distributed_c10d": _leave_at_exit,
             "torch.optim.optimizer": _watch_optimizers,
-            **{module: partial(_hook, target) for module, target in HOOKS.items()},
+            **hooks(),
         }
     )
 
@@ -76,10 +76,6 @@ def _write_whole_lines() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
-
-
-def _hook(target: str, module: ModuleType) -> None:
-    resolve(target)(module)
 
 
 def _watch_optimizers(optimizer: ModuleType) -> None:

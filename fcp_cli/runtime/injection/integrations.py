@@ -1,15 +1,20 @@
 """The one door from the core to integrations: functions by name, imported on first use.
 
-Nothing in the core imports `fcp_cli.integrations` (`tests/app/test_structure.py`); it asks here.
+Nothing in the core imports `fcp_cli.integrations` (`tests/app/test_structure.py`); it asks here. Other packages hook
+further modules by entry points of the group `fcp.integrations`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from importlib import import_module
+from types import ModuleType
 from typing import Any, Protocol, cast
 
+from fcp_cli.errors import FcpError
+from fcp_cli.plugins import Registry
 from fcp_cli.recipe import Recompute
 
 _INTEGRATIONS = "fcp_cli.integrations"
@@ -28,6 +33,35 @@ HOOKS: Mapping[str, str] = {
     "mindspeed_mm.fsdp.train.train_engine": f"{_INTEGRATIONS}.mindspeed_mm.engine:hook_engine",
 }
 """Module of a framework -> the function that is called with it right after its import."""
+
+
+REGISTRY = Registry("fcp.integrations", "integration", "module", tuple(HOOKS))
+
+
+class Hook(Protocol):
+    """Makes a framework follow the plan."""
+
+    def __call__(self, module: ModuleType, /) -> None:
+        """Change the module right after its own code has run, before its importer sees it."""
+
+
+def hooks() -> dict[str, Hook]:
+    """Return the hook of each module of a framework; none is imported before its module is."""
+    return {name: partial(_hook, name) for name in REGISTRY.names()}
+
+
+def _hook(name: str, module: ModuleType) -> None:
+    if name in HOOKS:
+        resolve(HOOKS[name])(module)
+        return
+    plugin = REGISTRY.plugin(name)
+    hook = plugin.load()
+    try:
+        hook(module)
+    except FcpError:
+        raise
+    except Exception as error:
+        raise plugin.error(f"failed at {plugin.entry.value}", error) from error
 
 
 class ModelPreparation(Protocol):
