@@ -213,6 +213,14 @@ def test_several_nodes_get_a_command_to_run_on_each(tmp_path: Path, fcp: Fcp) ->
     assert {point.degree for point in points if point.crosses_nodes} == {2, 3, 4, 6, 8}
 
 
+def test_ranks_that_several_nodes_do_not_have_are_refused(tmp_path: Path, fcp: Fcp) -> None:
+    words = ("profile", "--model", "qwen3-8b", "--nodes", "7", "--ranks", "2", "--device", "cuda")
+    assert fcp(*words, status=2).err.splitlines()[-1] == (
+        "error: --ranks 2: 7 nodes of --devices-per-node 8 have 56 ranks; leave out --ranks, or give the devices of a node"
+    )
+    assert not (tmp_path / "profile.request.json").exists()
+
+
 @pytest.mark.processes
 @pytest.mark.hf
 @pytest.mark.distributed

@@ -6,6 +6,7 @@ python -m tests.fuzz 20000 [FIRST] [KIND ...]
 from __future__ import annotations
 
 import json
+import math
 import os
 import queue
 import re
@@ -170,7 +171,7 @@ def main() -> None:
     count, first = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
     wanted = sys.argv[3:] or list(KINDS)
     whole = sum(KINDS[kind].share for kind in wanted)
-    kinds = {kind: max(1, -(-int(count * KINDS[kind].share) // int(whole) or 1)) for kind in wanted}
+    kinds = {kind: max(1, math.ceil(count * KINDS[kind].share / whole)) for kind in wanted}
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         seeds = Path(folder) / "seeds"

@@ -311,8 +311,11 @@ def _drawn(draw: random.Random, command: str) -> Input:
         inner = document
         for word in command.split():
             inner = inner.setdefault(word, {})
-        spelt = {name.replace("_", draw.choice("-_")): _of_yaml(draw, value) for name, value in values.items()}
-        inner.update(spelt)
+        read = {name: _of_yaml(draw, value) for name, value in values.items()}
+        inner.update({name.replace("_", draw.choice("-_")): value for name, value in read.items()})
+        values |= {
+            name: value for name, value in read.items() if isinstance(value, str)
+        }  # YAML strips blanks and quotes
         files["drawn.yaml"] = yaml.safe_dump(document, allow_unicode=True).encode()
         first = ["--config", "drawn.yaml"]
     elif way == 1:

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from inline_snapshot import snapshot
 
+from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.header import build_command, manifest_source
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.sources.masks import mask_rule
@@ -137,6 +138,17 @@ def test_what_is_no_mask_of_its_sequence_is_named(tmp_path: Path, mask: str, col
     source = write_parquet(tmp_path / "d.parquet", {"input_ids": ROWS, "shape": column})
     with raises(message):
         build(source, tmp_path / "m.parquet", column="input_ids", mask=mask)
+
+
+@pytest.mark.parametrize("value", ["1" * 40, '"\\ud800"'])
+def test_numbers_and_texts_that_no_column_holds_are_one_line(tmp_path: Path, value: str) -> None:
+    source = tmp_path / "d.jsonl"
+    source.write_text(f'{{"input_ids": [1, 2, 3], "shape": {value}}}\n')
+    with pytest.raises(
+        ManifestError, match=r"d\.jsonl: field 'shape' holds values of several kinds, or none of a mask"
+    ):
+        build(source, tmp_path / "m.parquet", column="input_ids", mask="prefix:shape")
+    assert not (tmp_path / "m.parquet").exists()
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fcp_cli.errors import ManifestError
+from fcp_cli.manifest.sources import pictures
 from fcp_cli.manifest.sources.detect import detect_kind
 from fcp_cli.manifest.tokens import open_pictures
+from fcp_cli.vision.processors import Visual
 from tests.manifest.datasets import build, write_jsonl
 from tests.manifest.picture_checkpoint import Family, odd_sizes, picture, png, processor, write_processor
 
@@ -100,3 +103,15 @@ def test_every_form_of_the_same_conversations_has_the_same_tokens(tmp_path: Path
         held = read.pictures[0].content()
         assert (held.read_bytes() if isinstance(held, Path) else held.read()) == contents[4]
     assert detect_kind(sources[0]) == detect_kind(sources[1]) == detect_kind(sources[2]) == "media"
+
+
+def test_a_picture_of_more_patches_than_numbers_can_count_is_one_line() -> None:
+    class Endless:
+        def visual(self, processor: Any) -> Visual:
+            return Visual(tokens=1, grid=(1, 1 << 16, 1 << 16))
+
+    endless: Any = Endless()
+    with pytest.raises(
+        ManifestError, match=r"record 3: a picture of 4,294,967,296 patches is more than any encoder takes"
+    ):
+        pictures._visual(endless, endless, "record 3")

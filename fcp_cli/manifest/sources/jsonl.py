@@ -87,9 +87,9 @@ class JsonLines:
         values = [json_record(line, f"{file}:{number}").get(self.mask_column) for number, _, line in lines]
         try:
             return pa.array(values)
-        except pa.ArrowException as error:
+        except (pa.ArrowException, OverflowError, UnicodeError) as error:  # numbers past 64 bits, halves of surrogates
             raise ManifestError(
-                f"{file}: field {self.mask_column!r} holds values of several kinds ({error}); correct the data"
+                f"{file}: field {self.mask_column!r} holds values of several kinds, or none of a mask ({error}); correct the data"
             ) from error
 
 

@@ -28,6 +28,7 @@ from fcp_cli.vision.processors import VisionProcessor, Visual
 PICTURES_COLUMN: Final = "pictures"
 _BATCH_RECORDS: Final = 1 << 8
 _BATCH_BYTES: Final = 8 << 20
+_MOST_PATCH_PAIRS: Final = 1 << 50  # sums over the pictures of a record stay numbers of 64 bits
 _SIZE: Final = pa.struct([("frames", pa.int32()), ("height", pa.int32()), ("width", pa.int32()), ("fps", pa.float64())])
 
 
@@ -245,9 +246,15 @@ def _size_of(picture: Picture, place: str, *, is_video: bool) -> PictureSize:
 
 def _visual(size: PictureSize, processor: VisionProcessor, place: str) -> Visual:
     try:
-        return size.visual(processor)
+        found = size.visual(processor)
     except ValueError as error:
         raise ManifestError(f"{place}: {error}; leave the record out") from error
+    if found.patch_pairs > _MOST_PATCH_PAIRS:
+        raise ManifestError(
+            f"{place}: a picture of {found.patches:,} patches is more than any encoder takes; leave the record out, or "
+            "correct the sizes in the checkpoint's preprocessor_config.json"
+        )
+    return found
 
 
 def _as_struct(size: PictureSize) -> dict[str, Any]:

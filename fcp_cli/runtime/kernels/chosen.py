@@ -4,9 +4,9 @@ The order is: the kernel that was asked for; then those measured on the call's c
 order of the architecture. A kernel takes part once its test call has passed for the heads and the type at hand. All
 figures are known to the host, so a choice waits for nothing, and a layout keeps it for all layers.
 
-A pack of unequal sequences may be split: its long ones run on cuDNN, which is the quickest on them on a Hopper and whose
-packed form is not used up to torch 2.13, and runs of the others between them on the kernel of the pack. Sequences do not
-attend to each other: results are concatenated.
+A pack of unequal sequences may be split: its long ones run on cuDNN, the quickest on a Hopper, whose packed form is not
+used up to torch 2.13, and runs of the others between them on the kernel of the pack. Sequences do not attend to each
+other: results are concatenated.
 
 Kernels compute the same function, up to rounding, with natural log-sum-exps. The calls of one row, and the ranks of one
 ring, may run different kernels.
