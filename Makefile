@@ -15,7 +15,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 demo: $(STAMP)
-	$(BIN)/python examples/demo.py
+	$(BIN)/fcp demo
 
 # Types beside the tests, which begin with compiling the planner on one core.
 test: $(STAMP)
@@ -177,4 +177,4 @@ chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos $(CHAOS)
 
 clean:
-	rm -rf $(VENV) $(LOCKED_VENV) $(LOOPS_VENV) $(MSRUN_VENV) $(NEXT_VENV) demo site
+	rm -rf $(VENV) $(LOCKED_VENV) $(LOOPS_VENV) $(MSRUN_VENV) $(NEXT_VENV) fcp-demo site

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.workloads import FAMILIES, MAX_LENGTH, example_profile, family_table
+from fcp_cli.demo.paced import library_table, typical_step
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.summary import PlanSummary
@@ -32,20 +32,12 @@ _STYLE = "<style>.mark-rect path { shape-rendering: crispEdges; }</style>"
 
 Curves = Mapping[str, Sequence[tuple[float, float]]]  # label -> (ranks, value)
 
-RANKS, RANKS_PER_NODE, BATCH_SIZE, STEPS = 64, 8, 64, 12  # as the table that ends `make demo`
+RANKS, RANKS_PER_NODE, BATCH_SIZE, STEPS = 64, 8, 64, 12
 EVERY_RANK = RanksShown(num_ranks=RANKS, ranks_per_node=RANKS_PER_NODE)
 STATIC, FCP = "static", "fcp"
 _WIDTH = 760
 COLOURS = ("#3f8fd2", "#e0702e", "#1fa08a", "#c9487f")  # of curves, in their order
 _INK = "#6e7781"  # contrast of more than 4:1 on white and on near-black, since a README may be shown on either
-
-
-def library_table() -> LengthTable:
-    """The .py files of Python's standard library, a token per byte."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    files = [path for path in sorted(library.rglob("*.py")) if "site-packages" not in path.parts]
-    sizes = np.array([path.stat().st_size for path in files], dtype=np.int64)
-    return LengthTable(name="Python's standard library", length_tokens=sizes[sizes > 0])
 
 
 def planned(table: LengthTable, solver_name: str, *, steps: int) -> list[StepPlan]:
@@ -63,15 +55,10 @@ def planned(table: LengthTable, solver_name: str, *, steps: int) -> list[StepPla
     return [assemble(solver.assign(batch), batch, problem) for batch in batches]
 
 
-def typical_step(plans: Mapping[str, Sequence[StepPlan]]) -> int:
-    """The step whose gain over static is nearest to that of all steps together."""
-    static, ours = (np.array([step.makespan_seconds for step in plans[name]]) for name in (STATIC, FCP))
-    return int(np.abs(static / ours - static.sum() / ours.sum()).argmin())
-
-
 def gantt_spec(plans: Mapping[str, Sequence[StepPlan]]) -> chart_parts.Spec:
     """One step of the best static plan over the same step of ours, on one time axis."""
-    at = typical_step(plans)
+    static, ours = ([step.makespan_seconds for step in plans[name]] for name in (STATIC, FCP))
+    at = typical_step(static, ours)
     colours = chart_parts.DegreeColours({int(d) for steps in plans.values() for d in np.unique(steps[at].degrees)})
     parts = []
     for name, steps in plans.items():

@@ -19,6 +19,7 @@ from fcp_cli import __version__
 from fcp_cli.command_line import App, RootGroup
 from fcp_cli.commands.check import check
 from fcp_cli.commands.compare import compare
+from fcp_cli.commands.demo import demo
 from fcp_cli.commands.env import env
 from fcp_cli.commands.inspect import inspect
 from fcp_cli.commands.jobs import jobs_app
@@ -58,7 +59,7 @@ app = App(
 app.add_typer(manifest_app, name="manifest")
 app.add_typer(profile_app, name="profile")
 app.add_typer(jobs_app, name="jobs")
-for _verb in (plan, launch, check, inspect, compare, verify, watch, report, trace, env, selftest, trust):
+for _verb in (demo, plan, launch, check, inspect, compare, verify, watch, report, trace, env, selftest, trust):
     app.command()(_verb)
 app.command("list")(list_names)
 

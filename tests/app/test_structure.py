@@ -299,6 +299,7 @@ WRITERS: dict[str, str] = {
     "fcp_cli.commands.plan._plan_to_stdout": _TEMPORARY,
     "fcp_cli.commands.selftest.selftest": _TEMPORARY,
     "fcp_cli.compiling._folder_of_this_process": "a folder of its own for compiled code, which ends with the process",
+    "fcp_cli.demo.training.make_checkpoint": "into the demo's own folder, which every demo makes anew",
     "fcp_cli.files._remove_leftovers": "opens a killed writer's file to see whether it is locked",
     "fcp_cli.files._create_temporary": "it is the atomic writer",
     "fcp_cli.files.flush_to_disk": "opens for reading",

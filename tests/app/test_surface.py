@@ -45,6 +45,9 @@ SURFACE = {
     "profile diff": """
         FIRST SECOND --json
     """,
+    "demo": """
+        --output -o --json
+    """,
     "plan": """
         MANIFEST --profile --model --cluster --attention-kernel --ranks --ranks-per-node --tokens-per-rank --rank-speeds --sync --headroom --attention
         --tensor-parallel --pipeline-parallel --virtual-stages --padded-rings --no-padded-rings --phase --global-batch-tokens --step-column --encoder-balance

@@ -1,4 +1,4 @@
-"""`make pace`: ranks that sleep what a profile says, over a real runtime."""
+"""Paced ranks, of `fcp demo` and `make pace`: they sleep what a profile says, over a real runtime."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ pytest.importorskip("torch")
 
 import torch
 
-from benchmarks.pace.__main__ import Work, lines, paced_profile, run
-from benchmarks.pace.device import HEAD_DIM, LAYERS, Device, Links, PacedKernel, PacedTransport
+from benchmarks.pace import lines
+from fcp_cli.demo.device import HEAD_DIM, LAYERS, Device, Links, PacedKernel, PacedTransport
+from fcp_cli.demo.paced import Work, paced_profile, run, write_plans
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.runtime.layouts.layout import shard_layout
 
@@ -127,7 +128,7 @@ def test_four_ranks_take_the_seconds_that_their_plans_predict(tmp_path: Path) ->
     lengths[::8] = 7000
     table = LengthTable(name="drawn", length_tokens=lengths.astype(np.int64))
     work = Work(table=table, steps=2, tokens_per_rank=2048, max_length=8192, slower=1.0)
-    outcomes = run(tmp_path, work, num_ranks=4, strategies=("static", "fcp"))
+    outcomes = run(write_plans(tmp_path, work, num_ranks=4, strategies=("static", "fcp")), num_ranks=4)
     for outcome in outcomes.values():
         # A busy machine makes steps longer, and nothing makes them shorter.
         assert 0.98 < outcome.measured_seconds / outcome.predicted_seconds < 3.0

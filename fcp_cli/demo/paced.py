@@ -1,0 +1,171 @@
+"""Step times in wall time on ranks that lend each other no cores: several strategies on the same work.
+
+Each rank is a process of the real runtime, on a device that computes nothing and sleeps the seconds of Qwen3-8B on
+H200s in nodes of four, as `fcp profile --analytic` computes them, times `Work.slower`. Its keys, values and gradients
+travel over gloo, and arrive no sooner than over that cluster's links (`device`). Plans are made without torch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from fcp_cli.cost.profile import Bandwidth, CostProfile, StepTerms, dump_cost_profile
+from fcp_cli.errors import RunError
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.models.cluster import load_cluster
+from fcp_cli.models.model import load_model
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.writer import plan_writer
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.problem import Problem
+from fcp_cli.planning.run import plan_metadata, plan_step
+from fcp_cli.planning.solvers import make_solver
+from fcp_cli.profiling.analytic import analytic_profile
+from fcp_cli.recipe import Recipe
+from fcp_cli.runs.metrics_reader import RunStep, read_metrics, run_step
+
+RANKS_PER_NODE = 4
+_START_SECONDS, _MOST_PER_PREDICTED = 120.0, 3.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """The first steps of a table of lengths; longer sequences are dropped.
+
+    Attributes:
+        sequences_per_rank: of a step.
+        slower: factor on all seconds of the profile, so that a hop over gloo is short beside them.
+    """
+
+    table: LengthTable
+    steps: int
+    tokens_per_rank: int = 8192
+    max_length: int = 65_536
+    sequences_per_rank: int = 2
+    slower: float = 4.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """The measured steps of one plan, in order, without the warm-up step."""
+
+    plan: Path
+    steps: tuple[RunStep, ...]
+
+    @property
+    def predicted_seconds(self) -> float:
+        """Return the mean of a step."""
+        return float(np.mean([step.predicted_seconds for step in self.steps]))
+
+    @property
+    def measured_seconds(self) -> float:
+        """Return the mean of a step, from its start to its last optimizer step."""
+        return float(np.mean([step.seconds for step in self.steps]))
+
+
+def library_table() -> LengthTable:
+    """Return the lengths of the .py files of Python's standard library, a token per byte."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    files = [path for path in sorted(library.rglob("*.py")) if "site-packages" not in path.parts]
+    sizes = np.array([path.stat().st_size for path in files], dtype=np.int64)
+    return LengthTable(name="Python's standard library", length_tokens=sizes[sizes > 0])
+
+
+def paced_profile(num_ranks: int, slower: float) -> CostProfile:
+    """Return the computed profile of Qwen3-8B on H200s, all seconds times `slower`, less what follows micro-batches."""
+    computed = analytic_profile(
+        load_model("qwen3-8b"), load_cluster("h200-8x8"), recipe=Recipe(), sync="iteration", ranks=num_ranks
+    )
+    c, bandwidth = computed.coefficients, computed.bandwidth
+    coefficients = replace(
+        c, **{name: slower * getattr(c, name) for name in asdict(c) if name.partition("_per_")[0].endswith("seconds")}
+    )
+    profile = replace(
+        computed,
+        cluster=f"paced ranks, seconds of h200-8x8 times {slower:g}",
+        coefficients=coefficients,
+        bandwidth=Bandwidth(intra_node=bandwidth.intra_node / slower, inter_node=bandwidth.inter_node / slower),
+        step=StepTerms(),
+    )
+    return replace(profile, text=dump_cost_profile(profile))
+
+
+def write_plans(folder: Path, work: Work, *, num_ranks: int, strategies: Sequence[str]) -> dict[str, Path]:
+    """Plan the work by each strategy; strategy -> file of the plan."""
+    problem = Problem(
+        num_ranks=num_ranks,
+        ranks_per_node=RANKS_PER_NODE,
+        tokens_per_rank=work.tokens_per_rank,
+        sync="iteration",
+        profile=paced_profile(num_ranks, work.slower),
+    )
+    settings = BatchSettings(
+        global_batch_size=work.sequences_per_rank * num_ranks,
+        max_length=work.max_length,
+        overlong="drop",
+        step_limit=work.steps,
+    )
+    plans = {strategy: folder / f"{strategy}-{num_ranks}.parquet" for strategy in strategies}
+    for strategy, path in plans.items():
+        batches = GlobalBatches(work.table, problem, settings)
+        solver = make_solver(strategy, batches)
+        with plan_writer(path, plan_metadata(work.table, batches, solver)) as writer:
+            for batch in batches:
+                writer.append(plan_step(batch, problem, solver))
+    return plans
+
+
+def run(plans: Mapping[str, Path], *, num_ranks: int) -> dict[str, Outcome]:
+    """Follow the plans one after the other on paced ranks; strategy -> outcome.
+
+    Raises:
+        RunError: a rank failed, or the ranks took several times as long as predicted.
+    """
+    predicted = sum(step.makespan_seconds for path in plans.values() for step in PlanReader(path).steps())
+    most = _START_SECONDS + _MOST_PER_PREDICTED * predicted
+    command = [sys.executable, "-m", "fcp_cli.demo.ranks", str(num_ranks), *map(str, plans.values())]
+    # In a session of its own, so that Ctrl-C reaches this process alone, which then ends all ranks.
+    ranks = subprocess.Popen(command, env=without_settings(os.environ), start_new_session=True)
+    try:
+        status = ranks.wait(timeout=most)
+    except subprocess.TimeoutExpired:
+        raise RunError(f"{num_ranks} paced ranks took over {most:.0f} s: the machine is too busy") from None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(ranks.pid, signal.SIGKILL)
+        ranks.wait()
+    if status:
+        raise RunError(f"one of {num_ranks} paced ranks failed; its message is above")
+    return {strategy: Outcome(plan=path, steps=measured_steps(metrics_of(path))) for strategy, path in plans.items()}
+
+
+def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the settings of fcp that somebody exported for a job of their own."""
+    return {name: value for name, value in environment.items() if not name.startswith("FCP_")}
+
+
+def metrics_of(plan: Path) -> Path:
+    """Return where a plan's run writes its metrics."""
+    return plan.with_suffix(".jsonl")
+
+
+def measured_steps(metrics: Path) -> tuple[RunStep, ...]:
+    """Return the steps of a run without the warm-up step, in which ranks connect."""
+    steps = (run_step(record) for record in read_metrics(metrics) if record["kind"] == "step")
+    return tuple(step for step in steps if not step.warm_up)
+
+
+def typical_step(static: Sequence[float], ours: Sequence[float]) -> int:
+    """Return the index whose gain is nearest to that of all steps together; seconds per step."""
+    gains = np.asarray(static) / np.asarray(ours)
+    return int(np.abs(gains - np.sum(static) / np.sum(ours)).argmin())

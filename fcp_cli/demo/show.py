@@ -1,0 +1,226 @@
+"""The parts of `fcp demo`, and the words between them.
+
+Plans and the picture need no extra. Paced ranks need PyTorch, the training transformers, and the page
+vl-convert-python: a part whose libraries are missing is named with the line that installs them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from fcp_cli.demo.paced import RANKS_PER_NODE, Work, library_table, metrics_of, run, typical_step, write_plans
+from fcp_cli.demo.picture import step_picture
+from fcp_cli.demo.training import RANKS as TRAINED_RANKS
+from fcp_cli.demo.training import gradient_difference, run_fcp, train
+from fcp_cli.errors import UsageError
+from fcp_cli.extras import pip_install
+from fcp_cli.files import write_text_atomically
+from fcp_cli.plan.reader import PlanReader
+
+RANKS, STEPS = 16, 3
+TOLERANCE = 1e-12
+_STATIC, _FCP = "static", "fcp"
+_MARK = ".fcp-demo"  # the file that tells a demo's folder from others
+_WIDEST = 100
+_BUSY = 1.15  # measured / predicted, beyond which the machine had other work
+_MODULES = {"torch": ("torch", "scipy"), "hf": ("transformers", "tokenizers"), "report": ("vl_convert",)}
+_SKIPPED = {
+    "torch": "the same steps in wall time, the proof of the gradients, and a training",
+    "hf": "the training of a tiny model",
+    "report": "the page",
+}
+
+_SHOWN = (
+    "The gain is wall time: the ranks of part 2 are processes that follow the plan through the runtime of a training "
+    "job. They change rings with every micro-batch, and wait for each other's messages.",
+    "Training stays the same: the gradients are those of one process, whatever the plan.",
+)
+_NOT_SHOWN = (
+    "No GPU computed anything: part 2 slept 1.5 times the seconds that data sheets give for Qwen3-8B on H200s.",
+    "Messages went over gloo. No ring has run over NCCL or HCCL yet; fcp selftest is for the first node that has one.",
+    "The gain is of these lengths on these ranks. For yours: fcp compare LENGTHS --model qwen3-8b --cluster h200-8x8",
+)
+
+
+@dataclass(kw_only=True)
+class Demo:
+    """One demo.
+
+    Attributes:
+        folder: of all its files.
+        console: that it prints on.
+        figures: its results, for `--json`.
+    """
+
+    folder: Path
+    console: Console
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def show(self) -> None:
+        """Run all parts whose libraries are installed."""
+        began = time.monotonic()
+        prepare(self.folder)
+        missing = [extra for extra, modules in _MODULES.items() if not all(map(find_spec, modules))]
+        self.figures |= {"folder": str(self.folder), "missing": missing}
+        self._say(f"Flexible Context Parallelism in under two minutes. Its files are in {self.folder}/.")
+        plans = self._plan()
+        if "torch" not in missing:
+            self._pace(plans)
+            self._prove(plans[_FCP])
+            if "hf" not in missing:
+                self._train()
+        if "report" not in missing:
+            self._write_page(plans[_FCP])
+        self._close(missing)
+        self.figures["seconds"] = time.monotonic() - began
+        self._say(f"\nAll of it took {self.figures['seconds']:.0f} s.")
+
+    @property
+    def passed(self) -> bool:
+        """Whether no gradient differs from one process by more than the tolerance."""
+        return float(self.figures.get("gradient_difference", 0.0)) <= TOLERANCE
+
+    def _plan(self) -> dict[str, Path]:
+        """Plan by the best static degree and by fcp, and draw a step of both; strategy -> plan."""
+        table = library_table()
+        # A second of the profile takes 1.5, and the longest files are dropped: steps of seconds, hops of milliseconds.
+        work = Work(table=table, steps=STEPS, tokens_per_rank=4096, max_length=32_768, slower=1.5)
+        plans = write_plans(self.folder, work, num_ranks=RANKS, strategies=(_STATIC, _FCP))
+        static, ours = (list(PlanReader(plans[name]).steps()) for name in (_STATIC, _FCP))
+        seconds = [[step.makespan_seconds for step in steps] for steps in (static, ours)]
+        at = typical_step(*seconds)
+        self.figures["predicted_speedup"] = sum(seconds[0]) / sum(seconds[1])
+        self._title("1. One step, before and after")
+        self._say(
+            f"{len(table):,} files of Python's standard library, a token per byte, train Qwen3-8B on {RANKS} H200s in "
+            f"nodes of {RANKS_PER_NODE}. Each row is a rank: a number is the degree of a ring, the line behind it its "
+            "time, and dots are waiting."
+        )
+        degree = int(static[at].degrees.max())
+        steps = {f"static, degree {degree} for all, as the longest needs it": static[at], "fcp": ours[at]}
+        longest = max(step.makespan_seconds for step in steps.values())
+        for title, step in steps.items():
+            self._say(f"\n{title}: {step.makespan_seconds:.1f} s")
+            for row in step_picture(
+                step, RANKS, columns=self._width, seconds=longest, ascii_only=self.console.options.ascii_only
+            ):
+                self.console.print(row, no_wrap=True)
+        return plans
+
+    def _pace(self, plans: dict[str, Path]) -> None:
+        """Follow both plans on paced ranks, and compare the seconds."""
+        self._title("2. The same steps in wall time")
+        self._say(
+            f"{RANKS} processes follow both plans: their computation is slept; rings, messages and waiting are real. "
+            "It takes about half a minute."
+        )
+        outcomes = run(plans, num_ranks=RANKS)
+        static, ours = outcomes[_STATIC], outcomes[_FCP]
+        table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+        for heading in ("mean step", "predicted", "measured"):
+            table.add_column(heading, justify="left" if heading == "mean step" else "right")
+        for name, one in outcomes.items():
+            table.add_row(name, f"{one.predicted_seconds:.2f} s", f"{one.measured_seconds:.2f} s")
+        predicted = static.predicted_seconds / ours.predicted_seconds
+        measured = static.measured_seconds / ours.measured_seconds
+        table.add_row("fcp is quicker by", f"{predicted:.2f}x", f"{measured:.2f}x", style="bold")
+        self.console.print(table)
+        self.figures |= {"predicted_speedup": predicted, "measured_speedup": measured}
+        if max(one.measured_seconds / one.predicted_seconds for one in outcomes.values()) > _BUSY:
+            self._say(
+                "This machine was busy: the processes waited for a core, too. On two free cores both columns agree."
+            )
+
+    def _prove(self, plan: Path) -> None:
+        """Compare the gradients of the paced plan with one process."""
+        self._title("3. The same gradients")
+        self._say("The plan of part 2 on a small model in fp64, lengths scaled down, against one process:")
+        words = ("verify", "--plan", plan.name, "--steps", str(STEPS), "--json")
+        self._command(" ".join(words[:-1]))
+        self._add_difference(gradient_difference(run_fcp(self.folder, *words)))
+
+    def _train(self) -> None:
+        """Train the tiny model by a plan of its own."""
+        self._title("4. A training")
+        self._say(
+            f"A tiny model with random weights reads the library's sources on {TRAINED_RANKS} gloo ranks, by the "
+            "commands of a real job. It takes about half a minute."
+        )
+        trained = train(self.folder, self._command)
+        self._add_difference(trained.gradient_difference)
+        self._say(f"Loss {trained.first_loss:.2f} at the first step, {trained.last_loss:.2f} at the last.")
+        self.figures |= {"first_loss": trained.first_loss, "last_loss": trained.last_loss}
+
+    def _add_difference(self, difference: float) -> None:
+        self._say(f"Largest difference of a gradient from one process: {difference:.1e} (allowed: {TOLERANCE:.0e}).")
+        self.figures["gradient_difference"] = max(difference, self.figures.get("gradient_difference", 0.0))
+
+    def _write_page(self, plan: Path) -> None:
+        metrics = metrics_of(plan)
+        measured = ("--metrics", metrics.name) if metrics.exists() else ()
+        run_fcp(self.folder, "report", plan.name, *measured, "-o", "report.html")
+        self.figures["page"] = str(self.folder / "report.html")
+        self._title("The page")
+        self._say(f"{self.figures['page']}: plan and run for any browser, planned times beside measured ones.")
+
+    def _close(self, missing: list[str]) -> None:
+        if "torch" in missing:
+            self._say(f"\nPredicted by the cost model: fcp is {self.figures['predicted_speedup']:.2f}x as quick.")
+        else:
+            self._title("What this shows")
+            self._list(_SHOWN)
+            self._title("What it does not show")
+            self._list(_NOT_SHOWN)
+        if missing:
+            self._title("What was skipped, since its libraries are not installed here")
+            self._list(f"{_SKIPPED[extra]}: {pip_install(extra)}" for extra in missing)
+
+    @property
+    def _width(self) -> int:
+        return min(self.console.width, _WIDEST)
+
+    def _title(self, text: str) -> None:
+        self.console.print(f"\n[bold]{text}[/]")
+
+    def _say(self, text: str) -> None:
+        for line in text.split("\n"):
+            self._print(textwrap.fill(line, self._width))
+
+    def _list(self, items: Iterable[str]) -> None:
+        for item in items:
+            self._print(textwrap.fill(item, self._width, initial_indent="- ", subsequent_indent="  "))
+
+    def _command(self, words: str) -> None:
+        """Print a command so that it can be typed again, over several lines if it is long."""
+        lines = textwrap.wrap(words, self._width - 8, break_long_words=False, break_on_hyphens=False)
+        self._print("$ fcp " + " \\\n    ".join(lines), style="dim")
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        self.console.print(text, style=style, markup=False, soft_wrap=True)
+
+
+def prepare(folder: Path) -> None:
+    """Make the demo's folder, or empty that of an earlier demo.
+
+    Raises:
+        UsageError: the folder holds other files.
+    """
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / _MARK).is_file():
+        raise UsageError(f"--output {folder} holds other files; name a folder for the demo alone")
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--output {folder} is a file; name a folder for the demo alone")
+    if folder.is_dir():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    write_text_atomically(folder / _MARK, "made by fcp demo, which replaces this folder\n")
