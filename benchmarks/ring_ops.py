@@ -51,7 +51,8 @@ from fcp_cli.runtime.agreement.grad_ring import GradRingDtype
 from fcp_cli.runtime.communication.transport import Handle, drive
 from fcp_cli.runtime.kernels.cuda import CudaFlashKernel
 from fcp_cli.runtime.layouts.layout import ShardLayout, shard_layout
-from fcp_cli.runtime.ring_attention import fused, ring_passes, windows
+from fcp_cli.runtime.ring_attention import fused, ring_passes
+from fcp_cli.runtime.ring_attention.group_member import AttentionSpec
 from fcp_cli.runtime.ring_attention.passes import group_backward, group_forward
 from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.runtime.ring_attention.rows import merge
@@ -249,7 +250,6 @@ def pretended_gpu() -> Iterator[None]:
     """Treat meta tensors as those of a GPU with triton."""
     with (
         mock.patch.object(ring_passes, "select_kernel", lambda device_type, dtype: CudaFlashKernel()),
-        mock.patch.object(windows, "select_kernel", lambda device_type, dtype: CudaFlashKernel()),
         mock.patch.object(fused, "fused_rows", lambda device_type: True),
     ):
         yield
@@ -265,12 +265,12 @@ def _count_member(layout: ShardLayout, index: int, window: int | None) -> dict[s
 
     def layer() -> dict[str, Counts]:
         counter.counts = forward = Counts()
-        _, kept = drive(group_forward(ring, q, k, v, 1.0, window=window))
+        _, kept = drive(group_forward(ring, q, k, v, AttentionSpec(1.0, window)))
         counts = {"forward": forward}
         for name, grad_dtype in BACKWARDS.items():
             counter.counts = counts[name] = Counts()
             ring.grad_dtype = grad_dtype
-            drive(group_backward(ring, grad_out, kept, 1.0, kv_heads=KV_HEADS, window=window))
+            drive(group_backward(ring, grad_out, kept, AttentionSpec(1.0, window), kv_heads=KV_HEADS))
         return counts
 
     def counted_merge(*args: Any) -> None:

@@ -221,7 +221,7 @@ def _fake_ranks(job: FakeJob) -> Iterator[None]:
 
 def _replacements(job: FakeJob) -> list[tuple[Any, str, Any]]:
     from fcp_cli.runtime.guards.guards import Guards
-    from fcp_cli.runtime.ring_attention import ring_passes, windows
+    from fcp_cli.runtime.ring_attention import ring_passes
     from fcp_cli.training import shares, trainer
 
     make_mesh = device_mesh.init_device_mesh
@@ -240,7 +240,7 @@ def _replacements(job: FakeJob) -> list[tuple[Any, str, Any]]:
         (torch.nn.Module, "to", lambda module, *args, **kwargs: module),
     ]
     if not job.on_cpu:
-        found += [(one, "select_kernel", lambda device, dtype: CudaFlashKernel()) for one in (ring_passes, windows)]
+        found.append((ring_passes, "select_kernel", lambda device, dtype: CudaFlashKernel()))
     architecture = load_model(job.model).architecture
     if architecture in ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"):
         found += _replacements_of_qwen(architecture)

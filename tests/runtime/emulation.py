@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fcp_cli.runtime.agreement.grad_ring import GradRingDtype
 from fcp_cli.runtime.layouts.layout import ShardLayout, shard_layout
-from fcp_cli.runtime.ring_attention.group_member import GroupMember
+from fcp_cli.runtime.ring_attention.group_member import AttentionSpec, GroupMember
 from fcp_cli.runtime.ring_attention.passes import group_backward, group_forward
 from fcp_cli.verification.emulation import LockstepTransport, Mailbox, run_lockstep
 from fcp_cli.verification.order import Operation
@@ -39,11 +39,9 @@ def run_recorded(
     members = [GroupMember(layout, i, ranks, recorder, grad_dtype) for i, recorder in enumerate(recorders)]
     shards = [_shard(example, layout, i, dtype) for i in range(len(ranks))]
     sinks = None if example.sinks is None else example.sinks.to(dtype)
+    spec = AttentionSpec(example.scale, example.window, example.softcap)
     forward = run_lockstep(
-        [
-            group_forward(member, q, k, v, example.scale, window=example.window, sinks=sinks, softcap=example.softcap)
-            for member, (q, k, v, _) in zip(members, shards, strict=True)
-        ]
+        [group_forward(member, q, k, v, spec, sinks) for member, (q, k, v, _) in zip(members, shards, strict=True)]
     )
     backward = run_lockstep(
         [
@@ -51,11 +49,9 @@ def run_recorded(
                 member,
                 grad_out,
                 kept,
-                example.scale,
+                spec,
+                sinks,
                 kv_heads=example.k.shape[1],
-                window=example.window,
-                sinks=sinks,
-                softcap=example.softcap,
             )
             for member, (_, _, _, grad_out), (_, kept) in zip(members, shards, forward, strict=True)
         ]

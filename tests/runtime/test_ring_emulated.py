@@ -19,6 +19,7 @@ from fcp_cli.runtime.kernels.cpu import CpuKernel
 from fcp_cli.runtime.kernels.npu import NpuKernel
 from fcp_cli.runtime.layouts.layout import Segments, shard_layout
 from fcp_cli.runtime.ring_attention import ring_passes
+from fcp_cli.runtime.ring_attention.group_member import AttentionSpec
 from fcp_cli.runtime.ring_attention.ring import Ring, attention, current_ring
 from fcp_cli.runtime.ring_attention.ring_passes import ring_forward
 from fcp_cli.verification.emulation import LockstepTransport, Mailbox, ThreadTransport, run_lockstep
@@ -189,7 +190,7 @@ def test_lock_step_reports_a_message_that_never_comes() -> None:
     ring = Ring(layout, 0, (0, 1), LockstepTransport(Mailbox(), 0))
     q = torch.randn(4, 2, 8)
     with pytest.raises(RunError, match="rank 0 waits for kv from rank 1, which never comes"):
-        run_lockstep([ring_forward(ring, q, q, q, 1.0)])
+        run_lockstep([ring_forward(ring, q, q, q, AttentionSpec(1.0))])
 
 
 class Member:

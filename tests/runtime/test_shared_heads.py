@@ -11,6 +11,7 @@ from torch import Tensor
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.communication.transport import Handle, drive
 from fcp_cli.runtime.layouts.layout import SetLayout, shard_layout
+from fcp_cli.runtime.ring_attention.group_member import AttentionSpec
 from fcp_cli.runtime.ring_attention.passes import group_forward
 from fcp_cli.runtime.ring_attention.ring import Ring, attention
 from fcp_cli.runtime.ring_attention.shared_heads import of_products, row_products
@@ -89,7 +90,7 @@ def test_a_member_keeps_what_its_model_keeps_of_a_ring() -> None:
     transport, layout = _Loopback(), shard_layout((96,), 2, 2)
     ring = Ring(layout, 0, (0, 1), transport)
     q, k = torch.randn(48, 8, 16), torch.randn(48, 2, 16)
-    out, kept = drive(group_forward(ring, q, k, k.clone(), 1.0))
+    out, kept = drive(group_forward(ring, q, k, k.clone(), AttentionSpec(1.0)))
     assert kept.out is out
     assert [one.numel() for one in kept] == [q.numel(), k.numel(), k.numel(), q.numel(), 48 * 8]
 

@@ -13,6 +13,20 @@ from fcp_cli.runtime.layouts.ring_member import RingMember
 from fcp_cli.runtime.ring_attention.shared_heads import HeadSharing
 
 
+class AttentionSpec(NamedTuple):
+    """The settings of a layer's attention, the same on all members of a group.
+
+    Attributes:
+        scale: factor on the scores.
+        window: tokens that a token attends to, itself included, or None for all before it.
+        softcap: scores s become softcap * tanh(s / softcap), before sinks, or None.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
 class Kept(NamedTuple):
     """What the backward of one call needs of its forward: of the tokens and heads that this member attended with.
 

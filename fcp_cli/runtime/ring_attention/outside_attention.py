@@ -6,21 +6,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fcp_cli.runtime.ring_attention.group_member import AttentionSpec
+
 
 def attention_outside(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
-    scale: float | None,
-    window: int | None,
+    spec: AttentionSpec,
     sinks: Tensor | None,
-    softcap: float | None = None,
 ) -> Tensor:
     """Do what `ring.attention` does, for q [B, H, tokens, D] and k and v [B, G, tokens, D] of whole sequences.
 
     Windows and sinks are given to PyTorch's attention as a mask, whose size is the square of the tokens.
     """
+    scale, window, softcap = spec
     if window is None and sinks is None and softcap is None:
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     tokens = q.shape[2]
@@ -29,7 +29,7 @@ def attention_outside(
         seen.triu_(1 - window)
     mask = torch.zeros(tokens, tokens, dtype=q.dtype, device=q.device).masked_fill_(~seen, float("-inf"))
     if softcap is not None:
-        return _capped(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale, softcap, sinks)
+        return _capped(q, k, v, mask, scale, softcap, sinks)
     if sinks is not None:  # a key of zeros, whose score is the sink
         k, v = (functional.pad(tensor, (0, 0, 0, 1)) for tensor in (k, v))
         column = sinks.to(q.dtype).view(-1, 1, 1).expand(-1, tokens, 1)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fcp_cli.runtime.communication.transport import Waits
-from fcp_cli.runtime.ring_attention.group_member import GroupMember, Kept
+from fcp_cli.runtime.ring_attention.group_member import AttentionSpec, GroupMember, Kept
 from fcp_cli.runtime.ring_attention.ring_passes import ring_backward, ring_forward
 from fcp_cli.runtime.ring_attention.shared_heads import of_products, row_products
 from fcp_cli.runtime.ring_attention.windows import fits_in, window_backward, window_forward
@@ -34,50 +34,38 @@ def group_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scale: float,
-    *,
-    window: int | None = None,
+    spec: AttentionSpec,
     sinks: Tensor | None = None,
-    softcap: float | None = None,
 ) -> Waits[tuple[Tensor, Kept]]:
     """Run the forward of one member of any group; yield the handles it waits for.
 
     Args:
         member: its view of the group.
         q, k, v: [T, H, D], [T, G, D] and [T, G, Dv], T = member.tokens.
-        scale: factor on the scores.
-        window: tokens that a token attends to, itself among them; None for all before it.
-        sinks: [H] a logit for each head, to which no key belongs; None for none.
-        softcap: scores s become softcap * tanh(s / softcap), before sinks; None: they stay.
+        spec: settings of the layer's attention.
+        sinks: [H] a logit for each head, to which no key belongs, or None.
 
     Returns:
         out [T, H, Dv] in the type of q, and what `group_backward` needs.
     """
     if member.heads_degree == 1:
-        out, lse = yield from _forward(member, q, k, v, scale, window, sinks, softcap)
+        out, lse = yield from _forward(member, q, k, v, spec, sinks)
         return out, Kept(q, k, v, out, lse)
     exchange, heads = member.in_set(), q.shape[1]
     q, k, v = yield from exchange.to_heads("heads", q, k, v)
     own_sinks = None if sinks is None else member.own_heads(sinks)
-    out, lse = yield from _forward(member.around_ring(), q, k, v, scale, window, own_sinks, softcap)
+    out, lse = yield from _forward(member.around_ring(), q, k, v, spec, own_sinks)
     (own,) = yield from exchange.to_tokens("tokens", out, heads=(heads,))
     return own, Kept(q, k, v, own, lse)
 
 
 def _forward(
-    ring: GroupMember,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    window: int | None,
-    sinks: Tensor | None,
-    softcap: float | None,
+    ring: GroupMember, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tensor | None
 ) -> Waits[tuple[Tensor, Tensor]]:
-    if window is None or fits_in(window, ring.layout):
-        out, lse = yield from ring_forward(ring, q, k, v, scale, softcap)
+    if spec.window is None or fits_in(spec.window, ring.layout):
+        out, lse = yield from ring_forward(ring, q, k, v, spec)
     else:
-        out, lse = yield from window_forward(ring, q, k, v, scale, window, softcap)
+        out, lse = yield from window_forward(ring, q, k, v, spec, spec.window)
     return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
 
@@ -94,17 +82,15 @@ def group_backward(
     member: GroupMember,
     grad_out: Tensor,
     kept: Kept,
-    scale: float,
+    spec: AttentionSpec,
+    sinks: Tensor | None = None,
     *,
     kv_heads: int,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
 ) -> Waits[Gradients]:
     """Run the backward of one member of any group; yield the handles it waits for.
 
     Args:
-        member, scale, window, sinks, softcap: as given to `group_forward`.
+        member, spec, sinks: as given to `group_forward`.
         grad_out: [T, H, Dv].
         kept: as `group_forward` returned it.
         kv_heads: of the tensors k and v that `group_forward` was given.
@@ -113,7 +99,7 @@ def group_backward(
     if member.heads_degree == 1:
         if sinks is not None and dsinks is not None:
             dsinks.copy_(sink_gradients(grad_out, kept.out, kept.lse, sinks))
-        return Gradients(*(yield from _backward(member, grad_out, kept, scale, window, softcap)), dsinks)
+        return Gradients(*(yield from _backward(member, grad_out, kept, spec)), dsinks)
     exchange, heads = member.in_set(), grad_out.shape[1]
     delta = row_products(grad_out, kept.out)
     (grad_out,) = yield from exchange.to_heads("heads", grad_out)
@@ -122,7 +108,7 @@ def group_backward(
     if sinks is not None and dsinks is not None:  # of its heads alone; the members of a set add up to all
         own = sink_gradients(grad_out, kept.out, kept.lse, member.own_heads(sinks))
         member.own_heads(dsinks).copy_(own)
-    grads = _backward(member.around_ring(), grad_out, kept, scale, window, softcap)
+    grads = _backward(member.around_ring(), grad_out, kept, spec)
     # Nothing here holds what is given away, so that it is gone before what it becomes is made.
     counts = (heads, kv_heads, kv_heads)
     dq, dk, dv = yield from exchange.to_tokens("tokens", *(yield from grads), heads=counts)
@@ -130,11 +116,11 @@ def group_backward(
 
 
 def _backward(
-    ring: GroupMember, grad_out: Tensor, kept: Kept, scale: float, window: int | None, softcap: float | None
+    ring: GroupMember, grad_out: Tensor, kept: Kept, spec: AttentionSpec
 ) -> Waits[tuple[Tensor, Tensor, Tensor]]:
-    if window is None or fits_in(window, ring.layout):
-        return (yield from ring_backward(ring, grad_out, kept, scale, softcap))
-    return (yield from window_backward(ring, grad_out, kept, scale, window, softcap))
+    if spec.window is None or fits_in(spec.window, ring.layout):
+        return (yield from ring_backward(ring, grad_out, kept, spec))
+    return (yield from window_backward(ring, grad_out, kept, spec, spec.window))
 
 
 def lse_of_tokens(member: GroupMember, kept: Kept, *, heads: int) -> Waits[Tensor]:

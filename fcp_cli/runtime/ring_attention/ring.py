@@ -32,7 +32,7 @@ from fcp_cli.runtime.communication.transport import Transport, drive
 from fcp_cli.runtime.kernels import lse_dtype
 from fcp_cli.runtime.layouts.layout import ShardLayout
 from fcp_cli.runtime.recomputation.recompute import attention_stage
-from fcp_cli.runtime.ring_attention.group_member import GroupMember, Kept
+from fcp_cli.runtime.ring_attention.group_member import AttentionSpec, GroupMember, Kept
 from fcp_cli.runtime.ring_attention.outside_attention import attention_outside
 from fcp_cli.runtime.ring_attention.passes import (
     exchanged_again,
@@ -161,32 +161,23 @@ def attention(
     Raises:
         RunError: no ring, a shape that does not fit the ring, or a call inside backward without an explicit ring.
     """
+    spec = AttentionSpec(q.shape[-1] ** -0.5 if scale is None else scale, window, softcap)
     if torch.compiler.is_compiling():
-        return _attend_compiled(q, k, v, ring, scale, window, sinks, softcap)
+        return _attend_compiled(q, k, v, ring, spec, sinks)
     stage = attention_stage.get()
     if stage is None:
-        return _attend(q, k, v, ring, scale, window, sinks, softcap)
-    return stage.attend(lambda: _attend(q, k, v, ring, scale, window, sinks, softcap))
+        return _attend(q, k, v, ring, spec, sinks)
+    return stage.attend(lambda: _attend(q, k, v, ring, spec, sinks))
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ring: Ring | None,
-    scale: float | None,
-    window: int | None,
-    sinks: Tensor | None,
-    softcap: float | None,
-) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, ring: Ring | None, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
     if ring is None:
         if runs_outside.get():
-            return attention_outside(q, k, v, scale=scale, window=window, sinks=sinks, softcap=softcap)
+            return attention_outside(q, k, v, spec, sinks)
         ring = _implicit_ring()
     q, k, v = _autocast(q, k, v)
-    _checked_ring(ring, q, k, v, window, sinks).attention_calls += 1
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out: Tensor = RingAttention.apply(q, k, v, sinks, ring, scale, window, softcap)  # type: ignore[no-untyped-call]
+    _checked_ring(ring, q, k, v, spec.window, sinks).attention_calls += 1
+    out: Tensor = RingAttention.apply(q, k, v, sinks, ring, spec)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -247,14 +238,11 @@ class RingAttention(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor | None,
         ring: Ring,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        spec: AttentionSpec,
     ) -> Tensor:
         own = (_pack(q, ring.tokens), _pack(k, ring.tokens), _pack(v, ring.tokens))
-        out, kept = drive(group_forward(ring, *own, scale, window=window, sinks=sinks, softcap=softcap))
-        ctx.ring, ctx.scale, ctx.window, ctx.padded, ctx.kv_heads = ring, scale, window, q.shape[2], k.shape[1]
-        ctx.softcap = softcap
+        out, kept = drive(group_forward(ring, *own, spec, sinks))
+        ctx.ring, ctx.spec, ctx.padded, ctx.kv_heads = ring, spec, q.shape[2], k.shape[1]
         ctx.save_for_backward(*kept, sinks)
         return _unpack(out, q.shape[2])
 
@@ -263,9 +251,9 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         begin_backward(ctx.ring)
         *kept, sinks = ctx.saved_tensors
-        packed, how = _pack(grad_out, ctx.ring.tokens), {"window": ctx.window, "sinks": sinks, "softcap": ctx.softcap}
-        grads = drive(group_backward(ctx.ring, packed, Kept(*kept), ctx.scale, kv_heads=ctx.kv_heads, **how))
-        return *(_unpack(grad, ctx.padded) for grad in grads[:3]), grads.sinks, None, None, None, None
+        packed = _pack(grad_out, ctx.ring.tokens)
+        grads = drive(group_backward(ctx.ring, packed, Kept(*kept), ctx.spec, sinks, kv_heads=ctx.kv_heads))
+        return *(_unpack(grad, ctx.padded) for grad in grads[:3]), grads.sinks, None, None
 
 
 def begin_backward(ring: Ring) -> None:
@@ -294,14 +282,7 @@ _CURRENT = torch.tensor(
 
 
 def _attend_compiled(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ring: Ring | None,
-    scale: float | None,
-    window: int | None,
-    sinks: Tensor | None,
-    softcap: float | None,
+    q: Tensor, k: Tensor, v: Tensor, ring: Ring | None, spec: AttentionSpec, sinks: Tensor | None
 ) -> Tensor:
     """Do what `attention` does, for a trace by torch.compile, which must look neither into a ring nor into its hops.
 
@@ -309,8 +290,7 @@ def _attend_compiled(
     """
     q, k, v = _autocast(q, k, v)
     handle = _CURRENT if ring is None else ring.handle
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out: Tensor = _attention_operator(q, k, v, sinks, handle, scale, window, softcap)[0]
+    out: Tensor = _attention_operator(q, k, v, sinks, handle, spec.scale, spec.window, spec.softcap)[0]
     return out
 
 
@@ -331,7 +311,7 @@ def _attention_operator(
     ring.attention_calls += 1
     tokens, padded = ring.tokens, q.shape[2]
     own = (_pack(q, tokens), _pack(k, tokens), _pack(v, tokens))
-    out, kept = drive(group_forward(ring, *own, scale, window=window, sinks=sinks, softcap=softcap))
+    out, kept = drive(group_forward(ring, *own, AttentionSpec(scale, window, softcap), sinks))
     full_lse = kept.lse.new_zeros(padded, q.shape[1])
     full_lse[:tokens] = drive(lse_of_tokens(ring, kept, heads=q.shape[1]))
     return _unpack(out.contiguous(), padded), full_lse, ring.handle.clone()
@@ -358,9 +338,8 @@ def _attention_backward_operator(
     own = Kept(_pack(q, tokens), _pack(k, tokens), _pack(v, tokens), _pack(out, tokens), lse[:tokens])
     # What a graph keeps has sizes of its own; those of what a set exchanges follow from the ring.
     kept, grad = drive(exchanged_again(ring, own)), _pack(grad_out, tokens)
-    grads = drive(
-        group_backward(ring, grad, kept, scale, kv_heads=k.shape[1], window=window, sinks=sinks, softcap=softcap)
-    )
+    spec = AttentionSpec(scale, window, softcap)
+    grads = drive(group_backward(ring, grad, kept, spec, sinks, kv_heads=k.shape[1]))
     dq, dk, dv = (_unpack(grad.contiguous(), q.shape[2]) for grad in grads[:3])
     return dq, dk, dv, q.new_empty(0) if grads.sinks is None else grads.sinks
 

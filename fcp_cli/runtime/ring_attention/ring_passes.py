@@ -31,12 +31,12 @@ from torch import Tensor
 from fcp_cli.runtime.communication.transport import Handle, Waits
 from fcp_cli.runtime.kernels import AttentionKernel, capped_kernel, lse_dtype, select_kernel
 from fcp_cli.runtime.layouts.layout import Hop, Rows
-from fcp_cli.runtime.ring_attention.group_member import GroupMember, Kept
+from fcp_cli.runtime.ring_attention.group_member import AttentionSpec, GroupMember, Kept
 from fcp_cli.runtime.ring_attention.rows import Pair, add, add_pair, merge, take, take_pair, take_with_lse
 
 
 def ring_forward(
-    ring: GroupMember, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None = None
+    ring: GroupMember, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
 ) -> Waits[tuple[Tensor, Tensor]]:
     """Run the forward of one member; yield the handles it waits for.
 
@@ -44,13 +44,12 @@ def ring_forward(
         ring: the member's view of a ring.
         q: [T, H, D], T = ring.tokens.
         k, v: [T, G, D] and [T, G, Dv].
-        scale: factor on the scores.
-        softcap: scores s become softcap * tanh(s / softcap); None: they stay.
+        spec: settings of the layer's attention, without a window.
 
     Returns:
         out [T, H, Dv] in the type of q, and the final lse [T, H] in fp32 (fp64 for fp64).
     """
-    kernel = _kernel_of(q, softcap)
+    kernel, scale = kernel_of(q, spec), spec.scale
     if ring.degree == 1:
         out, lse = _forward_own(kernel, ring, q, k, v, scale)
         return out.to(q.dtype), lse
@@ -76,14 +75,13 @@ def ring_backward(
     ring: GroupMember,
     grad_out: Tensor,
     kept: Kept,
-    scale: float,
-    softcap: float | None = None,
+    spec: AttentionSpec,
 ) -> Waits[tuple[Tensor, Tensor, Tensor]]:
     """Run the backward of one member; yield the handles it waits for.
 
     Args:
         grad_out: [T, H, Dv].
-        ring, scale, softcap: as given to `ring_forward`.
+        ring, spec: as given to `ring_forward`.
         kept: q, k and v as given to `ring_forward`, out and lse as it returned them. These hold the whole row, which
             makes each hop's share of dq, dk and dv exact: shares need only be added.
 
@@ -91,7 +89,7 @@ def ring_backward(
         (dq [T, H, D], dk [T, G, D], dv [T, G, Dv]).
     """
     q, k, v, out, lse = kept
-    kernel = _kernel_of(q, softcap)
+    kernel, scale = kernel_of(q, spec), spec.scale
     if ring.degree == 1:
         dq, dk, dv = _backward_own(kernel, ring, grad_out, kept, scale)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
@@ -120,10 +118,11 @@ def ring_backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _kernel_of(q: Tensor, softcap: float | None) -> AttentionKernel:
-    if softcap is None:
+def kernel_of(q: Tensor, spec: AttentionSpec) -> AttentionKernel:
+    """Return the kernel of a layer's attention for the device and the type of its queries."""
+    if spec.softcap is None:
         return select_kernel(q.device.type, q.dtype)
-    return capped_kernel(q.device.type, q.dtype, softcap)
+    return capped_kernel(q.device.type, q.dtype, spec.softcap)
 
 
 class _Messages:

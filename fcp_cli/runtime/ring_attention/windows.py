@@ -34,10 +34,11 @@ from torch import Tensor
 from fcp_cli.arrays import IntArray
 from fcp_cli.masks import Spans
 from fcp_cli.runtime.communication.transport import Waits
-from fcp_cli.runtime.kernels import AttentionKernel, capped_kernel, lse_dtype, select_kernel
+from fcp_cli.runtime.kernels import lse_dtype
 from fcp_cli.runtime.layouts.layout import CACHED_LAYOUTS, Rows, Segments, ShardLayout
-from fcp_cli.runtime.ring_attention.group_member import GroupMember, Kept
+from fcp_cli.runtime.ring_attention.group_member import AttentionSpec, GroupMember, Kept
 from fcp_cli.runtime.ring_attention.halo import FetchedRows, Halo, ReturnedRows, halo_of, ranges
+from fcp_cli.runtime.ring_attention.ring_passes import kernel_of
 from fcp_cli.runtime.ring_attention.rows import add, add_to_rows, merge, put, rows_at, take, take_with_lse
 
 
@@ -191,12 +192,12 @@ def _segments(q_lengths: IntArray, k_lengths: IntArray, window: int | None) -> S
 
 
 def window_forward(
-    ring: GroupMember, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float | None = None
+    ring: GroupMember, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, window: int
 ) -> Waits[tuple[Tensor, Tensor]]:
     """Do what `ring_passes.ring_forward` does where each token attends to the last `window` ones, itself among them,
     and to those ahead that its mask lets it see.
     """
-    kernel, work = _kernel_of(q, softcap), window_work(ring.layout, ring.index, window)
+    kernel, scale, work = kernel_of(q, spec), spec.scale, window_work(ring.layout, ring.index, window)
     fetched = FetchedRows("halo", work.halo, ring.ranks, ring.transport, k, v)
     lse = q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
     # What is merged further is kept in the type of lse, and rounded once.
@@ -222,17 +223,17 @@ def window_forward(
 
 
 def window_backward(
-    ring: GroupMember, grad_out: Tensor, kept: Kept, scale: float, window: int, softcap: float | None = None
+    ring: GroupMember, grad_out: Tensor, kept: Kept, spec: AttentionSpec, window: int
 ) -> Waits[tuple[Tensor, Tensor, Tensor]]:
     """Do what `ring_passes.ring_backward` does where each token attends to the last `window` tokens, itself among them.
 
     Args:
-        ring, scale, window, softcap: as given to `window_forward`.
+        ring, spec, window: as given to `window_forward`.
         grad_out: [T, H, Dv].
         kept: q, k, v, out and lse.
     """
     q, k, v, out, lse = kept
-    kernel, work = _kernel_of(q, softcap), window_work(ring.layout, ring.index, window)
+    kernel, scale, work = kernel_of(q, spec), spec.scale, window_work(ring.layout, ring.index, window)
     halo, wire = work.halo, (work.halo, ring.ranks, ring.transport)
     fetched = FetchedRows("halo", *wire, k, v)
     is_whole = work.ahead is None and work.beyond is None  # each query's keys are in one call
@@ -262,12 +263,6 @@ def window_backward(
             sums.add(inner.k_rows, *of_call(inner, take(k, inner.k_rows), take(v, inner.k_rows)))
     yield from returned.add_to(sums.own)
     return dq.to(q.dtype), *sums.result()
-
-
-def _kernel_of(q: Tensor, softcap: float | None) -> AttentionKernel:
-    if softcap is None:
-        return select_kernel(q.device.type, q.dtype)
-    return capped_kernel(q.device.type, q.dtype, softcap)
 
 
 def _write(out: Tensor, lse: Tensor, rows: Rows, part: Tensor, part_lse: Tensor) -> None:
