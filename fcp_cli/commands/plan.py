@@ -198,7 +198,8 @@ def _plan_to_file(
         for line in verdict_lines(verdict):
             note(line)
     trains = f"--plan {output} -- SCRIPT ARGS"  # the bundled trainer's ranks are of one device
-    if result.metadata.devices_per_rank == 1 and result.metadata.phase is None:
+    is_named = "--model" not in origins.assumed  # else nobody knows that the bundled trainer is meant
+    if result.metadata.devices_per_rank == 1 and result.metadata.phase is None and is_named:
         trains = f"--model {inputs.problem.profile.model} --plan {output}"
     for path in emitted.values():
         note(f"wrote {path}")

@@ -11,7 +11,7 @@ from fcp_cli.plan.online import OnlineOptions, OnlineSettings
 from fcp_cli.planning.fcp.solver import solver_of
 from fcp_cli.planning.online.settings import require_fitting, stream_batching, stream_metadata
 from fcp_cli.planning.options import PlanRequest
-from fcp_cli.planning.settings import resolve_problem
+from fcp_cli.planning.settings import FOLDER_PROFILE, resolve_problem
 
 _OPTIONS: Final = ("ahead", "stream_begins", "refit_every")
 
@@ -39,6 +39,11 @@ def online_settings(request: LaunchRequest, target: str, assumed: Origins) -> On
         raise UsageError("--plan is followed, --online makes one in the run directory; give one of them")
     if target != LOCAL:
         raise UsageError(f"--online starts a job from here; leave --target {target} out, or start it on each node")
+    if request.model is None and request.profile is None and not FOLDER_PROFILE.is_file():
+        raise UsageError(
+            "--online prices steps before the script has made its model: name it with --model NAME|FILE|FOLDER, or give "
+            "measured times with --profile FILE"
+        )
     wanted = PlanRequest(profile=request.profile, model=request.model, ranks=request.ranks)
     problem, _budget = resolve_problem(wanted, assumed)
     batching = stream_batching(request.global_batch_size, request.global_batch_tokens, request.reorder_window)

@@ -52,7 +52,7 @@ from fcp_cli.profiling.forward import forward_profile
 from fcp_cli.recipe import SplitAttention
 from fcp_cli.words import counted
 
-_FOLDER_PROFILE = Path("profile.yaml")
+FOLDER_PROFILE = Path("profile.yaml")
 ASSUMED_GLOBAL_BATCH_SIZE = 512
 
 
@@ -320,9 +320,9 @@ def _profile_at_hand(request: PlanRequest, origins: Origins) -> CostProfile | No
         UsageError: the profile that was named is of another model or cluster than those that were.
     """
     path = request.profile
-    if path is None and not _FOLDER_PROFILE.is_file():
+    if path is None and not FOLDER_PROFILE.is_file():
         return None
-    profile = load_cost_profile(path or _FOLDER_PROFILE)
+    profile = load_cost_profile(path or FOLDER_PROFILE)
     kernel = f" with attention kernel {profile.attention_kernel}" if request.attention_kernel != "auto" else ""
     what = f"{profile.model} on {profile.cluster}{kernel}"
     is_meant = _is_meant(profile, request)
@@ -330,7 +330,7 @@ def _profile_at_hand(request: PlanRequest, origins: Origins) -> CostProfile | No
         options = "--model, --cluster and --attention-kernel"
         raise UsageError(f"{path} is of {what}; drop {options} to use it, or --profile to have one computed")
     if path is None:
-        origins.assume("--profile", _FOLDER_PROFILE if is_meant else f"not {_FOLDER_PROFILE}", f"found here: {what}")
+        origins.assume("--profile", FOLDER_PROFILE if is_meant else f"not {FOLDER_PROFILE}", f"found here: {what}")
     return profile if is_meant else None
 
 

@@ -64,6 +64,11 @@ class RunPaths:
         return self.run_dir / "planning.json"
 
     @property
+    def stopped(self) -> Path:
+        """The checkpoint of a script whose trainer was asked to stop; see `runs.stopped_script`."""
+        return self.run_dir / "stopped.json"
+
+    @property
     def evaluation_plan(self) -> Path:
         """The plan over the held-out rows, where the run made it."""
         return self.run_dir / "eval-plan.parquet"

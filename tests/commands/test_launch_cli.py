@@ -513,6 +513,11 @@ def test_a_script_that_plans_while_it_trains_is_told_what_for_and_where_its_plan
             "error: --plan is followed, --online makes one in the run directory; give one of them",
         ),
         (
+            ("--online", "--ranks", "2", "--", "mine.py"),
+            "error: --online prices steps before the script has made its model: name it with --model NAME|FILE|FOLDER, or "
+            "give measured times with --profile FILE",
+        ),
+        (
             ("--online", "--target", "slurm", "--", "mine.py"),
             "error: --online starts a job from here; leave --target slurm out, or start it on each node",
         ),
@@ -527,6 +532,7 @@ def test_a_script_that_plans_while_it_trains_is_told_what_for_and_where_its_plan
     ],
 )
 def test_what_planning_while_training_cannot_do_is_one_line(fcp: Fcp, words: tuple[str, ...], line: str) -> None:
+    Path("mine.py").write_text("")
     result = fcp(*words)
     assert (result.status, " ".join(result.err.split())) == (2, line)
 

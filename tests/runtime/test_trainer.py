@@ -14,7 +14,7 @@ from tests.runtime.trainer_plans import GLOBAL_BATCH, LENGTHS, write_plans
 
 pytestmark = [pytest.mark.hf, pytest.mark.distributed]
 
-_CASES = ("ddp", "resumed, evaluated", "lora", "unplanned", "unplanned, cut by the collator")
+_CASES = ("ddp", "resumed, evaluated", "lora", "stopped", "unplanned", "unplanned, cut by the collator")
 _REFUSALS = {
     "other batch": "the script trains on 4 sequences a step (per_device_train_batch_size 2 x gradient_accumulation_steps 1 "
     "x 2 ranks), but the plan on 8; plan with 'fcp plan --global-batch-size 4', or give the script the plan's",

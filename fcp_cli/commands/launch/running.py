@@ -6,6 +6,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import asdict
 from json import dumps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -116,10 +117,10 @@ def _shows(job: Job) -> bool:
 
 def _stopped_by(outcome: JobOutcome, *, bundled: bool) -> signal.Signals | None:
     """Return the signal that ended the job before its time, if one did, here or on another node."""
+    if outcome.agreed_to_stop:
+        return outcome.stopped_by or signal.SIGINT
     if not bundled:
         return outcome.stopped_by
-    if outcome.agreed_to_stop:
-        return signal.SIGINT
     return outcome.stopped_by if outcome.status else None
 
 
@@ -127,12 +128,24 @@ def _stop_message(job: Job, resume: str) -> str:
     from fcp_cli.runs.checkpoint_header import PREFIX, checkpoints
 
     if job.settings is None:
-        return "interrupted; the script was asked to stop"
+        return _script_stop_message(job)
     saved = checkpoints(job.paths.checkpoints)
     if not saved:
         return "interrupted before the first checkpoint; nothing was kept but the metrics"
     step = int(saved[-1].name.removeprefix(PREFIX))
     return f"interrupted; {counted(step, 'step')} {'is' if step == 1 else 'are'} saved, continue with: {resume}"
+
+
+def _script_stop_message(job: Job) -> str:
+    from fcp_cli.launching.job.document import again_command
+    from fcp_cli.runs.folder import from_here
+    from fcp_cli.runs.stopped_script import read_stopped
+
+    stopped = read_stopped(job.run_dir)
+    if stopped is None:
+        return f"interrupted; the script wrote no checkpoint that fcp knows of, begin again with: {again_command(job)}"
+    steps, folder = counted(stopped.step, "step"), from_here(Path(stopped.checkpoint))
+    return f"interrupted; {steps} saved in {folder}, continue with: {again_command(job)}"
 
 
 def _report_failure(failure: Failure, *, rank_0_is_shown: bool) -> None:

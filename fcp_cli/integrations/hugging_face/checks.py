@@ -22,6 +22,7 @@ LOSSES = {
 }
 """Module -> class of trainers whose `compute_loss` there is a planned form of."""
 RELIED_ON: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Trainer.train", ("resume_from_checkpoint",)),
     ("Trainer._inner_training_loop", ("args",)),
     ("Trainer.get_train_dataloader", ()),
     ("Trainer.training_step", ("model", "inputs", "num_items_in_batch")),

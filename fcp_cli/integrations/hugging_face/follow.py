@@ -29,6 +29,7 @@ from fcp_cli.integrations.hugging_face.overrides import WatchedMethods, check_or
 from fcp_cli.integrations.hugging_face.own_loss import LossContext, OwnLoss
 from fcp_cli.integrations.hugging_face.rows import CollatedRows
 from fcp_cli.integrations.hugging_face.sampler import PlanSampler
+from fcp_cli.integrations.hugging_face.stopping import StopAtStepEnd
 from fcp_cli.integrations.transformers.preparation import SwitchedAttention
 from fcp_cli.plan.job_facts import has_no_plan
 from fcp_cli.runtime.communication.world import join_process_group
@@ -74,6 +75,7 @@ class TrainerFollower:
         self._loss = _own_loss(trainer, models[0], self._attentions, self._rows, _planned_loss(trainer, kind, models))
         self._watched = WatchedMethods(trainer, self.loader)
         self._steps: Generator[Step, None, None] | None = None
+        self.stop = StopAtStepEnd(trainer, self.session)
 
     def loader(self) -> DataLoader[None]:
         """Return what stands for the script's loader: as many batches as the trainer accumulates in an epoch."""
@@ -107,6 +109,7 @@ class TrainerFollower:
 
     def close(self) -> None:
         """Leave the plan; the model keeps its own attention."""
+        self.stop.release()
         if self._steps is not None:
             self._steps.close()
         self._watched.release()

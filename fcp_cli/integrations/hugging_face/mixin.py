@@ -58,6 +58,7 @@ def following(trainer: Any, plan: Path | str | None = None) -> Iterator[None]:
     setattr(trainer, _FOLLOWER, follower)
     try:
         yield
+        follower.stop.end()
     finally:
         delattr(trainer, _FOLLOWER)
         follower.close()

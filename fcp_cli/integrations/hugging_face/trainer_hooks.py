@@ -47,6 +47,15 @@ def hook_trainer(trainer: ModuleType) -> None:
 
         return planned_step(self, own, model, inputs, num_items_in_batch)
 
+    begin = kind.train
+
+    @wraps(begin)
+    def resumed_train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        from fcp_cli.integrations.hugging_face.stopping import checkpoint_to_resume
+
+        return begin(self, checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
+
+    kind.train = resumed_train
     make_accelerator = kind.create_accelerator_and_postprocess
 
     @wraps(make_accelerator)

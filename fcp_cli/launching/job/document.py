@@ -55,6 +55,16 @@ def launch_record(job: Job, files: Mapping[str, str] = MappingProxyType({})) -> 
     )
 
 
+def again_command(job: Job) -> str:
+    """Return the command that starts a script in its run folder again, under the copy of its plan there."""
+    run_dir = from_here(job.run_dir)
+    ranks = ["--ranks", str(job.metadata.num_ranks)]  # of a job that was stopped before its plan was made
+    plan = ["--plan", str(from_here(job.paths.plan))] if job.paths.plan.is_file() else ranks
+    words = ["--online"] if job.online is not None else plan
+    program = without_entry([*job.program, *job.arguments])
+    return shlex.join(["fcp", "launch", *words, "--run-dir", str(run_dir), "--", *program])
+
+
 def resume_command(job: Job) -> str:
     """Return what to type to resume a run; its folder is relative to the working directory where it lies below."""
     return shlex.join(["fcp", "launch", "--run-dir", str(from_here(job.run_dir)), "--resume"])

@@ -128,6 +128,8 @@ def require_followed() -> None:
 def _one_line_errors(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     """Print fcp's own errors as one line, since they name their remedy, and others with their traceback."""
     record_error(error)
+    if isinstance(error, KeyboardInterrupt):
+        return  # whoever stopped the job knows why
     if isinstance(error, FcpError):
         print(f"error: {error}", file=sys.stderr)
     else:

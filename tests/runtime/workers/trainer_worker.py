@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import pickle
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,7 +22,7 @@ import transformers
 import transformers.trainer
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from datasets import Dataset
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from fcp_cli.errors import FcpError
 from fcp_cli.integrations.hugging_face.trainer_hooks import hook_trainer
@@ -115,6 +116,7 @@ def train(
     kind: type[Trainer] = Trainer,
     lengths: tuple[int, ...] = LENGTHS,
     collator: Callable[..., dict[str, torch.Tensor]] = collate,
+    callbacks: list[TrainerCallback] | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
     trainer = kind(
@@ -123,6 +125,7 @@ def train(
         train_dataset=rows(lengths),
         eval_dataset=rows(LENGTHS[:5]) if evaluates else None,
         data_collator=collator,
+        callbacks=callbacks,
     )
     trainer.train(resume_from_checkpoint=resume)
     return outcome(trainer)
@@ -147,6 +150,31 @@ def resumed(folder: Path, **changes: Any) -> dict[str, Any]:
     }
     train(folder, evaluates=True, **settings)
     return train(folder, evaluates=True, resume=str(folder / "out" / "checkpoint-2"), **settings)
+
+
+class CtrlC(TrainerCallback):
+    """Ctrl-C that reaches rank 1 alone, in the second step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 1 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def stopped(folder: Path) -> dict[str, Any]:
+    """Under a plan: stop in the second step, and start the unmodified script again."""
+    os.environ["FCP_RUN_DIR"] = str(folder)
+    if folder.parent.name == "planned":
+        try:
+            train(folder, callbacks=[CtrlC()])
+            raise AssertionError("it trained on")
+        except SystemExit as ended:
+            assert ended.code == 128 + signal.SIGINT
+        assert (folder / "out" / "checkpoint-2" / "trainer_state.json").is_file()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    found = train(folder)
+    dist.barrier()
+    assert not (folder / "stopped.json").exists()
+    return found
 
 
 def sharded(folder: Path, *, reshards: bool, run: Callable[..., dict[str, Any]] = train) -> dict[str, Any]:
@@ -184,6 +212,7 @@ CASES: Cases = {
         ),
     ),
     "resumed, evaluated": (ITERATION, resumed),
+    "stopped": (ITERATION, stopped),
     "lora": (ITERATION, lora),
     "masked": (MASKED, lambda folder: train(folder, collator=collate_prompts)),
     "recomputed": (WAVES, lambda folder: train(folder, gradient_checkpointing=True)),
