@@ -19,6 +19,7 @@ from fcp_cli.recipe import Recompute
 
 _SYNCS: Final = get_args(Sync)
 _LEAST_GAIN: Final = 0.02  # smaller ones are within the cost model's error
+_AS_LONG: Final = 1.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +63,27 @@ def best_remedy(
             found.append(Remedy(flags=flags, factor=factor, tokens_per_rank=tokens, steps=len(sequences)))
     best = min(found, key=lambda remedy: remedy.factor, default=None)
     return (best if best is not None and best.factor <= 1.0 - _LEAST_GAIN else None), len(found)
+
+
+def enough_ranks(problem: Problem, sequences: Sequence[LengthTable]) -> int | None:
+    """Return the fewest ranks, by halving, with which steps take as long as now; None if half are too few.
+
+    Args:
+        problem: of the plan; the token budget of its ranks stays.
+        sequences: a few of its global batches.
+    """
+    is_plain = problem.pipeline is None and problem.encoder_balance is None and problem.rank_speeds is None
+    if not sequences or not is_plain or problem.pipeline_parallel > 1 or not is_compiled(problem.sync):
+        return None
+    most, longest = _AS_LONG * _seconds(problem, sequences), max(int(each.length_tokens.max()) for each in sequences)
+    found, ranks = None, problem.num_ranks
+    while ranks % 2 == 0:
+        ranks //= 2
+        fewer = replace(problem, num_ranks=ranks, ranks_per_node=min(problem.ranks_per_node, ranks))
+        if longest > ranks * problem.tokens_per_rank or _seconds(fewer, sequences) > most:
+            break
+        found = ranks
+    return found
 
 
 def _seconds(problem: Problem, sequences: Sequence[LengthTable]) -> float:

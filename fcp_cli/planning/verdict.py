@@ -18,10 +18,10 @@ from fcp_cli.planning.comparison import Contender
 from fcp_cli.planning.fcp.solver import is_compiled, solver_of
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.problem import Problem, Solver
-from fcp_cli.planning.remedies import Remedy, best_remedy
+from fcp_cli.planning.remedies import Remedy, best_remedy, enough_ranks
 from fcp_cli.planning.run import PlanResult
 from fcp_cli.planning.settings import PlanInputs
-from fcp_cli.planning.solvers import make_solver
+from fcp_cli.planning.solvers import DEFAULT, make_solver
 
 MEGATRON: Final = "megatron-dynamic-cp"
 # Planned again for the verdict; a fraction of a second, and counted so that no answer depends on the machine's speed.
@@ -56,6 +56,7 @@ class Verdict:
         remedy: the setting under which fcp would be quickest by far; None: none that was tried.
         tried: settings that were tried for that.
         device_hour_price: in any currency; None where nobody said.
+        enough_ranks: the fewest ranks that would take as long; None: all of `num_ranks` are needed.
     """
 
     solver: str
@@ -65,6 +66,8 @@ class Verdict:
     remedy: Remedy | None = None
     tried: int = 0
     device_hour_price: float | None = None
+    num_ranks: int = 0
+    enough_ranks: int | None = None
 
     @property
     def quickest_rival(self) -> Rival | None:
@@ -88,6 +91,7 @@ class Verdict:
             "saved_money_per_epoch": None if price is None else price * self.saved_device_hours,
             "remedy": None if self.remedy is None else asdict(self.remedy),
             "remedies_tried": self.tried,
+            "enough_ranks": self.enough_ranks,
         }
 
 
@@ -135,6 +139,8 @@ def plan_verdict(
         remedy=remedy,
         tried=tried,
         device_hour_price=request.device_hour_price,
+        num_ranks=problem.num_ranks,
+        enough_ranks=enough_ranks(problem, sequences),
     )
 
 
@@ -157,7 +163,7 @@ def _planned_again(sequences: Sequence[LengthTable], problem: Problem) -> Iterat
 def compared_verdict(
     contenders: Sequence[Contender], inputs: PlanInputs, request: PlanRequest, batches: GlobalBatches
 ) -> Verdict | None:
-    """Return the verdict on fcp from compared strategies; None if fcp or all of its rivals are missing.
+    """Return the verdict on fcp against the best of the compared strategies; None if fcp or all rivals are missing.
 
     Args:
         contenders: that planned all `batches`.
@@ -166,15 +172,18 @@ def compared_verdict(
         batches: the compared ones.
     """
     best = {one.name: one.best for one in contenders if one.best is not None}
-    rivals = [name for name in ("static", MEGATRON) if name in best]
-    if "fcp" not in best or not rivals:
+    others = {name: one for name, one in best.items() if name != DEFAULT and not one.over_budget}
+    if DEFAULT not in best or not others:
         return None
-    ours, steps = best["fcp"], len(batches)
+    quickest = min(others, key=lambda name: others[name].step_seconds)
+    rivals = [name for name in dict.fromkeys(("static", MEGATRON, quickest)) if name in others]
+    ours, steps = best[DEFAULT], len(batches)
     inputs = replace(inputs, problem=replace(inputs.problem, sync=ours.sync))
-    again = [batches.batch(step).rows for step in _to_plan_again(steps, batches.settings.global_batch_size)]
-    remedy, tried = best_remedy(request, inputs, [batches.table.take(rows) for rows in again])
+    rows = [batches.batch(step).rows for step in _to_plan_again(steps, batches.settings.global_batch_size)]
+    again = [batches.table.take(each) for each in rows]
+    remedy, tried = best_remedy(request, inputs, again)
     return Verdict(
-        solver="fcp",
+        solver=DEFAULT,
         steps=steps,
         device_hours=_device_hours(inputs.problem, ours.step_seconds, batches.steps_per_epoch),
         rivals=tuple(
@@ -184,6 +193,8 @@ def compared_verdict(
         remedy=remedy,
         tried=tried,
         device_hour_price=request.device_hour_price,
+        num_ranks=inputs.problem.num_ranks,
+        enough_ranks=enough_ranks(inputs.problem, again),
     )
 
 

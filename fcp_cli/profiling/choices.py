@@ -132,8 +132,8 @@ def choose_measurement(request: ProfileRequest, origins: Origins) -> Measurement
         _assume(origins, "--ranks", request.ranks, ranks, "one per core" if on_cpu else "one per device")
     if request.nodes > 1 and ranks != units:
         raise UsageError(
-            f"--ranks {ranks}: {request.nodes} nodes of --devices-per-node {request.devices_per_node} have {units} ranks; "
-            "leave out --ranks, or give the devices of a node"
+            f"--ranks {ranks}: {request.nodes} nodes of --devices-per-node {request.devices_per_node} have {units} "
+            "ranks; leave out --ranks, or give the devices of a node"
         )
     if on_cpu and request.nodes == 1 and ranks > units:
         origins.assume("times", f"{ranks} ranks sharing {units} cores", "as a job of so many ranks here sees them")

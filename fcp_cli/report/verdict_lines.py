@@ -42,7 +42,10 @@ def _sentences(verdict: Verdict) -> Iterator[str]:
     money = f"; {_amount(saved * price)} saved at {price:g} each" if price is not None and gain >= _ALIKE else ""
     yield f"Device-hours an epoch: {', '.join(each)}{money}."
     remedy = verdict.remedy
-    if remedy is not None:
+    if verdict.enough_ranks is not None:
+        some = counted(verdict.enough_ranks, "rank")
+        yield f"{verdict.num_ranks} ranks are too many for these batches: {some} of as many tokens would be as quick."
+    elif remedy is not None:
         room = "" if "--tokens-per-rank" in remedy.flags else f" ({counted(remedy.tokens_per_rank, 'token')} a rank)"
         is_said = any(one.steps == remedy.steps for one in verdict.rivals)
         where = "" if is_said else _on(remedy.steps, verdict)

@@ -13,13 +13,16 @@ import pytest
 
 from fcp_cli.console import Origins
 from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.planning.batches import GlobalBatches
+from fcp_cli.planning.comparison import Contender, Outcome
 from fcp_cli.planning.options import PlanRequest
-from fcp_cli.planning.remedies import Remedy, best_remedy
+from fcp_cli.planning.remedies import Remedy, best_remedy, enough_ranks
 from fcp_cli.planning.settings import PlanInputs, problem_under, resolve
-from fcp_cli.planning.verdict import Rival, Verdict
+from fcp_cli.planning.verdict import Rival, Verdict, compared_verdict
 from fcp_cli.recipe import RecipeRequest
 from fcp_cli.report.verdict_lines import verdict_lines
-from tests.planning.examples import compile_planner, long_tail
+from tests.planning.examples import compile_planner, example_problem, long_tail
 
 STATIC = Rival(name="static", label="static degree 8", factor=1.35, steps=25)
 MEGATRON = Rival(name="megatron-dynamic-cp", label="Megatron's dynamic CP", factor=1.5, steps=8)
@@ -62,6 +65,49 @@ def test_it_never_takes_more_than_four_lines_of_80_columns() -> None:
     remedy = replace(REMEDY, flags="--recompute selective --sync microbatch --tokens-per-rank 129249")
     lines = verdict_lines(replace(VERDICT, device_hours=123_456.0, device_hour_price=12.34, remedy=remedy, tried=3))
     assert len(lines) <= 4 and max(map(len, lines)) <= 80
+
+
+def test_ranks_that_the_batches_do_not_need_are_named_in_place_of_other_settings() -> None:
+    verdict = replace(VERDICT, remedy=REMEDY, num_ranks=64, enough_ranks=8)
+    lines = verdict_lines(verdict)
+    text = " ".join(lines)
+    assert "64 ranks are too many for these batches: 8 ranks of as many tokens would be as quick." in text
+    assert "What helps more" not in text and len(lines) <= 4
+
+
+def test_a_few_short_sequences_leave_ranks_over_and_a_full_batch_needs_all() -> None:
+    compile_planner()
+    problem = example_problem(num_ranks=8, ranks_per_node=8, tokens_per_rank=8192)
+    few = LengthTable(name="few", length_tokens=np.array([3, 2]))
+    assert enough_ranks(problem, [few]) == 1
+    many = LengthTable(name="many", length_tokens=np.full(64, 8000))
+    assert enough_ranks(problem, [many]) is None
+    assert enough_ranks(problem, []) is None
+
+
+def outcome(seconds: float, over_budget: int = 0) -> dict[Sync, Outcome]:
+    return {
+        "iteration": Outcome(
+            sync="iteration", options={}, step_seconds=seconds, gap=0.0, idle_fraction=0.0, distinct_groups=0,
+            over_budget=over_budget, setup_seconds=0.0, planning_seconds=0.0,
+        )
+    }  # fmt: skip
+
+
+def test_a_comparison_is_judged_against_the_best_row_that_fits(tmp_path: Path) -> None:
+    request, inputs = inputs_of(tmp_path, sync="iteration")
+    contenders = [
+        Contender(name="fcp", outcomes=outcome(1.0)),
+        Contender(name="static", outcomes=outcome(1.3)),
+        Contender(name="karmarkar-karp", outcomes=outcome(1.11)),
+        Contender(name="bytescale", outcomes=outcome(0.9, over_budget=3)),
+    ]
+    batches = GlobalBatches(inputs.table, inputs.problem, replace(inputs.settings, global_batch_size=4000))
+    verdict = compared_verdict(contenders, inputs, request, batches)
+    assert verdict is not None
+    assert [one.name for one in verdict.rivals] == ["static", "karmarkar-karp"]
+    assert verdict_lines(verdict)[0] == "Worth it: fcp takes 10% less time than karmarkar-karp."
+    assert compared_verdict(contenders[:1], inputs, request, batches) is None
 
 
 def inputs_of(tmp_path: Path, **options: object) -> tuple[PlanRequest, PlanInputs]:

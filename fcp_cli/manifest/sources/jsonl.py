@@ -89,7 +89,8 @@ class JsonLines:
             return pa.array(values)
         except (pa.ArrowException, OverflowError, UnicodeError) as error:  # numbers past 64 bits, halves of surrogates
             raise ManifestError(
-                f"{file}: field {self.mask_column!r} holds values of several kinds, or none of a mask ({error}); correct the data"
+                f"{file}: field {self.mask_column!r} holds values of several kinds, or none of a mask ({error}); "
+                "correct the data"
             ) from error
 
 
