@@ -51,6 +51,10 @@ class ClusterOptions:
     image: Annotated[
         str | None, Opt("Container image with fcp, torch and your code; Kubernetes needs one.", trust="runs")
     ] = None
+    accelerator: Annotated[
+        str | None,
+        Opt("Accelerator, as SkyPilot or dstack names it.", metavar="NAME", unset="that of the plan's cluster"),
+    ] = None
     mount: Annotated[
         tuple[str, ...],
         Opt("Volume of a container, as CLAIM:/path; may be repeated.", metavar="CLAIM:PATH", trust="runs"),

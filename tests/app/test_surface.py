@@ -61,7 +61,7 @@ SURFACE = {
         -- SCRIPT ARGS --model --plan --manifest --synthetic --ranks --device --run-dir --resume --inject --probe
         --no-probe --dry-run --grace --rank-timeout --attention-kernel --numa-binding --explain --preflight --json --target --launcher --output -o --force --template
         --hostfile --setup --sbatch-option --srun-option --image --mount --namespace --request --node-selector --pull-secret
-        --toleration --env --env-secret
+        --toleration --env --env-secret --accelerator
         --rdma-resource --host-network --shm-size
         --python --job-name --nodes --node-rank --master-addr
         --master-port --join-timeout --weights --random-weights --export-every --lora --freeze

@@ -154,7 +154,7 @@ def test_one_damaged_run_does_not_hide_the_others(tmp_path: Path) -> None:
                 "where": "",
                 "state": "unreadable",
                 "steps": 0,
-                "problem": "runs/bad[red]-001/job.json is damaged: target is ['x']; it must be one of jobset, pytorchjob, scripts, slurm, trainjob, volcano",
+                "problem": "runs/bad[red]-001/job.json is damaged: target is ['x']; it must be a target of fcp launch",
             },
             {"run_dir": "runs/good-001", "where": "local", "state": "not started", "steps": 0, "problem": ""},
         ]
@@ -164,8 +164,8 @@ def test_one_damaged_run_does_not_hide_the_others(tmp_path: Path) -> None:
         (
             0,
             [
-                "runs/bad[red]-001         unreadable: runs/bad[red]-001/job.json is damaged: target is ['x']; it must be one of jobset, pytorchjob, scripts, slurm, trainjob, volcano  0    ",
-                "runs/good-001      local  not started                                                                                                                                  0    ",
+                "runs/bad[red]-001         unreadable: runs/bad[red]-001/job.json is damaged: target is ['x']; it must be a target of fcp launch  0    ",
+                'runs/good-001      local  not started                                                                                            0    ',
             ],
         )
     )

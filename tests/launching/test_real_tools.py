@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +13,7 @@ import yaml
 
 from fcp_cli.launching.targets.catalog import TARGETS, job_files
 from tests.launching.cluster_jobs import cluster_job
+from tests.launching.runnable_jobs import runnable
 from tests.launching.test_golden_files import generated
 
 _HOW = "is not installed here; 'make test-targets' installs it in an environment of its own"
@@ -42,3 +47,36 @@ def test_kubeflow_trainer_drops_a_misspelt_field() -> None:
     document = list(yaml.safe_load_all(text))[1]
     document["spec"]["runtimeReff"] = {}
     assert lost(document, models.TrainerV1alpha1TrainJob.from_dict(document).to_dict()) == ["/spec/runtimeReff"]
+
+
+@pytest.mark.parametrize("case", ["skypilot", "skypilot-image"])
+def test_skypilot_reads_the_task(case: str) -> None:
+    sky = pytest.importorskip("sky", reason=f"skypilot {_HOW}")
+    (text,) = generated(case).values()
+    task = sky.Task.from_yaml_config(yaml.safe_load(text))
+    (resources,) = task.resources
+    assert task.num_nodes == 2
+    assert list(resources.accelerators.values()) == [8]
+    with pytest.raises(ValueError, match="num_node"):
+        sky.Task.from_yaml_config({**yaml.safe_load(text), "num_node": 2})
+
+
+def test_dstack_reads_the_task() -> None:
+    configurations = pytest.importorskip("dstack._internal.core.models.configurations", reason=f"dstack {_HOW}")
+    (text,) = generated("dstack").values()
+    task = configurations.parse_run_configuration(yaml.safe_load(text))
+    assert (task.nodes, task.resources.gpu.name, task.resources.gpu.count.min) == (2, ["H100"], 8)
+    with pytest.raises(Exception, match="node"):
+        configurations.parse_run_configuration({**yaml.safe_load(text), "node": 2})
+
+
+@pytest.mark.processes
+def test_ray_runs_a_node_s_command_on_a_cluster_of_one(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason=f"ray {_HOW}")
+    job = runnable(tmp_path, num_nodes=1)
+    (text,) = job_files(TARGETS["ray"], job).values()
+    (tmp_path / "ray_job.py").write_text(text)
+    ended = subprocess.run([sys.executable, str(tmp_path / "ray_job.py")], timeout=300, check=False)
+    assert ended.returncode == 0
+    heard = json.loads((tmp_path / "heard-0").read_text())
+    assert heard["arguments"][-2:] == list(job.arguments[-2:])

@@ -40,16 +40,20 @@ def test_the_options_tell_the_target() -> None:
     [
         (
             ClusterOptions(target="slurm", image="x"),
-            snapshot("--image is for --target trainjob or pytorchjob or jobset or volcano, not for slurm"),
+            snapshot(
+                '--image is for --target trainjob or pytorchjob or skypilot or dstack or jobset or volcano, not for slurm'
+            ),
         ),
         (
             ClusterOptions(job_name="a"),
-            snapshot("--job-name is for --target slurm or trainjob or pytorchjob or jobset or volcano, not for local"),
+            snapshot(
+                '--job-name is for --target slurm or trainjob or pytorchjob or skypilot or dstack or ray or jobset or volcano, not for local'
+            ),
         ),
         (
             ClusterOptions(template=Path("a.j2")),
             snapshot(
-                "--template is for --target scripts or slurm or trainjob or pytorchjob or jobset or volcano, not for local"
+                "--template is for --target scripts or slurm or trainjob or pytorchjob or skypilot or dstack or ray or jobset or volcano, not for local"
             ),
         ),
     ],

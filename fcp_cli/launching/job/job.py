@@ -92,6 +92,7 @@ class Cluster:
         setup: lines of shell that every node runs first.
         sbatch_options: further options for Slurm, as `--partition=gpu`.
         srun_options: further options for srun, as `--container-image=...`.
+        accelerator: of the nodes, as the target names it; "": none.
         image, mounts: of the containers.
         namespace: of the job on Kubernetes; "": the one that kubectl is set to.
         requests, node_selector: name to value, of each pod.
@@ -110,6 +111,7 @@ class Cluster:
     setup: tuple[str, ...] = ()
     sbatch_options: tuple[str, ...] = ()
     srun_options: tuple[str, ...] = ()
+    accelerator: str = ""
     image: str = ""
     mounts: tuple[Mount, ...] = ()
     namespace: str = ""

@@ -80,6 +80,12 @@ def _on_kubernetes(template: str, *, rank: str, first_node: str) -> Target:
     )
 
 
+def _by_variables(job: Job, *, rank: str, first_node: str) -> NodeFacts:
+    assert job.cluster is not None
+    log_name = f"{job.cluster.name}-node{variable(rank)}"
+    return NodeFacts(rank=variable(rank), master_addr=variable(first_node), log_name=log_name)
+
+
 TARGETS = {
     "scripts": Target(
         template="node.sh",
@@ -105,6 +111,26 @@ TARGETS = {
     # A TrainJob's JobSet has the TrainJob's name.
     "trainjob": _on_kubernetes("trainjob.yaml", rank="JOB_COMPLETION_INDEX", first_node="{name}-node-0-0.{name}"),
     "pytorchjob": _on_kubernetes("pytorchjob.yaml", rank="RANK", first_node=variable("MASTER_ADDR")),
+    "skypilot": Target(
+        template="skypilot.yaml",
+        options=frozenset({"image", "accelerator", "setup", "job_name"}),
+        node=lambda job: _by_variables(job, rank="SKYPILOT_NODE_RANK", first_node="MASTER_ADDR"),
+        start=lambda folder: ("sky", "launch", str(folder / "skypilot.yaml")),
+    ),
+    "dstack": Target(
+        template="dstack.yaml",
+        options=frozenset({"image", "accelerator", "setup", "job_name"}),
+        is_container=True,
+        node=lambda job: _by_variables(job, rank="DSTACK_NODE_RANK", first_node="DSTACK_MASTER_NODE_IP"),
+        start=lambda folder: ("dstack", "apply", "-f", str(folder / "dstack.yaml")),
+    ),
+    "ray": Target(
+        template="ray_job.py",
+        options=frozenset({"job_name"}),
+        node=lambda job: _by_variables(job, rank="NODE_RANK", first_node="MASTER_ADDR"),
+        ready=shell.kubernetes_word,  # the script replaces $(NAME) as Kubernetes does
+        start=lambda folder: ("ray", "job", "submit", "--", "python", str(folder / "ray_job.py")),
+    ),
     # JobSet gives every pod a name: set-job-number-index.set
     "jobset": _on_kubernetes("jobset.yaml", rank="JOB_COMPLETION_INDEX", first_node="{name}-node-0-0.{name}"),
     # The svc plugin gives every pod this name: job-task-index.job

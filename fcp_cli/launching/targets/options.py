@@ -30,6 +30,12 @@ _LABEL = re.compile(r"([a-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|[kKMGTPE]i?)?")
 _NAME = re.compile(SUBDOMAIN)
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
+_ACCELERATOR = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
+_SAME_NAME = {"h100": "H100", "h200": "H200", "b200": "B200"}
+_ACCELERATORS = {
+    "skypilot": {"a100": "A100-80GB", "a100-40gb": "A100", **_SAME_NAME},
+    "dstack": {"a100": "A100:80GB", "a100-40gb": "A100:40GB", **_SAME_NAME},
+}
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -121,10 +127,10 @@ def for_cluster(request: ClusterOptions, job: Job, assumed: Origins) -> Job:
     Raises:
         UsageError: an option cannot be used as it is.
     """
-    is_container = target_of(job.target).is_container
-    if is_container and request.image is None:
+    target = target_of(job.target)
+    if target.is_container and request.image is None:
         raise UsageError("containers need --image: the name of one with fcp, torch and your code")
-    if is_container and not _IMAGE.fullmatch(request.image or ""):
+    if request.image is not None and not _IMAGE.fullmatch(request.image or ""):
         raise UsageError(f"--image is {request.image!r}; it must be the name of an image, as registry/team/fcp:1.0")
     rdma_resource, rdma_count = _rdma(request.rdma_resource)
     hosts = job.hosts
@@ -133,7 +139,7 @@ def for_cluster(request: ClusterOptions, job: Job, assumed: Origins) -> Job:
         assumed.assume("--hostfile", f"{hosts[0]} to {hosts[-1]}", "names to replace by those of your nodes")
     return replace(
         job,
-        python=_python(request, is_container=is_container, assumed=assumed),
+        python=_python(request, is_container=request.image is not None, assumed=assumed),
         environment={
             **job.environment,
             **{v.name: v.value for v in job.variables if v.value},
@@ -148,8 +154,9 @@ def for_cluster(request: ClusterOptions, job: Job, assumed: Origins) -> Job:
             setup=request.setup,
             sbatch_options=tuple(_option_of("sbatch", text) for text in request.sbatch_option),
             srun_options=tuple(_option_of("srun", text) for text in request.srun_option),
-            image=request.image or "" if is_container else "",
-            mounts=_mounts(request, job, assumed) if is_container else (),
+            accelerator=_accelerator(request.accelerator, job),
+            image=request.image or "",
+            mounts=_mounts(request, job, assumed) if "mount" in target.options else (),
             namespace=_namespace(request.namespace) if request.namespace else "",
             requests=_pairs("--request", request.request, "cpu=32", _QUANTITY),
             node_selector=_pairs("--node-selector", request.node_selector, "gpu-type=h100", _LABEL),
@@ -169,6 +176,24 @@ def _python(request: ClusterOptions, *, is_container: bool, assumed: Origins) ->
         return request.python or "python"
     assumed.assume("--python", sys.executable, "it must be there on every node")
     return sys.executable
+
+
+def _accelerator(given: str | None, job: Job) -> str:
+    """Return the accelerator of a node as the target names it; "" on CPUs and where the target needs no name."""
+    names = _ACCELERATORS.get(job.target)
+    if names is None or job.stack == "cpu":
+        return ""
+    if given is not None:
+        if not _ACCELERATOR.fullmatch(given):
+            raise UsageError(f"--accelerator is {given!r}; it must be a name, as H100")
+        return given
+    device = planned_cluster(job.metadata).rpartition("-")[0]
+    if device not in names:
+        raise UsageError(
+            f"--target {job.target} needs --accelerator: its name of the nodes' devices, as H100, which the plan's "
+            f"cluster {planned_cluster(job.metadata) or '(unknown)'} does not tell"
+        )
+    return names[device]
 
 
 def _option_of(program: str, text: str) -> str:

@@ -80,6 +80,7 @@ def _sandbox(template: Path) -> Sandbox:
     )
     sandbox.add_filter("quote", lambda value: shlex.quote(str(value)))
     sandbox.add_filter("yaml", yaml_scalar)
+    sandbox.add_filter("block", yaml_block)
     sandbox.add_filter("lines", command_lines)
     return sandbox
 
@@ -103,6 +104,12 @@ def yaml_scalar(value: Any) -> str:
     style = '"' if isinstance(value, str) else None
     text: str = yaml.safe_dump(value, default_style=style, width=math.inf, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
+
+
+def yaml_block(text: str) -> str:
+    """Return a text of several lines in YAML: as a literal block, unless it has characters that need quotes."""
+    dumped: str = yaml.safe_dump(text, default_style="|", width=math.inf, allow_unicode=True)
+    return dumped.removesuffix("\n")
 
 
 def _place(error: BaseException, template: Path) -> str:

@@ -70,6 +70,7 @@ def template_values(job: Job, node: NodeFacts, ready: Callable[[str], str]) -> d
         "setup": list(cluster.setup),
         "sbatch_options": list(cluster.sbatch_options),
         "srun_options": [ready(option) for option in cluster.srun_options],
+        "accelerator": cluster.accelerator,
         "image": cluster.image,
         "mounts": [{"claim": mount.claim, "path": mount.path} for mount in cluster.mounts],
         "namespace": cluster.namespace,

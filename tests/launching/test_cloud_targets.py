@@ -1,0 +1,121 @@
+"""SkyPilot's, dstack's and Ray's files: what a node runs is what `fcp launch` would start there, word for word."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fcp_cli.errors import UsageError
+from fcp_cli.launching.targets.catalog import TARGETS, job_files
+from fcp_cli.launching.targets.options import _accelerator
+from tests.launching.cluster_jobs import cluster_job
+from tests.launching.jobs import plan_metadata
+from tests.launching.runnable_jobs import runnable
+
+ADDRESS = "10.0.0.7"
+
+
+def script_of(target: str, text: str) -> str:
+    document: Any = yaml.safe_load(text)
+    return str(document["run"] if target == "skypilot" else document["commands"][0])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("target", ["skypilot", "dstack"])
+def test_every_node_runs_its_part(tmp_path: Path, target: str) -> None:
+    job = runnable(tmp_path)
+    (text,) = job_files(TARGETS[target], job).values()
+    for rank in ("0", "1"):
+        known = {
+            "SKYPILOT_NODE_RANK": rank,
+            "SKYPILOT_NODE_IPS": f"{ADDRESS}\n10.0.0.8",
+            "DSTACK_NODE_RANK": rank,
+            "DSTACK_MASTER_NODE_IP": ADDRESS,
+            "PATH": "/usr/bin:/bin",
+        }
+        subprocess.run(["bash", "-c", script_of(target, text)], env=known, check=True)
+        check_heard(tmp_path, rank, job.arguments)
+
+
+def check_heard(folder: Path, rank: str, arguments: tuple[str, ...]) -> None:
+    heard = json.loads((folder / f"heard-{rank}").read_text())
+    words = heard["arguments"]
+    assert words[words.index("fcp_cli.training.train") + 1 :] == list(arguments)
+    assert {f"--node-rank={rank}", f"--master-addr={ADDRESS}"} <= set(words)
+    assert heard["plan"] == "/shared/my data/plan.parquet"
+    assert heard["directory"] == str(folder)
+
+
+_FAKE_RAY = '''
+"""Ray's functions as the script calls them: tasks run at once, here, and their results are the references."""
+import types, sys
+cancelled = []
+class Task:
+    def __init__(self, function): self.function = function
+    def options(self, *, scheduling_strategy, max_retries, resources, num_cpus, num_gpus=0):
+        assert max_retries == 0
+        return self
+    def remote(self, *arguments): return (self.function, arguments)
+def init(): pass
+def remote(function): return Task(function)
+def get(task): return task if task is None else task[0](*task[1])
+def wait(tasks, num_returns): return tasks[:1], tasks[1:]
+def cancel(task): print("cancelled", task[1][0])
+class Group:
+    def ready(self): return None
+def placement_group(bundles, strategy):
+    print(strategy, bundles)
+    return Group()
+class util: get_node_ip_address = staticmethod(lambda: "10.0.0.7")
+sys.modules["ray.util"] = types.ModuleType("ray.util")
+groups = sys.modules["ray.util.placement_group"] = types.ModuleType("ray.util.placement_group")
+groups.placement_group = placement_group
+places = sys.modules["ray.util.scheduling_strategies"] = types.ModuleType("ray.util.scheduling_strategies")
+places.PlacementGroupSchedulingStrategy = lambda group, placement_group_bundle_index: placement_group_bundle_index
+__path__ = []
+'''
+
+
+@pytest.mark.processes
+def test_ray_starts_one_command_on_each_of_different_nodes(tmp_path: Path) -> None:
+    job = runnable(tmp_path)
+    (text,) = job_files(TARGETS["ray"], job).values()
+    (tmp_path / "ray_job.py").write_text(text)
+    (tmp_path / "ray.py").write_text(_FAKE_RAY)
+    run = [sys.executable, "ray_job.py"]
+    ended = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout == "STRICT_SPREAD [{'CPU': 1}, {'CPU': 1}]\n"
+    for rank in ("0", "1"):
+        check_heard(tmp_path, rank, job.arguments)
+    failed = subprocess.run(
+        run, cwd=tmp_path, env={"FAILS": "0", "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False
+    )
+    assert failed.returncode == 1
+    assert failed.stdout.splitlines()[1:] == ["cancelled 1"]
+
+
+def test_accelerators_are_named_as_the_target_names_them() -> None:
+    job = cluster_job()
+
+    def named(target: str, cluster: str, given: str | None = None) -> str:
+        from dataclasses import replace
+
+        profile = f"cluster: {cluster}\n"
+        return _accelerator(given, replace(job, target=target, metadata=plan_metadata(cost_profile=profile)))
+
+    assert named("skypilot", "a100-8x8") == "A100-80GB"
+    assert named("dstack", "a100-8x8") == "A100:80GB"
+    assert named("skypilot", "h100-16x8") == "H100"
+    assert named("skypilot", "example-8x8", "L40S") == "L40S"
+    assert named("ray", "example-8x8") == ""
+    with pytest.raises(UsageError, match="needs --accelerator: its name of the nodes' devices, as H100, which the"):
+        named("dstack", "example-8x8")
+    with pytest.raises(UsageError, match="--accelerator is 'x y'; it must be a name, as H100"):
+        named("dstack", "h100-8x8", "x y")
