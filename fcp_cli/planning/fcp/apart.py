@@ -15,7 +15,7 @@ from fcp_cli.arrays import IntArray
 from fcp_cli.planning.problem import Assignment
 
 
-def kept_apart(answer: Assignment, *, num_ranks: int, ranks_per_node: int) -> Assignment:
+def spread_cross_node_rings(answer: Assignment, *, num_ranks: int, ranks_per_node: int) -> Assignment:
     """Place the groups of each wave anew."""
     ranks, degrees = answer.ranks.copy(), np.diff(answer.rank_offsets)
     bounds = [0, *(np.flatnonzero(np.diff(answer.wave)) + 1).tolist(), len(answer.wave)]

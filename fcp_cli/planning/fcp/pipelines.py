@@ -82,7 +82,7 @@ def replicas_of(problem: Problem, machine: Machine) -> Replicas:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
+class PipelineStep:
     """A simulated step: its original form, with its waves if any; the costs of its micro-batches; its seconds."""
 
     made: Assignment
@@ -90,14 +90,14 @@ class Candidate:
     seconds: float
 
     @classmethod
-    def of(cls, made: Assignment, batch: Batch, problem: Problem, limit: float = np.inf) -> Candidate:
+    def of(cls, made: Assignment, batch: Batch, problem: Problem, limit: float = np.inf) -> PipelineStep:
         """Price and run a step."""
         return cls.priced(made, assignment_prices(made, batch, problem), batch, problem, limit)
 
     @classmethod
     def priced(
         cls, made: Assignment, prices: Prices, batch: Batch, problem: Problem, limit: float = np.inf
-    ) -> Candidate:
+    ) -> PipelineStep:
         """Run a step; one that takes more than `limit` seconds counts as endless."""
         degrees = sizes_of(made.rank_offsets)
         if np.bincount(made.ranks, np.repeat(prices.seconds, degrees)).max() > limit:
@@ -108,10 +108,10 @@ class Candidate:
             step = _laid_out(made, prices, problem)
         return cls(made=made, prices=prices, seconds=makespan_seconds(step, limit))
 
-    def reordered(self, place: IntArray, batch: Batch, problem: Problem, limit: float = np.inf) -> Candidate:
+    def reordered(self, place: IntArray, batch: Batch, problem: Problem, limit: float = np.inf) -> PipelineStep:
         """Return the same micro-batches by these places, which become their waves."""
         prices = self.prices.take(np.argsort(place, kind="stable"))
-        return Candidate.priced(reordered(self.made, place), prices, batch, problem, limit)
+        return PipelineStep.priced(reordered(self.made, place), prices, batch, problem, limit)
 
     def answer(self, problem: Problem) -> Assignment:
         """Return the step as the sync has it."""
@@ -120,7 +120,7 @@ class Candidate:
         return replace(self.made, wave=np.full_like(self.made.wave, -1))
 
 
-def quickest_of(candidates: Iterable[Candidate], batch: Batch, problem: Problem) -> Assignment:
+def quickest_of(candidates: Iterable[PipelineStep], batch: Batch, problem: Problem) -> Assignment:
     """Return the candidate that the timeline ends first, in the best order that other ones and swaps make of it."""
     found = list(candidates)
     limit = min(one.seconds for one in found)
@@ -132,16 +132,16 @@ def quickest_of(candidates: Iterable[Candidate], batch: Batch, problem: Problem)
     return min(found, key=lambda one: one.seconds).answer(problem)
 
 
-def _quickest(found: list[Candidate], count: int) -> list[Candidate]:
+def _quickest(found: list[PipelineStep], count: int) -> list[PipelineStep]:
     """Return the quickest that have waves, one of each time, and of each set of micro-batches."""
-    quickest: dict[float, Candidate] = {}
+    quickest: dict[float, PipelineStep] = {}
     for one in sorted(found, key=lambda one: one.seconds):
         if one.made.wave[0] >= 0 and np.isfinite(one.seconds):
             quickest.setdefault(round(float(one.prices.seconds.sum()), 6), one)
     return list(quickest.values())[:count]
 
 
-def _swapped(one: Candidate, batch: Batch, problem: Problem) -> Candidate:
+def _swapped(one: PipelineStep, batch: Batch, problem: Problem) -> PipelineStep:
     """Return the best order of micro-batches that swaps along the critical path find, as waves again."""
     rows, prices = _in_waves(one.made, one.prices, batch, problem)
     step = _laid_out(rows, prices, problem)
@@ -187,7 +187,7 @@ class _Lengths:
         """Choices of rings: every length, with the widest blocks first, then with narrower ones."""
         return range(len(self._columns))
 
-    def tried(self, ring: int, short: int, waits: int) -> Iterator[Candidate]:
+    def tried(self, ring: int, short: int, waits: int) -> Iterator[PipelineStep]:
         """Yield the step, and with its longest waves between the others, unless it was tried.
 
         Args:
@@ -199,7 +199,7 @@ class _Lengths:
         if key in self.found:
             return
         limit = min(self.found.values(), default=np.inf)
-        one = Candidate.of(self._laid(*key), self._batch, self._problem, _FAR * limit)
+        one = PipelineStep.of(self._laid(*key), self._batch, self._problem, _FAR * limit)
         if one.seconds == np.inf:
             self.found[key] = np.inf
             return
@@ -235,7 +235,7 @@ class _Lengths:
         )
 
 
-def like_lengths(batch: Batch, problem: Problem, replicas: Replicas) -> Iterator[Candidate]:
+def equal_length_candidates(batch: Batch, problem: Problem, replicas: Replicas) -> Iterator[PipelineStep]:
     """Yield the layouts of a batch by the module's description, for each length of rings and of other micro-batches.
 
     First rings and the rest get one length, from long to short, then each of the two another near the best with the

@@ -16,7 +16,7 @@ import numpy as np
 
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.compiled.core import Machine
-from fcp_cli.planning.fcp.apart import kept_apart
+from fcp_cli.planning.fcp.apart import spread_cross_node_rings
 from fcp_cli.planning.fcp.solver import FcpSolver
 from fcp_cli.planning.kernel_inputs import changed
 from fcp_cli.planning.problem import Assignment, Batch
@@ -56,7 +56,9 @@ class RobustSolver:
             if problem.sync == "iteration":
                 yield reversed_order(answer)
             else:
-                yield kept_apart(answer, num_ranks=problem.num_ranks, ranks_per_node=problem.ranks_per_node)
+                yield spread_cross_node_rings(
+                    answer, num_ranks=problem.num_ranks, ranks_per_node=problem.ranks_per_node
+                )
 
 
 def _machines(machine: Machine) -> Iterator[Machine]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -21,11 +22,12 @@ from fcp_cli.planning.bounds import lower_bound_seconds, simple_bound_seconds
 from fcp_cli.planning.compiled import iteration, microbatch
 from fcp_cli.planning.compiled.core import ANY_RANKS, Machine, Sequences
 from fcp_cli.planning.compiled.one_degree import quickest
+from fcp_cli.planning.fcp.candidates import CLOSE_ENOUGH, Candidate, Found, best_of
 from fcp_cli.planning.fcp.catalogue import Trial, choose_groups
 from fcp_cli.planning.fcp.peer_limit import placement_for
 from fcp_cli.planning.fcp.pipelines import (
-    Candidate,
-    like_lengths,
+    PipelineStep,
+    equal_length_candidates,
     plain_problems,
     quickest_of,
     replicas_of,
@@ -38,7 +40,6 @@ from fcp_cli.planning.kernel_inputs import by_falling_work, changed, in_batch_or
 from fcp_cli.planning.problem import Assignment, Batch, Problem, whole_budget
 from fcp_cli.planning.static import PACKINGS, StaticSolver, static_degrees
 
-_CLOSE_ENOUGH = 0.005  # where the gap to the proven bound is larger, other ways are tried: for timelines, waves
 _SYNCS: tuple[Sync, ...] = ("iteration", "microbatch")
 _LESS_TOKENS = 0.8, 0.5  # of a rank's, with which a step is planned again where the gap is large
 _FEW_RANKS, _LEFT_OVER = 128, 1 / 8  # up to so many ranks one degree may leave such a share of them over
@@ -47,6 +48,7 @@ _FLOOR_SHARES = 0.0, 1 / 8, 1 / 4, 1 / 2  # of a wave's floor, by which micro-ba
 _CHOOSING_STEPS = 16  # planned again and again to choose groups under a limit
 _PRICED_STEPS = 16  # planned with and without a limit
 _NEVER_PAYS_SECONDS = 1e9  # of a hop: far above any step, and far below what rounds seconds away
+_Search: TypeAlias = Callable[[Work, IntArray, Sequences, Machine, float], Assignment | None]
 _TWO_LIMITS = "--max-degree forbids rings, which --max-groups and --max-peers limit; give one of them"
 
 
@@ -210,16 +212,6 @@ def limit_price(limited: FcpSolver, batches: GlobalBatches) -> float:
     return seconds[0] / seconds[1] - 1.0
 
 
-class _Found(NamedTuple):
-    """A step and what it takes; none takes for ever."""
-
-    assignment: Assignment | None
-    seconds: float
-
-
-_NOTHING = _Found(None, np.inf)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FcpSolver:
     """Plans whole steps by predicted cost, under either sync.
@@ -244,21 +236,106 @@ class FcpSolver:
                 return self._assign_at_speeds(batch, self.problem.rank_speeds)
             if self.problem.pipeline is not None:
                 return quickest_of(self._for_pipelines(batch), batch, self.problem)
-            found = self._assign(batch)
-            return self._exact(batch, found) if not self.options and is_tiny(batch, self.problem) else found
+            found = self.best(batch)
+            assert found.assignment is not None, "a step was sought below a limit"
+            return found.assignment
+
+    def best(self, batch: Batch) -> Found:
+        """Return the quickest answer on ranks of one speed without pipelines, and the candidate that gave it."""
+        return best_of(self._candidates(batch), self._bound(batch.work), Found())
+
+    def _bound(self, work: Work) -> Callable[[], float]:
+        return partial(lower_bound_seconds, work, self.problem)
+
+    def _candidates(self, batch: Batch) -> Iterator[Candidate]:
+        """Yield everything that is tried for a step."""
+        yield from self._searches(batch)
+        if self.problem.attention == "2d":  # what rings lead to may be quicker
+            rings = replace(self, machine=without_splits(self.machine))
+            nested = partial(best_of, rings._searches(batch, "rings, "), self._bound(batch.work))
+            yield Candidate("rings", nested, CLOSE_ENOUGH)
+        for name, machine, work in self._perturbed_inputs(batch.work):
+            other = replace(self, machine=machine)
+            yield Candidate(name, partial(self._perturbed, other, name, replace(batch, work=work), batch), CLOSE_ENOUGH)
+        if not self.options and is_tiny(batch, self.problem):
+            yield Candidate("exact", partial(self._exact, batch), 0.0)
+
+    def _searches(self, batch: Batch, prefix: str = "") -> Iterator[Candidate]:
+        """Yield the searches of one machine for the step, and the schedules of one degree."""
+        order, sequences = by_falling_work(batch.work)
+        search = partial(self._search, batch, order, sequences, self.machine)
+        if self.problem.sync == "iteration":
+            yield Candidate(f"{prefix}timelines", partial(search, f"{prefix}timelines", assign=self._timelines))
+        yield Candidate(f"{prefix}waves", partial(search, f"{prefix}waves", assign=self._waves))
+        # Under `ulysses` the widest group may need every token.
+        reduced = () if self.problem.attention == "ulysses" else reduced_budgets(self.machine, sequences)
+        for name, machine in reduced:
+            again = partial(self._search, batch, order, sequences, machine, f"{prefix}{name}", assign=self._again)
+            yield Candidate(f"{prefix}{name}", again, CLOSE_ENOUGH)
+        yield Candidate(f"{prefix}one degree", partial(self._one_degree, batch, f"{prefix}one degree"))
+
+    def _search(
+        self,
+        batch: Batch,
+        order: IntArray,
+        sequences: Sequences,
+        machine: Machine,
+        name: str,
+        found: Found,
+        *,
+        assign: _Search,
+    ) -> Found:
+        # The compiled core knows nothing of what closes a step.
+        limit = found.seconds - self.problem.profile.step.closing_seconds(self.problem.sync)
+        return found.quicker(name, assign(batch.work, order, sequences, machine, limit), batch, self.problem)
+
+    def _timelines(
+        self, work: Work, order: IntArray, sequences: Sequences, machine: Machine, limit: float
+    ) -> Assignment | None:
+        least = simple_bound_seconds(work, self.problem) if limit == np.inf else 0.9 * limit
+        return assign_timelines(least, order, sequences, machine, limit)
+
+    def _waves(
+        self, work: Work, order: IntArray, sequences: Sequences, machine: Machine, limit: float
+    ) -> Assignment | None:
+        waves = assign_waves(order, sequences, machine, limit)
+        if waves is None or self.problem.sync == "microbatch":
+            return waves
+        return _without_waves(waves)  # a valid order of timelines, too
+
+    def _again(
+        self, work: Work, order: IntArray, sequences: Sequences, machine: Machine, limit: float
+    ) -> Assignment | None:
+        """Search on another machine for a step that takes fewer seconds than the limit."""
+        if self.problem.sync == "microbatch":
+            return assign_waves(order, sequences, machine, limit)
+        if len(order) > _FEW_SEQUENCES:
+            return None
+        even = float(sequences.work.sum()) / machine.num_ranks + machine.beta
+        return assign_timelines(max(even, 0.9 * limit), order, sequences, machine)
+
+    def _perturbed(self, other: FcpSolver, name: str, inputs: Batch, batch: Batch, found: Found) -> Found:
+        """Plan other inputs from the start; their answer counts by the real ones."""
+        answer = best_of(other._searches(inputs, f"{name}, "), self._bound(inputs.work), Found())
+        return found.quicker(answer.name, answer.assignment, batch, self.problem)
+
+    def _exact(self, batch: Batch, found: Found) -> Found:
+        return found.quicker("exact", assign_tiny(batch, self.problem, found.seconds), batch, self.problem)
 
     def _assign_at_speeds(self, batch: Batch, speeds: Speeds) -> Assignment:
         """Plan one step on ranks of different speeds; waves are a valid order of timelines, too."""
-        found = assign_at_speeds(batch, self.problem, speeds, self._assign_alike)
+        first = assign_at_speeds(batch, self.problem, speeds, self._assign_alike)
         if self.problem.sync == "microbatch" or self.problem.pipeline is not None:
-            return found
-        seconds = makespan_seconds(found, batch, self.problem)
-        if seconds <= lower_bound_seconds(batch.work, self.problem) * (1.0 + _CLOSE_ENOUGH):
-            return found
+            return first
         in_waves = replace(self, problem=replace(self.problem, sync="microbatch"))
-        waves = in_waves._assign_at_speeds(batch, speeds)
-        waves = replace(waves, wave=np.full_like(waves.wave, -1))
-        return waves if makespan_seconds(waves, batch, self.problem) < seconds else found
+
+        def waves(found: Found) -> Found:
+            other = _without_waves(in_waves._assign_at_speeds(batch, speeds))
+            return found.quicker("waves", other, batch, self.problem)
+
+        start = Found(first, makespan_seconds(first, batch, self.problem), "timelines")
+        found = best_of([Candidate("waves", waves, CLOSE_ENOUGH)], self._bound(batch.work), start)
+        return found.assignment or first
 
     def _assign_alike(self, batch: Batch, *, num_ranks: int, dearer_hop_seconds: float = 0.0) -> Assignment:
         """Plan one step as if all ranks, or as there are some fewer of them, were as fast as the profile says."""
@@ -268,118 +345,50 @@ class FcpSolver:
         machine = changed(solver.machine, hop=solver.machine.hop + dearer_hop_seconds)
         return replace(solver, problem=alike, machine=machine).assign(batch)
 
-    def _assign(self, batch: Batch) -> Assignment:
-        enough = self._enough(batch.work)
-        found = self._planned_by(batch.work, batch, enough, _NOTHING)
-        if self.problem.attention == "2d" and found.seconds > enough:  # what rings lead to may be quicker
-            rings = replace(self, machine=without_splits(self.machine))
-            found = rings._planned_by(batch.work, batch, enough, found)
-        for machine, work in self._led_otherwise(batch.work):
-            if found.seconds <= enough:
-                break
-            its_enough = enough if work is batch.work else self._enough(work)
-            other = replace(self, machine=machine)._planned_by(work, batch, its_enough, _NOTHING)
-            found = self._quicker(other.assignment, batch, found)
-        assert found.assignment is not None, "a step was sought below a limit"
-        return found.assignment
-
-    def _enough(self, work: Work) -> float:
-        """Return the seconds so close to the bound of this work that no other way is tried."""
-        return lower_bound_seconds(work, self.problem) * (1.0 + _CLOSE_ENOUGH)
-
-    def _led_otherwise(self, work: Work) -> Iterator[tuple[Machine, Work]]:
+    def _perturbed_inputs(self, work: Work) -> Iterator[tuple[str, Machine, Work]]:
         """Yield machines and work by which the greedy search goes other ways."""
         if self.problem.sync == "iteration":
             return
         encoder = encoder_seconds(work, self.problem.profile)
         if self.problem.profile.step.lockstep and encoder.any():
             # Waves wait for the slowest encoder and then for the slowest rest: more even in the one, or in the other.
-            for linear in (work.linear_seconds - encoder, work.linear_seconds + encoder):
-                yield self.machine, replace(work, linear_seconds=linear)
+            yield "even without encoder", self.machine, replace(work, linear_seconds=work.linear_seconds - encoder)
+            yield "even encoder", self.machine, replace(work, linear_seconds=work.linear_seconds + encoder)
         if self.machine.floor:
             for share in _FLOOR_SHARES:
                 dearer = self.machine._replace(beta=self.machine.beta + share * self.machine.floor)
-                yield dearer, work
-                yield dearer._replace(floor=0.0), work
+                yield f"micro-batches dearer by {share:g} of the floor", dearer, work
+                yield f"the same without a floor, {share:g}", dearer._replace(floor=0.0), work
 
-    def _planned_by(self, work: Work, batch: Batch, enough: float, known: _Found) -> _Found:
-        """Plan the batch as if it had this work; where a step takes more than `enough` seconds, in other ways, too.
-
-        Returns:
-            The step, or the known one of the same work where none was found that takes less.
-        """
-        batch = replace(batch, work=work)
-        order, sequences = by_falling_work(work)
-        # The compiled core knows nothing of what closes a step.
-        closing = self.problem.profile.step.closing_seconds(self.problem.sync)
-        found = known
-        if self.problem.sync == "iteration":
-            limit = found.seconds - closing
-            least = simple_bound_seconds(work, self.problem) if known is _NOTHING else 0.9 * limit
-            lines = assign_timelines(least, order, sequences, self.machine, limit)
-            found = self._quicker(lines, batch, found)
-        waves = assign_waves(order, sequences, self.machine, found.seconds - closing)
-        if waves is not None and self.problem.sync == "iteration":  # a valid order of timelines, too
-            waves = _without_waves(waves)
-        found = self._quicker(waves, batch, found)
-        for machine in _with_less(self.machine, sequences):
-            # Under `ulysses` the widest group may need every token.
-            if found.seconds <= enough or self.problem.attention == "ulysses":
-                break
-            other = self._searched(machine, order, sequences, found.seconds - closing)
-            found = self._quicker(other, batch, found)
-        return self._quicker(self._static(batch, found.seconds - closing), batch, found)
-
-    def _quicker(self, other: Assignment | None, batch: Batch, found: _Found) -> _Found:
-        """Return another answer, if there is one, where it is quicker than what was found."""
-        if other is None:
-            return found
-        seconds = makespan_seconds(other, batch, self.problem)
-        return _Found(other, seconds) if seconds < found.seconds else found
-
-    def _searched(self, machine: Machine, order: IntArray, sequences: Sequences, limit: float) -> Assignment | None:
-        """Search on another machine for a step that takes fewer seconds than the limit."""
-        if self.problem.sync == "microbatch":
-            return assign_waves(order, sequences, machine, limit)
-        if len(order) > _FEW_SEQUENCES:
-            return None
-        even = float(sequences.work.sum()) / machine.num_ranks + machine.beta
-        return assign_timelines(max(even, 0.9 * limit), order, sequences, machine)
-
-    def _for_pipelines(self, batch: Batch) -> Iterator[Candidate]:
+    def _for_pipelines(self, batch: Batch) -> Iterator[PipelineStep]:
         """Yield steps for pipelines: of micro-batches of like length, and as waves or timelines alone would have it."""
         if self.options.get("max_degree") != 1:
-            yield from like_lengths(batch, self.problem, replicas_of(self.problem, self.machine))
+            yield from equal_length_candidates(batch, self.problem, replicas_of(self.problem, self.machine))
         for plain in plain_problems(self.problem, int(batch.work.tokens.max())):
             machine = self.machine._replace(tokens_per_rank=plain.tokens_per_rank)
             found = FcpSolver(problem=plain, machine=machine, degrees=self.degrees).assign(batch)
-            yield Candidate.of(found, batch, self.problem)
+            yield PipelineStep.of(found, batch, self.problem)
 
-    def _exact(self, batch: Batch, found: Assignment) -> Assignment:
-        """Return the best step of all, or the one that was found; in rounding, what was found wins."""
-        seconds = makespan_seconds(found, batch, self.problem)
-        if seconds <= lower_bound_seconds(batch.work, self.problem):
-            return found
-        exact = assign_tiny(batch, self.problem, seconds)
-        return exact if exact and makespan_seconds(exact, batch, self.problem) < seconds else found
-
-    def _static(self, batch: Batch, seconds: float) -> Assignment | None:
-        """Return the best step of one degree if it takes fewer than these seconds; rings keep to the allowed groups."""
+    def _one_degree(self, batch: Batch, name: str, found: Found) -> Found:
+        """Try the best step of one degree; rings keep to the allowed groups."""
+        seconds = found.seconds - self.problem.profile.step.closing_seconds(self.problem.sync)
         chosen, sequences, degrees, ranks = None, in_batch_order(batch.work), self.degrees, self.problem.num_ranks
         if not self.options and ranks <= _FEW_RANKS:  # the ranks that a degree leaves over may wait
             degrees = np.array([degree for degree in range(1, ranks + 1) if ranks % degree <= _LEFT_OVER * ranks])
         for sync in _SYNCS if self.problem.sync == "iteration" else _SYNCS[1:]:
-            found, degree, packing = quickest(seconds, degrees, sync == "microbatch", sequences, self.machine)
+            least, degree, packing = quickest(seconds, degrees, sync == "microbatch", sequences, self.machine)
             if degree:
                 problem = replace(self.problem, sync=sync)
-                seconds, chosen = found, StaticSolver(problem=problem, degree=degree, packing=PACKINGS[packing])
+                seconds, chosen = least, StaticSolver(problem=problem, degree=degree, packing=PACKINGS[packing])
         if chosen is None:
-            return None
+            return found
         assignment = chosen.assign(batch)
-        return assignment if self.problem.sync == "microbatch" else _without_waves(assignment)
+        if self.problem.sync == "iteration":
+            assignment = _without_waves(assignment)
+        return found.quicker(name, assignment, batch, self.problem)
 
 
-def _with_less(machine: Machine, sequences: Sequences) -> Iterator[Machine]:
+def reduced_budgets(machine: Machine, sequences: Sequences) -> Iterator[tuple[str, Machine]]:
     """Yield machines with fewer tokens a rank, or without a broken node, whose steps are legal on this one, too.
 
     The searches are greedy, and may find better ways where they have less; so that more does not make a step slower,
@@ -389,10 +398,10 @@ def _with_less(machine: Machine, sequences: Sequences) -> Iterator[Machine]:
     for share in _LESS_TOKENS:
         fewer = whole_budget(int(share * tokens), machine.padding or None)
         if fewer and longest <= ranks * fewer and (longest > fewer or int(sequences.tokens.sum()) > fewer):
-            yield machine._replace(tokens_per_rank=fewer)
+            yield f"{share:g} of the token budget", machine._replace(tokens_per_rank=fewer)
     whole = ranks // machine.ranks_per_node * machine.ranks_per_node
     if whole < ranks and longest <= whole * tokens and len(machine.group_first) == 1:
-        yield machine._replace(num_ranks=whole)
+        yield "whole nodes", machine._replace(num_ranks=whole)
 
 
 def _without_waves(assignment: Assignment) -> Assignment:
