@@ -59,7 +59,7 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     ),
     "mean of a micro-batch": (
         set_to("model_accepts_loss_kwargs", False),
-        "averages its loss per micro-batch (it takes no",
+        "Trainer averages the loss of Qwen3ForCausalLM over each micro-batch (model_accepts_loss_kwargs is False)",
     ),
     "tensor parallelism": (
         set_to("accelerator", SimpleNamespace(parallelism_config=SimpleNamespace(tp_size=2, cp_size=1, sp_size=1))),

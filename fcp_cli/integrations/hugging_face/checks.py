@@ -231,8 +231,9 @@ def _refused_settings(trainer: Any) -> Iterable[tuple[bool, str]]:
 def _refused_models(trainer: Any) -> Iterable[tuple[bool, str]]:
     yield (
         loss_kind(trainer) == "Trainer" and not trainer.model_accepts_loss_kwargs,
-        f"{type(trainer.model).__name__} averages its loss per micro-batch (it takes no num_items_in_batch), which "
-        "weighs tokens by how the plan packs them; use a model class whose forward takes **kwargs",
+        f"{type(trainer).__name__} averages the loss of {type(trainer.model).__name__} over each micro-batch "
+        "(model_accepts_loss_kwargs is False), which weighs tokens by how the plan packs them; use a model class whose "
+        "forward takes **kwargs, and a trainer that passes it num_items_in_batch",
     )
     config = getattr(trainer.model, "config", None)
     text = getattr(config, "get_text_config", lambda: config)()

@@ -29,6 +29,9 @@ HOOKS: Mapping[str, str] = {
     "pytorch_lightning.loops.fit_loop": f"{_INTEGRATIONS}.lightning.hooks:hook_fit_loop",
     "torchtitan.trainer": f"{_INTEGRATIONS}.own_loops:refuse_torchtitan",
     "torchtune.config._parse": f"{_INTEGRATIONS}.own_loops:refuse_torchtune",
+    "llamafactory.hparams.parser": f"{_INTEGRATIONS}.framework_packing:unpack_llama_factory",
+    "swift.arguments.sft_args": f"{_INTEGRATIONS}.framework_packing:unpack_swift",
+    "trl.trainer.sft_config": f"{_INTEGRATIONS}.framework_packing:unpack_trl",
     "mindspeed_mm.fsdp.distributed.torch_parallelize": f"{_INTEGRATIONS}.mindspeed_mm.engine:hook_sharding",
     "mindspeed_mm.fsdp.train.train_engine": f"{_INTEGRATIONS}.mindspeed_mm.engine:hook_engine",
 }

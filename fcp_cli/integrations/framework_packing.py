@@ -1,0 +1,59 @@
+"""Turn off the packing of frameworks around transformers' Trainer: under a plan, the plan packs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+from fcp_cli.integrations.requirements import require
+
+
+def unpack_llama_factory(parser: ModuleType) -> None:
+    """Turn off `packing` (on by default in pretraining) and `neat_packing` in `llamafactory.hparams.parser`."""
+    require(parser, "get_train_args", ("args",), found="this LLaMA-Factory", advice="version known to work: 0.9.5")
+    own = parser.get_train_args
+
+    @wraps(own)
+    def get_train_args(*args: Any, **kwargs: Any) -> Any:
+        found = own(*args, **kwargs)
+        model, data = found[:2]
+        _turn_off("LLaMA-Factory", data, ("neat_packing", "packing"))
+        model.block_diag_attn = False
+        return found
+
+    parser.get_train_args = get_train_args  # type: ignore[attr-defined]
+
+
+def unpack_swift(sft_args: ModuleType) -> None:
+    """Turn off `packing` in the arguments of `swift.arguments.sft_args`."""
+    require(sft_args, "SftArguments.__post_init__", (), found="this ms-swift", advice="version known to work: 4.6.0")
+    _before_post_init(sft_args.SftArguments, "ms-swift", ("packing",))
+
+
+def unpack_trl(sft_config: ModuleType) -> None:
+    """Turn off `packing` in `trl.trainer.sft_config`."""
+    require(sft_config, "SFTConfig.__post_init__", (), found="this TRL", advice="version known to work: 1.16.0")
+    _before_post_init(sft_config.SFTConfig, "TRL", ("packing",))
+
+
+def _before_post_init(kind: Any, framework: str, names: Sequence[str]) -> None:
+    own: Callable[..., None] = kind.__post_init__
+
+    @wraps(own)
+    def __post_init__(self: Any) -> None:
+        _turn_off(framework, self, names)
+        own(self)
+
+    kind.__post_init__ = __post_init__
+
+
+def _turn_off(framework: str, settings: Any, names: Sequence[str]) -> None:
+    asked = [name for name in names if getattr(settings, name, False)]
+    for name in asked:
+        setattr(settings, name, False)
+    if asked and os.environ.get("RANK", "0") == "0":
+        print(f"fcp: {framework}'s {asked[0]} is off: the plan packs", file=sys.stderr, flush=True)
