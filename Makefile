@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # A file's tests share what its fixtures made, and so go to one worker.
 WORKERS := -n 2 --dist loadfile
 
-.PHONY: chaos demo fast fuzz test lock test-bounds test-full test-locked test-loops test-megatron-next test-msrun test-slurm test-targets lint types unit docs browser pace pictures simgrid study wheel clean
+.PHONY: chaos demo fast fuzz test lock test-bounds test-frameworks test-full test-locked test-loops test-megatron-next test-msrun test-slurm test-targets lint types unit docs browser pace pictures simgrid study wheel clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -136,8 +136,29 @@ $(LOOPS_STAMP): pyproject.toml constraints.txt
 		--no-build-isolation-package deepspeed --editable ".[torch,hf,finetune]" --group dev --group loops
 	touch $(LOOPS_STAMP)
 
-test-loops: $(LOOPS_STAMP)
+test-loops: $(LOOPS_STAMP) test-frameworks
 	$(LOOPS_VENV)/bin/python -m pytest $(WORKERS) -m loops --durations=20
+
+# Frameworks around transformers' Trainer, each in an environment of its own: they pin releases that exclude each other. The
+# index's torchvision and torchaudio load libraries of CUDA, which torch for CPUs lacks; text needs neither.
+FRAMEWORKS        := llama_factory ms_swift trl_scripts
+llama_factory_is  := llamafactory==0.9.5
+ms_swift_is       := ms-swift==4.6.0
+trl_scripts_is    := trl==1.16.0 rich
+
+.venv-loops-%/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(@D)/bin/python -m pip install --quiet --constraint constraints.txt torch setuptools wheel uv
+	$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python --constraint constraints.txt $($*_is) \
+		--editable ".[torch,finetune,report]" --group dev
+	$(@D)/bin/uv pip uninstall --quiet --python $(@D)/bin/python torchvision
+	rm -rf $(@D)/lib/python*/site-packages/torchaudio/lib
+	touch $@
+
+test-frameworks: $(FRAMEWORKS:%=.venv-loops-%/.installed)
+	set -e; for name in $(FRAMEWORKS); do \
+		.venv-loops-$$name/bin/python -m pytest -m loops --durations=5 tests/runtime/loops/test_$$name.py; done
 
 # The tests of Megatron on a newer megatron-core, which needs Python 3.12 or newer: make test-megatron-next PYTHON=python3.12
 NEXT_MEGATRON ?= 0.19.2

@@ -42,7 +42,7 @@ def write_model(folder: Path) -> Path:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.eos_token_id,
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)  # type: ignore[no-untyped-call]
+    Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder
 
 
