@@ -59,6 +59,7 @@ _OWN: Final[Mapping[str, Strategy]] = {
     "megatron-any-degree": Strategy(factory=f"{_PUBLISHED}.megatron_any_degree:make_solver"),
     "megatron-dynamic-cp": Strategy(factory=f"{_PUBLISHED}.megatron_dynamic_cp:make_solver"),
     "megatron-packing": Strategy(factory=f"{_PUBLISHED}.megatron_packing:make_solver"),
+    "packing": Strategy(factory=f"{_PUBLISHED}.row_packing:make_solver"),
     "static": Strategy(factory="fcp_cli.planning.static:make_solver"),
     "usp": Strategy(factory=f"{_PUBLISHED}.split_heads:make_usp", attention="2d"),
 }

@@ -17,6 +17,7 @@ from fcp_cli.planning.published import (
     megatron_any_degree,
     megatron_dynamic_cp,
     megatron_packing,
+    row_packing,
 )
 from fcp_cli.planning.published.flexsp import FlexSP
 from fcp_cli.planning.run import plan_step
@@ -30,6 +31,7 @@ FACTORIES: dict[str, SolverFactory] = {
     "megatron-dynamic-cp": megatron_dynamic_cp.make_solver,
     "megatron-packing": megatron_packing.make_solver,
     "megatron-any-degree": megatron_any_degree.make_solver,
+    "packing": row_packing.make_solver,
 }
 NAMES = list(FACTORIES)
 
