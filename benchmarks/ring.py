@@ -85,7 +85,7 @@ def compare_split(name: str, lengths: tuple[int, ...], degree: int, repeats: int
     layout, ranks = shard_layout(lengths, degree), tuple(range(degree))
     shards = [[tensor[torch.from_numpy(layout.index(i))] for tensor in whole] for i in ranks]
     kernel, scale = select_kernel("cpu", torch.float32), HEAD_DIM**-0.5
-    (own,) = shard_layout(lengths, 1).hops(0, 0)
+    (own,) = shard_layout(lengths, 1).ring.hops(0, 0)
 
     def split() -> float:
         clock, mailbox = Stopwatch(), Mailbox()

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fcp_cli.runtime.layouts.layout import CACHED_LAYOUTS, Hop, ShardLayout, shard_layout
+from fcp_cli.masks import CAUSAL, prefix
+from fcp_cli.runtime.layouts.layout import CACHED_LAYOUTS, Hop, RingLayout, ZigZagLayout, shard_layout
 
 packs = st.lists(st.integers(min_value=1, max_value=200), min_size=1, max_size=8).map(tuple)
 degrees = st.integers(min_value=1, max_value=16)
@@ -18,7 +19,7 @@ few_degrees = st.integers(min_value=1, max_value=9)
 
 @given(lengths=packs, degree=degrees)
 def test_every_token_belongs_to_exactly_one_member(lengths: tuple[int, ...], degree: int) -> None:
-    layout = ShardLayout(lengths, degree)
+    layout = ZigZagLayout(lengths, degree)
     owned = np.concatenate([layout.index(i) for i in range(degree)])
     assert sorted(owned.tolist()) == list(range(sum(lengths)))
     assert [len(layout.index(i)) for i in range(degree)] == [layout.tokens(i) for i in range(degree)]
@@ -29,7 +30,7 @@ def test_every_token_belongs_to_exactly_one_member(lengths: tuple[int, ...], deg
 @given(lengths=packs, degree=degrees)
 def test_chunks_are_those_of_the_contract(lengths: tuple[int, ...], degree: int) -> None:
     """Member r holds chunks r and 2d-1-r of each sequence, front before back, sequence after sequence."""
-    layout = ShardLayout(lengths, degree)
+    layout = ZigZagLayout(lengths, degree)
     for member in range(degree):
         expected: list[int] = []
         for number, length in enumerate(lengths):
@@ -38,14 +39,15 @@ def test_chunks_are_those_of_the_contract(lengths: tuple[int, ...], degree: int)
             for chunk in (member, 2 * degree - 1 - member):
                 start = base + sum(sizes[:chunk])
                 expected.extend(range(start, start + sizes[chunk]))
-            assert layout.fronts(member)[number] == sizes[member]
-            assert layout.backs(member)[number] == sizes[2 * degree - 1 - member]
+            held = sizes[member], sizes[2 * degree - 1 - member]
+            assert tuple(layout.runs(member).sizes[2 * number : 2 * number + 2]) == held
+            assert layout.owned(member)[number] == sum(held)
         assert layout.index(member).tolist() == expected
 
 
 @given(lengths=packs, degree=degrees)
 def test_position_ids_restart_at_every_sequence(lengths: tuple[int, ...], degree: int) -> None:
-    layout = ShardLayout(lengths, degree)
+    layout = ZigZagLayout(lengths, degree)
     within = np.concatenate([np.arange(length) for length in lengths])
     for member in range(degree):
         assert layout.position_ids(member).tolist() == within[layout.index(member)].tolist()
@@ -55,7 +57,7 @@ def test_position_ids_restart_at_every_sequence(lengths: tuple[int, ...], degree
 def test_the_hops_visit_every_pair_of_a_query_and_an_earlier_key_once(
     lengths: tuple[int, ...], degree: int, packed: bool
 ) -> None:
-    layout = ShardLayout(lengths, degree)
+    layout = ZigZagLayout(lengths, degree)
     seen = np.zeros((sum(lengths), sum(lengths)), dtype=np.int64)
     for member in range(degree):
         for source in range(degree):
@@ -67,7 +69,7 @@ def test_the_hops_visit_every_pair_of_a_query_and_an_earlier_key_once(
     assert np.array_equal(seen, expected)
 
 
-def _calls(layout: ShardLayout, member: int, source: int, packed: bool) -> list[tuple[np.ndarray, np.ndarray, bool]]:
+def _calls(layout: RingLayout, member: int, source: int, packed: bool) -> list[tuple[np.ndarray, np.ndarray, bool]]:
     """Per segment: positions of its queries and keys in the pack, and whether it is causal."""
     hops = layout.hops(member, source, packed=packed)
     assert not packed or len(hops) <= 1
@@ -75,7 +77,7 @@ def _calls(layout: ShardLayout, member: int, source: int, packed: bool) -> list[
 
 
 def _hop_calls(
-    layout: ShardLayout, member: int, source: int, hop: Hop, packed: bool
+    layout: RingLayout, member: int, source: int, hop: Hop, packed: bool
 ) -> list[tuple[np.ndarray, np.ndarray, bool]]:
     queries = layout.index(member)[_positions(hop.q_rows.span, hop.q_rows.positions)]
     keys = layout.index(source)[_positions(hop.k_rows.span, hop.k_rows.positions)]
@@ -101,7 +103,7 @@ def _positions(span: tuple[int, int] | None, positions: np.ndarray | None) -> np
 
 @pytest.mark.parametrize("degree", [2, 3, 4, 8])
 def test_members_of_a_long_sequence_share_tokens_and_pairs_evenly(degree: int) -> None:
-    layout = ShardLayout((4099,), degree)
+    layout = ZigZagLayout((4099,), degree)
     tokens = [layout.tokens(i) for i in range(degree)]
     pairs = [int((layout.position_ids(i) + 1).sum()) for i in range(degree)]
     assert max(tokens) - min(tokens) <= 1
@@ -109,7 +111,7 @@ def test_members_of_a_long_sequence_share_tokens_and_pairs_evenly(degree: int) -
 
 
 def test_an_idle_rank_has_an_empty_layout() -> None:
-    layout = ShardLayout((), 1)
+    layout = ZigZagLayout((), 1)
     assert layout.tokens(0) == layout.most_tokens == 0
     assert layout.index(0).size == layout.position_ids(0).size == 0
     assert layout.hops(0, 0) == ()
@@ -123,3 +125,22 @@ def test_layouts_are_cached_and_the_cache_is_bounded() -> None:
     for length in range(1, 2 * CACHED_LAYOUTS):
         shard_layout((length,), 2)
     assert shard_layout.cache_info().currsize == CACHED_LAYOUTS
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_every_layout_answers_for_all_members_what_its_class_promises(degree: int) -> None:
+    """Members of a group that shares heads hold tokens, and only their ring has hops."""
+    lengths, mask = (37, 5), prefix(3)
+    for layout in (
+        shard_layout(lengths, degree),
+        shard_layout(lengths, degree, 1, (CAUSAL, mask)),
+        shard_layout(lengths, degree, 2),
+        shard_layout(lengths, degree, 2, (CAUSAL, mask)),
+    ):
+        held = np.concatenate([layout.index(member) for member in range(degree)])
+        assert sorted(held.tolist()) == list(range(sum(lengths))), layout
+        assert layout.total_tokens == sum(lengths), layout
+        ring = layout.ring
+        assert sum(ring.owned(member).sum() for member in range(ring.degree)) == sum(lengths), layout
+        assert sum(ring.runs(member).sizes.sum() for member in range(ring.degree)) == sum(lengths), layout
+        assert all(ring.hops(member, member) for member in range(ring.degree)), layout

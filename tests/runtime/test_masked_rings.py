@@ -16,7 +16,16 @@ from torch.utils.checkpoint import checkpoint
 from fcp_cli.masks import CAUSAL, Mask, chunk_pairs, full, prefix, segments
 from fcp_cli.runtime.kernels.cpu import CpuKernel
 from fcp_cli.runtime.kernels.npu import NpuKernel
-from fcp_cli.runtime.layouts.layout import Hop, MaskedLayout, Rows, Segments, ShardLayout, shard_layout
+from fcp_cli.runtime.layouts.layout import (
+    Hop,
+    MaskedLayout,
+    RingLayout,
+    Rows,
+    Segments,
+    ShardLayout,
+    ZigZagLayout,
+    shard_layout,
+)
 from fcp_cli.runtime.ring_attention import ring_passes
 from fcp_cli.runtime.ring_attention.ring import Ring, attention
 from fcp_cli.verification.emulation import Mailbox, ThreadTransport
@@ -196,14 +205,14 @@ def test_every_token_has_one_place_and_the_position_that_its_mask_gives_it(pack:
 def test_causal_sequences_of_a_masked_layout_lie_and_are_called_as_they_always_are(
     lengths: tuple[int, ...], degree: int
 ) -> None:
-    plain, masked = ShardLayout(lengths, degree), MaskedLayout(lengths, degree, (CAUSAL,) * len(lengths))
+    plain, masked = ZigZagLayout(lengths, degree), MaskedLayout(lengths, degree, (CAUSAL,) * len(lengths))
     for member in range(degree):
         assert masked.index(member).tolist() == plain.index(member).tolist()
         for source, packed in product(range(degree), (False, True)):
             assert _calls(masked, member, source, packed) == _calls(plain, member, source, packed)
 
 
-def _calls(layout: ShardLayout, member: int, source: int, packed: bool) -> list[object]:
+def _calls(layout: RingLayout, member: int, source: int, packed: bool) -> list[object]:
     return [
         (_positions(hop.q_rows).tolist(), _positions(hop.k_rows).tolist(), hop.segments.q_lengths, hop.segments.causal)
         for hop in layout.hops(member, source, packed=packed)
@@ -211,7 +220,7 @@ def _calls(layout: ShardLayout, member: int, source: int, packed: bool) -> list[
 
 
 def test_a_pack_without_masks_has_the_layout_that_it_always_had() -> None:
-    assert type(shard_layout((7, 9), 2, 1, (CAUSAL, CAUSAL))) is ShardLayout
+    assert type(shard_layout((7, 9), 2, 1, (CAUSAL, CAUSAL))) is ZigZagLayout
     assert type(shard_layout((7, 9), 2, 1, (CAUSAL, full()))) is MaskedLayout
 
 
@@ -243,7 +252,7 @@ def test_hops_of_which_nothing_is_seen_are_skipped() -> None:
     assert counts[0][1:] == [0, 0, 0]
 
 
-def pairs_of(layout: ShardLayout, member: int) -> int:
+def pairs_of(layout: RingLayout, member: int) -> int:
     """How many pairs of a query and a key a member computes."""
     return sum(
         pairs for source in range(layout.degree) for hop in layout.hops(member, source) for pairs in _segment_pairs(hop)

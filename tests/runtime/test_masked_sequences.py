@@ -114,7 +114,7 @@ def test_noisy_tokens_have_positions_of_their_clean_ones_and_own_labels_stay_whe
 def test_a_longer_sequence_is_cut_with_its_mask() -> None:
     found = MaskedSequence(tokens=np.arange(20), mask=prefix(15))
     shard = load_shard(microbatch([10]), lambda row: found, rank=0)
-    assert [one.segments.causal for one in shard.layout.hops(0, 0)] == [False], "all that is left is prefix"
+    assert [one.segments.causal for one in shard.layout.ring.hops(0, 0)] == [False], "all that is left is prefix"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.communication.transport import Handle, drive
-from fcp_cli.runtime.layouts.layout import SetLayout, shard_layout
+from fcp_cli.runtime.layouts.layout import UlyssesLayout, shard_layout
 from fcp_cli.runtime.ring_attention.group_member import AttentionSpec
 from fcp_cli.runtime.ring_attention.passes import group_forward
 from fcp_cli.runtime.ring_attention.ring import Ring, attention
@@ -111,7 +111,7 @@ class _Loopback:
 def test_sets_hold_what_members_of_their_ring_would_one_run_behind_the_other() -> None:
     for lengths in ((101, 3, 1), (4,), ()):
         layout, ring = shard_layout(lengths, 6, 3), shard_layout(lengths, 2)
-        assert isinstance(layout, SetLayout)
+        assert isinstance(layout, UlyssesLayout)
         assert layout.ring is ring
         for place in range(2):
             runs = [layout.index(3 * place + i).tolist() for i in range(3)]

@@ -85,7 +85,7 @@ def _around_ring(
     from mindspeed.core.context_parallel.ring_context_parallel.ring_context_parallel import ringattn_context_parallel
 
     ranks, at = list(member.ranks), member.index
-    lengths = tuple((member.layout.fronts(at) + member.layout.backs(at)).tolist()) or (query.shape[0],)  # () if idle
+    lengths = tuple(member.ring_layout.owned(at).tolist()) or (query.shape[0],)  # () if idle
     members = {
         "cp_group": group,
         "cp_size": len(ranks),

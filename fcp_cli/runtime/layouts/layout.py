@@ -11,13 +11,14 @@ Example: L = 10 tokens on d = 2 members, 2d = 4 chunks of 3, 3, 2 and 2 tokens:
     member       0   |   1   |  1  |  0       member 0 holds [0 1 2 8 9], member 1 holds [3 4 5 6 7]
 
 Where sets of u members share the heads, the ring is one of sets: a set holds what a member of a ring of d / u would,
-and its members hold runs of that, one behind the other and equally long to within a token (`SetLayout`).
+and its members hold runs of that, one behind the other and equally long to within a token (`UlyssesLayout`).
 
 Every shape follows from (lengths, degree, heads degree) alone, so ranks never exchange sizes.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -99,42 +100,33 @@ class Runs(NamedTuple):
     sizes: IntArray
 
 
-class ShardLayout:
-    """Exact uneven zig-zag layout of one pack on a ring. Immutable; get it from `shard_layout`, which caches.
+class ShardLayout(ABC):
+    """Layout of one pack on a group: which tokens each member holds. Immutable; `shard_layout` makes and caches it.
 
-    Args:
-        lengths: tokens of each sequence of the pack, each >= 1; may be empty (an idle rank).
-        degree: members of the ring, >= 1.
+    Attributes:
+        lengths: tokens of each sequence of the pack.
+        degree: members of the group.
+        masks: of each sequence, or () if all are causal.
     """
 
-    __slots__ = ("_backs", "_fronts", "_hops", "_q_rows", "_tokens", "degree", "lengths")
+    __slots__ = ("_tokens", "degree", "lengths", "masks")
 
     heads_degree = 1
     """Members that share the heads of what they hold together."""
 
-    masks: tuple[Mask, ...] = ()
-    """Of each sequence; none: all are causal."""
-
-    def __init__(self, lengths: tuple[int, ...], degree: int) -> None:
-        assert degree >= 1, degree
-        assert all(length >= 1 for length in lengths), lengths
+    def __init__(self, lengths: tuple[int, ...], degree: int, masks: tuple[Mask, ...], tokens: list[int]) -> None:
         self.lengths = lengths
         self.degree = degree
-        chunk, extra = np.divmod(np.asarray(lengths, dtype=np.int64), 2 * degree)
-        sizes = chunk[:, None] + (np.arange(2 * degree) < extra[:, None])  # [sequences, 2d]
-        self._fronts = sizes[:, :degree].T  # [degree, sequences]
-        self._backs = sizes[:, : degree - 1 : -1].T
-        self._tokens: list[int] = (self._fronts + self._backs).sum(axis=1).tolist()
-        self._hops: dict[tuple[int, int, bool], tuple[Hop, ...]] = {}
-        self._q_rows: dict[Hashable, tuple[Rows, ...]] = {}
+        self.masks = masks
+        self._tokens = tokens
 
     def __repr__(self) -> str:
-        return f"ShardLayout(lengths={self.lengths}, degree={self.degree})"
+        return f"{type(self).__name__}(lengths={self.lengths}, degree={self.degree}, masks={self.masks})"
 
     @property
-    def ring(self) -> ShardLayout:
+    @abstractmethod
+    def ring(self) -> RingLayout:
         """Return who holds what around the ring: members, or sets of them that share the heads."""
-        return self
 
     @property
     def total_tokens(self) -> int:
@@ -150,31 +142,38 @@ class ShardLayout:
         """Return how many tokens member `index` holds."""
         return self._tokens[index]
 
-    def fronts(self, index: int) -> IntArray:
-        """Return [sequences] the tokens of member `index`'s front chunk of each sequence; may be 0."""
-        fronts: IntArray = self._fronts[index]
-        return fronts
-
-    def backs(self, index: int) -> IntArray:
-        """Return [sequences] the tokens of member `index`'s back chunk of each sequence; may be 0."""
-        backs: IntArray = self._backs[index]
-        return backs
-
+    @abstractmethod
     def position_ids(self, index: int) -> IntArray:
         """Return [tokens(index)] the position of each local token within its own sequence."""
-        return self._places(index)
 
+    @abstractmethod
     def index(self, index: int) -> IntArray:
         """Return [tokens(index)] the position of each local token in the whole pack; ``pack[index]`` is the shard."""
+
+
+class RingLayout(ShardLayout):
+    """Layout of one pack on a ring, whose members hold chunks of its sequences."""
+
+    __slots__ = ("_hops",)
+
+    def __init__(self, lengths: tuple[int, ...], degree: int, masks: tuple[Mask, ...], tokens: list[int]) -> None:
+        super().__init__(lengths, degree, masks, tokens)
+        self._hops: dict[tuple[int, int, bool], tuple[Hop, ...]] = {}
+
+    @property
+    def ring(self) -> RingLayout:
+        return self
+
+    def index(self, index: int) -> IntArray:
         bases = _offsets(np.asarray(self.lengths, dtype=np.int64))
-        return self._places(index) + np.repeat(bases, self._owned(index))
+        return self._places(index) + np.repeat(bases, self.owned(index))
 
     def hops(self, member: int, source: int, *, packed: bool = True) -> tuple[Hop, ...]:
         """Return the work of `member` with the keys and values of `source`; none where no query meets a key.
 
-        Chunks are ordered in time: those of an earlier source's front come before all of the member's tokens, those
-        of a later source come between the member's front and its back. Only the member's own chunks need a causal
-        mask.
+        Zig-zag chunks are ordered in time: those of an earlier source's front come before all of the member's tokens,
+        those of a later source come between the member's front and its back. Only the member's own chunks need a
+        causal mask.
 
         Args:
             member: place in the ring of the rank that computes.
@@ -187,18 +186,52 @@ class ShardLayout:
             self._hops[key] = self._make_hops(member, source, packed)
         return self._hops[key]
 
+    @abstractmethod
+    def runs(self, index: int) -> Runs:
+        """Return the chunks that member `index` holds, in the order of its buffer; may be empty."""
+
+    @abstractmethod
+    def owned(self, index: int) -> IntArray:
+        """Return [sequences] the tokens of each that member `index` holds."""
+
+    @abstractmethod
+    def _make_hops(self, member: int, source: int, packed: bool) -> tuple[Hop, ...]: ...
+
     def _places(self, index: int) -> IntArray:
         """Return [tokens(index)] where each local token stands in its sequence."""
         _, starts, sizes = self.runs(index)
         return np.arange(self._tokens[index], dtype=np.int64) + np.repeat(starts - _offsets(sizes), sizes)
 
-    def _owned(self, index: int) -> IntArray:
-        """Return [sequences] the tokens of each that a member holds."""
+
+class ZigZagLayout(RingLayout):
+    """Exact uneven zig-zag layout of a pack of causal sequences.
+
+    Args:
+        lengths: tokens of each sequence of the pack, each >= 1; may be empty (an idle rank).
+        degree: members of the ring, >= 1.
+    """
+
+    __slots__ = ("_backs", "_fronts", "_q_rows")
+
+    def __init__(self, lengths: tuple[int, ...], degree: int) -> None:
+        assert degree >= 1, degree
+        assert all(length >= 1 for length in lengths), lengths
+        chunk, extra = np.divmod(np.asarray(lengths, dtype=np.int64), 2 * degree)
+        sizes = chunk[:, None] + (np.arange(2 * degree) < extra[:, None])  # [sequences, 2d]
+        self._fronts = sizes[:, :degree].T  # [degree, sequences]
+        self._backs = sizes[:, : degree - 1 : -1].T
+        self._q_rows: dict[Hashable, tuple[Rows, ...]] = {}
+        super().__init__(lengths, degree, (), (self._fronts + self._backs).sum(axis=1).tolist())
+
+    def position_ids(self, index: int) -> IntArray:
+        return self._places(index)
+
+    def owned(self, index: int) -> IntArray:
         owned: IntArray = self._fronts[index] + self._backs[index]
         return owned
 
     def runs(self, index: int) -> Runs:
-        """Return the chunks that member `index` holds: [front_0, back_0, front_1, back_1, ...]; may be empty."""
+        """Return front_0, back_0, front_1, back_1, ...; some may be empty."""
         lengths = np.asarray(self.lengths, dtype=np.int64)
         sizes = np.stack((self._fronts[index], self._backs[index]), axis=1).ravel()
         chunks = np.array((index, 2 * self.degree - 1 - index))
@@ -235,7 +268,7 @@ class ShardLayout:
         )
 
 
-class MaskedLayout(ShardLayout):
+class MaskedLayout(RingLayout):
     """Layout of a pack in which a sequence has a mask: zig-zag chunks of the stretches that its mask cuts it into.
 
     The sequences without one lie as they otherwise do, and take part in the same calls.
@@ -245,24 +278,17 @@ class MaskedLayout(ShardLayout):
         masks: of each sequence.
     """
 
-    __slots__ = ("_sequences", "masks")
+    __slots__ = ("_sequences",)
 
     def __init__(self, lengths: tuple[int, ...], degree: int, masks: tuple[Mask, ...]) -> None:
-        self.lengths = lengths
-        self.degree = degree
-        self.masks = masks
         self._sequences = [MaskedChunks(mask, length, degree) for mask, length in zip(masks, lengths, strict=True)]
-        self._tokens = np.sum([one.tokens for one in self._sequences], axis=0).tolist()
-        self._hops = {}
-
-    def __repr__(self) -> str:
-        return f"MaskedLayout(lengths={self.lengths}, degree={self.degree}, masks={self.masks})"
+        super().__init__(lengths, degree, masks, np.sum([one.tokens for one in self._sequences], axis=0).tolist())
 
     def position_ids(self, index: int) -> IntArray:
         positions = [mask.position_ids(length) for mask, length in zip(self.masks, self.lengths, strict=True)]
         return np.concatenate(positions)[self.index(index)]
 
-    def _owned(self, index: int) -> IntArray:
+    def owned(self, index: int) -> IntArray:
         return np.array([one.tokens[index] for one in self._sequences], dtype=np.int64)
 
     def runs(self, index: int) -> Runs:
@@ -274,11 +300,11 @@ class MaskedLayout(ShardLayout):
         calls = joined_calls([one.calls(member, source) for one in self._sequences])
         if not packed:
             calls = [[piece] for call in calls for piece in call]
-        q_bases, k_bases = _offsets(self._owned(member)), _offsets(self._owned(source))
+        q_bases, k_bases = _offsets(self.owned(member)), _offsets(self.owned(source))
         return tuple(_hop(call, q_bases, k_bases) for call in calls)
 
 
-class SetLayout(ShardLayout):
+class UlyssesLayout(ShardLayout):
     """Layout of one pack on a group whose sets of members share the heads: the ring's layout of sets, cut further.
 
     Member i is in set i // u, which holds what member i // u of a ring of d / u members would: T tokens. Its i % u-th
@@ -291,26 +317,20 @@ class SetLayout(ShardLayout):
         masks: as of the ring.
     """
 
-    __slots__ = ("_ring", "_starts", "heads_degree", "masks")
+    __slots__ = ("_ring", "_starts", "heads_degree")
 
     def __init__(self, lengths: tuple[int, ...], degree: int, heads_degree: int, masks: tuple[Mask, ...] = ()) -> None:
         assert degree % heads_degree == 0, (degree, heads_degree)
-        self.lengths = lengths
-        self.degree = degree
         self.heads_degree = heads_degree
-        self.masks = masks
-        self._ring = shard_layout(lengths, degree // heads_degree, *([1, masks] if masks else []))
+        self._ring = shard_layout(lengths, degree // heads_degree, *([1, masks] if masks else [])).ring
         held = np.array([self._ring.tokens(place) for place in range(self._ring.degree)], dtype=np.int64)
         run, extra = np.divmod(held, heads_degree)
         sizes = run[:, None] + (np.arange(heads_degree) < extra[:, None])  # [sets, u]
-        self._tokens = sizes.ravel().tolist()
         self._starts: list[int] = (np.cumsum(sizes, axis=1) - sizes).ravel().tolist()
-
-    def __repr__(self) -> str:
-        return f"SetLayout(lengths={self.lengths}, degree={self.degree}, heads_degree={self.heads_degree})"
+        super().__init__(lengths, degree, masks, sizes.ravel().tolist())
 
     @property
-    def ring(self) -> ShardLayout:
+    def ring(self) -> RingLayout:
         return self._ring
 
     def position_ids(self, index: int) -> IntArray:
@@ -336,10 +356,10 @@ def shard_layout(
         masks: of each sequence; none: all are causal.
     """
     if heads_degree > 1:
-        return SetLayout(lengths, degree, heads_degree, masks)
-    return (
-        MaskedLayout(lengths, degree, masks) if any(mask != CAUSAL for mask in masks) else ShardLayout(lengths, degree)
-    )
+        return UlyssesLayout(lengths, degree, heads_degree, masks)
+    if any(mask != CAUSAL for mask in masks):
+        return MaskedLayout(lengths, degree, masks)
+    return ZigZagLayout(lengths, degree)
 
 
 def _offsets(sizes: IntArray) -> IntArray:

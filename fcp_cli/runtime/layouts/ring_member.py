@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.layouts.layout import Hop, ShardLayout
+from fcp_cli.runtime.layouts.layout import Hop, RingLayout, ShardLayout
 
 
 class RingMember:
@@ -35,6 +35,12 @@ class RingMember:
         return len(self.ranks)
 
     @property
+    def ring_layout(self) -> RingLayout:
+        """Return the layout of a member of a ring; where members share heads, that of `around_ring` alone."""
+        assert isinstance(self.layout, RingLayout), self.layout
+        return self.layout
+
+    @property
     def heads_degree(self) -> int:
         """Return how many members share the heads of what they hold together; 1: each has all heads."""
         return self.layout.heads_degree
@@ -49,8 +55,8 @@ class RingMember:
         return (self.index - hop) % self.degree
 
     def work(self, hop: int, *, packed: bool = True) -> tuple[Hop, ...]:
-        """Return this member's work at `hop`; see `ShardLayout.hops`."""
-        return self.layout.hops(self.index, self.source(hop), packed=packed)
+        """Return this member's work at `hop`; see `RingLayout.hops`."""
+        return self.ring_layout.hops(self.index, self.source(hop), packed=packed)
 
     def check_shapes(self, q: Any, k: Any, v: Any) -> None:
         """Check that queries, keys and values [1, heads, tokens, head_dim] of any framework are this member's shard.

@@ -32,7 +32,7 @@ from torch import Tensor
 from fcp_cli.arrays import IntArray
 from fcp_cli.masks import Spans
 from fcp_cli.runtime.communication.transport import Handle, Transport, Waits
-from fcp_cli.runtime.layouts.layout import CACHED_LAYOUTS, Rows, Runs, ShardLayout
+from fcp_cli.runtime.layouts.layout import CACHED_LAYOUTS, RingLayout, Rows, Runs
 from fcp_cli.runtime.ring_attention.rows import add_to_rows, rows_at, take
 
 
@@ -91,7 +91,7 @@ class Halo:
 
 
 @lru_cache(maxsize=CACHED_LAYOUTS)
-def halo_of(layout: ShardLayout, index: int, reach: int) -> Halo:
+def halo_of(layout: RingLayout, index: int, reach: int) -> Halo:
     """Return what member `index` of a ring looks back at, if each token looks back at `reach` before it.
 
     Args:
@@ -218,7 +218,7 @@ class _Wire:
 class _Lanes:
     """Which rows of a pack travel to which member in which round."""
 
-    def __init__(self, layout: ShardLayout, reach: int) -> None:
+    def __init__(self, layout: RingLayout, reach: int) -> None:
         self._layout, self._reach = layout, reach
         lengths = np.asarray(layout.lengths, dtype=np.int64)
         self._bases = np.cumsum(lengths) - lengths

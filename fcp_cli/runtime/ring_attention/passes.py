@@ -62,7 +62,7 @@ def group_forward(
 def _forward(
     ring: GroupMember, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tensor | None
 ) -> Waits[tuple[Tensor, Tensor]]:
-    if spec.window is None or fits_in(spec.window, ring.layout):
+    if spec.window is None or fits_in(spec.window, ring.ring_layout):
         out, lse = yield from ring_forward(ring, q, k, v, spec)
     else:
         out, lse = yield from window_forward(ring, q, k, v, spec, spec.window)
@@ -118,7 +118,7 @@ def group_backward(
 def _backward(
     ring: GroupMember, grad_out: Tensor, kept: Kept, spec: AttentionSpec
 ) -> Waits[tuple[Tensor, Tensor, Tensor]]:
-    if spec.window is None or fits_in(spec.window, ring.layout):
+    if spec.window is None or fits_in(spec.window, ring.ring_layout):
         return (yield from ring_backward(ring, grad_out, kept, spec))
     return (yield from window_backward(ring, grad_out, kept, spec, spec.window))
 

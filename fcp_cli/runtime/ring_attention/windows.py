@@ -35,14 +35,14 @@ from fcp_cli.arrays import IntArray
 from fcp_cli.masks import Spans
 from fcp_cli.runtime.communication.transport import Waits
 from fcp_cli.runtime.kernels import lse_dtype
-from fcp_cli.runtime.layouts.layout import CACHED_LAYOUTS, Rows, Segments, ShardLayout
+from fcp_cli.runtime.layouts.layout import CACHED_LAYOUTS, RingLayout, Rows, Segments
 from fcp_cli.runtime.ring_attention.group_member import AttentionSpec, GroupMember, Kept
 from fcp_cli.runtime.ring_attention.halo import FetchedRows, Halo, ReturnedRows, halo_of, ranges
 from fcp_cli.runtime.ring_attention.ring_passes import kernel_of
 from fcp_cli.runtime.ring_attention.rows import add, add_to_rows, merge, put, rows_at, take, take_with_lse
 
 
-def fits_in(window: int | None, layout: ShardLayout) -> bool:
+def fits_in(window: int | None, layout: RingLayout) -> bool:
     """Return whether a window holds all that causality lets a token of a pack see; None is no window."""
     return window is None or window >= max(layout.lengths, default=0)
 
@@ -97,7 +97,7 @@ class WindowWork:
 
 
 @lru_cache(maxsize=CACHED_LAYOUTS)
-def window_work(layout: ShardLayout, index: int, window: int) -> WindowWork:
+def window_work(layout: RingLayout, index: int, window: int) -> WindowWork:
     """Return the work of member `index` of a ring of a layout; cached, so that all layers share it."""
     halo = halo_of(layout, index, window - 1)
     # The first window - 1 queries of a run look back beyond it, unless a sequence starts there.
@@ -138,7 +138,7 @@ def _edge(halo: Halo, heads: IntArray, window: int) -> Edge | None:
     return _with_received(halo, own, keys, _segments(heads, counts + heads, window))
 
 
-def _spans_of_runs(layout: ShardLayout, halo: Halo) -> Iterator[tuple[int, int, int]]:
+def _spans_of_runs(layout: RingLayout, halo: Halo) -> Iterator[tuple[int, int, int]]:
     """Yield for each run and each span that has tokens in it: the run, and the member's first row and last of these."""
     for sequence, mask in enumerate(layout.masks):
         assert isinstance(mask, Spans), "chunk pairs have no windows"
@@ -197,7 +197,7 @@ def window_forward(
     """Do what `ring_passes.ring_forward` does where each token attends to the last `window` ones, itself among them,
     and to those ahead that its mask lets it see.
     """
-    kernel, scale, work = kernel_of(q, spec), spec.scale, window_work(ring.layout, ring.index, window)
+    kernel, scale, work = kernel_of(q, spec), spec.scale, window_work(ring.ring_layout, ring.index, window)
     fetched = FetchedRows("halo", work.halo, ring.ranks, ring.transport, k, v)
     lse = q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
     # What is merged further is kept in the type of lse, and rounded once.
@@ -233,7 +233,7 @@ def window_backward(
         kept: q, k, v, out and lse.
     """
     q, k, v, out, lse = kept
-    kernel, scale, work = kernel_of(q, spec), spec.scale, window_work(ring.layout, ring.index, window)
+    kernel, scale, work = kernel_of(q, spec), spec.scale, window_work(ring.ring_layout, ring.index, window)
     halo, wire = work.halo, (work.halo, ring.ranks, ring.transport)
     fetched = FetchedRows("halo", *wire, k, v)
     is_whole = work.ahead is None and work.beyond is None  # each query's keys are in one call

@@ -208,7 +208,7 @@ def _of_heads(own: Tokens, exchange: HeadSharing) -> Tokens:
 
 def _around_ring(rule: StateRule, held: Tokens, member: GroupMember) -> Tensor:
     """Compute the rule for what a member of a ring of several holds: fronts and backs of all sequences, by turns."""
-    sizes = np.stack((member.layout.fronts(member.index), member.layout.backs(member.index)), axis=1).ravel()
+    sizes = member.ring_layout.runs(member.index).sizes
     live, value = np.flatnonzero(sizes), held[2]
     if not live.size:  # of sequences of few tokens; what others send passes through
         passed = [part.expand(len(sizes), -1, -1, -1) for part in rule.idle(held)]
