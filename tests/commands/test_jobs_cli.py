@@ -165,7 +165,7 @@ def test_one_damaged_run_does_not_hide_the_others(tmp_path: Path) -> None:
             0,
             [
                 "runs/bad[red]-001         unreadable: runs/bad[red]-001/job.json is damaged: target is ['x']; it must be a target of fcp launch  0    ",
-                'runs/good-001      local  not started                                                                                            0    ',
+                "runs/good-001      local  not started                                                                                            0    ",
             ],
         )
     )

@@ -213,11 +213,8 @@ def test_no_process_is_signalled_that_is_not_known_for_certain(
         ({"target": "slurm", "name": "a", "job_id": "1,2"}, "job_id is '1,2'; it must be the number of a Slurm job"),
         ({"target": "slurm", "name": "a", "job_id": "4711\n"}, "job_id is '4711.n'; it must be the number of a Slurm"),
         ({"target": "slurm", "name": "a"}, "a job of slurm has job_id ''"),
-        ({"target": ["slurm"], "name": "a"}, r"target is \['slurm'\]; it must be one of jobset, pytorchjob, scripts"),
-        (
-            {"target": "ssh", "name": "a"},
-            "target is 'ssh'; it must be one of jobset, pytorchjob, scripts, slurm, trainjob, vol",
-        ),
+        ({"target": ["slurm"], "name": "a"}, r"target is \['slurm'\]; it must be a target of fcp launch"),
+        ({"target": "-x", "name": "a"}, "target is '-x'; it must be a target of fcp launch"),
         ({"target": "slurm", "name": "a", "job_id": "1", "argv": []}, "unknown key argv"),
     ],
 )

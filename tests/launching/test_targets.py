@@ -41,13 +41,13 @@ def test_the_options_tell_the_target() -> None:
         (
             ClusterOptions(target="slurm", image="x"),
             snapshot(
-                '--image is for --target trainjob or pytorchjob or skypilot or dstack or jobset or volcano, not for slurm'
+                "--image is for --target trainjob or pytorchjob or skypilot or dstack or jobset or volcano, not for slurm"
             ),
         ),
         (
             ClusterOptions(job_name="a"),
             snapshot(
-                '--job-name is for --target slurm or trainjob or pytorchjob or skypilot or dstack or ray or jobset or volcano, not for local'
+                "--job-name is for --target slurm or trainjob or pytorchjob or skypilot or dstack or ray or jobset or volcano, not for local"
             ),
         ),
         (
