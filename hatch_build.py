@@ -1,6 +1,6 @@
 """Puts the compiled planner into the wheel, where `python hatch_build.py` has made one; a wheel without is as good.
 
-    $ python hatch_build.py      # in an environment with fcp: about a minute; then build the wheel
+    $ python hatch_build.py      # in an environment with fcp: about a minute of CPU time; then build the wheel
     $ python -m build --sdist --wheel
 
 The machine code is for one minor version of Python, one version of numba and one architecture, whatever the processor.

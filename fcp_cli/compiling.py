@@ -19,11 +19,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
-from numba import njit
 from numba.core import config
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.event import TimingListener, install_listener, trigger_event
 from numba.core.registry import cpu_target
+
+from fcp_cli import kernel_parts, references
+from fcp_cli.kernel_parts import Kernel
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 SHIPPED: Final = Path(__file__).parent / "_data" / "compiled"
@@ -51,8 +53,8 @@ def leaf(function: _Function) -> _Function:
 
 
 def inlined(function: _Function) -> _Function:
-    """Compile a formula into the inner loops that use it; otherwise as `kernel`."""
-    return cast(_Function, _compiled(function, inline="always"))
+    """Compile a formula into the inner loops that use it; otherwise as `leaf`."""
+    return cast(_Function, _compiled(function, _nrt=False, forceinline=True))
 
 
 def is_kept(compiled: Any) -> bool:
@@ -71,8 +73,9 @@ def timed_loading() -> Iterator[Callable[[], float]]:
 
 @cache
 def package_stamp(folder: Path) -> str:
-    """Return the hash of a folder's sources and of this file: the key under which the folder's kernels are kept."""
-    sources = (*sorted(folder.glob("*.py")), Path(__file__))
+    """Return the hash of a folder's sources and of what compiles them: the key under which its kernels are kept."""
+    compilers = (Path(__file__), Path(kernel_parts.__file__), Path(references.__file__))
+    sources = (*sorted(folder.glob("*.py")), *compilers)
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
@@ -110,11 +113,12 @@ class _PackageCache(FunctionCache):
 
 
 def _compiled(function: Any, **options: Any) -> Any:
-    compiled = njit(nogil=True, **options)(function)
-    if hasattr(compiled, "enable_caching"):
-        # An OSError: not even a temporary folder can be made.
-        with suppress(RuntimeError, OSError):
-            compiled._cache = _package_cache(function)  # as `enable_caching` does with numba's own
+    if _CONFIG.DISABLE_JIT:
+        return function
+    compiled: Any = Kernel(function, targetoptions={"nopython": True, "nogil": True, "boundscheck": None, **options})
+    # An OSError: not even a temporary folder can be made.
+    with suppress(RuntimeError, OSError):
+        compiled._cache = _package_cache(function)  # as `enable_caching` does with numba's own
     return compiled
 
 

@@ -17,8 +17,7 @@ import numpy as np
 from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batches import GlobalBatches, spread_steps
-from fcp_cli.planning.compiled.core import Machine, Sequences
-from fcp_cli.planning.compiled.one_degree import FULL, Packs, longest_first, packed, share_out
+from fcp_cli.planning.compiled.one_degree import laid_out
 from fcp_cli.planning.kernel_inputs import in_batch_order, machine_of
 from fcp_cli.planning.packing import members_by_pack
 from fcp_cli.planning.problem import Assignment, Batch, Problem
@@ -53,8 +52,8 @@ class StaticSolver:
         sequences = in_batch_order(work_on(batch.work, self.degree, self.problem))
         machine = machine_of(self.problem)
         waves = self.problem.sync == "microbatch"
-        packs = self._pack(sequences, machine, waves)
-        _seconds, by, group, turn = share_out(self.degree, waves, packs, sequences, machine)
+        packing = PACKINGS.index(self.packing)
+        packs, by, group, turn = laid_out(packing, self.degree, waves, sequences, machine)
         offsets, members = members_by_pack(packs.of, packs.number)
         if waves:  # which are shared out by falling time
             ascending = np.argsort(turn, kind="stable")
@@ -73,13 +72,6 @@ class StaticSolver:
     @property
     def num_groups(self) -> int:
         return self.problem.num_ranks // self.degree
-
-    def _pack(self, sequences: Sequences, machine: Machine, waves: bool) -> Packs:
-        by_tokens = longest_first(sequences)
-        packs = packed(PACKINGS.index(self.packing), self.degree, waves, by_tokens, sequences, machine)
-        if packs.number:
-            return packs  # type: ignore[no-any-return]
-        return packed(FULL, self.degree, waves, by_tokens, sequences, machine)  # type: ignore[no-any-return]
 
 
 def make_solver(batches: GlobalBatches) -> StaticSolver:

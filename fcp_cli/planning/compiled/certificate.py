@@ -16,12 +16,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.compiling import inlined, kernel
+from fcp_cli.compiling import inlined, kernel, leaf
 from fcp_cli.planning.compiled.alone import alone_at_best, at_best
 from fcp_cli.planning.compiled.core import (
     Load,
     Machine,
     Sequences,
+    count_of,
+    falling_order,
+    most_of,
     pack_seconds,
     ring_pack_seconds,
     sequence_load,
@@ -142,7 +145,7 @@ def area_bound(simple: float, waves: bool, sequences: Sequences, machine: Machin
     ceil(tokens / (N E)). Their sum over N must be <= T; bisection keeps the largest T that is refuted.
     """
     n = len(sequences.work)
-    tokens = sequences.tokens.sum() / machine.num_ranks
+    tokens = count_of(sequences.tokens) / machine.num_ranks
     outlasting, linear_per_token = 0.0, np.inf
     for i in range(n):
         outlasting = max(outlasting, sequences.attention[i] / sequences.tokens[i])
@@ -261,14 +264,23 @@ def _growth(k: int, j: int, degree: int, dense: float, thin: float, sequences: S
 
 
 @kernel
+def _densities(sequences: Sequences) -> Any:
+    """Return [sequences] work of a token of each, and the least linear work of a token of any."""
+    density, thin = np.empty(len(sequences.work)), np.inf
+    for i in range(len(density)):
+        density[i] = sequences.work[i] / sequences.tokens[i]
+        thin = min(thin, sequences.linear[i] / sequences.tokens[i])
+    return density, thin
+
+
+@kernel
 def wave_bound(sequences: Sequences, machine: Machine) -> float:
     """Return the largest of `_wave_of` over the sequences with the most work."""
     n = len(sequences.work)
-    total, tokens = total_of(sequences.work), sequences.tokens.sum()
+    total, tokens = total_of(sequences.work), count_of(sequences.tokens)
     more_waves = machine.beta * max(0, (tokens - 1) // (machine.num_ranks * machine.tokens_per_rank))
-    density = sequences.work / sequences.tokens
-    by_density = np.argsort(-density, kind="mergesort")
-    dense, thin = density.max(), (sequences.linear / sequences.tokens).min()
+    density, thin = _densities(sequences)
+    by_density, dense = falling_order(density), most_of(density)
     best = 0.0
     for j in range(min(_LONGEST, n)):
         if j and sequences.work[j] == sequences.work[j - 1]:
@@ -313,7 +325,7 @@ def _make_crowd(count: int, by_density: IntArray, thin: float, sequences: Sequen
     return Crowd(
         count,
         total_of(sequences.work[:count]),
-        float(sequences.tokens[:count].sum()),
+        float(count_of(sequences.tokens[:count])),
         _least_load(count, sequences, machine),
         held_work[1] / held_tokens[1] if others else 0.0,
         held_tokens,
@@ -325,14 +337,12 @@ def _make_crowd(count: int, by_density: IntArray, thin: float, sequences: Sequen
 @kernel
 def _least_load(count: int, sequences: Sequences, machine: Machine) -> Any:
     """Return the least of the first `count` sequences in every respect; the more tokens the shortest has, the less."""
-    tokens = sequences.tokens[:count].min()
-    return Load(
-        sequences.attention[:count].min(),
-        sequences.linear[:count].min(),
-        tokens,
-        min(tokens, 2 * machine.reach),
-        sequences.tokens[:count].max(),
-    )
+    attention, linear = sequences.attention[0], sequences.linear[0]
+    fewest, most = sequences.tokens[0], sequences.tokens[0]
+    for i in range(1, count):
+        attention, linear = min(attention, sequences.attention[i]), min(linear, sequences.linear[i])
+        fewest, most = min(fewest, sequences.tokens[i]), max(most, sequences.tokens[i])
+    return Load(attention, linear, fewest, min(fewest, 2 * machine.reach), most)
 
 
 @kernel
@@ -370,7 +380,7 @@ def _most_done(makespan: float, crowd: Crowd, machine: Machine) -> float:
     if packs * narrowest > num_ranks:
         return -1.0
     room = float((num_ranks - packs * narrowest) * tokens_per_rank)
-    k = min(int(np.searchsorted(crowd.held_tokens, room)), len(crowd.held_tokens) - 1)
+    k = _first_not_below(room, crowd.held_tokens)
     slope, held = 0.0, crowd.held_work[k]
     if k and crowd.held_tokens[k] >= room:
         slope = (crowd.held_work[k] - crowd.held_work[k - 1]) / (crowd.held_tokens[k] - crowd.held_tokens[k - 1])
@@ -383,6 +393,19 @@ def _most_done(makespan: float, crowd: Crowd, machine: Machine) -> float:
     done = crowd.work - crowd.densest * crowd.tokens + held + slope * packs * narrowest * tokens_per_rank
     done += best * (crowd.members if best > 0.0 else packs)
     return float(min(done, num_ranks * (makespan - machine.beta)))
+
+
+@leaf
+def _first_not_below(value: float, rising: FloatArray) -> int:
+    """Return the position of the first of some values that is at least `value`, or of the last."""
+    low, high = 0, len(rising) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if rising[middle] < value:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 @inlined
@@ -414,10 +437,10 @@ def crowd_bound(at_least: float, sequences: Sequences, machine: Machine) -> floa
     upper end allows. Any count gives a bound; doubling counts are tried.
     """
     n = len(sequences.work)
-    total, tokens = total_of(sequences.work), sequences.tokens.sum()
+    total, tokens = total_of(sequences.work), count_of(sequences.tokens)
     more_waves = (tokens - 1) // (machine.num_ranks * machine.tokens_per_rank)
-    by_density = np.argsort(-sequences.work / sequences.tokens, kind="mergesort")
-    thin = (sequences.linear / sequences.tokens).min()
+    density, thin = _densities(sequences)
+    by_density = falling_order(density)
     longest = np.inf
     for degree in range(
         (sequences.tokens[0] + machine.tokens_per_rank - 1) // machine.tokens_per_rank, machine.num_ranks + 1

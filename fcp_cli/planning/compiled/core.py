@@ -375,6 +375,56 @@ def total_of(values: FloatArray) -> float:
     return total
 
 
+@leaf
+def most_of(values: FloatArray) -> float:
+    """Return the largest of values that are not negative; 0.0 of none."""
+    most = 0.0
+    for value in values:
+        most = max(most, value)
+    return most
+
+
+@leaf
+def count_of(values: IntArray) -> int:
+    """Add whole numbers; numba's own sums, maxima and sorting take many times longer to compile."""
+    total = 0
+    for value in values:
+        total += value
+    return total
+
+
+@leaf
+def largest_of(values: IntArray) -> int:
+    """Return the largest of whole numbers that are not negative; 0 of none."""
+    largest = 0
+    for value in values:
+        largest = max(largest, value)
+    return largest
+
+
+@kernel
+def falling_order(values: FloatArray | IntArray) -> IntArray:
+    """Return the positions of values, the largest first, ties by position: merges runs that double in length."""
+    n, width = len(values), 1
+    order, merged = np.empty(n, dtype=np.int64), np.empty(n, dtype=np.int64)
+    for k in range(n):
+        order[k] = k
+    while width < n:
+        for low in range(0, n, 2 * width):
+            middle, high = min(low + width, n), min(low + 2 * width, n)
+            one, other = low, middle
+            for k in range(low, high):
+                if one < middle and (other == high or values[order[one]] >= values[order[other]]):
+                    merged[k] = order[one]
+                    one += 1
+                else:
+                    merged[k] = order[other]
+                    other += 1
+        order, merged = merged, order
+        width *= 2
+    return order
+
+
 @kernel
 def with_room_for(needed: int, values: IntArray) -> IntArray:
     """Return an array that begins with the same values and has at least `needed` entries.

@@ -1,6 +1,6 @@
 """`sync: microbatch`: successive waves, each by the target that leaves the least behind for what it takes.
 
-`search` decides the targets, and `replay` writes down the waves that follow from them:
+`plan` is both parts in one: `search` decides the targets, and `replay` writes down the waves that follow from them:
 
     while sequences wait, and the waves so far can still beat the best end known:
         if all that waits may fit into one wave:                                 last_wave
@@ -29,6 +29,7 @@ from fcp_cli.planning.compiled.core import (
     Sequences,
     across_at_best,
     alone_seconds,
+    falling_order,
     with_room_for,
 )
 from fcp_cli.planning.compiled.wave import Pool, Wave, fill_wave, make_pool, make_wave, outlook, wave_seconds
@@ -45,11 +46,13 @@ class Targets(NamedTuple):
         seconds: [tries] by when the wave would end.
         value: [tries] predicted seconds of this wave and of all that follow, with the penalty.
         penalty: [tries] for work that a wave had ranks for, but not by the target.
+        worth: [tries] of which they are tried the largest first.
     """
 
     seconds: FloatArray
     value: FloatArray
     penalty: FloatArray
+    worth: FloatArray
 
 
 class Waves(NamedTuple):
@@ -211,6 +214,13 @@ def _fill_and_rate(
     return wave_seconds(machine, wave), _least_for_rest(work, tokens, longest, pool, sequences, machine), left
 
 
+@leaf
+def _copy(values: IntArray, count: int, to: IntArray) -> None:
+    """Copy the first `count` values."""
+    for k in range(count):
+        to[k] = values[k]
+
+
 @kernel
 def _choose_wave(
     fills: int, count: int, targets: Targets, pool: Pool, sequences: Sequences, machine: Machine, wave: Wave
@@ -224,7 +234,9 @@ def _choose_wave(
         The target, whether single ranks go in pairs, and how many sequences are left, or -1 where nothing fits.
     """
     found = _rate(count, targets, pool, sequences, machine, wave)
-    by_value = np.argsort(targets.value[:found], kind="mergesort")
+    for c in range(found):
+        targets.worth[c] = -targets.value[c]
+    by_value = falling_order(targets.worth[:found])
     least, chosen, chosen_pair, kept = np.inf, 0, True, -1
     tried = min(fills, found)
     for x in range(tried + 1):
@@ -236,7 +248,7 @@ def _choose_wave(
         value = seconds + targets.penalty[c] + rest
         if value < least:
             least, chosen, chosen_pair, kept = value, c, pair, left
-            pool.kept[:left] = pool.left_over[:left]
+            _copy(pool.left_over, left, pool.kept)
     return targets.seconds[chosen], chosen_pair, kept
 
 
@@ -257,7 +269,7 @@ def search(limit: float, tries: int, fills: int, sequences: Sequences, machine: 
     """
     n = len(sequences.work)
     wave, pool, count = make_wave(n, machine), make_pool(n), n
-    options = Targets(np.zeros(tries), np.zeros(tries), np.zeros(tries))
+    options = Targets(np.zeros(tries), np.zeros(tries), np.zeros(tries), np.zeros(tries))
     targets, pairs = np.zeros(n), np.zeros(n, dtype=np.bool_)
     total, _ = _totals(pool.waiting, count, sequences)
     tolerance = 5e-4 * total / machine.num_ranks
@@ -278,7 +290,7 @@ def search(limit: float, tries: int, fills: int, sequences: Sequences, machine: 
         targets[w], pairs[w] = target, pair
         done += target
         count = left
-        pool.waiting[:count] = pool.kept[:count]
+        _copy(pool.kept, count, pool.waiting)
         if count == 0:
             if done < best:
                 best, best_wave, best_target, best_pair = done, w, target, pair
@@ -286,6 +298,18 @@ def search(limit: float, tries: int, fills: int, sequences: Sequences, machine: 
     if best_wave >= 0:
         targets[best_wave], pairs[best_wave] = best_target, best_pair
     return best, targets[: best_wave + 1], pairs[: best_wave + 1]
+
+
+@kernel
+def plan(limit: float, tries: int, fills: int, is_last: bool, sequences: Sequences, machine: Machine) -> Any:
+    """Search, and write down the waves that were found: all, or where more sequences follow all but the last.
+
+    Returns:
+        The targets, none where no step is quicker than the limit; and what `replay` returns of the waves.
+    """
+    _seconds, targets, pairs = search(limit, tries, fills, sequences, machine)
+    kept = len(targets) if is_last else max(0, len(targets) - 1)
+    return targets, replay(targets[:kept], pairs[:kept], sequences, machine)
 
 
 @kernel
@@ -317,6 +341,6 @@ def replay(targets: FloatArray, pairs: BoolArray, sequences: Sequences, machine:
         for k in range(count):
             if wave.group_of[pool.waiting[k]] >= 0:
                 group_of[pool.waiting[k]] = number_of[wave.group_of[pool.waiting[k]]]
-        pool.waiting[:left] = pool.left_over[:left]
+        _copy(pool.left_over, left, pool.waiting)
         count = left
     return Waves(wave_of, degree_of, ranks_of, group_of), groups, ranks, count

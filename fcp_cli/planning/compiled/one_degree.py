@@ -18,11 +18,15 @@ from fcp_cli.planning.compiled.core import (
     Sequences,
     across_of,
     common_divisor,
+    count_of,
     enter_load,
+    falling_order,
     first_with_room,
+    largest_of,
     load_at,
     make_loads,
     make_tree,
+    most_of,
     pack_seconds,
     padded_load,
     roomiest,
@@ -51,7 +55,7 @@ class Packs(NamedTuple):
 @kernel
 def longest_first(sequences: Sequences) -> IntArray:
     """Return [sequences] positions by falling tokens, ties by position."""
-    return np.argsort(-sequences.tokens, kind="mergesort")
+    return falling_order(sequences.tokens)
 
 
 @kernel
@@ -128,16 +132,18 @@ def share_out(degree: int, waves: bool, packs: Packs, sequences: Sequences, mach
     seconds = np.empty(count)
     for p in range(count):
         seconds[p] = pack_seconds(load_at(p, loads), degree, lies, machine)
-    by = np.argsort(-seconds, kind="mergesort")
+    by = falling_order(seconds)
     group_of, turn_of = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
     groups = machine.num_ranks // degree
-    across = np.empty(groups, dtype=np.int64)
+    across, ranks = np.empty(groups, dtype=np.int64), np.arange(groups * degree)
     for group in range(groups):
-        across[group] = across_of(np.arange(group * degree, (group + 1) * degree), machine)
+        across[group] = across_of(ranks[group * degree : (group + 1) * degree], machine)
     ends, turns, expected = np.zeros(groups), np.zeros(groups, dtype=np.int64), make_tree(groups)
     for group in range(groups):
         set_room(expected, group, 0.0, 0)
-    longest = np.full(count, machine.floor)  # by turn
+    longest = np.empty(count)  # by turn
+    for turn in range(count):
+        longest[turn] = machine.floor
     for k in range(count):
         p = by[k]
         group = k % groups if waves else roomiest(expected)
@@ -149,7 +155,7 @@ def share_out(degree: int, waves: bool, packs: Packs, sequences: Sequences, mach
         longest[turn_of[k]] = max(longest[turn_of[k]], taken)
         ends[group] += taken
         set_room(expected, group, expected.seconds[(len(expected.seconds) >> 1) + group] - seconds[p], 0)
-    return (total_of(longest[: turns.max()]) if waves else ends.max()), by, group_of, turn_of
+    return (total_of(longest[: largest_of(turns)]) if waves else most_of(ends)), by, group_of, turn_of
 
 
 @kernel
@@ -163,7 +169,7 @@ def level_packs(degree: int, waves: bool, group_tokens: int, sequences: Sequence
         The packs, with their groups.
     """
     groups = machine.num_ranks // degree
-    by_work = np.argsort(-sequences.work, kind="mergesort")
+    by_work = falling_order(sequences.work)
     group_of, load = np.empty(len(by_work), dtype=np.int64), np.zeros(groups)
     room = make_tree(groups)
     for group in range(groups):
@@ -177,31 +183,42 @@ def level_packs(degree: int, waves: bool, group_tokens: int, sequences: Sequence
     held = np.zeros(groups, dtype=np.int64)
     for i in by_work:
         held[group_of[i]] += sequences.tokens[i]
-    counts = -(-held // group_tokens)
+    counts = np.empty(groups, dtype=np.int64)
+    for group in range(groups):
+        counts[group] = -(-held[group] // group_tokens)
     pack_of = np.empty(len(by_work), dtype=np.int64)
     while True:
         if waves:
-            counts[:] = counts.max()
+            most = largest_of(counts)
+            for group in range(groups):
+                counts[group] = most
         failed = _pack_level(group_tokens, by_work, group_of, counts, pack_of, sequences)
         if failed == NONE:
             break
         counts[failed] += 1
     # Groups may have packs that nothing went to.
-    number, group_of_pack, used = np.full(counts.sum(), NONE), np.repeat(np.arange(groups), counts), 0
+    packs = count_of(counts)
+    number, group_of_pack, used = np.zeros(packs, dtype=np.int64), np.empty(packs, dtype=np.int64), 0  # from 1 on
     for i in range(len(pack_of)):
-        if number[pack_of[i]] == NONE:
-            group_of_pack[used], number[pack_of[i]] = group_of[i], used
+        if number[pack_of[i]] == 0:
+            group_of_pack[used] = group_of[i]
             used += 1
-        pack_of[i] = number[pack_of[i]]
+            number[pack_of[i]] = used
+        pack_of[i] = number[pack_of[i]] - 1
     return Packs(pack_of, used, group_of_pack[:used])
 
 
 @kernel
 def _exchange(load: FloatArray, group_of: IntArray, sequences: Sequences) -> None:
     """Give sequences of the busiest group away, or exchange them for lighter ones, while that makes it less busy."""
-    mean, left = load.sum() / len(load), _EXCHANGES
+    mean, left = total_of(load) / len(load), _EXCHANGES
     while left > 0:
-        busiest, idlest = int(np.argmax(load)), int(np.argmin(load))
+        busiest, idlest = 0, 0
+        for group in range(1, len(load)):
+            if load[group] > load[busiest]:
+                busiest = group
+            if load[group] < load[idlest]:
+                idlest = group
         best, giver, taker, other = load[busiest], NONE, NONE, NONE
         if best <= mean * (1.0 + _LEVEL_ENOUGH):
             return
@@ -236,7 +253,8 @@ def _pack_level(
 ) -> int:
     """Give each sequence the pack of its group with the least work among those with room; return a group without."""
     first = np.zeros(len(counts) + 1, dtype=np.int64)
-    first[1:] = np.cumsum(counts)
+    for group in range(len(counts)):
+        first[group + 1] = first[group] + counts[group]
     work, tokens = np.zeros(first[-1]), np.zeros(first[-1], dtype=np.int64)
     for i in by_work:
         best = NONE
@@ -278,7 +296,7 @@ def quickest(seconds: float, degrees: IntArray, waves: bool, sequences: Sequence
     """
     best_degree, best_packing = 0, FULL
     by_tokens = longest_first(sequences)
-    attention, linear, tokens = total_of(sequences.attention), total_of(sequences.linear), sequences.tokens.sum()
+    attention, linear, tokens = total_of(sequences.attention), total_of(sequences.linear), count_of(sequences.tokens)
     for degree in degrees:
         group_tokens = degree * machine.tokens_per_rank
         if sequences.tokens[by_tokens[0]] > group_tokens:
@@ -299,6 +317,21 @@ def quickest(seconds: float, degrees: IntArray, waves: bool, sequences: Sequence
             if found < seconds:
                 seconds, best_degree, best_packing = found, degree, packing
     return seconds, best_degree, best_packing
+
+
+@kernel
+def laid_out(packing: int, degree: int, waves: bool, sequences: Sequences, machine: Machine) -> Any:
+    """Pack sequences, padded for this degree, and share them out; first-fit decreasing where even packs overflow.
+
+    Returns:
+        The packs, and what `share_out` does of them but the seconds.
+    """
+    by_tokens = longest_first(sequences)
+    packs = packed(packing, degree, waves, by_tokens, sequences, machine)
+    if packs.number == 0:
+        packs = packed(FULL, degree, waves, by_tokens, sequences, machine)
+    _seconds, by, group_of, turn_of = share_out(degree, waves, packs, sequences, machine)
+    return packs, by, group_of, turn_of
 
 
 @kernel

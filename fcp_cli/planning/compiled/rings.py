@@ -21,6 +21,7 @@ from fcp_cli.planning.compiled.core import (
     across_at_best,
     across_of,
     alone_seconds,
+    falling_order,
     with_room_for,
 )
 
@@ -152,10 +153,11 @@ def _earliest_nodes(degree: int, machine: Machine, timeline: Timeline, chosen: I
     whole, rest = degree // machine.ranks_per_node, degree % machine.ranks_per_node
     full = machine.num_ranks // machine.ranks_per_node
     nodes = (machine.num_ranks + machine.ranks_per_node - 1) // machine.ranks_per_node
-    free_from = np.empty(full)
+    free_from, soonness = np.empty(full), np.empty(full)
     for node in range(full):
         free_from[node] = timeline.free[timeline.order[node * machine.ranks_per_node + machine.ranks_per_node - 1]]
-    by_time = np.argsort(free_from, kind="mergesort")
+        soonness[node] = -free_from[node]
+    by_time = falling_order(soonness)
     taken = np.zeros(nodes, dtype=np.bool_)
     start = 0.0
     for k in range(whole):

@@ -262,7 +262,7 @@ def _lay(
     sand: Sand,
 ) -> int:
     """Lay sequences into bins that are empty; see `fill`."""
-    tree, closed, rides = trees
+    tree, closed, rides = trees.open, trees.closed, trees.rides
     late = 0
     for i in order:
         work, tokens = sequences.work[i], sequences.tokens[i]

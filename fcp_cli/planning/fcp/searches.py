@@ -38,13 +38,14 @@ def assign_waves(
             work=sequences.work[members],
             tokens=sequences.tokens[members],
         )
-        _seconds, targets, pairs = microbatch.search(limit, _TARGETS_PER_WAVE, _FILLS_PER_WAVE, own, machine)
+        is_last = number == len(parts)
+        targets, written = microbatch.plan(limit, _TARGETS_PER_WAVE, _FILLS_PER_WAVE, is_last, own, machine)
         if len(targets) == 0:
             return None
-        last = len(targets) if number == len(parts) else len(targets) - 1
-        one, groups, num_ranks, left = microbatch.replay(targets[:last], pairs[:last], own, machine)
+        last = len(targets) if is_last else len(targets) - 1
+        one, groups, num_ranks, left = written
         held = members[one.group_of < 0]
-        assert left == len(held) and (left == 0 or number < len(parts)), "the last wave does not take every sequence"
+        assert left == len(held) and (left == 0 or not is_last), "the last wave does not take every sequence"
         found.append((members, one, groups, num_ranks, waves))
         waves += last
         seconds += float(targets[:last].sum())

@@ -198,7 +198,7 @@ def _trial(solver: FcpSolver, sample: list[Batch]) -> Trial:
 
 def is_compiled(sync: Sync) -> bool:
     """Return whether an earlier run left the search of this sync compiled on disk."""
-    return is_kept(iteration.schedule if sync == "iteration" else microbatch.search)
+    return is_kept(iteration.schedule if sync == "iteration" else microbatch.plan)
 
 
 def limit_price(limited: FcpSolver, batches: GlobalBatches) -> float:

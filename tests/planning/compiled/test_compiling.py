@@ -111,7 +111,7 @@ def test_the_wheel_brings_the_kernels_of_plans_and_of_their_pipelines(tmp_path: 
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
     kept_functions = {file.name.split("-")[0] for file in (tmp_path / "kept").glob("*.nbi")}
-    assert {"iteration.schedule", "microbatch.search", "layout.places", "kernel.longest_paths"} <= kept_functions
+    assert {"iteration.schedule", "microbatch.plan", "layout.places", "kernel.longest_paths"} <= kept_functions
 
 
 @pytest.mark.processes
