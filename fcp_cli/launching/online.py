@@ -41,8 +41,8 @@ def online_settings(request: LaunchRequest, target: str, assumed: Origins) -> On
         raise UsageError(f"--online starts a job from here; leave --target {target} out, or start it on each node")
     if request.model is None and request.profile is None and not FOLDER_PROFILE.is_file():
         raise UsageError(
-            "--online prices steps before the script has made its model: name it with --model NAME|FILE|FOLDER, or give "
-            "measured times with --profile FILE"
+            "--online prices steps before the script has made its model: name it with --model NAME|FILE|FOLDER, "
+            "or give measured times with --profile FILE"
         )
     wanted = PlanRequest(profile=request.profile, model=request.model, ranks=request.ranks)
     problem, _budget = resolve_problem(wanted, assumed)
