@@ -23,6 +23,7 @@ from fcp_cli.runtime.agreement import kernel_agreement
 from fcp_cli.runtime.agreement.kernel_agreement import KernelAgreement, agree_on_kernels, prefer_agreed_kernels
 from fcp_cli.runtime.kernels import select
 from fcp_cli.runtime.kernels.chosen import Preference
+from fcp_cli.runtime.session import start
 from fcp_cli.verification.emulation import ThreadWorld, run_ranks
 from tests.messages import raises
 
@@ -190,12 +191,13 @@ def test_only_cuda_has_a_choice(
 ) -> None:
     metadata: Any = SimpleNamespace(cost_profile=profile.text)
     world: Any = SimpleNamespace(rank=0, size=1, all_reduce_sum=lambda tensor: None)
-    prefer_agreed_kernels(world, CPU, metadata)
+    no_profile: Any = SimpleNamespace()
+    start._agree_on_kernels(world, CPU, no_profile)
     assert not select._preferences
     monkeypatch.setattr(kernel_agreement, "agree_on_kernels", lambda *_: KernelAgreement(
         preference=Preference(asked="fa2"), lines=("attention kernel fa2",), failures=("rank 1: no",)))  # fmt: skip
     device: Any = SimpleNamespace(type="cuda")
-    prefer_agreed_kernels(world, device, metadata)
+    start._agree_on_kernels(world, device, metadata)
     assert select._preferences[-1].asked == "fa2"
     select._preferences.clear()
     select.select_kernel.cache_clear()

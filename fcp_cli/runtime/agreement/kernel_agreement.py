@@ -41,13 +41,11 @@ class KernelAgreement:
 
 
 def prefer_agreed_kernels(world: World, device: torch.device, metadata: PlanMetadata) -> None:
-    """Let CUDA kernels be chosen alike on all ranks; nothing on other devices. Collective: every rank calls it.
+    """Let CUDA kernels be chosen alike on all ranks, whose devices are CUDA's. Collective: every rank calls it.
 
     Raises:
         RunError: see `agree_on_kernels`.
     """
-    if device.type != "cuda":
-        return
     profile = parse_cost_profile(metadata.cost_profile, name="the plan's cost profile")
     agreement = agree_on_kernels(world, device, profile)
     prefer(agreement.preference)
