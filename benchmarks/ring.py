@@ -25,7 +25,7 @@ from torch import Tensor
 from fcp_cli.runtime.communication.transport import Handle
 from fcp_cli.runtime.kernels import select_kernel
 from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.ring_attention.group_member import AttentionSpec, Kept
+from fcp_cli.runtime.ring_attention.group_member import AttentionSpec, SavedForBackward
 from fcp_cli.runtime.ring_attention.ring import Ring, attention
 from fcp_cli.runtime.ring_attention.ring_passes import ring_backward, ring_forward
 from fcp_cli.verification.emulation import LockstepTransport, Mailbox, run_lockstep
@@ -98,7 +98,7 @@ def compare_split(name: str, lengths: tuple[int, ...], degree: int, repeats: int
         )
         run_lockstep(
             [
-                clock.running(ring_backward(ring, grad_out, Kept(q, k, v, out, lse), AttentionSpec(scale)))
+                clock.running(ring_backward(ring, grad_out, SavedForBackward(q, k, v, out, lse), AttentionSpec(scale)))
                 for ring, (q, k, v, grad_out), (out, lse) in zip(rings, shards, forward, strict=True)
             ]
         )

@@ -26,7 +26,7 @@ from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.ring_order import ring_order
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.online.serving import Service
-from fcp_cli.runtime.communication.contacts import Contacts
+from fcp_cli.runtime.communication.connections import Connections
 from fcp_cli.runtime.online import source
 from fcp_cli.runtime.online.items import ReadWindow
 from fcp_cli.runtime.online.source import StreamSource
@@ -347,10 +347,10 @@ def test_meeting_before_each_step_keeps_an_order_that_ends_where_every_operation
 
     def run(meeting: Meeting, rank: int) -> Any:
         transport = RecordingTransport(ThreadTransport(meeting.mailbox, rank, timeout_seconds=20.0))
-        contacts = Contacts(transport, rank=rank, device=torch.device("cpu"))
+        contacts = Connections(transport, rank=rank, device=torch.device("cpu"))
         met: set[int] = set()
         for step in planned:
-            contacts.meet_for(step, ranks)
+            contacts.open_for(step, ranks)
             met |= {one.peer for one in transport.operations if one.content == "contact"}
             for row in step.microbatches():
                 if rank in row.ranks and row.degree > 1:

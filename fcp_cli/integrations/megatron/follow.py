@@ -41,7 +41,7 @@ from fcp_cli.integrations.megatron.transformer_engine import Rings, make_rings, 
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.runtime.agreement.grad_ring import agreed_grad_dtype
 from fcp_cli.runtime.agreement.plan_agreement import agree_on_plan, require_causal, require_training
-from fcp_cli.runtime.communication.contacts import open_contacts, report_to_stderr
+from fcp_cli.runtime.communication.connections import open_connections, report_to_stderr
 from fcp_cli.runtime.communication.launcher_watch import end_with_launcher
 from fcp_cli.runtime.communication.transport import ProcessTransport
 from fcp_cli.runtime.communication.world import ProcessWorld
@@ -153,7 +153,9 @@ class Follower:
             engine = make_rings(models, self._plan, self._peers, self._device)
         if engine is None or self._balances:
             report, peers = report_to_stderr(dist.get_rank(), self._device), tuple(self._peers)
-            open_contacts(self._plan, self._transport, rank=self._rank, device=self._device, peers=peers, report=report)
+            open_connections(
+                self._plan, self._transport, rank=self._rank, device=self._device, peers=peers, report=report
+            )
         return engine
 
     def run(self, schedule: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:

@@ -19,7 +19,7 @@ from fcp_cli.runtime.communication.transport import drive
 from fcp_cli.runtime.layouts.layout import CACHED_LAYOUTS
 from fcp_cli.runtime.ring_attention.group_member import GroupMember
 from fcp_cli.runtime.ring_attention.ring import Ring, attention
-from fcp_cli.runtime.ring_attention.shared_heads import HeadSharing
+from fcp_cli.runtime.ring_attention.shared_heads import UlyssesExchange
 
 _MASK_TOKENS = 2048  # of the one causal mask that fused attention on NPUs wants, whatever the lengths
 _NO_BIAS = 1  # of `pse_type`
@@ -44,9 +44,9 @@ def attend_on_mindspeed(
     if ring.heads_degree == 1:
         return _around_ring(ring, query, key, value, scale, group, settings)
     ring.check_shapes(*(tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value)))
-    exchange = ring.in_set()
+    exchange = ring.head_exchange()
     query, key, value = _ToHeads.apply(exchange, query, key, value)  # type: ignore[no-untyped-call]
-    out = _around_ring(ring.around_ring(), query, key, value, scale, group, settings)
+    out = _around_ring(ring.ring_of_head_group(), query, key, value, scale, group, settings)
     own: Tensor = _ToTokens.apply(exchange, out, ring.heads_degree)  # type: ignore[no-untyped-call]
     return own
 
@@ -107,7 +107,7 @@ class _ToHeads(torch.autograd.Function):
     """Exchange tokens for heads in a set, and the gradients of heads for those of tokens."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: HeadSharing, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, exchange: UlyssesExchange, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange, ctx.heads = exchange, [tensor.shape[1] for tensor in tensors]
         return tuple(part.contiguous() for part in drive(exchange.to_heads("heads", *tensors)))
 
@@ -120,7 +120,7 @@ class _ToTokens(torch.autograd.Function):
     """Exchange the heads of attention's output for its tokens, and their gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: HeadSharing, out: Tensor, heads_degree: int) -> Tensor:
+    def forward(ctx: Any, exchange: UlyssesExchange, out: Tensor, heads_degree: int) -> Tensor:
         ctx.exchange = exchange
         (own,) = drive(exchange.to_tokens("tokens", out, heads=(out.shape[1] * heads_degree,)))
         return own

@@ -36,7 +36,7 @@ from fcp_cli.integrations.transformers.linear import hook_linear_layers, linear_
 from fcp_cli.integrations.transformers.loss import prepare_loss, takes_labels
 from fcp_cli.integrations.transformers.probe import probe
 from fcp_cli.recipe import Recompute
-from fcp_cli.runtime.communication.contacts import expect_look_back
+from fcp_cli.runtime.communication.connections import expect_look_back
 from fcp_cli.runtime.communication.exchange import exchange
 from fcp_cli.runtime.pictures.visuals import VisualShard
 from fcp_cli.runtime.recomputation.recompute import recomputed

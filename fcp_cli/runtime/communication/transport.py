@@ -76,7 +76,7 @@ class ProcessTransport:
     def create(cls, device: torch.device) -> ProcessTransport:
         """Make the group and let all ranks meet. Every rank of the default group calls it, once, before the first step.
         The first operation of a communicator must not involve only some of its ranks, so a reduction over all runs
-        here; afterwards any ranks may talk. Who will, is for `contacts.open_contacts`.
+        here; afterwards any ranks may talk. Who will, is for `connections.open_connections`.
         """
         ranks = list(range(dist.get_world_size()))
         with warnings.catch_warnings():

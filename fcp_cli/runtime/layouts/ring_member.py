@@ -36,7 +36,7 @@ class RingMember:
 
     @property
     def ring_layout(self) -> RingLayout:
-        """Return the layout of a member of a ring; where members share heads, that of `around_ring` alone."""
+        """Return the layout of a member of a ring; where members share heads, that of `ring_of_head_group` alone."""
         assert isinstance(self.layout, RingLayout), self.layout
         return self.layout
 

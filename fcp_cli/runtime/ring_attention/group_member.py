@@ -10,7 +10,7 @@ from fcp_cli.runtime.agreement.grad_ring import GradRingDtype
 from fcp_cli.runtime.communication.transport import Transport
 from fcp_cli.runtime.layouts.layout import ShardLayout
 from fcp_cli.runtime.layouts.ring_member import RingMember
-from fcp_cli.runtime.ring_attention.shared_heads import HeadSharing
+from fcp_cli.runtime.ring_attention.shared_heads import UlyssesExchange
 
 
 class AttentionSpec(NamedTuple):
@@ -27,7 +27,7 @@ class AttentionSpec(NamedTuple):
     softcap: float | None = None
 
 
-class Kept(NamedTuple):
+class SavedForBackward(NamedTuple):
     """What the backward of one call needs of its forward: of the tokens and heads that this member attended with.
 
     Attributes:
@@ -67,7 +67,7 @@ class GroupMember(RingMember):
         self.transport = transport
         self.grad_dtype = grad_dtype
 
-    def around_ring(self) -> GroupMember:
+    def ring_of_head_group(self) -> GroupMember:
         """Return this member's place in the ring of its part of the heads."""
         shared = self.heads_degree
         ranks = self.ranks[self.index % shared :: shared]
@@ -78,10 +78,10 @@ class GroupMember(RingMember):
         share = of_all.shape[0] // self.heads_degree
         return of_all.narrow(0, self.index % self.heads_degree * share, share)
 
-    def in_set(self) -> HeadSharing:
+    def head_exchange(self) -> UlyssesExchange:
         """Return this member's part in the exchanges of those that share the heads with it."""
         assert self.transport is not None
         place = self.index % self.heads_degree
         members = range(self.index - place, self.index - place + self.heads_degree)
         ranks = self.ranks[members.start : members.stop]
-        return HeadSharing(ranks, place, [self.layout.tokens(member) for member in members], self.transport)
+        return UlyssesExchange(ranks, place, [self.layout.tokens(member) for member in members], self.transport)

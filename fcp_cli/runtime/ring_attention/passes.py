@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fcp_cli.runtime.communication.transport import Waits
-from fcp_cli.runtime.ring_attention.group_member import AttentionSpec, GroupMember, Kept
+from fcp_cli.runtime.ring_attention.group_member import AttentionSpec, GroupMember, SavedForBackward
 from fcp_cli.runtime.ring_attention.ring_passes import ring_backward, ring_forward
 from fcp_cli.runtime.ring_attention.shared_heads import of_products, row_products
 from fcp_cli.runtime.ring_attention.windows import fits_in, window_backward, window_forward
@@ -36,7 +36,7 @@ def group_forward(
     v: Tensor,
     spec: AttentionSpec,
     sinks: Tensor | None = None,
-) -> Waits[tuple[Tensor, Kept]]:
+) -> Waits[tuple[Tensor, SavedForBackward]]:
     """Run the forward of one member of any group; yield the handles it waits for.
 
     Args:
@@ -50,13 +50,13 @@ def group_forward(
     """
     if member.heads_degree == 1:
         out, lse = yield from _forward(member, q, k, v, spec, sinks)
-        return out, Kept(q, k, v, out, lse)
-    exchange, heads = member.in_set(), q.shape[1]
+        return out, SavedForBackward(q, k, v, out, lse)
+    exchange, heads = member.head_exchange(), q.shape[1]
     q, k, v = yield from exchange.to_heads("heads", q, k, v)
     own_sinks = None if sinks is None else member.own_heads(sinks)
-    out, lse = yield from _forward(member.around_ring(), q, k, v, spec, own_sinks)
+    out, lse = yield from _forward(member.ring_of_head_group(), q, k, v, spec, own_sinks)
     (own,) = yield from exchange.to_tokens("tokens", out, heads=(heads,))
-    return own, Kept(q, k, v, own, lse)
+    return own, SavedForBackward(q, k, v, own, lse)
 
 
 def _forward(
@@ -81,7 +81,7 @@ class Gradients(NamedTuple):
 def group_backward(
     member: GroupMember,
     grad_out: Tensor,
-    kept: Kept,
+    kept: SavedForBackward,
     spec: AttentionSpec,
     sinks: Tensor | None = None,
     *,
@@ -100,7 +100,7 @@ def group_backward(
         if sinks is not None and dsinks is not None:
             dsinks.copy_(sink_gradients(grad_out, kept.out, kept.lse, sinks))
         return Gradients(*(yield from _backward(member, grad_out, kept, spec)), dsinks)
-    exchange, heads = member.in_set(), grad_out.shape[1]
+    exchange, heads = member.head_exchange(), grad_out.shape[1]
     delta = row_products(grad_out, kept.out)
     (grad_out,) = yield from exchange.to_heads("heads", grad_out)
     (delta,) = yield from exchange.to_heads("delta", delta)
@@ -108,7 +108,7 @@ def group_backward(
     if sinks is not None and dsinks is not None:  # of its heads alone; the members of a set add up to all
         own = sink_gradients(grad_out, kept.out, kept.lse, member.own_heads(sinks))
         member.own_heads(dsinks).copy_(own)
-    grads = _backward(member.around_ring(), grad_out, kept, spec)
+    grads = _backward(member.ring_of_head_group(), grad_out, kept, spec)
     # Nothing here holds what is given away, so that it is gone before what it becomes is made.
     counts = (heads, kv_heads, kv_heads)
     dq, dk, dv = yield from exchange.to_tokens("tokens", *(yield from grads), heads=counts)
@@ -116,29 +116,29 @@ def group_backward(
 
 
 def _backward(
-    ring: GroupMember, grad_out: Tensor, kept: Kept, spec: AttentionSpec
+    ring: GroupMember, grad_out: Tensor, kept: SavedForBackward, spec: AttentionSpec
 ) -> Waits[tuple[Tensor, Tensor, Tensor]]:
     if spec.window is None or fits_in(spec.window, ring.ring_layout):
         return (yield from ring_backward(ring, grad_out, kept, spec))
     return (yield from window_backward(ring, grad_out, kept, spec, spec.window))
 
 
-def lse_of_tokens(member: GroupMember, kept: Kept, *, heads: int) -> Waits[Tensor]:
+def lse_of_tokens(member: GroupMember, kept: SavedForBackward, *, heads: int) -> Waits[Tensor]:
     """Return the lse [T, H] of a member's own tokens, where it does not keep what its set exchanged."""
     if member.heads_degree == 1:
         return kept.lse
-    (lse,) = yield from member.in_set().to_tokens("lse", kept.lse.unsqueeze(-1), heads=(heads,))
+    (lse,) = yield from member.head_exchange().to_tokens("lse", kept.lse.unsqueeze(-1), heads=(heads,))
     return lse.squeeze(-1)
 
 
-def exchanged_again(member: GroupMember, own: Kept) -> Waits[Kept]:
+def exchanged_again(member: GroupMember, own: SavedForBackward) -> Waits[SavedForBackward]:
     """Return what `group_forward` kept, from q, k, v, out and lse of the member's own tokens."""
     if member.heads_degree == 1:
         return own
-    exchange = member.in_set()
+    exchange = member.head_exchange()
     q, k, v = yield from exchange.to_heads("heads", own.q, own.k, own.v)
     (lse,) = yield from exchange.to_heads("lse", own.lse.unsqueeze(-1))
-    return Kept(q, k, v, own.out, lse.squeeze(-1))
+    return SavedForBackward(q, k, v, own.out, lse.squeeze(-1))
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,7 @@ from fcp_cli.runtime.communication.transport import Transport, drive
 from fcp_cli.runtime.kernels import lse_dtype
 from fcp_cli.runtime.layouts.layout import ShardLayout
 from fcp_cli.runtime.recomputation.recompute import attention_stage
-from fcp_cli.runtime.ring_attention.group_member import AttentionSpec, GroupMember, Kept
+from fcp_cli.runtime.ring_attention.group_member import AttentionSpec, GroupMember, SavedForBackward
 from fcp_cli.runtime.ring_attention.outside_attention import attention_outside
 from fcp_cli.runtime.ring_attention.passes import (
     exchanged_again,
@@ -252,7 +252,7 @@ class RingAttention(torch.autograd.Function):
         begin_backward(ctx.ring)
         *kept, sinks = ctx.saved_tensors
         packed = _pack(grad_out, ctx.ring.tokens)
-        grads = drive(group_backward(ctx.ring, packed, Kept(*kept), ctx.spec, sinks, kv_heads=ctx.kv_heads))
+        grads = drive(group_backward(ctx.ring, packed, SavedForBackward(*kept), ctx.spec, sinks, kv_heads=ctx.kv_heads))
         return *(_unpack(grad, ctx.padded) for grad in grads[:3]), grads.sinks, None, None
 
 
@@ -335,7 +335,7 @@ def _attention_backward_operator(
     ring = _ring_of(int(handle))
     begin_backward(ring)
     tokens = ring.tokens
-    own = Kept(_pack(q, tokens), _pack(k, tokens), _pack(v, tokens), _pack(out, tokens), lse[:tokens])
+    own = SavedForBackward(_pack(q, tokens), _pack(k, tokens), _pack(v, tokens), _pack(out, tokens), lse[:tokens])
     # What a graph keeps has sizes of its own; those of what a set exchanges follow from the ring.
     kept, grad = drive(exchanged_again(ring, own)), _pack(grad_out, tokens)
     spec = AttentionSpec(scale, window, softcap)

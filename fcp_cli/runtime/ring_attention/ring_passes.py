@@ -31,7 +31,7 @@ from torch import Tensor
 from fcp_cli.runtime.communication.transport import Handle, Waits
 from fcp_cli.runtime.kernels import AttentionKernel, capped_kernel, lse_dtype, select_kernel
 from fcp_cli.runtime.layouts.layout import Hop, Rows
-from fcp_cli.runtime.ring_attention.group_member import AttentionSpec, GroupMember, Kept
+from fcp_cli.runtime.ring_attention.group_member import AttentionSpec, GroupMember, SavedForBackward
 from fcp_cli.runtime.ring_attention.rows import Pair, add, add_pair, merge, take, take_pair, take_with_lse
 
 
@@ -74,7 +74,7 @@ def ring_forward(
 def ring_backward(
     ring: GroupMember,
     grad_out: Tensor,
-    kept: Kept,
+    kept: SavedForBackward,
     spec: AttentionSpec,
 ) -> Waits[tuple[Tensor, Tensor, Tensor]]:
     """Run the backward of one member; yield the handles it waits for.
@@ -309,7 +309,7 @@ def _forward_own(
 
 
 def _backward_own(
-    kernel: AttentionKernel, ring: GroupMember, grad_out: Tensor, kept: Kept, scale: float
+    kernel: AttentionKernel, ring: GroupMember, grad_out: Tensor, kept: SavedForBackward, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a member's shares (dq, dk, dv) of its own keys; under masks in the type of lse."""
     q, k, v, out, lse = kept

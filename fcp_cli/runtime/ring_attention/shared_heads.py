@@ -34,7 +34,7 @@ from fcp_cli.runtime.communication.transport import Transport, Waits
 from fcp_cli.runtime.kernels.base import lse_dtype
 
 
-class HeadSharing:
+class UlyssesExchange:
     """One member's part in the exchanges of its set.
 
     Args:

@@ -36,7 +36,7 @@ from fcp_cli.masks import Spans
 from fcp_cli.runtime.communication.transport import Waits
 from fcp_cli.runtime.kernels import lse_dtype
 from fcp_cli.runtime.layouts.layout import CACHED_LAYOUTS, RingLayout, Rows, Segments
-from fcp_cli.runtime.ring_attention.group_member import AttentionSpec, GroupMember, Kept
+from fcp_cli.runtime.ring_attention.group_member import AttentionSpec, GroupMember, SavedForBackward
 from fcp_cli.runtime.ring_attention.halo import FetchedRows, Halo, ReturnedRows, halo_of, ranges
 from fcp_cli.runtime.ring_attention.ring_passes import kernel_of
 from fcp_cli.runtime.ring_attention.rows import add, add_to_rows, merge, put, rows_at, take, take_with_lse
@@ -48,7 +48,7 @@ def fits_in(window: int | None, layout: RingLayout) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Inner:
+class LocalCall:
     """A call with a member's own rows alone.
 
     Attributes:
@@ -62,7 +62,7 @@ class Inner:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Edge:
+class HaloCall:
     """A call with rows of others, too.
 
     Attributes:
@@ -90,10 +90,10 @@ class WindowWork:
     """
 
     halo: Halo
-    inner: Inner | None
-    edge: Edge | None
-    ahead: Inner | None = None
-    beyond: Edge | None = None
+    inner: LocalCall | None
+    edge: HaloCall | None
+    ahead: LocalCall | None = None
+    beyond: HaloCall | None = None
 
 
 @lru_cache(maxsize=CACHED_LAYOUTS)
@@ -112,19 +112,19 @@ def window_work(layout: RingLayout, index: int, window: int) -> WindowWork:
     )
 
 
-def _inner(halo: Halo, first: IntArray, window: int) -> Inner | None:
+def _inner(halo: Halo, first: IntArray, window: int) -> LocalCall | None:
     live = np.flatnonzero(first < halo.sizes)
     if not live.size:
         return None
     firsts, sizes, first = halo.firsts[live], halo.sizes[live], first[live]
-    return Inner(
+    return LocalCall(
         q_rows=rows_at(ranges(firsts + first, sizes - first)),
         k_rows=rows_at(ranges(firsts, sizes)),
         segments=_segments(sizes - first, sizes, window),
     )
 
 
-def _edge(halo: Halo, heads: IntArray, window: int) -> Edge | None:
+def _edge(halo: Halo, heads: IntArray, window: int) -> HaloCall | None:
     live = np.flatnonzero(heads)
     if not live.size:
         return None
@@ -151,20 +151,20 @@ def _spans_of_runs(layout: RingLayout, halo: Halo) -> Iterator[tuple[int, int, i
                     yield run, first + begin, first + end
 
 
-def _ahead(spans: Sequence[tuple[int, int, int]]) -> Inner | None:
+def _ahead(spans: Sequence[tuple[int, int, int]]) -> LocalCall | None:
     wide = [(begin, end) for _, begin, end in spans if end - begin > 1]
     if not wide:
         return None
     sizes = np.array([end - begin - 1 for begin, end in wide])
     # The last of them sees none behind it. Backwards, the second last sees the last, and so forth.
-    return Inner(
+    return LocalCall(
         q_rows=rows_at(np.concatenate([np.arange(end - 2, begin - 1, -1) for begin, end in wide])),
         k_rows=rows_at(np.concatenate([np.arange(end - 1, begin, -1) for begin, end in wide])),
         segments=_segments(sizes, sizes, None),
     )
 
 
-def _beyond(halo: Halo, spans: Sequence[tuple[int, int, int]]) -> Edge | None:
+def _beyond(halo: Halo, spans: Sequence[tuple[int, int, int]]) -> HaloCall | None:
     last = {run: (begin, end) for run, begin, end in spans if halo.aheads[run]}  # of a run's spans, the last goes on
     if not last:
         return None
@@ -174,11 +174,11 @@ def _beyond(halo: Halo, spans: Sequence[tuple[int, int, int]]) -> Edge | None:
     return _with_received(halo, queries, halo.after, segments)
 
 
-def _with_received(halo: Halo, queries: IntArray, keys: IntArray, segments: Segments) -> Edge:
+def _with_received(halo: Halo, queries: IntArray, keys: IntArray, segments: Segments) -> HaloCall:
     """Return a call with keys in a buffer of the member's rows and, behind, those received."""
     needed = np.unique(keys[keys < halo.tokens])
     order = np.where(keys < halo.tokens, np.searchsorted(needed, keys), keys - halo.tokens + needed.size)
-    return Edge(
+    return HaloCall(
         q_rows=rows_at(queries),
         k_rows=rows_at(needed) if needed.size else Rows((0, 0)),
         num_own=needed.size,
@@ -223,7 +223,7 @@ def window_forward(
 
 
 def window_backward(
-    ring: GroupMember, grad_out: Tensor, kept: Kept, spec: AttentionSpec, window: int
+    ring: GroupMember, grad_out: Tensor, kept: SavedForBackward, spec: AttentionSpec, window: int
 ) -> Waits[tuple[Tensor, Tensor, Tensor]]:
     """Do what `ring_passes.ring_backward` does where each token attends to the last `window` tokens, itself among them.
 
@@ -240,7 +240,7 @@ def window_backward(
     dq = torch.empty_like(q) if is_whole else torch.zeros_like(q, dtype=lse.dtype)
     sums = _KeyGradients(k, v, lse.dtype)
 
-    def of_call(call: Inner | Edge, ks: Tensor, vs: Tensor) -> tuple[Tensor, Tensor]:
+    def of_call(call: LocalCall | HaloCall, ks: Tensor, vs: Tensor) -> tuple[Tensor, Tensor]:
         """Add a call's share to dq; return those of its keys and values."""
         dos, qs, outs, lses = take_with_lse((grad_out, q, out), lse, call.q_rows)
         share, dk, dv = kernel.backward(dos, qs, ks, vs, outs, lses, call.segments, scale)
@@ -270,7 +270,7 @@ def _write(out: Tensor, lse: Tensor, rows: Rows, part: Tensor, part_lse: Tensor)
     put(lse, rows, part_lse)
 
 
-def _edge_keys(edge: Edge, own: Tensor, received: Tensor) -> Tensor:
+def _edge_keys(edge: HaloCall, own: Tensor, received: Tensor) -> Tensor:
     """Return [keys, G, D] of an edge's call, of the rows that a member holds and of those that it received."""
     return take(torch.cat((take(own, edge.k_rows), received)), edge.order)
 
@@ -299,7 +299,7 @@ class _KeyGradients:
         """Add the shares of own rows."""
         self._add(self.own, rows, dk, dv)
 
-    def add_edge(self, edge: Edge, received: Tensor, dk: Tensor, dv: Tensor) -> None:
+    def add_edge(self, edge: HaloCall, received: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Add the shares of an edge's own rows, and those of the rows that it received to `received` [rows, width]."""
         # A row that is named twice gets two shares: whichever comes first, their sum is the same.
         total = self.of_rows(edge.num_own + len(received))

@@ -17,7 +17,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.recipe import Reduce
 from fcp_cli.runtime.agreement.step_agreement import agree_on_first_step
-from fcp_cli.runtime.communication.contacts import Contacts, agree_on_look_back, planned_hops, report_to_stderr
+from fcp_cli.runtime.communication.connections import Connections, agree_on_look_back, planned_hops, report_to_stderr
 from fcp_cli.runtime.data.cursor import PlanCursor
 from fcp_cli.runtime.data.loader import Fetch, LoadedStep, fetches_labels, load_steps
 from fcp_cli.runtime.data.planned_masks import with_planned_masks
@@ -48,7 +48,7 @@ class Session(RankJob):
         skip_bad_rows: skip rows whose images fail to decode instead of raising; equal on all ranks.
         owns_process_group: whether `close` destroys the process group.
         steps_ahead: steps that are loaded ahead of the loop.
-        contacts: open peer connections.
+        connections: open peer connections.
     """
 
     fetch: Fetch | None
@@ -56,11 +56,11 @@ class Session(RankJob):
     skip_bad_rows: bool = False
     owns_process_group: bool = False
     steps_ahead: int = _STEPS_AHEAD
-    contacts: Contacts = field(init=False)
+    connections: Connections = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.contacts = Contacts(self.transport, rank=self.rank, device=self.device)
+        self.connections = Connections(self.transport, rank=self.rank, device=self.device)
         self._first_step = 0  # of a loop that begins
 
     def steps(
@@ -99,7 +99,7 @@ class Session(RankJob):
         fetch = with_planned_masks(fetch, self.metadata)
         first_step = self._first_step if first_step is None else first_step
         agree_on_first_step(self.world, first_step)
-        self._meet_for_look_back()
+        self._connect_for_look_back()
         say_if_begun_again(first_step, self.metadata.first_step, self.rank)
         planned = self.metadata.recipe
         reduce = reduce or (planned.reduce if planned is not None else "wave")
@@ -110,12 +110,12 @@ class Session(RankJob):
         # A stream may have nothing yet: its first step is waited for when the loop asks for it.
         return self._recorded(follow() if self.source is None else _when_asked(follow), first_step)
 
-    def _meet_for_look_back(self) -> None:
+    def _connect_for_look_back(self) -> None:
         """Open the ways of layers that look back, where the model has any; those of a stream before each step."""
-        self.contacts.look_back = agree_on_look_back(self.world)
-        if self.contacts.look_back != "no" and self.source is None:
-            hops = planned_hops(self.plan, look_back=self.contacts.look_back)
-            self.contacts.meet(hops, report=report_to_stderr(self.rank, self.device))
+        self.connections.look_back = agree_on_look_back(self.world)
+        if self.connections.look_back != "no" and self.source is None:
+            hops = planned_hops(self.plan, look_back=self.connections.look_back)
+            self.connections.open_all(hops, report=report_to_stderr(self.rank, self.device))
 
     def _begun(
         self, first_step: int, fetch: Fetch, guards: Guards, mean_over: Literal["tokens", "rows"]
@@ -192,7 +192,7 @@ class Session(RankJob):
         found = next(loaded, None)
         if found is not None:
             plan = self.source.hand_out(found.plan.step)
-            self.contacts.meet_for(plan, self.metadata.ranks_per_node)
+            self.connections.open_for(plan, self.metadata.ranks_per_node)
         return found
 
     def state_dict(self) -> dict[str, Any]:

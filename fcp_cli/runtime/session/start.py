@@ -23,7 +23,7 @@ from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.online import OnlineSettings
 from fcp_cli.runtime.agreement.grad_ring import GradRingDtype, agreed_grad_dtype
 from fcp_cli.runtime.agreement.plan_agreement import agree_on_plan
-from fcp_cli.runtime.communication.contacts import planned_hops, report_to_stderr
+from fcp_cli.runtime.communication.connections import planned_hops, report_to_stderr
 from fcp_cli.runtime.communication.transport import ProcessTransport
 from fcp_cli.runtime.communication.world import ProcessWorld, join_process_group, local_device
 from fcp_cli.runtime.data.followed_step import plan_path
@@ -95,7 +95,7 @@ def start(
         recorder=recorder_of(metrics, plan=path, metadata=metadata, rank=world.rank, device=device),
     )
     if source is None:
-        session.contacts.meet(planned_hops(path), report=report_to_stderr(world.rank, device))
+        session.connections.open_all(planned_hops(path), report=report_to_stderr(world.rank, device))
     watch.start()
     return session
 

@@ -26,7 +26,7 @@ def summed_over_members(member: GroupMember, own: Tensor) -> Waits[Tensor]:
     place = member.index % shared
     first = member.index - place
     of_set = yield from _around(member.ranks[first : first + shared], place, own, member.transport)
-    ring = member.around_ring() if shared > 1 else member
+    ring = member.ring_of_head_group() if shared > 1 else member
     return (yield from _around(ring.ranks, ring.index, of_set, member.transport))
 
 

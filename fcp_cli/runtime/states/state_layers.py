@@ -27,7 +27,7 @@ from fcp_cli.runtime.kernels.base import to_device
 from fcp_cli.runtime.recomputation.recompute import attention_stage
 from fcp_cli.runtime.ring_attention.group_member import GroupMember
 from fcp_cli.runtime.ring_attention.ring import Ring, begin_backward
-from fcp_cli.runtime.ring_attention.shared_heads import HeadSharing
+from fcp_cli.runtime.ring_attention.shared_heads import UlyssesExchange
 from fcp_cli.runtime.states.linear_convolution import begin_layer
 from fcp_cli.runtime.states.linear_states import states_at_chunks
 
@@ -188,13 +188,13 @@ def _in_set(rule: StateRule, own: Tokens, ring: Ring) -> Tensor:
     """Compute the rule for a member of a group of several, without padding."""
     if ring.heads_degree == 1:
         return _around_ring(rule, own, ring)
-    exchange, heads = ring.in_set(), own[2].shape[2]
-    out = _around_ring(rule.of_heads(ring), _of_heads(own, exchange), ring.around_ring())
+    exchange, heads = ring.head_exchange(), own[2].shape[2]
+    out = _around_ring(rule.of_heads(ring), _of_heads(own, exchange), ring.ring_of_head_group())
     back: Tensor = _ToTokens.apply(out[0], exchange, heads)  # type: ignore[no-untyped-call]
     return back.unsqueeze(0)
 
 
-def _of_heads(own: Tokens, exchange: HeadSharing) -> Tokens:
+def _of_heads(own: Tokens, exchange: UlyssesExchange) -> Tokens:
     """Exchange tokens for heads, in a message for each type of numbers."""
     found = list(own)
     for dtype in dict.fromkeys(tensor.dtype for tensor in own):
@@ -235,10 +235,10 @@ def _arriving(transitions: Tensor, updates: Tensor, member: GroupMember) -> Tens
 
 
 class _ToHeads(torch.autograd.Function):
-    """`HeadSharing.to_heads` of tensors [T, heads, D], with its gradients."""
+    """`UlyssesExchange.to_heads` of tensors [T, heads, D], with its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: HeadSharing, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, exchange: UlyssesExchange, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange, ctx.heads = exchange, [tensor.shape[1] for tensor in tensors]
         return tuple(part.clone() for part in drive(exchange.to_heads("heads", *tensors)))
 
@@ -249,10 +249,10 @@ class _ToHeads(torch.autograd.Function):
 
 
 class _ToTokens(torch.autograd.Function):
-    """`HeadSharing.to_tokens` of one tensor [T of the set, heads / u, D], with its gradient."""
+    """`UlyssesExchange.to_tokens` of one tensor [T of the set, heads / u, D], with its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, exchange: HeadSharing, heads: int) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, exchange: UlyssesExchange, heads: int) -> Tensor:
         ctx.exchange = exchange
         (own,) = drive(exchange.to_tokens("tokens", tensor, heads=(heads,)))
         return own

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from fcp_cli.plan.peers import plan_peers
 from fcp_cli.plan.ring_order import ring_order
 from fcp_cli.plan.step import RingGroup
-from fcp_cli.runtime.communication import contacts
-from fcp_cli.runtime.communication.contacts import (
-    Contacts,
+from fcp_cli.runtime.communication import connections
+from fcp_cli.runtime.communication.connections import (
+    Connections,
     LookBack,
     contacts_of,
     expect_look_back,
     hops_of,
-    open_contacts,
+    open_connections,
     planned_hops,
     rounds_of,
 )
@@ -64,7 +64,7 @@ def test_ranks_meet_over_exactly_the_ways_that_rings_will_use(
 
     def run(meeting: Meeting, rank: int) -> tuple[Operation, ...]:
         transport = RecordingTransport(ThreadTransport(meeting.mailbox, rank, timeout_seconds=20.0))
-        met = open_contacts(plan, transport, rank=rank, device=CPU, report=lines.append if rank == 0 else None)
+        met = open_connections(plan, transport, rank=rank, device=CPU, report=lines.append if rank == 0 else None)
         assert met == len(contacts_of(rank, planned_hops(plan)))
         return tuple(transport.operations)
 
@@ -88,7 +88,7 @@ def test_ranks_of_a_plan_may_be_processes_of_other_numbers(tmp_path: Path) -> No
 
     def run(meeting: Meeting, process: int) -> int:
         transport = ThreadTransport(meeting.mailbox, process, timeout_seconds=20.0)
-        return open_contacts(plan, transport, rank=2 - process, device=CPU, peers=(2, 1, 0))
+        return open_connections(plan, transport, rank=2 - process, device=CPU, peers=(2, 1, 0))
 
     assert run_ranks(3, run) == [0, 1, 1]
 
@@ -114,7 +114,7 @@ def test_layers_that_look_back_use_no_way_that_was_not_opened(
         rows = torch.ones(1, 3, layout.tokens(place), requires_grad=True)
         torch.autograd.backward(short_convolution(lambda given: given * 2, rows, 4, ring).sum())
         states = torch.ones(2, 2, 8, 4, 4, requires_grad=True)
-        torch.autograd.backward(states_at_chunks(ring.around_ring(), states, states).sum())
+        torch.autograd.backward(states_at_chunks(ring.ring_of_head_group(), states, states).sum())
         return tuple(transport.operations)
 
     linear = dict(enumerate(run_ranks(len(ranks), run)))
@@ -130,17 +130,17 @@ def test_layers_that_look_back_use_no_way_that_was_not_opened(
 def test_a_session_opens_ways_back_where_any_model_looks_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = write_plan(tmp_path / "plan.parquet", [[Row([0, 1, 2], [40])]], num_ranks=3)
     assert planned_hops(plan, look_back="rings") > planned_hops(plan)
-    monkeypatch.setattr(contacts, "_expected", set())
+    monkeypatch.setattr(connections, "_expected", set())
     kinds: tuple[LookBack, ...] = "no", "rings", "whole heads"
     for kind in kinds:
         expect_look_back(kind)
 
         def run(meeting: Meeting, rank: int) -> set[tuple[int, int]]:
             transport = RecordingTransport(ThreadTransport(meeting.mailbox, rank, timeout_seconds=20.0))
-            met = Contacts(transport, rank=rank, device=CPU)
-            met.meet(planned_hops(plan))
-            met.look_back = contacts.agree_on_look_back(ThreadWorld(meeting, rank))
-            met.meet(planned_hops(plan, look_back=met.look_back))
+            met = Connections(transport, rank=rank, device=CPU)
+            met.open_all(planned_hops(plan))
+            met.look_back = connections.agree_on_look_back(ThreadWorld(meeting, rank))
+            met.open_all(planned_hops(plan, look_back=met.look_back))
             return {(rank, operation.peer) for operation in transport.operations if operation.verb == "send"}
 
         assert set().union(*run_ranks(3, run)) == planned_hops(plan, look_back=kind)

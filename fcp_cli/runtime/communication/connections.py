@@ -125,7 +125,7 @@ def contacts_of(rank: int, hops: set[Hop]) -> list[Contact]:
     return sorted(contacts, key=lambda contact: contact.round)
 
 
-def open_contacts(
+def open_connections(
     plan: Path,
     transport: Transport,
     *,
@@ -151,12 +151,12 @@ def open_contacts(
     Raises:
         PlanError: the plan is missing or damaged.
     """
-    met = Contacts(transport, rank=rank, device=device, peers=peers)
-    met.meet(planned_hops(plan), report=report)
+    met = Connections(transport, rank=rank, device=device, peers=peers)
+    met.open_all(planned_hops(plan), report=report)
     return met.peers_met
 
 
-class Contacts:
+class Connections:
     """Whom a rank has met, where rings become known while it trains.
 
     Before each step, the pairs that its rings join for the first time meet as all pairs of a plan do before the first
@@ -167,7 +167,7 @@ class Contacts:
         transport: carries the rings.
         rank: of the plan.
         device: where messages lie.
-        peers: see `open_contacts`.
+        peers: see `open_connections`.
 
     Attributes:
         look_back: how layers do so.
@@ -182,11 +182,11 @@ class Contacts:
         self.look_back: LookBack = "no"
         self.peers_met = 0
 
-    def meet_for(self, step: StepPlan, ranks_per_node: int) -> None:
+    def open_for(self, step: StepPlan, ranks_per_node: int) -> None:
         """Meet over the ways that a step's rings are the first to use. Every rank calls it, before the step."""
-        self.meet(hops_of(step.ring_groups(), ranks_per_node, look_back=self.look_back))
+        self.open_all(hops_of(step.ring_groups(), ranks_per_node, look_back=self.look_back))
 
-    def meet(self, hops: set[Hop], *, report: Callable[[str], None] | None = None) -> None:
+    def open_all(self, hops: set[Hop], *, report: Callable[[str], None] | None = None) -> None:
         """Send one number over each way that was not used before. Every rank calls it, with the same ways."""
         new = hops - self._met
         self._met |= new
