@@ -41,7 +41,7 @@ Namespace = Annotated[
         description="a namespace of Kubernetes: lower-case letters, digits and dashes",
     ),
 ]
-TargetName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}\Z", description="a target of fcp launch")]
+TargetName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z", description="a target of fcp launch")]
 SCHEDULERS: Final = ("slurm", "trainjob", "pytorchjob", "jobset", "volcano")
 """Targets whose jobs `fcp jobs` can ask for; of others the run's own files tell."""
 

@@ -90,10 +90,7 @@ def test_an_unknown_target_names_those_of_packages_too(tmp_path: Path, monkeypat
     with_target(tmp_path, monkeypatch, PBS)
     status, _, said = launch(tmp_path, "--target", "pbss", "--dry-run")
     assert status == 2
-    assert (
-        "error: --target is 'pbss'; it must be one of local, scripts, slurm, trainjob, pytorchjob, jobset, volcano, "
-        in said
-    )
+    assert "error: --target is 'pbss'; it must be one of local, scripts, slurm, " in said
     assert said.rstrip().endswith(", pbs")
 
 
