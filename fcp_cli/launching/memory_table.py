@@ -24,7 +24,11 @@ def memory_table(need: JobMemory) -> Table:
     table.add_column("share" if capacity else "", justify="right")
     seen = [(name, size) for name, size in need.items.items() if size >= _LEAST_BYTES]
     for name, size in [*seen, ("in all", need.total_bytes)]:
-        table.add_row(name, f"{size / 1e9:.2f}", f"{size / capacity:.1%}" if capacity else "")
+        table.add_row(name, f"{size / 1e9:.2f}", _share(size, capacity) if capacity else "")
     where = "the host" if need.is_host else "a device"
     table.add_row(f"of {where}", f"{capacity / 1e9:.2f}" if capacity else "unknown", "")
     return table
+
+
+def _share(size: float, capacity: float) -> str:
+    return f"{size / capacity:.1%}" if size <= capacity else f"{size / capacity:.1f}x"

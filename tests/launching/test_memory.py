@@ -269,3 +269,16 @@ def test_a_plan_without_any_option_and_the_launch_of_its_model_are_one_job(
     need = job_memory(launched, Facts())
     assert need is not None and 0.9 * 0.92 * 80e9 < need.total_bytes <= 0.92 * 80e9
     assert settings.recipe(metadata.recipe, sync=metadata.sync, device="cuda") == problem.recipe
+
+
+def test_what_a_script_holds_on_a_host_is_only_known_by_the_model_that_is_named() -> None:
+    script = replace(on_gpus(), settings=None, model=None, program=("train.py",), machine=local_job().machine)
+    assert job_memory(script, Facts()) is None
+    assert job_memory(replace(script, model="qwen3-8b"), Facts()) is not None
+
+
+def test_what_exceeds_a_host_is_told_in_times_of_it() -> None:
+    need = job_memory(on_gpus(), Facts())
+    assert need is not None
+    shares = list(memory_table(replace(need, capacity_bytes=need.total_bytes / 8)).columns[2].cells)
+    assert shares[-2] == "8.0x"

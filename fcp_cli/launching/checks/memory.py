@@ -78,20 +78,21 @@ class JobMemory:
 def job_memory(job: Job, facts: Facts) -> JobMemory | None:
     """Return what a rank of a job holds; None where the model or the recipe is not known.
 
-    Of a script they are those of the plan, unless --model names another model.
+    Of a script they are those of the plan, unless --model names another model; on a host, where plans are tried with
+    other models than they are of, only --model tells.
     """
     metadata, device = job.metadata, job.machine.device
     recipe = metadata.recipe
     if job.settings is not None:
         recipe = job.settings.recipe(metadata.recipe, sync=metadata.sync, device=device)
     name = job.model or (job.profile.model if job.profile is not None else None)
-    if recipe is None or name is None:
+    is_host = device == "cpu"
+    if recipe is None or name is None or (is_host and job.settings is None and job.model is None):
         return None
     try:
         spec = load_model(name)
     except ProfileError:
         return None
-    is_host = device == "cpu"
     holders = job.processes_per_node if is_host else 1
     capacity = float(job.machine.memory_bytes) if is_host else _device_bytes(job, facts)
     place = place_of(job, capacity_bytes=capacity * (1 - RESERVE_FRACTION) / holders)
