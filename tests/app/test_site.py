@@ -59,5 +59,6 @@ def test_every_page_lies_there_as_markdown_and_is_in_the_list(site: Path) -> Non
     listed = set(re.findall(r"\]\(([^)]+\.md)\)", (site / "llms.txt").read_text(encoding="utf-8")))
     pages = {str(page.relative_to(site).with_suffix(".md")) for page in site.rglob("*.html")} - {"404.md"}
     assert listed == pages
+    assert "changelog.md" in listed
     assert all((site / name).read_text(encoding="utf-8").strip() for name in listed)
     assert (site / "how-to/plan.md").read_text(encoding="utf-8") == (ROOT / "docs/how-to/plan.md").read_text("utf-8")
