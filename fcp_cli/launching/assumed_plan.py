@@ -10,7 +10,6 @@ from fcp_cli.console import Origins
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
 from fcp_cli.planning.options import PlanRequest
-from fcp_cli.planning.settings import ASSUMED_GLOBAL_BATCH_SIZE, computed_basis
 
 
 def assumed_plan(plan: Path, model: str, ranks: int | None, manifest: Path, assumed: Origins) -> PlanMetadata:
@@ -27,6 +26,8 @@ def assumed_plan(plan: Path, model: str, ranks: int | None, manifest: Path, assu
         ProfileError: there is no such model.
         UsageError: the model does not fit so many ranks.
     """
+    from fcp_cli.planning.settings import ASSUMED_GLOBAL_BATCH_SIZE, computed_basis  # slow to import, rarely needed
+
     name = load_model(model).name
     found = Origins()
     profile, shape, budget = computed_basis(PlanRequest(model=model, ranks=ranks), found)

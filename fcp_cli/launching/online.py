@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from fcp_cli.console import Origins
 from fcp_cli.errors import UsageError
 from fcp_cli.launching.request import LOCAL, LaunchRequest
+from fcp_cli.launching.stream_options import STREAM_OPTIONS
 from fcp_cli.plan.online import OnlineOptions, OnlineSettings
 from fcp_cli.planning.fcp.solver import solver_of
 from fcp_cli.planning.online.settings import require_fitting, stream_batching, stream_metadata
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.settings import FOLDER_PROFILE, resolve_problem
 
-_OPTIONS: Final = ("ahead", "stream_begins", "refit_every")
 
-
-def online_settings(request: LaunchRequest, target: str, assumed: Origins) -> OnlineSettings | None:
-    """Return what a script's stream is planned for; None for a job that follows a plan.
+def online_settings(request: LaunchRequest, target: str, assumed: Origins) -> OnlineSettings:
+    """Return what a script's stream is planned for.
 
     Args:
         request: what was typed.
@@ -27,9 +24,6 @@ def online_settings(request: LaunchRequest, target: str, assumed: Origins) -> On
     Raises:
         FcpError: the profile, the model or the command line is at fault.
     """
-    if not request.online:
-        refuse_without_online(request)
-        return None
     if not request.program:
         raise UsageError(
             "--online is for a script of your own, given after --; the bundled trainer knows its lengths before: "
@@ -41,29 +35,14 @@ def online_settings(request: LaunchRequest, target: str, assumed: Origins) -> On
         raise UsageError(f"--online starts a job from here; leave --target {target} out, or start it on each node")
     if request.model is None and request.profile is None and not FOLDER_PROFILE.is_file():
         raise UsageError(
-            "--online prices steps before the script has made its model: name it with --model NAME|FILE|FOLDER, "
-            "or give measured times with --profile FILE"
+            "--online prices steps before the script has made its model: name it with --model NAME|FILE|FOLDER, or "
+            "give measured times with --profile FILE"
         )
     wanted = PlanRequest(profile=request.profile, model=request.model, ranks=request.ranks)
     problem, _budget = resolve_problem(wanted, assumed)
     batching = stream_batching(request.global_batch_size, request.global_batch_tokens, request.reorder_window)
-    given = {name: value for name in _OPTIONS if (value := getattr(request, name)) is not None}
+    given = {name: value for name in STREAM_OPTIONS if (value := getattr(request, name)) is not None}
     options = OnlineOptions(planner=request.planner, **given)
     require_fitting(batching, options)
     metadata = stream_metadata(problem, solver_of(problem), request.global_batch_size, batching)
     return OnlineSettings(metadata=metadata, options=options)
-
-
-def refuse_without_online(request: LaunchRequest, *, has_profile: bool = False) -> None:
-    """Refuse options of streams; a job whose loop has its plan made may have a profile.
-
-    Raises:
-        UsageError: one was given.
-    """
-    for name in (name for name in (*_OPTIONS, "reorder_window") if getattr(request, name) is not None):
-        raise UsageError(f"--{name.replace('_', '-')} is for --online; a plan is made before its run")
-    names = (*(() if has_profile else ("profile",)), "global_batch_size", "global_batch_tokens")
-    given = {name: getattr(request, name) for name in names}
-    for name in (name for name, value in given.items() if value is not None):
-        flag = name.replace("_", "-")
-        raise UsageError(f"--{flag} is for --online; a plan has its own: fcp plan MANIFEST --{flag} ...")

@@ -20,9 +20,9 @@ from fcp_cli.launching.job.environment import job_variables, set_by_fcp
 from fcp_cli.launching.job.inject import OwnCommand, own_command, probe_variable
 from fcp_cli.launching.job.job import ADDRESS_TO_FILL_IN, MODEL_VARIABLE, Job, Variable
 from fcp_cli.launching.job.nodes import check_ranks, place, planned_nodes
-from fcp_cli.launching.online import online_settings, refuse_without_online
 from fcp_cli.launching.program import for_mindspore, is_mindspore, program_name, started_program
 from fcp_cli.launching.request import LOCAL, LaunchRequest, NumaBinding
+from fcp_cli.launching.stream_options import refuse_without_online
 from fcp_cli.launching.targets.options import (
     choose_target,
     cluster_machine,
@@ -35,6 +35,7 @@ from fcp_cli.launching.unplanned import has_plan_made, unplanned_job
 from fcp_cli.machine.devices import Machine, find_machine_without_torch
 from fcp_cli.machine.network import free_ports, interface_towards
 from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.online import OnlineSettings
 from fcp_cli.recipe import RecipeRequest
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.launch_record import followed_plan, latest_run_dir, read_launch
@@ -65,9 +66,10 @@ def resolve(request: LaunchRequest, find_machine: Callable[[], Machine], assumed
         request = for_mindspore(request, assumed)
     target, planning = choose_target(request.cluster), None
     unplanned = has_plan_made(request, target, DEFAULT_PLAN)
-    online = None if unplanned else online_settings(request, target, assumed)
+    online = _online(request, target, assumed) if request.online else None
+    if not request.online:
+        refuse_without_online(request, has_profile=unplanned)
     if unplanned:
-        refuse_without_online(request, has_profile=True)
         plan = DEFAULT_PLAN
         metadata, planning, find_machine = unplanned_job(request, find_machine)
     elif online is None:
@@ -87,6 +89,12 @@ def resolve(request: LaunchRequest, find_machine: Callable[[], Machine], assumed
     )
     job = replace(job, variables=variables, environment={**job.environment, **set_by_fcp(variables)})
     return job if job.target == LOCAL else for_cluster(request.cluster, job, assumed)
+
+
+def _online(request: LaunchRequest, target: str, assumed: Origins) -> OnlineSettings:
+    from fcp_cli.launching.online import online_settings  # the planner's settings are slow to import
+
+    return online_settings(request, target, assumed)
 
 
 def _placed(

@@ -190,13 +190,15 @@ def test_a_head_node_without_torch_still_prints_commands(fcp: Fcp, monkeypatch: 
             ("--plan", "plan8.parquet", "--ranks", "4"),
             1,
             "plan8.parquet is for 8 ranks, but --ranks is 4; make a plan for 4 with: "
-            "fcp plan lengths.parquet --ranks 4 -o plan8.parquet",
+            "fcp plan lengths.parquet --ranks 4 --ranks-per-node 4 --tokens-per-rank 4096 --sync iteration --global-batch-size 6 "
+             "--no-shuffle --solver 'by hand' -o plan8-4-ranks.parquet",
         ),
         (
             ("--plan", "plan64.parquet"),
             1,
             "plan64.parquet needs 64 processes on this machine, which holds 8 (no accelerator, 2 CPU cores (gloo)); "
-            "plan for fewer ranks with 'fcp plan lengths.parquet --ranks 8 -o plan64.parquet'",
+            "plan for fewer ranks with: fcp plan lengths.parquet --ranks 8 --ranks-per-node 8 --tokens-per-rank 4096 --sync iteration --global-batch-size 6 "
+             "--no-shuffle --solver 'by hand' -o plan64-8-ranks.parquet",
         ),
         (
             ("--plan", "lengths.parquet"),

@@ -29,11 +29,12 @@ FIELDS = dict(RELIED_ON_OF_TRL)["FusedCausalLMOutput"]
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     folder = tmp_path_factory.mktemp("trl")
     write_plans(folder)
+    (folder / "planning.json").write_text("{}")
     torchrun("-m", "tests.runtime.workers.trl_worker", str(folder), num_ranks=2)
     return read_outcomes(folder)
 
 
-@pytest.mark.parametrize("name", ["sft", "sft dft waves", "dpo", "dpo waves ipo"])
+@pytest.mark.parametrize("name", ["sft", "sft dft waves", "dpo", "dpo waves ipo", "unplanned sft", "unplanned dpo"])
 def test_losses_norms_weights_and_what_trl_logs_are_those_of_the_script_without_a_plan(
     outcomes: Outcomes, name: str
 ) -> None:

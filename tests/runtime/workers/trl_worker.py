@@ -14,7 +14,16 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from tests.runtime.models import VOCAB_SIZE, hugging_face
 from tests.runtime.trainer_plans import PAIRED
-from tests.runtime.workers.trainer_worker import ITERATION, WAVES, Cases, common_arguments, main, outcome, rows
+from tests.runtime.workers.trainer_worker import (
+    ITERATION,
+    UNPLANNED,
+    WAVES,
+    Cases,
+    common_arguments,
+    main,
+    outcome,
+    rows,
+)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -79,6 +88,8 @@ CASES: Cases = {
     "sft": (ITERATION, sft),
     "sft dft waves": (WAVES, lambda folder: sft(folder, loss_type="dft")),
     "dpo": (PAIRS, dpo),
+    "unplanned sft": (UNPLANNED[0], sft),
+    "unplanned dpo": (UNPLANNED[1], dpo),
     "dpo waves ipo": (PAIR_WAVES, lambda folder: dpo(folder, loss_type=["ipo", "sigmoid"], loss_weights=[1.0, 0.5])),
 }
 REFUSALS: Cases = {
