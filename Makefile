@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # A file's tests share what its fixtures made, and so go to one worker.
 WORKERS := -n 2 --dist loadfile
 
-.PHONY: chaos demo fast fuzz test lock test-bounds test-frameworks test-full test-locked test-loops test-megatron-next test-msrun test-slurm test-targets lint types unit docs browser pace pictures simgrid study wheel clean
+.PHONY: chaos demo fast fuzz test lock test-bounds test-frameworks test-full test-locked test-loops test-megatron-next test-msrun test-slurm test-targets lint types unit docs browser pace pictures release-check simgrid study wheel clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -70,6 +70,11 @@ wheel: $(STAMP)
 	$(BIN)/python -m pip install --quiet build twine hatchling
 	$(BIN)/python -m build --no-isolation --sdist --wheel  # both of this folder: the sources alone have no build/
 	$(BIN)/python -m twine check --strict dist/*
+
+# The wheel and the sources as strangers install them: each in an empty environment, read-only and without a cache, first alone and
+# then with extras; every command of a first session, a training and the demo. Some ten minutes, nearly all for downloads of PyTorch.
+release-check: wheel
+	$(BIN)/python -m tests.release_check dist/*.whl dist/*.tar.gz
 
 # The pictures of README and docs, from plans made on the spot; some minutes, nearly all for plans of 16,384 ranks.
 pictures: $(STAMP)
