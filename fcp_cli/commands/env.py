@@ -1,4 +1,4 @@
-"""`fcp env`: what is installed here, as a block to paste into an issue."""
+"""`fcp env`: the installed versions, as a block to paste into an issue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fcp jobs`: how the jobs that `fcp launch` started or submitted stand, what they print, and how they are ended."""
+"""`fcp jobs`: status, output and cancellation of the jobs that `fcp launch` started or submitted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fcp list`: the names of what comes with fcp."""
+"""`fcp list`: the names of shipped models, clusters and other parts of fcp."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fcp_cli.options import Arg, Opt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ListOptions:
-    """What to list."""
+    """Kind of names to list."""
 
     kind: Annotated[
         Known | None, Arg("models, clusters, measured, solvers, targets or integrations; without it, all.")

@@ -29,12 +29,12 @@ manifest_app = App(
 
 _BAR_CELLS: Final = 22
 _BIN_COLUMNS: Final = 11  # of a span of lengths in the histogram
-_SHARE_COLUMNS: Final = 10  # of a share beside its bar, with the space between columns
+_SHARE_COLUMNS: Final = 10  # of a share next to its bar, with the space between columns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildOptions:
-    """Where the sequences are, and what counts as a token."""
+    """Where the sequences are, and the tokenizer that counts them."""
 
     source: Annotated[
         Path,

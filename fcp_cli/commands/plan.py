@@ -119,7 +119,7 @@ def _with_its_attention(options: PlanOptions, origins: Origins) -> PlanOptions:
 
 
 def _finish(output: Path, options: PlanOptions) -> None:
-    """Make a plan file of what a run that planned while it trained had planned when it was killed."""
+    """Make a plan file from the journal of a killed run that planned while it trained."""
     from fcp_cli.plan.online import manifest_of
     from fcp_cli.planning.online.journal import OnlineJournal
 
@@ -134,7 +134,7 @@ def _finish(output: Path, options: PlanOptions) -> None:
     note(f"wrote {output} of {counted(metadata.steps, 'step')}, and {manifest_of(output)}; next: fcp check {output}")
 
 
-# A continued run keeps its batches and its way of training: of what a plan is for, only this may differ.
+# A continued run keeps its batches and its way of training: only these settings of a plan may differ.
 _MAY_CHANGE: Final = {
     *("manifest", "profile", "ranks", "ranks_per_node", "tokens_per_rank", "headroom", "device_hour_price"),
     *("rank_speeds", "zero", "shard_ranks", "reduce", "recompute", "loss", "offload"),
@@ -142,7 +142,7 @@ _MAY_CHANGE: Final = {
 
 
 def _continue(options: PlanOptions, run_dir: Path) -> None:
-    """Plan what a run has left."""
+    """Plan the remaining steps of a run."""
     from fcp_cli.planning.settings import resolve_continuation
     from fcp_cli.runs.trained_run import read_trained_run
 
@@ -207,7 +207,7 @@ def _plan_to_file(
 
 
 def _check_emit(inputs: PlanInputs, options: PlanOptions) -> None:
-    """Refuse, before planning, what another's form cannot say."""
+    """Refuse, before planning, features that another's form cannot express."""
     if options.emit is None:
         return
     from fcp_cli.plan.execution_plan import refuse_inexpressible
@@ -275,7 +275,7 @@ def _make_with_progress(inputs: PlanInputs, options: PlanOptions, output: Path) 
 
 
 def _price_of_limit(result: PlanResult, inputs: PlanInputs) -> dict[str, Any]:
-    """Return what a limit on rings costs, where there is one."""
+    """Return the cost of a limit on rings, if there is one."""
     from fcp_cli.planning.fcp.solver import FcpSolver, limit_price
 
     name = next((name for name in ("max_degree", "max_groups", "max_peers") if name in result.solver.options), None)
@@ -285,7 +285,7 @@ def _price_of_limit(result: PlanResult, inputs: PlanInputs) -> dict[str, Any]:
 
 
 def _gain_and_time(result: PlanResult, sample: list[StepPlan], inputs: PlanInputs) -> dict[str, Any]:
-    """Return what only planning knows: the gain over the static baseline, and its own time."""
+    """Return figures known to planning only: the gain over the static baseline, and its own time."""
     from fcp_cli.planning.baseline import static_speedup
 
     found = static_speedup(

@@ -179,7 +179,7 @@ def fit(options: FitOptions) -> None:
     before = load_cost_profile(options.profile) if options.profile is not None else None
     metrics = [metrics_path(path) for path in options.metrics]
     runs = [samples_of_run(path, plan=options.plan, skip_steps=options.skip_steps) for path in metrics]
-    refuse_to_overwrite(output, *metrics, options.plan)  # the profile may be replaced: it is what is refitted
+    refuse_to_overwrite(output, *metrics, options.plan)  # the profile may be replaced, since it is refitted
     result = refit(runs, before=before)
     note(
         f"{counted(result.num_fitted, 'micro-batch')} fitted, {result.num_held_out} held out; held-out error "
@@ -234,7 +234,7 @@ def diff(options: DiffOptions) -> None:
 
 
 def _measured(measurement: Measurement, options: ProfileOptions, origins: Origins) -> tuple[CostProfile, str | None]:
-    """Measure; return the profile of what was observed, and why the measurement ended early if it did."""
+    """Measure; return the profile of the observations, and why the measurement ended early if it did."""
     from fcp_cli.profiling.assemble import profile_from_samples
     from fcp_cli.profiling.samples import prepare_samples
 
@@ -268,7 +268,7 @@ def _run_with_bar(measurement: Measurement) -> Outcome:
 
 
 def job_environment(measurement: Measurement) -> dict[str, str]:
-    """Return what a job with such ranks would be given: allocators, queues and back ends work as they will there."""
+    """Return the environment of a job with such ranks: allocators, queues and back ends work as they will there."""
     from fcp_cli.launching.job.environment import set_by_fcp
     from fcp_cli.launching.job.likeness import variables_like_a_job
     from fcp_cli.machine.devices import UNKNOWN_MACHINE, find_machine
@@ -301,7 +301,7 @@ def _print_cluster_command(measurement: Measurement, output: Path, fresh: bool) 
 
 
 def _finish(found: CostProfile, output: Path, json: bool, origins: Origins) -> None:
-    """Report what was assumed and found, write the profile, and print it as JSON if asked to."""
+    """Report assumptions and results, write the profile, and print it as JSON if asked to."""
     from fcp_cli.report.profiles import print_errors, reading
 
     origins.report()

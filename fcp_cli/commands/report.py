@@ -46,7 +46,7 @@ class ReportOptions:
 def report(options: ReportOptions) -> None:
     """Show a plan, or a run, as one page that opens anywhere: the gain, Gantt charts, idle time, degrees, memory.
 
-    Of a run also its loss, and what was measured beside what was planned.
+    Of a run also its loss, and measured against planned times.
     """
     from fcp_cli.files import refuse_to_overwrite, write_text_atomically
     from fcp_cli.report.page import Report, javascript_bundle

@@ -47,7 +47,7 @@ def selftest(options: SelftestRequest) -> None:
 
 
 def _prepare(options: SelftestRequest, folder: Path) -> Measurement:
-    """Choose what is timed, and write its request and the head of its samples into the folder."""
+    """Choose the packs to time, and write their request and the head of the samples into the folder."""
     from fcp_cli.profiling.choices import choose_measurement
     from fcp_cli.profiling.samples import prepare_samples
     from fcp_cli.selftest.sizes import profile_request
@@ -73,7 +73,7 @@ def _environment(measurement: Measurement) -> dict[str, str]:
 
 
 def _print_commands(options: SelftestRequest) -> None:
-    """Print what to run on each of several nodes, and what makes the block of it."""
+    """Print the command for each of several nodes, and the one that prints the block."""
     from fcp_cli.machine.torchrun import torchrun_argv
     from fcp_cli.selftest.run import WORKER
 

@@ -85,7 +85,7 @@ def _document(output: Path, source: _Source, events: int, problems: list[str]) -
 
 
 def _open(inputs: Sequence[Path]) -> tuple[PlanFile | None, RunFile | None, list[str]]:
-    """Return the plan, the run, and a line about a run that does not fit the plan and is left out."""
+    """Return the plan, the run, and a line about a run that does not fit the plan and is skipped."""
     from fcp_cli.report.plan_file import open_plan
     from fcp_cli.runs.metrics_reader import open_run
 
@@ -163,7 +163,7 @@ class _Source:
                 ahead = next(measured, None)
             yield planned, ahead if ahead is not None and ahead.step == planned.step else None
         for _ in measured:
-            pass  # to the end of the file: only then is it known what was left out
+            pass  # to the end of the file: only then the skipped steps are known
 
 
 def _write(output: Path, source: _Source) -> int:

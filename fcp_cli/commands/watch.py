@@ -99,7 +99,7 @@ def _metrics(run_dir: Path) -> Path:
 
 @dataclass(kw_only=True)
 class _Watched:
-    """A run, and what is known of it since the last `update`."""
+    """A run, and its state at the last `update`."""
 
     tail: MetricsTail
     state: RunState
@@ -160,7 +160,7 @@ def _show_once(watched: _Watched, console: Console, *, json: bool) -> None:
 
 
 def _note_finished(watched: _Watched) -> None:
-    """Print what a finished run came to, over all its starts."""
+    """Print the totals of a finished run, over all its starts."""
     from fcp_cli.runs.summary import summary_of
 
     note(f"finished: {summary_of(watched.tail.path).line()}")

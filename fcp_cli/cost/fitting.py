@@ -167,7 +167,7 @@ def _work_of(samples: Sequence[Sample], c: Coefficients) -> Work:
 
 
 def _without_rings(c: Coefficients) -> Coefficients:
-    """Return what costs the same where nothing travels."""
+    """Return the cost without messages."""
     names = ("ring_bytes_per_token", "ring_hop_seconds", "last_hop_bytes_per_token", "last_hop_seconds")
     return replace(c, **dict.fromkeys((*names, "halo_bytes_per_token", "halo_message_seconds"), 0.0))
 

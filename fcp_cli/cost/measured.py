@@ -1,4 +1,4 @@
-"""What users have measured on their devices: `profiles/measured`, which `fcp profile --share` writes files for."""
+"""Measurements by users on their devices: `profiles/measured`, which `fcp profile --share` writes files for."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def read_measured(path: Path) -> Measured:
 
 @cache
 def shipped_measured() -> tuple[Measured, ...]:
-    """Return what is shipped, by device and release."""
+    """Return the shipped measurements, by device and release."""
     found = [read_measured(path) for path in (shipped("profiles") / "measured").glob("*.yaml")]
     return tuple(sorted(found, key=lambda one: (one.device, one.release)))
 

@@ -1,4 +1,4 @@
-"""What it costs to keep activations in the host's memory: copies that a layer's work hides, or does not."""
+"""Cost of offloading activations to the host's memory: copies that a layer's work hides, or does not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 from fcp_cli.cost.profile import CostProfile
 
 PCIE_BYTES_PER_SECOND: Final = 25e9
-"""What one direction of a PCIe 4.0 x16 link carries of page-locked memory; 5.0 carries twice that."""
+"""Bandwidth of one direction of a PCIe 4.0 x16 link with page-locked memory; 5.0 has twice that."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +39,7 @@ def offload_cost(
     backward_seconds: float,
     bytes_per_second: float = PCIE_BYTES_PER_SECOND,
 ) -> OffloadCost:
-    """Return what it costs to offload the inputs of a micro-batch's recomputed layers.
+    """Return the cost of offloading the inputs of a micro-batch's recomputed layers.
 
     In forward the input of a layer leaves while the layer computes, and in backward that of the layer below comes back,
     each by a stream of its own; that of the last layer leaves, too, but also stays. Offloading costs no time where a
@@ -67,10 +67,10 @@ def profiled_offload_cost(
     input_bytes_per_token: float,
     bytes_per_second: float = PCIE_BYTES_PER_SECOND,
 ) -> OffloadCost:
-    """Return what `offload_cost` says of a micro-batch, with the times of layers from a cost profile.
+    """Return `offload_cost` of a micro-batch, with the times of layers from a cost profile.
 
     Of a recomputed layer's time a fourth is its forward, since backward runs it again and computes two products for
-    each of its own. Attention is left out: it only makes layers longer, and copies better hidden.
+    each of its own. Attention is ignored: it only makes layers longer, and copies better hidden.
 
     Args:
         profile: whose `linear_seconds_per_token` is of all layers, forward and backward.

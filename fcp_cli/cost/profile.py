@@ -33,7 +33,7 @@ HIDDEN_RING: Final = "hidden_ring"  # attention may hide the whole ring
 EXPOSED_RING: Final = "exposed_ring_share"
 Origin = Literal["measured", "fitted", "analytic", "assumed"]
 Sync = Literal["iteration", "microbatch"]
-# Beside what is fixed, tokens must still show in a sum of doubles: a thousandth of the quickest models' and devices'.
+# Next to fixed seconds, tokens must still show in a sum of doubles: a thousandth of the quickest models' and devices'.
 _LEAST_PER_TOKEN: Final = 1e-12
 _LEAST_PER_TOKEN2: Final = 1e-16
 # Coefficients that are written only where they say something.
@@ -62,12 +62,12 @@ class Coefficients:
     halo_bytes_per_token: NonNegative = 0.0  # as alpha3, of layers whose halos travel in place of a ring
     halo_message_seconds: Overhead = 0.0  # per message of a halo, forward and backward, all such layers
     last_hop_bytes_per_token: NonNegative = 0.0  # of alpha3: dK/dV on their way home, hidden by nothing
-    last_hop_seconds: Overhead = 0.0  # per ring, beside its hops: messages that dK/dV need more than K/V
+    last_hop_seconds: Overhead = 0.0  # per ring, in addition to its hops: messages that dK/dV need more than K/V
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heads:
-    """What it takes to split a group's attention by heads: ranks of a set exchange tokens for heads, and back.
+    """Price of splitting a group's attention by heads (Ulysses): all-to-alls of tokens for heads, and back.
 
     Attributes:
         query_heads, key_value_heads: of a device; it holds more where tensor parallelism is less.
@@ -100,7 +100,7 @@ def heads_degrees(query_heads: int, key_value_heads: int, most: int) -> tuple[in
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTerms:
-    """What a step takes beside its micro-batches; without it nothing.
+    """Seconds of a step outside its micro-batches; 0 without it.
 
     Attributes:
         wave_floor_seconds: least seconds of a wave under `sync: microbatch`: what ZeRO-3 gathers and scatters for it,
@@ -122,7 +122,7 @@ class StepTerms:
         return self.wave_floor_seconds if sync == "microbatch" else 0.0
 
     def closing_seconds(self, sync: Sync) -> float:
-        """Return what follows a step's last micro-batch, whatever the plan."""
+        """Return the seconds after a step's last micro-batch, which no plan changes."""
         return self.update_seconds + (0.0 if self.floor_seconds(sync) else self.tail_seconds)
 
 
@@ -163,10 +163,10 @@ class CostProfile:
 
     Attributes:
         common_ground: given exactly where `coefficients` may have an `exposed_ring_share`.
-        step: what a step takes beside its micro-batches.
+        step: seconds of a step outside its micro-batches.
         heads: prices groups that split heads; None: they are rings.
         recipe: that the times and the memory are of; None where nobody said.
-        sync: that the memory is of: what is gathered and kept depends on it; None where nobody said.
+        sync: of the memory figures, which depend on gathered and kept tensors; None if unknown.
         phase: `forward` where the times are of forward passes alone; None: of training.
         attention_kernels: measured kernels of the device, or None.
         text: the YAML it was read from, kept whole for the plan's metadata.

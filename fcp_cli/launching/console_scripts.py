@@ -37,7 +37,7 @@ def python_program(words: Sequence[str], assumed: Origins, *, python: str = sys.
     """Return a script or `-m MODULE` with its arguments, which every rank runs as Python.
 
     Args:
-        words: what was typed after `--`.
+        words: typed after `--`.
         assumed: receives a launcher that is skipped.
         python: interpreter of the ranks.
 
@@ -68,7 +68,7 @@ def python_program(words: Sequence[str], assumed: Origins, *, python: str = sys.
 
 
 def _after_interpreter(first: str, rest: Sequence[str]) -> Sequence[str]:
-    """Return what `python -u ... SCRIPT ARGS` runs."""
+    """Return the script and arguments of `python -u ... SCRIPT ARGS`."""
     at = 0
     while at < len(rest) and rest[at].startswith("-") and rest[at] != "-m":
         if rest[at] in ("-c", "-"):
@@ -80,7 +80,7 @@ def _after_interpreter(first: str, rest: Sequence[str]) -> Sequence[str]:
 
 
 def _without_launcher(name: str, words: Sequence[str], assumed: Origins) -> tuple[str, ...]:
-    """Return what a launcher starts: from the first word on that is a module of -m or a file of Python."""
+    """Return a launcher's program: from the first word that is a module of -m or a Python file."""
     for at, word in enumerate(words):
         if word in ("-m", "--module") and at + 1 < len(words) and not words[at + 1].startswith("-"):
             found = ("-m", *words[at + 1 :])

@@ -1,4 +1,4 @@
-"""What a rank holds as a table for a person: GB by item, of those that there are."""
+"""Memory of a rank as a table: GB by item."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fcp_cli.launching.checks.memory import JobMemory
 if TYPE_CHECKING:
     from rich.table import Table
 
-_LEAST_BYTES: Final = 5e6  # what is less shows as 0.00 GB
+_LEAST_BYTES: Final = 5e6  # smaller items would show as 0.00 GB
 
 
 def memory_table(need: JobMemory) -> Table:

@@ -124,7 +124,7 @@ def _run(command: Sequence[str], options: argparse.Namespace, environment: Mappi
 
 
 def _progress(command: Sequence[str]) -> TrainingProgress | None:
-    """Return what says how far a long step has come; the ranks show their steps themselves."""
+    """Return the progress of long steps; the ranks show their steps themselves."""
     return None if "--quiet" in command else TrainingProgress(human(), every=0)
 
 
@@ -159,7 +159,7 @@ def _require_address(name: str) -> None:
 
 
 def _write_record(paths: RunPaths, plan: Path, launch: Path | None) -> None:
-    """Write what the job really follows, and what is installed where it really runs."""
+    """Write the plan that the job really follows, and the installed versions where it really runs."""
     paths.run_dir.mkdir(parents=True, exist_ok=True)
     write_record(paths.run_dir, plan, PlanReader(plan).metadata)
     if launch is not None:

@@ -1,4 +1,4 @@
-"""What a job plans for that plans while it trains, from the options of `fcp launch --online`."""
+"""Planning settings of a job that plans while it trains, from the options of `fcp launch --online`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def online_settings(request: LaunchRequest, target: str, assumed: Origins) -> On
     """Return what a script's stream is planned for.
 
     Args:
-        request: what was typed.
+        request: of the user.
         target: where the job runs.
-        assumed: receives what was filled in.
+        assumed: receives the defaults.
 
     Raises:
         FcpError: the profile, the model or the command line is at fault.

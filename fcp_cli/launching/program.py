@@ -1,4 +1,4 @@
-"""The user's own program, as it was typed after `--`, and what the launcher starts for it."""
+"""The user's own program, as typed after `--`, and the launcher's program for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fcp_cli.launching.request import LaunchRequest
 
 
 def started_program(request: LaunchRequest) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return what the launcher starts for the user's program, and its arguments."""
+    """Return the launcher's program for the user's, and its arguments."""
     program = _program(request)
     arguments = request.program[len(program) :]
     return (program, arguments) if request.inject == "none" else through_entry((*program, *arguments))

@@ -17,7 +17,7 @@ Launcher: TypeAlias = Literal["torchrun", "msrun"]
 Inject: TypeAlias = Literal["entry", "env", "none"]
 """The way to make a program follow the plan: started by the runtime's entry, by its environment, or not at all."""
 NumaBinding: TypeAlias = Literal["node", "socket", "exclusive", "core-complex"]
-"""What torchrun binds a rank to: the cores of its device's NUMA node or socket, its own of them, or a shared cache."""
+"""CPU binding of a rank by torchrun: cores of its NUMA node or socket, its share of them, or a shared cache."""
 LOCAL: Final = "local"
 """The target of a job that runs on this machine."""
 

@@ -1,4 +1,4 @@
-"""From what was typed to a job: completes the request, checks it, and notes what it assumed."""
+"""From typed options to a job: completes the request, checks it, and records its assumptions."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.launch_record import followed_plan, latest_run_dir, read_launch
 
 DEFAULT_PLAN = Path("plan.parquet")
-# Of the recipe, what is another plan's to say; what is trained stays as it was in all of a run.
+# Settings of the recipe that a new plan decides; the trained part stays the same within a run.
 _RECIPE_SETTINGS = frozenset(field.name for field in fields(RecipeRequest)) - {"freeze_vision", "lora", "freeze"}
-# What a manifest is called by `fcp manifest build` and in the documentation.
+# Default names of a manifest in `fcp manifest build` and in the documentation.
 
 
 def resolve(request: LaunchRequest, find_machine: Callable[[], Machine], assumed: Origins) -> Job:
     """Complete a request and check it; nothing is written.
 
     Args:
-        request: what was typed.
+        request: of the user.
         find_machine: looks at this machine; called once the plan is known to be good, because it is slow.
-        assumed: receives what was filled in.
+        assumed: receives the defaults.
 
     Raises:
         FcpError: the plan, the data, the model, the machine or the command line is at fault.
@@ -193,7 +193,7 @@ def resolve_own_command(request: LaunchRequest) -> OwnCommand:
 
 
 def _probe_variables(request: LaunchRequest, run_dir: Path, metadata: PlanMetadata) -> tuple[Variable, ...]:
-    """Return none for what has no hooks: the bundled trainer, or a script under --inject none."""
+    """Return none for programs without hooks: the bundled trainer, or a script under --inject none."""
     if not request.program or request.inject == "none":
         return ()
     return (probe_variable(request.probe, run_dir=run_dir, plan_hash=metadata.plan_hash, given=os.environ),)

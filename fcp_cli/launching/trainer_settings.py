@@ -40,9 +40,9 @@ def trainer_settings(request: LaunchRequest, job: Job, assumed: Origins) -> Trai
     """Complete the settings of the bundled trainer, and check that it can run.
 
     Args:
-        request: what was typed.
+        request: of the user.
         job: with its plan and machines.
-        assumed: receives what was filled in.
+        assumed: receives the defaults.
 
     Raises:
         FcpError: the model, the data, the run directory or a setting is at fault.
@@ -143,7 +143,7 @@ def _weights(request: LaunchRequest, model: str, assumed: Origins) -> Path | Non
                 "--weights", "random", "--weights FOLDER, or a checkpoint's folder as --model, starts from one"
             )
         return None
-    # A run with a checkpoint of its own reads that: what it began from may be gone.
+    # A run with its own checkpoint reads that: the initial one may be gone.
     is_read = not (request.resume and request.run_dir and checkpoints(RunPaths(run_dir=request.run_dir).checkpoints))
     if is_read and importlib.util.find_spec("safetensors") is not None:
         find_weights(folder)

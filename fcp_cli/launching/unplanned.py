@@ -17,7 +17,7 @@ def has_plan_made(request: LaunchRequest, target: str, plan: Path) -> bool:
     """Return whether a job's training loop has its plan made: a script that runs here with hooks, without a plan.
 
     Args:
-        request: what was typed.
+        request: of the user.
         target: where the job runs.
         plan: that would be followed where none is named.
     """
@@ -30,7 +30,7 @@ def has_plan_made(request: LaunchRequest, target: str, plan: Path) -> bool:
 def unplanned_job(
     request: LaunchRequest, find_machine: Callable[[], Machine]
 ) -> tuple[PlanMetadata, PlanningWish, Callable[[], Machine]]:
-    """Return the ranks of a job as metadata of a plan that is not made yet, what was typed for it, and its machine.
+    """Return the ranks of a job as metadata of a plan that is not made yet, its options, and its machine.
 
     Raises:
         UsageError: nobody knows how many ranks.

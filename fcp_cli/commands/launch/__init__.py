@@ -1,3 +1,3 @@
-"""`fcp launch`: its options, the way from them to what is launched, and what is then shown, run or submitted."""
+"""`fcp launch`: its options, the job made from them, and its start or submission."""
 
 from fcp_cli.commands.launch.command import launch as launch

@@ -145,7 +145,7 @@ def _launch_job(job: Job, options: LaunchOptions, release: Callable[[], None] = 
 
 
 def _resolve(options: LaunchOptions) -> Job:
-    """Complete what was typed, and print what was assumed."""
+    """Complete the typed options, and print the assumptions."""
     from fcp_cli.launching.resolve import resolve
 
     request, device = options, options.device
@@ -170,7 +170,7 @@ def _find_machine(device: str, *, dry_run: bool) -> Machine:
 
 
 def _findings(job: Job) -> tuple[list[Finding], JobMemory | None]:
-    """Return what would make the job fail or be slow, here and in its environment, and what a rank holds."""
+    """Return the findings that would make the job fail or be slow, here and in its environment, and a rank's memory."""
     from fcp_cli.launching.checks import check_launch
     from fcp_cli.launching.checks.memory import job_memory
     from fcp_cli.launching.checks.reach import collect_job_facts
@@ -188,7 +188,7 @@ def _show_memory(memory: JobMemory | None) -> None:
 
 
 def _show_findings(findings: list[Finding], *, starts: bool = True) -> None:
-    """Print what is wrong; what would stop a launch from here is a warning to one who only looks."""
+    """Print the findings; errors of a launch from here are warnings to a user who only looks."""
     for finding in findings:
         if finding.severity == "error" and not starts:
             note(f"warning: a launch from here would stop: {finding.message}")

@@ -89,7 +89,7 @@ def _run_watched(job: Job, node_rank: int, *, json: bool) -> tuple[JobOutcome, R
                     shows=_shows(job),
                     watch=refresh,
                     announce=note,
-                    # msrun joins a rank's streams, and what the trainer prints there is for people.
+                    # msrun joins a rank's streams, and the trainer's output there is for people.
                     stdout="stderr" if json or (bundled and job.launcher == "msrun") else "stdout",
                 ),
             )
@@ -101,7 +101,7 @@ def _run_watched(job: Job, node_rank: int, *, json: bool) -> tuple[JobOutcome, R
 
 
 def _watcher(job: Job, node_rank: int) -> RunWatcher:
-    """Return what follows the metrics: it shows the bundled trainer's steps, and how far a long one of a script is."""
+    """Return the follower of the metrics: it shows the bundled trainer's steps, and the progress of a long one of a script."""
     from fcp_cli.launching.supervision.watching import RunWatcher
     from fcp_cli.training.progress import TrainingProgress
 

@@ -1,7 +1,7 @@
 """The preflight: pure functions from a job and the facts of this machine to findings, each one line with its remedy.
 
-Errors stop the launch before anything starts; warnings are shown and the job runs. What makes a launch impossible to
-describe at all (no plan, an unknown model) raises earlier, in `preflight`.
+Errors stop the launch before anything starts; warnings are shown and the job runs. Faults that make a launch impossible
+to describe at all (no plan, an unknown model) raises earlier, in `preflight`.
 """
 
 from __future__ import annotations

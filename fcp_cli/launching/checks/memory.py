@@ -1,4 +1,4 @@
-"""Checks that what a rank will hold fits the memory that is really there, and the table that shows it."""
+"""Checks that a rank's memory fits the device that is really there, and the table that shows it."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from fcp_cli.words import counted
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobMemory:
-    """What a rank of a job holds, of what it may.
+    """Memory of a rank of a job, and its limit.
 
     Attributes:
-        spec, recipe: what runs.
+        spec, recipe: of the job.
         rank: item by item.
         tokens: the plan's token budget.
         holders: ranks that share the capacity: on hosts all that run here, else one.
         capacity_bytes: of a device, or of the host; 0 where it is not known.
         is_host: the ranks run on a host.
-        place: gives what other recipes would need.
+        place: for the memory under other recipes.
     """
 
     spec: ModelSpec
@@ -76,7 +76,7 @@ class JobMemory:
 
 
 def job_memory(job: Job, facts: Facts) -> JobMemory | None:
-    """Return what a rank of a job holds; None where the model or the recipe is not known.
+    """Return the memory of a rank of a job; None if the model or the recipe is unknown.
 
     Of a script they are those of the plan, unless --model names another model; on a host, where plans are tried with
     other models than they are of, only --model tells.
@@ -140,7 +140,7 @@ def _device_bytes(job: Job, facts: Facts) -> float:
 
 
 def rank_memory(job: Job, facts: Facts) -> Iterator[Finding]:
-    """Check that what a rank holds fits.
+    """Check that a rank's memory fits.
 
     On hosts, small models are tried under plans of large ones, so only the model itself counts there, not the plan's
     token budget. A script may do otherwise than its plan was priced for: that is a warning.
@@ -167,9 +167,9 @@ def rank_memory(job: Job, facts: Facts) -> Iterator[Finding]:
 
 
 def host_copies(job: Job, facts: Facts) -> Iterator[Finding]:
-    """Check that a node has memory for what checkpoints copy to it: it is kept from the first one on.
+    """Check that a node has memory for the copies of checkpoints, which are kept from the first one on.
 
-    Whatever leaves an accelerator is copied; on hosts only what is written while training goes on.
+    State on an accelerator is copied; on hosts only if it is written in the background.
     """
     need, settings = job_memory(job, facts), job.settings
     host_bytes = float(job.machine.memory_bytes)
@@ -192,7 +192,7 @@ def host_copies(job: Job, facts: Facts) -> Iterator[Finding]:
 
 
 def _remedy(job: Job, need: JobMemory) -> str:
-    """Return the command that plans what fits."""
+    """Return the command of a plan that fits."""
     fit = fitting_recipe(need.spec, RecipeRequest.to_train_as(need.recipe), need.place, wanted_tokens=need.tokens)
     if fit.tokens < 1:
         return "no recipe fits: plan for more --ranks, or train a smaller --model"
@@ -202,7 +202,7 @@ def _remedy(job: Job, need: JobMemory) -> str:
 
 
 def _model_words(job: Job, spec: ModelSpec) -> list[str]:
-    """Return what names the model, and the cluster where times can be computed for it."""
+    """Return the options of the model, and of the cluster if its times can be computed."""
     planned = job.profile
     if planned is None or planned.origin == "analytic":
         return ["--model", spec.name, *(["--cluster", planned.cluster] if planned is not None else [])]
@@ -210,10 +210,10 @@ def _model_words(job: Job, spec: ModelSpec) -> list[str]:
 
 
 def check_recipe_of_plan(job: Job, settings: TrainSettings) -> None:
-    """Refuse settings under which the bundled trainer would not run what the plan was priced for.
+    """Refuse settings under which the bundled trainer would not run the recipe of the plan's prices.
 
     Raises:
-        UsageError: with what differs, what it would need, and the command that plans for it.
+        UsageError: with the difference, its memory, and the command that plans for it.
     """
     job = replace(job, settings=settings, model=settings.model)
     metadata, device = job.metadata, job.machine.device

@@ -72,7 +72,7 @@ def planned_machine(job: Job, facts: Facts) -> Iterator[Finding]:
 def token_budget(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check that a rank's tokens and its model fit a device, by the memory block of a plan that records no recipe.
 
-    What a recipe needs is in `memory`. Only the user knows what a script trains, unless --model names it: the plan's
+    `memory` checks recipes. Only the user knows a script's model, unless --model names it: the plan's
     model is a fair guess and named as one.
     """
     profile, capacity = job.profile, facts.device_memory_bytes
@@ -128,7 +128,7 @@ def _is_same_model(first: str, second: str) -> bool:
 
 
 def _model_name(model: str) -> str:
-    """Return what cost profiles call a model: the name of a checkpoint's folder, which may lie elsewhere here."""
+    """Return a model's name in cost profiles: the name of a checkpoint's folder, which may have another path here."""
     try:
         return load_model(model).name
     except ProfileError:

@@ -22,7 +22,7 @@ from fcp_cli.runs.recorded_steps import require_recorded
 
 # float32 weight and two AdamW moments
 _CHECKPOINT_BYTES_PER_PARAMETER = 12
-# RUN/model in float32 at most, and a new one that is written beside it
+# RUN/model in float32 at most, and a new one that is written next to it
 _EXPORT_BYTES_PER_PARAMETER = 8
 _LEAST_FREE_BYTES = 64 << 20
 _LOOPBACK = ("localhost", "127.0.0.1", "127.0.1.1", "::1")
@@ -44,7 +44,7 @@ def check_plan(plan: Path) -> PlanMetadata:
 
 
 def check_trainer(metadata: PlanMetadata, plan: Path, *, needs_transformers: bool) -> None:
-    """Check what the bundled trainer needs.
+    """Check the bundled trainer's requirements.
 
     Raises:
         RunError: transformers is missing, or the plan's ranks are made of several devices.

@@ -1,4 +1,4 @@
-"""The facts of this machine with what it sees of a job's nodes."""
+"""The facts of this machine and its view of a job's nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of what is installed, in which version, and of a script's own arguments."""
+"""Checks of installed packages, their versions, and of a script's own arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PARALLEL_ARGUMENTS = {
     "--num-virtual-stages-per-pipeline-rank": "virtual_stages",
 }
 _LAYERS_PER_BLOCK = "--num-layers-per-virtual-pipeline-stage"
-# What counts as a layer more where Megatron shares layers out to stages.
+# Parts that Megatron counts as one more layer when it divides layers among stages.
 _COUNTED_AS_LAYERS = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 _SET_ENV = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
 

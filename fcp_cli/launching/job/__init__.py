@@ -1,1 +1,1 @@
-"""A job as one value, and what is derived from it: environment, commands, the record of a launch."""
+"""A job as one value, and its environment, commands and launch record."""

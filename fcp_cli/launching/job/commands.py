@@ -86,10 +86,10 @@ def path_of_python(python: str, inherited: str) -> str:
 
 
 def node_environment(job: Job, *, inherited_path: str | None = None) -> dict[str, str]:
-    """Return what is set for a node's command.
+    """Return the variables of a node's command.
 
     Args:
-        job: what is launched.
+        job: to launch.
         inherited_path: PATH where the command runs, for msrun, which finds its interpreter there; None where
             `launching.node` sees to that.
     """
@@ -102,7 +102,7 @@ def node_environment(job: Job, *, inherited_path: str | None = None) -> dict[str
 
 
 def shell_command(job: Job, *, node_rank: int = 0) -> str:
-    """Return the command of one node with its environment, quoted: what a person can paste into a POSIX shell."""
+    """Return the command of one node with its environment, quoted: ready to paste into a POSIX shell."""
     environment = node_environment(job, inherited_path=shell.variable("PATH"))
     settings = [f"{name}={value}" for name, value in environment.items()]
     return shell.join(["env", *settings, *node_argv(job, node_rank=node_rank)])

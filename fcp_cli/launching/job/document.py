@@ -1,4 +1,4 @@
-"""The record of a launch, made of its job: what `--json` prints, and what a run directory keeps."""
+"""The record of a launch, made of its job: printed by `--json`, and kept in the run directory."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _NOT_REMEMBERED = ("plan", "model", "run_dir", "manifest", "resume", "accept_unr
 
 
 def launch_record(job: Job, files: Mapping[str, str] = MappingProxyType({})) -> LaunchRecord:
-    """Return everything that decides what runs.
+    """Return every setting of the launched job.
 
     Args:
-        job: what is launched.
+        job: to launch.
         files: name to text of those that start it on a cluster; a local job has the command of every node instead.
     """
     settings = job.settings
     started = [job.started_on(node) for node in range(job.num_nodes)] if job.target == LOCAL else []
     training = None
-    if settings is not None:  # what a resumed run takes over: all that is not at its default
+    if settings is not None:  # a resumed run inherits all settings that differ from their defaults
         kept = [f for f in fields(settings) if f.name not in _NOT_REMEMBERED]
         values = {f.name: getattr(settings, f.name) for f in kept if getattr(settings, f.name) != f.default}
         training = {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
@@ -66,5 +66,5 @@ def again_command(job: Job) -> str:
 
 
 def resume_command(job: Job) -> str:
-    """Return what to type to resume a run; its folder is relative to the working directory where it lies below."""
+    """Return the command that resumes a run; its folder is relative to the working directory where it lies below."""
     return shlex.join(["fcp", "launch", "--run-dir", str(from_here(job.run_dir)), "--resume"])

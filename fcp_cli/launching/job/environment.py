@@ -1,6 +1,6 @@
 """The environment that each stack needs, and why. Pure: a job in, variables out.
 
-What the user has exported always wins; `checks/variables.py` warns where that is known to break.
+The user's exported variables always win; `checks/variables.py` warns of values known to break jobs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def job_variables(job: Job, given: Mapping[str, str], *, interface: str | None =
     """Return every variable of the job's stack, in the order of `--explain`.
 
     Args:
-        job: what is launched.
+        job: to launch.
         given: the user's environment, which wins.
         interface: this machine's network interface towards node 0, where there are several nodes.
     """
@@ -59,7 +59,7 @@ def _exported(name: str, value: str) -> Variable:
 
 
 def set_by_fcp(variables: Sequence[Variable]) -> dict[str, str]:
-    """Return what has to be added to the user's environment."""
+    """Return the additions to the user's environment."""
     return {variable.name: variable.value for variable in variables if variable.value and not variable.is_given}
 
 
@@ -113,7 +113,7 @@ def _interface(name: str, interface: str | None, job: Job, user: str) -> Variabl
 
 
 def wants_one_queue(job: Job) -> tuple[str, str] | None:
-    """Return why the devices of a job need one hardware queue, and what says so; None where they do not.
+    """Return why the devices of a job need one hardware queue, and the reason; None if they do not.
 
     With one queue kernels start in the order of their launch, which tensor parallelism overlaps by. Everywhere else it
     would only make streams that have nothing to do with each other wait in line: rings, reductions and attention.
@@ -145,7 +145,7 @@ def _cuda(job: Job, interface: str | None) -> Iterator[Variable]:
 
 
 def _nccl_logs(job: Job) -> Iterator[Variable]:
-    """Yield what makes a hang leave its traces in the run directory, not on a node's own disk."""
+    """Yield variables that write a hang's traces into the run directory instead of a node's own disk."""
     logs = job.paths.logs
     reasons = {
         "TORCH_NCCL_DUMP_ON_TIMEOUT": ("1", "every rank writes its latest collectives where one timed out"),

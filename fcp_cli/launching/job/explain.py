@@ -17,7 +17,7 @@ from fcp_cli.launching.job.job import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-# What fcp sets for every job: reason and source.
+# Variables that fcp sets for every job: reason and source.
 _FULL_WIDTH: Final = 80  # columns of a terminal that has room for the whole table
 _OWN = {
     PLAN_VARIABLE: ("the plan that all ranks follow", "--plan, or the folder"),

@@ -29,12 +29,12 @@ _SITE = Path(fcp_cli.runtime.injection.__file__).parent / "site"
 
 
 def through_entry(program: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return what the launcher starts, and its arguments, so that `program` runs with the hooks in place."""
+    """Return the launcher's program and its arguments, so that `program` runs with the hooks in place."""
     return ENTRY, ("--", *program)
 
 
 def without_entry(words: Sequence[str]) -> list[str]:
-    """Return the user's own program out of what `through_entry` made."""
+    """Return the user's own program from the arguments that `through_entry` made."""
     start = len(ENTRY) + 1
     return list(words[start:] if tuple(words[:start]) == (*ENTRY, "--") else words)
 

@@ -27,7 +27,7 @@ METRICS_VARIABLE = "FCP_METRICS"
 RUN_DIR_VARIABLE = "FCP_RUN_DIR"
 MODEL_VARIABLE = "FCP_MODEL"  # set for a script when --model was given
 PROBE_VARIABLE = "FCP_PROBE"  # for a script: 1 compares numbers before the first step, 0 does not
-ONLINE_VARIABLE = "FCP_ONLINE"  # for a script that plans while it trains: a file that says what for
+ONLINE_VARIABLE = "FCP_ONLINE"  # for a script that plans while it trains: its settings file
 TIMEOUT_VARIABLE = "FCP_RANK_TIMEOUT"  # seconds
 
 TRAINER = ("-m", "fcp_cli.training.train")
@@ -42,7 +42,7 @@ class Variable:
     """One variable of the job's environment.
 
     Attributes:
-        value: what the ranks will see; "" where each node finds its own when it starts.
+        value: on the ranks; "" if each node finds its own when it starts.
         reason: why it is set at all.
         source: where the value comes from.
         is_given: whether the user had set it, so that fcp leaves it alone.
@@ -98,7 +98,7 @@ class Cluster:
         requests, node_selector: name to value, of each pod.
         tolerations, secrets: of each pod.
         pull_secrets: names of secrets to pull the image with.
-        output: where Slurm writes what the batch script prints; None: the run's logs.
+        output: where Slurm writes the batch script's output; None: the run's logs.
         rdma_resource, rdma_count: name under which Kubernetes hands out RDMA devices, and how many a node gets.
         host_network: whether containers use the node's own network.
         shared_memory: size of a container's /dev/shm as Kubernetes writes it; "": as much as the node has.
@@ -130,7 +130,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """A job: what runs, on which machines, on how many processes, where it writes.
+    """A job: its program, machines, processes, and output folders.
 
     Attributes:
         plan: as typed, for messages; the ranks are given its absolute path, the same on every node.
@@ -140,12 +140,12 @@ class Job:
         num_nodes: machines; 1 runs here.
         processes_per_node: devices used on each.
         node_rank: this machine's number; None where it is not one of the nodes (a dry run, a cluster).
-        program: what the launcher starts: ("script.py",) or ("-m", "package.module"); by default the bundled trainer.
-        arguments: what the program is given.
+        program: started by the launcher: ("script.py",) or ("-m", "package.module"); by default the bundled trainer.
+        arguments: of the program.
         settings: of the bundled trainer; None for a script.
         model: that is trained; None where only the user's script knows.
         needs_torch: whether the ranks run torch; MindSpore's own scripts do not.
-        environment: set for the job beside FCP_PLAN, FCP_METRICS and FCP_RUN_DIR.
+        environment: of the job, in addition to FCP_PLAN, FCP_METRICS and FCP_RUN_DIR.
         variables: the environment of the job's stack, with reasons.
         hosts: names of the nodes in order, where they were listed.
         master_addr, master_port: where the nodes meet; used only with several.
@@ -156,11 +156,11 @@ class Job:
         grace_seconds: from SIGTERM or SIGHUP to the end of everything, whether the step has ended or not.
         log_dir: where each rank's output goes; None leaves it on the terminal.
         python: the interpreter that runs the launcher and the ranks.
-        launcher: what starts the ranks of each node.
+        launcher: of the ranks of each node.
         target: a name of `targets.catalog.REGISTRY`.
-        cluster: what a target's files need besides; None for `LOCAL`.
-        online: what a script plans for while it trains; None: it follows a plan.
-        planning: what was typed for the plan that a script's loop has made; None: there is one, or a stream.
+        cluster: further fields of a target's files; None for `LOCAL`.
+        online: planning settings of a script that plans while it trains; None: it follows a plan.
+        planning: options for the plan that a script's loop has made; None: there is a plan, or a stream.
     """
 
     plan: Path
@@ -238,7 +238,7 @@ class Job:
         return None
 
     def job_environment(self) -> dict[str, str]:
-        """Return what is set for the job on top of the environment that fcp itself has."""
+        """Return the job's variables on top of fcp's own environment."""
         return {
             PLAN_VARIABLE: str(self.plan.absolute()),
             METRICS_VARIABLE: str(self.paths.metrics),
@@ -252,7 +252,7 @@ class Job:
         """Return the job as `fcp launch` starts it on one of its nodes: the same for --dry-run, the record and the run.
 
         The ranks print into the first `logs/start-NNN` that is not there yet, `-nodeK` behind it on several nodes. The
-        bundled trainer shows no progress of its own: fcp does, from the metrics.
+        bundled trainer shows no progress itself: fcp does, from the metrics.
         """
         node = "" if self.num_nodes == 1 else f"-node{node_rank}"
         number = 1

@@ -1,4 +1,4 @@
-"""The environment of a job that is not launched: for programs that measure or prove what a job would see."""
+"""The environment of a job that is not launched: for programs that measure or test under a job's environment."""
 
 from __future__ import annotations
 

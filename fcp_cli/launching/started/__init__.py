@@ -1,1 +1,1 @@
-"""The jobs that `fcp launch` started or submitted: how they stand, what they print, and how they are ended."""
+"""The jobs that `fcp launch` started or submitted: their status, output, and cancellation."""

@@ -1,4 +1,4 @@
-"""Ends a job: first names what would be ended, then asks whoever runs it."""
+"""Ends a job: first names its processes or its scheduler's job, then asks the user."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Cancellation:
 
 
 def find_cancellation(run_dir: Path, outside: Outside) -> Cancellation:
-    """Return what ending a job would end. Nothing is ended.
+    """Return the processes or jobs that cancelling would end, without ending them.
 
     Raises:
         RunError: it is over, whoever runs it cannot be asked, or is not known for certain.
@@ -92,7 +92,7 @@ def _launcher(run_dir: Path, heartbeat: Heartbeat, outside: Outside) -> ProcessI
 
 
 def end(cancellation: Cancellation, outside: Outside) -> str:
-    """End a job; return what was done. Ranks of a local run and of Slurm's save a checkpoint first.
+    """End a job; return the actions taken. Ranks of a local run and of Slurm's save a checkpoint first.
 
     Raises:
         RunError: whoever runs it refused, or it has ended meanwhile.

@@ -30,7 +30,7 @@ _LABELS = {
     "jobset": "jobset.sigs.k8s.io/jobset-name={name},batch.kubernetes.io/job-completion-index=0",
     "volcano": "volcano.sh/job-name={name},volcano.sh/task-index=0",
 }
-# What local rank 0 printed in a start, else what its launcher did.
+# Output of local rank 0 in a start, else of its launcher.
 _LOGS = ("*/*/attempt_*/0/std*.log", "*/worker_0.log", "*/torchrun.log", "*/*.log")
 _OVER = ("finished", "interrupted", "failed", "dead")
 _ENDED_IN_SLURM = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
@@ -90,7 +90,7 @@ def listed_state(run_dir: Path, outside: Outside) -> JobState:
 
 
 def job_state(run_dir: Path, outside: Outside) -> JobState:
-    """Ask how a job stands; a scheduler that cannot be asked leaves what the run's own files tell.
+    """Ask how a job stands; without an answer of the scheduler, the run's own files decide.
 
     Raises:
         RunError: a file of the run is damaged.
@@ -179,7 +179,7 @@ def _namespace(submission: Submission) -> tuple[str, ...]:
 
 
 def log_of(run_dir: Path, outside: Outside) -> Iterator[str]:
-    """Return what a job has printed, in pieces: its newest log, or that of node 0's pod if the run has none.
+    """Return the output of a job, in pieces: its newest log, or that of node 0's pod if the run has none.
 
     Raises:
         RunError: there is none yet, or the run's files are damaged.

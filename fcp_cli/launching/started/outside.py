@@ -14,13 +14,13 @@ from fcp_cli.machine.identity import ProcessIdentity
 
 
 class Outside(Protocol):
-    """What schedulers and this machine are asked; tests bring their own."""
+    """Queries of schedulers and of this machine; tests bring their own."""
 
     @property
     def host(self) -> str: ...
 
     def run(self, argv: Sequence[str]) -> str:
-        """Return what a program printed.
+        """Return a program's output.
 
         Raises:
             RunError: it is not there, or fails; its own words are passed on.

@@ -59,7 +59,7 @@ class FailedRank:
     @property
     def is_victim(self) -> bool:
         """Return whether it failed because another rank had."""
-        # Where fcp names the error, what torch printed before does not matter.
+        # If fcp names the error, torch's output before it does not matter.
         lines = self.words[-1:] if self.own_error else self.words
         return any(_VICTIM.search(line) for line in lines)
 
@@ -79,7 +79,7 @@ def failed_ranks(summary: str, words: Mapping[int, Sequence[str]]) -> list[Faile
     """Return the ranks of this node that failed, the one to blame first; none where torchrun itself failed.
 
     Args:
-        summary: what torchrun printed; it puts the one that it saw first last.
+        summary: of torchrun, which lists the first failure last.
         words: the last lines of the standard error of every local rank.
     """
     found = [
@@ -125,7 +125,7 @@ def _unseen(found: Sequence[FailedRank], words: Mapping[int, Sequence[str]]) -> 
 
 
 def without_noise(lines: Sequence[str]) -> tuple[str, ...]:
-    """Return the lines of a rank without what torch puts before them and what its teardown puts after them."""
+    """Return the lines of a rank without torch's lines before them and its teardown's after them."""
     return tuple(_PREFIX.sub("", line) for line in lines if line != _TEARDOWN)
 
 

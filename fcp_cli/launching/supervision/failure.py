@@ -1,4 +1,4 @@
-"""The rank that failed and its error, out of what torchrun and the ranks left in the log folder."""
+"""The rank that failed and its error, from the log folder of torchrun and the ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Failure:
         last_lines: the end of its standard error.
         log: the whole of it.
         is_local_rank_0: whether the log is the one that is copied to the terminal of node 0.
-        launcher: what had started the rank.
+        launcher: of the rank.
         raised: the exception that ended it, where it left a traceback.
         is_victim: whether all that is known here is that its connection to another rank broke.
     """
@@ -63,10 +63,10 @@ class Failure:
         return f"{self.who} {how}; its whole output is in {self.log}"
 
     def report(self, *, rank_0_is_shown: bool) -> tuple[tuple[str, ...], str]:
-        """Return the rank's last lines and the summary, without what is on the screen already; both may be empty.
+        """Return the rank's last lines and the summary, without lines already on the screen; both may be empty.
 
         Args:
-            rank_0_is_shown: what local rank 0 prints was copied to the screen.
+            rank_0_is_shown: local rank 0's output was copied to the screen.
         """
         is_shown = rank_0_is_shown and self.is_local_rank_0
         if self.message and is_shown:
@@ -115,7 +115,7 @@ class TorchrunRanks:
 
 
 def torchrun_log(log_dir: Path) -> Path:
-    """Return where torchrun's own output goes; the ranks' output is beside it."""
+    """Return where torchrun's own output goes; the ranks' output is in the same folder."""
     return log_dir / "torchrun.log"
 
 
@@ -141,7 +141,7 @@ def find_failure(log_dir: Path, *, status: int) -> Failure:
 
 
 def _recorded_error(folder: Path) -> tuple[str, ...]:
-    """Return what a rank recorded for TorchElastic, as its standard error would end with it; empty without a record.
+    """Return a rank's record for TorchElastic, as its standard error would end with it; empty without a record.
 
     The runtime, the bundled trainer and any script under `@record` leave one; a script without hooks (--inject none)
     does not, nor does a rank that a signal ended: of those the printed lines are all there is.

@@ -26,7 +26,7 @@ def is_full(folder: Path) -> bool:
 
 
 def full_disk_line(run_dir: Path, resume: str) -> str:
-    """Return the last line of a job whose disk is full: what is kept, and how to continue.
+    """Return the last line of a job whose disk is full: the kept files, and how to continue.
 
     Args:
         run_dir: of the run.

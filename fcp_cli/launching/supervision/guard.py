@@ -1,6 +1,6 @@
 """Ends a launcher and its ranks when fcp is gone: `kill -9`, or a kernel short of memory, leaves it no time to.
 
-A program of its own, started before the launcher: fcp holds the other end of its standard input, which the system
+A separate program, started before the launcher: fcp holds the other end of its standard input, which the system
 closes when fcp ends, however that comes. Unlike a death signal of the kernel (PR_SET_PDEATHSIG), this needs no code
 between fork and exec, does not hang on the thread that started the launcher, and lets the ranks end their step: of a
 SIGTERM, msrun dies without its ranks.
@@ -38,7 +38,7 @@ def guarded(argv: Sequence[str], *, log_dir: Path, grace_seconds: float) -> Iter
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # neither Ctrl-C nor what ends fcp's whole group ends it
+        start_new_session=True,  # neither Ctrl-C nor a signal to fcp's process group ends it
     )
     stdin = guard.stdin
     assert stdin is not None

@@ -38,7 +38,7 @@ class Meeting:
         self._check_at = self.clock() + self._pause_seconds() if waits and can_see else None
 
     def check(self) -> None:
-        """Announce what this node waits for, if it has waited for a while and has not announced it yet."""
+        """Announce the nodes that this one waits for, once, after a while."""
         if self._check_at is None or self.clock() < self._check_at:
             return
         self._check_at = self.clock() + self._pause_seconds()

@@ -20,7 +20,7 @@ _ROLE, _WORKER, _SCHEDULER, _RANK = "MS_ROLE", "MS_WORKER", "MS_SCHED", "MS_NODE
 # How long the other ranks have for their last words.
 _GRACE_SECONDS = 3.0
 _NOTICE = re.compile(r"Worker process (?P<process>\d+) exit with exception\. Error code: (?P<status>-?\d+)")
-# What MindSpore's own code logs; it may come after a rank's last words.
+# Log lines of MindSpore's own code; they may come after a rank's last words.
 _CHATTER = re.compile(r"^\[(DEBUG|INFO|WARNING)\] ")
 
 

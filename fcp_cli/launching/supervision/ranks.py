@@ -14,8 +14,8 @@ class Ranks(Protocol):
     """The ranks of this node, as one of the launchers starts them.
 
     Attributes:
-        log: what the launcher itself prints.
-        streams: names of what a rank prints to.
+        log: output of the launcher itself.
+        streams: names of a rank's output files.
     """
 
     log: Path

@@ -66,10 +66,10 @@ class Screen:
     """The output of a running job, and who sees it.
 
     Attributes:
-        shows: whether what local rank 0 prints is copied to fcp's own streams.
+        shows: whether local rank 0's output is copied to fcp's own streams.
         stdout: which of fcp's streams rank 0's standard output goes to.
         watch: called about ten times a second while the job runs, and once after its end.
-        announce: receives what happens after Ctrl-C, one line each.
+        announce: receives the events after Ctrl-C, one line each.
     """
 
     shows: bool = True
@@ -127,7 +127,7 @@ def run_command(
         argv: of the launcher, which puts the ranks' output into `log_dir`.
         environment: whole.
         log_dir: made if it is not there.
-        screen: what is shown meanwhile.
+        screen: shown meanwhile.
         grace_seconds: from SIGTERM or SIGHUP to the end of everything.
         stop_file: once it is there, the job is stopped as by SIGTERM.
         runner: starts the process.
@@ -158,7 +158,7 @@ def run_command(
         try:
             status = _wait(process, ranks, stopped, received, refresh, screen.announce, grace_seconds)
         finally:
-            if process.poll() is None:  # what was shown or watched has failed: the ranks must not outlive that
+            if process.poll() is None:  # the screen or a watcher has failed: the ranks must not outlive it
                 processes.kill_tree(process.pid)
                 process.wait()
         if status < 0:  # a launcher that was killed leaves its ranks behind, under another parent
@@ -249,7 +249,7 @@ class _RankOutput:
         self._held_since = 0.0
 
     def copy_new(self, *, holds: bool = False) -> None:
-        """Copy what is new; while it `holds`, the traceback stays back: the rank waits for one that is stopped."""
+        """Copy new output; while it `holds`, tracebacks are held back: the rank waits for one that is stopped."""
         if self._file is None:
             path = self._ranks.rank_0(self._stream)
             if path is None:
@@ -268,7 +268,7 @@ class _RankOutput:
             self._release()
 
     def finish(self, *, hides_traceback: bool) -> None:
-        """Print what was held back, unless the traceback is a victim's: the job has ended."""
+        """Print the held-back output, unless the traceback is a victim's: the job has ended."""
         if not hides_traceback:
             self._release()
 

@@ -1,4 +1,4 @@
-"""Follow the metrics of the job that runs: show its steps, where it is within a long one, and what it came to."""
+"""Follow the metrics of the job that runs: show its steps, its position within a long one, and its totals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RunWatcher:
 
     Args:
         paths: of the run.
-        progress: shows what is new; None: it is added up alone.
+        progress: shows new steps; None: steps are only added up.
 
     Attributes:
         paths: of the run.
@@ -34,12 +34,12 @@ class RunWatcher:
         self._polled = 0.0
 
     def poll(self) -> None:
-        """Show what is new, at most once a second; to be called often."""
+        """Show new steps, at most once a second; to be called often."""
         if time.monotonic() - self._polled > _POLL_SECONDS:
             self._show_new()
 
     def close(self) -> None:
-        """Show what is left, and release the terminal."""
+        """Show the remaining steps, and release the terminal."""
         self._show_new()
         if self._progress is not None:
             self._progress.close()

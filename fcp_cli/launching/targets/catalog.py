@@ -164,7 +164,7 @@ def job_files(target: Target, job: Job, *, template: Path | None = None) -> dict
 
     Args:
         target: where it runs.
-        job: what is launched.
+        job: to launch.
         template: a site's own, instead of the target's.
 
     Raises:

@@ -13,7 +13,7 @@ _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 def read_hostfile(path: Path) -> tuple[str, ...]:
-    """Return host names or addresses in order, without what follows them in a line (`slots=8`) and without `#` lines.
+    """Return host names or addresses in order, without their attributes (`slots=8`) and without `#` lines.
 
     Raises:
         UsageError: unreadable, empty, a host twice, or a name that means another machine on every node.

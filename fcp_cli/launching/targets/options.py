@@ -95,7 +95,7 @@ def cluster_machine(
         device: as given; `auto` takes that of the cluster that the plan was made for.
         metadata: of the plan.
         find_machine: looks at this machine, where the plan was made for it.
-        assumed: receives what was chosen.
+        assumed: receives the choices.
     """
     if device == "auto":
         cluster = planned_cluster(metadata)
@@ -120,9 +120,9 @@ def for_cluster(request: ClusterOptions, job: Job, assumed: Origins) -> Job:
     Variables that the user has set here are set on the nodes, too.
 
     Args:
-        request: what was typed.
+        request: of the user.
         job: whose `target` is not `LOCAL`.
-        assumed: receives what was filled in.
+        assumed: receives the defaults.
 
     Raises:
         UsageError: an option cannot be used as it is.
@@ -234,7 +234,7 @@ def _variable(flag: str, text: str, example: str) -> tuple[str, str | None]:
     """Return name and value of NAME[=VALUE].
 
     Raises:
-        UsageError: the name is none of a variable, or one that says what the job is.
+        UsageError: the name is none of a variable, or one that fcp sets itself.
     """
     name, equals, value = text.partition("=")
     if not _VARIABLE.fullmatch(name):

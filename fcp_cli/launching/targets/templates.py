@@ -29,7 +29,7 @@ def shipped_template(name: str) -> Path:
 
 
 def render(template: Path, values: Mapping[str, Any]) -> str:
-    """Fill in one template. It may extend or include shipped ones, and files beside it.
+    """Fill in one template. It may extend or include shipped ones, and files of its folder.
 
     Args:
         template: jinja2, in UTF-8.
@@ -90,7 +90,7 @@ def command_lines(words: Sequence[str], indent: int) -> str:
     lines = [words[0]]
     for before, word in itertools.pairwise(words):
         is_option = word.lstrip("'").startswith("-")
-        # An interpreter and its -m stay together; so do an option and what follows it, unless it has its value.
+        # An interpreter and its -m stay together; so do an option and its value.
         runs_module = word == "-m" and lines[-1] == before
         if (is_option and not runs_module) or before == "--" or (before.startswith("-") and "=" in before):
             lines.append(word)

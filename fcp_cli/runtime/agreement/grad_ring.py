@@ -1,4 +1,4 @@
-"""The type in which gradients of keys and values travel around rings: what was asked for, the same on all ranks."""
+"""The type in which gradients of keys and values travel around rings: as requested, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ which is half the bytes. Gradients of fp32 and fp64 keys travel in their own typ
 
 
 def agreed_grad_dtype(world: World, device: torch.device, given: GradRingDtype | None = None) -> GradRingDtype:
-    """Return what was given, else what FCP_GRAD_RING_DTYPE says, else fp32. Collective: every rank calls it.
+    """Return the argument, else FCP_GRAD_RING_DTYPE, else fp32. Collective: every rank calls it.
 
     Args:
         world: all processes.

@@ -145,7 +145,7 @@ def _failed_line(name: KernelName, rows: list[list[int]], reasons: Mapping[Kerne
 
 
 def _lines(preference: Preference, profile: CostProfile) -> list[str]:
-    """Return what runs and why, and what the profile's times are of if that is another kernel."""
+    """Return the chosen kernel, the reason, and the profile's kernel if that is another."""
     table, default = preference.table, default_order(major_capability(), rocm=is_rocm())
     usable = [name for name in default.kernels if name not in preference.excluded]
     if preference.asked is not None and preference.asked not in preference.excluded:
@@ -170,7 +170,7 @@ def _next(usable: list[KernelName], asked: KernelName) -> str:
 
 
 def _assumption(main: KernelName, profile: CostProfile, *, shorter: KernelName | None = None) -> list[str]:
-    """Return what the profile's times are of, with the ratio if another kernel runs.
+    """Return the kernel of the profile's times, with the ratio if another kernel runs.
 
     Args:
         main: runs most calls.

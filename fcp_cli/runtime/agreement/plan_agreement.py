@@ -95,8 +95,8 @@ def require_agreement(
 
     Args:
         path: of the plan, for messages.
-        mine: what this rank found.
-        table: [processes, words] what each process found.
+        mine: finding of this rank.
+        table: [processes, words] findings of each process.
         tensor_parallel, pipeline_parallel: of the job.
 
     Raises:
@@ -133,7 +133,7 @@ def _check_size(
     launched: int, path: Path, metadata: PlanMetadata, tensor_parallel: int, pipeline_parallel: int
 ) -> None:
     planned = (metadata.tensor_parallel, metadata.pipeline_parallel)
-    # A plan that does not state what its ranks are made of fits any.
+    # A plan that does not state its devices per rank fits any.
     if planned not in ((1, 1), (tensor_parallel, pipeline_parallel)):
         raise RunError(
             f"the plan {path} has tensor parallel {metadata.tensor_parallel} and pipeline parallel "
@@ -159,7 +159,7 @@ def require_causal(metadata: PlanMetadata, path: Path, loop: str) -> None:
 
     Args:
         metadata, path: of the plan.
-        loop: what it is called.
+        loop: its name.
     """
     if metadata.masked_sequences is not None:
         raise RunError(

@@ -18,12 +18,12 @@ from fcp_cli.errors import RunError
 from fcp_cli.runtime.communication.world import Waitable, World
 
 _WORD = 1 << 64
-_COLUMNS = 3  # of what ranks tell each other to name a difference: micro-batch + 1, row of the data, digest
+_COLUMNS = 3  # of the messages that name a difference: micro-batch + 1, row of the data, digest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackDigest:
-    """What a rank was given for one pack that it shares with others.
+    """Input of a rank for one pack that it shares with others.
 
     Attributes:
         order: of the micro-batch in the step.
@@ -105,7 +105,7 @@ class SameData:
         return f"step {self._step}: ranks of a ring were given different data"
 
     def _tell(self, own: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (rank, micro-batch, row, digest) of what every rank was given."""
+        """Yield (rank, micro-batch, row, digest) of every rank's inputs."""
         counts = torch.zeros(self._world.size, dtype=torch.int64, device="cpu")
         counts[self._world.rank] = len(own)
         self._world.start_sum(counts).wait()

@@ -3,7 +3,7 @@
 FlashAttention 3 and 4 come in packages of their own, and PyTorch adapts them to the arguments of its flash operators:
 its registry (`torch.nn.attention`) puts the adapters in place of the operators, for the whole process. fcp calls the
 adapters themselves, so that the operators stay as they are. An implementation that the script has activated in the
-registry stays, and is what the flash operators then run.
+registry stays, and the flash operators then run it.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from fcp_cli.runtime.layouts.layout import Segments
 class AttentionKernel(Protocol):
     """Packed attention whose backward takes the log-sum-exp and output of the *whole* row, not of the keys it gets.
 
-    That is what lets a ring split a row's keys over several calls: with the final `out` and `lse`, each call's share of
+    So a ring can split a row's keys over several calls: with the final `out` and `lse`, each call's share of
     dq, dk and dv is exact, and the shares add up.
 
     Attributes:

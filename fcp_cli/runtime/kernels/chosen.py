@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preference:
-    """What decides among kernels.
+    """Settings that choose a kernel.
 
     Attributes:
         asked: kernel to prefer for every call that it can take, or None.

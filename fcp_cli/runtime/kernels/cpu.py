@@ -103,7 +103,7 @@ def _blocks(q: Tensor, k: Tensor, window: int) -> Iterator[tuple[slice, slice, T
 
 @lru_cache(maxsize=32)
 def _band(rows: int, keys: int, window: int, dtype: torch.dtype) -> Tensor:
-    """Return [rows, keys] what is added to scores: 0 within a query's window, minus infinity elsewhere."""
+    """Return the addend of scores, [rows, keys]: 0 within a query's window, minus infinity elsewhere."""
     seen = torch.ones(rows, keys, dtype=torch.bool).tril_(keys - rows).triu_(keys - rows - window + 1)
     return torch.zeros(rows, keys, dtype=dtype).masked_fill_(~seen, float("-inf"))
 

@@ -1,4 +1,4 @@
-"""What the ranks of a job tell each other about its planning: on groups of their own, in host memory."""
+"""Messages between the ranks of a job about its planning: on separate groups, in host memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Control(Protocol):
         ...
 
     def table(self, words: list[int]) -> IntArray:
-        """Return [ranks, words] what every rank told, as many words each."""
+        """Return the messages of all ranks, [ranks, words], as many words each."""
         ...
 
 

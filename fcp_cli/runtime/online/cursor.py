@@ -25,7 +25,7 @@ class PlansStreams(Protocol):
 
 
 def online_settings(planner: PlansStreams | OnlineSettings | None) -> OnlineSettings:
-    """Return what a stream is planned for: by the planner, or by `fcp launch --online`.
+    """Return the planning settings of a stream: by the planner, or by `fcp launch --online`.
 
     Raises:
         FcpError: there is no planner, or it cannot be used.
@@ -77,5 +77,5 @@ class StreamCursor:
         return map(self._view.step, self._steps)
 
     def close(self) -> None:
-        """Leave the stream; what was trained is written as a plan."""
+        """Leave the stream; the trained steps are written as a plan."""
         self._source.close(self._end_step())

@@ -1,4 +1,4 @@
-"""What a stream gives: sequences by their ids and lengths, or as rows with their tokens; read in whole windows."""
+"""Items of a stream: sequences by their ids and lengths, or as rows with their tokens; read in whole windows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Item:
         length: tokens.
         given: its id, which `fetch` takes, or its row.
         is_row: whether it is a row.
-        factors: work factors beside the length, by their names in a manifest.
+        factors: work factors besides the length, by their names in a manifest.
     """
 
     length: int
@@ -37,7 +37,7 @@ class Item:
 
 
 def item_of(given: Any, number: int) -> Item:
-    """Understand what a stream gave as its sequence `number`.
+    """Parse item `number` of a stream.
 
     Raises:
         RunError: it is neither an id with a length nor a row with tokens.
@@ -66,7 +66,7 @@ def item_of(given: Any, number: int) -> Item:
 
 
 def row_of(given: Any) -> Any:
-    """Return what the loader takes of a row: its tokens, or (tokens, labels)."""
+    """Return the loader's item of a row: its tokens, or (tokens, labels)."""
     if not isinstance(given, Mapping):
         return given
     return given["input_ids"] if given.get("labels") is None else (given["input_ids"], given["labels"])
@@ -95,7 +95,7 @@ class ReadWindow:
         return [len(batch) for batch in self.batches]
 
     def columns(self) -> pa.Table:
-        """Return what the planning process is told of the sequences.
+        """Return the planner process's message about the sequences.
 
         Raises:
             RunError: ids of two kinds, or a factor that is no number.

@@ -39,7 +39,7 @@ class Lengths(Protocol):
         ...
 
     def keep(self, lengths: IntArray) -> None:
-        """Keep what was read for later jobs."""
+        """Cache the lengths for later jobs."""
         ...
 
     def __len__(self) -> int: ...
@@ -71,7 +71,7 @@ def have_plan_made(plan: Path, control: Control, lengths: Lengths, facts: Callab
 
 
 def _together(control: Control, run: Callable[[], Any]) -> Any:
-    """Return what `run` returns, or raise the first rank's error on all ranks."""
+    """Return the result of `run`, or raise the first rank's error on all ranks."""
     found, fault = None, ""
     try:
         found = run()

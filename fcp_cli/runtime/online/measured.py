@@ -1,4 +1,4 @@
-"""What rank 0 has measured of a stream's steps, until it is counted for those that are planned next."""
+"""Measured steps of a stream on rank 0, until a refit uses them for the steps planned next."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Measured:
         self._lock = threading.Lock()
 
     def note(self, record: Mapping[str, Any]) -> None:
-        """Note a record of the metrics; a step that also pays for warming up is left out."""
+        """Collect a record of the metrics; warm-up steps are skipped."""
         if record.get("kind") != "step" or record.get("warm_up"):
             return
         rows = [
@@ -31,7 +31,7 @@ class Measured:
             self._rows += rows
 
     def take(self) -> bytes:
-        """Return the table of what was noted since the last call: step, order, rank, seconds."""
+        """Return the table of records since the last call: step, order, rank, seconds."""
         with self._lock:
             rows, self._rows = self._rows, []
         names = ("step", "order", "rank", "seconds")
@@ -43,11 +43,11 @@ class Measured:
 
 
 class Refits:
-    """When a stream is refitted, and by what; the same on all ranks.
+    """Schedule of a stream's refits; the same on all ranks.
 
     Args:
         every: steps; None: never again.
-        opened: what the planning process of rank 0 said first: the recorded `refits`, and the step that they are
+        opened: first message of rank 0's planner process: the recorded `refits`, and the step that they are
             `planned_to`, before which nothing is measured anew.
         begins: step that is planned first.
     """
@@ -59,14 +59,14 @@ class Refits:
         self._last = begins
 
     def is_due(self, step: int) -> bool:
-        """Return whether what was measured is to be counted from this step on."""
+        """Return whether a refit is due from this step on."""
         if self._every is None or step < self._settled_to or step // self._every == self._last // self._every:
             return False
         self._last = step
         return True
 
     def note(self, step: int, refit: Mapping[str, Any] | None) -> None:
-        """Note what is counted from a step on; None: what was before."""
+        """Record the refit from a step on; None: no change."""
         if refit is not None:
             self._known[step] = refit
 

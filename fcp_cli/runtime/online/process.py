@@ -1,4 +1,4 @@
-"""The process that plans beside this one: started, spoken to through its pipes, and ended with them."""
+"""The planner process of this one: started, driven through its pipes, and ended with them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class PlanningProcess:
     """Plans windows of one job. Where this process ends, however it does, so does that one.
 
     Args:
-        settings: what to plan for.
-        plan: where to keep what is planned; None: nowhere, since another process of the job does.
+        settings: of the plan.
+        plan: path of the plan; None: another process of the job writes it.
         first_step: with which the job begins.
 
     Attributes:
@@ -56,11 +56,11 @@ class PlanningProcess:
         return steps_of(self._answer().table)
 
     def compare(self, window: ReadWindow) -> None:
-        """Have a window compared with what was trained before; the next answer says if it differs."""
+        """Have a window compared with the one trained before; the next answer says if it differs."""
         self._tell("trained", _facts_of(window), table_bytes(window.columns()))
 
     def refit(self, first_step: int, measured: bytes) -> Mapping[str, Any]:
-        """Return what is to be counted from a step on as `refit`, None where all stays, and a `line` about it.
+        """Return the `refit` from a step on, None without a change, and a `line` about it.
 
         Args:
             first_step: that is planned next.
@@ -80,7 +80,7 @@ class PlanningProcess:
         """Have the plan of the steps before `end_step` written, and end the process; return the plan's hash.
 
         Raises:
-            RunError: it cannot be written; what was planned is kept beside it.
+            RunError: it cannot be written; its journal is kept next to it.
         """
         try:
             self._tell("close", {"end_step": end_step})
@@ -90,7 +90,7 @@ class PlanningProcess:
             self.abandon()
 
     def abandon(self) -> None:
-        """Let the process end by itself; what it planned is kept."""
+        """Let the process end by itself; its plan is kept."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None and not pipe.closed:
                 with suppress(OSError):

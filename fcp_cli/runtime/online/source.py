@@ -32,7 +32,7 @@ from fcp_cli.runtime.online.items import ReadWindow, read_windows, row_of
 from fcp_cli.runtime.online.measured import Measured, Refits
 from fcp_cli.runtime.online.process import PlanningProcess
 
-_STEPS, _END, _FAULT, _LEFT = range(4)  # what a rank has of the next window
+_STEPS, _END, _FAULT, _LEFT = range(4)  # a rank's state of the next window
 _LEAVING_SECONDS: Final = 10.0  # that a rank waits for the others when it leaves its loop
 _LOOK_SECONDS: Final = 0.05
 
@@ -41,15 +41,15 @@ class StreamSource:
     """The steps of a stream, planned a few ahead of the training loop.
 
     Args:
-        stream: what gives the sequences; see `items`.
-        settings: what to plan for, and how.
+        stream: of the sequences; see `items`.
+        settings: of the plan and the search.
         path: of the plan that is to be.
-        control: what ranks tell each other by.
-        fetch: from an id, or a row, to what the loader takes; None: rows are taken as they are.
+        control: messages between ranks.
+        fetch: from an id, or a row, to the loader's item; None: rows are the items.
 
     Attributes:
         followed: steps that the loop has asked for, oldest first, for whoever measures them; nobody else takes them.
-        measured: on rank 0 what the ranks took, noted by whoever measures them.
+        measured: on rank 0 the measured steps of all ranks.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class StreamSource:
             yield found
 
     def fetch(self, sequence: int) -> Any:
-        """Return what the loader takes of one sequence of a planned step that is not trained yet."""
+        """Return the loader's item of one sequence of a planned step that is not trained yet."""
         given, is_row = self._given[sequence]
         if self._fetch is not None:
             return self._fetch(given)
@@ -230,7 +230,7 @@ class StreamSource:
             self._planned.put(error)
 
     def _refit(self, due: int) -> None:
-        """Count from a step on what was measured, or what an earlier start counted. Every rank calls it."""
+        """Refit the prices from a step on to measurements, or repeat an earlier start's refit. Every rank calls it."""
         if self._refits.is_due(due):
             told = self._on_rank_0(lambda: self._measured_refit(due))
             self._refits.note(due, told["refit"])
@@ -296,7 +296,7 @@ class StreamSource:
             return found
 
     def _note_given(self, facts: dict[str, Any], steps: list[StepPlan], due: int) -> None:
-        """Note what the sequences of a window are; a rank that does not plan reads its own rows."""
+        """Record the sequences of a window; a rank that does not plan reads its own rows."""
         if self._control.plans:
             return
         if facts.get("ids") is not None:
@@ -329,7 +329,7 @@ class StreamSource:
             self._given[number] = (item.given, item.is_row)
 
     def _require_agreement(self, words: IntArray, fault: str, due: int) -> None:
-        """Raise, on every rank alike, what a rank could not do, or that ranks have planned different steps."""
+        """Raise on every rank alike if a rank failed, or if ranks have planned different steps."""
         states = words[:, 0].tolist()
         if _FAULT in states:
             raise RunError(self._control.from_rank(states.index(_FAULT), fault.encode()).decode())

@@ -1,4 +1,4 @@
-"""Run a model beside the plan: evaluation, generation, a second model; between steps or inside one.
+"""Run a model outside the plan: evaluation, generation, a second model; between steps or inside one.
 
     with fcp.outside():
         with torch.no_grad():

@@ -81,13 +81,13 @@ class Session(RankJob):
                 DistributedDataParallel, or sharded with `fully_shard`. With `GradientSync()`, the script sums them
                 itself; without either, nothing may be trained. Under a plan of forward passes nothing is summed, and
                 micro-batches run without gradients.
-            first_step: optimizer step to begin with, for a resumed run; None: what `load_state_dict` said, else 0.
+            first_step: optimizer step to begin with, for a resumed run; None: by `load_state_dict`, else 0.
             reduce: of FSDP2 that gathers weights again: reduce gradients in every `wave`, so that a rank holds only its
                 share of them, or once a `step`, which sends less; None: as the plan's recipe says, else `wave`.
             on_nan: of a step in which a rank's loss is NaN or infinite: `stop` the job; `skip-step`: leave all ranks
                 without gradients, so that their optimizers change nothing (the host then waits for the device once a
                 step); or `go-on`.
-            mean_over: what of the global batch the loss is a mean over: the tokens with labels, or the manifest's rows.
+            mean_over: loss denominator: tokens with labels, or rows of the manifest.
 
         Raises:
             RunError: no `fetch`, a model that cannot follow the plan, a step beyond it, ranks that begin with different
@@ -213,7 +213,7 @@ class Session(RankJob):
         self._first_step = self.next_step = state["next_step"]
 
     def outside(self) -> AbstractContextManager[None]:
-        """Return `outside()`: a context in which models run beside the plan, as for evaluation and generation."""
+        """Return `outside()`: a context in which models run outside the plan, as for evaluation and generation."""
         return outside()
 
     def _bad_rows(self, item: LoadedStep) -> tuple[int, ...]:

@@ -41,7 +41,7 @@ class Step(FollowedStep):
         is_skipped: whether the step, now over, left no gradients, since a rank's loss was not finite (`on_nan`).
         bad_rows: manifest rows of the step of which nothing is learned, since their pictures could not be read.
         problems: why, for those that this rank met.
-        record: what is measured of it; None where nothing is.
+        record: of its measurements; None if it is not measured.
     """
 
     record: StepRecord | None = None
@@ -90,7 +90,7 @@ class Step(FollowedStep):
         )
 
     def note(self, **facts: float) -> None:
-        """Put into the metrics what the loop alone knows: `grad_norm`, `learning_rate`, or a `loss` of its own."""
+        """Add the loop's own figures to the metrics: `grad_norm`, `learning_rate`, or its own `loss`."""
         if self.record is not None:
             self.record.facts |= facts
 
