@@ -53,6 +53,7 @@ def _prepare(options: SelftestRequest, folder: Path) -> Measurement:
     from fcp_cli.selftest.sizes import profile_request
 
     measurement = choose_measurement(profile_request(options, folder / "packs.samples.jsonl"), Origins())
+    folder.mkdir(parents=True, exist_ok=True)  # a refused request leaves none
     prepare_samples(measurement, fresh=True)
     measurement.write(folder / "measurement.json")
     return measurement
@@ -78,7 +79,6 @@ def _print_commands(options: SelftestRequest) -> None:
     from fcp_cli.selftest.run import WORKER
 
     folder = options.output.with_suffix("").absolute()
-    folder.mkdir(parents=True, exist_ok=True)
     measurement = _prepare(options, folder)
     settings = _settings(options, measurement, folder).write()
     meeting = [f"--nnodes={options.nodes}", "--master-addr=MASTER_ADDR", "--master-port=29500"]

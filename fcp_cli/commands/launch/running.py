@@ -101,7 +101,7 @@ def _run_watched(job: Job, node_rank: int, *, json: bool) -> tuple[JobOutcome, R
 
 
 def _watcher(job: Job, node_rank: int) -> RunWatcher:
-    """Return the follower of the metrics: it shows the bundled trainer's steps, and the progress of a long one of a script."""
+    """Return the follower of the metrics: it shows the bundled trainer's steps, and of a script the long ones."""
     from fcp_cli.launching.supervision.watching import RunWatcher
     from fcp_cli.training.progress import TrainingProgress
 
