@@ -124,8 +124,8 @@ def test_quiet_stands_before_or_behind_a_verb(tmp_path: Path) -> None:
     for words in (("-q", "launch"), ("launch", "-q"), ("launch", "--quiet")):
         result = fcp(*words, "--model", "qwen3-tiny", "--dry-run", "--ranks", "64", cwd=tmp_path)
         assert (result.returncode, result.stderr) == (0, ""), words
-    words = ("--model", "qwen3-tiny", "--dry-run", "--ranks", "64", "--run-dir", "-q", "--", "-m", "x", "-q")
-    loud = fcp("launch", *words, cwd=tmp_path)
+    launch = ("--model", "qwen3-tiny", "--dry-run", "--ranks", "64", "--run-dir", "-q", "--", "-m", "x", "-q")
+    loud = fcp("launch", *launch, cwd=tmp_path)
     assert "assumed --device" in loud.stderr  # there, it is a value, or somebody else's word
     assert loud.stdout.splitlines()[-1].endswith("x -q")
 

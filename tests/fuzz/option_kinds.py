@@ -45,6 +45,7 @@ _SOUND: dict[str, tuple[str, Mapping[str, str | None]]] = {
     "manifest synth": ("mixed", {"--rows": "20", "-o": "out.jsonl"}),
 }
 UNDRAWN = {
+    "demo": "it takes an output folder alone, and two minutes",
     "trust": "it writes the user's own list of trusted files, below the home folder",
     "jobs cancel": "it has no option of its own but --yes; the kind 'submission' runs it",
 }
