@@ -90,8 +90,9 @@ def is_saving(saved: Path) -> bool:
     return bool(checkpoints(saved)) and any(saved.glob(".*.partial/*"))
 
 
-def is_past(end: float) -> bool:
-    return time.monotonic() > end
+def is_past(end: float, saved: Path) -> bool:
+    """Return whether the moment has come, or the job, quicker than the first, is near its end."""
+    return time.monotonic() > end or any(path.name >= "step-00000007" for path in saved.glob("step-*"))
 
 
 def main(folder: Path, kills: int) -> None:
@@ -108,7 +109,7 @@ def main(folder: Path, kills: int) -> None:
         if number == 0:  # one for certain while ranks write, after a checkpoint that they resume from
             job.kill_when(partial(is_saving, saved))
         else:
-            job.kill_when(partial(is_past, end))
+            job.kill_when(partial(is_past, end, saved))
         moments.append([path.name for path in saved.glob(".*.partial")])
     shutil.copytree(folder / "killed", folder / "cut")
     Job(folder, "killed", "--resume").end()
