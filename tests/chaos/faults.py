@@ -53,32 +53,27 @@ def _signal(scene: Scene, job: Job, name: str, number: signal.Signals) -> int | 
     return pid
 
 
-def _kills_rank(scene: Scene) -> None:
+def _strikes_rank(scene: Scene, number: signal.Signals, wanted: str) -> None:
+    """Send a rank a signal; `wanted` is the pattern of the job's last words, with RANK for the rank."""
     rank = scene.draw.randrange(RANKS)
     job = scene.launch(*_NEW)
-    _signal(scene, job, str(rank), signal.SIGKILL)
-    scene.see_end(job, wanted=rf"rank {rank} on \S+ was ended by signal 9")
+    _signal(scene, job, str(rank), number)
+    scene.see_end(job, wanted=wanted.replace("RANK", str(rank)))
     scene.check_stopped()
     scene.resume()
+
+
+def _kills_rank(scene: Scene) -> None:
+    _strikes_rank(scene, signal.SIGKILL, r"rank RANK on \S+ was ended by signal 9")
 
 
 def _stops_rank(scene: Scene) -> None:
-    rank = scene.draw.randrange(RANKS)
-    job = scene.launch(*_NEW)
-    _signal(scene, job, str(rank), signal.SIGSTOP)
     # It is there and ended by nobody: "out of memory?" would be a wrong cause.
-    scene.see_end(job, wanted=rf"rank {rank} (?!.*out of memory)")
-    scene.check_stopped()
-    scene.resume()
+    _strikes_rank(scene, signal.SIGSTOP, r"rank RANK (?!.*out of memory)")
 
 
 def _asks_rank(scene: Scene) -> None:
-    rank = scene.draw.randrange(RANKS)
-    job = scene.launch(*_NEW)
-    _signal(scene, job, str(rank), signal.SIGTERM)
-    scene.see_end(job, wanted=rf"{_STOPPED}|rank {rank} on \S+ was ended by signal 15")
-    scene.check_stopped()
-    scene.resume()
+    _strikes_rank(scene, signal.SIGTERM, rf"{_STOPPED}|rank RANK on \S+ was ended by signal 15")
 
 
 def _kills_torchrun(scene: Scene) -> None:
