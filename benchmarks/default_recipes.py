@@ -39,7 +39,7 @@ def rows(cluster_name: str, ranks: int) -> Iterator[tuple[str, ...]]:
     """Yield the rows of one cluster."""
     cluster = load_cluster(cluster_name)
     place = Place(
-        ranks=ranks,
+        num_ranks=ranks,
         ranks_per_node=min(ranks, cluster.devices_per_node),
         capacity_bytes=cluster.memory_bytes * (1 - RESERVE_FRACTION),
     )

@@ -24,7 +24,7 @@ from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
-from fcp_cli.plan.pricing import planned_sequences, profile_seconds, without_pictures
+from fcp_cli.plan.pricing import planned_sequences, step_prices, without_pictures
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.encoder_balance import with_encoder_ranks
@@ -104,9 +104,7 @@ def steps_of(table: LengthTable, problem: Problem, settings: BatchSettings) -> I
 def homogeneous_seconds(step: StepPlan, table: LengthTable, problem: Problem) -> float:
     """Return the step's seconds if every rank of a ring encodes all of its pack."""
     profile = problem.profile
-    text = profile_seconds(
-        step, profile=profile, ranks_per_node=problem.ranks_per_node, manifest=without_pictures(table)
-    )
+    text = step_prices(step, problem, profile=profile, manifest=without_pictures(table)).seconds
     encoder = np.zeros(len(step))
     owner = np.repeat(np.arange(len(step)), np.diff(step.sequence_offsets))
     np.add.at(encoder, owner, vision_seconds(planned_sequences(step, table), profile))

@@ -98,7 +98,7 @@ def print_defaults(tracked: Sequence[str]) -> None:
     for name, where in itertools.product(names, CLUSTERS):
         cluster = load_cluster(where)
         place = Place(
-            ranks=cluster.num_devices,
+            num_ranks=cluster.num_devices,
             ranks_per_node=cluster.devices_per_node,
             capacity_bytes=cluster.memory_bytes * (1 - RESERVE_FRACTION),
         )
@@ -113,7 +113,7 @@ def print_defaults(tracked: Sequence[str]) -> None:
 def _tracked(name: str, recipe: Recipe, sync: Sync, tokens: int, place: Place) -> str:
     """Return the tracked peak, with what cannot be tracked as it is estimated."""
     tokens -= tokens % 8
-    job = FakeJob(model=name, recipe=recipe, sync=sync, tokens=tokens, ranks=place.ranks)
+    job = FakeJob(model=name, recipe=recipe, sync=sync, tokens=tokens, ranks=place.num_ranks)
     found = place.memory(load_model(name), recipe, sync)
     untracked = found.total_bytes(tokens) - found.without(*UNTRACKED).total_bytes(tokens)
     return f"{(tracked_step(job).peak_bytes + untracked) / 1e9:.1f} GB"

@@ -23,7 +23,7 @@ from benchmarks.workloads import FAMILIES, example_profile, family_table
 from fcp_cli.arrays import FloatArray
 from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile
 from fcp_cli.plan.metadata import Sync
-from fcp_cli.plan.pricing import profile_seconds
+from fcp_cli.plan.pricing import step_prices
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.timeline import start_times
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
@@ -60,12 +60,20 @@ class Setup:
 
     def plan(self, profile: CostProfile) -> StepPlan:
         """One step of 512 sequences, planned with a profile, right or wrong."""
-        problem = Problem(
-            num_ranks=self.ranks, ranks_per_node=8, tokens_per_rank=self.budget, sync=self.sync, profile=profile
-        )
+        problem = self._problem(profile)
         table = family_table(self.family, sequences=512, seed=self.seed)
         batches = GlobalBatches(table, problem, BatchSettings(global_batch_size=512, shuffle=False))
         return plan_step(batches.batch(0), problem, make_solver(self.solver, batches))
+
+    def _problem(self, profile: CostProfile) -> Problem:
+        return Problem(
+            num_ranks=self.ranks, ranks_per_node=8, tokens_per_rank=self.budget, sync=self.sync, profile=profile
+        )
+
+    def priced(self, step: StepPlan) -> FloatArray:
+        """Seconds of a step's micro-batches under the right profile."""
+        right = example_profile()
+        return step_prices(step, self._problem(right), profile=right).seconds
 
     def execute(self, step: StepPlan, seconds: FloatArray) -> float:
         """Step time when the micro-batches take `seconds`."""
@@ -139,7 +147,7 @@ def _replanned(setup: Setup, noise: float, draws: int) -> list[tuple[float, floa
     for draw in range(draws):
         # The same wrong profiles for every strategy and family.
         wrong = setup.plan(noisy(profile, noise, np.random.default_rng((setup.seed, draw, round(noise * 100)))))
-        seconds = setup.execute(wrong, profile_seconds(wrong, profile=profile, ranks_per_node=8))
+        seconds = setup.execute(wrong, setup.priced(wrong))
         match = float((degree_of_sequence(wrong) == degree_of_sequence(right)).mean())
         results.append((seconds / right.makespan_seconds - 1.0, match, seconds / yardstick))
     return results
@@ -215,7 +223,7 @@ def _mean_executed(plans: list[tuple[Setup, StepPlan]], sigma: float, draws: int
     """Geometric mean of step seconds under the right profile with scatter."""
     taken = []
     for setup, step in plans:
-        seconds = profile_seconds(step, profile=example_profile(), ranks_per_node=8)
+        seconds = setup.priced(step)
         scattered = (scattered_seconds(step, seconds, sigma=sigma, seed=draw) for draw in range(draws))
         taken += [setup.execute(step, noisy_seconds) for noisy_seconds in scattered]
     return statistics.geometric_mean(taken)

@@ -17,12 +17,12 @@ import numpy as np
 
 from benchmarks.workloads import FAMILIES, example_profile, family_table
 from fcp_cli.errors import PlanError
+from fcp_cli.memory.fitting import JobRanks
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.pipelines import pipeline_of
 from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.ranks import Ranks
 from fcp_cli.planning.solvers import make_solver
 
 NAMES = ("fcp", "waves", "fcp-paper", "bytescale", "megatron-dynamic-cp", "static")
@@ -55,7 +55,7 @@ def run(stages: int, virtual: int, *, ranks: int, budget: int, seeds: int) -> No
     """Print a table for one cut of the ranks."""
     profile, shape = (
         example_profile(),
-        Ranks(num_ranks=ranks, ranks_per_node=8, pipeline_parallel=stages, virtual_stages=virtual),
+        JobRanks(num_ranks=ranks, ranks_per_node=8, pipeline_parallel=stages, virtual_stages=virtual),
     )
     problem = Problem(
         num_ranks=ranks,

@@ -28,6 +28,7 @@ from benchmarks.workloads import FAMILIES, HELD_OUT, example_profile, family_tab
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.errors import PlanError, UsageError
 from fcp_cli.manifest.table import LengthTable
+from fcp_cli.memory.fitting import JobRanks
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble
@@ -36,7 +37,6 @@ from fcp_cli.planning.online.settings import stream_batching, stream_metadata
 from fcp_cli.planning.online.stream import StreamPlanner, Window
 from fcp_cli.planning.pipelines import pipeline_of
 from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.ranks import Ranks
 from fcp_cli.planning.solvers import make_solver, names_under
 
 SYNCS: tuple[Sync, ...] = ("iteration", "microbatch")
@@ -89,7 +89,7 @@ def pipelines() -> Iterator[Case]:
     for cut, family in product(("2x1", "4x1", "4x2"), ("github", "extreme")):
         stages, virtual = map(int, cut.split("x"))
         for sync in SYNCS if virtual == 1 else SYNCS[1:]:
-            shape = Ranks(num_ranks=16, ranks_per_node=8, pipeline_parallel=stages, virtual_stages=virtual)
+            shape = JobRanks(num_ranks=16, ranks_per_node=8, pipeline_parallel=stages, virtual_stages=virtual)
             problem = _problem(
                 16,
                 16_384,

@@ -14,7 +14,7 @@ from fcp_cli.memory.state import Cut
 from fcp_cli.memory.table import RankMemory
 from fcp_cli.memory.trained import check_trained
 from fcp_cli.models.model import ModelSpec
-from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.setup import RankShape, Sync, fields_of
 from fcp_cli.recipe import Offload, Recipe, RecipeRequest, Recompute, SplitAttention, ZeroStage, check_recipe
 
 LEAST_TOKENS: Final = 16_384
@@ -29,39 +29,27 @@ _SYNCS: Final[tuple[Sync, ...]] = ("iteration", "microbatch")
 _EXPECTED_PEERS: Final[Mapping[Sync, int]] = {"iteration": 9, "microbatch": 22}
 
 
-def sharing_ranks(attention: SplitAttention | None, *, ranks: int, ranks_per_node: int) -> int:
+def sharing_ranks(attention: SplitAttention | None, shape: RankShape) -> int:
     """Return how many ranks may share heads in a plan, at most: sets of rings stand inside nodes."""
     if attention is None:
         return 1
-    return ranks if attention == "ulysses" else ranks_per_node
+    return shape.num_ranks if attention == "ulysses" else shape.ranks_per_node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """The ranks of a job, and what their devices hold.
+class JobRanks(RankShape):
+    """JobRanks of a job, as far as the memory of one depends on them.
 
     Attributes:
-        ranks, ranks_per_node: of the job.
-        capacity_bytes: of a device, less what is left to allocator and back ends.
-        tensor_parallel, pipeline_parallel: devices of a rank.
         virtual_stages: blocks of layers on each stage of a pipeline.
         expert_parallel: ranks that share out the experts of a layer.
-        on_cpu: the ranks run on hosts.
         most_peers: ranks that one may meet in rings; None: as many as plans usually have.
         sharing: ranks that may share heads, at most.
-        measured_bytes_per_token: what a token takes, where that was measured; None: by the memory model.
     """
 
-    ranks: int
-    ranks_per_node: int
-    capacity_bytes: float
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
     virtual_stages: int = 1
     expert_parallel: int = 1
-    on_cpu: bool = False
     most_peers: int | None = None
-    measured_bytes_per_token: float | None = None
     sharing: int = 1
 
     @property
@@ -73,10 +61,40 @@ class Place:
             expert_parallel=self.expert_parallel,
         )
 
+    def that_share(self, asked: str, *, prices_heads: bool) -> JobRanks:
+        """Return them as they may share heads under an `--attention` of a plan, and a profile that may price it."""
+        if asked == "ring" or not prices_heads:
+            return self
+        return replace(self, sharing=sharing_ranks("ulysses" if asked == "ulysses" else "2d", self))
+
+    def place(self, *, capacity_bytes: float, on_cpu: bool, measured_bytes_per_token: float | None = None) -> Place:
+        """Return these ranks on devices of this memory."""
+        return Place(
+            **fields_of(JobRanks, self),
+            capacity_bytes=capacity_bytes,
+            on_cpu=on_cpu,
+            measured_bytes_per_token=measured_bytes_per_token,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place(JobRanks):
+    """The ranks of a job, and the memory of their devices.
+
+    Attributes:
+        capacity_bytes: of a device, less what is left to allocator and back ends.
+        on_cpu: the ranks run on hosts.
+        measured_bytes_per_token: what a token takes, where that was measured; None: by the memory model.
+    """
+
+    capacity_bytes: float
+    on_cpu: bool = False
+    measured_bytes_per_token: float | None = None
+
     def peers(self, sync: Sync) -> int:
         """Return how many ranks one is expected to meet, before there is a plan that says it."""
         most = _EXPECTED_PEERS[sync] if self.most_peers is None else self.most_peers
-        return min(most, self.ranks - 1)
+        return min(most, self.num_ranks - 1)
 
     def memory(self, spec: ModelSpec, recipe: Recipe, sync: Sync) -> RankMemory:
         """Return what a rank holds here."""
@@ -84,7 +102,7 @@ class Place:
             spec,
             recipe,
             sync=sync,
-            ranks=self.ranks,
+            ranks=self.num_ranks,
             cut=self.cut,
             on_cpu=self.on_cpu,
             peers=self.peers(sync),
@@ -198,8 +216,8 @@ def fitting_recipe(
 def _candidates(request: RecipeRequest, place: Place, sync: Sync | None) -> list[tuple[Recipe, Sync]]:
     """Return the recipes that were not ruled out, cheapest in time first."""
     given = request.given()
-    if (shard_ranks := given.get("shard_ranks")) and place.ranks % min(shard_ranks, place.ranks):
-        raise UsageError(f"--shard-ranks is {shard_ranks}; it must divide the {place.ranks} ranks")
+    if (shard_ranks := given.get("shard_ranks")) and place.num_ranks % min(shard_ranks, place.num_ranks):
+        raise UsageError(f"--shard-ranks is {shard_ranks}; it must divide the {place.num_ranks} ranks")
     base = request.applied_to(Recipe(precision="fp32" if place.on_cpu else "bf16"))
     computing = itertools.product(
         _choices(given, "offload", *_OFFLOADS), _choices(given, "recompute", *_RECOMPUTATIONS)
@@ -218,7 +236,7 @@ def _candidates(request: RecipeRequest, place: Place, sync: Sync | None) -> list
 
 def _cost(recipe: Recipe, sync: Sync, place: Place) -> tuple[int, ...]:
     """Return what of two recipes makes one the dearer, most important first."""
-    gathers_from_afar = recipe.zero_stage == 3 and recipe.shards(place.ranks) > place.ranks_per_node
+    gathers_from_afar = recipe.zero_stage == 3 and recipe.shards(place.num_ranks) > place.ranks_per_node
     return (
         _OFFLOADS.index(recipe.offload),
         int(gathers_from_afar),
@@ -236,7 +254,7 @@ def _syncs(place: Place, sync: Sync | None) -> tuple[Sync, ...]:
 def _shardings(given: Mapping[str, Any], place: Place, sync: Sync) -> Iterator[tuple[ZeroStage, int | None]]:
     for stage in _choices(given, "zero_stage", *_stages(place, sync)):
         usual: tuple[int | None, ...] = (None,)
-        if stage >= 2 and place.ranks > place.ranks_per_node > 1 and place.ranks % place.ranks_per_node == 0:
+        if stage >= 2 and place.num_ranks > place.ranks_per_node > 1 and place.num_ranks % place.ranks_per_node == 0:
             usual = (place.ranks_per_node, None)
         for shard_ranks in _choices(given, "shard_ranks", *usual):
             yield stage, shard_ranks
@@ -252,7 +270,7 @@ def _stages(place: Place, sync: Sync) -> tuple[ZeroStage, ...]:
         return (1, 3) if sync == "microbatch" else (1,)
     if sync == "microbatch":
         return (3,)
-    return (0, 2) if place.on_cpu or place.ranks == 1 else (2,)
+    return (0, 2) if place.on_cpu or place.num_ranks == 1 else (2,)
 
 
 def _choices(given: Mapping[str, Any], name: str, *usual: Any) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.layout import Finding, check_layout, check_ranks, first_of, row_of_rank
 from fcp_cli.plan.metadata import PlanMetadata, unpack_rows
 from fcp_cli.plan.peers import PeerCount
-from fcp_cli.plan.pricing import Prices, encoder_shares, step_prices
+from fcp_cli.plan.pricing import Prices, step_prices
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.refits import refitted
 from fcp_cli.plan.step import RingGroup, StepPlan
@@ -179,12 +179,9 @@ def _check_times(
     """Check that seconds follow from the cost profile, starts from ranks and sync, and the makespan from both."""
     prices = step_prices(
         step,
+        metadata,
         profile=refitted(profile, metadata.refit_at(step.step)),
-        ranks_per_node=metadata.ranks_per_node,
-        padding_multiple=metadata.padding_multiple,
-        cached_from_step=metadata.cached_from_step,
         rank_speeds=metadata.speeds_at(step.step),
-        encoder_shares=encoder_shares(metadata, metadata.encoder_ranks),
         manifest=manifest,
     )
     # Mask and vision columns, known from the manifest alone, only ever add time.

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
-from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.padding import held_tokens
-from fcp_cli.plan.pipeline import Pipeline
+from fcp_cli.plan.setup import PlanSetup
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.words import counted
 
@@ -29,45 +27,23 @@ class Finding:
         return where + self.message
 
 
-class Waiting(Protocol):
-    """Where ranks wait for each other: both a plan's metadata and a planning problem say it."""
-
-    @property
-    def num_ranks(self) -> int: ...
-    @property
-    def sync(self) -> Sync: ...
-    @property
-    def pipeline_parallel(self) -> int: ...
-    @property
-    def pipeline(self) -> Pipeline | None: ...
-
-
-class Limits(Waiting, Protocol):
-    """Limits of a step's rows, except for waits: fields of a plan's metadata and of a planning problem."""
-
-    @property
-    def tokens_per_rank(self) -> int: ...
-    @property
-    def padding_multiple(self) -> int | None: ...
-
-
-def check_layout(step: StepPlan, limits: Limits) -> Iterator[Finding]:
+def check_layout(step: StepPlan, setup: PlanSetup) -> Iterator[Finding]:
     """Check the layout of a step: ranks, token budget and waves; times are not checked."""
-    rank_findings = list(check_ranks(step, limits))
+    rank_findings = list(check_ranks(step, setup))
     yield from rank_findings
-    yield from _check_budget(step, limits)
+    yield from _check_budget(step, setup)
     if (broken := broken_heads(step)) is not None:
         yield broken
     if not rank_findings:
-        yield from _check_waves(step, limits)
+        yield from _check_waves(step, setup)
 
 
-def check_ranks(step: StepPlan, limits: Limits) -> Iterator[Finding]:
+def check_ranks(step: StepPlan, setup: PlanSetup) -> Iterator[Finding]:
     """Check that every row has ranks, ascending and in range, and that every rank has a row."""
-    if (broken := broken_ranks(step, limits.num_ranks)) is not None:
+    if (broken := broken_ranks(step, setup.num_ranks)) is not None:
         yield broken
         return
-    absent = np.flatnonzero(np.bincount(step.ranks, minlength=limits.num_ranks) == 0)
+    absent = np.flatnonzero(np.bincount(step.ranks, minlength=setup.num_ranks) == 0)
     if len(absent):
         message = f"rank {absent[0]} has no row ({len(absent)} ranks have none); an idle rank needs an idle row"
         yield Finding(step=step.step, message=message)
@@ -99,12 +75,12 @@ def row_of_rank(step: StepPlan, at: int) -> int:
     return int(np.searchsorted(step.rank_offsets, at, side="right")) - 1
 
 
-def _check_budget(step: StepPlan, limits: Limits) -> Iterator[Finding]:
-    room = limits.tokens_per_rank * step.degrees
-    held = held_tokens(step, limits.padding_multiple)
+def _check_budget(step: StepPlan, setup: PlanSetup) -> Iterator[Finding]:
+    room = setup.tokens_per_rank * step.degrees
+    held = held_tokens(step, setup.padding_multiple)
     for order in np.flatnonzero(held > room)[:1].tolist():
         tokens, ranks = counted(held[order], "token"), counted(step.degrees[order], "rank")
-        padded = "" if limits.padding_multiple is None else ", with padding,"
+        padded = "" if setup.padding_multiple is None else ", with padding,"
         message = f"{tokens}{padded} on {ranks}, where {room[order]:,} fit"
         yield Finding(step=step.step, order=order, message=message)
 
@@ -122,13 +98,13 @@ def broken_heads(step: StepPlan) -> Finding | None:
     return Finding(step=step.step, order=order, message=message)
 
 
-def _check_waves(step: StepPlan, limits: Limits) -> Iterator[Finding]:
+def _check_waves(step: StepPlan, setup: PlanSetup) -> Iterator[Finding]:
     """Check waves: none under `iteration`; counting from 0, each with every rank once, under `microbatch`."""
-    if limits.sync == "iteration":
+    if setup.sync == "iteration":
         if (step.wave != -1).any():
             order = first_of(step.wave != -1)
             yield Finding(step=step.step, order=order, message=f"wave {step.wave[order]} under sync iteration, not -1")
-        rows = np.bincount(step.ranks, minlength=limits.num_ranks)
+        rows = np.bincount(step.ranks, minlength=setup.num_ranks)
         needless = step.is_idle & (rows[step.ranks[step.rank_offsets[:-1]]] > 1)
         for order in np.flatnonzero(needless)[:1].tolist():
             rank = step.ranks[step.rank_offsets[order]]
@@ -139,18 +115,18 @@ def _check_waves(step: StepPlan, limits: Limits) -> Iterator[Finding]:
         yield Finding(step=step.step, message="waves do not count up from 0")
         return
     waves = int(step.wave[-1]) + 1
-    if limits.pipeline is not None and limits.pipeline.missing_waves(waves, limits.pipeline_parallel):
+    if setup.pipeline is not None and setup.pipeline.missing_waves(waves, setup.pipeline_parallel):
         message = (
-            f"{counted(waves, 'wave')}, not a multiple of the {limits.pipeline_parallel} stages, with virtual stages"
+            f"{counted(waves, 'wave')}, not a multiple of the {setup.pipeline_parallel} stages, with virtual stages"
         )
         yield Finding(step=step.step, message=message)
     # How often each pair of wave and rank occurs, numbered as wave * num_ranks + rank.
     uses = np.bincount(
-        np.repeat(step.wave.astype(np.int64), step.degrees) * limits.num_ranks + step.ranks,
-        minlength=waves * limits.num_ranks,
+        np.repeat(step.wave.astype(np.int64), step.degrees) * setup.num_ranks + step.ranks,
+        minlength=waves * setup.num_ranks,
     )
     for at in np.flatnonzero(uses != 1)[:1].tolist():
-        wave, rank = divmod(at, limits.num_ranks)
+        wave, rank = divmod(at, setup.num_ranks)
         yield Finding(step=step.step, message=f"wave {wave} uses rank {rank} {uses[at]} times, not once")
 
 

@@ -18,13 +18,15 @@ from fcp_cli.errors import PlanError
 from fcp_cli.masks import MaskRows
 from fcp_cli.options import MOST_ROWS
 from fcp_cli.plan.masks import PlannedMasks
-from fcp_cli.plan.pipeline import Pipeline
 from fcp_cli.plan.refits import Refit, refit_at
+from fcp_cli.plan.setup import EncoderBalance as EncoderBalance
+from fcp_cli.plan.setup import PlanSetup
+from fcp_cli.plan.setup import Sync as Sync
 from fcp_cli.plan.speeds import Speed, Speeds, speeds_of
 from fcp_cli.reading.documents import kind_of
 from fcp_cli.reading.parquet import FOOTER_KEY, footer_document
-from fcp_cli.recipe import Phase, Recipe, SplitAttention
-from fcp_cli.validation import Count, NonNegativeCount, RankCount, validated
+from fcp_cli.recipe import Phase
+from fcp_cli.validation import Count, NonNegativeCount, validated
 
 FORMAT: Final = "fcp-plan/1"
 METADATA_KEY: Final = FOOTER_KEY
@@ -37,9 +39,7 @@ _OPTIONAL_KEYS: Final = (
 _OPTIONAL_RECIPE_KEYS: Final = ("lora", "freeze")
 
 RowCount = Annotated[int, Meta(ge=0, le=MOST_ROWS, description="a whole number of at least 0")]
-Sync = Literal["iteration", "microbatch"]
 LastBatch = Literal["keep", "drop"]
-EncoderBalance = Literal["wave"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,22 +120,13 @@ def unpack_rows(text: str, rows: int) -> npt.NDArray[np.bool_]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanMetadata:
-    """Everything needed to follow, check and reproduce a plan.
+class PlanMetadata(PlanSetup):
+    """Everything needed to follow, check and reproduce a plan; `num_ranks` are all ranks of the job.
 
     Attributes:
-        tokens_per_rank: the token budget, after head-room.
-        attention: groups may split heads: all of them nothing else (`ulysses`), or both (`2d`), as the heads degree of
-            each row says; None: all groups are rings.
-        encoder_balance: who shares the work of a vision encoder: all ranks of a `wave`; None: those of a ring.
-        encoder_ranks: the last so many ranks run nothing but the encoder, ahead of the others; None: there are none.
-        cached_from_step: optimizer step from which on a frozen encoder's embeddings are read and not computed; None: no
-            step.
-        padding_multiple: sequences count as `padding.padded_tokens` makes them; None: as they are.
         masked_sequences: rows of the manifest whose mask factor says that they are not causal; None: none.
         masks: of the manifest's rows, where it was built with some; None: it was not, or they are too many.
         phase: `forward`: micro-batches have no backward, and times and token budget are of that; None: they train.
-        pipeline: under which pipelines were timed; None: there are none, or they were planned as waves.
         rank_speeds: of ranks that are not as fast as the cost profile says, by rank; None: all are (see `speeds`).
         refits: of a run that planned while it trained, ascending by step; None: none.
         last_batch: treatment of a last, partial batch: `keep` plans it, `drop` drops its sequences.
@@ -145,29 +136,16 @@ class PlanMetadata:
             that one has; None: they are.
         solver_options: settings of the solver besides the common ones.
         cost_profile: the whole text of the YAML.
-        recipe: that the token budget and the times are of; None where the cost profile knew none.
         continues: the run that the plan continues; None: it begins with step 0.
         plan_hash: content hash over rows and metadata; see `hashing`.
         created: ISO time, outside the hash.
     """
 
     fcp_version: str
-    num_ranks: RankCount
-    ranks_per_node: RankCount
-    tensor_parallel: Count = 1
-    pipeline_parallel: Count = 1
-    pipeline: Pipeline | None = None
-    sync: Sync
     phase: Phase | None = None
     global_batch_size: Count
-    tokens_per_rank: Count
-    padding_multiple: Count | None = None
     masked_sequences: Count | None = None
     masks: PlannedMasks | None = None
-    attention: SplitAttention | None = None
-    encoder_balance: EncoderBalance | None = None
-    encoder_ranks: Count | None = None
-    cached_from_step: Count | None = None
     rank_speeds: Mapping[str, Speed] | None = None
     refits: tuple[Refit, ...] | None = None
     seed: NonNegativeCount
@@ -181,7 +159,6 @@ class PlanMetadata:
     solver_options: Mapping[str, Any] = field(default_factory=dict)
     manifest: ManifestReference
     cost_profile: str
-    recipe: Recipe | None = None
     continues: Continuation | None = None
     steps: NonNegativeCount = 0
     distinct_groups: NonNegativeCount = 0
@@ -189,19 +166,9 @@ class PlanMetadata:
     created: str = ""
 
     @property
-    def devices_per_rank(self) -> int:
-        """Devices, and processes, that hold one model replica together."""
-        return self.tensor_parallel * self.pipeline_parallel
-
-    @property
     def mask_rows(self) -> MaskRows | None:
         """The masks of the manifest's rows, where the plan keeps them."""
         return None if self.masks is None else self.masks.of_rows(self.manifest.rows)
-
-    @property
-    def virtual_stages(self) -> int:
-        """Blocks of layers on each stage of a replica's pipeline."""
-        return 1 if self.pipeline is None else self.pipeline.virtual_stages
 
     @property
     def num_devices(self) -> int:

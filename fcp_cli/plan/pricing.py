@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +14,10 @@ from fcp_cli.cost.profile import CostProfile
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.padded_work import padded_work
 from fcp_cli.plan.padding import padded_tokens
+from fcp_cli.plan.setup import PlanSetup
 from fcp_cli.plan.speeds import Speeds, slowest_speeds
 from fcp_cli.plan.step import StepPlan, sizes_of
-from fcp_cli.recipe import Recipe, SplitAttention
+from fcp_cli.recipe import SplitAttention
 
 
 class EncoderShares(NamedTuple):
@@ -33,32 +34,30 @@ class EncoderShares(NamedTuple):
     forward_share: float = 1.0
 
 
-class Sharing(Protocol):
-    """Fields that decide who encodes, of a plan's metadata or a planning problem."""
+class PlacedPacks(NamedTuple):
+    """Packs and the groups that run them.
 
-    @property
-    def encoder_balance(self) -> str | None: ...
-    @property
-    def num_ranks(self) -> int: ...
-    @property
-    def recipe(self) -> Recipe | None: ...
-    @property
-    def phase(self) -> str | None: ...
-
-
-def encoder_shares(of: Sharing, encoder_ranks: int | None) -> EncoderShares | None:
-    """Return who encodes the pictures of a wave; None where each ring encodes its own.
-
-    Args:
-        of: the plan or problem.
-        encoder_ranks: of it.
+    Attributes:
+        work: of the packs' sequences, back to back, on a single rank (`single_rank_work`).
+        offsets: [microbatches + 1] pack i has the sequences `offsets[i]:offsets[i + 1]`.
+        rank_offsets, ranks: group i has the ranks `ranks[rank_offsets[i]:rank_offsets[i + 1]]`, ascending.
     """
-    if of.encoder_balance is None:
+
+    work: Work
+    offsets: IntArray
+    rank_offsets: IntArray
+    ranks: Int32Array
+
+
+def encoder_shares(setup: PlanSetup, profile: CostProfile) -> EncoderShares | None:
+    """Return who encodes the pictures of a wave; None if each ring encodes its own."""
+    if setup.encoder_balance is None:
         return None
-    if not encoder_ranks:
-        return EncoderShares(of.num_ranks)
-    has_backward = of.phase is None and not (of.recipe is not None and of.recipe.freeze_vision)
-    return EncoderShares(encoder_ranks, runs_ahead=True, forward_share=_FORWARD_SHARE if has_backward else 1.0)
+    if not setup.encoder_ranks:
+        return EncoderShares(setup.num_ranks)
+    has_backward = profile.phase is None and not (setup.recipe is not None and setup.recipe.freeze_vision)
+    forward_share = _FORWARD_SHARE if has_backward else 1.0
+    return EncoderShares(setup.encoder_ranks, runs_ahead=True, forward_share=forward_share)
 
 
 _FORWARD_SHARE = 1 / 3  # a backward multiplies twice as much
@@ -139,38 +138,11 @@ class Prices(NamedTuple):
         )
 
 
-def profile_seconds(
-    step: StepPlan,
-    *,
-    profile: CostProfile,
-    ranks_per_node: int,
-    padding_multiple: int | None = None,
-    encoder_shares: EncoderShares | None = None,
-    cached_from_step: int | None = None,
-    rank_speeds: Speeds | None = None,
-    manifest: LengthTable | None = None,
-) -> FloatArray:
-    """Return the seconds of `step_prices`."""
-    return step_prices(
-        step,
-        profile=profile,
-        ranks_per_node=ranks_per_node,
-        padding_multiple=padding_multiple,
-        encoder_shares=encoder_shares,
-        cached_from_step=cached_from_step,
-        rank_speeds=rank_speeds,
-        manifest=manifest,
-    ).seconds
-
-
 def step_prices(
     step: StepPlan,
+    setup: PlanSetup,
     *,
     profile: CostProfile,
-    ranks_per_node: int,
-    padding_multiple: int | None = None,
-    encoder_shares: EncoderShares | None = None,
-    cached_from_step: int | None = None,
     rank_speeds: Speeds | None = None,
     manifest: LengthTable | None = None,
 ) -> Prices:
@@ -178,86 +150,58 @@ def step_prices(
 
     Args:
         step: the planned step; lengths are its own, after truncation.
+        setup: of the plan.
         profile: any cost profile, the plan's own or another.
-        ranks_per_node: which ranks share the fast interconnect.
-        padding_multiple: of the plan; see `padding`.
-        encoder_shares: who shares the encoder's work of a wave, whose micro-batches all wait for it; None: each ring
-            has its own, which is part of its work.
-        cached_from_step: of the plan; see `encoded_at`.
         rank_speeds: of the plan at this step; None: all as the profile says.
         manifest: gives `eta` and vision columns; without it every sequence counts as causal text.
     """
-    sequences = planned_sequences(step, manifest, cached_from_step)
-    if encoder_shares is not None:
-        shared = wave_encoder_seconds(vision_seconds(sequences, profile), step.sequence_offsets, step.wave)
-        text = profile_seconds(
-            step,
-            profile=profile,
-            ranks_per_node=ranks_per_node,
-            padding_multiple=padding_multiple,
-            manifest=manifest and without_pictures(manifest),
-        )
-        return Prices(np.where(step.is_idle, 0.0, text + beside_language(encoder_shares, shared, text, step.wave)))
-    return microbatch_prices(
-        single_rank_work(sequences, profile, padding_multiple),
-        step.sequence_offsets,
+    sequences = planned_sequences(step, manifest, setup.cached_from_step)
+    shares = encoder_shares(setup, profile)
+    language = sequences if shares is None else without_pictures(sequences)
+    packs = PlacedPacks(
+        work=single_rank_work(language, profile, setup.padding_multiple),
+        offsets=step.sequence_offsets,
         rank_offsets=step.rank_offsets,
         ranks=step.ranks,
-        profile=profile,
-        ranks_per_node=ranks_per_node,
-        padding_multiple=padding_multiple,
-        heads=step.heads_degree,
-    ).at_speeds(rank_speeds, step.rank_offsets, step.ranks)
+    )
+    prices = microbatch_prices(packs, setup, profile, heads=step.heads_degree)
+    if shares is None:
+        return prices.at_speeds(rank_speeds, step.rank_offsets, step.ranks)
+    # The whole wave waits for its pictures, whichever ring they belong to.
+    shared, text = wave_encoder_seconds(vision_seconds(sequences, profile), step.sequence_offsets, step.wave), prices[0]
+    return Prices(np.where(step.is_idle, 0.0, text + beside_language(shares, shared, text, step.wave)))
 
 
 def microbatch_prices(
-    work: Work,
-    offsets: IntArray,
-    *,
-    rank_offsets: IntArray,
-    ranks: Int32Array,
-    profile: CostProfile,
-    ranks_per_node: int,
-    padding_multiple: int | None,
-    heads: Int32Array | SplitAttention | None = None,
+    packs: PlacedPacks, setup: PlanSetup, profile: CostProfile, *, heads: Int32Array | SplitAttention | None = None
 ) -> Prices:
     """Price packs on groups of ranks.
 
     Args:
-        work: of the packs' sequences, back to back, on a single rank (`single_rank_work`).
-        offsets: [microbatches + 1] pack i has the sequences `offsets[i]:offsets[i + 1]`.
-        rank_offsets, ranks: group i has the ranks `ranks[rank_offsets[i]:rank_offsets[i + 1]]`, ascending.
-        profile, ranks_per_node, padding_multiple: as for `profile_seconds`.
+        packs: on their groups.
+        setup: gives nodes and padding.
+        profile: any cost profile.
         heads: [microbatches] ranks of each group that share heads; or how groups may share them, and each then does so
             that it takes least (`quickest_heads`); None: groups are rings.
     """
     attention, heads_degree = (heads, None) if isinstance(heads, str) else (None, heads)
-    working = np.flatnonzero(sizes_of(offsets))
-    # Packs without sequences take no room in `work`: the others lie back to back without them.
+    pack, working = _working_packs(packs, setup, profile)
+    rank_offsets, ranks, per_node = packs.rank_offsets, packs.ranks, setup.ranks_per_node
     degree = sizes_of(rank_offsets)[working]
-    pack = pack_work(work, np.append(offsets[working], offsets[-1:]), degree, profile, padding_multiple)
-    seconds, encoder, language, held = np.zeros((4, len(offsets) - 1))
+    seconds, encoder, language, held = np.zeros((4, len(packs.offsets) - 1))
     shared = np.int64(1) if heads_degree is None else heads_degree[working]
     seconds[working] = group_seconds(
         profile,
         pack,
         degree=degree,
-        crosses_nodes=crosses_nodes(rank_offsets, ranks, ranks_per_node)[working],
+        crosses_nodes=crosses_nodes(rank_offsets, ranks, per_node)[working],
         heads_degree=shared,
         sets_cross_nodes=heads_degree is not None
-        and ranks_together(rank_offsets, ranks, ranks_per_node)[working] % shared != 0,
+        and ranks_together(rank_offsets, ranks, per_node)[working] % shared != 0,
     )
     wide = np.flatnonzero(degree > 1)
     if attention is not None and len(wide):
-        _choices, found = _by_heads(
-            attention,
-            pack.take(wide),
-            working[wide],
-            rank_offsets=rank_offsets,
-            ranks=ranks,
-            profile=profile,
-            ranks_per_node=ranks_per_node,
-        )
+        _choices, found = _by_heads(attention, pack.take(wide), working[wide], packs, per_node, profile)
         seconds[working[wide]] = found.min(axis=0)
     encoder[working] = encoder_seconds(pack, profile) / degree
     held[working] = pack.tokens / degree
@@ -265,60 +209,46 @@ def microbatch_prices(
     return Prices(seconds, encoder, language, held)
 
 
-def quickest_heads(
-    attention: SplitAttention,
-    work: Work,
-    offsets: IntArray,
-    *,
-    rank_offsets: IntArray,
-    ranks: Int32Array,
-    profile: CostProfile,
-    ranks_per_node: int,
-    padding_multiple: int | None,
-) -> Int32Array:
+def quickest_heads(attention: SplitAttention, packs: PlacedPacks, setup: PlanSetup, profile: CostProfile) -> Int32Array:
     """Return [microbatches] how many ranks of each group share heads, so that it takes least; of equals the fewest.
 
-    Under `ulysses` all of a group, else a number of which every set lies inside a node. The arguments are those of
-    `microbatch_prices`.
+    Under `ulysses` all of a group, else a number of which every set lies inside a node.
     """
     assert profile.heads is not None, "a profile without the block `heads` knows rings alone"
-    degree = sizes_of(rank_offsets)
+    degree = sizes_of(packs.rank_offsets)
     if attention == "ulysses":
         return degree.astype(np.int32)
-
-    best, working = np.ones(len(degree), dtype=np.int32), np.flatnonzero(sizes_of(offsets))
-    pack = pack_work(work, np.append(offsets[working], offsets[-1:]), degree[working], profile, padding_multiple)
+    best = np.ones(len(degree), dtype=np.int32)
+    pack, working = _working_packs(packs, setup, profile)
     wide = np.flatnonzero(degree[working] > 1)
-    choices, seconds = _by_heads(
-        attention,
-        pack.take(wide),
-        working[wide],
-        rank_offsets=rank_offsets,
-        ranks=ranks,
-        profile=profile,
-        ranks_per_node=ranks_per_node,
-    )
+    choices, seconds = _by_heads(attention, pack.take(wide), working[wide], packs, setup.ranks_per_node, profile)
     best[working[wide]] = choices[seconds.argmin(axis=0), 0]
     return best
+
+
+def _working_packs(packs: PlacedPacks, setup: PlanSetup, profile: CostProfile) -> tuple[Work, IntArray]:
+    """Return the work of the packs that have sequences, padded for their groups, and their positions."""
+    working = np.flatnonzero(sizes_of(packs.offsets))
+    # Packs without sequences take no room in `work`: the others lie back to back without them.
+    offsets, degree = np.append(packs.offsets[working], packs.offsets[-1:]), sizes_of(packs.rank_offsets)[working]
+    return pack_work(packs.work, offsets, degree, profile, setup.padding_multiple), working
 
 
 def _by_heads(
     attention: SplitAttention,
     pack: Work,
     groups: IntArray,
-    *,
-    rank_offsets: IntArray,
-    ranks: Int32Array,
-    profile: CostProfile,
+    packs: PlacedPacks,
     ranks_per_node: int,
+    profile: CostProfile,
 ) -> tuple[IntArray, FloatArray]:
     """Return Ulysses degrees, [choices, 1 or groups], and the seconds of packs with each, [choices, groups].
 
     It is infinite where sets would not lie inside nodes, but under `ulysses`, which has no other choice.
     """
     assert profile.heads is not None, "a profile without the block `heads` knows rings alone"
-    degree = sizes_of(rank_offsets)[groups]
-    together = ranks_together(rank_offsets, ranks, ranks_per_node)[groups]
+    degree = sizes_of(packs.rank_offsets)[groups]
+    together = ranks_together(packs.rank_offsets, packs.ranks, ranks_per_node)[groups]
     only = attention == "ulysses"
     choices = degree[None, :] if only else np.array((1, *profile.heads.degrees(ranks_per_node)))[:, None]
     fits = together % choices == 0
@@ -326,7 +256,7 @@ def _by_heads(
         profile,
         pack,
         degree=degree,
-        crosses_nodes=crosses_nodes(rank_offsets, ranks, ranks_per_node)[groups],
+        crosses_nodes=crosses_nodes(packs.rank_offsets, packs.ranks, ranks_per_node)[groups],
         heads_degree=choices,
         sets_cross_nodes=~fits if only else False,
     )

@@ -8,9 +8,8 @@ import numpy as np
 
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.cost.profile import StepTerms
-from fcp_cli.plan.layout import Waiting
-from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.pricing import Prices
+from fcp_cli.plan.setup import PlanSetup, Sync
 
 NO_TERMS: Final = StepTerms()
 
@@ -28,22 +27,20 @@ class Times(NamedTuple):
 
 
 def priced_times(
-    waiting: Waiting, prices: Prices, terms: StepTerms, *, wave: Int32Array, rank_offsets: IntArray, ranks: Int32Array
+    setup: PlanSetup, prices: Prices, terms: StepTerms, *, wave: Int32Array, rank_offsets: IntArray, ranks: Int32Array
 ) -> Times:
     """Predict a step from the costs of its micro-batches, including idle rows: as pipelines if ranks have stages."""
-    if waiting.pipeline is not None:
-        run = waiting.pipeline.run(
-            rank_offsets, ranks, prices, stages=waiting.pipeline_parallel, num_ranks=waiting.num_ranks
-        )
-        ends = run.makespan_seconds + terms.closing_seconds(waiting.sync)
+    if setup.pipeline is not None:
+        run = setup.pipeline.run(rank_offsets, ranks, prices, stages=setup.pipeline_parallel, num_ranks=setup.num_ranks)
+        ends = run.makespan_seconds + terms.closing_seconds(setup.sync)
         return Times(run.forward_start[:, 0], ends, tuple(run.stuck.tolist()))
     return step_times(
-        waiting.sync,
+        setup.sync,
         wave=wave,
         rank_offsets=rank_offsets,
         ranks=ranks,
         seconds=prices.seconds,
-        num_ranks=waiting.num_ranks,
+        num_ranks=setup.num_ranks,
         terms=terms,
         encoder_seconds=prices.encoder_seconds,
     )

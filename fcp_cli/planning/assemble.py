@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
-from fcp_cli.cost.model import Work
 from fcp_cli.errors import PlanError
 from fcp_cli.plan.layout import check_layout
 from fcp_cli.plan.pricing import (
+    PlacedPacks,
     Prices,
     beside_language,
     encoder_shares,
@@ -48,7 +47,7 @@ def assemble(assignment: Assignment, batch: Batch, problem: Problem, bound_secon
     """
     assignment, step = _checked(assignment, batch, problem)
     if bound_seconds is None:
-        shares = encoder_shares(problem, problem.encoder_ranks)
+        shares = encoder_shares(problem, problem.profile)
         # Shared evenly in every wave, independent of its other work.
         work = batch.encoder_seconds
         shared = 0.0 if work is None or shares is None else float(work.sum()) / shares.ranks
@@ -110,14 +109,14 @@ def makespan_seconds(assignment: Assignment, batch: Batch, problem: Problem) -> 
 def assignment_prices(assignment: Assignment, batch: Batch, problem: Problem) -> Prices:
     """Price the micro-batches of an assignment."""
     heads = problem.attention if assignment.heads_degree is None else assignment.heads_degree
-    price = microbatch_prices(*_packs(assignment, batch), **_on_ranks(assignment, problem), heads=heads).at_speeds(
+    price = microbatch_prices(_packs(assignment, batch), problem, problem.profile, heads=heads).at_speeds(
         problem.rank_speeds, assignment.rank_offsets, assignment.ranks
     )
     if batch.encoder_seconds is None:
         return price
     members = batch.encoder_seconds[assignment.members]
     shared = wave_encoder_seconds(members, assignment.member_offsets, assignment.wave)
-    shares = encoder_shares(problem, problem.encoder_ranks)
+    shares = encoder_shares(problem, problem.profile)
     assert shares is not None
     # All ranks of a wave encode as long: nobody waits for a slower encoder.
     return Prices(price.seconds + beside_language(shares, shared, price.seconds, assignment.wave))
@@ -127,22 +126,17 @@ def with_heads(assignment: Assignment, batch: Batch, problem: Problem) -> Assign
     """Return the assignment with the heads degrees that take least, unless it has its own or groups are rings."""
     if problem.attention is None or assignment.heads_degree is not None:
         return assignment
-    heads = quickest_heads(problem.attention, *_packs(assignment, batch), **_on_ranks(assignment, problem))
+    heads = quickest_heads(problem.attention, _packs(assignment, batch), problem, problem.profile)
     return replace(assignment, heads_degree=heads)
 
 
-def _packs(assignment: Assignment, batch: Batch) -> tuple[Work, IntArray]:
-    return batch.work.take(assignment.members), assignment.member_offsets
-
-
-def _on_ranks(assignment: Assignment, problem: Problem) -> dict[str, Any]:
-    return {
-        "rank_offsets": assignment.rank_offsets,
-        "ranks": assignment.ranks,
-        "profile": problem.profile,
-        "ranks_per_node": problem.ranks_per_node,
-        "padding_multiple": problem.padding_multiple,
-    }
+def _packs(assignment: Assignment, batch: Batch) -> PlacedPacks:
+    return PlacedPacks(
+        work=batch.work.take(assignment.members),
+        offsets=assignment.member_offsets,
+        rank_offsets=assignment.rank_offsets,
+        ranks=assignment.ranks,
+    )
 
 
 def assignment_seconds(assignment: Assignment, batch: Batch, problem: Problem) -> FloatArray:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fcp_cli.manifest.table import LengthTable
-from fcp_cli.plan.pricing import encoder_shares, planned_sequences, profile_seconds
+from fcp_cli.plan.pricing import planned_sequences, step_prices
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble, makespan_seconds
 from fcp_cli.planning.batches import batch_of, spread_steps
@@ -64,14 +64,7 @@ def typical_pair(
 
 
 def _follows_profile(step: StepPlan, problem: Problem, manifest: LengthTable | None) -> bool:
-    seconds = profile_seconds(
-        step,
-        profile=problem.profile,
-        ranks_per_node=problem.ranks_per_node,
-        padding_multiple=problem.padding_multiple,
-        cached_from_step=problem.cached_from_step,
-        rank_speeds=problem.rank_speeds,
-        encoder_shares=encoder_shares(problem, problem.encoder_ranks),
-        manifest=manifest,
-    )
+    seconds = step_prices(
+        step, problem, profile=problem.profile, rank_speeds=problem.rank_speeds, manifest=manifest
+    ).seconds
     return bool(np.allclose(seconds, step.seconds, rtol=1e-6))

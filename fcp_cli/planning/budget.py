@@ -10,13 +10,12 @@ from fcp_cli.console import Origins
 from fcp_cli.cost.offload import profiled_offload_cost
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.errors import ProfileError, UsageError
-from fcp_cli.memory.fitting import LEAST_TOKENS, Fit, Place, fitting_recipe
+from fcp_cli.memory.fitting import LEAST_TOKENS, Fit, JobRanks, Place, fitting_recipe
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.models.cluster import THIS_MACHINE, ClusterSpec
 from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.plan.metadata import PlanMetadata, Sync
 from fcp_cli.planning.options import PlanRequest
-from fcp_cli.planning.ranks import Ranks
 from fcp_cli.recipe import Recipe, RecipeRequest, check_recipe, flag_words
 from fcp_cli.words import duration
 
@@ -105,7 +104,7 @@ def _can_run(recipe: Recipe, sync: Sync, place: Place) -> bool:
         check_recipe(recipe, sync=sync)
     except UsageError:
         return False
-    return (sync == "microbatch" or place.virtual_stages == 1) and not place.ranks % recipe.shards(place.ranks)
+    return (sync == "microbatch" or place.virtual_stages == 1) and not place.num_ranks % recipe.shards(place.num_ranks)
 
 
 def computed_budget(spec: ModelSpec, request: PlanRequest, place: Place, origins: Origins) -> Budget:
@@ -125,7 +124,7 @@ def computed_budget(spec: ModelSpec, request: PlanRequest, place: Place, origins
     return replace(budget, room=Room(spec=spec, place=place, open_request=_unfixed(request.recipe)))
 
 
-def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: Ranks, origins: Origins) -> Budget:
+def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: JobRanks, origins: Origins) -> Budget:
     """Return the budget of a plan under a cost profile.
 
     The memory of the plan's own ranks, sync and recipe is computed again if the profile names its recipe,
@@ -159,7 +158,7 @@ def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: Ranks, or
     elif fit.recipe == profile.recipe:
         reason = "the cost profile's"
     else:
-        reason = f"the cost profile's, shared out for {place.ranks} ranks"
+        reason = f"the cost profile's, shared out for {place.num_ranks} ranks"
     budget = _said(request, place, fit, origins, reason)
     if request.phase == "forward":
         return budget
@@ -207,7 +206,7 @@ def _room_text(place: Place, fit: Fit) -> str:
     measured = ", measured" if place.measured_bytes_per_token else ""
     return (
         f"the model takes {memory.model_state_bytes / 1e9:.1f} of {place.capacity_bytes / 1e9:.1f} GB on each of "
-        f"{place.ranks} ranks, and a token {fit.bytes_per_token / 1e6:.2f} MB{measured}"
+        f"{place.num_ranks} ranks, and a token {fit.bytes_per_token / 1e6:.2f} MB{measured}"
     )
 
 
@@ -225,12 +224,12 @@ def _require_room(spec: ModelSpec, request: PlanRequest, place: Place, fit: Fit)
     if open_.tokens >= 1:
         remedy = f"{shlex.join(open_.flags())} leave room for {open_.tokens:,} tokens"
     raise UsageError(
-        f"{spec.name} needs {needed:.1f} of the {place.capacity_bytes / 1e9:.1f} GB that each of {place.ranks} ranks "
-        f"may use, under {fit.recipe.describe()}, sync {fit.sync}; {remedy}"
+        f"{spec.name} needs {needed:.1f} of the {place.capacity_bytes / 1e9:.1f} GB that each of {place.num_ranks} "
+        f"ranks may use, under {fit.recipe.describe()}, sync {fit.sync}; {remedy}"
     )
 
 
-def _tokens_of_block(request: PlanRequest, profile: CostProfile, ranks: Ranks, origins: Origins) -> int:
+def _tokens_of_block(request: PlanRequest, profile: CostProfile, ranks: JobRanks, origins: Origins) -> int:
     """Return the token budget by the memory block of a profile that does not name its recipe."""
     tokens, memory, heads = request.tokens_per_rank, profile.memory, profile.heads
     if heads is not None and memory.bytes_per_token:
@@ -253,7 +252,7 @@ def _tokens_of_block(request: PlanRequest, profile: CostProfile, ranks: Ranks, o
 
 
 def continued_recipe(
-    request: PlanRequest, metadata: PlanMetadata, profile: CostProfile, ranks: Ranks, origins: Origins
+    request: PlanRequest, metadata: PlanMetadata, profile: CostProfile, ranks: JobRanks, origins: Origins
 ) -> Recipe | None:
     """Return the recipe in which other ranks continue a run: the run's, overridden by the request.
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.errors import ProfileError, UsageError
+from fcp_cli.memory.fitting import JobRanks
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.trained import backward_of
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.plan.pipeline import Pipeline
-from fcp_cli.planning.ranks import Ranks
 from fcp_cli.recipe import Recipe
 
 
-def pipeline_of(profile: CostProfile, ranks: Ranks, recipe: Recipe | None) -> Pipeline | None:
+def pipeline_of(profile: CostProfile, ranks: JobRanks, recipe: Recipe | None) -> Pipeline | None:
     """Return the pipeline of each rank; None where a rank has no stages.
 
     Args:

@@ -9,54 +9,33 @@ from typing import Any, Protocol
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.cost.model import Work
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
-from fcp_cli.plan.metadata import EncoderBalance, PlanMetadata, Sync
-from fcp_cli.plan.pipeline import Pipeline
+from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.refits import refitted
-from fcp_cli.plan.speeds import Speeds
-from fcp_cli.recipe import Phase, Recipe, SplitAttention
+from fcp_cli.plan.setup import PlanSetup, fields_of
+from fcp_cli.plan.speeds import Speeds, named_speeds
+from fcp_cli.recipe import Phase
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
+class Problem(PlanSetup):
     """All that is the same for every step of a plan. `tokens_per_rank` is the token budget E of the papers.
 
     A rank is a model replica of `tensor_parallel` x `pipeline_parallel` devices: the profile's times and memory are
-    those of such a rank. `pipeline` says how its devices run a step one after the other; None where there is one stage,
-    or an old plan took pipelines for waves.
+    those of such a rank. `num_ranks` hold sequences; `encoder_ranks` may follow after them.
 
-    If rings need equal chunks, `padding_multiple` is the padding of sequences (`plan.padding`); the token
-    budget is then a multiple of it (`whole_budget`), which loses nothing. A `Batch` holds the work and the tokens of
-    sequences padded for one rank; `work` has the padding of wider groups.
-
-    Groups are rings unless `attention` lets them split heads, too: the profile then has the block `heads`.
+    Under a `padding_multiple` the token budget is a multiple of it (`whole_budget`), which loses nothing. A `Batch`
+    holds the work and the tokens of sequences padded for one rank; `work` has the padding of wider groups.
 
     Where all ranks of a wave share the encoder's work (`encoder_balance`), a `Batch` holds it apart: packs and rings
     are chosen for the language model alone, since packing does not change the pictures that a rank encodes.
 
-    `encoder_ranks` may follow after `num_ranks`; they hold no sequences.
-
-    From `cached_from_step` on pictures cost no encoding (`pricing.encoded_at`).
-
-    `rank_speeds` are those of all ranks against the profile; None where all are as it says.
-
-    `recipe` is of the token budget and the profile's times; None if the profile has none.
+    Attributes:
+        profile: prices micro-batches, and the splitting of heads if `attention` allows that.
+        rank_speeds: of all ranks against the profile; None: all as it says.
     """
 
-    num_ranks: int
-    ranks_per_node: int
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    pipeline: Pipeline | None = None
-    tokens_per_rank: int
-    padding_multiple: int | None = None
-    attention: SplitAttention | None = None
-    encoder_balance: EncoderBalance | None = None
-    encoder_ranks: int | None = None
-    cached_from_step: int | None = None
     rank_speeds: Speeds | None = None
-    sync: Sync
     profile: CostProfile
-    recipe: Recipe | None = None
 
     @property
     def phase(self) -> Phase | None:
@@ -67,6 +46,16 @@ class Problem:
     def all_ranks(self) -> int:
         """Ranks of the job, with those that only encode."""
         return self.num_ranks + (self.encoder_ranks or 0)
+
+    def metadata_fields(self) -> dict[str, Any]:
+        """Return the fields of a plan's metadata that the problem determines."""
+        return {
+            **fields_of(PlanSetup, self),
+            "num_ranks": self.all_ranks,
+            "phase": self.phase,
+            "rank_speeds": named_speeds(self.rank_speeds),
+            "cost_profile": self.profile.text,
+        }
 
     def __post_init__(self) -> None:
         if self.tokens_per_rank != whole_budget(self.tokens_per_rank, self.padding_multiple):
@@ -92,23 +81,10 @@ def problem_of(metadata: PlanMetadata, *, name: str, step: int = 0) -> Problem:
         ProfileError: the cost profile in the metadata is damaged.
     """
     profile = parse_cost_profile(metadata.cost_profile, name=f"{name}: the plan's cost profile")
-    return Problem(
-        num_ranks=metadata.num_ranks - (metadata.encoder_ranks or 0),
-        ranks_per_node=metadata.ranks_per_node,
-        tensor_parallel=metadata.tensor_parallel,
-        pipeline_parallel=metadata.pipeline_parallel,
-        pipeline=metadata.pipeline,
-        tokens_per_rank=whole_budget(metadata.tokens_per_rank, metadata.padding_multiple),
-        padding_multiple=metadata.padding_multiple,
-        attention=metadata.attention,
-        encoder_balance=metadata.encoder_balance,
-        encoder_ranks=metadata.encoder_ranks,
-        cached_from_step=metadata.cached_from_step,
-        rank_speeds=metadata.speeds_at(step),
-        sync=metadata.sync,
-        profile=refitted(profile, metadata.refit_at(step)),
-        recipe=metadata.recipe,
-    )
+    shared = fields_of(PlanSetup, metadata)
+    shared["num_ranks"] -= metadata.encoder_ranks or 0
+    shared["tokens_per_rank"] = whole_budget(metadata.tokens_per_rank, metadata.padding_multiple)
+    return Problem(**shared, rank_speeds=metadata.speeds_at(step), profile=refitted(profile, metadata.refit_at(step)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,58 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fcp_cli.console import Origins
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.errors import ProfileError, UsageError
-from fcp_cli.memory.fitting import Place, sharing_ranks
+from fcp_cli.memory.fitting import JobRanks
 from fcp_cli.models.cluster import EXAMPLE_CLUSTER, ClusterSpec, load_cluster
 from fcp_cli.planning.options import PlanRequest
-from fcp_cli.recipe import SplitAttention
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ranks:
-    """The ranks of a plan: how many, how many on a node, how many devices each has, and how many others it may meet.
-
-    `sharing` ranks may share heads, at most.
-    """
-
-    num_ranks: int
-    ranks_per_node: int
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    virtual_stages: int = 1
-    expert_parallel: int = 1
-    most_peers: int | None = None
-    sharing: int = 1
-
-    def place(self, *, capacity_bytes: float, on_cpu: bool, measured_bytes_per_token: float | None = None) -> Place:
-        return Place(
-            ranks=self.num_ranks,
-            ranks_per_node=self.ranks_per_node,
-            capacity_bytes=capacity_bytes,
-            tensor_parallel=self.tensor_parallel,
-            pipeline_parallel=self.pipeline_parallel,
-            virtual_stages=self.virtual_stages,
-            expert_parallel=self.expert_parallel,
-            on_cpu=on_cpu,
-            measured_bytes_per_token=measured_bytes_per_token,
-            most_peers=self.most_peers,
-            sharing=self.sharing,
-        )
-
-    def that_share(self, asked: str, *, prices_heads: bool) -> Ranks:
-        """Return them as they may share heads under an `--attention` of a plan, and a profile that may price it."""
-        if asked == "ring" or not prices_heads:
-            return self
-        attention: SplitAttention = "ulysses" if asked == "ulysses" else "2d"
-        most = sharing_ranks(attention, ranks=self.num_ranks, ranks_per_node=self.ranks_per_node)
-        return replace(self, sharing=most)
-
-
-def ranks_under(profile: CostProfile, request: PlanRequest, origins: Origins) -> Ranks:
+def ranks_under(profile: CostProfile, request: PlanRequest, origins: Origins) -> JobRanks:
     """Return the ranks of a plan under a profile that names their devices and nodes.
 
     Raises:
@@ -131,7 +90,7 @@ def ranks_on(
     tensor_parallel: int,
     pipeline_parallel: int,
     origins: Origins,
-) -> Ranks:
+) -> JobRanks:
     """Return the ranks of the job, and of a node; without a cluster, both were given.
 
     As Megatron orders its processes, those of a rank's tensor parallelism are neighbours, and a pipeline's stages lie
@@ -156,7 +115,7 @@ def ranks_on(
         assert cluster is not None
         ranks_per_node = max(1, min(cluster.devices_per_node // tensor_parallel, ranks))
         origins.assume("--ranks-per-node", ranks_per_node, f"the cluster {cluster.name}")
-    return Ranks(
+    return JobRanks(
         num_ranks=ranks,
         ranks_per_node=ranks_per_node,
         tensor_parallel=tensor_parallel,

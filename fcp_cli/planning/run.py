@@ -17,7 +17,6 @@ from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.check import check_step
 from fcp_cli.plan.masks import planned_masks
 from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
-from fcp_cli.plan.speeds import named_speeds
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.summary import PlanSummary
 from fcp_cli.plan.writer import plan_writer
@@ -160,24 +159,11 @@ def plan_metadata(table: LengthTable, batches: GlobalBatches, solver: Solver) ->
     """Return the plan's metadata, before totals and hash."""
     problem, settings = batches.problem, batches.settings
     return PlanMetadata(
+        **problem.metadata_fields(),
         fcp_version=__version__,
-        num_ranks=problem.all_ranks,
-        ranks_per_node=problem.ranks_per_node,
-        tensor_parallel=problem.tensor_parallel,
-        pipeline_parallel=problem.pipeline_parallel,
-        pipeline=problem.pipeline,
-        sync=problem.sync,
-        phase=problem.phase,
         global_batch_size=settings.global_batch_size,
-        tokens_per_rank=problem.tokens_per_rank,
-        padding_multiple=problem.padding_multiple,
         masked_sequences=None if table.eta is None else int(np.count_nonzero(table.eta)),
         masks=None if table.eta is None else planned_masks(table.masks),
-        attention=problem.attention,
-        encoder_balance=problem.encoder_balance,
-        encoder_ranks=problem.encoder_ranks,
-        cached_from_step=problem.cached_from_step,
-        rank_speeds=named_speeds(problem.rank_speeds),
         seed=settings.seed,
         shuffle=settings.shuffle,
         epochs=settings.epochs,
@@ -188,7 +174,5 @@ def plan_metadata(table: LengthTable, batches: GlobalBatches, solver: Solver) ->
         solver=solver.name,
         solver_options=solver.options,
         manifest=ManifestReference(name=table.name, rows=len(table), content_hash=table.content_hash()),
-        cost_profile=problem.profile.text,
-        recipe=problem.recipe,
         continues=batches.continues,
     )

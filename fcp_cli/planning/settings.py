@@ -23,6 +23,7 @@ from fcp_cli.errors import ManifestError, UsageError
 from fcp_cli.machine.accelerators import find_accelerators
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.table import LengthTable
+from fcp_cli.memory.fitting import JobRanks
 from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.cluster import EXAMPLE_CLUSTER, ClusterSpec, cluster_of, load_cluster
 from fcp_cli.models.model import load_model
@@ -31,6 +32,7 @@ from fcp_cli.plan.metadata import Batching, PlanMetadata
 from fcp_cli.plan.padding import padding_multiple
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.refits import refitted
+from fcp_cli.plan.setup import PlanSetup, RankShape, fields_of
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.budget import (
     Budget,
@@ -46,7 +48,7 @@ from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.pipelines import pipeline_of
 from fcp_cli.planning.problem import Problem, whole_budget
 from fcp_cli.planning.rank_speeds import requested_speeds, speeds_of_run
-from fcp_cli.planning.ranks import Ranks, devices_of_rank, ranks_on, ranks_under, require_pipelines
+from fcp_cli.planning.ranks import devices_of_rank, ranks_on, ranks_under, require_pipelines
 from fcp_cli.profiling.analytic import analytic_profile
 from fcp_cli.profiling.forward import forward_profile
 from fcp_cli.recipe import SplitAttention
@@ -115,24 +117,19 @@ def resolve_continuation(
     if metadata.phase == "forward":
         profile = forward_profile(profile)
     tensor, pipeline = devices_of_rank(profile, metadata.tensor_parallel, metadata.pipeline_parallel, origins)
-    shape = Ranks(num_ranks=ranks, ranks_per_node=ranks_per_node, tensor_parallel=tensor, pipeline_parallel=pipeline)
+    shape = JobRanks(num_ranks=ranks, ranks_per_node=ranks_per_node, tensor_parallel=tensor, pipeline_parallel=pipeline)
     return PlanInputs(
         table=table,
         problem=Problem(
-            num_ranks=ranks,
-            ranks_per_node=ranks_per_node,
-            tensor_parallel=tensor,
-            pipeline_parallel=pipeline,
-            pipeline=metadata.pipeline,
-            tokens_per_rank=_whole_budget(_with_headroom(tokens, request.headroom), padding, origins),
-            padding_multiple=padding,
-            attention=metadata.attention,
-            encoder_balance=metadata.encoder_balance,
-            cached_from_step=metadata.cached_from_step,
+            **{
+                **fields_of(PlanSetup, metadata),
+                **fields_of(RankShape, shape),
+                "tokens_per_rank": _whole_budget(_with_headroom(tokens, request.headroom), padding, origins),
+                "encoder_ranks": None,
+                "recipe": continued_recipe(request, metadata, profile, shape, origins),
+            },
             rank_speeds=speeds_of_run(request, metadata, first_step, ranks, ranks_per_node, origins),
-            sync=metadata.sync,
             profile=profile,
-            recipe=continued_recipe(request, metadata, profile, shape, origins),
         ),
         settings=settings_of(metadata),
         remaining=remaining_steps(reader, first_step),
@@ -227,14 +224,8 @@ def problem_under(request: PlanRequest, inputs: PlanInputs) -> Problem:
     """
     now, origins = inputs.problem, Origins()
     known = inputs.budget
-    ranks = Ranks(
-        num_ranks=now.num_ranks,
-        ranks_per_node=now.ranks_per_node,
-        tensor_parallel=now.tensor_parallel,
-        pipeline_parallel=now.pipeline_parallel,
-        virtual_stages=now.pipeline.virtual_stages if now.pipeline else 1,
-        most_peers=known.room.place.most_peers if known and known.room else None,
-    )
+    most_peers = known.room.place.most_peers if known and known.room else None
+    ranks = JobRanks(**fields_of(RankShape, now), virtual_stages=now.virtual_stages, most_peers=most_peers)
     if known is None or known.cluster is None:
         ranks = ranks.that_share(request.attention, prices_heads=now.profile.heads is not None)
         return _problem(request, now.profile, ranks, profiled_budget(request, now.profile, ranks, origins), origins)
@@ -250,15 +241,12 @@ def problem_under(request: PlanRequest, inputs: PlanInputs) -> Problem:
     return _problem(request, *basis, origins)
 
 
-def _problem(request: PlanRequest, profile: CostProfile, ranks: Ranks, budget: Budget, origins: Origins) -> Problem:
+def _problem(request: PlanRequest, profile: CostProfile, ranks: JobRanks, budget: Budget, origins: Origins) -> Problem:
     profile = _in_phase(request, profile)
     padding = padding_multiple(ranks.tensor_parallel) if request.padded_rings else None
     tokens = _with_headroom(budget.tokens_per_rank, request.headroom)
     return Problem(
-        num_ranks=ranks.num_ranks,
-        ranks_per_node=ranks.ranks_per_node,
-        tensor_parallel=ranks.tensor_parallel,
-        pipeline_parallel=ranks.pipeline_parallel,
+        **fields_of(RankShape, ranks),
         pipeline=pipeline_of(profile, ranks, budget.recipe),
         tokens_per_rank=_whole_budget(tokens, padding, origins),
         padding_multiple=padding,
@@ -342,7 +330,7 @@ def _is_meant(profile: CostProfile, request: PlanRequest) -> bool:
 
 def computed_basis(
     request: PlanRequest, origins: Origins, *, cluster: ClusterSpec | None = None, most_peers: int | None = None
-) -> tuple[CostProfile, Ranks, Budget]:
+) -> tuple[CostProfile, JobRanks, Budget]:
     """Compute a profile for a model and a cluster from their figures, for ranks there and the recipe that fits them.
 
     The cluster is that of the request where none is given.

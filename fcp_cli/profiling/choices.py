@@ -45,7 +45,7 @@ def computed_profile(request: ProfileRequest, origins: Origins) -> CostProfile:
     ranks = request.ranks or max(1, cluster.num_devices // devices)
     _assume(origins, "--ranks", request.ranks, ranks, "all devices of the cluster")
     place = Place(
-        ranks=ranks,
+        num_ranks=ranks,
         ranks_per_node=max(1, cluster.devices_per_node // devices),
         capacity_bytes=cluster.memory_bytes * (1 - RESERVE_FRACTION),
         tensor_parallel=request.tensor_parallel,
@@ -84,7 +84,7 @@ def _fit(spec: ModelSpec, request: ProfileRequest, place: Place, origins: Origin
     """Return the recipe: the request, completed by settings that fit; `origins` collects the choices."""
     sync = asked_sync(request)
     # One rank has none to wait for: it stands for those of a plan, which `fcp plan` makes for `iteration`.
-    fit = fitting_recipe(spec, request.recipe, place, sync=sync or (None if place.ranks > 1 else "iteration"))
+    fit = fitting_recipe(spec, request.recipe, place, sync=sync or (None if place.num_ranks > 1 else "iteration"))
     room = f"leaves {fit.tokens:,} tokens per rank" if fit.tokens else "nothing fits"
     origins.assume("recipe", fit.recipe.describe(), f"{room}; {shlex.join(fit.recipe.flags())}")
     if sync is None:

@@ -29,7 +29,7 @@ def place_of(cluster: str, *, ranks: int, nodes: int, device_bytes: float, on_cp
         like = load_cluster(cluster)
         ranks, per_node = like.num_devices, like.devices_per_node
     return Place(
-        ranks=ranks,
+        num_ranks=ranks,
         ranks_per_node=per_node,
         capacity_bytes=device_bytes * (1 - RESERVE_FRACTION),
         on_cpu=on_cpu,
@@ -64,7 +64,7 @@ class MemoryFigures:
         measured = text_bytes_per_token(self.samples, self.spec)
         if measured is None:
             return memory
-        if self.place.ranks > 1:  # the packs ran alone
+        if self.place.num_ranks > 1:  # the packs ran alone
             measured += self._more_in_rings()
         return replace(memory, bytes_per_token=measured + self._visual_token_bytes())
 
@@ -89,7 +89,7 @@ class MemoryFigures:
     def record(self, tokens: int) -> Mapping[str, Any]:
         """Return the estimated memory of a rank with so many tokens, for a profile's measurement."""
         return {
-            "ranks": self.place.ranks,
+            "ranks": self.place.num_ranks,
             "at_tokens": tokens,
             "items_bytes": self.estimate.items(tokens),
         }
@@ -117,8 +117,8 @@ class MemoryFigures:
                 f"other times: {command}"
             ]
         return [
-            f"{does_not}, and no recipe would on {self.place.ranks} ranks; plan for more ranks, or cut the model with "
-            "'fcp profile --analytic --tensor-parallel T'"
+            f"{does_not}, and no recipe would on {self.place.num_ranks} ranks; plan for more ranks, or cut the model "
+            "with 'fcp profile --analytic --tensor-parallel T'"
         ]
 
 

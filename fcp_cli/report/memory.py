@@ -49,7 +49,7 @@ def planned_memory(metadata: PlanMetadata, peers: int) -> RankMemory | None:
         ),
         on_cpu=ranks_are_hosts(metadata),
         peers=peers,
-        sharing=sharing_ranks(metadata.attention, ranks=metadata.num_ranks, ranks_per_node=metadata.ranks_per_node),
+        sharing=sharing_ranks(metadata.attention, metadata),
     )
     return memory if metadata.phase is None else memory.in_forward()
 

@@ -84,9 +84,8 @@ def _prices(step: StepPlan, metadata: PlanMetadata) -> Prices:
     profile = parse_cost_profile(metadata.cost_profile, name="the plan's cost profile")
     found = step_prices(
         step,
+        metadata,
         profile=refitted(profile, metadata.refit_at(step.step)),
-        ranks_per_node=metadata.ranks_per_node,
-        padding_multiple=metadata.padding_multiple,
         rank_speeds=metadata.speeds_at(step.step),
     )
     encoder = np.maximum(step.seconds - found.seconds, 0.0)

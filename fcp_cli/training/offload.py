@@ -33,10 +33,10 @@ def open_offload(recipe: Recipe, model: str, metadata: PlanMetadata, device: tor
         return ActivationOffload(device)
     total_bytes = float(torch.get_device_module(device).get_device_properties(device).total_memory)
     place = Place(
-        ranks=metadata.num_ranks,
+        num_ranks=metadata.num_ranks,
         ranks_per_node=metadata.ranks_per_node,
         capacity_bytes=total_bytes * (1 - RESERVE_FRACTION),
-        sharing=sharing_ranks(metadata.attention, ranks=metadata.num_ranks, ranks_per_node=metadata.ranks_per_node),
+        sharing=sharing_ranks(metadata.attention, metadata),
     )
     return ActivationOffload(device, above_tokens=tokens_without_offload(recipe, model, metadata, place))
 

@@ -24,7 +24,7 @@ def spec_of(model: str) -> ModelSpec:
 
 
 def place(gigabytes: float = 73.6, **changed: Any) -> Place:
-    return Place(**{"ranks": 8, "ranks_per_node": 8, "capacity_bytes": gigabytes * 1e9, **changed})
+    return Place(**{"num_ranks": 8, "ranks_per_node": 8, "capacity_bytes": gigabytes * 1e9, **changed})
 
 
 def fit(model: str = "qwen3-8b", where: Place | None = None, *, wanted_tokens: int = LEAST_TOKENS, **asked: Any) -> Fit:
@@ -72,7 +72,7 @@ def test_with_less_and_less_room_computing_again_comes_before_offloading() -> No
 def test_every_shipped_model_has_room_for_16k_tokens_a_rank(cluster: str, ranks: int) -> None:
     capacity = load_cluster(cluster).memory_bytes * (1 - RESERVE_FRACTION)
     for name in (name for name in shipped_names("model") if load_model(name).parameters < 10e9):
-        found = fit(name, place(ranks=ranks, capacity_bytes=capacity))
+        found = fit(name, place(num_ranks=ranks, capacity_bytes=capacity))
         assert found.is_enough, name
         assert found.memory.total_bytes(found.tokens) <= capacity < found.memory.total_bytes(found.tokens + 1)
 
@@ -92,7 +92,7 @@ def test_only_what_was_left_open_is_chosen() -> None:
 
 
 def test_two_devices_that_have_no_room_for_a_model_have_it_for_its_adapters() -> None:
-    where = place(ranks=2, ranks_per_node=2)
+    where = place(num_ranks=2, ranks_per_node=2)
     assert fit(where=where).tokens == 0
     tuned = fit(where=where, lora="r=16")
     assert (tuned.is_enough, tuned.recipe) == (True, Recipe(zero_stage=2, recompute="selective", lora="r=16"))
@@ -106,7 +106,7 @@ def test_where_nothing_is_enough_the_roomiest_recipe_is_returned() -> None:
 
 
 def test_several_nodes_hold_a_copy_each_until_there_is_no_room_for_it() -> None:
-    found = chosen_as_room_shrinks(ranks=64, most_peers=4)
+    found = chosen_as_room_shrinks(num_ranks=64, most_peers=4)
     assert found[0].recipe == Recipe(zero_stage=2, shard_ranks=8)
     in_every_microbatch = [one.recipe for one in found if one.recipe.zero_stage == 3]
     far = [recipe.shard_ranks is None for recipe in in_every_microbatch if recipe.offload == "none"]

@@ -9,10 +9,10 @@ from inline_snapshot import snapshot
 
 from fcp_cli.console import Origins
 from fcp_cli.cost.profile import parse_cost_profile
+from fcp_cli.memory.fitting import JobRanks
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.planning.budget import continued_recipe
 from fcp_cli.planning.options import PlanRequest
-from fcp_cli.planning.ranks import Ranks
 from fcp_cli.recipe import Recipe, RecipeRequest
 from fcp_cli.report.memory import memory_sentence, planned_memory
 from tests.launching.jobs import plan_metadata
@@ -24,7 +24,7 @@ PLANNED = plan_metadata(sync="microbatch", recipe=Recipe(zero_stage=3, recompute
 def continued(ranks: int, origins: Origins, metadata: PlanMetadata = PLANNED, **asked: Any) -> Recipe | None:
     request = PlanRequest(recipe=RecipeRequest(**asked))
     profile = parse_cost_profile(metadata.cost_profile, name="profile")
-    return continued_recipe(request, metadata, profile, Ranks(num_ranks=ranks, ranks_per_node=8), origins)
+    return continued_recipe(request, metadata, profile, JobRanks(num_ranks=ranks, ranks_per_node=8), origins)
 
 
 def test_a_run_continues_in_its_recipe_but_for_what_was_asked_for() -> None:

@@ -16,14 +16,13 @@ from fcp_cli.console import Origins
 from fcp_cli.cost.profile import CostProfile, dump_cost_profile, parse_cost_profile
 from fcp_cli.errors import UsageError
 from fcp_cli.machine.accelerators import Accelerators
-from fcp_cli.memory.fitting import LEAST_TOKENS, Place
+from fcp_cli.memory.fitting import LEAST_TOKENS, JobRanks, Place
 from fcp_cli.models.model import load_model
 from fcp_cli.models.shipped import DEFAULT_MODEL
 from fcp_cli.plan.pipeline import Pipeline
 from fcp_cli.planning import settings
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.pipelines import pipeline_of
-from fcp_cli.planning.ranks import Ranks
 from fcp_cli.planning.settings import resolve
 from fcp_cli.recipe import Recipe, RecipeRequest
 from tests.messages import raises
@@ -138,7 +137,7 @@ def test_a_profile_of_64_ranks_is_budgeted_anew_for_8(folder: Path) -> None:
     origins = Origins()
     problem = resolve(PlanRequest(manifest=DATASET, ranks=8), origins).problem
     assert problem.recipe is not None and problem.recipe.recompute == "full"
-    place = Place(ranks=8, ranks_per_node=8, capacity_bytes=made_for_64.memory.capacity_bytes)
+    place = Place(num_ranks=8, ranks_per_node=8, capacity_bytes=made_for_64.memory.capacity_bytes)
     fit = place.fit(load_model("qwen3-8b"), problem.recipe, problem.sync)
     assert problem.tokens_per_rank == fit.tokens != made_for_64.memory.tokens_per_rank()
     assert "on each of 8 ranks" in origins.assumed["--tokens-per-rank"]
@@ -174,7 +173,7 @@ def test_bytes_of_a_token_that_were_measured_stay(folder: Path) -> None:
     origins = Origins()
     problem = resolve(PlanRequest(manifest=DATASET), origins).problem
     assert problem.recipe is not None
-    place = Place(ranks=64, ranks_per_node=8, capacity_bytes=computed.memory.capacity_bytes)
+    place = Place(num_ranks=64, ranks_per_node=8, capacity_bytes=computed.memory.capacity_bytes)
     state = place.memory(load_model("qwen3-8b"), problem.recipe, problem.sync).binding(place.capacity_bytes).fixed_bytes
     assert problem.tokens_per_rank == int((place.capacity_bytes - state) / 1e6)
     assert origins.assumed["--tokens-per-rank"].endswith("and a token 1.00 MB, measured)")
@@ -348,7 +347,10 @@ def test_virtual_stages_ask_for_waves_and_a_pipeline_does_not(folder: Path) -> N
 
 
 def test_a_pipeline_takes_its_shares_from_model_recipe_and_cluster() -> None:
-    profile, ranks = parse_cost_profile(PROFILE, name="it"), Ranks(num_ranks=8, ranks_per_node=8, pipeline_parallel=2)
+    profile, ranks = (
+        parse_cost_profile(PROFILE, name="it"),
+        JobRanks(num_ranks=8, ranks_per_node=8, pipeline_parallel=2),
+    )
     whole, again = (pipeline_of(profile, ranks, Recipe(recompute=recompute)) for recompute in ("none", "full"))
     assert whole is not None and again is not None
     assert (whole.forward_share, again.forward_share) == (1 / 3, 1 / 4)

@@ -21,6 +21,7 @@ from fcp_cli.memory.table import RESERVE_FRACTION, RankMemory
 from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.plan.again import plan_again
 from fcp_cli.plan.peers import plan_peers
+from fcp_cli.plan.setup import RankShape, fields_of
 from fcp_cli.recipe import Recipe, RecipeRequest, flag_words, recipe_to_follow
 from fcp_cli.training.settings import TrainSettings
 from fcp_cli.words import counted
@@ -114,15 +115,12 @@ def place_of(job: Job, *, capacity_bytes: float) -> Place:
     metadata, is_host = job.metadata, job.machine.device == "cpu"
     counts_peers = not is_host and not is_assumed(metadata) and job.plan.is_file()
     return Place(
-        ranks=metadata.num_ranks,
-        ranks_per_node=metadata.ranks_per_node,
+        **fields_of(RankShape, metadata),
         capacity_bytes=capacity_bytes,
-        tensor_parallel=metadata.tensor_parallel,
-        pipeline_parallel=metadata.pipeline_parallel,
         expert_parallel=1 if job.profile is None else job.profile.expert_parallel,
         on_cpu=is_host,
         most_peers=_most_peers(job.plan.absolute(), metadata.plan_hash) if counts_peers else None,
-        sharing=sharing_ranks(metadata.attention, ranks=metadata.num_ranks, ranks_per_node=metadata.ranks_per_node),
+        sharing=sharing_ranks(metadata.attention, metadata),
     )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.plan.pricing import microbatch_prices, pack_work
+from fcp_cli.plan.pricing import PlacedPacks, microbatch_prices, pack_work
 from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.compiled import tiny
 from fcp_cli.planning.compiled.tiny import ACROSS, INSIDE, Least, Nodes
@@ -77,18 +78,17 @@ def _prices(batch: Batch, problem: Problem) -> FloatArray:
         groups += [(degree, ACROSS, range(first, first + degree)) for degree, first in firsts]
     members = [[i for i in range(sequences) if mask >> i & 1] for mask in range(1, 2**sequences)]
     work, offsets = batch.work.take(np.concatenate(members)), offsets_of([len(pack) for pack in members])
-    seconds = np.full((2**sequences, ranks + 1, 2), np.inf)
+    seconds, on_nodes = np.full((2**sequences, ranks + 1, 2), np.inf), replace(problem, ranks_per_node=per_node)
     for degree, place, group in groups:
         tokens = pack_work(work, offsets, degree, problem.profile, problem.padding_multiple).tokens
-        on_ranks: dict[str, Any] = {
-            "rank_offsets": offsets_of([degree] * len(members)),
-            "ranks": np.tile(np.array(group, dtype=np.int32), len(members)),
-            "profile": problem.profile,
-            "ranks_per_node": per_node,
-            "padding_multiple": problem.padding_multiple,
-        }
         # Ranks across nodes lie as here, which they need not where they share heads.
-        priced = microbatch_prices(work, offsets, heads=problem.attention, **on_ranks).seconds
+        packs = PlacedPacks(
+            work=work,
+            offsets=offsets,
+            rank_offsets=offsets_of([degree] * len(members)),
+            ranks=np.tile(np.array(group, dtype=np.int32), len(members)),
+        )
+        priced = microbatch_prices(packs, on_nodes, problem.profile, heads=problem.attention).seconds
         seconds[1:, degree, place] = np.where(tokens <= degree * problem.tokens_per_rank, priced, np.inf)
     if per_node == 1:
         seconds[:, 2:, INSIDE] = seconds[:, 2:, ACROSS]

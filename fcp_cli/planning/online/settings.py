@@ -6,7 +6,6 @@ from fcp_cli import __version__
 from fcp_cli.errors import UsageError
 from fcp_cli.plan.metadata import Batching, ManifestReference, PlanMetadata
 from fcp_cli.plan.online import OnlineOptions
-from fcp_cli.plan.speeds import named_speeds
 from fcp_cli.planning.problem import Problem, Solver
 
 
@@ -59,25 +58,13 @@ def stream_metadata(
     if problem.attention == "ulysses":
         raise UsageError("--attention ulysses holds no sequence longer than all heads' ranks do; give a stream 2d")
     return PlanMetadata(
+        **problem.metadata_fields(),
         fcp_version=__version__,
-        num_ranks=problem.num_ranks,
-        ranks_per_node=problem.ranks_per_node,
-        tensor_parallel=problem.tensor_parallel,
-        pipeline_parallel=problem.pipeline_parallel,
-        pipeline=problem.pipeline,
-        sync=problem.sync,
-        phase=problem.phase,
         global_batch_size=global_batch_size or 1,
-        tokens_per_rank=problem.tokens_per_rank,
-        padding_multiple=problem.padding_multiple,
-        attention=problem.attention,
-        rank_speeds=named_speeds(problem.rank_speeds),
         seed=0,
         shuffle=False,
         batching=batching,
         solver=solver.name,
         solver_options=solver.options,
         manifest=ManifestReference(name="", rows=0, content_hash=""),
-        cost_profile=problem.profile.text,
-        recipe=problem.recipe,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from fcp_cli.cost.profile import Heads, dump_cost_profile
 from fcp_cli.errors import UsageError
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.check import check_plan
-from fcp_cli.plan.pricing import microbatch_prices, quickest_heads
+from fcp_cli.plan.pricing import PlacedPacks, microbatch_prices, quickest_heads
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble
@@ -114,16 +113,15 @@ def test_groups_are_priced_as_with_the_heads_degrees_that_they_then_get(attentio
     degrees = [1, 2, 4, 8, 1] if attention == "ulysses" else [1, 3, 4, 6, 2]
     profile = problem_with(attention).profile
     rows = LengthTable(name="rows", length_tokens=np.array([500, 3_000, 9_000, 40_000, 7_000, 100, 2_000]))
-    packs: dict[str, Any] = {"work": sequence_work(rows, profile), "offsets": np.array([0, 1, 2, 4, 6, 7])}
-    place: dict[str, Any] = {
-        "rank_offsets": np.cumsum([0, *degrees]),
-        "ranks": np.arange(16, dtype=np.int32),
-        "profile": profile,
-        "ranks_per_node": 4,
-        "padding_multiple": None,
-    }
-    heads = quickest_heads(attention, **packs, **place)
+    problem = replace(problem_with(attention), ranks_per_node=4)
+    packs = PlacedPacks(
+        work=sequence_work(rows, profile),
+        offsets=np.array([0, 1, 2, 4, 6, 7]),
+        rank_offsets=np.cumsum([0, *degrees]),
+        ranks=np.arange(16, dtype=np.int32),
+    )
+    heads = quickest_heads(attention, packs, problem, profile)
     assert heads.max() > 1
-    together = microbatch_prices(**packs, **place, heads=attention)
-    apart = microbatch_prices(**packs, **place, heads=heads)
+    together = microbatch_prices(packs, problem, profile, heads=attention)
+    apart = microbatch_prices(packs, problem, profile, heads=heads)
     assert together.seconds.tolist() == apart.seconds.tolist()
