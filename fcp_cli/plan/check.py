@@ -18,7 +18,8 @@ from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.layout import Finding, check_layout, check_ranks, first_of, row_of_rank
 from fcp_cli.plan.metadata import PlanMetadata, unpack_rows
 from fcp_cli.plan.peers import PeerCount
-from fcp_cli.plan.pricing import Prices, step_prices
+from fcp_cli.plan.prices import Prices
+from fcp_cli.plan.pricing import step_prices
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.refits import refitted
 from fcp_cli.plan.step import RingGroup, StepPlan

@@ -8,16 +8,13 @@ vision encoder, which the profile's mean has spread over all.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
+from fcp_cli.plan.prices import Prices
 from fcp_cli.simulation.pipeline import Pipelines, Run, run
 from fcp_cli.validation import Count, NonNegative, Share
-
-if TYPE_CHECKING:
-    from fcp_cli.plan.pricing import Prices  # and with it the cost model, which training needs nothing of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

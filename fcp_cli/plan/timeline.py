@@ -8,7 +8,7 @@ import numpy as np
 
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.cost.profile import StepTerms
-from fcp_cli.plan.pricing import Prices
+from fcp_cli.plan.prices import Prices
 from fcp_cli.plan.setup import PlanSetup, Sync
 
 NO_TERMS: Final = StepTerms()

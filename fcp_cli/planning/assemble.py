@@ -9,9 +9,9 @@ import numpy as np
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.errors import PlanError
 from fcp_cli.plan.layout import check_layout
+from fcp_cli.plan.prices import Prices
 from fcp_cli.plan.pricing import (
     PlacedPacks,
-    Prices,
     beside_language,
     encoder_shares,
     microbatch_prices,

@@ -11,7 +11,8 @@ from fcp_cli.arrays import FloatArray
 from fcp_cli.cost.profile import parse_cost_profile
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.pipeline import Pipeline
-from fcp_cli.plan.pricing import Prices, step_prices
+from fcp_cli.plan.prices import Prices
+from fcp_cli.plan.pricing import step_prices
 from fcp_cli.plan.refits import refitted
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.report.ranks_shown import RanksShown
