@@ -9,8 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fcp_cli.integrations.hugging_face.data.sampler import PlanSampler
     from fcp_cli.integrations.hugging_face.mixin import FollowsPlan
-    from fcp_cli.integrations.hugging_face.sampler import PlanSampler
     from fcp_cli.runtime.data.loader import Fetch
     from fcp_cli.runtime.gradients import GradientSync
     from fcp_cli.runtime.metrics.timing import MicroBatchTiming
@@ -52,7 +52,7 @@ _MODULES = {
     "GradientSync": ".gradients",
     "LocalMicroBatch": ".session.microbatch",
     "MicroBatchTiming": ".metrics.timing",
-    "PlanSampler": "fcp_cli.integrations.hugging_face.sampler",
+    "PlanSampler": "fcp_cli.integrations.hugging_face.data.sampler",
     "Ring": ".ring_attention.ring",
     "Session": ".session.session",
     "Step": ".session.step",

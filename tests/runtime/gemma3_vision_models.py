@@ -43,6 +43,12 @@ def inputs_of(row: int) -> Inputs:
     return Inputs(input_ids=ids, labels=np.where(ids == IMAGE, -100, ids), pixel_values=torch.from_numpy(pixels))
 
 
+def image_spans(row: int) -> list[tuple[int, int]]:
+    """Where the images of a sequence lie; those that follow each other at once are one."""
+    is_image = np.concatenate(([False], inputs_of(row).input_ids == IMAGE, [False]))
+    return [(start, stop) for start, stop in np.flatnonzero(is_image[1:] != is_image[:-1]).reshape(-1, 2).tolist()]
+
+
 def _text(draw: np.random.Generator) -> list[int]:
     return draw.integers(0, IMAGE, size=draw.integers(1, 6)).tolist()  # type: ignore[no-any-return]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -55,6 +56,17 @@ def test_loss_and_gradients_are_those_of_whole_logits(
     assert abs(float(chunked.detach() - plain.detach())) <= 1e-12 * max(1.0, float(plain.detach()))
     for found, wanted in zip(gradients(chunked, *leaves), gradients(plain, *leaves), strict=True):
         assert float((found - wanted).abs().max()) <= 1e-12
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_weighted_losses_are_those_of_whole_logits(share: float) -> None:
+    hidden, head = example(bias=True)
+    found, weights = labels(share), torch.rand(1, TOKENS, dtype=torch.float64)
+    each = nn.functional.cross_entropy(head(hidden)[0], found.values[0], ignore_index=IGNORED, reduction="none")
+    plain, chunked = (each * weights[0]).sum(), head_loss_sum(hidden, head, replace(found, weights=weights))
+    leaves = (hidden, *head.parameters())
+    for one, other in zip((chunked, *gradients(chunked, *leaves)), (plain, *gradients(plain, *leaves)), strict=True):
+        assert float((one - other).detach().abs().max()) <= 1e-12
 
 
 def test_extreme_logits_neither_overflow_nor_vanish() -> None:

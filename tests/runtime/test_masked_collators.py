@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fcp_cli.errors import RunError
-from fcp_cli.integrations.hugging_face.rows import CollatedRows
+from fcp_cli.integrations.hugging_face.data.rows import CollatedRows
 from fcp_cli.integrations.transformers import prepare
 from fcp_cli.masks import MaskedSequence, full, of_matrix, segments, token_types
 from fcp_cli.plan.masks import planned_masks

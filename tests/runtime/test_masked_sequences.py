@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fcp_cli.errors import RunError
-from fcp_cli.integrations.hugging_face.rows import CollatedRows
+from fcp_cli.integrations.hugging_face.data.rows import CollatedRows
 from fcp_cli.masks import CAUSAL, Mask, MaskedSequence, chunk_pairs, full, prefix, segments
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import MicroBatch

@@ -53,13 +53,9 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
         set_to("model.config.output_router_logits", True),
         "the model adds an auxiliary loss of its experts (output_router_logits), which is made of one rank's tokens",
     ),
-    "images": (
+    "images of another family": (
         set_to("model.config.vision_config", SimpleNamespace()),
-        "images do not reach it through the Trainer under",
-    ),
-    "mean of a micro-batch": (
-        set_to("model_accepts_loss_kwargs", False),
-        "Trainer averages the loss of Qwen3ForCausalLM over each micro-batch (model_accepts_loss_kwargs is False)",
+        "the images of a qwen3 model cannot follow a plan, those of qwen3_vl, qwen3_vl_moe, qwen2_5_vl, internvl, gemma3",
     ),
     "tensor parallelism": (
         set_to("accelerator", SimpleNamespace(parallelism_config=SimpleNamespace(tp_size=2, cp_size=1, sp_size=1))),

@@ -14,29 +14,28 @@ from tests.runs.records import read_metrics
 
 Outcomes = Callable[[str, str], list[Any]]
 """From phase (`plain` or `planned`) and case to what each rank found."""
-_RANKS = 2
 _FP32 = 2e-6
 
 
-def read_outcomes(folder: Path) -> Outcomes:
+def read_outcomes(folder: Path, num_ranks: int = 2) -> Outcomes:
     def read(phase: str, name: str) -> list[Any]:
         own = folder / phase / name
-        found = [pickle.loads((own / f"{rank}.pickle").read_bytes()) for rank in range(_RANKS)]
+        found = [pickle.loads((own / f"{rank}.pickle").read_bytes()) for rank in range(num_ranks)]
         # The first half of a resumed loop is left in its midst, in the same process.
         if phase == "planned" and not isinstance(found[0], str) and name != "resumed loop":
-            _require_measured(own, [entry for entry in found[0]["log"] if "grad_norm" in entry])
+            _require_measured(own, [entry for entry in found[0]["log"] if "grad_norm" in entry], num_ranks)
         return found
 
     return read
 
 
-def _require_measured(folder: Path, entries: list[dict[str, float]]) -> None:
+def _require_measured(folder: Path, entries: list[dict[str, float]], num_ranks: int) -> None:
     """The run's metrics have the steps that the script logged, with the losses it knew, and what every rank ran."""
     steps = [one for one in read_metrics(folder / "metrics.jsonl") if one["kind"] == "step"][-len(entries) :]
     assert len(steps) == len(entries)
     for step, entry in zip(steps, entries, strict=True):
         assert step["loss"] == pytest.approx(entry.get("loss", step["loss"]), rel=2e-3)
-        assert len(step["ranks"]) == _RANKS and all(rank["micro_batches"] for rank in step["ranks"])
+        assert len(step["ranks"]) == num_ranks and all(rank["micro_batches"] for rank in step["ranks"])
 
 
 def differences(plain: dict[str, Any], planned: dict[str, Any]) -> dict[str, float]:
@@ -54,7 +53,7 @@ def differences(plain: dict[str, Any], planned: dict[str, Any]) -> dict[str, flo
 
 def require_equal(outcomes: Outcomes, name: str, *, most: float = _FP32, steps: int = 3) -> None:
     plain, planned = outcomes("plain", name), outcomes("planned", name)
-    for rank in range(_RANKS):
+    for rank in range(len(planned)):
         assert not isinstance(planned[rank], str), planned[rank]
         assert sum("grad_norm" in entry for entry in planned[rank]["log"]) == steps
         found = differences(plain[rank], planned[rank])

@@ -12,6 +12,7 @@ from fcp_cli.integrations.hugging_face.overrides import OWN_LOOP, find_override,
 from fcp_cli.integrations.requirements import require
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.runtime.agreement.plan_agreement import require_training
+from fcp_cli.vision.families import FAMILIES
 
 KNOWN_TO_WORK = ("5.23.0",)
 TRL_KNOWN_TO_WORK = ("1.16.0",)
@@ -229,12 +230,6 @@ def _refused_settings(trainer: Any) -> Iterable[tuple[bool, str]]:
 
 
 def _refused_models(trainer: Any) -> Iterable[tuple[bool, str]]:
-    yield (
-        loss_kind(trainer) == "Trainer" and not trainer.model_accepts_loss_kwargs,
-        f"{type(trainer).__name__} averages the loss of {type(trainer.model).__name__} over each micro-batch "
-        "(model_accepts_loss_kwargs is False), which weighs tokens by how the plan packs them; use a model class whose "
-        "forward takes **kwargs, and a trainer that passes it num_items_in_batch",
-    )
     config = getattr(trainer.model, "config", None)
     text = getattr(config, "get_text_config", lambda: config)()
     yield (
@@ -242,11 +237,17 @@ def _refused_models(trainer: Any) -> Iterable[tuple[bool, str]]:
         "the model adds an auxiliary loss of its experts (output_router_logits), which is made of one rank's tokens of "
         "a micro-batch, which the plan chooses; set it to False (TRL: router_aux_loss_coef=0.0)",
     )
-    yield (
-        hasattr(config, "vision_config"),
-        f"a {getattr(config, 'model_type', '')} model's images do not reach it through the Trainer under a plan; see "
-        "docs/how-to/images-and-videos.md",
-    )
+    if config is not None and hasattr(config, "vision_config"):
+        yield (
+            loss_kind(trainer) == "DPOTrainer",
+            f"pairs of answers of a {config.model_type} model have pictures, which a plan of pairs does not follow; "
+            "train a language model, or follow the plan with the Trainer or SFTTrainer",
+        )
+        yield (
+            config.model_type not in FAMILIES,
+            f"the images of a {config.model_type} model cannot follow a plan, those of {', '.join(FAMILIES)} can; see "
+            "docs/how-to/images-and-videos.md",
+        )
 
 
 def _old_grouping(args: Any) -> bool:

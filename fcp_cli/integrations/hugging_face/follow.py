@@ -23,12 +23,13 @@ from fcp_cli.integrations.hugging_face.checks import (
     loss_function_of,
     loss_kind,
 )
+from fcp_cli.integrations.hugging_face.data.rows import CollatedRows
+from fcp_cli.integrations.hugging_face.data.sampler import PlanSampler
 from fcp_cli.integrations.hugging_face.job_facts import LoadedLengths, facts_of
+from fcp_cli.integrations.hugging_face.losses.batch_means import BatchMeans
 from fcp_cli.integrations.hugging_face.losses.labels import CausalLoss, PlannedLoss
 from fcp_cli.integrations.hugging_face.overrides import WatchedMethods, check_order, find_override
 from fcp_cli.integrations.hugging_face.own_loss import LossContext, OwnLoss
-from fcp_cli.integrations.hugging_face.rows import CollatedRows
-from fcp_cli.integrations.hugging_face.sampler import PlanSampler
 from fcp_cli.integrations.hugging_face.stopping import StopAtStepEnd
 from fcp_cli.integrations.transformers.preparation import SwitchedAttention
 from fcp_cli.plan.job_facts import has_no_plan
@@ -68,11 +69,12 @@ class TrainerFollower:
         metadata = self.session.metadata
         check_schedule(trainer, metadata, self.session.plan)
         check_order(trainer, loader, metadata)
-        self._rows = CollatedRows(loader, self.session.plan, metadata, pairs=kind == "DPOTrainer")
+        self._rows = CollatedRows(loader, self.session.plan, metadata, pairs=kind == "DPOTrainer", config=model.config)
         reference = getattr(trainer, "ref_model", None)
         models = (model,) if reference is None else (model, base_model(trainer.accelerator.unwrap_model(reference)))
         self._attentions = [SwitchedAttention(one) for one in models]
-        self._loss = _own_loss(trainer, models[0], self._attentions, self._rows, _planned_loss(trainer, kind, models))
+        planned = _planned_loss(trainer, kind, models, self.session, self._rows)
+        self._loss = _own_loss(trainer, models[0], self._attentions, self._rows, planned)
         self._watched = WatchedMethods(trainer, self.loader)
         self._steps: Generator[Step, None, None] | None = None
         self.stop = StopAtStepEnd(trainer, self.session)
@@ -96,6 +98,7 @@ class TrainerFollower:
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
         step = self._next(model)
+        self._loss.begin_step(step)
         with ExitStack() as stack:
             for attention in self._attentions:
                 stack.enter_context(attention.on_rings())
@@ -165,9 +168,13 @@ def _have_planned(trainer: Any, kind: str, loader: Any) -> None:
     )
 
 
-def _planned_loss(trainer: Any, kind: str, models: tuple[PreTrainedModel, ...]) -> PlannedLoss:
+def _planned_loss(
+    trainer: Any, kind: str, models: tuple[PreTrainedModel, ...], session: Session, rows: CollatedRows
+) -> PlannedLoss:
     if kind == "Trainer":
-        return CausalLoss(models[0], smoothing=trainer.args.label_smoothing_factor)
+        is_of_tokens = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+        means = None if is_of_tokens else BatchMeans(session, rows, trainer.args.per_device_train_batch_size)
+        return CausalLoss(models[0], smoothing=trainer.args.label_smoothing_factor, means=means)
     import trl.trainer.utils
 
     from fcp_cli.integrations.hugging_face.losses.trl_losses import PreferenceLoss, SftLoss

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, SequentialSampler, Subset
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import RunError
 from fcp_cli.files import replaced_atomically
-from fcp_cli.integrations.hugging_face.batches import one_pair, one_sequence
-from fcp_cli.integrations.hugging_face.rows import stored_lengths
+from fcp_cli.integrations.hugging_face.data.batches import one_pair, one_sequence
+from fcp_cli.integrations.hugging_face.data.rows import stored_lengths
 from fcp_cli.plan.job_facts import JobFacts
 from fcp_cli.plan.metadata import LastBatch, Sync, steps_per_epoch
 from fcp_cli.reading.documents import decode_json

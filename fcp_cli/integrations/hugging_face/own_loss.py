@@ -128,6 +128,9 @@ class OwnLoss:
         for hook in self._hooks:
             hook.remove()
 
+    def begin_step(self, step: Step) -> None:
+        self._context.planned.begin_step(step)
+
     def of(self, model: Any, microbatch: LocalMicroBatch) -> Tensor:
         batch = _shown(microbatch.input_ids, microbatch.position_ids, microbatch.labels)
         batch.planned = lambda: self._context.planned.of(model, microbatch)
@@ -205,8 +208,8 @@ class OwnLoss:
     def _require_one_call(self, batch: _Batch) -> None:
         if not self._probes:
             raise RunError(
-                f"{self._judged} does not return the loss of the Trainer's own compute_loss, which a plan of pairs "
-                f"needs; leave the method out, or {OWN_LOOP}"
+                f"{self._judged} does not return the loss of the Trainer's own compute_loss, which the mean over pairs "
+                f"or over batches needs; leave the method out, or {OWN_LOOP}"
             )
         if batch.forwards != 1:
             raise RunError(

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.hugging_face.checks import check_global_batch, check_steps
+from fcp_cli.integrations.hugging_face.data.rows import CollatedRows
+from fcp_cli.integrations.hugging_face.data.sampler import PlanSampler
 from fcp_cli.integrations.hugging_face.planned_model import PlannedModel
-from fcp_cli.integrations.hugging_face.rows import CollatedRows
-from fcp_cli.integrations.hugging_face.sampler import PlanSampler
 from fcp_cli.runtime.data.followed_step import plan_path
 from fcp_cli.runtime.session.session import Session
 from fcp_cli.runtime.session.start import start

@@ -19,7 +19,6 @@ from fcp_cli.plan.metadata import PlanMetadata
 
 _FOUND, _ADVICE = "this MindSpeed-MM", "version known to work: master of 2026-08"
 _STEPS = "_fcp_steps"
-_PICTURES = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "pixel_values", "pixel_values_videos")
 
 
 def hook_sharding(torch_parallelize: ModuleType) -> None:
@@ -92,8 +91,8 @@ def _prepare(model: Any) -> None:
 def _planned_steps(engine: Any) -> Any:
     """Return the plan's steps for an engine, from the one that its checkpoint has reached."""
     from fcp_cli.integrations.hugging_face.checks import check_global_batch
+    from fcp_cli.integrations.hugging_face.data.sampler import PlanSampler
     from fcp_cli.integrations.hugging_face.follow import base_model
-    from fcp_cli.integrations.hugging_face.sampler import PlanSampler
     from fcp_cli.runtime.data.followed_step import plan_path
     from fcp_cli.runtime.session.start import start
 
@@ -103,7 +102,9 @@ def _planned_steps(engine: Any) -> Any:
     session = start(plan_path(None), device=next(engine.model.parameters()).device)
     check_global_batch(session.metadata, engine.args.training.global_batch_size, "training.global_batch_size")
     config = base_model(engine.model).config
-    rows = _rows(engine.train_dataloader, session.plan, session.metadata, config)
+    loader = engine.train_dataloader
+    loader = getattr(loader, "base_dataloader", loader)  # within what counts tokens of batches
+    rows = _rows(loader, session.plan, session.metadata, config)
     session.fetch = rows.ahead(PlanSampler(session, first_step=engine.iteration))
     return session.steps(engine.model, first_step=engine.iteration)
 
@@ -140,24 +141,11 @@ def _run(engine: Any, steps: Any) -> dict[str, float]:
 
 
 def _rows(loader: Any, plan: Path, metadata: PlanMetadata, config: Any) -> Any:
-    """Return the rows of the engine's loader, with their pictures where its collator gives some."""
-    from fcp_cli.integrations.hugging_face.rows import CollatedRows
-    from fcp_cli.vision.families import FAMILIES
+    """Return the rows of the engine's loader, without its collator's positions: the model counts its own."""
+    from fcp_cli.integrations.hugging_face.data.rows import CollatedRows
 
     class Rows(CollatedRows):
         def read(self, batch: Mapping[str, Any], row: int) -> Any:
-            pictures = {name: batch[name] for name in _PICTURES if batch.get(name) is not None}
-            # Positions are the model's own, of three axes where there are pictures.
-            rest = {name: value for name, value in batch.items() if name not in (*_PICTURES, "position_ids")}
-            found = super().read(rest, row)
-            if not pictures:
-                return found
-            family: Any = FAMILIES.get(config.model_type)
-            if family is None or not isinstance(found, tuple):
-                raise RunError(
-                    f"row {row} has {', '.join(pictures)}, which a {config.model_type} cannot follow a plan with"
-                )
-            tokens, labels = found
-            return family.visual_sequence(config, tokens, labels=labels, **pictures)
+            return super().read({name: value for name, value in batch.items() if name != "position_ids"}, row)
 
-    return Rows(getattr(loader, "base_dataloader", loader), plan, metadata)  # within what counts tokens of batches
+    return Rows(loader, plan, metadata, config=config)

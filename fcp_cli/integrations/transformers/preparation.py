@@ -65,8 +65,6 @@ def prepare(model: transformers.PreTrainedModel) -> None:
     switch_outside(model, partial(_own_attention, text, own if own != NAME else "sdpa", text.use_cache))
     text.use_cache = False
     prepare_loss(model)
-    if text is not model.config:
-        _encoder_owner(model).register_forward_pre_hook(_bring_embeddings, with_kwargs=True)
 
 
 class SwitchedAttention:
@@ -132,6 +130,8 @@ def _run_on_rings(model: transformers.PreTrainedModel) -> Any:
     for module in model.modules():
         if isinstance(module, transformers.PreTrainedModel):
             module.register_forward_pre_hook(_bind_ring, with_kwargs=True)
+    if text is not model.config:
+        _encoder_owner(model).register_forward_pre_hook(_bring_embeddings, with_kwargs=True)
     return text
 
 

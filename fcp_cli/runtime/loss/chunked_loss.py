@@ -35,7 +35,9 @@ LOGITS_BYTES = 256 << 20
 _COLUMNS = 256  # blocks of a multiple of so many columns: kernels of matrix products come in such tiles
 
 
-def chunked_token_loss_sum(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+def chunked_token_loss_sum(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor | None = None
+) -> Tensor:
     """Return the sum of cross entropies of hidden weight^T + bias, 0-d in at least fp32; 0 where nothing is labelled.
 
     Its gradient is that of the loss over whole logits. Under autocast the products are in its type.
@@ -45,9 +47,12 @@ def chunked_token_loss_sum(hidden: Tensor, weight: Tensor, bias: Tensor | None, 
         weight: [V, W]; frozen or not.
         bias: [V].
         labels: [n] int64, `IGNORED` where there is nothing to predict.
+        weights: [n] factors on the cross entropies; None: all 1.
     """
     dtype = product_dtype(hidden)
-    loss: Tensor = _ChunkedCrossEntropy.apply(hidden.to(dtype), weight, bias, labels)  # type: ignore[no-untyped-call]
+    counted: Tensor = labels != IGNORED
+    factors = counted if weights is None else counted * weights.to(torch.promote_types(dtype, torch.float32))
+    loss: Tensor = _ChunkedCrossEntropy.apply(hidden.to(dtype), weight, bias, labels, factors)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -59,7 +64,9 @@ def block_columns(tokens: int, vocabulary: int) -> int:
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factors: Tensor
+    ) -> Tensor:
         precise = torch.promote_types(hidden.dtype, torch.float32)
         lse = hidden.new_full(labels.shape, -torch.inf, dtype=precise)
         label_logits = hidden.new_zeros(labels.shape, dtype=precise)
@@ -70,18 +77,18 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 label_logits += torch.where(inside, logits.gather(1, column).squeeze(1), 0.0)
                 lse = torch.logaddexp(lse, _logsumexp_(logits))
                 del logits  # before the next block's
-        ctx.save_for_backward(hidden, weight, bias, labels, lse)
-        return ((lse - label_logits) * (labels != IGNORED)).sum()
+        ctx.save_for_backward(hidden, weight, bias, labels, factors, lse)
+        return ((lse - label_logits) * factors).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, lse = ctx.saved_tensors
+        hidden, weight, bias, labels, factors, lse = ctx.saved_tensors
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         dhidden = torch.zeros_like(hidden, dtype=lse.dtype) if for_hidden else None
         dweight = torch.empty_like(weight) if for_weight else None
         dbias = torch.empty_like(bias) if for_bias else None
-        share = (grad * (labels != IGNORED)).unsqueeze(1)
+        share = (grad * factors).unsqueeze(1)
         with _without_autocast(hidden):
             for block in _blocks(hidden, weight):
                 dlogits = _logits(hidden, weight, bias, block).to(lse.dtype).sub_(lse.unsqueeze(1)).exp_()
@@ -95,7 +102,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 if dweight is not None:
                     dweight[block] = dlogits.T @ hidden
                 del dlogits
-        return None if dhidden is None else dhidden.to(hidden.dtype), dweight, dbias, None
+        return None if dhidden is None else dhidden.to(hidden.dtype), dweight, dbias, None, None
 
 
 def _blocks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:

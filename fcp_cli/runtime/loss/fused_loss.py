@@ -24,17 +24,23 @@ FusedLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
 _HOSTS = frozenset({"cpu"})  # devices for which no library has a kernel
 
 
-def linear_token_loss_sum(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
-    """Compute `chunked_token_loss_sum`, on accelerators by the best kernel that is installed and works there."""
+def linear_token_loss_sum(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor | None = None
+) -> Tensor:
+    """Compute `chunked_token_loss_sum`, on accelerators by the best kernel that is installed and works there.
+
+    The libraries' kernels return sums, so weighted losses go without them.
+    """
     dtype = product_dtype(hidden)
     # In fp32 the kernels multiply in TF32, and none of them expects a rank without labelled tokens.
-    if hidden.device.type not in _HOSTS and dtype in (torch.bfloat16, torch.float16) and len(labels):
+    is_for_kernels = dtype in (torch.bfloat16, torch.float16) and len(labels) and weights is None
+    if hidden.device.type not in _HOSTS and is_for_kernels:
         cast = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         for name in list(_installed()):
             found = _attempt(name, *cast, labels)
             if found is not None:
                 return found
-    return chunked_token_loss_sum(hidden, weight, bias, labels)
+    return chunked_token_loss_sum(hidden, weight, bias, labels, weights)
 
 
 def _attempt(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor | None:

@@ -26,10 +26,12 @@ class Labels:
     Attributes:
         values: [1, tokens] int64, `IGNORED` where there is nothing to predict.
         rows: [labelled] int64, the tokens that have one; None where nearly all have.
+        weights: [1, tokens] factors on the tokens' losses; None: all 1.
     """
 
     values: Tensor
     rows: Tensor | None = None
+    weights: Tensor | None = None
 
 
 def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
@@ -44,7 +46,7 @@ def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def head_loss_sum(hidden: Tensor, head: nn.Linear | Tensor, labels: Labels) -> Tensor:
-    """Return `token_loss_sum` for the logits of a head, which never exist as a whole.
+    """Return the weighted `token_loss_sum` for the logits of a head, which never exist as a whole.
 
     Args:
         hidden: [1, tokens, width], input of the head.
@@ -62,9 +64,11 @@ def head_loss_sum(hidden: Tensor, head: nn.Linear | Tensor, labels: Labels) -> T
             "model's forward"
         )
     rows, values = hidden.flatten(0, 1), labels.values.flatten()
+    weights = None if labels.weights is None else labels.weights.flatten()
     if labels.rows is not None:
         rows, values = rows.index_select(0, labels.rows), values.index_select(0, labels.rows)
-    return linear_token_loss_sum(rows, weight, bias, values)
+        weights = None if weights is None else weights.index_select(0, labels.rows)
+    return linear_token_loss_sum(rows, weight, bias, values, weights)
 
 
 def labelled_rows(labels: Tensor) -> Tensor | None:

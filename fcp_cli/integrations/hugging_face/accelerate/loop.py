@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from fcp_cli.errors import RunError
 from fcp_cli.files import write_text_atomically
 from fcp_cli.integrations.hugging_face.checks import check_global_batch
+from fcp_cli.integrations.hugging_face.data.rows import CollatedRows
+from fcp_cli.integrations.hugging_face.data.sampler import PlanSampler
 from fcp_cli.integrations.hugging_face.planned_model import PlannedModel
-from fcp_cli.integrations.hugging_face.rows import CollatedRows
-from fcp_cli.integrations.hugging_face.sampler import PlanSampler
 from fcp_cli.reading.documents import read_object
 from fcp_cli.runtime.data.followed_step import plan_path
 from fcp_cli.runtime.session.microbatch import LocalMicroBatch

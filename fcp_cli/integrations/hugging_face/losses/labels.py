@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from fcp_cli.errors import RunError
+from fcp_cli.integrations.hugging_face.losses.batch_means import BatchMeans
 from fcp_cli.integrations.transformers.loss import put_loss_head
-from fcp_cli.runtime.loss.token_loss import token_loss_sum
+from fcp_cli.runtime.loss.labels import IGNORED
+from fcp_cli.runtime.loss.token_loss import Labels, token_loss_sum
 from fcp_cli.runtime.session.microbatch import LocalMicroBatch
 from fcp_cli.runtime.session.session import Session
 from fcp_cli.runtime.session.step import Step
@@ -33,6 +37,10 @@ class PlannedLoss(Protocol):
 
     mean_over: Literal["tokens", "rows"]
 
+    def begin_step(self, step: Step) -> None:
+        """Prepare for a step. Every rank calls it, before the first micro-batch."""
+        ...
+
     def of(self, model: Any, microbatch: LocalMicroBatch) -> Tensor:
         """Run the model on a micro-batch; return this rank's share of the step's loss, to call backward on."""
         ...
@@ -43,7 +51,7 @@ class PlannedLoss(Protocol):
 
 
 class CausalLoss:
-    """The loss of `transformers.Trainer`: the mean over the learned tokens of the global batch.
+    """The loss of `transformers.Trainer`: the mean over the learned tokens of the global batch, or over its batches.
 
     Where nothing stands between a linear head and the logits, the head answers with the sum of token losses, so that
     logits exist only a part at a time.
@@ -51,21 +59,32 @@ class CausalLoss:
     Args:
         model: of transformers, not wrapped.
         smoothing: share of each label that all tokens of the vocabulary have between them.
+        means: of the trainer's own batches, if the loss is the mean of their means; None: of all tokens alike.
     """
 
-    mean_over: Literal["tokens", "rows"] = "tokens"
+    mean_over: Literal["tokens", "rows"]
 
-    def __init__(self, model: Any, smoothing: float = 0.0) -> None:
+    def __init__(self, model: Any, smoothing: float = 0.0, means: BatchMeans | None = None) -> None:
         text = model.config.get_text_config()
         changes = any(getattr(text, name, None) is not None for name in _LOGITS_CHANGED_BY)
         self._head = None if changes or smoothing else put_loss_head(model)
         self._smoothing = smoothing
+        self._means = means
+        self.mean_over = "tokens" if means is None else "rows"
+
+    def begin_step(self, step: Step) -> None:
+        if self._means is not None:
+            self._means.begin_step(step.index)
 
     def of(self, model: Any, microbatch: LocalMicroBatch) -> Tensor:
         head, inputs = self._head, {"input_ids": microbatch.input_ids, "position_ids": microbatch.position_ids}
+        labels = microbatch.ring.labels
+        assert labels is not None
+        if self._means is not None:
+            labels = replace(labels, weights=self._means.weights(microbatch))
         if head is None:
-            return microbatch.normalised(self._sum(model(**inputs).logits, microbatch.labels))
-        head.labels = microbatch.ring.labels
+            return microbatch.normalised(self._sum(model(**inputs).logits, labels))
+        head.labels = labels
         try:
             answer = model(**inputs).logits
         finally:
@@ -80,10 +99,12 @@ class CausalLoss:
     def end_step(self, session: Session, step: Step) -> None:
         pass
 
-    def _sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        plain = token_loss_sum(logits, labels)
-        if not self._smoothing:
-            return plain
-        spread = -torch.log_softmax(logits.float(), dim=-1).mean(-1)
-        smooth = spread.masked_fill(labels == -100, 0.0).sum()
-        return (1 - self._smoothing) * plain + self._smoothing * smooth
+    def _sum(self, logits: Tensor, labels: Labels) -> Tensor:
+        if not self._smoothing and labels.weights is None:
+            return token_loss_sum(logits, labels.values)
+        precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        losses = functional.cross_entropy(precise[0], labels.values[0], ignore_index=IGNORED, reduction="none")
+        if self._smoothing:
+            spread = -torch.log_softmax(precise[0], dim=-1).mean(-1).masked_fill(labels.values[0] == IGNORED, 0.0)
+            losses = (1 - self._smoothing) * losses + self._smoothing * spread
+        return (losses if labels.weights is None else losses * labels.weights[0]).sum()

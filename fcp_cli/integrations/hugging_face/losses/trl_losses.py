@@ -30,6 +30,9 @@ class SftLoss:
         self._trainer = trainer
         self._counts: list[Tensor] = []
 
+    def begin_step(self, step: Step) -> None:
+        pass
+
     def of(self, model: Any, microbatch: LocalMicroBatch) -> Tensor:
         outputs = model(
             input_ids=microbatch.input_ids,
@@ -78,6 +81,9 @@ class PreferenceLoss:
         self._logged: dict[str, list[float]] = {}
         for model in models:
             hook_pairs(model)
+
+    def begin_step(self, step: Step) -> None:
+        pass
 
     def of(self, model: Any, microbatch: LocalMicroBatch) -> Tensor:
         trainer, pack = self._trainer, PairPack(microbatch)

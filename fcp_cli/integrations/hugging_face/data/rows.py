@@ -9,20 +9,21 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from torch import Tensor
+import torch
 from torch.utils.data import DataLoader
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import RunError
-from fcp_cli.integrations.hugging_face.batches import one_pair, one_sequence
-from fcp_cli.integrations.hugging_face.sampler import PlanSampler
+from fcp_cli.integrations.hugging_face.data.pictures import Collated, one_row
+from fcp_cli.integrations.hugging_face.data.sampler import PlanSampler
 from fcp_cli.masks import MaskedSequence, described
 from fcp_cli.plan.job_facts import PLANNING_VARIABLE
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runtime.agreement.plan_agreement import require_causal
-from fcp_cli.runtime.data.joined import JoinedSequences
 from fcp_cli.runtime.data.loader import Fetch
+from fcp_cli.runtime.loss.labels import IGNORED
+from fcp_cli.vision.parts import VisualSequence
 
 
 class CollatedRows:
@@ -37,12 +38,18 @@ class CollatedRows:
             with one row at a time, and the number of workers are used; padding is taken off again.
         plan, metadata: what the rows must match.
         pairs: a row is a preferred and a rejected answer, each with its prompt; its length is that of both.
+        config: of the model, whose images and videos the collator may give; None: it gives none.
+
+    Attributes:
+        learned: tokens with a label of each row that was read.
 
     Raises:
         RunError: the data set has no length, another than the manifest, or a row of another length.
     """
 
-    def __init__(self, loader: Any, plan: Path, metadata: PlanMetadata, *, pairs: bool = False) -> None:
+    def __init__(
+        self, loader: Any, plan: Path, metadata: PlanMetadata, *, pairs: bool = False, config: Any = None
+    ) -> None:
         dataset = loader.dataset
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise RunError(
@@ -58,14 +65,15 @@ class CollatedRows:
                 f"the training data has {len(dataset)} rows, but the plan's manifest {name} has {rows}; "
                 f"{_remedy(pairs)}"
             )
-        self._loader, self._name, self._pairs = loader, name, pairs
+        self._loader, self._name, self._pairs, self._config = loader, name, pairs, config
+        self.learned: dict[int, int] = {}
         self._planned = planned_lengths(plan, metadata)
         cut = metadata.overlong
         self._cut_tokens = cut.max_length if cut.policy == "truncate" else None
         for row in self._doubtful():
             self(int(row))
 
-    def __call__(self, row: int) -> tuple[Tensor, Tensor] | MaskedSequence | JoinedSequences:
+    def __call__(self, row: int) -> Collated:
         return self.read(self._loader.collate_fn([self._loader.dataset[row]]), row)
 
     def ahead(self, sampler: PlanSampler) -> Fetch:
@@ -84,14 +92,15 @@ class CollatedRows:
         )
         return sampler.fetch_from(loader, read=self.read)
 
-    def read(self, batch: Any, row: int) -> tuple[Tensor, Tensor] | MaskedSequence | JoinedSequences:
+    def read(self, batch: Any, row: int) -> Collated:
         """Return what the collator made of one row; its mask may be for the plan to say.
 
         Raises:
             RunError: it is not what a plan can follow, or has another length than in the manifest.
         """
-        found = one_pair(batch, row) if self._pairs else one_sequence(batch, row, masked=self._has_masks)
-        tokens = len(found[0] if isinstance(found, tuple) else found.tokens)
+        found = one_row(batch, row, pairs=self._pairs, masked=self._has_masks, config=self._config)
+        ids, labels = found if isinstance(found, tuple) else (found.tokens, found.labels)
+        tokens = len(ids)
         self._check_mask(found, row)
         planned = int(self._planned[row])
         if tokens != planned and (self._pairs or not tokens > planned == self._cut_tokens):
@@ -99,11 +108,14 @@ class CollatedRows:
                 f"row {row} of the training data has {tokens} tokens but {planned} in the plan's manifest "
                 f"{self._name}; {_remedy(self._pairs)}"
             )
+        self.learned[row] = int((torch.as_tensor(labels)[1:planned] != IGNORED).sum())
         return found
 
     def _check_mask(self, found: Any, row: int) -> None:
         """Refuse a mask that the plan does not know of, and none where it knows of masks but not which they are."""
-        mask = found.mask if isinstance(found, MaskedSequence) else None
+        mask = found.mask if isinstance(found, (MaskedSequence, VisualSequence)) else None
+        if isinstance(found, VisualSequence) and found.mask.is_causal:  # of a collator that gave no token types
+            mask = None
         if mask is not None and not mask.is_causal and not self._has_masks:
             raise RunError(
                 f"the data collator gives row {row} of the training data a mask ({described(mask)}), but the plan's "

@@ -52,7 +52,15 @@ def one_sequence(batch: Any, row: int, *, masked: bool = False) -> tuple[Tensor,
             f"the data collator makes of row {row} input_ids of shape {tuple(tokens.shape)} and labels of "
             f"{tuple(labels.shape)}; a row must be one sequence, [1, tokens] each"
         )
-    kept = _unpadded(batch, tokens, row)
+    kept = unpadded(batch, row)
+    positions = batch.get("position_ids")
+    if positions is not None:
+        own = torch.as_tensor(positions)[..., kept]
+        if not bool((own == torch.arange(own.shape[-1], dtype=own.dtype)).all()):
+            raise RunError(
+                f"row {row} of the training data holds several sequences (its position_ids start again); leave packing "
+                "off: the plan packs"
+            )
     mask = _mask_of(batch, kept, row) if masked or _is_matrix(batch.get("attention_mask")) else None
     if mask is None:
         return tokens[0][kept], labels[0][kept]
@@ -117,21 +125,16 @@ def _mask_of(batch: Mapping[Any, Any], kept: slice, row: int) -> Mask | None:
         raise RunError(f"the attention mask of row {row} cannot be followed: {error}; give spans, or none") from error
 
 
-def _unpadded(batch: Mapping[Any, Any], tokens: Tensor, row: int) -> slice:
-    """Return where the sequence lies between its padding."""
+def unpadded(batch: Mapping[Any, Any], row: int) -> slice:
+    """Return where the sequence of a batch of one item lies between its padding.
+
+    Raises:
+        RunError: the padding lies within it.
+    """
     mask = batch.get("attention_mask")
-    start, stop = 0, tokens.shape[1]
-    if mask is not None and not _is_matrix(mask):
-        kept = torch.as_tensor(mask)[0].nonzero().flatten()
-        if not len(kept) or int(kept[-1] - kept[0]) + 1 != len(kept):
-            raise RunError(f"the attention mask of row {row} has gaps, which a plan cannot follow")
-        start, stop = int(kept[0]), int(kept[-1]) + 1
-    positions = batch.get("position_ids")
-    if positions is not None:
-        own = torch.as_tensor(positions)[..., start:stop].flatten()
-        if not torch.equal(own, torch.arange(stop - start, dtype=own.dtype)):
-            raise RunError(
-                f"row {row} of the training data holds several sequences (its position_ids start again); leave packing "
-                "off: the plan packs"
-            )
-    return slice(start, stop)
+    if mask is None or _is_matrix(mask):
+        return slice(0, torch.as_tensor(batch["input_ids"]).shape[1])
+    kept = torch.as_tensor(mask)[0].nonzero().flatten()
+    if not len(kept) or int(kept[-1] - kept[0]) + 1 != len(kept):
+        raise RunError(f"the attention mask of row {row} has gaps, which a plan cannot follow")
+    return slice(int(kept[0]), int(kept[-1]) + 1)

@@ -1,0 +1,84 @@
+"""Read the images and videos that a script's collator gives with a row, as its model's processor makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fcp_cli.errors import RunError
+from fcp_cli.integrations.hugging_face.data.batches import one_pair, one_sequence, unpadded
+from fcp_cli.masks import CAUSAL, MaskedSequence
+from fcp_cli.runtime.data.joined import JoinedSequences
+from fcp_cli.vision.families import FAMILIES
+from fcp_cli.vision.parts import VisualSequence
+
+Collated: TypeAlias = tuple[Tensor, Tensor] | MaskedSequence | VisualSequence | JoinedSequences
+_PIXELS = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+_MASKS_BY_TYPES = frozenset({"gemma3"})
+"""Families whose token types are masks; those of others only repeat where placeholders stand."""
+
+
+def one_row(batch: Any, row: int, *, pairs: bool = False, masked: bool = False, config: Any = None) -> Collated:
+    """Return one row of the data from a batch that the collator made of it alone.
+
+    Args:
+        batch: of a collator.
+        row: of the data.
+        pairs: it is a pair of answers.
+        masked: the plan is for masks.
+        config: of the model; only those of `FAMILIES` have pictures.
+
+    Raises:
+        RunError: it is no such row, or has more than a plan can follow.
+    """
+    if pairs:
+        return one_pair(batch, row)
+    if getattr(config, "model_type", None) in FAMILIES and isinstance(batch, Mapping) and "input_ids" in batch:
+        return _visual_row(batch, row, masked, config)
+    return one_sequence(batch, row, masked=masked)
+
+
+def _visual_row(batch: Mapping[Any, Any], row: int, masked: bool, config: Any) -> Collated:
+    has_masks = config.model_type in _MASKS_BY_TYPES
+    types = None if has_masks else batch.get("mm_token_type_ids")
+    kept = unpadded(batch, row)
+    ids = torch.as_tensor(batch["input_ids"])[0][kept].numpy()
+    is_placeholder = np.isin(ids, [config.image_token_id, getattr(config, "video_token_id", config.image_token_id)])
+    is_visual = bool(is_placeholder.any())
+    # Positions of pictures are the model's own, of three axes; those of text must be 0, 1, 2, ...
+    taken = {*_PIXELS, *(() if has_masks else ("mm_token_type_ids",)), *(("position_ids",) if is_visual else ())}
+    found = one_sequence({name: value for name, value in batch.items() if name not in taken}, row, masked=masked)
+    if not is_visual:  # some collators give rows of text a blank picture among their padding
+        return found
+    if types is not None and not np.array_equal(torch.as_tensor(types)[0][kept].numpy() > 0, is_placeholder):
+        raise RunError(
+            f"the mm_token_type_ids of row {row} of the training data say of other tokens that they are pictures than "
+            "its placeholders; let the collator give those of the processor"
+        )
+    tokens, labels = found if isinstance(found, tuple) else (found.tokens, found.labels)
+    pictures = {name: batch[name] for name in _PIXELS if batch.get(name) is not None}
+    family: Any = FAMILIES[config.model_type]
+    try:
+        made: VisualSequence = family.visual_sequence(config, tokens, labels=labels, **pictures)
+    except RunError as error:
+        raise RunError(f"row {row} of the training data: {error}") from error
+    _require_positions(batch.get("position_ids"), made, kept, row)
+    return replace(made, mask=found.mask if isinstance(found, MaskedSequence) else CAUSAL)
+
+
+def _require_positions(given: Any, made: VisualSequence, kept: slice, row: int) -> None:
+    """Raise RunError if a collator gives other positions than the model counts itself, which a plan uses."""
+    if given is None:
+        return
+    own = torch.as_tensor(given)[..., kept].flatten(0, -2)[-3:].numpy()  # some give those of the text first
+    counted = np.arange(own.shape[-1]) if made.position_ids is None else made.position_ids
+    if own.shape[-2:] != np.broadcast_shapes(own.shape, counted.shape) or (own != counted).any():
+        raise RunError(
+            f"the position_ids of row {row} of the training data are not those that its model counts for its pictures; "
+            "leave them out of the collator's batch"
+        )

@@ -1,0 +1,116 @@
+"""The cases of `trainer_worker` for vision-language models; started in the same way.
+
+A script's data set holds what a processor would give for each row, and its collator pads and joins rows.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainingArguments
+
+from tests.runtime.vision_models import FAMILIES, Family
+from tests.runtime.vision_trainer_plans import NUM_ROWS
+from tests.runtime.workers.trainer_worker import Cases, common_arguments, main, outcome
+
+PADDING = 0
+
+
+class Rows(Dataset[Any]):
+    def __init__(self, family: Family) -> None:
+        self._family = family
+
+    def __len__(self) -> int:
+        return NUM_ROWS
+
+    def __getitem__(self, row: int) -> Any:
+        return FAMILIES[self._family].inputs_of(row)
+
+
+def collate(items: list[Any], *, family: Family) -> dict[str, torch.Tensor]:
+    """Pad tokens and join pictures, as the processors of the families do for a batch."""
+    longest = max(len(item.input_ids) for item in items)
+
+    def padded(values: Any, value: int) -> torch.Tensor:
+        return torch.tensor([[*of_row, *[value] * (longest - len(of_row))] for of_row in values])
+
+    config = FAMILIES[family].config()
+    ids = padded([item.input_ids for item in items], PADDING)
+    mask = padded([[1] * len(item.input_ids) for item in items], 0)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": padded([item.labels for item in items], -100)}
+    videos = getattr(config, "video_token_id", -1)
+    types = (ids == config.image_token_id).long() + 2 * (ids == videos).long()
+    if family == "gemma3":
+        batch["token_type_ids"] = types
+    elif family != "internvl":
+        batch["mm_token_type_ids"] = types
+    for name in ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "second_per_grid_ts"):
+        values = [getattr(item, name) for item in items if len(getattr(item, name, ()))]
+        if values:
+            joined = torch.cat(values)
+            batch[name] = joined.float() if name.startswith("pixel") else joined
+    return batch
+
+
+def model(family: Family, *, frozen: bool = False) -> Any:
+    """In fp32; no weights zero or alike, as initialisation leaves some."""
+    import transformers
+
+    torch.manual_seed(0)
+    kind = "Gemma3ForConditionalGeneration"  # whose test model computes in fp64
+    made: Any = (
+        getattr(transformers, kind)(FAMILIES[family].config()) if family == "gemma3" else FAMILIES[family].model()
+    )
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    if frozen:
+        made.base_model.requires_grad_(False)
+        made.base_model.language_model.requires_grad_(True)
+    return made
+
+
+def train(
+    folder: Path, family: Family = "qwen3_vl", *, frozen: bool = False, collator: Any = collate, **changes: Any
+) -> dict[str, Any]:
+    own = model(family, frozen=frozen)
+    tower = {name: value.clone() for name, value in own.state_dict().items() if "visual" in name or "vision" in name}
+    trainer = Trainer(
+        model=own,
+        args=TrainingArguments(**common_arguments(folder, remove_unused_columns=False, **changes)),
+        train_dataset=Rows(family),
+        data_collator=partial(collator, family=family),
+    )
+    trainer.train()
+    found = outcome(trainer)
+    moved = any(not torch.equal(found["weights"][name], value) for name, value in tower.items())
+    assert moved != frozen and tower
+    return found
+
+
+def cases(num_ranks: int) -> Cases:
+    """Names, and which plan of `vision_trainer_plans` they follow."""
+
+    def case(family: Family, **changes: Any) -> tuple[str, Any]:
+        return f"{family}-{num_ranks}.parquet", partial(train, family=family, **changes)
+
+    if num_ranks == 4:
+        return {"qwen3_vl": case("qwen3_vl"), "internvl frozen": case("internvl", frozen=True)}
+    return {
+        "qwen3_vl": case("qwen3_vl"),
+        "gemma3": case("gemma3"),
+        "qwen3_vl frozen": case("qwen3_vl", frozen=True, per_device_train_batch_size=1, gradient_accumulation_steps=4),
+        "qwen2_5_vl": case("qwen2_5_vl", per_device_train_batch_size=2, gradient_accumulation_steps=2),
+        "internvl": case("internvl", gradient_checkpointing=True),
+        "gemma3 frozen": case("gemma3", frozen=True),
+    }
+
+
+if __name__ == "__main__":
+    own_folder, ranks, *wanted = sys.argv[1:]
+    main(Path(own_folder), wanted, cases(int(ranks)), {})
