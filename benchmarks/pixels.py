@@ -60,7 +60,7 @@ def _train(folder: Path, arguments: argparse.Namespace) -> None:
     _plan(folder, "sizes", arguments.ranks)
     frozen = ("--decode-workers", "0", "--freeze-vision")
     cases = {
-        "made up": ("sizes", ("--random-weights",)),
+        "made up": ("sizes", ("--weights", "random")),
         "trainer's thread": ("real", ("--decode-workers", "0")),
         "one process": ("real", ("--decode-workers", "1")),
         "frozen encoder": ("real", frozen),

@@ -9,9 +9,10 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import MISSING
 from functools import wraps
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, Final, TypeVar, cast
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -20,6 +21,7 @@ from fcp_cli.console import verbosity
 from fcp_cli.errors import FcpError, Interrupted, UsageError
 from fcp_cli.known import OF_OPTION, known_names
 from fcp_cli.options import Opt, Option, build, options_of, read_value
+from fcp_cli.retired import replacement
 from fcp_cli.trust import refuse_untrusted
 from fcp_cli.words import nearest
 
@@ -60,11 +62,18 @@ def takes(kind: type[T], *examples: str) -> Callable[[Callable[[T], None]], Call
                 error.args = (f"{error}{next(origins, '')}",)
                 raise
 
-        command.__dict__ |= {"__signature__": signature, "examples": "\n".join(examples)}
+        command.__dict__ |= {"__signature__": signature, "examples": "\n".join(examples), "rare": _rare(options)}
         command.__annotations__ = {}  # typer would resolve those of `function`, which declare no options
         return command
 
     return decorate
+
+
+def _rare(options: Iterable[Option]) -> frozenset[str]:
+    """Return the names of the options that only --help-all shows."""
+    marks = {option.name: option.mark for option in options if isinstance(option.mark, Opt)}
+    common = {name for name, mark in marks.items() if mark.common}
+    return frozenset(marks.keys() - common if common else ())
 
 
 def _parameter(option: Option) -> inspect.Parameter:
@@ -116,35 +125,79 @@ def _parser(option: Option) -> Callable[[Any], Any]:
 
 
 class _Help:
-    """The help of every command and group; mixed into typer's classes."""
+    """The help of every command and group; mixed into typer's classes.
+
+    --help shows the common options in one list, --help-all every option under the heading of its group.
+    """
 
     params: list[Any]
     epilog: str | None
+    callback: Any
+    _help_all: Any = None
+
+    @property
+    def rare(self) -> frozenset[str]:
+        """Names of the options that --help folds."""
+        return getattr(self.callback, "rare", frozenset())
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters with --help-all, a copy of --help that shows everything."""
+        params = super().get_params(ctx)  # type: ignore[misc]
+        if self._help_all is None:  # one object for all calls: click compares parameters by identity
+            self._help_all = copy(self.get_help_option(ctx))  # type: ignore[attr-defined]
+            self._help_all.__dict__ |= {
+                "name": "help_all",
+                "opts": ["--help-all"],
+                "help": "Show every option and exit.",
+                "hidden": not self.rare,
+                "allow_from_autoenv": False,
+                "callback": _show_everything,
+            }
+        return [*params, self._help_all]
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Write a required argument as NAME, where typer writes {NAME}."""
         return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]  # type: ignore[misc]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write arguments, commands, and options under their headings in the order of the dataclass."""
+        """Write arguments, commands, and options in the order of the dataclass, all of them under their headings."""
+        folds = self.rare and _EVERYTHING not in ctx.meta
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Commands": []}
         for name, command in getattr(self, "commands", {}).items():
             sections["Commands"].append((name, " ".join(command.help.split("\n\n")[0].split())))
-        for parameter in self.get_params(ctx):  # type: ignore[attr-defined]
+        for parameter in self.get_params(ctx):
+            if parameter.hidden or (folds and parameter.name in (*self.rare, "help_all")):
+                continue
             default = default_text(parameter, ctx)
             left = f"{', '.join(spellings(parameter))} {metavar_of(parameter)}".strip()
             right = f"{parameter.help}{f' [default: {default}]' if default else ''}"
-            sections.setdefault(help_section(parameter), []).append((left, right))
+            section = help_section(parameter)
+            sections.setdefault("Options" if folds and section != "Arguments" else section, []).append((left, right))
         for title, rows in sections.items():
             if rows:
                 with formatter.section(title):
-                    formatter.write_dl(rows)
+                    formatter.write_dl(rows, col_max=_SHORT_COLUMN if folds else _COLUMN)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write the examples as they are, ready to be copied."""
         if self.epilog:
             with formatter.section("Examples"):
                 formatter.write("".join(f"  {line}\n" for line in examples_of(self)))
+        if self.rare and _EVERYTHING not in ctx.meta:
+            formatter.write_paragraph()
+            formatter.write(f"{len(self.rare)} more options, by what they are for: {ctx.command_path} --help-all\n")
+
+
+_EVERYTHING: Final = "fcp.help-all"
+_COLUMN: Final = 30  # characters of a flag with its value in the help; a longer one has a line of its own
+_SHORT_COLUMN: Final = 23  # so that most of the common options need one line
+
+
+def _show_everything(context: Any, parameter: Any, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        context.meta[_EVERYTHING] = True
+        typer.echo(context.get_help())
+        context.exit()
 
 
 def examples_of(command: Any) -> list[str]:
@@ -276,8 +329,13 @@ def _one_line(error: Any) -> Exception:
     message, context = error.format_message().rstrip("."), error.ctx
     message = message[:1].lower() + message[1:]
     if kind == "NoSuchOption":
-        message = f"there is no option {error.option_name}"
-        message += _meant(error.option_name, [flag for p in context.command.params for flag in spellings_of(p)])
+        instead = replacement(_config_key(context).replace(".", " "), error.option_name)
+        message = f"there is no option {error.option_name}{instead or ''}"
+        message += (
+            ""
+            if instead
+            else _meant(error.option_name, [flag for p in context.command.params for flag in spellings_of(p)])
+        )
     elif kind == "BadOptionUsage" and "requires an argument" in message:
         message = f"{error.option_name} needs a value"
     elif unknown := re.match("no such command '(.*?)'", message):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fcp_cli.errors import UsageError
+from fcp_cli.retired import replacement, replacement_of_variable
 from fcp_cli.trust import ConfigFile, digest_of
 from fcp_cli.words import did_you_mean
 
@@ -35,7 +36,7 @@ def read_config(path: Path, group: Any, *, found: bool) -> tuple[dict[str, Any],
     return _group_defaults(config, group, where=str(path)), file
 
 
-def _group_defaults(config: dict[str, Any], group: Any, *, where: str) -> dict[str, Any]:
+def _group_defaults(config: dict[str, Any], group: Any, *, where: str, words: str = "") -> dict[str, Any]:
     defaults = {}
     for name, options in config.items():
         if name not in group.commands:
@@ -43,7 +44,7 @@ def _group_defaults(config: dict[str, Any], group: Any, *, where: str) -> dict[s
             raise UsageError(f"{where}: there is no command {name!r}{hint}")
         if not isinstance(options, dict):
             raise UsageError(f"{where}: the options of {name!r} must be a mapping, not {options!r}")
-        defaults[name] = _command_defaults(options, group.commands[name], where=where, name=name)
+        defaults[name] = _command_defaults(options, group.commands[name], where=where, name=f"{words}{name}")
     return defaults
 
 
@@ -70,7 +71,8 @@ def unknown_variables(environment: Iterable[str], group: Any, *, prefix: str = "
         known = set(_variables(command, f"{prefix}_{verb.upper()}"))
         for name in names:
             if name.startswith(f"{prefix}_{verb.upper()}_") and name not in known:
-                yield f"the variable {name} sets nothing: {verb} has no such option{did_you_mean(name, known)}"
+                instead = replacement_of_variable(name) or did_you_mean(name, known)
+                yield f"the variable {name} sets nothing: {verb} has no such option{instead}"
 
 
 def _variables(command: Any, prefix: str) -> Iterator[str]:
@@ -87,11 +89,12 @@ def _command_defaults(options: dict[str, Any], command: Any, *, where: str, name
     for key, value in options.items():
         spelling = str(key).replace("_", "-")
         if key in subcommands:
-            defaults |= _group_defaults({key: value}, command, where=where)
+            defaults |= _group_defaults({key: value}, command, where=where, words=f"{name} ")
         elif spelling in parameters:
             parameter = parameters[spelling]
             repeated = getattr(parameter, "multiple", False) or parameter.nargs == -1
             defaults[parameter.name] = [value] if repeated and isinstance(value, str) else value
         else:
-            raise UsageError(f"{where}: {name!r} has no option {key!r}{did_you_mean(spelling, parameters)}")
+            instead = replacement(name, f"--{spelling}") or did_you_mean(spelling, parameters)
+            raise UsageError(f"{where}: {name!r} has no option {key!r}{instead}")
     return defaults

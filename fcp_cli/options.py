@@ -59,7 +59,10 @@ class Opt:
         min, max: limits of a number; without `max` a whole one fits 64 bits.
         below: a number that it must not reach.
         unset: for options whose default is None, the words for the effective default.
-        group: heading in the help of this option and of those after it, up to the next that names one.
+        group: heading in the help of this option and of those after it, up to the next that names one; inside a
+            `Group` it stands behind the group's title, as "Bundled trainer: memory".
+        common: shown by --help, which folds the others into --help-all; if no option of a command is common, --help
+            shows all of them.
         negatable: a switch has a `--no-...`, too.
         commas: a field of type `tuple[int, ...]` is one word of positive numbers, as 1,2,4; they arrive in order.
         trust: an `fcp.yaml` that nobody named sets this option only if it is trusted: always for one that "runs" code
@@ -75,6 +78,7 @@ class Opt:
     below: float | None = None
     unset: str | None = None
     group: str | None = None
+    common: bool = False
     negatable: bool = False
     commas: bool = False
     trust: Literal["runs", "writes"] | None = None
@@ -166,8 +170,9 @@ def options_of(kind: type, *, defaults: Any = None, group: str | None = None) ->
     Args:
         kind: a dataclass.
         defaults: an instance whose values stand for the defaults of the fields.
-        group: heading of the first options, up to one that names another.
+        group: title of the enclosing `Group`, None at the top.
     """
+    title = f"{group}: " if group else ""
     for name, hint, mark, default in _marked_fields(kind, defaults):
         if isinstance(mark, Group):
             inner = default if mark.of is None and default is not MISSING else None
@@ -175,7 +180,7 @@ def options_of(kind: type, *, defaults: Any = None, group: str | None = None) ->
         elif isinstance(mark, Opt | Arg):
             value_type, many = _value_type(hint)
             if isinstance(mark, Opt) and mark.group is not None:
-                group = mark.group
+                group = f"{title}{mark.group}"
             yield Option(name=name, type=value_type, many=many, default=default, mark=mark, group=group)
 
 

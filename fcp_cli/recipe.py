@@ -28,7 +28,11 @@ _OF_ACCELERATORS: Final = ("bf16", "amp")
 # The options, as `fcp profile`, `fcp plan` and `fcp launch` take them.
 ZeroOption: TypeAlias = Annotated[
     Literal["auto", "0", "1", "2", "3"],
-    Opt("What ranks share out: 0 nothing, 1 optimizer, 2 gradients, too, 3 weights, too; auto: what fits cheapest."),
+    Opt(
+        "ZeRO stage: 0 none, 1 optimizer, 2 gradients, 3 weights; auto: what fits.",
+        common=True,
+        group="memory and precision",
+    ),
 ]
 ShardRanksOption: TypeAlias = Annotated[
     int | None,
@@ -44,7 +48,7 @@ PrecisionOption: TypeAlias = Annotated[
 ]
 RecomputeOption: TypeAlias = Annotated[
     Literal["auto", "none", "selective", "full"],
-    Opt("Activations computed again in backward: none, all but attention's (selective), or all of a layer (full)."),
+    Opt("Activations that backward recomputes; selective: all but attention's.", common=True),
 ]
 LossOption: TypeAlias = Annotated[
     Literal["auto", "chunked", "plain"],
@@ -129,7 +133,7 @@ class RecipeRequest:
     recompute: RecomputeOption = "auto"
     loss: LossOption = "auto"
     offload: OffloadOption = "auto"
-    freeze_vision: Annotated[bool, Opt("Train the language model of a vision model only.")] = False
+    freeze_vision: Annotated[bool, Opt("Train the language model of a vision model only.", group="weights")] = False
     lora: Annotated[
         str | None,
         Opt("Train low-rank adapters alone, by peft.", metavar="r=16,alpha=32,target=q_proj+v_proj", unset="none"),

@@ -24,6 +24,7 @@ class OptionEntry:
         default: as the help shows it; empty where there is none to name.
         help: of the option.
         group: its heading in the help.
+        rare: --help-all alone shows it.
         required: the command does not run without it.
         environment: the variable that sets it, if one does.
         config_key: its place in `fcp.yaml`, as "plan.ranks", if it has one.
@@ -35,6 +36,7 @@ class OptionEntry:
     default: str
     help: str
     group: str
+    rare: bool
     required: bool
     environment: str | None
     config_key: str | None
@@ -71,13 +73,15 @@ def _entries(command: Any, words: tuple[str, ...]) -> Iterator[CommandEntry]:
         usage=" ".join(command.collect_usage_pieces(context)),
         help=command.help or "",
         examples=tuple(examples_of(command)),
-        options=tuple(_option_entry(parameter, words, context) for parameter in command.params),
+        options=tuple(_option_entry(parameter, words, context, rare=command.rare) for parameter in command.params),
     )
     for name, inner in getattr(command, "commands", {}).items():
         yield from _entries(inner, (*words, name))
 
 
-def _option_entry(parameter: Any, words: tuple[str, ...], context: typer.Context) -> OptionEntry:
+def _option_entry(
+    parameter: Any, words: tuple[str, ...], context: typer.Context, *, rare: frozenset[str]
+) -> OptionEntry:
     # Neither the environment nor fcp.yaml sets arguments, and fcp's own options take part in reading both.
     settable = words and parameter.param_type_name == "option"
     long_flag = next((flag for flag in parameter.opts if flag.startswith("--")), "")
@@ -88,6 +92,7 @@ def _option_entry(parameter: Any, words: tuple[str, ...], context: typer.Context
         default=default_text(parameter, context),
         help=parameter.help or "",
         group=help_section(parameter),
+        rare=parameter.name in rare,
         required=parameter.required,
         environment="_".join(("FCP", *words, parameter.name)).upper() if settable else parameter.envvar,
         config_key=".".join((*words, long_flag[2:])) if settable else None,

@@ -42,8 +42,12 @@ def _command(entry: CommandEntry) -> Iterator[str]:
     groups: dict[str, list[OptionEntry]] = {}
     for option in entry.options:
         groups.setdefault(option.group or "Options", []).append(option)
+    folds = any(option.rare for option in entry.options)
+    if folds:
+        yield f"`{name} --help` shows the options in bold, `{name} --help-all` all of them.\n"
     for group, options in groups.items():
-        yield from _table((group, "Default", "Meaning"), [(_names(one), one.default, one.help) for one in options])
+        rows = [(_names(one, bold=folds and not one.rare), one.default, one.help) for one in options]
+        yield from _table((group, "Default", "Meaning"), rows)
     yield from _other_ways(entry)
 
 
@@ -63,14 +67,15 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str
     yield f"| {' | '.join(header)} |"
     yield "|" + "---|" * len(header)
     for row in rows:
-        yield f"| {' | '.join(cell if cell.startswith('<code>') else _cell(cell) for cell in row)} |"
+        yield f"| {' | '.join(cell if cell.startswith(('<code>', '<b>')) else _cell(cell) for cell in row)} |"
     yield ""
 
 
-def _names(option: OptionEntry) -> str:
+def _names(option: OptionEntry, *, bold: bool) -> str:
     """Return the spellings as code, the value behind the last; an argument is its metavar."""
     names = ", ".join(_code(flag) for flag in option.flags)
-    return " ".join(part for part in (names, _code(option.metavar) if option.metavar else "") if part)
+    shown = " ".join(part for part in (names, _code(option.metavar) if option.metavar else "") if part)
+    return f"<b>{shown}</b>" if bold and option.flags else shown
 
 
 def _code(text: str) -> str:

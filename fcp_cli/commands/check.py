@@ -29,7 +29,7 @@ class CheckOptions:
 
 @takes(CheckOptions, "fcp check", "fcp check plan.parquet --manifest lengths.parquet")
 def check(options: CheckOptions) -> None:
-    """Prove a plan: order, ranks, waves, token budget, coverage, times, bounds, totals and hash.
+    """Prove a plan: order, coverage, token budget, times, bounds, hash.
 
     Exit status 0 for a sound plan, 1 for any other.
     """

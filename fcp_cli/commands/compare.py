@@ -27,23 +27,34 @@ if TYPE_CHECKING:
 class CompareOptions(PlanRequest):
     """The options of `fcp compare`."""
 
-    manifest: Annotated[Path, Arg("Lengths: Parquet, Arrow, JSON lines, CSV or numbers; - reads stdin.")]
+    manifest: Annotated[Path, Arg("Lengths: Parquet, Arrow, JSON lines, CSV, numbers; - is stdin.")]
     sync: Annotated[
         Literal["iteration", "microbatch"] | None,
-        Opt("Compare under one sync only.", unset="each strategy under its better one"),
+        Opt("Compare under one sync only.", unset="each strategy's better one", common=True, group="Cluster and model"),
     ] = None
-    steps: Annotated[int | None, Opt("How many steps to plan, from the first.", min=1)] = 4
+    steps: Annotated[
+        int | None, Opt("How many steps to plan, from the first.", min=1, common=True, group="Global batches")
+    ] = 4
     solvers: Annotated[
         str | None,
-        Opt("Strategies, as fcp,static, or all.", group="Options", metavar="NAME,...", unset="all but flexsp"),
+        Opt(
+            "Strategies, as fcp,static, or all.",
+            group="Strategies",
+            metavar="NAME,...",
+            unset="all but flexsp",
+            common=True,
+        ),
     ] = None
     stress: Annotated[
-        bool, Opt("Also time each strategy under noise, a slow rank, links that rings share, and slow launches.")
+        bool,
+        Opt(
+            "Also time each strategy under noise, a slow rank, links that rings share, and slow launches.", common=True
+        ),
     ] = False
     milp_seconds: Annotated[
         float, Opt("Time limit of each of flexsp's integer programs, as its authors have it.", min=0.01)
     ] = 5.0
-    json: Annotated[bool, Opt("Print the result as one JSON document on stdout.")] = False
+    json: Annotated[bool, Opt("Print the result as one JSON document.", common=True, group="Output")] = False
 
 
 @takes(
@@ -52,7 +63,7 @@ class CompareOptions(PlanRequest):
     "fcp compare lengths.parquet --solvers fcp,static --sync iteration --steps 8",
 )
 def compare(options: CompareOptions) -> None:
-    """Compare every strategy on the same sequences and cost profile, each in its best setting."""
+    """Compare every strategy, each in its best setting, on your lengths."""
     from fcp_cli.planning.comparison import SYNCS, colocated, encoder_placements
     from fcp_cli.planning.settings import resolve
     from fcp_cli.planning.verdict import compared_verdict

@@ -20,7 +20,7 @@ class EnvOptions:
 
 @takes(EnvOptions, "fcp env", "fcp env --json")
 def env(options: EnvOptions) -> None:
-    """Show versions, devices and communication libraries, ready to be pasted into an issue."""
+    """Show versions, devices and communication libraries, for an issue."""
     from fcp_cli.machine.facts import collect_facts, facts_document, facts_lines
 
     facts = collect_facts()

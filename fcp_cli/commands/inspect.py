@@ -32,7 +32,7 @@ class InspectOptions:
 
 @takes(InspectOptions, "fcp inspect", "fcp inspect plan.parquet --step 3 --why 0")
 def inspect(options: InspectOptions) -> None:
-    """Show a plan: its summary, or one step with groups, degrees, ranks, tokens, seconds and idle time."""
+    """Show a plan's summary, or one step: groups, seconds, idle time."""
     from fcp_cli.report.plan_file import open_plan
 
     step, why = options.step, options.why

@@ -27,7 +27,7 @@ class JobsOptions:
 @jobs_app.callback(invoke_without_command=True)
 @takes(JobsOptions, "fcp jobs", "fcp jobs log qwen3-tiny-001")
 def jobs(options: JobsOptions) -> None:
-    """List the jobs that fcp launch started here or submitted to Slurm or Kubernetes, with their state.
+    """List jobs of fcp launch with their state, here and on a scheduler.
 
     The state is the scheduler's word while a job waits or runs, and the run's own once it has ended.
     """

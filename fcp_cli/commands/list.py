@@ -25,7 +25,10 @@ class ListOptions:
 
 @takes(ListOptions, "fcp list models", "fcp list")
 def list_names(options: ListOptions) -> None:
-    """List the models, clusters, solvers and targets that options take, devices measured, frameworks hooked."""
+    """List names that options take: models, clusters, solvers, targets.
+
+    Devices with a measured profile and the frameworks that fcp injects into are listed, too.
+    """
     kinds = [kind for kind in KINDS if options.kind in (None, kind)]
     found = {str(kind): known_names(kind) for kind in kinds}
     for kind in kinds:

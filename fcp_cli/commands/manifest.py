@@ -40,8 +40,8 @@ class BuildOptions:
         Path,
         Arg("Folder of text files; JSONL, Parquet, Arrow or tar file, or folder of them; Megatron .idx; .txt lengths."),
     ]
-    output: Annotated[Path, Opt("The manifest to write.", flags=("--output", "-o"), trust="writes")] = Path(
-        "lengths.parquet"
+    output: Annotated[Path, Opt("The manifest to write.", flags=("--output", "-o"), trust="writes", common=True)] = (
+        Path("lengths.parquet")
     )
     tokenizer: Annotated[
         str,
@@ -49,27 +49,37 @@ class BuildOptions:
             "Tokens of a text: its UTF-8 bytes, or by a tokenizer.json, a checkpoint's folder, or its name on the hub "
             "where that is in the local cache.",
             metavar="bytes|FILE|FOLDER|NAME",
+            common=True,
         ),
     ] = "bytes"
     kind: Annotated[
         Literal["text", "chat", "jsonl", "parquet", "arrow", "megatron", "media", "lengths", "auto"],
-        Opt("The form of SOURCE; auto finds it by name and content."),
+        Opt("The form of SOURCE; auto finds it by name and content.", common=True),
     ] = "auto"
     column: Annotated[
         str | None,
         Opt(
             "Field or column with texts, token ids or lengths.",
-            flags=("--column", "--text-field"),
+            common=True,
             unset="the first of a usual name: text, input_ids, tokens, content, length, num_tokens",
         ),
     ] = None
     include: Annotated[
-        tuple[str, ...], Opt("Files of a folder of text to take, as '*.py'; may be repeated.", metavar="GLOB")
+        tuple[str, ...],
+        Opt(
+            "Files of a folder of text to read, as '*.py'; may be repeated.",
+            metavar="GLOB",
+            group="Parts of the source",
+        ),
     ] = ()
-    exclude: Annotated[tuple[str, ...], Opt("Files and folders to leave out; may be repeated.", metavar="GLOB")] = ()
+    exclude: Annotated[tuple[str, ...], Opt("Files and folders to skip; may be repeated.", metavar="GLOB")] = ()
     train_on: Annotated[
         Literal["all", "assistant", "completion"],
-        Opt("Of conversations, learn all tokens, every turn of the assistant, or its last one."),
+        Opt(
+            "Tokens of conversations to train on: all, every assistant turn, or the last one.",
+            common=True,
+            group="Conversations and media",
+        ),
     ] = "assistant"
     processor: Annotated[
         str | None,
@@ -77,10 +87,11 @@ class BuildOptions:
             "For media (images and videos, or their sizes): qwen3-vl, qwen2.5-vl, internvl, gemma3 or the folder of a "
             "checkpoint.",
             metavar="NAME|FOLDER",
+            common=True,
         ),
     ] = None
     bad_rows: Annotated[
-        Literal["error", "skip"], Opt("End at a record whose picture cannot be read, or leave it out and count it.")
+        Literal["error", "skip"], Opt("Stop at a record whose image fails to decode, or skip and count it.")
     ] = "error"
     mask: Annotated[
         str | None,
@@ -88,6 +99,7 @@ class BuildOptions:
             "What the tokens of a sequence see of each other: all of it, or by a column with the tokens of a prefix, "
             "with [start, stop] of spans that see themselves both ways, or with sizes of clean and noisy chunks.",
             metavar="full|prefix:COLUMN|segments:COLUMN|pairs:COLUMN",
+            group="Masks",
             unset="causal",
         ),
     ] = None
@@ -97,9 +109,10 @@ class BuildOptions:
             "Size of the vocabulary of Megatron data.",
             min=1,
             unset="one more than the largest token in the .bin, if there is one",
+            group="Parts of the source",
         ),
     ] = None
-    json: Annotated[bool, Opt("Print the summary as one JSON document on stdout.")] = False
+    json: Annotated[bool, Opt("Print the summary as one JSON document.", common=True, group="Options")] = False
     typed: Annotated[frozenset[str], Typed()] = frozenset()
 
 

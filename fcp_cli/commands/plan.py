@@ -35,35 +35,43 @@ class PlanOptions(PlanRequest):
         Path | None,
         Opt(
             "The plan to write; - is stdout.",
-            group="Options",
+            group="Output",
             flags=("--output", "-o"),
             unset=f"{_PLAN}",
+            common=True,
             trust="writes",
         ),
     ] = None
-    solver: Annotated[str, Opt("fcp, a published strategy, or one of another package; see 'fcp list solvers'.")] = "fcp"
-    resume: Annotated[bool, Opt("Continue the same plan after an interruption.")] = False
+    solver: Annotated[str, Opt("Strategy, of 'fcp list solvers'.", common=True, group="Search")] = "fcp"
+    resume: Annotated[bool, Opt("Continue the same plan after an interruption.", group="Interrupted work")] = False
     continue_from: Annotated[
         Path | None, Opt("Plan what a stopped run has left, in the same batches, for other --ranks.", metavar="RUN_DIR")
     ] = None
     max_degree: Annotated[
-        int | None, Opt("1: no rings, each sequence on one rank.", min=1, max=MOST_RANKS, unset="no limit")
+        int | None,
+        Opt("1: no rings, each sequence on one rank.", min=1, max=MOST_RANKS, unset="no limit", group="Rings"),
     ] = None
     max_groups: Annotated[
         int | None, Opt("Most distinct groups of degree > 1 in the whole plan.", min=1, unset="no limit")
     ] = None
     max_peers: Annotated[
-        int | None, Opt("Most ranks that a rank ever has beside it in rings.", min=1, max=MOST_RANKS, unset="no limit")
+        int | None, Opt("Most distinct ring neighbours per rank.", min=1, max=MOST_RANKS, unset="no limit")
     ] = None
     robust: Annotated[
-        bool, Opt("Of answers within 0.5 % choose the one that noise, a slow rank and shared links hurt least.")
+        bool,
+        Opt(
+            "Of answers within 0.5 % choose the one that noise, a slow rank and shared links hurt least.",
+            group="Search",
+        ),
     ] = False
     emit: Annotated[
         Literal["megatron-execution-plan"] | None,
-        Opt("Write the plan in another's form, too, beside it: PLAN.execution.jsonl.", unset="nothing"),
+        Opt("Write the plan in another's form, too, beside it: PLAN.execution.jsonl.", unset="nothing", group="Output"),
     ] = None
-    workers: Annotated[int | None, Opt("Planning processes.", min=1, max=MOST_WORKERS, unset="as many as pay")] = None
-    json: Annotated[bool, Opt("Print the summary as one JSON document on stdout.")] = False
+    workers: Annotated[
+        int | None, Opt("Planning processes.", min=1, max=MOST_WORKERS, unset="as many as pay", group="Search")
+    ] = None
+    json: Annotated[bool, Opt("Print the summary as one JSON document.", common=True, group="Output")] = False
     typed: Annotated[frozenset[str], Typed()] = frozenset()
 
 
@@ -73,7 +81,7 @@ class PlanOptions(PlanRequest):
     "fcp plan lengths.parquet --model qwen3-8b --cluster h100-8x8 --recompute full",
 )
 def plan(options: PlanOptions) -> None:
-    """Decide which ranks run which sequences together, for every global batch, and write it as a plan.
+    """Plan which ranks run which sequences together in every batch.
 
     What no option gives comes from fcp.yaml, this folder or what is on this machine; the output names each source.
     """

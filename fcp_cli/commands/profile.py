@@ -33,12 +33,12 @@ _OUTPUT: Final = Path("profile.yaml")
 class ProfileOptions(ProfileRequest):
     """The options of `fcp profile`."""
 
-    hf_config: Annotated[
-        Path | None, Opt("config.json of a Hugging Face model, instead of --model.", group="Options")
-    ] = None
-    output: Annotated[Path, Opt("The profile to write; - is stdout.", flags=("--output", "-o"), trust="writes")] = (
-        _OUTPUT
-    )
+    output: Annotated[
+        Path,
+        Opt(
+            "The profile to write; - is stdout.", flags=("--output", "-o"), trust="writes", common=True, group="Output"
+        ),
+    ] = _OUTPUT
     share: Annotated[
         Path | None,
         Opt(
@@ -47,7 +47,7 @@ class ProfileOptions(ProfileRequest):
             trust="writes",
         ),
     ] = None
-    json: Annotated[bool, Opt("Print the result as one JSON document on stdout.")] = False
+    json: Annotated[bool, Opt("Print the result as one JSON document.", common=True)] = False
 
 
 @profile_app.callback(invoke_without_command=True)
@@ -57,7 +57,7 @@ class ProfileOptions(ProfileRequest):
     "fcp profile --analytic --model qwen3-8b --cluster h100-8x8 -o profile.yaml",
 )
 def profile(options: ProfileOptions) -> None:
-    """Measure what micro-batches cost on this machine and write a cost profile for fcp plan.
+    """Measure the cost of micro-batches on this machine, for fcp plan.
 
     Alone it measures here, within a minute on a CPU; an interrupted measurement continues where it stopped. With
     --analytic it computes the coefficients from the figures of a model and a cluster, and lists what it assumes.
@@ -65,12 +65,8 @@ def profile(options: ProfileOptions) -> None:
     from fcp_cli.profiling.choices import asked_sync, choose_measurement, computed_profile
 
     output, origins = options.output, Origins()
-    if options.model is not None and options.hf_config is not None:
-        raise UsageError("--model and --hf-config exclude each other; give one")
     _refuse_two_documents(output, options.json)
     _check_share(options)
-    if options.hf_config is not None:
-        options = replace(options, model=str(options.hf_config))
     if options.samples is None and str(output) != "-":
         options = replace(options, samples=output.with_suffix(".samples.jsonl"))
     if options.from_samples is not None:
@@ -166,7 +162,7 @@ class FitOptions:
 @takes(
     FitOptions,
     "fcp profile fit runs/qwen3-8b-001",
-    "fcp profile fit runs/qwen3-8b-001 runs/qwen3-8b-002 --skip-steps 5 -o refitted.yaml",
+    "fcp profile fit runs/qwen3-001 runs/qwen3-002 --skip-steps 5 -o refitted.yaml",
 )
 def fit(options: FitOptions) -> None:
     """Refit a profile from the metrics of real training runs, where every micro-batch is a sample."""

@@ -44,7 +44,7 @@ class ReportOptions:
 
 @takes(ReportOptions, "fcp report", "fcp report runs/qwen3-tiny-001 -o run.html")
 def report(options: ReportOptions) -> None:
-    """Show a plan, or a run, as one page that opens anywhere: the gain, Gantt charts, idle time, degrees, memory.
+    """Show a plan or run as one page: gain, Gantt charts, idle, memory.
 
     Of a run also its loss, and measured against planned times.
     """

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @takes(SelftestRequest, "fcp selftest", "fcp selftest --quick --ranks 2 --json")
 def selftest(options: SelftestRequest) -> None:
-    """Test this node under a job's own environment, and print one block to paste into an issue.
+    """Test this node in a job's environment; print a block for an issue.
 
     Looks at versions and topology, the attention kernel against fp64, rings of every degree against one device, orders
     that could hang, messages, overlap, and held-out packs against their prediction. Five minutes on 8 GPUs, two on a

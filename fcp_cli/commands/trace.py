@@ -38,12 +38,13 @@ class TraceOptions:
 @takes(
     TraceOptions,
     "fcp trace plan.parquet",
-    "fcp trace plan.parquet runs/qwen3-tiny-001/metrics.jsonl --steps 0:10 -o trace.json.gz",
+    "fcp trace plan.parquet runs/tiny/metrics.jsonl --steps 0:9 -o trace.json.gz",
 )
 def trace(options: TraceOptions) -> None:
-    """Write a trace for ui.perfetto.dev: a track per rank, an event per micro-batch, arrows between a ring's ranks.
+    """Write a trace of a plan or run for ui.perfetto.dev.
 
-    Of a plan of pipelines there is a track per stage, with an event per forward and backward.
+    It has a track per rank, an event per micro-batch, and arrows between the ranks of a ring; of a plan of pipelines a
+    track per stage, with an event per forward and backward.
     Given a plan and the run that followed it, planned and measured tracks stand side by side. Times are microseconds.
     """
     from fcp_cli.report.step_range import parse_steps

@@ -21,9 +21,9 @@ class TrustOptions:
 
 @takes(TrustOptions, "fcp trust", "fcp trust --revoke")
 def trust(options: TrustOptions) -> None:
-    """Let an fcp.yaml set what runs commands or writes elsewhere; read it first.
+    """Let an fcp.yaml set options that run commands or write elsewhere.
 
-    Trust is in the file as it is now, at its place: after a change, fcp asks again.
+    Read it first. Trust is in the file's present content at its place: after a change, fcp asks again.
     """
     from fcp_cli.errors import UsageError
     from fcp_cli.reading.documents import read_text

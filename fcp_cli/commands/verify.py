@@ -36,7 +36,9 @@ class VerifyOptions:
 
 @takes(VerifyOptions, "fcp verify plan.parquet", "fcp verify plan.parquet --first-step 100 --steps 10")
 def verify(options: VerifyOptions) -> None:
-    """Replay steps of a plan with a small fp64 model on CPU ranks, and compare loss and gradients with one process.
+    """Compare a plan's loss and gradients, in fp64, with one process.
+
+    It replays steps of the plan with a small model on CPU ranks.
 
     Exit status 0 if no difference exceeds 1e-12 and no operation is out of order, else 1. Run it before trusting a plan
     or a new version of PyTorch. Up to 8 ranks are processes over gloo; more are threads of one process.

@@ -41,7 +41,7 @@ class WatchOptions:
 
 @takes(WatchOptions, "fcp watch", "fcp watch runs/qwen3-tiny-001 --once")
 def watch(options: WatchOptions) -> None:
-    """Follow a run: loss, tokens/s, measured against planned time, idle time per rank, time left.
+    """Follow a run: loss, tokens/s, step time against plan, idle time.
 
     Ends when the run ends: exit status 0 where it finished, 1 where it was interrupted, failed, or died without a word.
     Through a pipe it prints plain lines.

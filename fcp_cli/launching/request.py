@@ -21,7 +21,8 @@ NumaBinding: TypeAlias = Literal["node", "socket", "exclusive", "core-complex"]
 LOCAL: Final = "local"
 """The target of a job that runs on this machine."""
 
-_CLUSTERS: Final = "Clusters"
+CLUSTERS: Final = "On a cluster"
+"""Title of the options for a job that runs elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +31,12 @@ class ClusterOptions:
 
     target: Annotated[
         str | None,
-        Opt("Where it runs: local, or a name of 'fcp list targets', as slurm.", unset="what options imply"),
+        Opt(
+            "local, or a name of 'fcp list targets', as slurm.",
+            unset="by the options",
+            common=True,
+            group="job files",
+        ),
     ] = None
     template: Annotated[
         Path | None,
@@ -38,10 +44,24 @@ class ClusterOptions:
             "Your own template of the job's files.", metavar="FILE.j2", unset="the target's in launchers/", trust="runs"
         ),
     ] = None
-    hostfile: Annotated[Path | None, Opt("Nodes, one a line, node 0 first.", trust="runs")] = None
     setup: Annotated[
         tuple[str, ...], Opt("Shell that a node runs first; may be repeated.", metavar="LINE", trust="runs")
     ] = ()
+    env: Annotated[
+        tuple[str, ...],
+        Opt(
+            "Variable of the job; without =VALUE as it is set here; may be repeated.",
+            metavar="NAME=VALUE",
+            trust="runs",
+        ),
+    ] = ()
+    python: Annotated[str | None, Opt("Interpreter on the nodes.", metavar="PATH", unset="this one", trust="runs")] = (
+        None
+    )
+    job_name: Annotated[str | None, Opt("Name of the job.", unset="the run directory's")] = None
+    hostfile: Annotated[Path | None, Opt("Nodes, one a line, node 0 first.", trust="runs", group="ssh and Slurm")] = (
+        None
+    )
     sbatch_option: Annotated[
         tuple[str, ...], Opt("As --partition=gpu; may be repeated.", metavar="OPTION", trust="runs")
     ] = ()
@@ -49,11 +69,12 @@ class ClusterOptions:
         tuple[str, ...], Opt("As --container-image=IMAGE; may be repeated.", metavar="OPTION", trust="runs")
     ] = ()
     image: Annotated[
-        str | None, Opt("Container image with fcp, torch and your code; Kubernetes needs one.", trust="runs")
-    ] = None
-    accelerator: Annotated[
         str | None,
-        Opt("Accelerator, as SkyPilot or dstack names it.", metavar="NAME", unset="that of the plan's cluster"),
+        Opt(
+            "Container image with fcp, torch and your code; Kubernetes needs one.",
+            trust="runs",
+            group="containers and Kubernetes",
+        ),
     ] = None
     mount: Annotated[
         tuple[str, ...],
@@ -70,14 +91,6 @@ class ClusterOptions:
         tuple[str, ...],
         Opt("Taint of nodes that pods accept; may be repeated.", metavar="KEY=VALUE:EFFECT"),
     ] = ()
-    env: Annotated[
-        tuple[str, ...],
-        Opt(
-            "Variable of the job; without =VALUE as it is set here; may be repeated.",
-            metavar="NAME=VALUE",
-            trust="runs",
-        ),
-    ] = ()
     env_secret: Annotated[
         tuple[str, ...],
         Opt("Variable that Kubernetes reads from a secret; may be repeated.", metavar="NAME=SECRET:KEY", trust="runs"),
@@ -92,10 +105,15 @@ class ClusterOptions:
     shm_size: Annotated[
         str | None, Opt("Size of a container's /dev/shm, as 64Gi.", metavar="SIZE", unset="the node's memory")
     ] = None
-    python: Annotated[str | None, Opt("Interpreter on the nodes.", metavar="PATH", unset="this one", trust="runs")] = (
-        None
-    )
-    job_name: Annotated[str | None, Opt("Name of the job.", unset="the run directory's")] = None
+    accelerator: Annotated[
+        str | None,
+        Opt(
+            "Accelerator, as SkyPilot or dstack names it.",
+            metavar="NAME",
+            unset="that of the plan's cluster",
+            group="SkyPilot and dstack",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,25 +128,71 @@ class LaunchRequest:
     program: Annotated[
         tuple[str, ...], Arg("Your own script (or -m MODULE) instead of the bundled trainer.", metavar="-- SCRIPT ARGS")
     ] = ()
+    plan: Annotated[Path | None, Opt("Plan to follow.", unset="plan.parquet", common=True, group="The job")] = None
     model: Annotated[
-        str | None, Opt("Shipped model, model YAML or config.json.", metavar="NAME|FILE", unset="the plan's")
+        str | None,
+        Opt("Shipped model, model YAML or config.json.", metavar="NAME|FILE", unset="the plan's", common=True),
     ] = None
-    plan: Annotated[Path | None, Opt("Plan to follow.", unset="plan.parquet")] = None
-    manifest: Annotated[Path | None, Opt("Manifest of the plan, to read tokens through.", unset="beside the plan")] = (
+    ranks: Annotated[
+        int | None, Opt("Ranks of a script without a plan.", min=1, max=MOST_RANKS, unset="the plan's", common=True)
+    ] = None
+    device: Annotated[Device, Opt("Kind of device that ranks use.", common=True)] = "auto"
+    run_dir: Annotated[
+        Path | None,
+        Opt(
+            "Metrics, checkpoints and logs.",
+            metavar="DIR",
+            unset="a new runs/NAME-NNN",
+            trust="writes",
+            common=True,
+        ),
+    ] = None
+    resume: Annotated[bool, Opt("Continue a run from its newest checkpoint.", common=True)] = False
+    manifest: Annotated[Path | None, Opt("Manifest of the plan, to read tokens through.", unset="next to the plan")] = (
         None
     )
     synthetic: Annotated[bool, Opt("Train on random tokens of the planned lengths.")] = False
-    ranks: Annotated[
+    grace: Annotated[
+        int,
+        Opt(
+            "How long a step may still take after SIGTERM, before all is ended.",
+            min=1,
+            max=MOST_WAIT,
+            metavar="SECONDS",
+        ),
+    ] = 45
+    rank_timeout: Annotated[
         int | None,
-        Opt("Ranks of a script without a plan; a plan for another number is refused.", min=1, max=MOST_RANKS),
+        Opt(
+            "How long ranks wait for each other.",
+            min=1,
+            max=MOST_WAIT,
+            metavar="SECONDS",
+            unset="torch's: 600, 1800 on CPUs",
+        ),
     ] = None
-    device: Annotated[Device, Opt("What the ranks run on.")] = "auto"
-    run_dir: Annotated[
-        Path | None,
-        Opt("Folder of metrics, checkpoints and logs.", metavar="DIR", unset="a new runs/NAME-NNN", trust="writes"),
+    attention_kernel: Annotated[
+        KernelChoice, Opt("Attention kernel of NVIDIA devices, for all calls that it takes; auto: by measurement.")
+    ] = "auto"
+    numa_binding: Annotated[NumaBinding | None, Opt("Keep ranks on cores near their device.", unset="not bound")] = None
+    dry_run: Annotated[
+        bool, Opt("Print the commands; start and write nothing.", common=True, group="Check before the start")
+    ] = False
+    inject: Annotated[
+        Inject | None,
+        Opt("How a script of yours is made to follow the plan.", unset="entry", group="A script of your own"),
     ] = None
-    resume: Annotated[bool, Opt("Continue from the newest checkpoint, with the settings of the run.")] = False
-    online: Annotated[bool, Opt("Plan the stream of a script of yours while it trains, in place of a plan.")] = False
+    probe: Annotated[
+        bool | None,
+        Opt(
+            "Compare a tiny step's numbers before the first step of a Megatron script.",
+            negatable=True,
+            unset="in a plan's first run",
+        ),
+    ] = None
+    online: Annotated[
+        bool, Opt("Plan the stream of your script while it trains.", common=True, group="Plan while it trains")
+    ] = False
     planner: Annotated[PlannerPlace, Opt("One planning process of an online job, or one on each node.")] = "rank0"
     profile: Annotated[
         Path | None, Opt("Cost profile of a job that starts without a plan.", unset="profile.yaml here, else computed")
@@ -161,48 +225,23 @@ class LaunchRequest:
     refit_every: Annotated[
         int | None, Opt("Steps after which an online job plans by what was measured.", min=1, unset="never")
     ] = None
-    inject: Annotated[Inject | None, Opt("How a script of yours is made to follow the plan.", unset="entry")] = None
-    probe: Annotated[
-        bool | None,
-        Opt(
-            "Compare a tiny step's numbers before the first step of a Megatron script.",
-            negatable=True,
-            unset="in a plan's first run",
-        ),
-    ] = None
-    grace: Annotated[
-        int,
-        Opt(
-            "How long a step may still take after SIGTERM, before all is ended.",
-            min=1,
-            max=MOST_WAIT,
-            metavar="SECONDS",
-        ),
-    ] = 45
-    dry_run: Annotated[bool, Opt("Print the commands; start and write nothing.")] = False
-    training: Annotated[Mapping[str, Any], Group("Bundled trainer", of=TrainSettings)] = field(default_factory=dict)
-    rank_timeout: Annotated[
+    nodes: Annotated[
         int | None,
         Opt(
-            "How long ranks wait for each other.",
+            "Machines to spread the ranks over.",
             min=1,
-            max=MOST_WAIT,
-            metavar="SECONDS",
-            unset="torch's: 600, 1800 on CPUs",
+            max=MOST_RANKS,
+            group="Several nodes",
+            unset="1",
+            common=True,
         ),
     ] = None
-    attention_kernel: Annotated[
-        KernelChoice, Opt("Attention kernel of NVIDIA devices, for all calls that it takes; auto: by measurement.")
-    ] = "auto"
-    numa_binding: Annotated[NumaBinding | None, Opt("Keep ranks on cores near their device.", unset="not bound")] = None
-    nodes: Annotated[
-        int | None, Opt("Machines to spread the ranks over.", min=1, max=MOST_RANKS, group="Several nodes", unset="1")
-    ] = None
-    node_rank: Annotated[int | None, Opt("Which of them this is, from 0.", min=0, max=MOST_RANKS)] = None
-    master_addr: Annotated[str | None, Opt("Address of node 0.", metavar="HOST", trust="runs")] = None
+    node_rank: Annotated[int | None, Opt("Which of them this is, from 0.", min=0, max=MOST_RANKS, common=True)] = None
+    master_addr: Annotated[str | None, Opt("Address of node 0.", metavar="HOST", trust="runs", common=True)] = None
     master_port: Annotated[int, Opt("A free port of node 0.", min=0, max=65535)] = 29500
     join_timeout: Annotated[
         int, Opt("How long the nodes wait for each other to start.", min=1, max=MOST_WAIT, metavar="SECONDS")
     ] = 300
-    launcher: Annotated[Launcher, Opt("What starts a node's ranks.", group=_CLUSTERS)] = "torchrun"
-    cluster: Annotated[ClusterOptions, Group(_CLUSTERS)] = ClusterOptions()
+    launcher: Annotated[Launcher, Opt("What starts a node's ranks.")] = "torchrun"
+    cluster: Annotated[ClusterOptions, Group(CLUSTERS)] = ClusterOptions()
+    training: Annotated[Mapping[str, Any], Group("Bundled trainer", of=TrainSettings)] = field(default_factory=dict)

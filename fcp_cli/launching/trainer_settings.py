@@ -58,10 +58,11 @@ def trainer_settings(request: LaunchRequest, job: Job, assumed: Origins) -> Trai
         plan=plan.absolute(),
         model=model,
         weights=_weights(request, model, assumed),
+        random_weights=_wants_random_weights(request),
         manifest=None if request.synthetic else _manifest(request, plan, metadata, assumed),
         run_dir=run_dir_of(request, Path(model).stem).absolute(),
         resume=request.resume,
-        **{name: value for name, value in request.training.items() if name not in _PATHS},
+        **{name: value for name, value in request.training.items() if name not in (*_PATHS, "random_weights")},
         eval_manifest=evaluation.get("eval_manifest"),
         eval_plan=evaluation.get("eval_plan"),
         cache_embeddings=Path(cache).absolute() if cache else None,
@@ -107,6 +108,9 @@ def recorded_settings(training: Mapping[str, Any], path: Path) -> Mapping[str, A
     Raises:
         RunError: one is not.
     """
+    if "warmup_ratio" in training:  # of a run that an earlier version started
+        share = training["warmup_ratio"]
+        training = {name: value for name, value in training.items() if name != "warmup_ratio"} | {"warmup_steps": share}
     of_paths = {Path: str, Path | None: str | None}
     kinds = [(name, of_paths.get(kind, kind), None) for name, kind in get_type_hints(TrainSettings).items()]
     shape = make_dataclass("RecordedSettings", kinds, kw_only=True)
@@ -126,19 +130,21 @@ def model_of_run(run_dir: Path, model: str | None) -> str | None:
     return model
 
 
+def _wants_random_weights(request: LaunchRequest) -> bool:
+    given = request.training.get("weights")
+    return request.training.get("random_weights", False) if given is None else str(given) == "random"
+
+
 def _weights(request: LaunchRequest, model: str, assumed: Origins) -> Path | None:
     """Return the checkpoint to start from: as given, else the folder that was named as the model; None: random weights.
 
     Raises:
-        UsageError: both random weights and a checkpoint were asked for.
         RunError: its files are missing, damaged, or pickles.
     """
-    given, random = request.training.get("weights"), request.training.get("random_weights", False)
-    if given is not None and random:
-        raise UsageError(f"--random-weights and --weights {given} exclude each other")
+    given, is_random = request.training.get("weights"), _wants_random_weights(request)
     folder = Path(model if given is None else given)
-    if random or (given is None and not has_weights(folder)):
-        if not random:
+    if is_random or (given is None and not has_weights(folder)):
+        if not is_random:
             assumed.assume(
                 "--weights", "random", "--weights FOLDER, or a checkpoint's folder as --model, starts from one"
             )

@@ -57,7 +57,7 @@ def find_weights(folder: Path) -> WeightFiles:
         files = dict.fromkeys(_tensors_of(folder / SINGLE), folder / SINGLE)
     else:
         pickled = next(iter(sorted(folder.glob("pytorch_model*.bin"))), None)
-        remedy = "give a checkpoint's folder with --weights, or --random-weights"
+        remedy = "give a checkpoint's folder with --weights, or --weights random"
         if pickled is not None:
             command = _conversion(folder)
             remedy = f"{pickled.name} is a pickle, which may run code; write safetensors beside it with: {command}"

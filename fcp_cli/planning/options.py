@@ -15,38 +15,48 @@ from fcp_cli.recipe import RecipeRequest
 class PlanRequest:
     """The sequences, the cluster and the global batches to plan for; None is found out or assumed."""
 
-    manifest: Annotated[Path | None, Arg("Lengths: Parquet, Arrow, JSON lines, CSV or numbers; - reads stdin.")] = None
+    manifest: Annotated[Path | None, Arg("Lengths: Parquet, Arrow, JSON lines, CSV, numbers; - is stdin.")] = None
 
     profile: Annotated[
         Path | None,
-        Opt("Cost profile.", group="Cluster", unset="profile.yaml here, else computed"),
+        Opt("Cost profile.", group="Cluster and model", unset="profile.yaml here, else computed", common=True),
     ] = None
     model: Annotated[
         str | None,
         Opt(
-            "Shipped model, or its YAML: what is planned for without a profile.",
+            "Shipped model, or its YAML, without a profile.",
             metavar="NAME|FILE",
             unset="qwen3-vl-8b",
+            common=True,
         ),
     ] = None
     cluster: Annotated[
         str | None,
         Opt(
-            "Shipped cluster, or its YAML, to plan for without a profile.",
+            "Shipped cluster, or its YAML, without a profile.",
             metavar="NAME|FILE",
             unset="the accelerators here, else example-8x8",
+            common=True,
         ),
     ] = None
     attention_kernel: Annotated[
         KernelChoice, Opt("Attention kernel to price without a profile; auto: the cluster's first.")
     ] = "auto"
-    ranks: Annotated[int | None, Opt("Model replicas.", min=1, max=MOST_RANKS, unset="the cluster's")] = None
+    ranks: Annotated[int | None, Opt("Model replicas.", min=1, max=MOST_RANKS, unset="the cluster's", common=True)] = (
+        None
+    )
     ranks_per_node: Annotated[
-        int | None, Opt("Ranks that share a node.", min=1, max=MOST_RANKS, unset="the cluster's")
+        int | None, Opt("Ranks that share a node.", min=1, max=MOST_RANKS, unset="the cluster's", common=True)
     ] = None
     tokens_per_rank: Annotated[
         int | None,
-        Opt("Most tokens of a rank in a micro-batch.", min=1, max=MOST_TOKENS, unset="what the recipe leaves room for"),
+        Opt(
+            "Most tokens of a rank in a micro-batch.",
+            min=1,
+            max=MOST_TOKENS,
+            unset="what fits",
+            common=True,
+        ),
     ] = None
     rank_speeds: Annotated[
         str | None,
@@ -59,8 +69,9 @@ class PlanRequest:
     sync: Annotated[
         Literal["iteration", "microbatch"] | None,
         Opt(
-            "Where ranks wait: at the end of a step (DDP, ZeRO-1/2), or after each wave (FSDP, virtual stages).",
-            unset="iteration where that fits",
+            "Ranks wait at a step's end (DDP, ZeRO-1/2) or after each wave (FSDP, virtual stages).",
+            unset="iteration if it fits",
+            common=True,
         ),
     ] = None
     phase: Annotated[
@@ -72,10 +83,19 @@ class PlanRequest:
         float | None, Opt("Price of a device for an hour, for the money that the verdict names.", min=0)
     ] = None
     tensor_parallel: Annotated[
-        int | None, Opt("Devices that share each layer.", metavar="T", min=1, max=MOST_RANKS, unset="the profile's")
+        int | None,
+        Opt(
+            "Devices that share each layer.",
+            metavar="T",
+            min=1,
+            max=MOST_RANKS,
+            unset="the profile's",
+            common=True,
+            group="Parallelism inside a rank",
+        ),
     ] = None
     pipeline_parallel: Annotated[
-        int | None, Opt("Stages of a pipeline.", metavar="P", min=1, max=MOST_RANKS, unset="the profile's")
+        int | None, Opt("Stages of a pipeline.", metavar="P", min=1, max=MOST_RANKS, unset="the profile's", common=True)
     ] = None
     virtual_stages: Annotated[
         int,
@@ -87,7 +107,10 @@ class PlanRequest:
         ),
     ] = 1
     padded_rings: Annotated[
-        bool, Opt("Count the padding of rings of equal chunks (Transformer Engine, MindSpeed).", negatable=True)
+        bool,
+        Opt(
+            "Count the padding of rings of equal chunks (Transformer Engine, MindSpeed).", negatable=True, group="Rings"
+        ),
     ] = False
     attention: Annotated[
         Literal["ring", "ulysses", "2d", "auto"],
@@ -97,7 +120,10 @@ class PlanRequest:
     ] = "ring"
     encoder_balance: Annotated[
         Literal["ring", "wave", "auto"],
-        Opt("Who shares a vision encoder's work: each ring's ranks, or under --sync microbatch all of a wave's."),
+        Opt(
+            "Who shares a vision encoder's work: each ring's ranks, or under --sync microbatch all of a wave's.",
+            group="Vision encoder",
+        ),
     ] = "ring"
     encoder_ranks: Annotated[
         str | None,
@@ -106,17 +132,17 @@ class PlanRequest:
     embeddings_cached: Annotated[
         bool, Opt("Count a frozen vision encoder in the first epoch only: fcp launch --cache-embeddings DIR.")
     ] = False
-    recipe: Annotated[RecipeRequest, Group("Recipe that memory and times are of")] = field(
-        default_factory=RecipeRequest
-    )
+    recipe: Annotated[RecipeRequest, Group("Recipe")] = field(default_factory=RecipeRequest)
 
     global_batch_size: Annotated[
-        int | None, Opt("Sequences per optimizer step.", min=1, max=MOST_ROWS, group="Global batches", unset="512")
+        int | None,
+        Opt("Sequences per optimizer step.", min=1, max=MOST_ROWS, group="Global batches", unset="512", common=True),
     ] = None
     global_batch_tokens: Annotated[
         int | None,
         Opt(
-            "Most tokens per optimizer step, in place of a number of sequences.",
+            "Most tokens per step instead.",
+            common=True,
             min=1,
             max=MOST_TOKENS,
             unset="no limit",
@@ -129,16 +155,27 @@ class PlanRequest:
             unset="none",
         ),
     ] = None
-    steps: Annotated[int | None, Opt("Plan only the first N steps.", min=1, unset="all")] = None
-    epochs: Annotated[int, Opt("Passes over the data.", min=1, max=MOST_EPOCHS)] = 1
+    steps: Annotated[int | None, Opt("Plan only the first N steps.", min=1, unset="all", common=True)] = None
+    epochs: Annotated[int, Opt("Passes over the data.", min=1, max=MOST_EPOCHS, common=True)] = 1
     seed: Annotated[int, Opt("Seed of shuffling and solver.", min=0)] = 0
     shuffle: Annotated[bool, Opt("Shuffle every epoch.", negatable=True)] = True
     max_length: Annotated[
         int | None,
-        Opt("Tokens beyond which a sequence is overlong.", min=1, max=MOST_TOKENS, unset="what all ranks can hold"),
+        Opt(
+            "Tokens beyond which a sequence is overlong.",
+            min=1,
+            max=MOST_TOKENS,
+            unset="what all ranks can hold",
+            group="Sequences",
+        ),
     ] = None
-    overlong: Annotated[Literal["error", "drop", "truncate"], Opt("What to do about overlong sequences.")] = "error"
-    last_batch: Annotated[Literal["keep", "drop"], Opt("What to do about an epoch's last, partial batch.")] = "keep"
+    overlong: Annotated[Literal["error", "drop", "truncate"], Opt("Action on sequences that no ring holds.")] = "error"
+    last_batch: Annotated[
+        Literal["keep", "drop"], Opt("What to do about an epoch's last, partial batch.", group="Global batches")
+    ] = "keep"
     length_column: Annotated[
-        str, Opt("Column with lengths, or with lists of tokens; without a length, a usual name is found.")
+        str,
+        Opt(
+            "Column with lengths, or with lists of tokens; without a length, a usual name is found.", group="Sequences"
+        ),
     ] = "length"

@@ -18,23 +18,28 @@ class ProfileRequest:
     model: Annotated[
         str | None,
         Opt(
-            "Shipped model, or its YAML.",
+            "Shipped model, its YAML, or a config.json.",
             flags=("--model", "-m"),
             metavar="NAME|FILE",
             unset="qwen3-tiny on a CPU, else qwen3-vl-8b",
+            common=True,
+            group="Model and cluster",
         ),
     ] = None
     cluster: Annotated[
         str | None,
-        Opt("Shipped cluster, or its YAML.", metavar="NAME|FILE", unset="this-machine; with --analytic example-8x8"),
+        Opt(
+            "Shipped cluster, or its YAML.",
+            metavar="NAME|FILE",
+            unset="this-machine; with --analytic example-8x8",
+            common=True,
+        ),
     ] = None
     sync: Annotated[
         Literal["auto", "iteration", "microbatch"],
         Opt("Of the plans to be made: memory depends on it; auto: iteration, but microbatch with --zero 3."),
     ] = "auto"
-    recipe: Annotated[RecipeRequest, Group("Recipe that times and memory are of")] = field(
-        default_factory=RecipeRequest
-    )
+    recipe: Annotated[RecipeRequest, Group("Recipe")] = field(default_factory=RecipeRequest)
 
     budget_minutes: Annotated[
         float | None,
@@ -43,36 +48,47 @@ class ProfileRequest:
             metavar="MINUTES",
             min=0.01,
             group="Measuring",
+            common=True,
             unset="1 for small models on a CPU, else 10",
         ),
     ] = None
-    max_length: Annotated[int | None, Opt("Tokens of the longest pack.", unset="4096 on a CPU, else 131072")] = None
-    degrees: Annotated[tuple[int, ...], Opt("Degrees to measure.", commas=True, unset="up to 8")] = ()
+    max_length: Annotated[
+        int | None, Opt("Tokens of the longest pack.", unset="4096 on a CPU, else 131072", common=True)
+    ] = None
+    degrees: Annotated[tuple[int, ...], Opt("Degrees to measure.", commas=True, unset="up to 8", common=True)] = ()
     ranks: Annotated[
         int | None,
         Opt(
             "Processes to measure with (1 emulates rings); with --analytic, ranks of the job.",
             min=1,
             unset="one per device or core",
+            common=True,
         ),
     ] = None
-    device: Annotated[Literal["auto", "cpu", "cuda", "npu"], Opt("What to measure on.")] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda", "npu"], Opt("What to measure on.", common=True)] = "auto"
     layers: Annotated[
         tuple[int, ...],
         Opt("Layer counts to measure and extrapolate from, as 2,6.", commas=True, unset="all, or two that fit"),
     ] = ()
     samples: Annotated[
-        Path | None, Opt("File that keeps the samples.", unset="OUTPUT.samples.jsonl", trust="writes")
+        Path | None, Opt("File that keeps the samples.", unset="OUTPUT.samples.jsonl", trust="writes", group="Samples")
     ] = None
-    fresh: Annotated[bool, Opt("Begin again instead of continuing an interrupted measurement.")] = False
+    fresh: Annotated[bool, Opt("Restart an interrupted measurement instead of continuing it.")] = False
     from_samples: Annotated[Path | None, Opt("Fit these samples; measure nothing.")] = None
-    nodes: Annotated[int, Opt("With several, print what to run on each node.", min=1, max=MOST_RANKS)] = 1
+    nodes: Annotated[
+        int,
+        Opt("With several, print what to run on each node.", min=1, max=MOST_RANKS, group="Several nodes"),
+    ] = 1
     devices_per_node: Annotated[int, Opt("Devices of each of several nodes.", min=1, max=MOST_RANKS)] = 8
 
-    analytic: Annotated[bool, Opt("Compute from the figures of model and cluster.", group="Without measuring")] = False
+    analytic: Annotated[
+        bool, Opt("Compute from the figures of model and cluster.", group="Without measuring", common=True)
+    ] = False
     attention_kernel: Annotated[KernelChoice, Opt("Attention kernel to price; auto: the cluster's first.")] = "auto"
-    tensor_parallel: Annotated[int, Opt("Devices that share each layer.", metavar="T", min=1, max=MOST_RANKS)] = 1
-    pipeline_parallel: Annotated[int, Opt("Stages of a pipeline.", metavar="P", min=1, max=MOST_RANKS)] = 1
+    tensor_parallel: Annotated[
+        int, Opt("Devices that share each layer.", metavar="T", min=1, max=MOST_RANKS, common=True)
+    ] = 1
+    pipeline_parallel: Annotated[int, Opt("Stages of a pipeline.", metavar="P", min=1, max=MOST_RANKS, common=True)] = 1
     expert_parallel: Annotated[
         int, Opt("Ranks that share out the experts of a layer.", metavar="E", min=1, max=MOST_RANKS)
     ] = 1

@@ -53,7 +53,7 @@ def _schedule(settings: TrainSettings, end: int) -> Callable[[int], float]:
     """Return the share of the peak at each step up to `end`."""
     from transformers import get_scheduler
 
-    warmup = settings.warmup_steps if settings.warmup_ratio is None else math.ceil(settings.warmup_ratio * end)
+    warmup = math.ceil(settings.warmup_steps * (end if settings.warmup_steps < 1 else 1))
     floor = settings.min_learning_rate_ratio
     name: str = settings.lr_schedule
     arguments: dict[str, Any] = {}

@@ -42,11 +42,11 @@ class TrainSettings(RecipeRequest):
         length_column: the manifest's column that was planned.
         bad_rows: action on a row whose images or videos fail to decode: stop, or skip and count it.
         decode_workers: processes of each rank that decode pictures; 0 decodes in the trainer's own.
-        random_weights: `fcp launch` gives no `weights` then.
+        random_weights: the start from no checkpoint was asked for, although the model may be one.
         export_every: steps between exports of the model in Hugging Face form to the run directory's `model`; it is
             exported at the end in any case.
         steps: stop after this many steps in all; None runs the whole plan.
-        learning_rate: peak, reached after `warmup_steps`, or after `warmup_ratio` of the schedule's steps.
+        learning_rate: peak, reached after `warmup_steps`; below 1 they are a share of the schedule, as in transformers.
         lr_schedule: decay of the rate from there to `min_learning_rate_ratio` of the peak; `wsd` stays at the peak
             until it falls over the last `wsd_decay_ratio` of the steps.
         decay_steps: the steps of the schedule; None means the plan's. It does not depend on `steps`, so that a run
@@ -73,26 +73,34 @@ class TrainSettings(RecipeRequest):
     run_dir: Path
     weights: Annotated[
         Path | None,
-        Opt("Checkpoint folder to start from.", metavar="FOLDER", unset="the model's, if that is one, else random"),
+        Opt(
+            "Checkpoint to start from.",
+            metavar="FOLDER|random",
+            unset="the model's, else random",
+            common=True,
+            group="weights",
+        ),
     ] = None
-    random_weights: Annotated[bool, Opt("Start from random weights, although the model is a checkpoint.")] = False
+    random_weights: bool = False
     export_every: Annotated[int, Opt("Steps between exports of RUN/model; 0: only at the end.", min=0)] = 0
     manifest: Path | None = None
-    eval_manifest: Annotated[Path | None, Opt("Held-out rows to compute losses of.", unset="none")] = None
+    eval_manifest: Annotated[
+        Path | None, Opt("Held-out rows to compute losses of.", unset="none", group="evaluation")
+    ] = None
     eval_plan: Annotated[Path | None, Opt("Plan over those rows.", unset="made at the start")] = None
     eval_every: Annotated[int, Opt("Steps between two evaluations; 0: only at the end.", min=0)] = 0
     device: Device = "auto"
     steps: Annotated[
-        int | None, Opt("Stop after step N, counted from the start of the run.", min=1, unset="the plan's")
+        int | None,
+        Opt("Last step, counted from the run's start.", min=1, unset="the plan's", common=True, group="optimizer"),
     ] = None
-    learning_rate: Annotated[float, Opt("Peak of the schedule.", min=0)] = 3e-4
+    learning_rate: Annotated[float, Opt("Peak of the schedule.", min=0, common=True)] = 3e-4
     lr_schedule: Annotated[
         LrSchedule, Opt("How the learning rate goes on after its warm-up, as transformers has it.")
     ] = "cosine"
-    warmup_steps: Annotated[int, Opt("Steps of linear warm-up.", min=0)] = 10
-    warmup_ratio: Annotated[
-        float | None, Opt("Share of the schedule that is warm-up.", min=0, max=1, unset="--warmup-steps")
-    ] = None
+    warmup_steps: Annotated[
+        float, Opt("Steps of linear warm-up; below 1: its share of the schedule.", metavar="N|X", min=0)
+    ] = 10
     decay_steps: Annotated[int | None, Opt("Where the schedule ends.", min=1, unset="the plan's steps")] = None
     wsd_decay_ratio: Annotated[float, Opt("Share of the steps over which wsd falls at the end.", min=0, max=1)] = 0.1
     min_learning_rate_ratio: Annotated[float, Opt("Share of the peak that is left at the end.", min=0, max=1)] = 0.1
@@ -103,14 +111,20 @@ class TrainSettings(RecipeRequest):
         Opt("At a loss or gradient norm that is NaN or infinite: stop, leave the step out on all ranks, or go on."),
     ] = "stop"
     grad_ring_dtype: Annotated[
-        GradRingDtype, Opt("Type in which gradients of bf16 keys travel; bf16 is a third less to send in backward.")
+        GradRingDtype,
+        Opt(
+            "Type in which gradients of bf16 keys travel; bf16 is a third less to send in backward.",
+            group="memory and precision",
+        ),
     ] = "fp32"
-    seed: Annotated[int, Opt("Seed of the initial weights.", min=0)] = 0
-    checkpoint_every: Annotated[int, Opt("Steps between checkpoints; 0: only at the end.", min=0)] = 100
+    seed: Annotated[int, Opt("Seed of the initial weights.", min=0, group="weights")] = 0
+    checkpoint_every: Annotated[
+        int, Opt("Steps between checkpoints; 0: only at the end.", min=0, group="checkpoints")
+    ] = 100
     keep: Annotated[int, Opt("Newest checkpoints that stay.", min=1)] = 2
     accept_unrecorded: Annotated[bool, Opt("Resume from a checkpoint of steps that the metrics do not record.")] = False
     async_save: Annotated[bool, Opt("Write checkpoints while training goes on.", negatable=True)] = True
-    length_column: Annotated[str, Opt("Column of the manifest with lengths.")] = "length"
+    length_column: Annotated[str, Opt("Column of the manifest with lengths.", group="data")] = "length"
     bad_rows: Annotated[
         BadRows, Opt("End at a row whose picture cannot be read, or learn nothing of it and count it.")
     ] = "error"
@@ -133,7 +147,14 @@ class TrainSettings(RecipeRequest):
         ),
     ] = None
     wandb: Annotated[
-        str | None, Opt("Project of Weights & Biases to log to, too.", metavar="PROJECT", unset="none", trust="runs")
+        str | None,
+        Opt(
+            "Project of Weights & Biases to log to, too.",
+            metavar="PROJECT",
+            unset="none",
+            trust="runs",
+            group="progress",
+        ),
     ] = None
     log_every: Annotated[int, Opt("Steps per line without a terminal.", min=1)] = 10
     resume: bool = False

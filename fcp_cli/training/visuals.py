@@ -166,7 +166,7 @@ def open_visuals(settings: TrainSettings, config: Any) -> SyntheticVisuals | Pic
         raise RunError(
             f"{settings.manifest} was built from sizes alone, so the weights of {settings.weights} would be trained on "
             "made-up pixels; build it from the pictures with 'fcp manifest build DATA --kind media --processor "
-            f"{settings.weights}', or rehearse with --random-weights"
+            f"{settings.weights}', or rehearse with --weights random"
         )
     assert sizes is not None
     return SyntheticVisuals(sizes, lengths, config, seed=settings.seed)

@@ -53,7 +53,7 @@ def match_weights(model: nn.Module, weights: WeightFiles) -> dict[str, str]:
     if missing:
         raise RunError(
             f"{weights.folder} has no weights for {missing[0]!r} ({counted(len(missing), 'tensor')} missing); give the "
-            "checkpoint of this model, or --random-weights"
+            "checkpoint of this model, or --weights random"
         )
     return names
 

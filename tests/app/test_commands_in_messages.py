@@ -76,7 +76,7 @@ def test_every_command_in_a_message_is_one_that_fcp_takes() -> None:
     [
         ("fcp plan dataset.parquet --ranks 4", None),
         ("fcp plam dataset.parquet", "there is no command plam"),
-        ("fcp plan --hf-config config.json", "fcp plan has no --hf-config"),
+        ("fcp plan --share config.json", "fcp plan has no --share"),
         ("fcp manifest build \0 --colum x", "fcp manifest build has no --colum"),
         ("fcp \0", None),
     ],

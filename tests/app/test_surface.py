@@ -21,7 +21,7 @@ SURFACE = {
     "manifest": """
     """,
     "manifest build": """
-        SOURCE --output -o --tokenizer --kind --column --text-field --include --exclude --train-on
+        SOURCE --output -o --tokenizer --kind --column --include --exclude --train-on
         --processor --bad-rows --mask --vocab-size --json
     """,
     "manifest show": """
@@ -33,7 +33,7 @@ SURFACE = {
     "profile": """
         --model -m --cluster --sync --zero --shard-ranks --reduce --precision --recompute --loss --offload
         --freeze-vision --lora --freeze --budget-minutes --max-length --degrees --ranks --device --layers --samples --fresh
-        --from-samples --nodes --devices-per-node --analytic --attention-kernel --tensor-parallel --pipeline-parallel --expert-parallel --hf-config
+        --from-samples --nodes --devices-per-node --analytic --attention-kernel --tensor-parallel --pipeline-parallel --expert-parallel
         --output -o --share --json
     """,
     "profile show": """
@@ -64,9 +64,9 @@ SURFACE = {
         --toleration --env --env-secret --accelerator
         --rdma-resource --host-network --shm-size
         --python --job-name --nodes --node-rank --master-addr
-        --master-port --join-timeout --weights --random-weights --export-every --lora --freeze
+        --master-port --join-timeout --weights --export-every --lora --freeze
         --eval-manifest --eval-plan --eval-every --wandb
-        --steps --learning-rate --lr-schedule --warmup-steps --warmup-ratio --decay-steps --wsd-decay-ratio
+        --steps --learning-rate --lr-schedule --warmup-steps --decay-steps --wsd-decay-ratio
         --min-learning-rate-ratio --weight-decay --zero
         --shard-ranks --reduce --precision --recompute --loss --offload --max-grad-norm --freeze-vision
         --on-nan --grad-ring-dtype --seed
@@ -152,7 +152,7 @@ def test_help_fits_80_columns_and_ends_with_examples_of_that_command(command: Co
     shown = CliRunner().invoke(app, [*command.words, "--help"], env={"COLUMNS": "80"}).output
     text, _, examples = shown.partition("\nExamples:\n")
     assert max(map(len, text.splitlines())) <= 80
-    assert [line.strip() for line in examples.splitlines()] == list(command.examples)
+    assert [line.strip() for line in examples.splitlines() if line.startswith("  ")] == list(command.examples)
     assert len(command.examples) >= 2
     for example in command.examples:
         own_words = shlex.split(example.partition(" -- ")[0])

@@ -106,7 +106,7 @@ def test_build_counts_writes_and_says_what_is_next(fcp: Any, tmp_path: Path) -> 
 
 def test_build_prints_one_json_document_on_stdout(fcp: Any, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "d.jsonl", [{"body": "abc"}, {"body": ""}])
-    outcome = fcp("manifest", "build", "d.jsonl", "--text-field", "body", "-o", "m.parquet", "--json")
+    outcome = fcp("manifest", "build", "d.jsonl", "--column", "body", "-o", "m.parquet", "--json")
     document = json.loads(outcome.out)
     assert (document["rows"], document["tokens"], document["skipped"]) == (1, 3, {"empty": 1})
     assert document["manifest"] == "m.parquet"

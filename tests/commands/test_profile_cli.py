@@ -161,8 +161,7 @@ def test_fit_never_replaces_the_metrics_it_reads(tmp_path: Path, fcp: Fcp) -> No
     [
         (["--analytic", "--model", "qwen3-9b"], 1, "unknown model 'qwen3-9b'; nearest: "),
         (["--analytic", "--cluster", "h300"], 1, "unknown cluster 'h300'; nearest: "),
-        (["--analytic", "--hf-config", "no.json"], 1, "cannot read the model configuration no.json"),
-        (["--analytic", "--model", "a", "--hf-config", "b"], 2, "--model and --hf-config exclude each other"),
+        (["--analytic", "--model", "no.json"], 1, "cannot read the model configuration no.json"),
         (["--analytic", "-o", "-", "--json"], 2, "--json and -o - both want stdout; write the profile to a file"),
         (["fit", "no.jsonl", "-o", "-", "--json"], 2, "--json and -o - both want stdout; write the profile to a file"),
         (

@@ -84,7 +84,6 @@ KINDS: dict[str, Kind] = {
     "config of a small model": of_files(
         "hf/tiny/config.json",
         _ANALYTIC,
-        _ANALYTIC.replace("--model", "--hf-config"),
         "launch --plan plan.parquet --model FILE --synthetic --dry-run --json",
         change=mutations.of_json,
     ),

@@ -227,7 +227,6 @@ _KNOWN = {
     "plan": ("plan.parquet", "waves.parquet", "masked.parquet", "heads.parquet", "stages.parquet"),
     "profile": ("profile.yaml", "heads.yaml", "stages.yaml", "pictures.yaml"),
     "weights": ("weights", "hf/tiny", "chat"),
-    "hf_config": ("hf/tiny/config.json", "hf/deepseek-v3/config.json", "hf/gemma3-vl-27b"),
     "run_dir": ("runs/tiny-001", "runs/tiny-002", "runs/new"),
     "continue_from": ("runs/tiny-001", "runs/tiny-002"),
     "metrics": ("runs/tiny-001", "runs/tiny-001/metrics.jsonl"),

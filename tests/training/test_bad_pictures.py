@@ -255,7 +255,7 @@ def test_a_model_without_an_encoder_or_weights_without_pixels_are_refused(tmp_pa
     build(sizes, tmp_path / "m.parquet", kind="media", processor=str(tmp_path / "checkpoint"))
     with raises(
         snapshot(
-            "RunError: FOLDER/m.parquet was built from sizes alone, so the weights of FOLDER/checkpoint would be trained on made-up pixels; build it from the pictures with 'fcp manifest build DATA --kind media --processor FOLDER/checkpoint', or rehearse with --random-weights"
+            "RunError: FOLDER/m.parquet was built from sizes alone, so the weights of FOLDER/checkpoint would be trained on made-up pixels; build it from the pictures with 'fcp manifest build DATA --kind media --processor FOLDER/checkpoint', or rehearse with --weights random"
         )
     ):
         open_visuals(settings(tmp_path, weights=tmp_path / "checkpoint"), model_config(str(tmp_path / "checkpoint")))

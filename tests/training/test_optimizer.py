@@ -53,11 +53,11 @@ def test_a_schedule_is_that_of_its_name_in_transformers(name: str, theirs: str, 
 
 
 def test_a_line_ends_at_the_floor_too_and_warm_up_may_be_a_share() -> None:
-    rates = rates_of(lr_schedule="linear", warmup_ratio=0.2, min_learning_rate_ratio=0.5)
+    rates = rates_of(lr_schedule="linear", warmup_steps=0.2, min_learning_rate_ratio=0.5)
     assert rates[3] == 1.0
     assert rates[8] == pytest.approx(0.75)
     assert rates[13:] == [pytest.approx(0.5)] * 2
-    assert rates_of(lr_schedule="wsd", warmup_ratio=1.0)[13:] == [1.0] * 2  # warm-up alone
+    assert rates_of(lr_schedule="wsd", warmup_steps=0.999)[13:] == [1.0] * 2  # warm-up alone
 
 
 @given(

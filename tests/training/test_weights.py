@@ -139,7 +139,7 @@ def test_a_folder_of_configuration_alone_has_no_weights(tmp_path: Path) -> None:
     assert not has_weights(tmp_path)
     with raises(
         snapshot(
-            "RunError: FOLDER holds no model.safetensors; give a checkpoint's folder with --weights, or --random-weights"
+            "RunError: FOLDER holds no model.safetensors; give a checkpoint's folder with --weights, or --weights random"
         )
     ):
         find_weights(tmp_path)

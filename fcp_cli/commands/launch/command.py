@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     "fcp launch --plan plan.parquet -- pretrain.py --lr 3e-4",
 )
 def launch(options: LaunchOptions) -> None:
-    """Train under a plan: the bundled trainer, or your own script after --.
+    """Train under a plan: the bundled trainer, or your script after --.
 
     Everything runs here if this machine can hold the plan's ranks; with --nodes, each node runs its part.
     Ctrl-C stops at the end of the step with a checkpoint; 'fcp launch --resume' continues.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from fcp_cli.launching.request import LaunchRequest
+from fcp_cli.launching.request import CLUSTERS, LaunchRequest
 from fcp_cli.options import Opt
 
 
@@ -14,10 +14,11 @@ from fcp_cli.options import Opt
 class LaunchOptions(LaunchRequest):
     """The job, and what to do besides or instead of starting it."""
 
-    explain: Annotated[
-        bool, Opt("Print why each variable is set and where it comes from; start nothing.", group="Options")
+    preflight: Annotated[
+        bool,
+        Opt("Check every need of a launch; start nothing.", common=True, group="Check before the start"),
     ] = False
-    preflight: Annotated[bool, Opt("Check everything that a launch needs; start and write nothing.")] = False
+    explain: Annotated[bool, Opt("Print why each variable is set and where it comes from; start nothing.")] = False
     json: Annotated[bool, Opt("Print one JSON document on stdout.")] = False
     output: Annotated[
         Path | None,
@@ -25,8 +26,9 @@ class LaunchOptions(LaunchRequest):
             "Write the job's files there; start nothing.",
             flags=("--output", "-o"),
             metavar="DIR",
-            group="Clusters",
+            group=f"{CLUSTERS}: job files",
             trust="writes",
+            common=True,
         ),
     ] = None
     force: Annotated[bool, Opt("Replace files that are there already.")] = False
