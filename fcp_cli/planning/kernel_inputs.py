@@ -8,8 +8,7 @@ import numpy as np
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.cost.model import Work, exchanged_bytes_per_token, reach_tokens, token_in_window_seconds
-from fcp_cli.plan.step import offsets_of
-from fcp_cli.planning.compiled.core import ANY_RANKS, Machine, Sequences, Splits
+from fcp_cli.planning.compiled.core import Machine, Sequences, Splits
 from fcp_cli.planning.compiled.ways import tabulated
 from fcp_cli.planning.problem import Problem
 
@@ -24,26 +23,26 @@ def changed(machine: Machine, **fields: Any) -> Machine:
 _last: tuple[Problem, Machine] | None = None
 
 
-def machine_of(problem: Problem, groups: list[range] | None = None, *, placement: int = ANY_RANKS) -> Machine:
-    """Return ranks, token budget and cost of a problem; rings may use the given groups (widest first) only, or any.
+def machine_of(problem: Problem, groups: list[range] | None = None, *, whole_nodes: bool = False) -> Machine:
+    """Return ranks, token budget and cost of a problem.
 
-    `placement` says which ranks may be a group where none are given; see `core.ANY_RANKS`. What was asked for last of a
-    problem alone is kept: a step's bounds ask again and again, and tabulating ways to split heads takes longer.
+    Rings may use the given groups only (widest first), or all groups of neighbouring ranks; with `whole_nodes` those
+    across nodes must be of whole ones. The last answer for a problem alone is kept: a step's bounds ask again and
+    again, and tabulating ways to split heads takes longer.
     """
     global _last
-    if groups or placement != ANY_RANKS:
-        return _made(problem, groups, placement)
+    if groups or whole_nodes:
+        return _made(problem, groups or [], whole_nodes)
     last = _last
     if last is None or last[0] is not problem:
-        _last = last = problem, _made(problem, None, placement)
+        _last = last = problem, _made(problem, [], whole_nodes)
     return last[1]
 
 
-def _made(problem: Problem, groups: list[range] | None, placement: int) -> Machine:
+def _made(problem: Problem, groups: list[range], whole_nodes: bool) -> Machine:
     c, bandwidth = problem.profile.coefficients, problem.profile.bandwidth
-    first, ranks, allowed = _back_to_back(groups or [], problem.num_ranks)
-    if not groups:
-        allowed[:] = 1
+    allowed = np.zeros(problem.num_ranks + 1, dtype=np.int64)
+    allowed[[1, *map(len, groups)] if groups else slice(None)] = 1
     machine = Machine(
         num_ranks=problem.num_ranks,
         ranks_per_node=min(problem.ranks_per_node, problem.num_ranks),
@@ -64,10 +63,10 @@ def _made(problem: Problem, groups: list[range] | None, placement: int) -> Machi
         floor=problem.profile.step.floor_seconds(problem.sync),
         padding=problem.padding_multiple or 0,
         padding_seconds=c.linear_seconds_per_token + (token_in_window_seconds(c) if c.halo_bytes_per_token else 0.0),
-        group_first=first,
-        group_ranks=ranks,
+        group_first=np.array([group.start for group in groups], dtype=np.int64),
+        group_degree=np.array([len(group) for group in groups], dtype=np.int64),
         allowed=allowed,
-        placement=placement,
+        whole_nodes=int(whole_nodes),
         splits=_splits_of(problem),
     )
     return changed(machine)
@@ -129,12 +128,3 @@ def by_falling_work(work: Work) -> tuple[IntArray, Sequences]:
         work=total[order],
         tokens=work.tokens[order],
     )
-
-
-def _back_to_back(groups: list[range], num_ranks: int) -> tuple[IntArray, IntArray, IntArray]:
-    """Return the groups back to back (offsets, ranks), and which degrees they allow ([num_ranks + 1], 1 or 0)."""
-    first = offsets_of([len(group) for group in groups])
-    ranks = np.array([rank for group in groups for rank in group], dtype=np.int64)
-    allowed = np.zeros(num_ranks + 1, dtype=np.int64)
-    allowed[[1, *(len(group) for group in groups)]] = 1
-    return first, ranks, allowed

@@ -20,10 +20,6 @@ NONE = -1
 _LONGEST = 1 << 62  # tokens of the shortest sequence of none
 AT_BEST = -1  # `across` of a group of which nothing is known but that it lies across nodes
 
-# Which ranks may be a group of degree > 1: any; or neighbours, inside a node or from a node's first rank on; or the
-# same, but across nodes whole nodes only.
-ANY_RANKS, NEIGHBOURS, WHOLE_NODES = 0, 1, 2
-
 
 class Sequences(NamedTuple):
     """A global batch, by falling work unless stated otherwise. All arrays are [sequences], for a single rank each."""
@@ -105,9 +101,10 @@ class Machine(NamedTuple):
         floor: least seconds of a wave.
         padding: what a rank's share of a sequence is padded to a multiple of, in tokens; 0: of nothing.
         padding_seconds: of one token of padding, beside attention.
-        group_first, group_ranks: the groups that rings may use, back to back, widest first; none: any.
+        group_first, group_degree: first rank and degree of each group that rings may use, widest first; none: all
+            groups of neighbouring ranks.
         allowed: [num_ranks + 1] 1 for each degree that a group may have.
-        placement: ANY_RANKS, NEIGHBOURS or WHOLE_NODES; a catalogue of groups goes before it.
+        whole_nodes: 1 if groups across nodes must be of whole nodes; only without a catalogue of groups.
         splits: how groups may split heads beside being rings; none: they are rings.
     """
 
@@ -131,9 +128,9 @@ class Machine(NamedTuple):
     padding: int
     padding_seconds: float
     group_first: IntArray
-    group_ranks: IntArray
+    group_degree: IntArray
     allowed: IntArray
-    placement: int
+    whole_nodes: int
     splits: Splits
 
 
@@ -351,19 +348,16 @@ def across_at_best(degree: int, machine: Machine) -> int:
     return common_divisor(degree, machine.ranks_per_node) if degree > machine.ranks_per_node else 0
 
 
-@leaf
-def across_of(ranks: IntArray, machine: Machine) -> int:
-    """Return `across` of a group, the ranks of a node side by side."""
-    per_node, together, count = machine.ranks_per_node, 0, 1
-    for k in range(1, len(ranks) + 1):
-        if k < len(ranks) and ranks[k] // per_node == ranks[k - 1] // per_node:
-            count += 1
-            continue
-        if count == len(ranks):
-            return 0
-        together = common_divisor(count, together)
-        count = 1
-    return int(together)
+@inlined
+def across_of(first: int, degree: int, machine: Machine) -> int:
+    """Return `across` of the group of `degree` neighbouring ranks from `first` on."""
+    per_node = machine.ranks_per_node
+    head = min(per_node - first % per_node, degree)
+    if head == degree:
+        return 0
+    tail = (first + degree) % per_node
+    together = common_divisor(head, tail)
+    return common_divisor(per_node, together) if head + tail < degree else together
 
 
 @leaf
@@ -423,19 +417,6 @@ def falling_order(values: FloatArray | IntArray) -> IntArray:
         order, merged = merged, order
         width *= 2
     return order
-
-
-@kernel
-def with_room_for(needed: int, values: IntArray) -> IntArray:
-    """Return an array that begins with the same values and has at least `needed` entries.
-
-    It doubles where it must grow, so that filling it entry by entry stays linear, and so does its memory.
-    """
-    if needed <= len(values):
-        return values
-    grown = np.zeros(max(needed, 2 * len(values)), dtype=np.int64)
-    grown[: len(values)] = values
-    return grown
 
 
 @kernel

@@ -25,7 +25,7 @@ import numpy as np
 from fcp_cli.arrays import IntArray
 from fcp_cli.compiling import kernel, leaf
 from fcp_cli.planning.compiled.core import Machine, Sequences, count_of
-from fcp_cli.planning.compiled.rings import Rings, Timeline, make_rings, make_timeline, place_rings, with_ranks_for
+from fcp_cli.planning.compiled.rings import Rings, Timeline, make_rings, make_timeline, place_rings
 from fcp_cli.planning.compiled.sand import Sand, balance, fill, make_sand
 
 _MOST_SLOTS = 1 << 26  # of all bins together, 512 MB; more only where the sand itself needs them
@@ -57,20 +57,12 @@ def _attempt(
     rings: Rings,
     sand: Sand,
     sand_order: IntArray,
-) -> Any:
-    """Lay rings and sand by target.
-
-    Returns:
-        How many sequences end too late, or -1 where a ring does not fit; and the rings, which may have grown.
-    """
+) -> int:
+    """Lay rings and sand by target; return how many sequences end too late, or -1 if a ring does not fit."""
     n = _split(target, sequences, machine, rings, sand_order)
-    needed = place_rings(target, sequences, machine, timeline, rings)
-    while needed > 0:
-        rings = with_ranks_for(needed, rings)
-        needed = place_rings(target, sequences, machine, timeline, rings)
-    if needed < 0:
-        return -1, rings
-    return fill(target, sand_order[:n], ride, sequences, machine, timeline, rings, sand), rings
+    if not place_rings(target, sequences, machine, timeline, rings):
+        return -1
+    return int(fill(target, sand_order[:n], ride, sequences, machine, timeline, rings, sand))
 
 
 @leaf
@@ -109,24 +101,24 @@ def schedule(lower: float, limit: float, ride: bool, work_limit: int, sequences:
     n = len(sequences.work)
     bins = machine.num_ranks + min(4 * machine.num_ranks, n)
     timeline = make_timeline(machine.num_ranks, bins - machine.num_ranks)
-    rings = make_rings(n, machine.num_ranks)
+    rings = make_rings(n)
     sand = make_sand(n, bins, _slots(bins, sequences, machine), n)
     sand_order = np.zeros(n, dtype=np.int64)
     if limit < np.inf:
-        late, rings = _attempt(limit, ride, sequences, machine, timeline, rings, sand, sand_order)
+        late = _attempt(limit, ride, sequences, machine, timeline, rings, sand, sand_order)
         if late != 0:
             return rings, sand, timeline, False
     # The gap to the lower bound that fits, and the largest known not to. All ends late enough fit, so this ends.
     gap, infeasible = 0.002, 0.0
     while True:
-        late, rings = _attempt(lower * (1.0 + gap), ride, sequences, machine, timeline, rings, sand, sand_order)
+        late = _attempt(lower * (1.0 + gap), ride, sequences, machine, timeline, rings, sand, sand_order)
         if late == 0:
             break
         infeasible = gap
         gap *= 2.0
     while gap - infeasible > 0.0005:
         middle = 0.5 * (gap + infeasible)
-        late, rings = _attempt(lower * (1.0 + middle), ride, sequences, machine, timeline, rings, sand, sand_order)
+        late = _attempt(lower * (1.0 + middle), ride, sequences, machine, timeline, rings, sand, sand_order)
         if late == 0:
             gap = middle
         else:
@@ -135,12 +127,12 @@ def schedule(lower: float, limit: float, ride: bool, work_limit: int, sequences:
     best, best_target = np.inf, 0.0
     for k in range(4):
         target = lower * (1.0 + gap * (1.0 - k / 4.0))
-        late, rings = _attempt(target, ride, sequences, machine, timeline, rings, sand, sand_order)
+        late = _attempt(target, ride, sequences, machine, timeline, rings, sand, sand_order)
         if late < 0:
             break
         end = balance(target, timeline.gaps[0], work_limit, sequences, machine, sand)
         if end < best:
             best, best_target = end, target
-    late, rings = _attempt(best_target, ride, sequences, machine, timeline, rings, sand, sand_order)
+    late = _attempt(best_target, ride, sequences, machine, timeline, rings, sand, sand_order)
     balance(best_target, timeline.gaps[0], work_limit, sequences, machine, sand)
     return rings, sand, timeline, True

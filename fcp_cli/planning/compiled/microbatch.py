@@ -30,7 +30,6 @@ from fcp_cli.planning.compiled.core import (
     across_at_best,
     alone_seconds,
     falling_order,
-    with_room_for,
 )
 from fcp_cli.planning.compiled.wave import Pool, Wave, fill_wave, make_pool, make_wave, outlook, wave_seconds
 
@@ -56,11 +55,11 @@ class Targets(NamedTuple):
 
 
 class Waves(NamedTuple):
-    """A planned step: the groups of all waves that hold sequences, back to back, and the group of every sequence."""
+    """A planned step: the groups of all waves that hold sequences, by their first rank, and each sequence's group."""
 
     wave: IntArray
     degree: IntArray
-    ranks: IntArray
+    first: IntArray
     group_of: IntArray
 
 
@@ -317,30 +316,27 @@ def replay(targets: FloatArray, pairs: BoolArray, sequences: Sequences, machine:
     """Fill the waves once more and write down who runs what.
 
     Returns:
-        The waves, the number of groups, that of the groups' ranks, and how many sequences are left over.
+        The waves, the number of groups, and how many sequences are left over.
     """
     n = len(sequences.work)
     wave, pool, count = make_wave(n, machine), make_pool(n), n
-    # Every group holds a sequence, so there are at most as many groups; of ranks there may be many times more.
+    # Every group holds a sequence, so there are at most as many groups.
     wave_of, degree_of = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
-    ranks_of, group_of = np.zeros(machine.num_ranks, dtype=np.int64), np.full(n, -1)
+    first_of, group_of = np.zeros(n, dtype=np.int64), np.full(n, -1)
     number_of = np.zeros(machine.num_ranks, dtype=np.int64)  # among all groups, of each group of the wave
-    groups, ranks = 0, 0
+    groups = 0
     for w in range(len(targets)):
         wave.group_of[:] = -1
         left = fill_wave(targets[w], pairs[w], count, pool, sequences, machine, wave)
-        ranks_of = with_room_for(ranks + machine.num_ranks, ranks_of)
         for g in range(wave.groups[0]):
             if wave.loads.tokens[g] == 0:
                 continue
-            wave_of[groups], degree_of[groups], number_of[g] = w, wave.degree[g], groups
+            wave_of[groups], degree_of[groups], first_of[groups] = w, wave.degree[g], wave.first[g]
+            number_of[g] = groups
             groups += 1
-            for k in range(wave.first[g], wave.first[g + 1]):
-                ranks_of[ranks] = wave.ranks[k]
-                ranks += 1
         for k in range(count):
             if wave.group_of[pool.waiting[k]] >= 0:
                 group_of[pool.waiting[k]] = number_of[wave.group_of[pool.waiting[k]]]
         _copy(pool.left_over, left, pool.waiting)
         count = left
-    return Waves(wave_of, degree_of, ranks_of, group_of), groups, ranks, count
+    return Waves(wave_of, degree_of, first_of, group_of), groups, count

@@ -135,9 +135,9 @@ def share_out(degree: int, waves: bool, packs: Packs, sequences: Sequences, mach
     by = falling_order(seconds)
     group_of, turn_of = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
     groups = machine.num_ranks // degree
-    across, ranks = np.empty(groups, dtype=np.int64), np.arange(groups * degree)
+    across = np.empty(groups, dtype=np.int64)
     for group in range(groups):
-        across[group] = across_of(ranks[group * degree : (group + 1) * degree], machine)
+        across[group] = across_of(group * degree, degree, machine)
     ends, turns, expected = np.zeros(groups), np.zeros(groups, dtype=np.int64), make_tree(groups)
     for group in range(groups):
         set_room(expected, group, 0.0, 0)

@@ -182,7 +182,7 @@ def _reset(target: float, sequences: Sequences, machine: Machine, timeline: Time
 def _ring_room(g: int, timeline: Timeline, rings: Rings, sand: Sand) -> float:
     """Return the seconds by which ring g may grow; 0 where something follows it on one of its ranks."""
     room = np.inf
-    for r in rings.ranks[rings.first[g] : rings.first[g + 1]]:
+    for r in range(rings.first[g], rings.first[g] + rings.degree[g]):
         if timeline.free[r] > rings.end[g]:
             return 0.0
         room = min(room, sand.free[r])
@@ -205,7 +205,7 @@ def _ride(
         # Riding must not cost more rank-seconds than the work itself and a share of a micro-batch.
         if after - before <= room and degree * (after - before) <= sequences.work[i] * 1.02:
             enter_load(g, more, sand.rings)
-            for r in rings.ranks[rings.first[g] : rings.first[g + 1]]:
+            for r in range(rings.first[g], rings.first[g] + rings.degree[g]):
                 sand.free[r] -= after - before
             sand.bin_of[i] = -2 - g
             set_room(tree, g, degree * (room - after + before), degree * machine.tokens_per_rank - sand.rings.tokens[g])
@@ -270,7 +270,7 @@ def _lay(
         if b == NONE and ride:
             g = _ride(i, rides, sequences, machine, timeline, rings, sand)
             if g != NONE:
-                for r in rings.ranks[rings.first[g] : rings.first[g + 1]]:
+                for r in range(rings.first[g], rings.first[g] + rings.degree[g]):
                     _update_trees(r, tree, closed, machine, sand)
                 continue
         if b == NONE:

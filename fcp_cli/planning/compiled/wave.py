@@ -14,10 +14,7 @@ import numpy as np
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.compiling import inlined, kernel, leaf
 from fcp_cli.planning.compiled.core import (
-    ANY_RANKS,
-    NEIGHBOURS,
     NONE,
-    WHOLE_NODES,
     Loads,
     Machine,
     Sequences,
@@ -46,26 +43,24 @@ _SLACK = 1e-12
 class Wave(NamedTuple):
     """The groups of a wave, the ranks that they have, and what they hold.
 
-    No array overflows: every group has a rank of its own at least, so there are at most `num_ranks` groups, and
-    `num_ranks` ranks in all of them.
+    No array overflows: every group has a rank of its own at least, so there are at most `num_ranks` groups.
 
     Attributes:
-        degree, across, loads: [num_ranks] per group; see `pack_seconds`.
-        first: [num_ranks + 1] where the ranks of each group begin in `ranks`.
-        ranks: [num_ranks] of the groups, back to back.
+        degree, first, across, loads: [num_ranks] per group, of which `first` is the first rank; see `pack_seconds`.
         group_of: [sequences] group of each sequence that the wave took.
-        free, start: [nodes] ranks of a node that have no group yet, and where in the node they begin, side by side.
+        free, start: [nodes] ranks of a node that have no group yet, which are neighbours, and the first of them.
         bucket, next_node: [ranks_per_node + 1] and [nodes] nodes by free ranks, as linked lists that end with -1.
         used: [num_ranks] 1 for a rank that has a group; kept only where rings come from a catalogue.
         used_before: [num_ranks + 1] how many of the ranks before each are used.
         groups: [1] number of groups.
+        too_wide: [1] degree for which no run of free ranks over nodes was found; while a wave is filled, no more
+            ranks become free, so that wider groups need no look.
     """
 
     degree: IntArray
+    first: IntArray
     across: IntArray
     loads: Loads
-    first: IntArray
-    ranks: IntArray
     group_of: IntArray
     free: IntArray
     start: IntArray
@@ -74,6 +69,7 @@ class Wave(NamedTuple):
     used: IntArray
     used_before: IntArray
     groups: IntArray
+    too_wide: IntArray
 
 
 class Pool(NamedTuple):
@@ -114,9 +110,8 @@ def make_wave(sequences: int, machine: Machine) -> Any:
     return Wave(
         np.zeros(num_ranks, dtype=np.int64),
         np.zeros(num_ranks, dtype=np.int64),
-        make_loads(num_ranks),
-        np.zeros(num_ranks + 1, dtype=np.int64),
         np.zeros(num_ranks, dtype=np.int64),
+        make_loads(num_ranks),
         np.zeros(sequences, dtype=np.int64),
         np.zeros(nodes, dtype=np.int64),
         np.zeros(nodes, dtype=np.int64),
@@ -125,6 +120,7 @@ def make_wave(sequences: int, machine: Machine) -> Any:
         np.zeros(num_ranks, dtype=np.int64),
         np.zeros(num_ranks + 1, dtype=np.int64),
         np.zeros(1, dtype=np.int64),
+        np.zeros(1, dtype=np.int64),
     )
 
 
@@ -132,12 +128,12 @@ def make_wave(sequences: int, machine: Machine) -> Any:
 def _reset(machine: Machine, wave: Wave) -> None:
     """Empty the wave: no group, all ranks free."""
     wave.groups[0] = 0
-    wave.first[0] = 0
+    wave.too_wide[0] = machine.num_ranks + 1
     wave.used[:] = 0
     wave.used_before[:] = 0
     wave.bucket[:] = -1
-    wave.start[:] = 0
     for node in range(len(wave.free) - 1, -1, -1):
+        wave.start[node] = node * machine.ranks_per_node
         wave.free[node] = min(machine.ranks_per_node, machine.num_ranks - node * machine.ranks_per_node)
         _list_by_free_ranks(node, wave)
 
@@ -150,32 +146,6 @@ def _list_by_free_ranks(node: int, wave: Wave) -> None:
 
 
 @leaf
-def _take_from_node(free: int, degree: int, from_right: bool, wave: Wave, machine: Machine) -> int:
-    """Give the group being made up to `degree` ranks of the first node with `free` free ones; return how many."""
-    node = wave.bucket[free]
-    wave.bucket[free] = wave.next_node[node]
-    taken = min(free, degree)
-    _take_ranks(node, taken, from_right, wave, machine)
-    return int(taken)
-
-
-@leaf
-def _take_ranks(node: int, taken: int, from_right: bool, wave: Wave, machine: Machine) -> None:
-    """Give the group being made free ranks of a node, which is in no list, from either end of them."""
-    g = wave.groups[0]
-    first = node * machine.ranks_per_node + wave.start[node]
-    if from_right:
-        first += wave.free[node] - taken
-    else:
-        wave.start[node] += taken
-    for k in range(taken):
-        wave.ranks[wave.first[g + 1] + k] = first + k
-    wave.first[g + 1] += taken
-    wave.free[node] -= taken
-    _list_by_free_ranks(node, wave)
-
-
-@leaf
 def _best_fit(degree: int, machine: Machine, wave: Wave) -> int:
     """Return the smallest number of free ranks >= degree that some node has, or 0."""
     for free in range(degree, machine.ranks_per_node + 1):
@@ -185,57 +155,67 @@ def _best_fit(degree: int, machine: Machine, wave: Wave) -> int:
 
 
 @leaf
-def _free_run(degree: int, machine: Machine, wave: Wave) -> Any:
-    """Find neighbours for a group across nodes: whether some are free, the first node, and how many of its ranks.
+def _first_inside(degree: int, free: int, wave: Wave) -> int:
+    """Return the first rank for a group in the first node with so many free ranks.
 
-    Wholly free nodes are the last ones, since they are taken from the left; the short node of a machine comes after
-    them. The node before them may have its last ranks free, which belong to the run where the group fills no whole
-    nodes: that leaves one node less in pieces. Where no node is wholly free, what two neighbours have left may lie
-    side by side: groups inside nodes are taken from the left of even and from the right of odd ones.
+    Even nodes are filled from the left, odd ones from the right, so that the ranks that two of them have left are
+    neighbours, which a group across both can take.
+    """
+    node = wave.bucket[free]
+    return int(wave.start[node] + (wave.free[node] - degree if node % 2 else 0))
+
+
+@leaf
+def _first_across(degree: int, machine: Machine, wave: Wave) -> int:
+    """Return the first rank for a group on the shortest run of free ranks that holds it, or NONE."""
+    per_node = machine.ranks_per_node
+    if degree >= wave.too_wide[0] or (machine.whole_nodes and degree % per_node):
+        return NONE
+    chosen, shortest = NONE, machine.num_ranks + 1
+    run, stop = 0, 0  # the run that ends before rank `stop`
+    for node in range(len(wave.free) + 1):
+        free = wave.free[node] if node < len(wave.free) else 0
+        if machine.whole_nodes and free < per_node:
+            free = 0
+        if free and wave.start[node] == stop:
+            stop += free
+            continue
+        if degree <= stop - run < shortest:
+            shortest = stop - run
+            chosen = _first_in_run(run, stop, degree, machine)
+        if free:
+            run, stop = wave.start[node], wave.start[node] + free
+        else:
+            run, stop = 0, 0
+    if chosen == NONE:
+        wave.too_wide[0] = degree
+    return chosen
+
+
+@inlined
+def _first_in_run(run: int, stop: int, degree: int, machine: Machine) -> int:
+    """Return where in the free ranks run..stop a group begins: at a node if it fills whole nodes, else at the left end.
+
+    So a group that breaks a node anyway also takes what another one left, and free ranks stay in few pieces.
     """
     per_node = machine.ranks_per_node
-    whole, rest = degree // per_node, degree % per_node
-    stop, short = machine.num_ranks // per_node, machine.num_ranks % per_node
-    first = wave.bucket[per_node]
-    if rest and machine.placement == WHOLE_NODES:
-        return False, 0, 0
-    if first < 0:
-        return _free_pair(degree, machine, wave)
-    before = (
-        wave.free[first - 1] if first > 0 and rest and wave.start[first - 1] + wave.free[first - 1] == per_node else 0
-    )
-    if 0 < before < degree and first + (degree - before + per_node - 1) // per_node <= stop:
-        return True, first - 1, before
-    if whole > 0 and first + whole + (1 if rest else 0) <= stop:
-        return True, first, per_node
-    reaches = whole > 0 and first + whole == stop and rest <= short and wave.bucket[short] == stop
-    return reaches, first, per_node
+    node = (run + per_node - 1) // per_node * per_node
+    return node if degree % per_node == 0 and node + degree <= stop else run
 
 
 @leaf
-def _free_pair(degree: int, machine: Machine, wave: Wave) -> Any:
-    """Find two neighbouring nodes whose free ranks lie side by side and suffice, with the fewest to spare."""
-    per_node = machine.ranks_per_node
-    chosen, spare = -1, per_node * 2
-    if machine.placement == NEIGHBOURS and degree < 2 * per_node:
-        for node in range(len(wave.free) - 1):
-            left, right = wave.free[node], wave.free[node + 1]
-            reach = left > 0 and right > 0 and wave.start[node] + left == per_node and wave.start[node + 1] == 0
-            if reach and 0 <= left + right - degree < spare:
-                chosen, spare = node, left + right - degree
-    return chosen >= 0, chosen, wave.free[chosen] if chosen >= 0 else 0
-
-
-@leaf
-def _take_run(node: int, taken: int, degree: int, wave: Wave, machine: Machine) -> None:
-    """Give the group being made the last `taken` free ranks of a node, and those of the nodes behind it."""
-    missing = degree
-    while missing:
+def _take(first: int, degree: int, machine: Machine, wave: Wave) -> None:
+    """Take free ranks, at either end of those of each node, from the nodes that they are on."""
+    stop = first + degree
+    while first < stop:
+        node = first // machine.ranks_per_node
+        taken = min(stop, wave.start[node] + wave.free[node]) - first
         _unlist(node, wave)
-        _take_ranks(node, taken, taken < wave.free[node] and missing == degree, wave, machine)
-        missing -= taken
-        node += 1
-        taken = min(missing, machine.ranks_per_node)
+        if first == wave.start[node]:
+            wave.start[node] += taken
+        wave.free[node] -= taken
+        _list_by_free_ranks(node, wave)
+        first += taken
 
 
 @leaf
@@ -252,29 +232,10 @@ def _unlist(node: int, wave: Wave) -> None:
 
 
 @leaf
-def _open_group(degree: int, inside: int, machine: Machine, wave: Wave) -> int:
-    """Make a group of `degree` ranks, in a node with `inside` free ranks, or over nodes where `inside` is 0.
-
-    The caller has counted that so many ranks are free, which is what ends the search for nodes with any.
-    """
+def _open_group(first: int, degree: int, machine: Machine, wave: Wave) -> int:
+    """Make a group of the ranks from `first` on."""
     g = wave.groups[0]
-    wave.first[g + 1] = wave.first[g]
-    if inside:
-        from_right = machine.placement == NEIGHBOURS and wave.bucket[inside] % 2 == 1
-        _take_from_node(inside, degree, from_right, wave, machine)
-    elif machine.placement != ANY_RANKS:
-        _found, node, taken = _free_run(degree, machine, wave)
-        _take_run(node, min(taken, degree), degree, wave, machine)
-    missing = 0 if inside or machine.placement != ANY_RANKS else degree
-    while missing:
-        free = _best_fit(missing, machine, wave) if missing < machine.ranks_per_node else 0
-        if free == 0:
-            free = machine.ranks_per_node
-            while wave.bucket[free] < 0:
-                free -= 1
-        missing -= _take_from_node(free, missing, False, wave, machine)
-    wave.degree[g] = degree
-    wave.across[g] = 0 if inside else across_of(wave.ranks[wave.first[g] : wave.first[g + 1]], machine)
+    wave.first[g], wave.degree[g], wave.across[g] = first, degree, across_of(first, degree, machine)
     enter_empty(g, wave.loads)
     wave.groups[0] = g + 1
     return int(g)
@@ -297,14 +258,20 @@ def _place_ring(i: int, target: float, left: int, sequences: Sequences, machine:
     highest = left if wave.groups[0] == 0 else min(left, 12 * lowest + 8)
     for degree in range(lowest, highest + 1):
         inside = _best_fit(degree, machine, wave)
-        if machine.placement != ANY_RANKS and not inside and not _free_run(degree, machine, wave)[0]:
+        at_best = 0 if inside else max(across_at_best(degree, machine), 1)
+        if alone_seconds(i, degree, at_best, sequences, machine) > target + _SLACK:
             continue
-        across = 0 if inside else 1  # pieces of nodes; or, where a node is free, whole nodes and a rest
-        if across and degree > machine.ranks_per_node and wave.bucket[machine.ranks_per_node] >= 0:
-            across = across_at_best(degree, machine)
-        if alone_seconds(i, degree, across, sequences, machine) <= target + _SLACK:
-            _add(i, _open_group(degree, inside, machine, wave), sequences, machine, wave)
-            return degree
+        first = _first_inside(degree, inside, wave) if inside else _first_across(degree, machine, wave)
+        if first == NONE:
+            if degree >= wave.too_wide[0]:
+                return 0
+            continue
+        across = across_of(first, degree, machine)
+        if across != at_best and alone_seconds(i, degree, across, sequences, machine) > target + _SLACK:
+            continue
+        _take(first, degree, machine, wave)
+        _add(i, _open_group(first, degree, machine, wave), sequences, machine, wave)
+        return degree
     return 0
 
 
@@ -315,15 +282,14 @@ def _place_in_catalogue(i: int, target: float, sequences: Sequences, machine: Ma
     Of several groups of one degree it takes the one that leaves the shortest runs of free ranks beside it.
     """
     tokens, chosen, degree, tightest = sequences.tokens[i], -1, 0, 0
-    for s in range(len(machine.group_first) - 2, -1, -1):
-        width = machine.group_first[s + 1] - machine.group_first[s]
+    for group in range(len(machine.group_first) - 1, -1, -1):
+        first, width = machine.group_first[group], machine.group_degree[group]
         if chosen >= 0 and width > degree:
             break
         if width * machine.tokens_per_rank < tokens:
             continue
         if alone_seconds(i, width, across_at_best(width, machine), sequences, machine) > target + _SLACK:
             continue
-        first = machine.group_ranks[machine.group_first[s]]
         if wave.used_before[first + width] > wave.used_before[first]:
             continue
         low, high = 0, machine.num_ranks
@@ -333,11 +299,10 @@ def _place_in_catalogue(i: int, target: float, sequences: Sequences, machine: Ma
         before, after = _free_beside(first, first + width, low, high, wave.used)
         run = (before + after) * machine.num_ranks + min(before, after)
         if chosen < 0 or run < tightest:
-            chosen, degree, tightest = s, width, run
+            chosen, degree, tightest = first, width, run
     if chosen >= 0:
-        ranks = machine.group_ranks[machine.group_first[chosen] : machine.group_first[chosen + 1]]
-        _add(i, _open_on(ranks, machine, wave), sequences, machine, wave)
-        for rank in range(ranks[0], machine.num_ranks):
+        _add(i, _open_in_catalogue(chosen, degree, machine, wave), sequences, machine, wave)
+        for rank in range(chosen, machine.num_ranks):
             wave.used_before[rank + 1] = wave.used_before[rank] + wave.used[rank]
     return degree
 
@@ -354,18 +319,11 @@ def _free_beside(first: int, stop: int, low: int, high: int, used: IntArray) -> 
 
 
 @leaf
-def _open_on(ranks: IntArray, machine: Machine, wave: Wave) -> int:
-    """Make a group of the given ranks."""
-    g = wave.groups[0]
-    for k in range(len(ranks)):
-        wave.ranks[wave.first[g] + k] = ranks[k]
-        wave.used[ranks[k]] = 1
-    wave.first[g + 1] = wave.first[g] + len(ranks)
-    wave.degree[g] = len(ranks)
-    wave.across[g] = across_of(ranks, machine)
-    enter_empty(g, wave.loads)
-    wave.groups[0] = g + 1
-    return int(g)
+def _open_in_catalogue(first: int, degree: int, machine: Machine, wave: Wave) -> int:
+    """Make a group of the catalogue."""
+    for rank in range(first, first + degree):
+        wave.used[rank] = 1
+    return int(_open_group(first, degree, machine, wave))
 
 
 @inlined
@@ -431,7 +389,7 @@ def place_rings(target: float, count: int, pool: Pool, sequences: Sequences, mac
             continue
         if ranks_left < 2:
             degree = 0
-        elif len(machine.group_first) > 1:
+        elif len(machine.group_first):
             degree = _place_in_catalogue(i, target, sequences, machine, wave)
         else:
             degree = _place_ring(i, target, ranks_left, sequences, machine, wave)
@@ -454,21 +412,23 @@ def _group_free_ranks(pair: bool, machine: Machine, wave: Wave) -> None:
             node_free = free
             while node_free:
                 degree = 2 if pair and node_free >= 2 else 1
-                _open_group(degree, node_free, machine, wave)
+                first = _first_inside(degree, node_free, wave)
+                _take(first, degree, machine, wave)
+                _open_group(first, degree, machine, wave)
                 node_free -= degree
 
 
-@kernel
+@leaf
 def _group_free_ranks_of_catalogue(pair: bool, machine: Machine, wave: Wave) -> None:
     """Do the same where rings keep to a catalogue, which says which two ranks may be a group."""
     if pair:
-        for s in range(len(machine.group_first) - 1):
-            ranks = machine.group_ranks[machine.group_first[s] : machine.group_first[s + 1]]
-            if len(ranks) == 2 and wave.used[ranks[0]] == 0 and wave.used[ranks[1]] == 0:
-                _open_on(ranks, machine, wave)
+        for group in range(len(machine.group_first)):
+            first = machine.group_first[group]
+            if machine.group_degree[group] == 2 and wave.used[first] == 0 and wave.used[first + 1] == 0:
+                _open_in_catalogue(first, 2, machine, wave)
     for rank in range(machine.num_ranks):
         if wave.used[rank] == 0:
-            _open_on(np.array([rank]), machine, wave)
+            _open_in_catalogue(rank, 1, machine, wave)
 
 
 @leaf
@@ -537,7 +497,7 @@ def fill_wave(
         How many sequences are left over, in `pool.left_over`.
     """
     rest, small, _ranks_left, _refused = place_rings(target, count, pool, sequences, machine, wave)
-    if len(machine.group_first) > 1:
+    if len(machine.group_first):
         _group_free_ranks_of_catalogue(pair, machine, wave)
     else:
         _group_free_ranks(pair, machine, wave)

@@ -31,7 +31,7 @@ from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.prices import Prices
 from fcp_cli.plan.step import StepPlan, offsets_of, sizes_of
 from fcp_cli.planning.assemble import assignment_prices, with_idle_rows
-from fcp_cli.planning.compiled.core import ANY_RANKS, Machine
+from fcp_cli.planning.compiled.core import Machine
 from fcp_cli.planning.fcp.catalogue import tree_blocks
 from fcp_cli.planning.fcp.wave_orders import reordered, wave_orders
 from fcp_cli.planning.problem import Assignment, Batch, Problem
@@ -56,16 +56,15 @@ _RUNS, _LEAST_RUNS = 60_000, 20  # of micro-batches, in runs of the timeline for
 def replicas_of(problem: Problem, machine: Machine) -> Replicas:
     """Return the ranks, with blocks that halve them again and again, those alone that the machine lets be groups.
 
-    Where any ranks may be a group, there are blocks of three, five, six and seven eighths, too, from either end.
+    Where any neighbours may be a group, there are blocks of three, five, six and seven eighths, too, from either end.
     """
     n, unit = problem.num_ranks, problem.ranks_per_node if problem.num_ranks > problem.ranks_per_node else 1
     found: dict[int, list[int]] = {1: list(range(n))}
-    firsts = machine.group_ranks[machine.group_first[:-1]].tolist()
-    allowed = set(zip(firsts, np.diff(machine.group_first).tolist(), strict=True))
+    allowed = set(zip(machine.group_first.tolist(), machine.group_degree.tolist(), strict=True))
     for block in tree_blocks(n, problem.ranks_per_node):
         if not allowed or (block.start, len(block)) in allowed:
             found.setdefault(len(block), []).append(block.start)
-    if not allowed and machine.placement == ANY_RANKS:
+    if not allowed and not machine.whole_nodes:
         for eighths in (3, 5, 6, 7):
             degree = n * eighths // 8 // unit * unit
             if degree > 1:

@@ -43,28 +43,26 @@ def assign_waves(
         if len(targets) == 0:
             return None
         last = len(targets) if is_last else len(targets) - 1
-        one, groups, num_ranks, left = written
+        one, groups, left = written
         held = members[one.group_of < 0]
         assert left == len(held) and (left == 0 or not is_last), "the last wave does not take every sequence"
-        found.append((members, one, groups, num_ranks, waves))
+        found.append((members, one, groups, waves))
         waves += last
         seconds += float(targets[:last].sum())
         work -= float(own.work[one.group_of >= 0].sum())
         if seconds + work / machine.num_ranks >= limit_seconds:
             return None
-    firsts = np.cumsum([0, *(groups for _, _, groups, _, _ in found)])
+    firsts = np.cumsum([0, *(groups for _, _, groups, _ in found)])
     group_of = np.empty(len(order), dtype=np.int64)
     for (members, one, *_), first in zip(found, firsts, strict=False):
         taken = one.group_of >= 0
         group_of[members[taken]] = one.group_of[taken] + first
-    degree = np.concatenate([one.degree[:groups] for _, one, groups, _, _ in found])
     return gather(
         order=order,
         group_of=group_of,
-        wave=np.concatenate([one.wave[:groups] + before for _, one, groups, _, before in found]),
-        degree=degree,
-        ranks=np.concatenate([one.ranks[:num_ranks] for _, one, _, num_ranks, _ in found]),
-        key=np.zeros(len(degree)),
+        wave=np.concatenate([one.wave[:groups] + before for _, one, groups, before in found]),
+        degree=np.concatenate([one.degree[:groups] for _, one, groups, _ in found]),
+        first_rank=np.concatenate([one.first[:groups] for _, one, groups, _ in found]),
     )
 
 
@@ -109,7 +107,7 @@ def assign_timelines(
         group_of=group_of,
         wave=np.full(count + len(bins), -1),
         degree=np.concatenate((rings.degree[:count], np.ones(len(bins), dtype=np.int64))),
-        ranks=np.concatenate((rings.ranks[: rings.first[count]], bin_rank[bins])),
+        first_rank=np.concatenate((rings.first[:count], bin_rank[bins])),
         # By planned start; the packs of one bin follow each other, which their slot numbers order well enough.
         key=np.concatenate((rings.start[:count], bin_start[bins])),
     )
@@ -121,17 +119,18 @@ def gather(
     group_of: IntArray,
     wave: IntArray,
     degree: IntArray,
-    ranks: IntArray,
-    key: FloatArray,
+    first_rank: IntArray,
+    key: FloatArray | None = None,
 ) -> Assignment:
     """Write groups and members as an Assignment, by (wave, key, longest sequence first), without empty groups.
 
     Args:
         order: [sequences] position in the batch of each sequence.
         group_of: [sequences] its group.
-        wave, degree, key: [groups].
-        ranks: the groups' ranks back to back.
+        wave, degree, first_rank: [groups], of neighbouring ranks.
+        key: [groups] or None: all alike.
     """
+    key = np.zeros(len(degree)) if key is None else key
     sizes = np.bincount(group_of, minlength=len(wave))
     firsts = np.full(len(wave), len(order))
     np.minimum.at(firsts, group_of, np.arange(len(order)))
@@ -140,13 +139,12 @@ def gather(
     place = np.full(len(wave), -1)
     place[by] = np.arange(len(by))
     members = np.argsort(place[group_of], kind="stable")
-    rank_group = np.repeat(np.arange(len(wave)), degree)
-    kept = place[rank_group] >= 0
-    by_rank = np.lexsort((ranks[kept], place[rank_group][kept]))
+    rank_offsets = offsets_of(degree[by])
+    ranks = np.repeat(first_rank[by] - rank_offsets[:-1], degree[by]) + np.arange(rank_offsets[-1])
     return Assignment(
         wave=_renumbered(wave[by]).astype(np.int32),
-        rank_offsets=offsets_of(degree[by]),
-        ranks=ranks[kept][by_rank].astype(np.int32),
+        rank_offsets=rank_offsets,
+        ranks=ranks.astype(np.int32),
         member_offsets=offsets_of(sizes[by]),
         members=order[members],
     )

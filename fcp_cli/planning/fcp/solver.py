@@ -20,11 +20,11 @@ from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batches import GlobalBatches, spread_steps
 from fcp_cli.planning.bounds import lower_bound_seconds, simple_bound_seconds
 from fcp_cli.planning.compiled import iteration, microbatch
-from fcp_cli.planning.compiled.core import ANY_RANKS, Machine, Sequences
+from fcp_cli.planning.compiled.core import Machine, Sequences
 from fcp_cli.planning.compiled.one_degree import quickest
 from fcp_cli.planning.fcp.candidates import CLOSE_ENOUGH, Candidate, Found, best_of
 from fcp_cli.planning.fcp.catalogue import Trial, choose_groups
-from fcp_cli.planning.fcp.peer_limit import placement_for
+from fcp_cli.planning.fcp.peer_limit import needs_whole_nodes
 from fcp_cli.planning.fcp.pipelines import (
     PipelineStep,
     equal_length_candidates,
@@ -167,13 +167,13 @@ def _without_rings(problem: Problem, max_degree: int) -> FcpSolver:
 
 def _with_few_peers(problem: Problem, max_peers: int) -> FcpSolver:
     per_node = problem.ranks_per_node
-    placement = placement_for(max_peers, num_ranks=problem.num_ranks, ranks_per_node=per_node)
+    whole_nodes = needs_whole_nodes(max_peers, num_ranks=problem.num_ranks, ranks_per_node=per_node)
     degrees = static_degrees(problem)
-    if placement != ANY_RANKS:  # rings of one degree lie side by side from rank 0 on
+    if whole_nodes:  # rings of one degree lie side by side from rank 0 on
         degrees = [degree for degree in degrees if per_node % degree == 0 or degree % per_node == 0]
     return FcpSolver(
         problem=problem,
-        machine=machine_of(problem, placement=placement),
+        machine=machine_of(problem, whole_nodes=whole_nodes),
         degrees=np.array(degrees),
         options={"max_peers": max_peers},
     )
@@ -400,7 +400,7 @@ def reduced_budgets(machine: Machine, sequences: Sequences) -> Iterator[tuple[st
         if fewer and longest <= ranks * fewer and (longest > fewer or int(sequences.tokens.sum()) > fewer):
             yield f"{share:g} of the token budget", machine._replace(tokens_per_rank=fewer)
     whole = ranks // machine.ranks_per_node * machine.ranks_per_node
-    if whole < ranks and longest <= whole * tokens and len(machine.group_first) == 1:
+    if whole < ranks and longest <= whole * tokens and len(machine.group_first) == 0:
         yield "whole nodes", machine._replace(num_ranks=whole)
 
 

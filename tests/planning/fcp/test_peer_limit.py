@@ -17,9 +17,8 @@ from fcp_cli.plan.peers import count_peers, plan_peers
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.compiled.core import NEIGHBOURS, WHOLE_NODES
-from fcp_cli.planning.fcp.peer_limit import most_peers, placement_for
-from fcp_cli.planning.fcp.solver import limit_price, make_solver
+from fcp_cli.planning.fcp.peer_limit import most_peers, needs_whole_nodes
+from fcp_cli.planning.fcp.solver import make_solver
 from fcp_cli.planning.run import make_plan
 from fcp_cli.planning.settings import PlanInputs
 from tests.messages import raises
@@ -64,22 +63,22 @@ def test_no_rank_has_more_peers_than_allowed(
 @settings(max_examples=40)
 @given(num_ranks=st.integers(2, 60), ranks_per_node=st.integers(1, 17))
 def test_eight_peers_are_enough_on_every_machine(num_ranks: int, ranks_per_node: int) -> None:
-    assert most_peers(NEIGHBOURS, num_ranks=num_ranks, ranks_per_node=ranks_per_node) <= 8
-    placement_for(8, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
+    assert most_peers(False, num_ranks=num_ranks, ranks_per_node=ranks_per_node) <= 8
+    assert not needs_whole_nodes(8, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
 
 
 @pytest.mark.parametrize(("ranks_per_node", "least"), [(1, 4), (2, 3), (3, 5), (4, 5), (5, 4), (8, 4), (16, 4)])
 def test_rings_over_whole_nodes_alone_need_about_four(ranks_per_node: int, least: int) -> None:
     machine = {"num_ranks": 12 * ranks_per_node, "ranks_per_node": ranks_per_node}
-    assert most_peers(WHOLE_NODES, **machine) == least
+    assert most_peers(True, **machine) == least
     with pytest.raises(UsageError, match=f"give --max-peers {least} or more"):
-        placement_for(least - 1, **machine)
+        needs_whole_nodes(least - 1, **machine)
 
 
 def test_what_ten_nodes_need_is_what_more_need() -> None:
-    for placement in (NEIGHBOURS, WHOLE_NODES):
-        least = most_peers(placement, num_ranks=40, ranks_per_node=4)
-        assert least == most_peers(placement, num_ranks=10_000, ranks_per_node=4)
+    for whole_nodes in (False, True):
+        least = most_peers(whole_nodes, num_ranks=40, ranks_per_node=4)
+        assert least == most_peers(whole_nodes, num_ranks=10_000, ranks_per_node=4)
 
 
 def test_a_limit_that_no_plan_could_exceed_changes_nothing() -> None:
@@ -89,17 +88,20 @@ def test_a_limit_that_no_plan_could_exceed_changes_nothing() -> None:
         assert limited.makespan_seconds == free.makespan_seconds
 
 
-@pytest.mark.parametrize(("sync", "most"), [("iteration", 0.01), ("microbatch", 0.02)])
-def test_eight_peers_cost_little(sync: Sync, most: float) -> None:
-    batches = some_batches(sync, num_ranks=32, ranks_per_node=8)
-    assert limit_price(make_solver(batches, max_peers=8), batches) <= most
+@pytest.mark.parametrize("sync", ["iteration", "microbatch"])
+def test_groups_are_of_neighbouring_ranks_so_no_plan_needs_more_than_eight_peers(sync: Sync) -> None:
+    steps = planned(some_batches(sync, num_ranks=64, ranks_per_node=8), None)
+    for step in steps:
+        firsts, lasts = step.ranks[step.rank_offsets[:-1]], step.ranks[step.rank_offsets[1:] - 1]
+        assert (lasts - firsts + 1).tolist() == step.degrees.tolist()
+    assert count_peers(steps, num_ranks=64, ranks_per_node=8).most <= 8
 
 
 def test_a_machine_whose_last_node_is_short_needs_more_peers() -> None:
     with raises(
         "UsageError: --max-peers is 6, but rings of all degrees on 30 ranks, 8 per node, need 8; give --max-peers 8 or more",
     ):
-        placement_for(6, num_ranks=30, ranks_per_node=8)
+        needs_whole_nodes(6, num_ranks=30, ranks_per_node=8)
 
 
 def test_two_limits_at_once_are_refused() -> None:
