@@ -31,8 +31,10 @@ from tests.training.small_runs import fcp_command, ranks_in, run_fcp, write_mani
 pytestmark = [pytest.mark.distributed, pytest.mark.hf]
 
 STEPS = 12
-# A run that is to be stopped in the middle has far more left than it could do before somebody slow has read a line.
 PLANNED_STEPS = 300
+# A run that is to be stopped in the middle has far more left than it could do before somebody slow has read a line: a
+# minute on a quick machine.
+LONG_STEPS = 3000
 SETTINGS = ("--model", "qwen3-tiny", "--learning-rate", "3e-3", "--log-every", "1")
 
 
@@ -50,6 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     manifest = write_manifest(folder)
     write_small_plan(folder / "plan.parquet", manifest, steps=PLANNED_STEPS)
+    write_small_plan(folder / "long.parquet", manifest, steps=LONG_STEPS)
     write_small_plan(folder / "waves.parquet", manifest, steps=4, sync="microbatch", num_ranks=2)
     return folder
 
@@ -71,8 +74,8 @@ def broken(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def killed(folder: Path, broken: Path) -> Ended:
     """One rank is killed outright, two steps after the checkpoint of step 5, or a little later."""
-    every = ("--checkpoint-every", "5", "--keep", str(PLANNED_STEPS))
-    words = (*SETTINGS, *every, "--run-dir", str(broken))
+    every = ("--checkpoint-every", "5", "--keep", str(LONG_STEPS))
+    words = (*SETTINGS, *every, "--plan", "long.parquet", "--run-dir", str(broken))
     # The real torchrun reports the signal; one forked for tests has lost it once on a busy machine.
     with launched(*words, folder=folder, environment=without_forks()) as (_, read_to):
         read_to("step 7/")
@@ -165,7 +168,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(killed: Ended) -> None:
 def test_ctrl_c_saves_says_how_to_go_on_and_leaves_nothing_running(broken: Path, interrupted: Ended) -> None:
     assert interrupted.status == 130, interrupted.printed
     saved = len(steps_of(broken))
-    assert 6 <= saved < PLANNED_STEPS
+    assert 6 <= saved < LONG_STEPS
     assert interrupted.printed.splitlines()[-1] == (
         f"error: interrupted; {saved} steps are saved, continue with: fcp launch --run-dir {broken.name} --resume"
     )

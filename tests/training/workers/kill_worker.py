@@ -1,7 +1,8 @@
 """Kills whole jobs of four ranks and resumes them: `kill_worker.py FOLDER KILLS PORT`.
 
 Ranks are forked from here, where everything is imported: a job starts in a second, and can be killed often. Files of
-checkpoints are written slowly, so that much of each step is a save in the background.
+checkpoints are written slowly, so that much of each step is a save in the background. A job that is to be killed never
+writes its last checkpoint: however late this process looks, the job has not ended.
 
     whole    a run that nobody kills
     killed   killed `KILLS` times, each time resumed, then left to end
@@ -24,6 +25,7 @@ from typing import Any
 
 from fcp_cli.runs.checkpoint_header import checkpoints
 from fcp_cli.training import checkpoint, models, train, trainer
+from tests.patience import PATIENCE_SECONDS
 from tests.ports import unused_port
 from tests.training.small_runs import NUM_RANKS
 
@@ -39,19 +41,17 @@ SETTINGS = ("--model", "qwen3-tiny", "--precision", "fp64", "--learning-rate", "
 write_file = checkpoint._write_file
 
 
-def write_slowly(*arguments: Any) -> Any:
-    time.sleep(SLOW_SECONDS)
-    return write_file(*arguments)
-
-
-setattr(checkpoint, "_write_file", write_slowly)  # noqa: B010
+def write_slowly(path: Path, *rest: Any, last: float = SLOW_SECONDS) -> Any:
+    time.sleep(last if f"step-{STEPS:08d}" in str(path) else SLOW_SECONDS)
+    return write_file(path, *rest)
 
 
 class Job:
-    """A running job: its ranks."""
+    """A running job: its ranks, which never end if they are to be killed."""
 
-    def __init__(self, folder: Path, name: str, *words: str) -> None:
+    def __init__(self, folder: Path, name: str, *words: str, ends: bool = True) -> None:
         self.run_dir = folder / name
+        self._write = write_slowly if ends else partial(write_slowly, last=PATIENCE_SECONDS)
         port = str(unused_port())
         argv = ["--plan", str(folder / "plan.parquet"), "--manifest", str(folder / "lengths.parquet"), *SETTINGS]
         self.ranks = [self._fork(rank, port, [*argv, "--run-dir", str(self.run_dir), *words]) for rank in range(4)]
@@ -64,6 +64,7 @@ class Job:
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(NUM_RANKS), LOCAL_WORLD_SIZE=str(NUM_RANKS),
             MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
         )  # fmt: skip
+        setattr(checkpoint, "_write_file", self._write)  # noqa: B010
         status = 1
         try:
             status = train.main([*argv, "--checkpoint-every", "1", "--keep", "3"])
@@ -90,11 +91,6 @@ def is_saving(saved: Path) -> bool:
     return bool(checkpoints(saved)) and any(saved.glob(".*.partial/*"))
 
 
-def is_past(end: float, saved: Path) -> bool:
-    """Return whether the moment has come, or the job, quicker than the first, is near its end."""
-    return time.monotonic() > end or any(path.name >= "step-00000007" for path in saved.glob("step-*"))
-
-
 def main(folder: Path, kills: int) -> None:
     begin = time.monotonic()
     Job(folder, "whole").end()
@@ -103,13 +99,13 @@ def main(folder: Path, kills: int) -> None:
     moments = []
     for number in range(kills):
         is_new = not (folder / "killed" / "metrics.jsonl").exists()
-        job = Job(folder, "killed", *(() if is_new else ("--resume",)))
+        job = Job(folder, "killed", *(() if is_new else ("--resume",)), ends=False)
         saved = job.run_dir / "checkpoints"
-        end = time.monotonic() + draw.uniform(0.0, 0.4) * seconds  # a machine that was busy before may be quick now
+        end = time.monotonic() + draw.uniform(0.0, 0.4) * seconds
         if number == 0:  # one for certain while ranks write, after a checkpoint that they resume from
             job.kill_when(partial(is_saving, saved))
         else:
-            job.kill_when(partial(is_past, end, saved))
+            job.kill_when(lambda end=end: time.monotonic() > end)  # type: ignore[misc]
         moments.append([path.name for path in saved.glob(".*.partial")])
     shutil.copytree(folder / "killed", folder / "cut")
     Job(folder, "killed", "--resume").end()
