@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -12,45 +11,18 @@ from torch import Tensor
 
 from fcp_cli.vision.gemma3 import visual_sequence
 from fcp_cli.vision.parts import VisualSequence
+from tests.runtime.grid_inputs import IMAGE, VOCAB_SIZE
 from tests.runtime.linear_models import InDouble
+from tests.runtime.tile_inputs import TILE_PIXELS, TILE_TOKENS, Inputs
+from tests.runtime.tile_inputs import inputs_of as inputs_of
 
-VOCAB_SIZE, IMAGE = 64, 60
-TILES = (0, 1, 3, 6, 9)
-"""Tiles of a sequence by its kind: text alone, an image, an image of several tiles, a video, and many images."""
-_TILE_TOKENS, _TILE_PIXELS = 4, 8
 _WINDOW = 6
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Inputs:
-    """What a processor gives for one sequence."""
-
-    input_ids: np.ndarray[Any, np.dtype[np.int64]]
-    labels: np.ndarray[Any, np.dtype[np.int64]]
-    pixel_values: Tensor
-
-
-def inputs_of(row: int) -> Inputs:
-    """Sequence `row` of an endless data set, of kind `row % 5`."""
-    draw = np.random.default_rng(row)
-    tiles = TILES[row % 5]
-    pieces: list[list[int]] = [_text(draw)]
-    for _ in range(tiles):  # tiles of an image follow each other at once, images and frames have text between them
-        pieces += [[IMAGE] * _TILE_TOKENS, _text(draw) if draw.random() < 0.5 else []]
-    pieces.append(_text(draw))
-    ids = np.concatenate([np.asarray(piece, dtype=np.int64) for piece in pieces])
-    pixels = draw.standard_normal((tiles, 3, _TILE_PIXELS, _TILE_PIXELS))
-    return Inputs(input_ids=ids, labels=np.where(ids == IMAGE, -100, ids), pixel_values=torch.from_numpy(pixels))
 
 
 def image_spans(row: int) -> list[tuple[int, int]]:
     """Where the images of a sequence lie; those that follow each other at once are one."""
     is_image = np.concatenate(([False], inputs_of(row).input_ids == IMAGE, [False]))
     return [(start, stop) for start, stop in np.flatnonzero(is_image[1:] != is_image[:-1]).reshape(-1, 2).tolist()]
-
-
-def _text(draw: np.random.Generator) -> list[int]:
-    return draw.integers(0, IMAGE, size=draw.integers(1, 6)).tolist()  # type: ignore[no-any-return]
 
 
 def config() -> Any:
@@ -75,11 +47,11 @@ def config() -> Any:
             "hidden_size": 16,
             "intermediate_size": 24,
             "num_attention_heads": 2,
-            "image_size": _TILE_PIXELS,
+            "image_size": TILE_PIXELS,
             "patch_size": 2,
             "vision_use_head": False,
         },
-        mm_tokens_per_image=_TILE_TOKENS,
+        mm_tokens_per_image=TILE_TOKENS,
         image_token_index=IMAGE,
         boi_token_index=IMAGE + 1,
         eoi_token_index=IMAGE + 2,
@@ -114,7 +86,6 @@ def sequence(inputs: Inputs, labels: Any) -> VisualSequence:
 
 def logits_alone(model: Any, inputs: Inputs) -> Tensor:
     """What transformers itself computes for the sequence."""
-    visual = {"pixel_values": inputs.pixel_values} if len(inputs.pixel_values) else {}
     ids = torch.from_numpy(inputs.input_ids)[None]
-    logits: Tensor = model(input_ids=ids, token_type_ids=(ids == IMAGE).long(), **visual).logits
+    logits: Tensor = model(input_ids=ids, token_type_ids=(ids == IMAGE).long(), **inputs.visual).logits
     return logits

@@ -2,46 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fcp_cli.vision.internvl import visual_sequence
 from fcp_cli.vision.parts import VisualSequence
-
-VOCAB_SIZE, IMAGE = 64, 60
-TILES = (0, 1, 3, 6, 9)
-"""Tiles of a sequence by its kind: text alone, an image, an image of several tiles, a video, and many images."""
-_TILE_TOKENS, _TILE_PIXELS = 4, 8
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Inputs:
-    """What a processor gives for one sequence."""
-
-    input_ids: np.ndarray[Any, np.dtype[np.int64]]
-    labels: np.ndarray[Any, np.dtype[np.int64]]
-    pixel_values: Tensor
-
-
-def inputs_of(row: int) -> Inputs:
-    """Sequence `row` of an endless data set, of kind `row % 5`."""
-    draw = np.random.default_rng(row)
-    tiles = TILES[row % 5]
-    pieces: list[list[int]] = [_text(draw)]
-    for _ in range(tiles):  # tiles of an image follow each other at once, images and frames have text between them
-        pieces += [[IMAGE] * _TILE_TOKENS, _text(draw) if draw.random() < 0.5 else []]
-    pieces.append(_text(draw))
-    ids = np.concatenate([np.asarray(piece, dtype=np.int64) for piece in pieces])
-    pixels = draw.standard_normal((tiles, 3, _TILE_PIXELS, _TILE_PIXELS))
-    return Inputs(input_ids=ids, labels=np.where(ids == IMAGE, -100, ids), pixel_values=torch.from_numpy(pixels))
-
-
-def _text(draw: np.random.Generator) -> list[int]:
-    return draw.integers(0, IMAGE, size=draw.integers(1, 6)).tolist()  # type: ignore[no-any-return]
+from tests.runtime.grid_inputs import IMAGE, VOCAB_SIZE
+from tests.runtime.tile_inputs import TILE_PIXELS, TILE_TOKENS, Inputs
+from tests.runtime.tile_inputs import inputs_of as inputs_of
 
 
 def config() -> Any:
@@ -62,11 +32,11 @@ def config() -> Any:
             "hidden_size": 16,
             "intermediate_size": 24,
             "num_attention_heads": 2,
-            "image_size": [_TILE_PIXELS] * 2,
+            "image_size": [TILE_PIXELS] * 2,
             "patch_size": [2, 2],
         },
         image_token_id=IMAGE,
-        image_seq_length=_TILE_TOKENS,
+        image_seq_length=TILE_TOKENS,
         tie_word_embeddings=False,
     )
 
@@ -89,6 +59,5 @@ def sequence(inputs: Inputs, labels: Any) -> VisualSequence:
 
 def logits_alone(model: Any, inputs: Inputs) -> Tensor:
     """What transformers itself computes for the sequence."""
-    visual = {"pixel_values": inputs.pixel_values} if len(inputs.pixel_values) else {}
-    logits: Tensor = model(input_ids=torch.from_numpy(inputs.input_ids)[None], **visual).logits
+    logits: Tensor = model(input_ids=torch.from_numpy(inputs.input_ids)[None], **inputs.visual).logits
     return logits

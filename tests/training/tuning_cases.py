@@ -17,6 +17,7 @@ from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.training.settings import TrainSettings
 from tests.runtime import qwen3_vl_models as vision
+from tests.runtime.grid_inputs import Inputs
 from tests.runtime.plans import Row, write_plan
 
 NUM_RANKS = 4
@@ -186,7 +187,7 @@ def _text(row: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     return tokens, np.where(np.arange(len(tokens)) < first, -100, tokens)
 
 
-def _picture_inputs(row: int) -> vision.Inputs:
+def _picture_inputs(row: int) -> Inputs:
     inputs = vision.inputs_of(row)
     return replace(inputs, labels=np.full_like(inputs.labels, -100)) if row % 4 == 0 else inputs
 

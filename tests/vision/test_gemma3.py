@@ -10,7 +10,8 @@ from fcp_cli.masks import CAUSAL, segments
 pytest.importorskip("transformers")
 
 from fcp_cli.vision.gemma3 import encode, visual_sequence
-from tests.runtime.gemma3_vision_models import IMAGE, config, model
+from tests.runtime.gemma3_vision_models import config, model
+from tests.runtime.grid_inputs import IMAGE
 from tests.runtime.vision_models import assert_exchange_keeps_encoder_gradients
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]

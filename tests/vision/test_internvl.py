@@ -13,7 +13,8 @@ from tests.messages import raises
 pytest.importorskip("transformers")
 
 from fcp_cli.vision.internvl import encode, visual_sequence
-from tests.runtime.internvl_models import IMAGE, config, model
+from tests.runtime.grid_inputs import IMAGE
+from tests.runtime.internvl_models import config, model
 from tests.runtime.vision_models import assert_exchange_keeps_encoder_gradients
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]

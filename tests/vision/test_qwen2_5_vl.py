@@ -18,7 +18,8 @@ from tests.runtime.plans import Row, write_plan
 pytest.importorskip("transformers")
 
 from fcp_cli.vision.qwen2_5_vl import encode, visual_sequence
-from tests.runtime.qwen2_5_vl_models import IMAGE, PATCH_VALUES, VIDEO, config, inputs_of, model, sequence
+from tests.runtime.grid_inputs import IMAGE, PATCH_VALUES, VIDEO
+from tests.runtime.qwen2_5_vl_models import config, inputs_of, model, sequence
 from tests.runtime.vision_models import assert_exchange_keeps_encoder_gradients
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]

@@ -18,7 +18,8 @@ from tests.runtime.plans import Row, write_plan
 pytest.importorskip("transformers")
 
 from fcp_cli.vision.qwen3_vl import encode, visual_sequence
-from tests.runtime.qwen3_vl_models import END, IMAGE, PATCH_VALUES, START, VIDEO, config, inputs_of, model, sequence
+from tests.runtime.grid_inputs import END, IMAGE, PATCH_VALUES, START, VIDEO
+from tests.runtime.qwen3_vl_models import config, inputs_of, model, sequence
 from tests.runtime.vision_models import assert_exchange_keeps_encoder_gradients
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]

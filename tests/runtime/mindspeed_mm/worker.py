@@ -26,7 +26,8 @@ from fcp_cli.errors import FcpError
 from fcp_cli.integrations.mindspeed_mm.engine import hook_engine, hook_sharding
 from fcp_cli.verification.replay import take_gradient
 from tests.patience import PATIENCE_SECONDS
-from tests.runtime.qwen3_vl_models import IMAGE, VIDEO, inputs_of
+from tests.runtime.grid_inputs import IMAGE, VIDEO
+from tests.runtime.qwen3_vl_models import inputs_of
 from tests.runtime.vision_models import VisionCase, unmodified
 from tests.runtime.workers.leave import leave_job
 
