@@ -45,11 +45,14 @@ _OPT_IN = ("full", "loops", "slurm")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Compile the planner once for all workers, which would otherwise each do it, for most of a minute."""
+    """Do once for all workers what each would do: compile the planner, for most of a minute, and import for jobs."""
     whole_suite = session.config.args_source is pytest.Config.ArgsSource.TESTPATHS
     if whole_suite and getattr(session.config.option, "numprocesses", None):
+        from tests.forked_ranks import share_among_workers
         from tests.planning.examples import compile_planner
 
+        if not session.config.option.markexpr:  # nothing is left out
+            share_among_workers()  # it imports while the planner compiles
         compile_planner()
 
 

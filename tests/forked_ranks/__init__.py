@@ -4,7 +4,7 @@ A rank of the bundled trainer imports PyTorch and transformers for four to five 
 a tiny model for less than one; `fcp launch` and torchrun import for two to four each. With this folder on PYTHONPATH
 torchrun's ranks are forked from a process that imported what they need: same agent, same process group, same signals, same
 logs, and a process with a session of its own for each rank. With `shared()` in the environment, so are torchrun and fcp.
-Scripts, whose start fcp changes, start as users start them.
+Scripts, whose start fcp changes, start as users start them, but for jobs with `shared_by_scripts()`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import os
 from pathlib import Path
 
 from fcp_cli.machine.processes import environment_of
-from tests.forked_ranks.rank_forking import SHARED, server
+from tests.forked_ranks.rank_forking import SCRIPTS, SHARED, server
 
 _HERE = str(Path(__file__).parent)
+# The address of the server of all workers; not the name by which a job asks to be forked.
+_OF_ALL_WORKERS = "FCP_TESTS_SERVER"
 _EVERY_PROGRAM = ("torch.distributed.run", "transformers.models.qwen3.modeling_qwen3")
 
 
@@ -24,7 +26,17 @@ def shared() -> dict[str, str]:
 
     They are none of the job's descendants then: not for jobs that are ended by force, or looked at from outside.
     """
-    return {SHARED: server(*_EVERY_PROGRAM)}
+    return {SHARED: os.environ.get(_OF_ALL_WORKERS) or server(*_EVERY_PROGRAM)}
+
+
+def share_among_workers() -> None:
+    """Start the server of the workers of pytest-xdist, which then need none of their own."""
+    os.environ[_OF_ALL_WORKERS] = server(*_EVERY_PROGRAM)
+
+
+def shared_by_scripts() -> dict[str, str]:
+    """The same for a job that runs a script: for tests of how it trains, not of how it starts."""
+    return {**shared(), SCRIPTS: "1"}
 
 
 def without_forks() -> dict[str, str]:

@@ -17,6 +17,9 @@ from typing import Any
 
 # The address of a server for all jobs; where there is none, an agent starts one of its own.
 SHARED = "FCP_TESTS_FORKS"
+# Set where ranks that run a script under a plan are forked, too.
+SCRIPTS = "FCP_TESTS_FORK_SCRIPTS"
+_RUNS_SCRIPTS = "fcp_cli.runtime"
 _SERVER = str(Path(__file__).with_name("server.py"))
 
 
@@ -28,7 +31,7 @@ def fork_ranks() -> None:
 
     def fork_or_start(handler: SubprocessHandler, args: tuple[str, ...], env: dict[str, str]) -> Any:
         _, _, dash_m, *program = args  # python -u -m MODULE ARGS
-        if dash_m != "-m" or not _is_forked(program[0]):
+        if dash_m != "-m" or not _is_forked(program[0], env):
             return start(handler, args, env)
         logs = [log.fileno() if log else number for number, log in ((1, handler._stdout), (2, handler._stderr))]
         with Path(os.devnull).open() as nothing:
@@ -40,8 +43,10 @@ def fork_ranks() -> None:
     SubprocessHandler._popen = fork_or_start  # type: ignore[assignment,method-assign]
 
 
-def _is_forked(module: str) -> bool:
-    return module.startswith(("fcp_cli.", "tests.")) and not module.startswith("fcp_cli.runtime")
+def _is_forked(module: str, environment: Mapping[str, str]) -> bool:
+    if module.startswith(_RUNS_SCRIPTS):
+        return module == _RUNS_SCRIPTS and SCRIPTS in environment
+    return module.startswith(("fcp_cli.", "tests."))
 
 
 def go_on_forked(program: Sequence[str]) -> None:

@@ -47,7 +47,7 @@ _LATER = {
     ),
 }
 
-_PACKAGES = ("fcp_cli",)
+_PACKAGES = ("fcp_cli", "fcp_cli.runtime")
 
 
 def serve(listener: socket.socket, modules: list[str]) -> None:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import difflib
-import runpy
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.patience import PATIENCE_SECONDS
 from tests.runs.records import read_metrics
 from tests.runtime.launch import ROOT, torchrun
 from tests.runtime.plans import Row, write_plan
+from tests.runtime.workers.plain_loop_worker import run_in_fp64
 
 pytestmark = pytest.mark.torch
 
 EXAMPLE = ROOT / "examples" / "plain_pytorch"
-WORKER = ROOT / "tests" / "runtime" / "workers" / "plain_loop_worker.py"
 
 
 def test_following_a_plan_changes_at_most_five_lines() -> None:
@@ -31,11 +29,12 @@ def test_following_a_plan_changes_at_most_five_lines() -> None:
 
 @pytest.mark.distributed
 def test_four_ranks_end_with_the_weights_of_one_process(tmp_path: Path) -> None:
-    write_plan(tmp_path / "plan.parquet", planned_steps(), num_ranks=4)
-    command = [sys.executable, str(WORKER), str(EXAMPLE / "before.py"), str(tmp_path / "before")]
-    subprocess.run(command, check=True, timeout=PATIENCE_SECONDS)
+    before = run_in_fp64(EXAMPLE / "before.py")
+    steps_planned = planned_steps(before["tokens_of"])
+    write_plan(tmp_path / "plan.parquet", steps_planned, num_ranks=4)
     torchrun(
-        str(WORKER),
+        "-m",
+        "tests.runtime.workers.plain_loop_worker",
         str(EXAMPLE / "after.py"),
         str(tmp_path / "after"),
         num_ranks=4,
@@ -45,11 +44,11 @@ def test_four_ranks_end_with_the_weights_of_one_process(tmp_path: Path) -> None:
     run, *steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert (run["num_ranks"], run["steps"], [step["step"] for step in steps]) == (4, 3, [0, 1, 2])
     assert all(3.0 < step["loss"] < 6.0 and step["learning_rate"] == 1e-3 for step in steps)
-    for step, planned in zip(steps, planned_steps(), strict=True):
+    for step, planned in zip(steps, steps_planned, strict=True):
         orders = [[found["order"] for found in rank["micro_batches"]] for rank in step["ranks"]]
         assert orders == [[order for order, row in enumerate(planned) if rank in row.ranks] for rank in range(4)]
         assert step["seconds"] >= step["ranks"][0]["busy_seconds"] > 0.0
-    alone = torch.load(tmp_path / "before.alone")
+    alone = before["model"].state_dict()
     for rank in range(4):
         weights = torch.load(tmp_path / f"after.{rank}")
         assert weights.keys() == alone.keys()
@@ -57,9 +56,8 @@ def test_four_ranks_end_with_the_weights_of_one_process(tmp_path: Path) -> None:
             torch.testing.assert_close(weight, alone[name], rtol=0.0, atol=1e-9, msg=f"rank {rank}: {name} differs")
 
 
-def planned_steps() -> list[list[Row]]:
+def planned_steps(tokens_of: Callable[[int], Any]) -> list[list[Row]]:
     """The example's global batches, its lengths, on groups of degree 1 to 4."""
-    tokens_of = runpy.run_path(str(EXAMPLE / "before.py"))["tokens_of"]
     lengths = [len(tokens_of(row)) for row in range(24)]
     groups = [
         [([0, 1, 2], 3), ([3], 2), ([1, 3], 2), ([0, 2], 1)],

@@ -98,7 +98,9 @@ def _leave_at_exit(distributed: ModuleType) -> None:
             recorder.close_all()
         destroy(group)
 
-    distributed.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
+    for module in (distributed, sys.modules.get("torch.distributed")):  # whose names others may have imported before
+        if getattr(module, "destroy_process_group", None) is destroy:
+            module.destroy_process_group = destroy_process_group  # type: ignore[union-attr]
 
     def leave() -> None:
         from fcp_cli.runtime.communication.world import leave_process_group

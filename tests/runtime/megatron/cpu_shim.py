@@ -72,6 +72,7 @@ def _install() -> None:
     cuda.Event = lambda *_, **__: _Stream()
     for name in ("synchronize", "empty_cache", "set_rng_state", "manual_seed"):
         setattr(cuda, name, lambda *_, **__: None)
+    cuda._lazy_call = lambda *_, **__: None  # it formats a stack for every call that waits for CUDA, which never comes
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
     # Not in the mode above, which is off in forwards that are recomputed within `Tensor.backward`.
     torch.Tensor.float = _keep_fp64(torch.Tensor.float)  # type: ignore[method-assign]

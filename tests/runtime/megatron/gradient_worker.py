@@ -333,17 +333,9 @@ def global_batches(plan: Path) -> Iterator[list[int]]:
 Named = Mapping[str, Tensor]
 
 
-def worst_error_in_parallel(plan: Path, case: Case) -> float:
-    """Largest difference of this process's share of the gradient from one process's, relative to its largest entry."""
-    dataset = dataset_of(plan, case)
-    with joined():
-        weights, expected = whole_gradients(plan, case, dataset)
-    with joined(case):
-        return worst_share_error(plan, case, dataset, weights, expected)
-
-
-def whole_gradients(plan: Path, case: Case, dataset: tiny.Sequences) -> tuple[Named, list[Named]]:
+def whole_gradients(plan: Path, case: Case) -> tuple[Named, list[Named]]:
     """The weights of a model that one process holds whole, and its gradient of each step."""
+    dataset = dataset_of(plan, case)
     alone = tiny.config(**{name: value for name, value in case.settings.items() if name not in SHARED})
     whole = tiny.build(alone, rope=case.rope, hybrid=case.hybrid)
     expected: list[Named] = []
@@ -357,9 +349,10 @@ def whole_gradients(plan: Path, case: Case, dataset: tiny.Sequences) -> tuple[Na
     return dict(whole.named_parameters()), expected
 
 
-def worst_share_error(plan: Path, case: Case, dataset: tiny.Sequences, weights: Named, expected: list[Named]) -> float:
+def worst_share_error(plan: Path, case: Case, weights: Named, expected: list[Named]) -> float:
+    """Largest difference of this process's share of the gradient from one process's, relative to its largest entry."""
     models = wrapped(case, weights=weights)
-    found = steps_planned(plan, case, dataset, models, lambda: own_gradients(models))
+    found = steps_planned(plan, case, dataset_of(plan, case), models, lambda: own_gradients(models))
     return max(
         share_error(gradients, named, case.tensor_parallel) for named, gradients in zip(expected, found, strict=True)
     )
@@ -807,13 +800,15 @@ def main(folder: Path, names: list[str]) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_SECONDS))
     torch.compiler.set_stance("force_eager")  # Megatron compiles what it fuses, for longer than all cases take
     rank = dist.get_rank()
-    with joined():
+    parallel = {name: case for name, case in PARALLEL_CASES.items() if name in names or not names}
+    with joined():  # once for all that one process does: making process groups takes as long as many cases
         if rank == 0:
             leave_refusals(folder)
-    for name, case in PARALLEL_CASES.items():
-        if name in names or not names:
-            error = worst_error_in_parallel(folder / case.plan, case)
-            (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(error))
+        whole = {name: whole_gradients(folder / case.plan, case) for name, case in parallel.items()}
+    for name, case in parallel.items():
+        with joined(case):
+            error = worst_share_error(folder / case.plan, case, *whole[name])
+        (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(error))
     for name, case in REFUSED.items():
         if name in names or not names:
             with joined(case):

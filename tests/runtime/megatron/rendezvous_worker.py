@@ -38,7 +38,10 @@ OVERLAPPING = "reducing inside backward"
 
 def leave_share(folder: Path, name: str) -> None:
     case = PARALLEL_CASES[name]
-    error = gradient_worker.worst_error_in_parallel(folder / case.plan, case)
+    with gradient_worker.joined():
+        whole = gradient_worker.whole_gradients(folder / case.plan, case)
+    with gradient_worker.joined(case):
+        error = gradient_worker.worst_share_error(folder / case.plan, case, *whole)
     (folder / f"{name}-{dist.get_rank()}.pickle").write_bytes(pickle.dumps(error))
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runs.metrics_reader import open_run
+from tests.forked_ranks import shared_by_scripts
 from tests.planning.examples import PROFILE
 from tests.runtime.launch import ROOT, torchrun
 from tests.runtime.plans import Row, write_plan
@@ -23,11 +24,11 @@ from tests.training.small_runs import run_fcp
 pytest.importorskip("megatron.core.package_info", reason="needs megatron-core: pip install megatron-core")
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 
+MODULE = "tests.runtime.megatron.train"
 SCRIPT = ROOT / "tests" / "runtime" / "megatron" / "train.py"
 NUM_RANKS = 2  # on four, groups of every shape: test_gradients.py
 STEPS = 12
 BF16 = 2**-8  # the rounding of one number
-EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +71,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     solver = ("--solver", "fcp-paper", "--sync", "iteration")  # needs nothing compiled
     planned = run_fcp("plan", "lengths.parquet", *options, *solver, "--no-shuffle", "-o", "plan.parquet", folder=folder)
     assert planned.returncode == 0, planned.stderr
-    torchrun(str(SCRIPT), str(folder / "lengths.parquet"), str(folder / "alone"), num_ranks=NUM_RANKS, **EAGER)
+    torchrun("-m", MODULE, str(folder / "lengths.parquet"), str(folder / "alone"), num_ranks=NUM_RANKS)
     return folder
 
 
 def launch(folder: Path, *arguments: str, plan: str = "plan.parquet", **environment: str) -> Any:
     words = ("launch", "--plan", plan, "--", str(SCRIPT), "lengths.parquet", *arguments)
-    return run_fcp(*words, folder=folder, **{**EAGER, **environment})
+    return run_fcp(*words, folder=folder, **shared_by_scripts(), **environment)
 
 
 def measured_losses(folder: Path) -> list[float]:
@@ -112,7 +113,7 @@ def test_losses_gradient_norms_and_weights_are_those_without_fcp_also_from_megat
 
 @pytest.mark.full
 def test_so_they_are_where_megatron_compiles_what_it_fuses(folder: Path) -> None:
-    done = launch(folder, "planned", TORCHDYNAMO_DISABLE="0")  # for longer than 12 steps take
+    done = launch(folder, "planned", FCP_TEST_COMPILED="1")  # for longer than 12 steps take
     assert done.returncode == 0, done.stderr
     for rank in range(NUM_RANKS):
         assert_same(read(folder / "planned", rank), read(folder / "alone", rank))
@@ -150,7 +151,7 @@ def test_the_optimizers_of_bf16_get_the_gradients_that_they_get_without_fcp(
     folder: Path, optimizer: str, reduction: str
 ) -> None:
     flags = ["--bf16", "--clip-grad", "1.0", *optimizer.split(), *reduction.split()]
-    torchrun(str(SCRIPT), str(folder / "lengths.parquet"), str(folder / "bf16"), *flags, num_ranks=NUM_RANKS, **EAGER)
+    torchrun("-m", MODULE, str(folder / "lengths.parquet"), str(folder / "bf16"), *flags, num_ranks=NUM_RANKS)
     done = launch(folder, "bf16-planned", *flags)
     assert done.returncode == 0, done.stderr
     alone, planned = read(folder / "bf16", 0), read(folder / "bf16-planned", 0)

@@ -34,6 +34,7 @@ except ImportError:
     from megatron.training.utils import get_batch_on_this_tp_rank
 
 GLOBAL_BATCH_SIZE, SEQ_LENGTH = 8, 128
+COMPILED = "FCP_TEST_COMPILED"
 
 
 def parse() -> argparse.Namespace:
@@ -108,6 +109,8 @@ def broadcast_batch(data_iterator: Any) -> Any:
 
 
 def main() -> None:
+    if COMPILED not in os.environ:  # Megatron compiles what it fuses, for longer than the steps take
+        torch.compiler.set_stance("force_eager")
     arguments = parse()
     torch.set_num_threads(1)
     dtype = torch.bfloat16 if arguments.bf16 else torch.float64

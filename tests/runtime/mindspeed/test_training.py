@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.forked_ranks import shared_by_scripts
 from tests.runtime.launch import ROOT, torchrun
 from tests.runtime.mindspeed.sources import STAND_IN, real_sources
 from tests.runtime.plans import Row, write_plan
@@ -48,13 +49,13 @@ def assert_same_training(folder: Path, steps: Sequence[Sequence[Row]], *sources:
     num_ranks = 1 + max(rank for rows in steps for row in rows for rank in row.ranks)
     write_plan(folder / "plan.parquet", steps, num_ranks=num_ranks, rows=len(lengths))
     path = os.pathsep.join(map(str, (*sources, ROOT)))
-    alone = (str(SCRIPTS / "megatron" / "train.py"), str(folder / "lengths.parquet"), str(folder / "alone"))
+    alone = ("-m", "tests.runtime.megatron.train", str(folder / "lengths.parquet"), str(folder / "alone"))
     torchrun(*alone, "--steps", str(len(steps)), num_ranks=1, PYTHONPATH=path)
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("PYTHONPATH", path)
+        environment.setenv("PYTHONPATH", os.pathsep.join([path, os.environ["PYTHONPATH"]]))
         script = (str(SCRIPTS / "mindspeed" / "train.py"), "lengths.parquet", "planned", "--steps", str(len(steps)))
         planned = ("launch", "--plan", "plan.parquet", "--", *script, "--context-parallel-size", "2")
-        done = run_fcp(*planned, folder=folder)
+        done = run_fcp(*planned, folder=folder, **shared_by_scripts())
     assert done.returncode == 0, done.stderr
     assert "sync iteration; MindSpeed of a source folder on megatron-core 0." in done.stderr
     assert ", its ring attention, 2 attention layers hooked; " in done.stderr
