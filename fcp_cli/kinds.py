@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
-Kind = Literal["manifest", "plan", "cost profile", "metrics", "samples"]
+Kind = Literal["manifest", "manifest part", "plan", "cost profile", "metrics", "samples"]
 
 
 class _Known(NamedTuple):
@@ -17,6 +17,9 @@ class _Known(NamedTuple):
 
 _BY_FORMAT: Final = {
     "fcp-manifest": _Known("manifest", "a length manifest", "'fcp plan {}' plans it"),
+    "fcp-manifest-part": _Known(
+        "manifest part", "a part of a length manifest", "'fcp manifest merge' makes one of all parts"
+    ),
     "fcp-plan": _Known("plan", "a plan", "'fcp inspect {}' shows it"),
     "fcp-execution-plan": _Known("execution plan", "a plan in Megatron's words", "name the plan.parquet beside it"),
     "fcp-cost-profile": _Known("cost profile", "a cost profile", "'fcp profile show {}' shows it"),
@@ -29,6 +32,7 @@ _BY_FORMAT: Final = {
 }
 _MADE_BY: Final[dict[Kind, str]] = {
     "manifest": "'fcp manifest build {}' makes one of a data set",
+    "manifest part": "'fcp manifest build SOURCE --shard I/N -o {}' makes one",
     "plan": "make one with 'fcp plan MANIFEST'",
     "cost profile": "make one with 'fcp profile'",
     "metrics": "name the folder that 'fcp launch' printed",

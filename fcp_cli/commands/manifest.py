@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -10,13 +11,14 @@ from fcp_cli.command_line import App, takes
 from fcp_cli.console import human, note, print_json, print_table, progress
 from fcp_cli.errors import UsageError
 from fcp_cli.files import refuse_to_overwrite
-from fcp_cli.options import MOST_PIXELS, MOST_ROWS, Arg, Opt, Typed
+from fcp_cli.options import MOST_PIXELS, MOST_ROWS, MOST_WORKERS, Arg, Opt, Typed
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fcp_cli.manifest.sources.base import Source
+    from fcp_cli.manifest.build import BuiltManifest
+    from fcp_cli.manifest.sources.base import Part, Source
     from fcp_cli.manifest.sources.detect import SourceOptions
     from fcp_cli.manifest.summary import ManifestSummary
     from fcp_cli.manifest.table import LengthTable
@@ -112,6 +114,20 @@ class BuildOptions:
             group="Parts of the source",
         ),
     ] = None
+    workers: Annotated[
+        int | None,
+        Opt("Processes that count.", min=1, max=MOST_WORKERS, unset="as many as pay", common=True, group="Many nodes"),
+    ] = None
+    shard: Annotated[
+        str | None,
+        Opt(
+            "Count the I-th of N parts alone, for `fcp manifest merge`.",
+            metavar="I/N",
+            unset="all of SOURCE",
+            common=True,
+            group="Many nodes",
+        ),
+    ] = None
     json: Annotated[bool, Opt("Print the summary as one JSON document.", common=True, group="Options")] = False
     typed: Annotated[frozenset[str], Typed()] = frozenset()
 
@@ -128,8 +144,9 @@ def build(options: BuildOptions) -> None:
     The manifest remembers where its sequences are, so that training reads the same tokens again.
     Sequences without tokens are left out and counted.
     """
-    from fcp_cli.manifest.build import build_manifest
-    from fcp_cli.manifest.sources.detect import SourceOptions, detect_kind
+    from fcp_cli.manifest.parts import CountedByWorkers, default_workers, divisible, parse_part
+    from fcp_cli.manifest.sources.base import WHOLE, DivisibleSource
+    from fcp_cli.manifest.sources.detect import SourceOptions, detect_kind, open_source
 
     source, output, kind = options.source, options.output, str(options.kind)
     refuse_to_overwrite(output, source)
@@ -150,16 +167,46 @@ def build(options: BuildOptions) -> None:
     opened = _opened(source, kind, reading, output)
     _note_unused(opened.describe(), reading)
     _note_assumed(opened.describe(), options)
+    part = WHOLE if options.shard is None else parse_part(options.shard)
+    rows = opened if options.shard is None else divisible(opened).only(part)
+    workers = options.workers or default_workers(rows)
+    if workers > 1 and isinstance(rows, DivisibleSource) and rows.parts > 1:
+        reopen = partial(open_source, source, kind, reading, output=output.absolute())
+        rows = CountedByWorkers(source=rows, reopen=reopen, workers=workers, part=part)
+    if options.shard is not None:
+        _build_part(opened, rows, part, options)
+        return
+    _report_built(_build(rows, f"reading {kind}", output), options.json)
+
+
+def _build_part(opened: Source, rows: Source, part: Part, options: BuildOptions) -> None:
+    from fcp_cli.manifest.parts import divisible, write_part
+
     with progress() as bar:
-        task = bar.add_task(f"reading {kind}", total=opened.units)
-        built = build_manifest(opened, output, advance=lambda done: bar.advance(task, done))
+        task = bar.add_task(f"reading part {options.shard}", total=rows.units)
+        count = write_part(divisible(opened), rows, part, options.output, advance=lambda done: bar.advance(task, done))
+    if options.json:
+        print_json({"part": str(options.output), "shard": options.shard, "sequences": count})
+    note(f"wrote {counted(count, 'sequence')} of part {options.shard} to {options.output}; next, with all parts:")
+    note("fcp manifest merge PARTS -o lengths.parquet")
+
+
+def _build(rows: Source, title: str, output: Path) -> BuiltManifest:
+    from fcp_cli.manifest.build import build_manifest
+
+    with progress() as bar:
+        task = bar.add_task(title, total=rows.units)
+        return build_manifest(rows, output, advance=lambda done: bar.advance(task, done))
+
+
+def _report_built(built: BuiltManifest, json: bool) -> None:
     if built.unlearned:
         unlearned = counted(built.unlearned, "sequence")
         note(f"{unlearned} of {built.rows:,} with no token that is learned: they take time and train nothing")
     for reason, count in built.skipped.items():
         note(f"left out {counted(count, f'{reason} sequence')}")
-    _report(output, built.table, built.source, json=options.json, extra={"skipped": built.skipped})
-    note(f"wrote {output}; next: fcp plan {output}")
+    _report(built.path, built.table, built.source, json=json, extra={"skipped": built.skipped})
+    note(f"wrote {built.path}; next: fcp plan {built.path}")
 
 
 def _opened(source: Path, kind: str, reading: SourceOptions, output: Path) -> Source:
@@ -171,6 +218,34 @@ def _opened(source: Path, kind: str, reading: SourceOptions, output: Path) -> So
     if reading.mask is not None:
         raise UsageError(f"--mask {reading.mask} needs sequences of token ids or texts, not --kind lengths")
     return LengthFile(path=source.absolute(), column=reading.column)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergeOptions:
+    """Which parts to merge."""
+
+    parts: Annotated[tuple[Path, ...], Arg("All parts of one build, in any order.", metavar="PART")]
+    output: Annotated[Path, Opt("The manifest to write.", flags=("--output", "-o"), trust="writes")] = Path(
+        "lengths.parquet"
+    )
+    json: Annotated[bool, Opt("Print the summary as one JSON document.")] = False
+
+
+@manifest_app.command()
+@takes(
+    MergeOptions,
+    "fcp manifest merge part-*.parquet -o lengths.parquet",
+    "fcp manifest merge part-1.parquet part-2.parquet --json",
+)
+def merge(options: MergeOptions) -> None:
+    """Merge the parts that `fcp manifest build --shard I/N` wrote, on any number of nodes, into one manifest.
+
+    It is the manifest, byte for byte, that one build of the whole source writes.
+    """
+    from fcp_cli.manifest.parts import MergedParts
+
+    refuse_to_overwrite(options.output, *options.parts)
+    _report_built(_build(MergedParts(options.parts), "merging", options.output), options.json)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

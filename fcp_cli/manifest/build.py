@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,11 +19,12 @@ from fcp_cli.files import replaced_atomically
 from fcp_cli.manifest.checks import LONGEST_TOKENS
 from fcp_cli.manifest.header import LEARNED_COLUMN, MANIFEST_FORMAT, METADATA_KEY, NOT_PARQUET
 from fcp_cli.manifest.read import read_manifest
-from fcp_cli.manifest.sources.base import RowBatch, Source
+from fcp_cli.manifest.sources.base import RowBatch, Source, place_of
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.parquet_writer import parquet_writer
 
 _GROUP_ROWS: Final = 1 << 17
+NO_ROWS: Final = pa.record_batch({"id": pa.array([], pa.int64()), "length": pa.array([], pa.int64())})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,31 +64,25 @@ def build_manifest(source: Source, path: Path, *, advance: Callable[[int], None]
         ManifestError: the source cannot be read, holds no sequence, or one that no plan can hold.
         FcpError: the manifest cannot be written.
     """
-    if path.suffix in NOT_PARQUET:
-        raise UsageError(f"a manifest is a Parquet file, which {path} would not be read as; name it .parquet with -o")
-    skipped: Counter[str] = Counter()
-    largest_token, unlearned = -1, 0
-    with replaced_atomically(path) as temporary:
-        with _Writer(temporary) as writer:
-            for batch in source.batches():
-                rows = _kept(batch, source)
-                skipped.update(batch.skipped)
-                skipped["empty"] += batch.rows.num_rows - rows.num_rows
-                largest_token = max(largest_token, batch.largest_token)
-                if LEARNED_COLUMN in rows.schema.names:
-                    unlearned += int((rows.column(LEARNED_COLUMN).to_numpy() == 0).sum())
-                writer.add(rows)
-                advance(batch.done)
-            skipped = +skipped  # without the reasons that never occurred
+    with replaced_atomically(_parquet(path)) as temporary:
+        with RowWriter(temporary) as writer:
+            writer.add_all(source, advance)
             description = source.describe()
+            skipped = dict(+writer.skipped)  # without the reasons that never occurred
             if writer.rows == 0:
                 reasons = "".join(f"; {count} skipped as {reason}" for reason, count in sorted(skipped.items()))
                 raise ManifestError(f"{description['path']} holds no sequence with tokens{reasons}")
-            if largest_token >= 0:
-                description["vocab_size"] = largest_token + 1
-            writer.finish({"format": MANIFEST_FORMAT, "source": description, "skipped": dict(skipped)})
+            if writer.largest_token >= 0:
+                description["vocab_size"] = writer.largest_token + 1
+            writer.finish({"format": MANIFEST_FORMAT, "source": description, "skipped": skipped})
         table = _read_back(temporary, path)
-    return BuiltManifest(path=path, table=table, source=description, skipped=dict(skipped), unlearned=unlearned)
+    return BuiltManifest(path=path, table=table, source=description, skipped=skipped, unlearned=writer.unlearned)
+
+
+def _parquet(path: Path) -> Path:
+    if path.suffix in NOT_PARQUET:
+        raise UsageError(f"a manifest is a Parquet file, which {path} would not be read as; name it .parquet with -o")
+    return path
 
 
 def _read_back(temporary: Path, path: Path) -> LengthTable:
@@ -99,19 +94,36 @@ def _read_back(temporary: Path, path: Path) -> LengthTable:
         raise ManifestError(f"{message}; {path} is as it was") from error
 
 
-def _kept(batch: RowBatch, source: Source) -> Any:
-    lengths = batch.rows.column("length").to_numpy(zero_copy_only=False)
-    bad = np.flatnonzero((lengths < 0) | (lengths > LONGEST_TOKENS))
-    if len(bad):
-        row = int(bad[0])
-        name = batch.rows.column("id")[row].as_py()
-        where = f"{source.describe()['path']}: sequence {name}"
-        raise ManifestError(f"{where} has {lengths[row]} tokens; a plan holds 1 to {LONGEST_TOKENS}; fix or drop it")
-    return batch.rows.filter(pa.array(lengths != 0))
+def counted_batches(source: Source) -> Iterator[RowBatch]:
+    """Yield the batches of a source without its empty sequences, which count as skipped.
+
+    Raises:
+        ManifestError: the source cannot be read, or a sequence is longer than any plan can hold.
+    """
+    for batch in source.batches():
+        lengths = batch.rows.column("length").to_numpy(zero_copy_only=False)
+        bad = np.flatnonzero((lengths < 0) | (lengths > LONGEST_TOKENS))
+        if len(bad):
+            where = place_of(source, batch, int(bad[0]))
+            tokens = lengths[bad[0]]
+            raise ManifestError(f"{where} has {tokens} tokens; a plan holds 1 to {LONGEST_TOKENS}; fix or drop it")
+        empty = int((lengths == 0).sum())
+        if empty:
+            skipped = {**batch.skipped, "empty": batch.skipped.get("empty", 0) + empty}
+            batch = replace(batch, rows=batch.rows.filter(pa.array(lengths != 0)), skipped=skipped, places=())
+        yield batch
 
 
-class _Writer:
-    """Collects rows into row groups of even size; the schema is that of the first rows."""
+class RowWriter:
+    """Writes rows in row groups of one size, however they come: the same rows are the same bytes.
+
+    Attributes:
+        rows: written so far.
+        skipped: sequences dropped, by reason.
+        largest_token: token id seen, or -1.
+        unlearned: sequences of which no token is learned.
+        counted_ids: sum of those of the batches.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -119,8 +131,12 @@ class _Writer:
         self._stack = ExitStack()
         self._pending: list[Any] = []
         self.rows = 0
+        self.skipped: Counter[str] = Counter()
+        self.largest_token = -1
+        self.unlearned = 0
+        self.counted_ids = 0
 
-    def __enter__(self) -> _Writer:
+    def __enter__(self) -> RowWriter:
         return self
 
     def __exit__(
@@ -128,18 +144,33 @@ class _Writer:
     ) -> None:
         self._stack.__exit__(kind, error, trace)
 
-    def add(self, rows: Any) -> None:
-        self._pending.append(rows)
-        self.rows += rows.num_rows
-        if sum(pending.num_rows for pending in self._pending) >= _GROUP_ROWS:
-            self._flush()
+    def add_all(self, source: Source, advance: Callable[[int], None]) -> None:
+        for batch in counted_batches(source):
+            self.skipped.update(batch.skipped)
+            self.largest_token = max(self.largest_token, batch.largest_token)
+            self.counted_ids += batch.counted_ids
+            if LEARNED_COLUMN in batch.rows.schema.names:
+                self.unlearned += int((batch.rows.column(LEARNED_COLUMN).to_numpy() == 0).sum())
+            self._add(batch.rows)
+            advance(batch.done)
+
+    def _add(self, rows: Any) -> None:
+        while rows.num_rows:
+            taken = rows.slice(0, _GROUP_ROWS - self.rows % _GROUP_ROWS)
+            self._pending.append(taken)
+            self.rows += taken.num_rows
+            if self.rows % _GROUP_ROWS == 0:
+                self._flush()
+            rows = rows.slice(taken.num_rows)
 
     def finish(self, header: dict[str, Any]) -> None:
-        self._flush()
+        if self._pending or self._file is None:
+            self._flush()
         self._file.add_key_value_metadata({METADATA_KEY.decode(): json.dumps(header)})
 
     def _flush(self) -> None:
-        table = pa.Table.from_batches(self._pending)
+        # One chunk a column: the writer ends pages where chunks end.
+        table = pa.Table.from_batches(self._pending or [NO_ROWS]).combine_chunks()
         self._pending = []
         if self._file is None:
             self._file = self._stack.enter_context(parquet_writer(self._path, table.schema))

@@ -22,7 +22,10 @@ SURFACE = {
     """,
     "manifest build": """
         SOURCE --output -o --tokenizer --kind --column --include --exclude --train-on
-        --processor --bad-rows --mask --vocab-size --json
+        --processor --bad-rows --mask --vocab-size --workers --shard --json
+    """,
+    "manifest merge": """
+        PART --output -o --json
     """,
     "manifest show": """
         MANIFEST --length-column --json

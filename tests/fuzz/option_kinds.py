@@ -41,6 +41,7 @@ _SOUND: dict[str, tuple[str, Mapping[str, str | None]]] = {
     "profile fit": ("runs/tiny-001", {"--skip-steps": "0", "-o": "out.yaml"}),
     "profile diff": ("profile.yaml other.yaml", {}),
     "manifest build": ("texts.jsonl", _OUT),
+    "manifest merge": ("half-1.parquet half-2.parquet", _OUT),
     "manifest show": ("dataset.parquet", {"--json": None}),
     "manifest synth": ("mixed", {"--rows": "20", "-o": "out.jsonl"}),
 }

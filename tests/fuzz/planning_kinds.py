@@ -179,6 +179,9 @@ KINDS: dict[str, Kind] = {
     "manifest": of_files("dataset.parquet", *_MANIFEST, change=parquet),
     "built manifest": of_files("built.parquet", *_MANIFEST, change=parquet),
     "masked manifest": of_files({"spans.parquet": parquet, "prefixes.parquet": parquet}, *_MANIFEST),
+    "part of a manifest": of_files(
+        "half-1.parquet", "manifest merge half-2.parquet FILE -o out.parquet", change=parquet
+    ),
     "manifest of pictures": of_files(
         "pictures.parquet",
         _MANIFEST[1],

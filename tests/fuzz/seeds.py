@@ -16,5 +16,7 @@ def write_seeds(folder: Path) -> SeedFolder:
     source_kinds.write_sources(folder)
     training_kinds.write_training(folder)
     planning_kinds.run_fcp(folder, "manifest build texts.jsonl -o built.parquet")
+    for half in (1, 2):
+        planning_kinds.run_fcp(folder, f"manifest build texts.jsonl --shard {half}/2 -o half-{half}.parquet")
     option_kinds.write_odd_paths(folder)
     return SeedFolder(folder)

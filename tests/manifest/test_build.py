@@ -48,10 +48,10 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_groups")
-def test_rows_are_written_in_row_groups_as_they_come(tmp_path: Path) -> None:
+def test_row_groups_have_one_size_however_the_rows_come(tmp_path: Path) -> None:
     build_manifest(Rows(10), tmp_path / "m.parquet")
     footer = pq.read_metadata(tmp_path / "m.parquet")
-    assert [footer.row_group(group).num_rows for group in range(footer.num_row_groups)] == [12, 12, 12, 4]
+    assert [footer.row_group(group).num_rows for group in range(footer.num_row_groups)] == [10, 10, 10, 10]
     assert read_manifest(tmp_path / "m.parquet").length_tokens.tolist() == list(range(1, 41))
 
 

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from fcp_cli.planning.interrupts import interrupts_deferred
+from fcp_cli.machine.interrupts import interrupts_deferred
 
 
 def test_ctrl_c_inside_the_block_is_raised_at_its_end() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from fcp_cli.arrays import IntArray
 
@@ -20,12 +22,53 @@ class RowBatch:
         done: units of the source that this batch covers, for the progress bar.
         largest_token: largest token id seen in a source that holds token ids.
         skipped: sequences dropped before they were counted, by reason.
+        counted_ids: sequences, dropped ones included, if ids count from the beginning of a part; 0 if they are those of
+            the whole source.
+        places: of the rows, for messages; empty if their ids name them.
     """
 
     rows: Any
     done: int
     largest_token: int = -1
     skipped: Mapping[str, int] = field(default_factory=dict)
+    counted_ids: int = 0
+    places: Sequence[str] = ()
+
+
+class FileSpan(NamedTuple):
+    """Units `start` to `stop` of file number `file`."""
+
+    file: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of `count` contiguous parts of a source, equal in units; the whole source by default.
+
+    Attributes:
+        index: of the part, from 0.
+        count: number of parts.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    def span(self, units: int) -> tuple[int, int]:
+        """Return the first unit of the part, and the one after its last."""
+        return units * self.index // self.count, units * (self.index + 1) // self.count
+
+    def files(self, sizes: Sequence[int]) -> Iterator[FileSpan]:
+        """Yield the spans of the part in files of so many units each."""
+        start, stop = self.span(sum(sizes))
+        for index, (end, size) in enumerate(zip(accumulate(sizes), sizes, strict=True)):
+            first, last = max(start - (end - size), 0), min(stop - (end - size), size)
+            if first < last:
+                yield FileSpan(index, first, last)
+
+
+WHOLE = Part()
 
 
 class Source(Protocol):
@@ -44,6 +87,29 @@ class Source(Protocol):
         Raises:
             ManifestError: a part of the source cannot be read; the message names it.
         """
+
+
+@runtime_checkable
+class DivisibleSource(Source, Protocol):
+    """A source whose parts can be counted apart from each other, by several processes or on several nodes."""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files of the whole source, in the order of their rows."""
+
+    @property
+    def parts(self) -> int:
+        """Number of parts that are worth a task each; 1 if the source is read whole."""
+
+    def only(self, part: Part) -> DivisibleSource:
+        """Return the sequences of one part; `describe` stays the same, and ids that are counted begin at 0."""
+
+
+def place_of(source: Source, batch: RowBatch, row: int) -> str:
+    """Name the place of a row of a batch, for messages."""
+    if batch.places:
+        return batch.places[row]
+    return f"{source.describe()['path']}: sequence {batch.rows.column('id')[row].as_py()}"
 
 
 class SourceTokens(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +16,7 @@ from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.chat import ChatEncoder, Encoded
 from fcp_cli.manifest.header import LEARNED_COLUMN
-from fcp_cli.manifest.sources.base import RowBatch, grouped
+from fcp_cli.manifest.sources.base import WHOLE, Part, RowBatch, grouped
 from fcp_cli.manifest.sources.jsonl import json_lines, json_record, line_at, size_of
 from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, PARQUET_SUFFIXES, Shard, open_shard, python_rows
 from fcp_cli.reading.documents import read_records
@@ -24,6 +24,8 @@ from fcp_cli.reading.inputs import cached_by_file
 
 _BATCH_RECORDS: Final = 1 << 10
 _BATCH_BYTES: Final = 8 << 20
+_PART_RECORDS: Final = 1 << 12
+_PART_BYTES: Final = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,15 +52,28 @@ class ChatData:
     Attributes:
         path: the file, or the folder that holds `files`, absolute.
         files: in the order of their rows.
+        part: the records that begin in this part of the units of all files; ids count from its first record.
     """
 
     path: Path
     files: tuple[Path, ...]
     encoder: ChatEncoder
+    part: Part = WHOLE
 
     @property
     def units(self) -> int | None:
-        return sum(map(_units, self.files))
+        start, stop = self.part.span(sum(map(_units, self.files)))
+        return stop - start
+
+    @property
+    def parts(self) -> int:
+        if any(file.suffix == ".json" for file in self.files):
+            return 1
+        size = _PART_BYTES if _is_lines(self.files[0]) else _PART_RECORDS
+        return -(-(self.units or 1) // size)
+
+    def only(self, part: Part) -> ChatData:
+        return replace(self, part=part)
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -71,14 +86,16 @@ class ChatData:
 
     def batches(self) -> Iterator[RowBatch]:
         start = 0
-        for shard, file in enumerate(self.files):
-            sized = ((found, found.done) for found in chat_records(file))
+        for shard, *span in self.part.files([_units(file) for file in self.files]):
+            sized = ((found, found.done) for found in chat_records(self.files[shard], *span))
             for group in grouped(sized, most_items=_BATCH_RECORDS, most_bytes=_BATCH_BYTES):
                 encoded = self.encoder.many([found.record for found in group], [found.place for found in group])
                 yield RowBatch(
                     rows=_rows(group, encoded, shard, start),
                     done=sum(found.done for found in group),
                     largest_token=max((int(one.tokens.max()) for one in encoded if len(one.tokens)), default=-1),
+                    counted_ids=len(group),
+                    places=[found.place for found in group],
                 )
                 start += len(group)
 
@@ -115,26 +132,26 @@ class ChatTokens:
         return f"{file} at {'byte' if _is_lines(file) else 'record'} {self._records[row]}"
 
 
-def chat_records(file: Path) -> Iterator[ChatRecord]:
-    """Yield the records of one file.
+def chat_records(file: Path, start: int = 0, stop: int | None = None) -> Iterator[ChatRecord]:
+    """Yield the records of one file that begin at its unit `start` or later, and before `stop`.
 
     Raises:
         ManifestError: it cannot be read, or holds something else than records.
     """
     if _is_lines(file):
-        for (number, offset, line), size in json_lines(file):
-            place = f"{file}:{number}"
-            yield ChatRecord(record=json_record(line, place), place=place, at=offset, done=size)
+        for line in json_lines(file, start, stop):
+            record = json_record(line.content, line.place)
+            yield ChatRecord(record=record, place=line.place, at=line.byte_offset, done=len(line.content))
         return
-    if file.suffix == ".json":
+    if file.suffix == ".json":  # one list, read whole: no part of it begins elsewhere
         records = _json_list(file)
         share, rest = divmod(size_of(file), max(len(records), 1))
         for number, record in enumerate(records):
             done = share + (rest if number == 0 else 0)
             yield ChatRecord(record=record, place=f"{file}, record {number + 1}", at=number, done=done)
         return
-    shard, number = open_shard(file), 0
-    for batch in shard.batches(list(shard.schema.names), _BATCH_RECORDS):
+    shard, number = open_shard(file), start
+    for batch in shard.batches(list(shard.schema.names), _BATCH_RECORDS, start, stop):
         for record in python_rows(batch, file):
             yield ChatRecord(record=record, place=f"{file}, row {number}", at=number, done=1)
             number += 1

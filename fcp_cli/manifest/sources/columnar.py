@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.checks import FACTORS, is_list
-from fcp_cli.manifest.sources.base import RowBatch
+from fcp_cli.manifest.sources.base import WHOLE, Part, RowBatch
 from fcp_cli.manifest.sources.shards import Shard
 from fcp_cli.manifest.tokenizer import Tokenizer
 from fcp_cli.words import first_sentence
@@ -24,6 +24,7 @@ from fcp_cli.words import first_sentence
 _USUAL_COLUMNS: Final = ("input_ids", "tokens", "text", "content", "length", "num_tokens")
 _BATCH_ROWS: Final = 1 << 10
 _LENGTH_BATCH_ROWS: Final = 1 << 17
+_PART_ROWS: Final = 1 << 12
 _CACHE_BYTES: Final = 256 << 20
 
 
@@ -37,6 +38,7 @@ class Columnar:
         column: token ids (a list column), texts (string or binary) or lengths (integers).
         content: which of them it is: `tokens`, `text` or `lengths`.
         mask_column: goes along as `mask`; "" for none.
+        part: of the rows of all shards.
     """
 
     path: Path
@@ -45,10 +47,28 @@ class Columnar:
     content: str
     tokenizer: Tokenizer
     mask_column: str = ""
+    part: Part = WHOLE
 
     @property
     def units(self) -> int | None:
-        return int(sum(shard.group_rows.sum() for shard in self.shards))
+        start, stop = self.part.span(sum(self._rows))
+        return stop - start
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(shard.path for shard in self.shards)
+
+    @property
+    def _rows(self) -> list[int]:
+        return [int(shard.group_rows.sum()) for shard in self.shards]
+
+    @property
+    def parts(self) -> int:
+        # Arrow counts lists and copies lengths quicker than a process starts.
+        return -(-(self.units or 1) // _PART_ROWS) if self.content == "text" else 1
+
+    def only(self, part: Part) -> Columnar:
+        return replace(self, part=part)
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -61,19 +81,19 @@ class Columnar:
         }
 
     def batches(self) -> Iterator[RowBatch]:
-        start = 0
+        row_counts = self._rows
+        masks = {"mask": self.mask_column} if self.mask_column else {}
         batch_rows = _LENGTH_BATCH_ROWS if self.content == "lengths" else _BATCH_ROWS
-        for shard in self.shards:
+        for index, row, stop in self.part.files(row_counts):
+            shard, before = self.shards[index], sum(row_counts[:index])
             factors = [name for name in FACTORS if name in shard.schema.names and name != self.column]
-            first = start
-            masks = {"mask": self.mask_column} if self.mask_column else {}
-            for batch in shard.batches([self.column, *factors, *masks.values()], batch_rows):
-                lengths, largest = self._count(shard, batch.column(self.column), row=start - first)
-                ids = np.arange(start, start + len(lengths))
+            for batch in shard.batches([self.column, *factors, *masks.values()], batch_rows, row, stop):
+                lengths, largest = self._count(shard, batch.column(self.column), row=row)
+                ids = np.arange(before + row, before + row + len(lengths))
                 rows = {"id": ids, "length": lengths} | {name: batch.column(name) for name in factors}
                 rows |= {name: batch.column(column) for name, column in masks.items()}
                 yield RowBatch(rows=pa.record_batch(rows), done=len(lengths), largest_token=largest)
-                start += len(lengths)
+                row += len(lengths)
 
     def _count(self, shard: Shard, column: Any, *, row: int) -> tuple[Any, int]:
         """Return lengths and the largest token of a part of a file that begins at its `row`."""

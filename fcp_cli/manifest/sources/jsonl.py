@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
-from fcp_cli.manifest.sources.base import RowBatch, grouped
+from fcp_cli.manifest.sources.base import WHOLE, Part, RowBatch, grouped
 from fcp_cli.manifest.tokenizer import Tokenizer, utf8
 from fcp_cli.reading.documents import decode_record
 from fcp_cli.reading.inputs import bounded_lines, open_input
@@ -21,6 +21,21 @@ from fcp_cli.reading.inputs import bounded_lines, open_input
 _USUAL_FIELDS: Final = ("text", "input_ids", "tokens", "token_ids", "content")
 _BATCH_LINES: Final = 16_384
 _BATCH_BYTES: Final = 32 << 20
+_PART_BYTES: Final = 8 << 20
+
+
+class JsonLine(NamedTuple):
+    """A line that is not blank.
+
+    Attributes:
+        place: of the line, for messages: FILE:NUMBER, or FILE at byte N if lines before it were not read.
+        byte_offset: where it begins in its file.
+        content: of the line, with its end.
+    """
+
+    place: str
+    byte_offset: int
+    content: bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +47,7 @@ class JsonLines:
         files: the files, absolute, in the order of their rows.
         column: the field with a text (tokenized) or with a list of token ids (read unchanged).
         mask_column: the field that goes along as `mask`; "" for none.
+        part: the lines that begin in this part of the bytes of all files; ids count from its first line.
     """
 
     path: Path
@@ -39,10 +55,19 @@ class JsonLines:
     column: str
     tokenizer: Tokenizer
     mask_column: str = ""
+    part: Part = WHOLE
 
     @property
     def units(self) -> int | None:
-        return sum(size_of(file) for file in self.files)
+        start, stop = self.part.span(sum(map(size_of, self.files)))
+        return stop - start
+
+    @property
+    def parts(self) -> int:
+        return -(-(self.units or 1) // _PART_BYTES)
+
+    def only(self, part: Part) -> JsonLines:
+        return replace(self, part=part)
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -55,13 +80,14 @@ class JsonLines:
 
     def batches(self) -> Iterator[RowBatch]:
         start = 0
-        for shard, file in enumerate(self.files):
-            for lines in grouped(json_lines(file), most_items=_BATCH_LINES, most_bytes=_BATCH_BYTES):
-                yield self._count(file, shard, start, lines)
+        for span in self.part.files([size_of(file) for file in self.files]):
+            sized = ((line, len(line.content)) for line in json_lines(self.files[span.file], span.start, span.stop))
+            for lines in grouped(sized, most_items=_BATCH_LINES, most_bytes=_BATCH_BYTES):
+                yield self._count(span.file, start, lines)
                 start += len(lines)
 
-    def _count(self, file: Path, shard: int, start: int, lines: list[tuple[int, int, bytes]]) -> RowBatch:
-        values = [token_value(line, self.column, f"{file}:{number}") for number, _, line in lines]
+    def _count(self, shard: int, start: int, lines: list[JsonLine]) -> RowBatch:
+        values = [token_value(line.content, self.column, line.place) for line in lines]
         is_text = np.array([isinstance(value, bytes) for value in values])
         lengths = np.zeros(len(values), np.int64)
         lengths[~is_text] = [len(value) for value in values if not isinstance(value, bytes)]
@@ -73,24 +99,30 @@ class JsonLines:
             "id": pa.array(range(start, start + len(lines)), pa.int64()),
             "length": pa.array(lengths),
             "shard": pa.array([shard] * len(lines), pa.int32()),
-            "byte_offset": pa.array([offset for _, offset, _ in lines], pa.int64()),
+            "byte_offset": pa.array([line.byte_offset for line in lines], pa.int64()),
         }
         if self.mask_column:
-            columns["mask"] = self._masks(file, lines)
+            columns["mask"] = self._masks(shard, lines)
         rows = pa.record_batch(columns)
         largest = max([*ids, -1])
         if is_text.any():
             largest = max(largest, self.tokenizer.vocab_size - 1)
-        return RowBatch(rows=rows, done=sum(len(line) for _, _, line in lines), largest_token=largest)
+        return RowBatch(
+            rows=rows,
+            done=sum(len(line.content) for line in lines),
+            largest_token=largest,
+            counted_ids=len(lines),
+            places=[line.place for line in lines],
+        )
 
-    def _masks(self, file: Path, lines: list[tuple[int, int, bytes]]) -> Any:
-        values = [json_record(line, f"{file}:{number}").get(self.mask_column) for number, _, line in lines]
+    def _masks(self, shard: int, lines: list[JsonLine]) -> Any:
+        values = [json_record(line.content, line.place).get(self.mask_column) for line in lines]
         try:
             return pa.array(values)
         except (pa.ArrowException, OverflowError, UnicodeError) as error:  # numbers past 64 bits, halves of surrogates
             raise ManifestError(
-                f"{file}: field {self.mask_column!r} holds values of several kinds, or none of a mask ({error}); "
-                "correct the data"
+                f"{self.files[shard]}: field {self.mask_column!r} holds values of several kinds, or none of a mask "
+                f"({error}); correct the data"
             ) from error
 
 
@@ -115,8 +147,8 @@ class JsonLinesTokens:
 def usual_field(file: Path) -> str:
     """Return the field of the first record with token ids or a text under a usual name, else `text`."""
     with suppress(ManifestError, StopIteration):  # counting the lines reports what cannot be read
-        (number, _, line), _ = next(json_lines(file))
-        record = json_record(line, f"{file}:{number}")
+        line = next(json_lines(file))
+        record = json_record(line.content, line.place)
         return next((name for name in _USUAL_FIELDS if isinstance(record.get(name), str | list)), _USUAL_FIELDS[0])
     return _USUAL_FIELDS[0]
 
@@ -155,7 +187,7 @@ def _token_ids(value: Any) -> IntArray | None:
 
 
 def json_record(line: bytes, place: str) -> dict[str, Any]:
-    """Parse the JSON object of one line.
+    """Parse the JSON object of one line; `place` names it in messages.
 
     Raises:
         ManifestError: it is none.
@@ -169,14 +201,23 @@ def json_record(line: bytes, place: str) -> dict[str, Any]:
     return record
 
 
-def json_lines(file: Path) -> Iterator[tuple[tuple[int, int, bytes], int]]:
-    """Yield line number, byte offset and content of every line that is not blank, with its size."""
-    offset = 0
+def json_lines(file: Path, start: int = 0, stop: int | None = None) -> Iterator[JsonLine]:
+    """Yield every line that is not blank and begins at byte `start` or later, and before `stop`.
+
+    Raises:
+        ManifestError: the file cannot be read.
+    """
     try:
-        with open_input(file) as stream:
+        with open_input(file, seekable=start > 0) as stream:
+            offset = start
+            if start:  # the line that began before belongs to the part before
+                stream.seek(start - 1)
+                offset += len(next(bounded_lines(stream), b"")) - 1
             for number, line in enumerate(bounded_lines(stream), start=1):
+                if stop is not None and offset >= stop:
+                    break
                 if line.strip():
-                    yield (number, offset, line), len(line)
+                    yield JsonLine(f"{file} at byte {offset}" if start else f"{file}:{number}", offset, line)
                 offset += len(line)
     except OSError as error:
         raise ManifestError(f"cannot read {file}: {error.strerror or error}") from error

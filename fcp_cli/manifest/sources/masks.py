@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final, cast, get_args
 
 import pyarrow as pa
 
 from fcp_cli.errors import ManifestError, MaskError, UsageError
-from fcp_cli.manifest.sources.base import RowBatch, Source
+from fcp_cli.manifest.sources.base import DivisibleSource, Part, RowBatch, Source, place_of
 from fcp_cli.masks import Mask, MaskKind, mask_of, token_types
 
 MASK_COLUMN: Final = "mask"
@@ -96,14 +97,27 @@ class MaskedSource:
     def units(self) -> int | None:
         return self.source.units
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return self.source.files if isinstance(self.source, DivisibleSource) else ()
+
+    @property
+    def parts(self) -> int:
+        return self.source.parts if isinstance(self.source, DivisibleSource) else 1
+
+    def only(self, part: Part) -> MaskedSource:
+        assert isinstance(self.source, DivisibleSource)
+        return replace(self, source=self.source.only(part))
+
     def describe(self) -> dict[str, Any]:
         return self.source.describe() | {"mask": str(self.rule)}
 
     def batches(self) -> Iterator[RowBatch]:
         for batch in self.source.batches():
-            yield replace(batch, rows=self._with_eta(batch.rows))
+            yield replace(batch, rows=self._with_eta(batch))
 
-    def _with_eta(self, rows: Any) -> Any:
+    def _with_eta(self, batch: RowBatch) -> Any:
+        rows = batch.rows
         if "eta" in rows.schema.names:
             raise ManifestError(
                 f"{self.source.describe()['path']} has a column 'eta', which --mask works out; leave out one of them"
@@ -121,7 +135,7 @@ class MaskedSource:
                 if misfit:
                     raise MaskError(f"it has {length} tokens, but {misfit}")
             except MaskError as error:
-                place = f"{self.source.describe()['path']}: sequence {rows.column('id')[row].as_py()}"
+                place = place_of(self.source, batch, row)
                 raise ManifestError(f"{place}, column {self.rule.column!r}: {error}; correct the data") from error
             kept.append(numbers)
             etas.append(mask.eta(length) if length else 0.0)

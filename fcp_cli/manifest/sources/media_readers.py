@@ -66,9 +66,9 @@ def read_media(path: Path) -> Iterator[Found]:
     elif path.suffix == ".json":
         yield from _llava(path)
     else:
-        for (number, offset, line), size in json_lines(path):
-            place = f"{path}:{number}"
-            yield Found(record=json_record(line, place), place=place, done=size, byte_offset=offset)
+        for line in json_lines(path):
+            record = json_record(line.content, line.place)
+            yield Found(record=record, place=line.place, done=len(line.content), byte_offset=line.byte_offset)
 
 
 def media_files(path: Path) -> list[Path]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -35,8 +35,26 @@ class Shard(Protocol):
     def read_group(self, group: int, column: str) -> Any:
         """Read one column of one group as an Arrow array."""
 
-    def batches(self, columns: list[str], rows: int) -> Iterator[Any]:
-        """Yield record batches of these columns from the start, at most `rows` rows each."""
+    def batches(self, columns: list[str], rows: int, start: int = 0, stop: int | None = None) -> Iterator[Any]:
+        """Yield record batches of these columns from row `start` to before row `stop`, at most `rows` rows each."""
+
+
+def _groups_of(group_rows: IntArray, start: int, stop: int | None) -> tuple[list[int], int]:
+    """Return the groups that hold rows `start` to `stop`, and the first row of the first one."""
+    ends = np.cumsum(group_rows, dtype=np.int64)
+    begins = ends - group_rows
+    held = np.flatnonzero((ends > start) & (begins < (ends[-1:].sum() if stop is None else stop)))
+    return held.tolist(), int(begins[held[0]]) if len(held) else start
+
+
+def _cut(batches: Iterable[Any], first: int, start: int, stop: int | None) -> Iterator[Any]:
+    """Yield rows `start` to `stop` of consecutive batches that begin at row `first`."""
+    for batch in batches:
+        low = max(start - first, 0)
+        high = batch.num_rows if stop is None else min(stop - first, batch.num_rows)
+        if low < high:
+            yield batch.slice(low, high - low)
+        first += batch.num_rows
 
 
 class ParquetShard:
@@ -62,9 +80,11 @@ class ParquetShard:
         with readable(self.path), open_parquet(self.path, self._footer) as file:
             return file.read_row_group(group, columns=[column]).column(column).combine_chunks()
 
-    def batches(self, columns: list[str], rows: int) -> Iterator[Any]:
+    def batches(self, columns: list[str], rows: int, start: int = 0, stop: int | None = None) -> Iterator[Any]:
+        groups, first = _groups_of(self.group_rows, start, stop)
         with readable(self.path), open_parquet(self.path, self._footer) as file:
-            yield from file.iter_batches(batch_size=rows, columns=columns)
+            read = file.iter_batches(batch_size=rows, columns=columns, row_groups=groups)
+            yield from _cut(read, first, start, stop)
 
 
 class ArrowShard:
@@ -102,11 +122,11 @@ class ArrowShard:
     def read_group(self, group: int, column: str) -> Any:
         return self._checked(group, [column]).column(column)
 
-    def batches(self, columns: list[str], rows: int) -> Iterator[Any]:
-        for group in range(self._count):
-            batch = self._checked(group, columns)
-            for start in range(0, batch.num_rows, rows):
-                yield batch.slice(start, rows)
+    def batches(self, columns: list[str], rows: int, start: int = 0, stop: int | None = None) -> Iterator[Any]:
+        groups, first = _groups_of(self.group_rows, start, stop)
+        for batch in _cut((self._checked(group, columns) for group in groups), first, start, stop):
+            for row in range(0, batch.num_rows, rows):
+                yield batch.slice(row, rows)
 
     def _checked(self, group: int, columns: list[str]) -> Any:
         batch = self._read(group).select(columns)
@@ -146,8 +166,8 @@ class CsvShard:
     def read_group(self, group: int, column: str) -> Any:
         return self._table.column(column).combine_chunks()
 
-    def batches(self, columns: list[str], rows: int) -> Iterator[Any]:
-        yield from self._table.select(columns).to_batches(max_chunksize=rows)
+    def batches(self, columns: list[str], rows: int, start: int = 0, stop: int | None = None) -> Iterator[Any]:
+        yield from _cut(self._table.select(columns).to_batches(max_chunksize=rows), 0, start, stop)
 
 
 def open_shard(path: Path) -> Shard:

@@ -14,6 +14,7 @@ from fcp_cli.arrays import IntArray
 from fcp_cli.compiling import is_kept
 from fcp_cli.cost.model import Work, encoder_seconds
 from fcp_cli.errors import UsageError
+from fcp_cli.machine.interrupts import interrupts_deferred
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.speeds import Speeds
 from fcp_cli.planning.assemble import makespan_seconds
@@ -35,7 +36,6 @@ from fcp_cli.planning.fcp.pipelines import (
 from fcp_cli.planning.fcp.searches import assign_timelines, assign_waves
 from fcp_cli.planning.fcp.speeds import assign_at_speeds
 from fcp_cli.planning.fcp.tiny import assign_tiny, is_tiny
-from fcp_cli.planning.interrupts import interrupts_deferred
 from fcp_cli.planning.kernel_inputs import by_falling_work, changed, in_batch_order, machine_of, without_splits
 from fcp_cli.planning.problem import Assignment, Batch, Problem, whole_budget
 from fcp_cli.planning.static import PACKINGS, StaticSolver, static_degrees

@@ -1,0 +1,287 @@
+"""Parts of a source: counted by worker processes of one machine, or on several nodes into files that are merged.
+
+Either way the manifest is the one that a single process writes, byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise, zip_longest
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from msgspec import Meta
+
+from fcp_cli.errors import ManifestError, UsageError
+from fcp_cli.files import replaced_atomically
+from fcp_cli.kinds import another_kind
+from fcp_cli.machine.host import usable_cores
+from fcp_cli.machine.pool import in_order
+from fcp_cli.manifest.build import NO_ROWS, RowWriter, counted_batches
+from fcp_cli.manifest.header import read_header, readable
+from fcp_cli.manifest.sources.base import DivisibleSource, Part, RowBatch, Source
+from fcp_cli.reading.parquet import open_footer, open_parquet
+from fcp_cli.validation import Count, NonNegativeCount, validated
+
+PART_FORMAT: Final[Literal["fcp-manifest-part/1"]] = "fcp-manifest-part/1"
+_MOST_PARTS: Final = 1_000_000
+_MOST_NAMED: Final = 5
+_BATCH_ROWS: Final = 1 << 16
+
+# Set once in every worker process.
+_source: DivisibleSource | None = None
+
+
+def parse_part(text: str) -> Part:
+    """Parse `--shard I/N`, in which I counts from 1.
+
+    Raises:
+        UsageError: it is none of N parts.
+    """
+    index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count) <= _MOST_PARTS):
+        raise UsageError(f"--shard {text} is not I/N, the I-th of N parts with I from 1 to N, as 3/16")
+    return Part(int(index) - 1, int(count))
+
+
+def divisible(source: Source) -> DivisibleSource:
+    """Return a source that has parts.
+
+    Raises:
+        UsageError: it is only read whole.
+    """
+    if not isinstance(source, DivisibleSource):
+        kind = source.describe()["kind"]
+        raise UsageError(f"--shard is for JSON lines, conversations, Parquet and Arrow; {kind} is only read whole")
+    return source
+
+
+def default_workers(source: Source) -> int:
+    """One process per usable core, but none that would have less to do than it takes to start it."""
+    parts = source.parts if isinstance(source, DivisibleSource) else 1
+    return max(1, min(usable_cores(), parts // 2))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CountedByWorkers:
+    """A source that worker processes count, part by part.
+
+    Attributes:
+        source: the source, or one part of it.
+        reopen: opens the whole source in a worker; it travels there.
+        workers: number of processes.
+        part: which part of the whole `source` is.
+    """
+
+    source: DivisibleSource
+    reopen: Callable[[], Source]
+    workers: int
+    part: Part
+
+    @property
+    def units(self) -> int | None:
+        return self.source.units
+
+    def describe(self) -> dict[str, Any]:
+        return self.source.describe()
+
+    def batches(self) -> Iterator[RowBatch]:
+        count = max(self.source.parts, self.workers)
+        found = in_order(
+            _count,
+            [Part(self.part.index * count + index, self.part.count * count) for index in range(count)],
+            workers=self.workers,
+            initializer=_open,
+            arguments=(self.reopen,),
+            noun="counting process",
+        )
+        with closing(found):
+            yield from _renumbered(found)
+
+
+def _open(reopen: Callable[[], Source]) -> None:
+    global _source
+    _source = divisible(reopen())
+
+
+def _count(part: Part) -> list[RowBatch]:
+    assert _source is not None
+    return [replace(batch, places=()) for batch in counted_batches(_source.only(part))]
+
+
+def _renumbered(parts: Iterable[Iterable[RowBatch]]) -> Iterator[RowBatch]:
+    """Yield the batches of consecutive parts, with ids that count from the first one."""
+    before = 0
+    for batches in parts:
+        counted_ids = 0
+        for batch in batches:
+            yield _shifted(batch, before)
+            counted_ids += batch.counted_ids
+        before += counted_ids
+
+
+def _shifted(batch: RowBatch, by: int) -> RowBatch:
+    if by == 0 or batch.rows.num_rows == 0:
+        return batch
+    at = batch.rows.schema.get_field_index("id")
+    ids = pc.add(batch.rows.column(at), pa.scalar(by, pa.int64()))
+    return replace(batch, rows=batch.rows.set_column(at, "id", ids))
+
+
+def file_versions(source: DivisibleSource) -> tuple[tuple[str, int, int], ...]:
+    """Return name, bytes and time of the last change (in ns) of every file of a source.
+
+    Raises:
+        ManifestError: one is gone.
+    """
+    try:
+        found = [(file.name, file.stat()) for file in source.files]
+    except OSError as error:
+        raise ManifestError(f"cannot read {error.filename}: {error.strerror or error}") from error
+    return tuple((name, status.st_size, status.st_mtime_ns) for name, status in found)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartHeader:
+    """Header of the file of one part, JSON under the key of manifests.
+
+    Attributes:
+        format: `PART_FORMAT`.
+        source: the recorded source of the whole manifest, without its vocabulary.
+        index: of the part, from 0.
+        count: number of parts.
+        files: name, bytes and time of the last change of each file of the source.
+        skipped: sequences dropped, by reason.
+        counted_ids: see `RowBatch`.
+        largest_token: token id seen, or -1.
+    """
+
+    format: Literal["fcp-manifest-part/1"]
+    source: dict[str, Any]
+    index: NonNegativeCount
+    count: Count
+    files: tuple[tuple[str, NonNegativeCount, int], ...]
+    skipped: dict[str, Count]
+    counted_ids: NonNegativeCount
+    largest_token: Annotated[int, Meta(ge=-1, le=2**63 - 2, description="a token id, or -1")]
+
+
+def write_part(source: DivisibleSource, rows: Source, part: Part, path: Path, *, advance: Callable[[int], None]) -> int:
+    """Write the rows of a part to a file that `MergedParts` reads; return their number.
+
+    Args:
+        source: the whole source.
+        rows: of the part.
+        part: which one it is.
+        path: the file to write.
+        advance: called with the units that were done since the last call.
+
+    Raises:
+        ManifestError: the source cannot be read, or a file of it changed meanwhile.
+        FcpError: the file cannot be written.
+    """
+    files = file_versions(source)
+    with replaced_atomically(path) as temporary, RowWriter(temporary) as writer:
+        writer.add_all(rows, advance)
+        if changed := _differing(files, file_versions(source)):
+            where = source.describe()["path"]
+            raise ManifestError(f"{where}: {changed} changed while it was read; build this part again")
+        header = PartHeader(
+            format=PART_FORMAT,
+            source=source.describe(),
+            index=part.index,
+            count=part.count,
+            files=files,
+            skipped=dict(+writer.skipped),
+            counted_ids=writer.counted_ids,
+            largest_token=writer.largest_token,
+        )
+        writer.finish(asdict(header))
+    return writer.rows
+
+
+def _differing(before: Sequence[tuple[str, int, int]], now: Sequence[tuple[str, int, int]]) -> str:
+    """Return the name of the first file of another version."""
+    return next((one[0] for one, other in zip_longest(before, now, fillvalue=("", 0, 0)) if one != other), "")
+
+
+class MergedParts:
+    """All parts of a source, as a source of the whole manifest.
+
+    Args:
+        paths: files of `write_part`, in any order.
+
+    Raises:
+        ManifestError: a file is no part, belongs to another build, or is there twice; or a part is missing.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._parts = sorted(((path, _part_header(path)) for path in paths), key=lambda part: part[1].index)
+        _require_all(self._parts)
+
+    @property
+    def units(self) -> int | None:
+        return self._parts[0][1].count
+
+    def describe(self) -> dict[str, Any]:
+        return dict(self._parts[0][1].source)
+
+    def batches(self) -> Iterator[RowBatch]:
+        schema: Any = None
+        for batch in _renumbered(_part_batches(path, header) for path, header in self._parts):
+            if batch.rows.num_rows:
+                schema = schema or batch.rows.schema
+                if batch.rows.schema != schema or not {"id", "length"} <= set(schema.names):
+                    raise ManifestError(f"{self._parts[0][0]} and the other parts differ in columns; build them again")
+            yield batch
+
+
+def _part_header(path: Path) -> PartHeader:
+    if not path.exists():
+        raise ManifestError(f"there is no part {path}; `fcp manifest build SOURCE --shard I/N -o {path}` makes one")
+    with readable(path):
+        document = read_header(open_footer(path))
+    if document.get("format") != PART_FORMAT:
+        raise ManifestError(another_kind(path, "manifest part") or f"{path} is not a part of a manifest")
+    return validated(document, PartHeader, where=f"{path} is damaged", error=ManifestError, remedy="build it again")
+
+
+def _require_all(parts: Sequence[tuple[Path, PartHeader]]) -> None:
+    first_path, first = parts[0]
+    for path, header in parts[1:]:
+        if header.source != first.source or header.count != first.count:
+            raise ManifestError(
+                f"{path} is {_named(header)}, but {first_path} is {_named(first)}; merge the parts of one build"
+            )
+        if changed := _differing(first.files, header.files):
+            raise ManifestError(f"{changed} changed between {first_path} and {path}; build the parts again")
+    for (path, header), (following, other) in pairwise(parts):
+        if header.index == other.index:
+            raise ManifestError(f"{path} and {following} are both part {header.index + 1}/{header.count}; name one")
+    missing = sorted(set(range(first.count)) - {header.index for _, header in parts})
+    if missing:
+        names = ", ".join(f"{index + 1}/{first.count}" for index in missing[:_MOST_NAMED])
+        more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
+        raise ManifestError(f"missing: part {names}{more}; build it with --shard, and name all {first.count}")
+
+
+def _named(header: PartHeader) -> str:
+    settings = [f"{name} {header.source[name]}" for name in ("column", "tokenizer", "mask") if header.source.get(name)]
+    return " ".join([f"part {header.index + 1}/{header.count} of {header.source.get('path')}", *settings])
+
+
+def _part_batches(path: Path, header: PartHeader) -> Iterator[RowBatch]:
+    yield RowBatch(
+        rows=NO_ROWS,
+        done=1,
+        largest_token=header.largest_token,
+        skipped=header.skipped,
+        counted_ids=header.counted_ids,
+    )
+    with readable(path), open_parquet(path) as file:
+        for rows in file.iter_batches(batch_size=_BATCH_ROWS):
+            yield RowBatch(rows=rows, done=0)
