@@ -120,13 +120,13 @@ class Sleeper(nn.Module):
 
     def forward(self, microbatch: LocalMicroBatch) -> torch.Tensor:
         ring, tokens = microbatch.ring, microbatch.input_ids.shape[1]
-        seen, visuals = torch.zeros(1), ring.visuals
+        seen, visuals = torch.zeros(1), ring.context.visuals
         if visuals is not None:
             patches = sum(part.num_tokens for part in visuals.parts)
             time.sleep(self._costs.vision_seconds_per_patch * patches)
             pixels = torch.zeros(1, 1) if visuals.pixels is None else visuals.pixels
             seen = exchange(pixels * self.encoder, visuals.route, ring.transport).sum()
-            ring.encoder_calls += 1
+            ring.context.encoder_calls += 1
         dist.barrier()
         if not microbatch.row.is_idle:
             time.sleep(self._costs.linear_seconds_per_token * microbatch.row.tokens / microbatch.row.degree)

@@ -54,7 +54,7 @@ def main() -> None:
     def guarded() -> None:
         recorder.enter(shard.row, 0, 8)
         ring = Ring(shard.layout)
-        ring.place = guards.place(3, shard.row)
+        ring.context.place = guards.place(3, shard.row)
         microbatch = LocalMicroBatch(shard, ring, device, is_last=True, guards=guards, divisor=7)
         guards.look()
         torch.autograd.backward(microbatch.normalised(weight * 2.0))

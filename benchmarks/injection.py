@@ -39,7 +39,8 @@ from torch import Tensor
 from fcp_cli.integrations.megatron.follow import Follower
 from fcp_cli.integrations.megatron.stack import MegatronStack
 from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.ring_attention.ring import Ring, attention
+from fcp_cli.runtime.ring_attention.attention import attention
+from fcp_cli.runtime.ring_attention.ring import Ring
 from tests.runtime.plans import Row, write_plan
 
 LARGEST_OVERHEAD_SECONDS = 200e-6

@@ -52,9 +52,8 @@ from fcp_cli.runtime.communication.transport import Handle, drive
 from fcp_cli.runtime.kernels.cuda import CudaFlashKernel
 from fcp_cli.runtime.layouts.layout import ShardLayout, shard_layout
 from fcp_cli.runtime.ring_attention import fused, ring_passes
-from fcp_cli.runtime.ring_attention.group_member import AttentionSpec
 from fcp_cli.runtime.ring_attention.passes import group_backward, group_forward
-from fcp_cli.runtime.ring_attention.ring import Ring
+from fcp_cli.runtime.ring_attention.ring import AttentionSpec, Ring
 from fcp_cli.runtime.ring_attention.rows import merge
 
 BACKWARDS: dict[str, GradRingDtype] = {"backward": "fp32", "bf16": "bf16"}

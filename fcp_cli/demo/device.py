@@ -22,7 +22,9 @@ from fcp_cli.profiling.analytic import ATTENTION_BACKWARD, CHUNK_BYTES_BACKWARD,
 from fcp_cli.runtime.communication.transport import Handle, Transport
 from fcp_cli.runtime.kernels import AttentionKernel, lse_dtype
 from fcp_cli.runtime.layouts.layout import Segments
-from fcp_cli.runtime.ring_attention import ring, ring_passes
+from fcp_cli.runtime.ring_attention import ring_passes
+from fcp_cli.runtime.ring_attention.attention import attention
+from fcp_cli.runtime.ring_attention.ring import current_ring
 
 LAYERS, HEAD_DIM = 2, 8
 MATRICES_BACKWARD = 2.0  # forwards
@@ -76,7 +78,7 @@ class PacedKernel:
         # The profile's seconds are per length squared, of which the causal half are pairs.
         pairs = 2.0 * self.coefficients.attention_seconds_per_token2 * pairs_of(segments)
         seconds = pairs * forwards / (1.0 + ATTENTION_BACKWARD)
-        current = ring.current_ring.get()
+        current = current_ring.get()
         if current is not None and not segments.causal:  # a hop, which adds to what the member has
             chunk = self.coefficients.chunk_seconds_per_token * current.tokens
             seconds += chunk * chunk_bytes / (CHUNK_BYTES_FORWARD + CHUNK_BYTES_BACKWARD)
@@ -148,7 +150,7 @@ class PacedModel(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return logits [1, tokens, HEAD_DIM] for input_ids [1, tokens]."""
-        current = ring.current_ring.get()
+        current = current_ring.get()
         assert current is not None
         if current.layout.lengths:  # an idle rank's padding costs nothing
             self._device.run(self._coefficients.microbatch_seconds)
@@ -157,7 +159,7 @@ class PacedModel(nn.Module):
         for _ in range(LAYERS):
             hidden = _Matrices.apply(hidden, self._device, matrices)  # type: ignore[no-untyped-call]
             heads = hidden.unsqueeze(1)
-            hidden = ring.attention(heads, heads, heads).squeeze(1)
+            hidden = attention(heads, heads, heads).squeeze(1)
         return hidden
 
 

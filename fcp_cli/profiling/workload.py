@@ -170,7 +170,7 @@ class Workload:
         inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False}
         with self._autocast(), nullcontext() if self._offload is None else self._offload.of(batch):
             if self._recipe.loss == "chunked":
-                ring.labels = Labels(values=batch.labels)
+                ring.context.labels = Labels(values=batch.labels)
                 loss_sum: Tensor = self.model(**inputs, labels=batch.labels).loss
                 return loss_sum
             logits = self.model(**inputs).logits

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from fcp_cli.runtime.metrics.timing import MicroBatchTiming
     from fcp_cli.runtime.recomputation.offload import ActivationOffload
     from fcp_cli.runtime.recomputation.recompute import keep_attention, recomputed
-    from fcp_cli.runtime.ring_attention.ring import Ring, attention, current_ring
+    from fcp_cli.runtime.ring_attention.attention import attention
+    from fcp_cli.runtime.ring_attention.ring import Ring, current_ring
     from fcp_cli.runtime.session.microbatch import LocalMicroBatch
     from fcp_cli.runtime.session.outside import outside
     from fcp_cli.runtime.session.session import Session
@@ -56,7 +57,7 @@ _MODULES = {
     "Ring": ".ring_attention.ring",
     "Session": ".session.session",
     "Step": ".session.step",
-    "attention": ".ring_attention.ring",
+    "attention": ".ring_attention.attention",
     "current_ring": ".ring_attention.ring",
     "keep_attention": ".recomputation.recompute",
     "outside": ".session.outside",

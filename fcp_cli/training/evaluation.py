@@ -193,7 +193,7 @@ def _add_losses(sums: Tensor, microbatch: LocalMicroBatch, model: Any, *, is_chu
     if is_chunked:
         # The head's own sum is over no token: the hook makes one for each length, of the same hidden states.
         nothing = torch.zeros(0, dtype=torch.int64, device=microbatch.labels.device)
-        microbatch.ring.labels = Labels(values=microbatch.labels, rows=nothing)
+        microbatch.ring.context.labels = Labels(values=microbatch.labels, rows=nothing)
 
         def add(head: nn.Linear, args: tuple[Tensor], output: Tensor) -> None:
             for bucket, own in rows.items():

@@ -16,7 +16,8 @@ from torch.nn import functional
 from fcp_cli.masks import ChunkPairs, Mask
 from fcp_cli.recipe import Recompute
 from fcp_cli.runtime.recomputation.recompute import recomputed
-from fcp_cli.runtime.ring_attention.ring import Ring, attention
+from fcp_cli.runtime.ring_attention.attention import attention
+from fcp_cli.runtime.ring_attention.ring import Ring
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Ring | None], Tensor]
 """Causal attention over q [1, H, T, head_dim], k and v [1, G, T, head_dim], on a ring or on its own."""

@@ -30,7 +30,7 @@ EXCEPTIONS: dict[str, str] = {
     "fcp_cli.runtime.ring_attention.triton_rows._add_kernel": _TRITON,
     "fcp_cli.runtime.ring_attention.triton_rows._merge_kernel": _TRITON,
     "fcp_cli.runtime.ring_attention.triton_rows._take_kernel": _TRITON,
-    "fcp_cli.runtime.ring_attention.ring._attention_backward_operator": "an operator of a compiled graph takes its tensors one by one",
+    "fcp_cli.runtime.ring_attention.compiled._attention_backward_operator": "an operator of a compiled graph takes its tensors one by one",
 }
 
 

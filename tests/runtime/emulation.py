@@ -7,8 +7,8 @@ from torch import Tensor
 
 from fcp_cli.runtime.agreement.grad_ring import GradRingDtype
 from fcp_cli.runtime.layouts.layout import ShardLayout, shard_layout
-from fcp_cli.runtime.ring_attention.group_member import AttentionSpec, GroupMember
 from fcp_cli.runtime.ring_attention.passes import group_backward, group_forward
+from fcp_cli.runtime.ring_attention.ring import AttentionSpec, Ring
 from fcp_cli.verification.emulation import LockstepTransport, Mailbox, run_lockstep
 from fcp_cli.verification.order import Operation
 from fcp_cli.verification.recording import RecordingTransport
@@ -36,7 +36,7 @@ def run_recorded(
     """As `run_emulated`, with what every rank sent and received."""
     layout, mailbox = shard_layout(example.lengths, len(ranks), heads_degree, example.masks), Mailbox()
     recorders = [RecordingTransport(LockstepTransport(mailbox, rank)) for rank in ranks]
-    members = [GroupMember(layout, i, ranks, recorder, grad_dtype) for i, recorder in enumerate(recorders)]
+    members = [Ring(layout, i, ranks, recorder, grad_dtype) for i, recorder in enumerate(recorders)]
     shards = [_shard(example, layout, i, dtype) for i in range(len(ranks))]
     sinks = None if example.sinks is None else example.sinks.to(dtype)
     spec = AttentionSpec(example.scale, example.window, example.softcap)

@@ -13,7 +13,8 @@ from torch._dynamo.utils import counters
 
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.ring_attention.ring import Ring, attention, current_ring
+from fcp_cli.runtime.ring_attention.attention import attention
+from fcp_cli.runtime.ring_attention.ring import Ring, current_ring
 from fcp_cli.verification.emulation import Mailbox, ThreadTransport
 
 pytestmark = pytest.mark.torch
@@ -84,7 +85,7 @@ def test_a_model_of_two_layers_is_one_graph_without_a_break_for_all_packs(model:
         x = torch.randn(1, sum(lengths) + 2, HEADS * HEAD_DIM, dtype=torch.float64)  # with padding
         for found, expected in zip(run(compiled, ring, x), run(model, ring, x), strict=True):
             assert torch.allclose(found, expected, rtol=0, atol=1e-12)
-        assert (ring.attention_calls, ring.backward_calls) == (2 * LAYERS, 2 * LAYERS)
+        assert (ring.attention_calls, ring.context.backward_calls) == (2 * LAYERS, 2 * LAYERS)
     assert sum(counters["graph_break"].values()) == 0
     assert len(sizes) <= 2, "one for the first lengths, one for any"
 

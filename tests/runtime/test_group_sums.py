@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.ring_attention.group_member import GroupMember
+from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.runtime.states.group_sums import summed_over_members
 from fcp_cli.verification.emulation import LockstepTransport, Mailbox, run_lockstep
 from fcp_cli.verification.order import Operation, check_order
@@ -28,7 +28,7 @@ def test_every_member_gets_the_same_sum_from_members_that_it_meets_in_attention(
     mailbox = Mailbox()
     recorders = [RecordingTransport(LockstepTransport(mailbox, rank)) for rank in RANKS]
     layout = shard_layout((30, 5), len(RANKS), shared)
-    members = [GroupMember(layout, i, RANKS, recorder) for i, recorder in enumerate(recorders)]
+    members = [Ring(layout, i, RANKS, recorder) for i, recorder in enumerate(recorders)]
     own = [torch.randn(2, 4, dtype=torch.float64) for _ in RANKS]
     found = run_lockstep([summed_over_members(*pair) for pair in zip(members, own, strict=True)])
     for total in found:
@@ -41,5 +41,5 @@ def test_every_member_gets_the_same_sum_from_members_that_it_meets_in_attention(
 
 def test_a_member_alone_sends_nothing() -> None:
     own = torch.ones(3)
-    (found,) = run_lockstep([summed_over_members(GroupMember(shard_layout((4,), 1)), own)])
+    (found,) = run_lockstep([summed_over_members(Ring(shard_layout((4,), 1)), own)])
     assert found is own

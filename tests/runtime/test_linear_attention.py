@@ -23,7 +23,6 @@ from fcp_cli.models.model import load_model
 from fcp_cli.recipe import Recipe
 from fcp_cli.runtime.layouts.layout import shard_layout
 from fcp_cli.runtime.recomputation.recompute import keep_attention
-from fcp_cli.runtime.ring_attention.group_member import GroupMember
 from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.runtime.states import linear_states
 from fcp_cli.runtime.states.linear_attention import DeltaRule, DeltaTokens
@@ -113,7 +112,7 @@ def test_any_group_computes_the_rule_of_one_process(lengths: tuple[int, ...]) ->
         rule = (BY_TOKENS, OF_PACKS)[number % 2]
         found, rings = on_ranks(lengths, group, *example(lengths), delta_rule(rule), padding=number % 3)
         require_equal(found, alone(lengths))
-        assert {(ring.forward_calls, ring.backward_calls) for ring in rings} == {(1, 1)}
+        assert {(ring.context.forward_calls, ring.context.backward_calls) for ring in rings} == {(1, 1)}
 
 
 @pytest.mark.parametrize("keeps", [False, True])
@@ -125,7 +124,7 @@ def test_a_recomputed_layer_computes_the_same(keeps: bool) -> None:
 
     found, rings = on_ranks((9, 26), (3, 1), *example((9, 26)), recomputed)
     require_equal(found, alone((9, 26)))
-    assert {ring.forward_calls for ring in rings} == {1}
+    assert {ring.context.forward_calls for ring in rings} == {1}
 
 
 def test_states_travel_in_pieces_whose_order_cannot_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +141,7 @@ def test_states_travel_in_pieces_whose_order_cannot_deadlock(monkeypatch: pytest
         monkeypatch.setattr(linear_states, "PIECE_BYTES", piece_bytes)
         mailbox, layout = Mailbox(), shard_layout((9, 9, 9), degree)
         recorders = [RecordingTransport(LockstepTransport(mailbox, rank)) for rank in range(degree)]
-        members = [GroupMember(layout, i, (0, 1, 2, 3), recorder) for i, recorder in enumerate(recorders)]
+        members = [Ring(layout, i, (0, 1, 2, 3), recorder) for i, recorder in enumerate(recorders)]
         own = [[i, 2 * degree - 1 - i] for i in range(degree)]
         found = run_lockstep(
             [carry(member, "state", times[o], plus[o]) for member, o in zip(members, own, strict=True)]

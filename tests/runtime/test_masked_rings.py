@@ -27,7 +27,8 @@ from fcp_cli.runtime.layouts.layout import (
     shard_layout,
 )
 from fcp_cli.runtime.ring_attention import ring_passes
-from fcp_cli.runtime.ring_attention.ring import Ring, attention
+from fcp_cli.runtime.ring_attention.attention import attention
+from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.verification.emulation import Mailbox, ThreadTransport
 from tests.masks import Masked, all_masked, seen
 from tests.runtime.emulation import run_emulated, unshard

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.layouts.layout import shard_layout
 from fcp_cli.runtime.recomputation.recompute import keep_attention
-from fcp_cli.runtime.ring_attention.ring import Ring, attention
+from fcp_cli.runtime.ring_attention.attention import attention
+from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.verification.emulation import Meeting, ThreadTransport, run_ranks
 from fcp_cli.verification.recording import RecordingTransport
 
@@ -100,9 +101,9 @@ def test_nothing_travels_again_where_attention_is_kept() -> None:
 
 
 def test_kept_attention_counts_as_one_call() -> None:
-    counts = {run: [(r.attention_calls, r.backward_calls) for r in train(run, degree=1)[0][2]] for run in (whole, full)}
+    counts = {run: [(r.attention_calls, r.context.backward_calls) for r in train(run, degree=1)[0][2]] for run in (whole, full)}
     assert counts == {whole: [(4, 4)], full: [(8, 4)]}
-    assert [(r.attention_calls, r.backward_calls) for r in train(selective, degree=1)[0][2]] == [(4, 4)]
+    assert [(r.attention_calls, r.context.backward_calls) for r in train(selective, degree=1)[0][2]] == [(4, 4)]
 
 
 def test_backward_may_run_twice() -> None:
@@ -173,7 +174,7 @@ def test_a_recomputed_layer_finds_out_before_its_first_hop_that_it_may_not_run_n
     ring = Ring(shard_layout((4,), 1))
     hidden = torch.ones(1, 4, WIDTH, dtype=torch.float64, requires_grad=True)
     out = full(Layer(), hidden, ring)
-    ring.backward_forbidden = "not now"
+    ring.context.backward_forbidden = "not now"
     calls = ring.attention_calls
     with pytest.raises(RunError, match="not now"):
         torch.autograd.backward(out.sum())

@@ -19,8 +19,8 @@ from fcp_cli.runtime.kernels.cpu import CpuKernel
 from fcp_cli.runtime.kernels.npu import NpuKernel
 from fcp_cli.runtime.layouts.layout import Segments, shard_layout
 from fcp_cli.runtime.ring_attention import ring_passes
-from fcp_cli.runtime.ring_attention.group_member import AttentionSpec
-from fcp_cli.runtime.ring_attention.ring import Ring, attention, current_ring
+from fcp_cli.runtime.ring_attention.attention import attention
+from fcp_cli.runtime.ring_attention.ring import AttentionSpec, Ring, current_ring
 from fcp_cli.runtime.ring_attention.ring_passes import ring_forward
 from fcp_cli.verification.emulation import LockstepTransport, Mailbox, ThreadTransport, run_lockstep
 from fcp_cli.verification.order import Operation, check_order

@@ -11,7 +11,8 @@ from fcp_cli.errors import RunError
 from fcp_cli.masks import CAUSAL, Mask, segments
 from fcp_cli.runtime.kernels.select import capped_kernel
 from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.ring_attention.ring import Ring, attention
+from fcp_cli.runtime.ring_attention.attention import attention
+from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.runtime.session.outside import outside
 from tests.runtime.emulation import run_emulated
 from tests.runtime.reference import absolute_error, make_example

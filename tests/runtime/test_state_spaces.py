@@ -20,7 +20,6 @@ from fcp_cli.models.model import load_model
 from fcp_cli.recipe import Recipe
 from fcp_cli.runtime.layouts.layout import shard_layout
 from fcp_cli.runtime.recomputation.recompute import keep_attention
-from fcp_cli.runtime.ring_attention.group_member import GroupMember
 from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.runtime.states.linear_states import carry
 from fcp_cli.runtime.states.state_layers import run_rule
@@ -106,7 +105,7 @@ def test_any_group_scans_as_one_process(lengths: tuple[int, ...], groups: int) -
         run = scan(takes_packs=bool(number % 2))
         found, rings = on_ranks(lengths, group, inputs, grad_out, run, parameters=parameters, padding=number % 3)
         require_equal(found, alone(lengths, groups))
-        assert {(ring.forward_calls, ring.backward_calls) for ring in rings} == {(1, 1)}
+        assert {(ring.context.forward_calls, ring.context.backward_calls) for ring in rings} == {(1, 1)}
 
 
 @pytest.mark.parametrize("keeps", [False, True])
@@ -119,7 +118,7 @@ def test_a_recomputed_scan_computes_the_same(keeps: bool) -> None:
     inputs, parameters, grad_out = example((9, 26), 2)
     found, rings = on_ranks((9, 26), (3, 1), inputs, grad_out, recomputed, parameters=parameters)
     require_equal(found, alone((9, 26), 2))
-    assert {ring.forward_calls for ring in rings} == {1}
+    assert {ring.context.forward_calls for ring in rings} == {1}
 
 
 def test_states_of_which_a_factor_is_left_travel_as_others_do() -> None:
@@ -133,7 +132,7 @@ def test_states_of_which_a_factor_is_left_travel_as_others_do() -> None:
         state = times[chunk] * state + plus[chunk]
     mailbox, layout = Mailbox(), shard_layout((9,) * sequences, degree)
     recorders = [RecordingTransport(LockstepTransport(mailbox, rank)) for rank in range(degree)]
-    members = [GroupMember(layout, i, tuple(range(degree)), recorder) for i, recorder in enumerate(recorders)]
+    members = [Ring(layout, i, tuple(range(degree)), recorder) for i, recorder in enumerate(recorders)]
     own = [[i, 2 * degree - 1 - i] for i in range(degree)]
     found = run_lockstep([carry(member, "state", times[o], plus[o]) for member, o in zip(members, own, strict=True)])
     for arrived, o in zip(found, own, strict=True):

@@ -175,7 +175,7 @@ def test_a_vision_language_model_that_fcp_cannot_take_apart_is_refused_by_name()
 def labelled(ring: Ring) -> torch.Tensor:
     """The labels of the ring's micro-batch, of which the second token has none."""
     values = torch.tensor([[1, -100, 1, 5]])
-    ring.labels = Labels(values=values)
+    ring.context.labels = Labels(values=values)
     return values
 
 

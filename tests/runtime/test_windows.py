@@ -17,7 +17,8 @@ from fcp_cli.runtime.kernels.dense import DenseKernel
 from fcp_cli.runtime.kernels.npu import NpuKernel
 from fcp_cli.runtime.layouts.layout import Segments, shard_layout
 from fcp_cli.runtime.recomputation.recompute import keep_attention
-from fcp_cli.runtime.ring_attention.ring import Ring, attention
+from fcp_cli.runtime.ring_attention.attention import attention
+from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.runtime.session.outside import outside
 from fcp_cli.verification.order import check_order
 from tests.runtime.emulation import run_emulated, run_recorded

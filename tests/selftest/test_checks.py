@@ -121,7 +121,7 @@ def test_ranks_on_the_same_cores_take_a_case_each(bench: Any) -> None:
 
 
 def test_a_kernel_that_is_a_little_wrong_fails(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fcp_cli.runtime.ring_attention.ring import attention
+    from fcp_cli.runtime.ring_attention.attention import attention
     from fcp_cli.selftest.checks import kernel
 
     monkeypatch.setattr(kernel, "attention", lambda *tensors, ring: attention(*tensors, ring=ring) * (1 + 1e-4))

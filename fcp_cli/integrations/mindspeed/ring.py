@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fcp_cli.runtime.communication.transport import drive
 from fcp_cli.runtime.layouts.layout import CACHED_LAYOUTS
-from fcp_cli.runtime.ring_attention.group_member import GroupMember
-from fcp_cli.runtime.ring_attention.ring import Ring, attention
+from fcp_cli.runtime.ring_attention.attention import attention
+from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.runtime.ring_attention.shared_heads import UlyssesExchange
 
 _MASK_TOKENS = 2048  # of the one causal mask that fused attention on NPUs wants, whatever the lengths
@@ -74,7 +74,7 @@ def ring_settings(config: Any, layer_number: int) -> dict[str, Any]:
 
 
 def _around_ring(
-    member: GroupMember,
+    member: Ring,
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -61,7 +61,7 @@ def prepare_loss(model: PreTrainedModel) -> None:
 
 def takes_labels(model: PreTrainedModel, labels: Any, ring: Ring) -> bool:
     """Return whether a model computes its loss from these labels: only a micro-batch's own are next-token labels."""
-    is_own = ring.labels is not None and labels is ring.labels.values
+    is_own = ring.context.labels is not None and labels is ring.context.labels.values
     return is_own and isinstance(_head(model), LossHead)
 
 
@@ -72,7 +72,7 @@ def _tell_head(
     if not isinstance(head, LossHead):
         return None
     ring, labels = kwargs.get("ring"), kwargs.get("labels")
-    head.labels = ring.labels if ring is not None and labels is not None else None
+    head.labels = ring.context.labels if ring is not None and labels is not None else None
     return None if head.labels is None else (args, {**kwargs, "labels": None})
 
 

@@ -40,7 +40,8 @@ from fcp_cli.runtime.communication.connections import expect_look_back
 from fcp_cli.runtime.communication.exchange import exchange
 from fcp_cli.runtime.pictures.visuals import VisualShard
 from fcp_cli.runtime.recomputation.recompute import recomputed
-from fcp_cli.runtime.ring_attention.ring import Ring, attention, current_ring
+from fcp_cli.runtime.ring_attention.attention import attention
+from fcp_cli.runtime.ring_attention.ring import Ring, current_ring
 from fcp_cli.runtime.session.outside import switch_outside
 from fcp_cli.vision.families import FAMILIES
 
@@ -244,7 +245,7 @@ def _bring_embeddings(
     ring: Ring | None = kwargs.get("ring")
     if ring is None:
         return None  # not under a plan
-    family, visuals = FAMILIES[module.config.model_type], ring.visuals
+    family, visuals = FAMILIES[module.config.model_type], ring.context.visuals
     # A frozen tower and projector need no graph, which would keep their activations until the backward.
     parts = [part for name, part in module.named_children() if name != "language_model"]
     is_trained = any(parameter.requires_grad for part in parts for parameter in part.parameters())
@@ -253,11 +254,11 @@ def _bring_embeddings(
     def encode(shown: VisualShard | None) -> Tensor:
         with torch.set_grad_enabled(has_graph):
             embeddings = family.encode(module, shown.parts if shown else (), shown.pixels if shown else None)
-        return embeddings if shown is None else shown.embeddings(embeddings, ring.embedding_cache)
+        return embeddings if shown is None else shown.embeddings(embeddings, ring.context.embedding_cache)
 
-    ring.encoder_calls += 1
-    if ring.encoder_ahead is not None:
-        arrived = ring.encoder_ahead.bring(encode, ring.transport)
+    ring.context.encoder_calls += 1
+    if ring.context.encoder_ahead is not None:
+        arrived = ring.context.encoder_ahead.bring(encode, ring.transport)
     elif visuals is None:
         arrived = encode(None)[:0]
     else:

@@ -35,7 +35,7 @@ class FirstPasses:
         """Compare the passes of a ring of several ranks, that of a micro-batch, from now on."""
         if ring.degree > 1:
             self._orders[ring] = order
-            ring.begin_pass = partial(self.begin, ring)
+            ring.context.begin_pass = partial(self.begin, ring)
 
     def begin(self, ring: Ring, kind: str, number: int) -> None:
         """Make sure that the rank before begins the same pass. Every rank of the ring calls it, before each pass.
@@ -67,7 +67,7 @@ class FirstPasses:
         """
         for ring in list(self._orders):
             self.begin(ring, _END, 0)
-            ring.begin_pass = None
+            ring.context.begin_pass = None
             del self._orders[ring]
 
 

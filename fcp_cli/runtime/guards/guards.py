@@ -74,20 +74,20 @@ class Guards:
         Args:
             ring, order: of a micro-batch.
         """
-        ring.most_forwards, ring.most_backwards = self._most_forwards, self._most_backwards
+        ring.context.most_forwards, ring.context.most_backwards = self._most_forwards, self._most_backwards
         if self._first_passes is not None:
             self._first_passes.watch(ring, order)
 
     def note_forwards(self, ring: Ring) -> None:
         """Note the forwards of a micro-batch that is over."""
-        self._most_forwards = max(self._most_forwards, ring.forward_calls)
+        self._most_forwards = max(self._most_forwards, ring.context.forward_calls)
 
     def note_backwards(self, rings: Iterable[Ring]) -> None:
         """Note the backwards of a step that is over: a loop may hold them back until its last micro-batch."""
         if self._first_passes is not None:
             self._first_passes.end_step()
             self._first_passes = None
-        self._most_backwards = max(self._most_backwards, *(ring.backward_calls for ring in rings))
+        self._most_backwards = max(self._most_backwards, *(ring.context.backward_calls for ring in rings))
 
     def look(self) -> None:
         """Raise RunError if a loss of an earlier micro-batch turned out not to be finite."""

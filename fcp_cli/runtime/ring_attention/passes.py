@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from fcp_cli.runtime.communication.transport import Waits
-from fcp_cli.runtime.ring_attention.group_member import AttentionSpec, GroupMember, SavedForBackward
+from fcp_cli.runtime.ring_attention.ring import AttentionSpec, Ring, SavedForBackward
 from fcp_cli.runtime.ring_attention.ring_passes import ring_backward, ring_forward
 from fcp_cli.runtime.ring_attention.shared_heads import of_products, row_products
 from fcp_cli.runtime.ring_attention.windows import fits_in, window_backward, window_forward
 
 
 def group_forward(
-    member: GroupMember,
+    member: Ring,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -60,7 +60,7 @@ def group_forward(
 
 
 def _forward(
-    ring: GroupMember, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tensor | None
+    ring: Ring, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tensor | None
 ) -> Waits[tuple[Tensor, Tensor]]:
     if spec.window is None or fits_in(spec.window, ring.ring_layout):
         out, lse = yield from ring_forward(ring, q, k, v, spec)
@@ -79,7 +79,7 @@ class Gradients(NamedTuple):
 
 
 def group_backward(
-    member: GroupMember,
+    member: Ring,
     grad_out: Tensor,
     kept: SavedForBackward,
     spec: AttentionSpec,
@@ -116,14 +116,14 @@ def group_backward(
 
 
 def _backward(
-    ring: GroupMember, grad_out: Tensor, kept: SavedForBackward, spec: AttentionSpec
+    ring: Ring, grad_out: Tensor, kept: SavedForBackward, spec: AttentionSpec
 ) -> Waits[tuple[Tensor, Tensor, Tensor]]:
     if spec.window is None or fits_in(spec.window, ring.ring_layout):
         return (yield from ring_backward(ring, grad_out, kept, spec))
     return (yield from window_backward(ring, grad_out, kept, spec, spec.window))
 
 
-def lse_of_tokens(member: GroupMember, kept: SavedForBackward, *, heads: int) -> Waits[Tensor]:
+def lse_of_tokens(member: Ring, kept: SavedForBackward, *, heads: int) -> Waits[Tensor]:
     """Return the lse [T, H] of a member's own tokens, where it does not keep what its set exchanged."""
     if member.heads_degree == 1:
         return kept.lse
@@ -131,7 +131,7 @@ def lse_of_tokens(member: GroupMember, kept: SavedForBackward, *, heads: int) ->
     return lse.squeeze(-1)
 
 
-def exchanged_again(member: GroupMember, own: SavedForBackward) -> Waits[SavedForBackward]:
+def exchanged_again(member: Ring, own: SavedForBackward) -> Waits[SavedForBackward]:
     """Return what `group_forward` kept, from q, k, v, out and lse of the member's own tokens."""
     if member.heads_degree == 1:
         return own

@@ -31,13 +31,11 @@ from torch import Tensor
 from fcp_cli.runtime.communication.transport import Handle, Waits
 from fcp_cli.runtime.kernels import AttentionKernel, capped_kernel, lse_dtype, select_kernel
 from fcp_cli.runtime.layouts.layout import Hop, Rows
-from fcp_cli.runtime.ring_attention.group_member import AttentionSpec, GroupMember, SavedForBackward
+from fcp_cli.runtime.ring_attention.ring import AttentionSpec, Ring, SavedForBackward
 from fcp_cli.runtime.ring_attention.rows import Pair, add, add_pair, merge, take, take_pair, take_with_lse
 
 
-def ring_forward(
-    ring: GroupMember, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
-) -> Waits[tuple[Tensor, Tensor]]:
+def ring_forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Waits[tuple[Tensor, Tensor]]:
     """Run the forward of one member; yield the handles it waits for.
 
     Args:
@@ -72,7 +70,7 @@ def ring_forward(
 
 
 def ring_backward(
-    ring: GroupMember,
+    ring: Ring,
     grad_out: Tensor,
     kept: SavedForBackward,
     spec: AttentionSpec,
@@ -142,7 +140,7 @@ class _Messages:
 
     __slots__ = ("_buffers", "_grad_dtype", "_ring", "_shapes")
 
-    def __init__(self, ring: GroupMember, k: Tensor, v: Tensor, grad_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, ring: Ring, k: Tensor, v: Tensor, grad_dtype: torch.dtype | None = None) -> None:
         """Start with the member's own pair; without `grad_dtype` gradients do not travel."""
         self._ring = ring
         self._shapes = k.shape[1:], v.shape[1:]
@@ -241,7 +239,7 @@ class _Sums:
 
     __slots__ = ("_precise", "_result", "_ring")
 
-    def __init__(self, ring: GroupMember, result: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, ring: Ring, result: Tensor, dtype: torch.dtype) -> None:
         self._ring, self._result = ring, result
         needs_precise = result.dtype != dtype and ring.degree > 2
         self._precise = result.new_empty(result.shape, dtype=dtype) if needs_precise else result
@@ -285,7 +283,7 @@ def _settle(handle: Handle | None) -> Generator[Handle, None, None]:
 
 
 def _forward_own(
-    kernel: AttentionKernel, ring: GroupMember, q: Tensor, k: Tensor, v: Tensor, scale: float
+    kernel: AttentionKernel, ring: Ring, q: Tensor, k: Tensor, v: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attend to the member's own keys, which every row takes part in: one causal call, and what masks add to it.
 
@@ -309,7 +307,7 @@ def _forward_own(
 
 
 def _backward_own(
-    kernel: AttentionKernel, ring: GroupMember, grad_out: Tensor, kept: SavedForBackward, scale: float
+    kernel: AttentionKernel, ring: Ring, grad_out: Tensor, kept: SavedForBackward, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a member's shares (dq, dk, dv) of its own keys; under masks in the type of lse."""
     q, k, v, out, lse = kept
@@ -329,7 +327,7 @@ def _backward_own(
     return dq, dk, dv
 
 
-def _own_work(kernel: AttentionKernel, ring: GroupMember) -> tuple[Hop, ...]:
+def _own_work(kernel: AttentionKernel, ring: Ring) -> tuple[Hop, ...]:
     """Return the calls with a member's own keys; without masks it is one, which takes its rows as they lie."""
     return ring.work(0, packed=kernel.packed or not ring.layout.masks)
 

@@ -174,3 +174,18 @@ def _positions(rows: Rows, device: torch.device) -> Tensor:
         rows.memo[device] = to_device(torch.as_tensor(rows.positions), device)
     positions: Tensor = rows.memo[device]
     return positions
+
+
+def pack(batched: Tensor, tokens: int) -> Tensor:
+    """View [1, H, padded, D] as [tokens, H, D], last dimension contiguous as the kernels want it."""
+    packed = batched[0].transpose(0, 1)[:tokens]
+    return packed if packed.stride(-1) == 1 else packed.contiguous()
+
+
+def unpack(packed: Tensor, padded: int) -> Tensor:
+    """Turn [tokens, H, D] into [1, H, padded, D], zeros in the padding."""
+    if packed.shape[0] < padded:
+        full = packed.new_zeros(padded, *packed.shape[1:])
+        full[: packed.shape[0]] = packed
+        packed = full
+    return packed.transpose(0, 1).unsqueeze(0)

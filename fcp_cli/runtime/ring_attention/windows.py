@@ -36,8 +36,8 @@ from fcp_cli.masks import Spans
 from fcp_cli.runtime.communication.transport import Waits
 from fcp_cli.runtime.kernels import lse_dtype
 from fcp_cli.runtime.layouts.layout import CACHED_LAYOUTS, RingLayout, Rows, Segments
-from fcp_cli.runtime.ring_attention.group_member import AttentionSpec, GroupMember, SavedForBackward
 from fcp_cli.runtime.ring_attention.halo import FetchedRows, Halo, ReturnedRows, halo_of, ranges
+from fcp_cli.runtime.ring_attention.ring import AttentionSpec, Ring, SavedForBackward
 from fcp_cli.runtime.ring_attention.ring_passes import kernel_of
 from fcp_cli.runtime.ring_attention.rows import add, add_to_rows, merge, put, rows_at, take, take_with_lse
 
@@ -192,7 +192,7 @@ def _segments(q_lengths: IntArray, k_lengths: IntArray, window: int | None) -> S
 
 
 def window_forward(
-    ring: GroupMember, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, window: int
+    ring: Ring, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, window: int
 ) -> Waits[tuple[Tensor, Tensor]]:
     """Do what `ring_passes.ring_forward` does where each token attends to the last `window` ones, itself among them,
     and to those ahead that its mask lets it see.
@@ -223,7 +223,7 @@ def window_forward(
 
 
 def window_backward(
-    ring: GroupMember, grad_out: Tensor, kept: SavedForBackward, spec: AttentionSpec, window: int
+    ring: Ring, grad_out: Tensor, kept: SavedForBackward, spec: AttentionSpec, window: int
 ) -> Waits[tuple[Tensor, Tensor, Tensor]]:
     """Do what `ring_passes.ring_backward` does where each token attends to the last `window` tokens, itself among them.
 

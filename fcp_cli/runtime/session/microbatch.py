@@ -46,9 +46,9 @@ class LocalMicroBatch:
         self.position_ids = shard.position_ids.to(device, non_blocking=True)
         self.labels = shard.labels.to(device, non_blocking=True)
         rows = None if shard.labelled is None else shard.labelled.to(device, non_blocking=True)
-        ring.labels = Labels(values=self.labels, rows=rows)
-        ring.model_tokens = shard.input_ids.shape[1]
-        ring.loss_missing = f"{ring.place}: {OTHER_LOSS if guards.sync.trains else NO_TRAINING}"
+        ring.context.labels = Labels(values=self.labels, rows=rows)
+        ring.context.model_tokens = shard.input_ids.shape[1]
+        ring.context.loss_missing = f"{ring.place}: {OTHER_LOSS if guards.sync.trains else NO_TRAINING}"
         self.pack_labels = shard.pack_labels
         self.loss_sum: Tensor | None = None
         self._guards = guards
@@ -76,8 +76,8 @@ class LocalMicroBatch:
         Raises:
             RunError: the head's weight is sharded, as outside the forward of a model that `fully_shard` wraps.
         """
-        assert self.ring.labels is not None
-        return self.normalised(head_loss_sum(hidden, head, self.ring.labels))
+        assert self.ring.context.labels is not None
+        return self.normalised(head_loss_sum(hidden, head, self.ring.context.labels))
 
     @property
     def loss_factor(self) -> float:
@@ -123,7 +123,7 @@ class LocalMicroBatch:
 
     def _note_backward(self, _: Tensor) -> None:
         self._backwards += 1
-        self.ring.loss_missing = ""
+        self.ring.context.loss_missing = ""
 
     def require_backward(self) -> None:
         """Raise RunError if a loss was made to be trained on, and no backward was run."""

@@ -15,6 +15,7 @@ from fcp_cli.runtime.guards.guards import Guards
 from fcp_cli.runtime.metrics.recorder import StepRecord
 from fcp_cli.runtime.metrics.timing import MicroBatchTiming
 from fcp_cli.runtime.pictures.encoder_rank import EncoderAhead
+from fcp_cli.runtime.ring_attention.context import MicroBatchContext
 from fcp_cli.runtime.ring_attention.ring import Ring, current_ring
 from fcp_cli.runtime.session.microbatch import LocalMicroBatch
 from fcp_cli.runtime.session.rank_job import RankJob
@@ -158,12 +159,14 @@ class Step(FollowedStep):
             index=shard.member,
             ranks=shard.row.ranks,
             transport=job.transport,
-            visuals=None if shard.visuals is None else shard.visuals.map_pixels(job.to_device),
             grad_dtype=job.grad_ring_dtype,
-            embedding_cache=job.embedding_cache,
-            encoder_ahead=self._encoder_ahead,
+            context=MicroBatchContext(
+                place=self._guards.place(self.index, shard.row),
+                visuals=None if shard.visuals is None else shard.visuals.map_pixels(job.to_device),
+                embedding_cache=job.embedding_cache,
+                encoder_ahead=self._encoder_ahead,
+            ),
         )
-        ring.place = self._guards.place(self.index, shard.row)
         self._guards.expect_as_before(ring, shard.row.order)
         current_ring.set(ring)
         microbatch = LocalMicroBatch(
@@ -179,17 +182,17 @@ class Step(FollowedStep):
         a backward while another of its ring begins a forward, and both would wait for each other.
         """
         earlier = [microbatch.ring for microbatch in self._microbatches[:-1]]
-        holds_back = any(ring.attention_calls and not ring.backward_calls for ring in earlier)
+        holds_back = any(ring.attention_calls and not ring.context.backward_calls for ring in earlier)
         if self._job.metadata.sync != "iteration" or not holds_back or not self._sync.trains:
             return
         for ring in earlier:
-            ring.backward_forbidden = "" if is_last else f"step {self.index}: {_BACKWARD_TOO_EARLY}"
+            ring.context.backward_forbidden = "" if is_last else f"step {self.index}: {_BACKWARD_TOO_EARLY}"
 
     def _require_calls(self) -> None:
         for microbatch in self._microbatches:
             row = microbatch.row
             self._require_attention(row, microbatch.ring, _NO_ATTENTION)
-            if microbatch.ring.visuals is not None and not microbatch.ring.encoder_calls:
+            if microbatch.ring.context.visuals is not None and not microbatch.ring.context.encoder_calls:
                 raise RunError(
                     f"step {self.index}, micro-batch {row.order} has images or videos, but no vision encoder ran for "
                     "it; train a vision-language model that fcp_cli.integrations.transformers.prepare accepts"

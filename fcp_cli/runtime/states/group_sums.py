@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from fcp_cli.runtime.communication.transport import Transport, Waits
-from fcp_cli.runtime.ring_attention.group_member import GroupMember
+from fcp_cli.runtime.ring_attention.ring import Ring
 
 
-def summed_over_members(member: GroupMember, own: Tensor) -> Waits[Tensor]:
+def summed_over_members(member: Ring, own: Tensor) -> Waits[Tensor]:
     """Return the sum over all members of a group, equal on each; yield the handles it waits for. Collective over them.
 
     Around the set of those that share heads, then around the ring of sets: members that do not meet in attention do not

@@ -23,7 +23,7 @@ from torch import Tensor
 from fcp_cli.runtime.kernels import lse_dtype
 from fcp_cli.runtime.kernels.base import to_device
 from fcp_cli.runtime.layouts.layout import CACHED_LAYOUTS
-from fcp_cli.runtime.ring_attention.group_member import GroupMember
+from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.runtime.states.state_layers import Chunks, Tokens, in_batches
 
 _BLOCK = 64  # tokens to which the rule in PyTorch pads
@@ -61,7 +61,7 @@ class DeltaRule:
     options: dict[str, Any]
     heads_said: str = "the {keys} key heads and {values} value heads of linear attention"
 
-    def of_heads(self, member: GroupMember) -> DeltaRule:
+    def of_heads(self, member: Ring) -> DeltaRule:
         return self
 
     def alone(self, tokens: Tokens, lengths: tuple[int, ...]) -> Tensor:

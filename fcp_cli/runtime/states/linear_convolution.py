@@ -23,7 +23,7 @@ from fcp_cli.runtime.communication.exchange import Route, exchange, route
 from fcp_cli.runtime.kernels.base import to_device
 from fcp_cli.runtime.layouts.layout import CACHED_LAYOUTS, ShardLayout
 from fcp_cli.runtime.recomputation.recompute import attention_stage
-from fcp_cli.runtime.ring_attention.ring import Ring, begin_forward
+from fcp_cli.runtime.ring_attention.ring import Ring
 
 
 class _Places(NamedTuple):
@@ -116,7 +116,7 @@ def begin_layer(ring: Ring, batch: int, tokens: int) -> None:
             f"{ring.place}: the pack has masks, and linear attention and state spaces see what comes before a token, "
             "no more and no less; plan from a manifest without masks, or train a model without such layers"
         )
-    begin_forward(ring, tokens)
+    ring.begin_forward(tokens)
 
 
 @lru_cache(maxsize=CACHED_LAYOUTS)

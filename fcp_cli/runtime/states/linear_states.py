@@ -26,13 +26,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fcp_cli.runtime.communication.transport import Waits, drive
-from fcp_cli.runtime.ring_attention.group_member import GroupMember
+from fcp_cli.runtime.ring_attention.ring import Ring
 
 PIECE_BYTES = 1 << 19
 """Most bytes of a message, unless a head's state is larger: its transfer takes about as long as its latency."""
 
 
-def states_at_chunks(member: GroupMember, transitions: Tensor, updates: Tensor) -> Tensor:
+def states_at_chunks(member: Ring, transitions: Tensor, updates: Tensor) -> Tensor:
     """Return the state with which each chunk of a member begins. Collective over the members, and so is its backward.
 
     Args:
@@ -49,7 +49,7 @@ def states_at_chunks(member: GroupMember, transitions: Tensor, updates: Tensor) 
 
 class _States(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, transitions: Tensor, updates: Tensor, member: GroupMember) -> Tensor:
+    def forward(ctx: Any, transitions: Tensor, updates: Tensor, member: Ring) -> Tensor:
         states = drive(carry(member, "state", transitions, updates))
         ctx.member = member
         ctx.save_for_backward(transitions.contiguous(), states)  # a view would keep its whole base alive
@@ -66,7 +66,7 @@ class _States(torch.autograd.Function):
         return of_transitions, left, None
 
 
-def carry(member: GroupMember, kind: str, transitions: Tensor, updates: Tensor) -> Waits[Tensor]:
+def carry(member: Ring, kind: str, transitions: Tensor, updates: Tensor) -> Waits[Tensor]:
     """Hand states up the ring through each member's first chunks, and down through its second; yield what it waits for.
 
     Args:
@@ -114,7 +114,7 @@ class _Way:
     to: int | None
 
 
-def _relay(member: GroupMember, kind: str, pieces: list[slice], way: _Way) -> Waits[None]:
+def _relay(member: Ring, kind: str, pieces: list[slice], way: _Way) -> Waits[None]:
     """Receive slices, and forward each after its update while the next one arrives."""
     assert member.transport is not None
     # An end of the ring has one neighbour only: its own rank then stands for the other, to or from which nothing goes.

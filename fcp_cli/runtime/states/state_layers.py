@@ -25,8 +25,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.runtime.communication.transport import drive
 from fcp_cli.runtime.kernels.base import to_device
 from fcp_cli.runtime.recomputation.recompute import attention_stage
-from fcp_cli.runtime.ring_attention.group_member import GroupMember
-from fcp_cli.runtime.ring_attention.ring import Ring, begin_backward
+from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.runtime.ring_attention.shared_heads import UlyssesExchange
 from fcp_cli.runtime.states.linear_convolution import begin_layer
 from fcp_cli.runtime.states.linear_states import states_at_chunks
@@ -63,7 +62,7 @@ class StateRule(Protocol):
         """Its heads in messages, of `keys` and `values`."""
         ...
 
-    def of_heads(self, member: GroupMember) -> StateRule:
+    def of_heads(self, member: Ring) -> StateRule:
         """Return the rule for a member's part of the heads."""
         ...
 
@@ -171,7 +170,7 @@ class _Counted(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        begin_backward(ctx.ring)
+        ctx.ring.begin_backward()
         return grad, None
 
 
@@ -206,7 +205,7 @@ def _of_heads(own: Tokens, exchange: UlyssesExchange) -> Tokens:
     return tuple(found)
 
 
-def _around_ring(rule: StateRule, held: Tokens, member: GroupMember) -> Tensor:
+def _around_ring(rule: StateRule, held: Tokens, member: Ring) -> Tensor:
     """Compute the rule for what a member of a ring of several holds: fronts and backs of all sequences, by turns."""
     sizes = member.ring_layout.runs(member.index).sizes
     live, value = np.flatnonzero(sizes), held[2]
@@ -228,7 +227,7 @@ def _around_ring(rule: StateRule, held: Tokens, member: GroupMember) -> Tensor:
     return (chunks.out + torch.cat(added)).to(value.dtype)
 
 
-def _arriving(transitions: Tensor, updates: Tensor, member: GroupMember) -> Tensor:
+def _arriving(transitions: Tensor, updates: Tensor, member: Ring) -> Tensor:
     """Return the states [2, sequences, H, Dk, Dv] with which chunks begin, of A and B by turns of a sequence."""
     of_chunks = (part.view(-1, 2, *part.shape[1:]).transpose(0, 1) for part in (transitions, updates))
     return states_at_chunks(member, *of_chunks)

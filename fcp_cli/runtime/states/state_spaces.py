@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from fcp_cli.runtime.kernels import lse_dtype
 from fcp_cli.runtime.kernels.base import to_device
 from fcp_cli.runtime.layouts.layout import CACHED_LAYOUTS
-from fcp_cli.runtime.ring_attention.group_member import GroupMember
+from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.runtime.states.state_layers import Chunks, Tokens, in_batches
 
 
@@ -62,7 +62,7 @@ class Scan:
     chunk_size: int
     heads_said: str = "the {values} heads of state spaces in {keys} groups"
 
-    def of_heads(self, member: GroupMember) -> Scan:
+    def of_heads(self, member: Ring) -> Scan:
         skip = None if self.skip is None else member.own_heads(self.skip)
         return replace(self, decay=member.own_heads(self.decay), skip=skip)
 

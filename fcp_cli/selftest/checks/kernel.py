@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fcp_cli.kernel_names import KernelName
 from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.ring_attention.ring import Ring, attention
+from fcp_cli.runtime.ring_attention.attention import attention
+from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.selftest.bench import Bench
 from fcp_cli.selftest.exact import BOUNDS, Attended, Case, Drawn, draw, exact, relative, squares
 from fcp_cli.selftest.findings import Finding

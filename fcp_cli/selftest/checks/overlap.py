@@ -10,7 +10,8 @@ import torch
 from fcp_cli.profiling.workload import SilentTransport
 from fcp_cli.runtime.communication.transport import Transport
 from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.ring_attention.ring import Ring, attention
+from fcp_cli.runtime.ring_attention.attention import attention
+from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.selftest.bench import Bench
 from fcp_cli.selftest.exact import Case, draw
 from fcp_cli.selftest.findings import Finding

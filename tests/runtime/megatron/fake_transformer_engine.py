@@ -22,7 +22,8 @@ from torch.nn import functional as F
 
 from fcp_cli.runtime.communication.transport import ProcessTransport
 from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.ring_attention.ring import Ring, attention
+from fcp_cli.runtime.ring_attention.attention import attention
+from fcp_cli.runtime.ring_attention.ring import Ring
 
 
 class DotProductAttention(nn.Module):

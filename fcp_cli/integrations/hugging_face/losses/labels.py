@@ -78,7 +78,7 @@ class CausalLoss:
 
     def of(self, model: Any, microbatch: LocalMicroBatch) -> Tensor:
         head, inputs = self._head, {"input_ids": microbatch.input_ids, "position_ids": microbatch.position_ids}
-        labels = microbatch.ring.labels
+        labels = microbatch.ring.context.labels
         assert labels is not None
         if self._means is not None:
             labels = replace(labels, weights=self._means.weights(microbatch))

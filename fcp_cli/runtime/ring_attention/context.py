@@ -1,0 +1,95 @@
+"""The context of a micro-batch: what its forward and backward need of it, apart from the group that runs them.
+
+A session fills it in; layers find it at `ring.context`. A ring that is made by hand has an empty one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from fcp_cli.errors import RunError
+
+if TYPE_CHECKING:
+    from fcp_cli.runtime.loss.token_loss import Labels
+    from fcp_cli.runtime.pictures.embedding_cache import EmbeddingCache
+    from fcp_cli.runtime.pictures.encoder_rank import EncoderAhead
+    from fcp_cli.runtime.pictures.visuals import VisualShard
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class MicroBatchContext:
+    """The context of one micro-batch on one rank.
+
+    Attributes:
+        place: step, micro-batch and rank, for messages; "" without a step.
+        labels: of this member's tokens, for a model that computes its loss itself, or None.
+        visuals: this member's part of the pack's images and videos, or None.
+        embedding_cache: outputs of a frozen vision encoder, or None.
+        encoder_ahead: encodes on a rank that does nothing else, or None.
+        encoder_calls: runs of a vision encoder so far.
+        model_tokens: tokens that the model must be called with, padding included, or None for any number.
+        forward_calls: forwards of layers that mix tokens so far, recomputed ones excluded.
+        backward_calls: their backwards so far.
+        most_forwards, most_backwards: the most that the loop ran in an earlier micro-batch; 0 allows any number.
+        backward_forbidden: why a backward must not run now, since ranks would wait for each other, or "".
+        loss_missing: why a backward must not run before that of the micro-batch's own loss, or "".
+        begin_pass: compares the kind and the number of a pass with those of the other ranks, or None.
+    """
+
+    place: str = ""
+    labels: Labels | None = None
+    visuals: VisualShard | None = None
+    embedding_cache: EmbeddingCache | None = None
+    encoder_ahead: EncoderAhead | None = None
+    encoder_calls: int = 0
+    model_tokens: int | None = None
+    forward_calls: int = 0
+    backward_calls: int = 0
+    most_forwards: int = 0
+    most_backwards: int = 0
+    backward_forbidden: str = ""
+    loss_missing: str = ""
+    begin_pass: Callable[[str, int], None] | None = None
+
+    def begin_forward(self, tokens: int, *, degree: int, attention_calls: int) -> None:
+        """Count a forward of a layer that mixes tokens; raise RunError if it must not run.
+
+        Args:
+            tokens: that the layer was called with, padding included.
+            degree: members of the ring.
+            attention_calls: calls of attention on the ring so far.
+        """
+        if self.backward_forbidden:  # a recomputation, which would otherwise fail with hops under way
+            raise RunError(self.backward_forbidden)
+        if torch._C._current_graph_task_id() == -1:  # -1 outside backward: not a recomputation
+            self.forward_calls += 1
+            self._require_expected(self.forward_calls, self.most_forwards, "forward", degree)
+        elif self.begin_pass is not None:
+            self.begin_pass("recomputed forward", attention_calls)
+        if self.model_tokens not in (None, tokens):
+            raise RunError(
+                f"{self.place}: the model was called with {tokens} tokens, but its shard of the micro-batch has "
+                f"{self.model_tokens}: give it the micro-batch's own, and evaluate or generate in 'with fcp.outside():'"
+            )
+
+    def begin_backward(self, *, degree: int) -> None:
+        """Count a backward of a layer that mixes tokens; raise RunError if it must not run."""
+        if self.backward_forbidden or self.loss_missing:
+            raise RunError(self.backward_forbidden or self.loss_missing)
+        self.backward_calls += 1
+        self._require_expected(self.backward_calls, self.most_backwards, "backward", degree)
+
+    def _require_expected(self, calls: int, most: int, kind: str, degree: int) -> None:
+        # A pass more than in earlier micro-batches: the other members may not run it, and would never answer.
+        if most and calls > most and degree > 1:
+            raise RunError(
+                f"{self.place}: the {kind} of attention runs more often than in the micro-batches before ({most} "
+                "times), and the other ranks of its ring may not run it: run the model equally often in each "
+                "micro-batch on every rank, and what only some need in 'with fcp.outside():'"
+            )
+        if self.begin_pass is not None:
+            self.begin_pass(kind, calls)
