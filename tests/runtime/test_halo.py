@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fcp_cli.runtime.communication.transport import Transport, Waits
+from fcp_cli.runtime.communication.transport import GroupChannel, Waits
 from fcp_cli.runtime.layouts.layout import shard_layout
 from fcp_cli.runtime.ring_attention.halo import FetchedRows, Halo, ReturnedRows, halo_of
 from fcp_cli.verification.emulation import LockstepTransport, Mailbox, run_lockstep
@@ -19,13 +19,13 @@ LENGTHS: list[tuple[int, ...]] = [(), (1,), (64,), (5, 7, 13, 37, 101), (3, 100,
 REACHES = (1, 3, 40, 200)
 
 
-def forward(halo: Halo, ranks: tuple[int, ...], transport: Transport, own: Tensor, more: Tensor) -> Waits[list[Tensor]]:
-    return (yield from FetchedRows("halo", halo, ranks, transport, own, more).rows())
+def forward(halo: Halo, channel: GroupChannel, own: Tensor, more: Tensor) -> Waits[list[Tensor]]:
+    return (yield from FetchedRows("halo", halo, channel, own, more).rows())
 
 
-def backward(halo: Halo, ranks: tuple[int, ...], transport: Transport, grads: Tensor) -> Waits[Tensor]:
+def backward(halo: Halo, channel: GroupChannel, grads: Tensor) -> Waits[Tensor]:
     own, received = grads[: halo.tokens].clone(), grads[halo.tokens :].clone()
-    yield from ReturnedRows("dhalo", halo, ranks, transport, received).add_to(own)
+    yield from ReturnedRows("dhalo", halo, channel, received).add_to(own)
     return own
 
 
@@ -41,10 +41,11 @@ def test_every_chunk_gets_the_rows_before_it_and_gradients_go_back(lengths: tupl
         ranks = tuple(10 + 3 * i for i in range(degree))
         mailbox = Mailbox()
         recorders = [RecordingTransport(LockstepTransport(mailbox, rank)) for rank in ranks]
+        channels = [GroupChannel(ranks, i, recorder) for i, recorder in enumerate(recorders)]
         halos = [halo_of(layout, i, reach) for i in range(degree)]
         own = [names[torch.from_numpy(layout.index(i))].double() for i in range(degree)]
         fetched = run_lockstep(
-            [forward(h, ranks, t, o, o[:, None, :1] + 0.5) for h, t, o in zip(halos, recorders, own, strict=True)]
+            [forward(h, c, o, o[:, None, :1] + 0.5) for h, c, o in zip(halos, channels, own, strict=True)]
         )
         expected = torch.zeros(total, 2, dtype=torch.float64)
         gradients = []
@@ -68,7 +69,7 @@ def test_every_chunk_gets_the_rows_before_it_and_gradients_go_back(lengths: tupl
             gradients.append(torch.randn(len(held), 2, dtype=torch.float64))
             places = torch.tensor([_place(lengths, row) for row in held.tolist()], dtype=torch.long)
             expected.index_add_(0, places, gradients[-1])
-        returned = run_lockstep([backward(h, ranks, t, g) for h, t, g in zip(halos, recorders, gradients, strict=True)])
+        returned = run_lockstep([backward(h, c, g) for h, c, g in zip(halos, channels, gradients, strict=True)])
         for i, found in enumerate(returned):
             assert torch.allclose(found, expected[torch.from_numpy(layout.index(i))], rtol=0, atol=1e-12)
         check_order({rank: recorder.operations for rank, recorder in zip(ranks, recorders, strict=True)})

@@ -101,7 +101,10 @@ def test_nothing_travels_again_where_attention_is_kept() -> None:
 
 
 def test_kept_attention_counts_as_one_call() -> None:
-    counts = {run: [(r.attention_calls, r.context.backward_calls) for r in train(run, degree=1)[0][2]] for run in (whole, full)}
+    counts = {
+        run: [(r.attention_calls, r.context.backward_calls) for r in train(run, degree=1)[0][2]]
+        for run in (whole, full)
+    }
     assert counts == {whole: [(4, 4)], full: [(8, 4)]}
     assert [(r.attention_calls, r.context.backward_calls) for r in train(selective, degree=1)[0][2]] == [(4, 4)]
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.agreement.grad_ring import GradRingDtype
+from fcp_cli.runtime.communication.transport import Handle
 from fcp_cli.runtime.kernels import select_kernel
 from fcp_cli.runtime.kernels.cpu import CpuKernel
 from fcp_cli.runtime.kernels.npu import NpuKernel
@@ -191,6 +195,28 @@ def test_lock_step_reports_a_message_that_never_comes() -> None:
     q = torch.randn(4, 2, 8)
     with pytest.raises(RunError, match="rank 0 waits for kv from rank 1, which never comes"):
         run_lockstep([ring_forward(ring, q, q, q, AttentionSpec(1.0))])
+
+
+class FirstMessage(Exception):
+    """The files of fcp through which attention came to send its first message, outermost first."""
+
+
+class TracingTransport:
+    """Ends a pass at its first message."""
+
+    def start(self, kind: str, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> Handle:
+        frames = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe(1)))
+        raise FirstMessage(list(dict.fromkeys(Path(name).name for name in frames if "/fcp_cli/" in name))[::-1])
+
+
+@pytest.mark.parametrize(("heads_degree", "window"), [(1, None), (1, 2), (2, None)])
+def test_attention_sends_its_first_message_through_five_files_at_most(heads_degree: int, window: int | None) -> None:
+    ring = Ring(shard_layout((16,), 4, heads_degree), 0, (0, 1, 2, 3), TracingTransport())
+    q = torch.randn(1, 2, ring.tokens, 8)
+    with pytest.raises(FirstMessage) as sent:
+        attention(q, q, q, ring=ring, window=window)
+    (files,) = sent.value.args
+    assert files[0] == "attention.py" and files[-1] == "transport.py" and len(files) <= 5, files
 
 
 class Member:

@@ -4,9 +4,8 @@ This is what stands between a vision encoder, whose images are shared out by wor
 lie in zig-zag shards. It knows nothing of either: producers and consumers may be the same ranks, other ranks, or some
 of both. Who sends what follows from one table that every rank works out for itself, so sizes are never sent.
 
-In round j every rank sends to the j-th rank after it and receives from the j-th before it, over the rings'
-communicator: at most one send and one receive per batch, the same rounds in the same order on all ranks, so the
-exchange cannot deadlock with itself or with the rings around it.
+Messages go over the rings' communicator, in rounds that are in the same order on all ranks
+(`GroupChannel.exchange`), so the exchange cannot deadlock with itself or with the rings around it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fcp_cli.arrays import IntArray
-from fcp_cli.runtime.communication.transport import Transport, Waits, drive
+from fcp_cli.runtime.communication.transport import GroupChannel, Transport, Waits, drive
 from fcp_cli.runtime.kernels.base import to_device
 
 
@@ -111,18 +110,10 @@ def move_rows(kind: str, rows: Tensor, route: Route, transport: Transport | None
         [to_device(torch.from_numpy(part), rows.device) for part in parts] for parts in (route.sends, route.receives)
     )
     out[receives[route.index]] = rows[sends[route.index]]
-    size, under_way = len(route.ranks), []
-    for distance in range(1, size):
-        to, source = (route.index + distance) % size, (route.index - distance) % size
-        send = rows[sends[to]] if len(sends[to]) else None
-        receive = rows.new_empty(len(receives[source]), *rows.shape[1:]) if len(receives[source]) else None
-        if send is None and receive is None:
-            continue  # both ends know from the route that nothing travels
-        assert transport is not None
-        handle = transport.start(kind, send, route.ranks[to], receive, route.ranks[source])
-        under_way.append((handle, send, receive, receives[source]))  # a send must live until it has left
-    for handle, _, receive, places in under_way:
-        yield handle
-        if receive is not None:
-            out[places] = receive
+    arrived = [rows.new_empty(len(places), *rows.shape[1:]) for places in route.receives]
+    channel = GroupChannel(route.ranks, route.index, transport)
+    yield from channel.exchange(kind, lambda to: rows[sends[to]], arrived.__getitem__)
+    for source, part in enumerate(arrived):
+        if source != route.index:
+            out[receives[source]] = part
     return out

@@ -13,7 +13,8 @@ order of a recorded run.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -58,6 +59,63 @@ class Transport(Protocol):
             receive: contiguous tensor to fill from global rank `source`, or None.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupChannel:
+    """Messages between the members of one group, by their places in it. Places wrap around: -1 is the last member.
+
+    Attributes:
+        ranks: global ranks of the members, in order.
+        index: place of this member.
+        transport: carries the messages; None is enough if none is sent.
+    """
+
+    ranks: tuple[int, ...]
+    index: int
+    transport: Transport | None
+
+    def start(self, kind: str, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> Handle | None:
+        """Start one hop, as `Transport.start` does; return None if nothing travels.
+
+        Empty tensors are not sent: both ends know the sizes from the layout, and some back ends reject empty messages.
+        """
+        send = send if send is not None and send.numel() else None
+        receive = receive if receive is not None and receive.numel() else None
+        if send is None and receive is None:
+            return None
+        assert self.transport is not None, "a group of several members needs a transport"
+        size = len(self.ranks)
+        return self.transport.start(kind, send, self.ranks[to % size], receive, self.ranks[source % size])
+
+    def exchange(
+        self, kind: str, sent_to: Callable[[int], Tensor], received_from: Callable[[int], Tensor]
+    ) -> Waits[None]:
+        """Send every other member its tensor, and receive one from each; yield the handles it waits for.
+
+        In round j every member sends to the j-th after it and receives from the j-th before it: at most one send and
+        one receive per batch, the same rounds in the same order on all members.
+        """
+        under_way = []
+        for distance in range(1, len(self.ranks)):
+            to, source = ((self.index + step) % len(self.ranks) for step in (distance, -distance))
+            send, receive = sent_to(to), received_from(source)
+            if (handle := self.start(kind, send, to, receive, source)) is not None:
+                under_way.append((handle, send))  # which must live until it has left
+        for handle, _ in under_way:
+            yield handle
+
+    def gather(self, kind: str, own: Tensor) -> Waits[Tensor]:
+        """Return [members, ...] the equally large tensors of all members, each passed on around the group."""
+        size = len(self.ranks)
+        held = own.new_empty(size, *own.shape)
+        held[self.index] = own
+        for hop in range(size - 1):
+            sent, arriving = (self.index - hop) % size, (self.index - hop - 1) % size
+            handle = self.start(kind, held[sent], self.index + 1, held[arriving], self.index - 1)
+            if handle is not None:
+                yield handle
+        return held
 
 
 class ProcessTransport:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.masks import Spans
-from fcp_cli.runtime.communication.transport import Handle, Transport, Waits
+from fcp_cli.runtime.communication.transport import GroupChannel, Handle, Waits
 from fcp_cli.runtime.layouts.layout import CACHED_LAYOUTS, RingLayout, Rows, Runs
 from fcp_cli.runtime.ring_attention.rows import add_to_rows, rows_at, take
 
@@ -108,15 +108,12 @@ class FetchedRows:
     Args:
         kind: what travels, for records and messages.
         halo: this member's part.
-        ranks: global ranks of the ring, in its order.
-        transport: carries the messages; None is enough where nothing is received.
+        channel: messages between the members of the ring.
         tensors: [tokens, n, ...] each, of one type; a message has the rows of all.
     """
 
-    def __init__(
-        self, kind: str, halo: Halo, ranks: tuple[int, ...], transport: Transport | None, *tensors: Tensor
-    ) -> None:
-        self._wire = _Wire(kind, halo, ranks, transport)
+    def __init__(self, kind: str, halo: Halo, channel: GroupChannel, *tensors: Tensor) -> None:
+        self._kind, self._halo, self._channel = kind, halo, channel
         self._tensors = tensors
         widths = [tensor.shape[1:].numel() for tensor in tensors]
         self._columns = [slice(*ends) for ends in pairwise(accumulate(widths, initial=0))]
@@ -129,25 +126,27 @@ class FetchedRows:
         Returns:
             [halo.received, n, ...] per tensor; its last dimension is contiguous.
         """
-        for number in range(len(self._wire.halo.rounds)):
+        for number in range(len(self._halo.rounds)):
             if number:
                 self._under_way = self._issue(number)
             for handle, _ in self._under_way:
-                yield handle
+                if handle is not None:
+                    yield handle
         self._under_way = []
         return [
             self._received[:, column].view(-1, *tensor.shape[1:])
             for tensor, column in zip(self._tensors, self._columns, strict=True)
         ]
 
-    def _issue(self, number: int) -> list[tuple[Handle, Tensor | None]]:
+    def _issue(self, number: int) -> list[tuple[Handle | None, Tensor | None]]:
         under_way = []
-        for message in self._wire.messages(number):
+        for message in _messages(self._halo, number):
             sent = None if message.sent is None else self._sent(message, message.sent)
             start, stop = message.received
             received = self._received[start:stop] if stop > start else None
             # What is sent must live until it has left.
-            under_way.append((self._wire.start(sent, message.to, received, message.source), sent))
+            handle = self._channel.start(self._kind, sent, message.to, received, message.source)
+            under_way.append((handle, sent))
         return under_way
 
     def _sent(self, message: Message, rows: Rows) -> Tensor:
@@ -161,14 +160,12 @@ class ReturnedRows:
     """The backward of an exchange, whose first round is under way once this is made.
 
     Args:
-        kind, halo, ranks, transport: as given to `FetchedRows`.
+        kind, halo, channel: as given to `FetchedRows`.
         received: [halo.received, width] gradients of the rows that the forward received; changed in place.
     """
 
-    def __init__(
-        self, kind: str, halo: Halo, ranks: tuple[int, ...], transport: Transport | None, received: Tensor
-    ) -> None:
-        self._wire = _Wire(kind, halo, ranks, transport)
+    def __init__(self, kind: str, halo: Halo, channel: GroupChannel, received: Tensor) -> None:
+        self._kind, self._halo, self._channel = kind, halo, channel
         self._received = received
         self._last = len(halo.rounds) - 1
         self._under_way = self._issue(self._last)
@@ -182,37 +179,26 @@ class ReturnedRows:
             if number < self._last:
                 self._under_way = self._issue(number)
             for handle, message, arrived in self._under_way:
-                yield handle
+                if handle is not None:
+                    yield handle
                 if message.sent is not None and arrived is not None:
                     add_to_rows(own if message.is_own else self._received, message.sent, arrived)
         self._under_way = []
 
-    def _issue(self, number: int) -> list[tuple[Handle, Message, Tensor | None]]:
+    def _issue(self, number: int) -> list[tuple[Handle | None, Message, Tensor | None]]:
         under_way = []
-        for message in self._wire.messages(number):
+        for message in _messages(self._halo, number):
             start, stop = message.received
             sent = self._received[start:stop] if stop > start else None
             count = message.num_sent
             arrived = self._received.new_empty(count, self._received.shape[1]) if count else None
-            under_way.append((self._wire.start(sent, message.source, arrived, message.to), message, arrived))
+            handle = self._channel.start(self._kind, sent, message.source, arrived, message.to)
+            under_way.append((handle, message, arrived))
         return under_way
 
 
-class _Wire:
-    """Where the messages of a halo go."""
-
-    __slots__ = ("_kind", "_ranks", "_transport", "halo")
-
-    def __init__(self, kind: str, halo: Halo, ranks: tuple[int, ...], transport: Transport | None) -> None:
-        self.halo, self._kind, self._ranks, self._transport = halo, kind, ranks, transport
-
-    def messages(self, number: int) -> tuple[Message, ...]:
-        return self.halo.rounds[number] if self.halo.rounds else ()
-
-    def start(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> Handle:
-        assert self._transport is not None, "a ring of several members needs a transport"
-        size = len(self._ranks)  # beyond the ends of the ring nothing is sent, and no rank is asked
-        return self._transport.start(self._kind, sent, self._ranks[to % size], received, self._ranks[source % size])
+def _messages(halo: Halo, number: int) -> tuple[Message, ...]:
+    return halo.rounds[number] if halo.rounds else ()
 
 
 class _Lanes:

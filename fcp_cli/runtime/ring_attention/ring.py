@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.agreement.grad_ring import GradRingDtype
-from fcp_cli.runtime.communication.transport import Transport
+from fcp_cli.runtime.communication.transport import GroupChannel, Transport
 from fcp_cli.runtime.layouts.layout import ShardLayout
 from fcp_cli.runtime.layouts.ring_member import RingMember
 from fcp_cli.runtime.ring_attention.context import MicroBatchContext
@@ -90,6 +90,11 @@ class Ring(RingMember):
         """Return the step, micro-batch and rank, for messages."""
         return self.context.place
 
+    @property
+    def channel(self) -> GroupChannel:
+        """Return the messages between the members of the group."""
+        return GroupChannel(self.ranks, self.index, self.transport)
+
     def ring_of_head_group(self) -> Ring:
         """Return this member's place in the ring of its part of the heads, made once."""
         if self._head_group is None:
@@ -106,11 +111,11 @@ class Ring(RingMember):
 
     def head_exchange(self) -> UlyssesExchange:
         """Return this member's part in the exchanges of those that share the heads with it."""
-        assert self.transport is not None
         place = self.index % self.heads_degree
         members = range(self.index - place, self.index - place + self.heads_degree)
         ranks = self.ranks[members.start : members.stop]
-        return UlyssesExchange(ranks, place, [self.layout.tokens(member) for member in members], self.transport)
+        tokens = [self.layout.tokens(member) for member in members]
+        return UlyssesExchange(GroupChannel(ranks, place, self.transport), tokens)
 
     def begin_forward(self, tokens: int) -> None:
         """Count a forward of a layer that mixes tokens; raise RunError if it must not run."""

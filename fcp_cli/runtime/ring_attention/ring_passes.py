@@ -173,24 +173,12 @@ class _Messages:
             add_pair(sums, work.k_rows, dk, dv)
 
     def pass_on(self, hop: int) -> Handle | None:
-        """Send message `hop` to the next member and receive the next one; None where both are empty.
-
-        An empty message is not sent: both ends know from the layout, and some back ends cannot send nothing.
-        """
+        """Send message `hop` to the next member and receive the next one; None if both are empty."""
         ring = self._ring
         has_keys, has_gradients = hop + 1 < ring.degree, self._grad_dtype is not None and hop > 1
         kind = "+".join(kind for kind, travels in (("kv", has_keys), ("dkv", has_gradients)) if travels)
         send, receive = (self._part(hop + i, has_keys, has_gradients) for i in (0, 1))
-        if not send.numel() and not receive.numel():
-            return None
-        assert ring.transport is not None
-        return ring.transport.start(
-            kind,
-            send if send.numel() else None,
-            ring.ranks[(ring.index + 1) % ring.degree],
-            receive if receive.numel() else None,
-            ring.ranks[ring.index - 1],
-        )
+        return ring.channel.start(kind, send, ring.index + 1, receive, ring.index - 1)
 
     def _flat_gradients(self, hop: int) -> Tensor:
         assert self._grad_dtype is not None

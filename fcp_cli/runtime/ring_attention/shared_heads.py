@@ -17,20 +17,19 @@ neighbours have the same key/value head, and its gradients are summed by the mem
 A backward kernel needs of a row's output only its product with the output's gradient. The row's owner, where the model
 keeps the output, sends that number; whoever attended keeps no output, and gives its kernel one with the same product.
 
-In round j every member sends to the j-th after it and receives from the j-th before it, over the rings' communicator:
-at most one send and one receive per batch, the same rounds in the same order on all members. Sizes follow from the
-layout. Messages are whole rows of a buffer: what arrives is in place.
+Messages go over the rings' communicator, in the rounds of `GroupChannel.exchange`. Sizes follow from the layout, and
+messages are whole rows of a buffer, so that they arrive in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from fcp_cli.runtime.communication.transport import Transport, Waits
+from fcp_cli.runtime.communication.transport import GroupChannel, Waits
 from fcp_cli.runtime.kernels.base import lse_dtype
 
 
@@ -38,16 +37,15 @@ class UlyssesExchange:
     """One member's part in the exchanges of its set.
 
     Args:
-        ranks: global ranks of the set, in the order of their tokens.
-        place: of this member among them.
+        channel: messages between the members of the set, in the order of their tokens.
         tokens: of each of them.
-        transport: carries the messages.
     """
 
-    __slots__ = ("_place", "_ranks", "_rows", "_tokens", "_transport")
+    __slots__ = ("_channel", "_place", "_rows", "_size", "_tokens")
 
-    def __init__(self, ranks: tuple[int, ...], place: int, tokens: Sequence[int], transport: Transport) -> None:
-        self._ranks, self._place, self._tokens, self._transport = ranks, place, tokens, transport
+    def __init__(self, channel: GroupChannel, tokens: Sequence[int]) -> None:
+        self._channel, self._tokens = channel, tokens
+        self._place, self._size = channel.index, len(channel.ranks)
         self._rows = [slice(*ends) for ends in pairwise(accumulate(tokens, initial=0))]
 
     def to_heads(self, kind: str, *tensors: Tensor) -> Waits[list[Tensor]]:
@@ -60,7 +58,7 @@ class UlyssesExchange:
         Returns:
             [tokens of the set, max(1, heads / u), D] each: views of one buffer, the last dimension contiguous.
         """
-        size, own = len(self._ranks), self._tokens[self._place]
+        size, own = self._size, self._tokens[self._place]
         sizes = [tensor.shape[2] for tensor in tensors]
         columns = self._columns([tensor.shape[1] for tensor in tensors], sizes)
         sent = tensors[0].new_empty(size, own, columns[-1].stop)
@@ -68,7 +66,7 @@ class UlyssesExchange:
         for tensor, column, head_dim in zip(tensors, columns, sizes, strict=True):
             _spread(tensor, _by_heads(sent[..., column], head_dim))
         received[self._rows[self._place]].copy_(sent[self._place])
-        yield from self._rounds(kind, lambda to: sent[to], lambda source: received[self._rows[source]])
+        yield from self._channel.exchange(kind, lambda to: sent[to], lambda source: received[self._rows[source]])
         return [_by_heads(received[:, column], head_dim) for column, head_dim in zip(columns, sizes, strict=True)]
 
     def to_tokens(self, kind: str, *tensors: Tensor, heads: Sequence[int]) -> Waits[list[Tensor]]:
@@ -82,40 +80,21 @@ class UlyssesExchange:
         Returns:
             [own tokens, heads, D] each.
         """
-        size, own = len(self._ranks), self._tokens[self._place]
+        size, own = self._size, self._tokens[self._place]
         sizes = [tensor.shape[2] for tensor in tensors]
         rows = [tensor.flatten(1) for tensor in tensors]
         sent = rows[0].contiguous() if len(rows) == 1 else torch.cat(rows, dim=1)
         del tensors, rows
         received = sent.new_empty(size, own, sent.shape[1])
         received[self._place].copy_(sent[self._rows[self._place]])
-        yield from self._rounds(kind, lambda to: sent[self._rows[to]], lambda source: received[source])
+        yield from self._channel.exchange(kind, lambda to: sent[self._rows[to]], lambda source: received[source])
         parts = zip(self._columns(heads, sizes), sizes, heads, strict=True)
         return [_gather(_by_heads(received[..., column], head_dim), count) for column, head_dim, count in parts]
 
     def _columns(self, heads: Sequence[int], sizes: Sequence[int]) -> list[slice]:
         """Return where each tensor's heads of one member, of these sizes, stand in a row of a message."""
-        shares = (max(1, count // len(self._ranks)) * size for count, size in zip(heads, sizes, strict=True))
+        shares = (max(1, count // self._size) * size for count, size in zip(heads, sizes, strict=True))
         return [slice(*ends) for ends in pairwise(accumulate(shares, initial=0))]
-
-    def _rounds(
-        self, kind: str, sent_to: Callable[[int], Tensor], received_from: Callable[[int], Tensor]
-    ) -> Waits[None]:
-        size, under_way = len(self._ranks), []
-        for distance in range(1, size):
-            to, source = (self._place + distance) % size, (self._place - distance) % size
-            send, receive = sent_to(to), received_from(source)
-            if not send.numel() and not receive.numel():
-                continue  # both ends know from the layout, and some back ends cannot send nothing
-            handle = self._transport.start(
-                kind,
-                send if send.numel() else None,
-                self._ranks[to],
-                receive if receive.numel() else None,
-                self._ranks[source],
-            )
-            under_way.append(handle)
-        yield from under_way
 
 
 def row_products(grad_out: Tensor, out: Tensor) -> Tensor:

@@ -198,7 +198,7 @@ def window_forward(
     and to those ahead that its mask lets it see.
     """
     kernel, scale, work = kernel_of(q, spec), spec.scale, window_work(ring.ring_layout, ring.index, window)
-    fetched = FetchedRows("halo", work.halo, ring.ranks, ring.transport, k, v)
+    fetched = FetchedRows("halo", work.halo, ring.channel, k, v)
     lse = q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
     # What is merged further is kept in the type of lse, and rounded once.
     out = q.new_empty(
@@ -234,8 +234,7 @@ def window_backward(
     """
     q, k, v, out, lse = kept
     kernel, scale, work = kernel_of(q, spec), spec.scale, window_work(ring.ring_layout, ring.index, window)
-    halo, wire = work.halo, (work.halo, ring.ranks, ring.transport)
-    fetched = FetchedRows("halo", *wire, k, v)
+    fetched = FetchedRows("halo", work.halo, ring.channel, k, v)
     is_whole = work.ahead is None and work.beyond is None  # each query's keys are in one call
     dq = torch.empty_like(q) if is_whole else torch.zeros_like(q, dtype=lse.dtype)
     sums = _KeyGradients(k, v, lse.dtype)
@@ -251,13 +250,13 @@ def window_backward(
         return dk, dv
 
     received = yield from fetched.rows()
-    of_received = sums.of_rows(halo.received)
+    of_received = sums.of_rows(work.halo.received)
     for edge in (work.edge, work.beyond):
         if edge is not None:
             ks, vs = _edge_keys(edge, k, received[0]), _edge_keys(edge, v, received[1])
             sums.add_edge(edge, of_received, *of_call(edge, ks, vs))
     wire_dtype = lse.dtype if ring.grad_dtype == "fp32" else k.dtype
-    returned = ReturnedRows("dhalo", *wire, of_received.to(wire_dtype))
+    returned = ReturnedRows("dhalo", work.halo, ring.channel, of_received.to(wire_dtype))
     for inner in (work.inner, work.ahead):
         if inner is not None:
             sums.add(inner.k_rows, *of_call(inner, take(k, inner.k_rows), take(v, inner.k_rows)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fcp_cli.runtime.communication.transport import Transport, Waits
+from fcp_cli.runtime.communication.transport import GroupChannel, Waits
 from fcp_cli.runtime.ring_attention.ring import Ring
 
 
@@ -21,23 +21,15 @@ def summed_over_members(member: Ring, own: Tensor) -> Waits[Tensor]:
     """
     if member.degree == 1:
         return own
-    assert member.transport is not None
     shared = member.heads_degree
     place = member.index % shared
     first = member.index - place
-    of_set = yield from _around(member.ranks[first : first + shared], place, own, member.transport)
+    of_set = yield from _summed(GroupChannel(member.ranks[first : first + shared], place, member.transport), own)
     ring = member.ring_of_head_group() if shared > 1 else member
-    return (yield from _around(ring.ranks, ring.index, of_set, member.transport))
+    return (yield from _summed(ring.channel, of_set))
 
 
-def _around(ranks: tuple[int, ...], index: int, own: Tensor, transport: Transport) -> Waits[Tensor]:
-    """Pass every member's tensor around these ranks; return their sum, added up in one order everywhere."""
-    degree = len(ranks)
-    if degree == 1:
+def _summed(channel: GroupChannel, own: Tensor) -> Waits[Tensor]:
+    if len(channel.ranks) == 1:
         return own
-    held = own.new_empty(degree, *own.shape)
-    held[index] = own
-    for hop in range(degree - 1):
-        sent, arriving = (index - hop) % degree, (index - hop - 1) % degree
-        yield transport.start("sums", held[sent], ranks[(index + 1) % degree], held[arriving], ranks[index - 1])
-    return torch.sum(held, dim=0)
+    return torch.sum((yield from channel.gather("sums", own)), dim=0)  # in the same order on all members

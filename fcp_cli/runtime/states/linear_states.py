@@ -116,14 +116,13 @@ class _Way:
 
 def _relay(member: Ring, kind: str, pieces: list[slice], way: _Way) -> Waits[None]:
     """Receive slices, and forward each after its update while the next one arrives."""
-    assert member.transport is not None
-    # An end of the ring has one neighbour only: its own rank then stands for the other, to or from which nothing goes.
-    to, source = (member.ranks[member.index if n is None else n % member.degree] for n in (way.to, way.source))
+    # An end of the ring has one neighbour only: nothing goes to or from the other, for which it stands itself.
+    to = member.index if way.to is None else way.to
     sent = None
     for piece in (*pieces, None):
         receive = None if piece is None or way.arriving is None else way.arriving[piece]
-        if sent is not None or receive is not None:
-            yield member.transport.start(kind, sent, to, receive, source)
+        if (handle := member.channel.start(kind, sent, to, receive, way.source)) is not None:
+            yield handle
         sent = None if piece is None or way.to is None else way.left(piece)
 
 

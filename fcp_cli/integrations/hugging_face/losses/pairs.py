@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fcp_cli.runtime.communication.transport import drive
 from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.runtime.session.microbatch import LocalMicroBatch
 
@@ -94,21 +95,17 @@ class PairPack:
 
     def _gathered(self, own: list[Tensor]) -> list[Tensor]:
         """Return each of some values [1, own tokens] for all tokens of the pack; the own ones keep their gradient."""
-        ring = self._ring
-        layout, degree = ring.layout, len(ring.ranks)
+        ring, layout = self._ring, self._ring.layout
         index = torch.from_numpy(layout.index(ring.index)).to(own[0].device)
         held = layout.tokens(ring.index)
         whole = own[0].new_zeros((len(own), layout.total_tokens))
         buffer = own[0].new_zeros((len(own), layout.most_tokens))
         for place, part in enumerate(own):
             buffer[place, :held] = part[0, :held].detach().to(buffer.dtype)
-        for hop in range(1, degree):
-            arrived = torch.empty_like(buffer)
-            to, source = ring.ranks[(ring.index + 1) % degree], ring.ranks[ring.index - 1]
-            assert ring.transport is not None
-            ring.transport.start("rows", buffer, to, arrived, source).wait()
-            buffer, member = arrived, (ring.index - hop) % degree
-            whole[:, torch.from_numpy(layout.index(member)).to(whole.device)] = buffer[:, : layout.tokens(member)]
+        for member, values in enumerate(drive(ring.channel.gather("rows", buffer))):
+            if member != ring.index:
+                places = torch.from_numpy(layout.index(member)).to(whole.device)
+                whole[:, places] = values[:, : layout.tokens(member)]
         return [whole[place].index_copy(0, index, part[0, :held].to(whole.dtype)) for place, part in enumerate(own)]
 
 
