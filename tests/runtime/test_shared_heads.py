@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from fcp_cli.errors import RunError
+from fcp_cli.runtime.communication.shared_heads import of_products, row_products
 from fcp_cli.runtime.communication.transport import Handle, drive
 from fcp_cli.runtime.layouts.layout import UlyssesLayout, shard_layout
 from fcp_cli.runtime.ring_attention.attention import attention
 from fcp_cli.runtime.ring_attention.passes import group_forward
 from fcp_cli.runtime.ring_attention.ring import AttentionSpec, Ring
-from fcp_cli.runtime.ring_attention.shared_heads import of_products, row_products
 from fcp_cli.verification.emulation import LockstepTransport, Mailbox
 from fcp_cli.verification.order import check_order
 from tests.runtime.emulation import run_emulated, run_recorded

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from fcp_cli.runtime.communication.shared_heads import UlyssesExchange
 from fcp_cli.runtime.communication.transport import drive
 from fcp_cli.runtime.layouts.layout import CACHED_LAYOUTS
 from fcp_cli.runtime.ring_attention.attention import attention
 from fcp_cli.runtime.ring_attention.ring import Ring
-from fcp_cli.runtime.ring_attention.shared_heads import UlyssesExchange
 
 _MASK_TOKENS = 2048  # of the one causal mask that fused attention on NPUs wants, whatever the lengths
 _NO_BIAS = 1  # of `pse_type`

@@ -22,10 +22,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fcp_cli.runtime.communication.shared_heads import of_products, row_products
 from fcp_cli.runtime.communication.transport import Waits
 from fcp_cli.runtime.ring_attention.ring import AttentionSpec, Ring, SavedForBackward
 from fcp_cli.runtime.ring_attention.ring_passes import ring_backward, ring_forward
-from fcp_cli.runtime.ring_attention.shared_heads import of_products, row_products
 from fcp_cli.runtime.ring_attention.windows import fits_in, window_backward, window_forward
 
 

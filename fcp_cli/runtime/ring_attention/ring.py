@@ -12,11 +12,11 @@ from torch import Tensor
 
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.agreement.grad_ring import GradRingDtype
+from fcp_cli.runtime.communication.shared_heads import UlyssesExchange
 from fcp_cli.runtime.communication.transport import GroupChannel, Transport
 from fcp_cli.runtime.layouts.layout import ShardLayout
 from fcp_cli.runtime.layouts.ring_member import RingMember
 from fcp_cli.runtime.ring_attention.context import MicroBatchContext
-from fcp_cli.runtime.ring_attention.shared_heads import UlyssesExchange
 
 
 class AttentionSpec(NamedTuple):

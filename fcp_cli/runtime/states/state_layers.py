@@ -22,11 +22,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import pad_sequence
 
 from fcp_cli.errors import RunError
+from fcp_cli.runtime.communication.shared_heads import UlyssesExchange
 from fcp_cli.runtime.communication.transport import drive
 from fcp_cli.runtime.kernels.base import to_device
 from fcp_cli.runtime.recomputation.recompute import attention_stage
 from fcp_cli.runtime.ring_attention.ring import Ring
-from fcp_cli.runtime.ring_attention.shared_heads import UlyssesExchange
 from fcp_cli.runtime.states.linear_convolution import begin_layer
 from fcp_cli.runtime.states.linear_states import states_at_chunks
 
