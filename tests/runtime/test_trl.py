@@ -34,7 +34,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return read_outcomes(folder)
 
 
-@pytest.mark.parametrize("name", ["sft", "sft dft waves", "dpo", "dpo waves ipo", "unplanned sft", "unplanned dpo"])
+@pytest.mark.parametrize(
+    "name", ["sft", "sft dft waves", "sft, mean of batches", "dpo", "dpo waves ipo", "unplanned sft", "unplanned dpo"]
+)
 def test_losses_norms_weights_and_what_trl_logs_are_those_of_the_script_without_a_plan(
     outcomes: Outcomes, name: str
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.hugging_face.overrides import OWN_LOOP, find_override, owner_of, place_of
 from fcp_cli.integrations.requirements import require
+from fcp_cli.plan.job_facts import has_no_plan
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.runtime.agreement.plan_agreement import require_training
 from fcp_cli.vision.families import FAMILIES
@@ -247,6 +248,12 @@ def _refused_models(trainer: Any) -> Iterable[tuple[bool, str]]:
             config.model_type not in FAMILIES,
             f"the images of a {config.model_type} model cannot follow a plan, those of {', '.join(FAMILIES)} can; see "
             "docs/how-to/images-and-videos.md",
+        )
+        yield (
+            has_no_plan(),
+            f"a {config.model_type} model is not planned for when training begins, since the work of its pictures is "
+            "known from their sizes alone; make a plan with 'fcp manifest build DATA --kind media --processor "
+            "CHECKPOINT -o lengths.parquet' and 'fcp plan lengths.parquet', and start it with 'fcp launch --plan'",
         )
 
 

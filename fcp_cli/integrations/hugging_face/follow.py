@@ -171,18 +171,18 @@ def _have_planned(trainer: Any, kind: str, loader: Any) -> None:
 def _planned_loss(
     trainer: Any, kind: str, models: tuple[PreTrainedModel, ...], session: Session, rows: CollatedRows
 ) -> PlannedLoss:
+    is_of_tokens = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    means = None if is_of_tokens else BatchMeans(session, rows, trainer.args.per_device_train_batch_size)
     if kind == "Trainer":
-        is_of_tokens = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-        means = None if is_of_tokens else BatchMeans(session, rows, trainer.args.per_device_train_batch_size)
         return CausalLoss(models[0], smoothing=trainer.args.label_smoothing_factor, means=means)
     import trl.trainer.utils
 
     from fcp_cli.integrations.hugging_face.losses.trl_losses import PreferenceLoss, SftLoss
 
     check_trl(trl.trainer.utils, trainer)
-    return (
-        SftLoss(trainer) if kind == "SFTTrainer" else PreferenceLoss(trainer, models, loss_class(trainer).compute_loss)
-    )
+    if kind == "SFTTrainer":
+        return SftLoss(trainer, means)
+    return PreferenceLoss(trainer, models, loss_class(trainer).compute_loss)
 
 
 def _own_loss(

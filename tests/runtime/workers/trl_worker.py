@@ -40,9 +40,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return found
 
 
-def sft(folder: Path, **changes: Any) -> dict[str, Any]:
+def sft(folder: Path, *, averages_batches: bool = False, **changes: Any) -> dict[str, Any]:
+    model: Any = hugging_face("qwen3", torch.float32)
+    if averages_batches:  # as models of pictures say
+        model.accepts_loss_kwargs = False
     trainer = SFTTrainer(
-        model=hugging_face("qwen3", torch.float32),
+        model=model,
         args=SFTConfig(**common_arguments(folder, **{"max_length": None, "bf16": False, **changes})),
         train_dataset=rows(),
         processing_class=tokenizer(),
@@ -87,6 +90,7 @@ PAIRS, PAIR_WAVES = "pairs-iteration.parquet", "pairs-waves.parquet"
 CASES: Cases = {
     "sft": (ITERATION, sft),
     "sft dft waves": (WAVES, lambda folder: sft(folder, loss_type="dft")),
+    "sft, mean of batches": (ITERATION, lambda folder: sft(folder, averages_batches=True)),
     "dpo": (PAIRS, dpo),
     "unplanned sft": (UNPLANNED[0], sft),
     "unplanned dpo": (UNPLANNED[1], dpo),

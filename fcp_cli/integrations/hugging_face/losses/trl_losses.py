@@ -11,6 +11,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from fcp_cli.integrations.hugging_face.losses.batch_means import BatchMeans
 from fcp_cli.integrations.hugging_face.losses.pairs import PairPack, hook_pairs
 from fcp_cli.runtime.session.microbatch import LocalMicroBatch
 from fcp_cli.runtime.session.session import Session
@@ -22,16 +23,19 @@ class SftLoss:
 
     Args:
         trainer: an SFTTrainer.
+        means: of the trainer's own batches, if the loss is the mean of their means; None: of all tokens alike.
     """
 
-    mean_over: Literal["tokens", "rows"] = "tokens"
+    mean_over: Literal["tokens", "rows"]
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, means: BatchMeans | None = None) -> None:
+        self._trainer, self._means = trainer, means
         self._counts: list[Tensor] = []
+        self.mean_over = "tokens" if means is None else "rows"
 
     def begin_step(self, step: Step) -> None:
-        pass
+        if self._means is not None:
+            self._means.begin_step(step.index)
 
     def of(self, model: Any, microbatch: LocalMicroBatch) -> Tensor:
         outputs = model(
@@ -43,6 +47,8 @@ class SftLoss:
         token_losses = -outputs.log_probs  # zero without a label
         if self._trainer.args.loss_type == "dft":
             token_losses = token_losses * outputs.log_probs.exp().detach()
+        if self._means is not None:
+            token_losses = token_losses * self._means.weights(microbatch)
         counted = (outputs.entropy.detach(), outputs.is_top1, outputs.label_mask)
         self._counts.append(torch.stack([part.sum(dtype=torch.float64) for part in counted]))
         return microbatch.normalised(token_losses.sum())
