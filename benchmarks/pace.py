@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.picture import sized, svg
-from fcp_cli.demo.paced import Outcome, Work, library_table, run, typical_step, write_plans
+from fcp_cli.demo.paced import PacedSteps, PacedWork, library_table, run, typical_step, write_plans
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.report import chart_parts, charts
 from fcp_cli.report.page_data import Columns
@@ -25,7 +25,7 @@ from fcp_cli.report.run_picture import measured_bars
 STRATEGIES = ("static", "fcp-paper", "fcp")
 
 
-def lines(num_ranks: int, outcomes: dict[str, Outcome]) -> list[str]:
+def lines(num_ranks: int, outcomes: dict[str, PacedSteps]) -> list[str]:
     """Return the rows of the table."""
     static = outcomes["static"]
     return [
@@ -37,7 +37,7 @@ def lines(num_ranks: int, outcomes: dict[str, Outcome]) -> list[str]:
     ]
 
 
-def picture(outcomes: dict[str, Outcome]) -> str:
+def picture(outcomes: dict[str, PacedSteps]) -> str:
     """Draw the step whose gain is nearest to that of all: what ran where, as it was measured."""
     static, ours = outcomes["static"], outcomes["fcp"]
     at = typical_step([step.seconds for step in static.steps], [step.seconds for step in ours.steps])
@@ -65,7 +65,7 @@ def main() -> None:
     options = parser.parse_args()
     print("| ranks | strategy | predicted step, s | measured step, s | error | speed-up, predicted | measured |")
     print("|---:|---|---:|---:|---:|---:|---:|", flush=True)
-    work = Work(table=library_table(), steps=options.steps)  # real lengths: a token per byte
+    work = PacedWork(table=library_table(), steps=options.steps)  # real lengths: a token per byte
     with tempfile.TemporaryDirectory() as folder:
         for num_ranks in options.ranks:
             plans = write_plans(Path(folder), work, num_ranks=num_ranks, strategies=STRATEGIES)

@@ -264,7 +264,7 @@ def _without_verbosity(args: list[str], parameters: Sequence[Any]) -> list[str]:
 _LEVELS = {"-q": -1, "--quiet": -1, "-v": 1, "--verbose": 1, "-vv": 2}
 
 
-class Group(_Help, TyperGroup):
+class VerbGroup(_Help, TyperGroup):
     """Several verbs under one name."""
 
 
@@ -273,7 +273,7 @@ class App(typer.Typer):
 
     def __init__(self, **settings: Any) -> None:
         # Without rich's boxes: a heading and two columns leave the help twice the width, and a pipe the same text.
-        super().__init__(**{"cls": Group, "rich_markup_mode": None, **settings})
+        super().__init__(**{"cls": VerbGroup, "rich_markup_mode": None, **settings})
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Function], Function]:
         return self._with_examples(super().command, name, cls=Command, **settings)
@@ -295,7 +295,7 @@ class App(typer.Typer):
 _FIRST_GROUPS = ("manifest", "profile")
 
 
-class RootGroup(Group):
+class RootGroup(VerbGroup):
     """Gives Ctrl-C its own exit status (click alone would make it 1), and an error its one line."""
 
     def __init__(self, *, commands: dict[str, Any], **settings: Any) -> None:

@@ -84,7 +84,7 @@ class _Compiler(_FunctionCompiler):
         context = cpu_target.target_context
         cpu_target.options.parse_as_flags(flags, self.targetoptions)
         flags.no_compile = self._is_part
-        library = (_Part if self._is_part else _Whole)(context.codegen(), self.py_func.__qualname__)
+        library = (_PartLibrary if self._is_part else _Whole)(context.codegen(), self.py_func.__qualname__)
         library.enable_object_caching()
         return compile_extra(
             cpu_target.typing_context,
@@ -106,24 +106,24 @@ class _Whole(JITCodeLibrary):
         if library in self._linking_libraries:
             return
         super().add_linking_library(library)
-        if isinstance(library, _Part):
+        if isinstance(library, _PartLibrary):
             for more in library._linking_libraries:
                 self.add_linking_library(more)
 
     def finalize(self) -> None:
         # LLVM links of numba's own only what is referred to by then.
-        self._linking_libraries.sort(key=lambda library: not isinstance(library, _Part))
+        self._linking_libraries.sort(key=lambda library: not isinstance(library, _PartLibrary))
         super().finalize()
 
     def _optimize_final_module(self) -> None:
         for library in self._linking_libraries:
-            if isinstance(library, _Part):
+            if isinstance(library, _PartLibrary):
                 for name in library.names:
                     self._final_module.get_function(name).linkage = "internal"
         super()._optimize_final_module()
 
 
-class _Part(JITCodeLibrary):
+class _PartLibrary(JITCodeLibrary):
     """LLVM's code of a function that others call, with the `names` of its functions; optimised as part of those."""
 
     names: tuple[str, ...] = ()

@@ -60,7 +60,7 @@ class Opt:
         below: a number that it must not reach.
         unset: for options whose default is None, the words for the effective default.
         group: heading in the help of this option and of those after it, up to the next that names one; inside a
-            `Group` it stands behind the group's title, as "Bundled trainer: memory".
+            `OptionGroup` it stands behind the group's title, as "Bundled trainer: memory".
         common: shown by --help, which folds the others into --help-all; if no option of a command is common, --help
             shows all of them.
         negatable: a switch has a `--no-...`, too.
@@ -95,7 +95,7 @@ class Arg:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class OptionGroup:
     """A nested dataclass whose options stand under one heading; the field's default instance holds their defaults.
 
     Attributes:
@@ -170,11 +170,11 @@ def options_of(kind: type, *, defaults: Any = None, group: str | None = None) ->
     Args:
         kind: a dataclass.
         defaults: an instance whose values stand for the defaults of the fields.
-        group: title of the enclosing `Group`, None at the top.
+        group: title of the enclosing `OptionGroup`, None at the top.
     """
     title = f"{group}: " if group else ""
     for name, hint, mark, default in _marked_fields(kind, defaults):
-        if isinstance(mark, Group):
+        if isinstance(mark, OptionGroup):
             inner = default if mark.of is None and default is not MISSING else None
             yield from options_of(mark.of or hint, defaults=inner, group=mark.title)
         elif isinstance(mark, Opt | Arg):
@@ -197,9 +197,9 @@ def build(kind: type[T], values: Mapping[str, Any], *, given: Collection[str], t
     for name, hint, mark, _ in _marked_fields(kind, None):
         if isinstance(mark, Typed):
             found[name] = frozenset(typed)
-        elif isinstance(mark, Group) and mark.of is not None:
+        elif isinstance(mark, OptionGroup) and mark.of is not None:
             found[name] = {option.name: values[option.name] for option in options_of(mark.of) if option.name in given}
-        elif isinstance(mark, Group):
+        elif isinstance(mark, OptionGroup):
             found[name] = build(hint, values, given=given, typed=typed)
         elif mark is not None:
             found[name] = values[name]

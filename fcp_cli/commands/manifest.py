@@ -249,7 +249,7 @@ def merge(options: MergeOptions) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ShowOptions:
+class ShowManifestOptions:
     """Which manifest to show."""
 
     path: Annotated[Path, Arg("Lengths, as `fcp plan` takes them; - reads JSON lines.", metavar="MANIFEST")]
@@ -258,8 +258,12 @@ class ShowOptions:
 
 
 @manifest_app.command()
-@takes(ShowOptions, "fcp manifest show lengths.parquet", "fcp manifest show dataset.parquet --length-column input_ids")
-def show(options: ShowOptions) -> None:
+@takes(
+    ShowManifestOptions,
+    "fcp manifest show lengths.parquet",
+    "fcp manifest show dataset.parquet --length-column input_ids",
+)
+def show(options: ShowManifestOptions) -> None:
     """Show counts, percentiles and a histogram of the lengths of a manifest."""
     from fcp_cli.manifest.header import manifest_source
     from fcp_cli.manifest.read import read_manifest

@@ -19,7 +19,7 @@ from fcp_cli.words import counted
 
 if TYPE_CHECKING:
     from fcp_cli.cost.profile import CostProfile
-    from fcp_cli.profiling.measure import Outcome
+    from fcp_cli.profiling.measure import MeasureResult
     from fcp_cli.profiling.measurement import Measurement
     from fcp_cli.profiling.refit import Refit
 
@@ -108,7 +108,7 @@ def _share(found: CostProfile, path: Path) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ShowOptions:
+class ShowProfileOptions:
     """Which profile to explain, and at which lengths."""
 
     path: Annotated[Path, Arg("Cost profile, or a model with an example of one.", metavar="PROFILE")] = _OUTPUT
@@ -120,8 +120,8 @@ class ShowOptions:
 
 
 @profile_app.command()
-@takes(ShowOptions, "fcp profile show", "fcp profile show profile.yaml --lengths 4096,65536 --degrees 1,8")
-def show(options: ShowOptions) -> None:
+@takes(ShowProfileOptions, "fcp profile show", "fcp profile show profile.yaml --lengths 4096,65536 --degrees 1,8")
+def show(options: ShowProfileOptions) -> None:
     """Explain a profile: each coefficient, where attention overtakes linear work, times of example lengths."""
     from fcp_cli.report.profiles import print_profile
 
@@ -250,7 +250,7 @@ def _measured(measurement: Measurement, options: ProfileOptions, origins: Origin
     return found, outcome.failure
 
 
-def _run_with_bar(measurement: Measurement) -> Outcome:
+def _run_with_bar(measurement: Measurement) -> MeasureResult:
     from fcp_cli.profiling.measure import run_measurement
 
     seconds = int(measurement.budget_seconds)

@@ -49,7 +49,7 @@ def report(options: ReportOptions) -> None:
     Of a run also its loss, and measured against planned times.
     """
     from fcp_cli.files import refuse_to_overwrite, write_text_atomically
-    from fcp_cli.report.page import Report, javascript_bundle
+    from fcp_cli.report.page import PageContent, javascript_bundle
     from fcp_cli.report.plan_file import open_plan
 
     options, output = _of_a_run(options), options.output
@@ -61,7 +61,7 @@ def report(options: ReportOptions) -> None:
     javascript_bundle()  # before the work: it may be missing
     picture, sample = _draw_plan(file)
     run, measured, problems = _draw_run(options.metrics, file, picture)
-    page = Report(
+    page = PageContent(
         metadata=file.metadata,
         plan=picture,
         run=measured,

@@ -15,7 +15,7 @@ from fcp_cli.selftest.options import SelftestRequest
 
 if TYPE_CHECKING:
     from fcp_cli.profiling.measurement import Measurement
-    from fcp_cli.selftest.findings import Report
+    from fcp_cli.selftest.findings import SelftestReport
     from fcp_cli.selftest.settings import Settings
 
 
@@ -90,7 +90,7 @@ def _print_commands(options: SelftestRequest) -> None:
     sys.stdout.write(f'{variables}{shlex.join(argv)} --node-rank="$NODE_RANK" {program}\n')
 
 
-def _finish(report: Report, options: SelftestRequest) -> None:
+def _finish(report: SelftestReport, options: SelftestRequest) -> None:
     """Print the block, or the document, write the document, and leave with status 1 where a check failed."""
     import json
 

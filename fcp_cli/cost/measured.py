@@ -18,7 +18,7 @@ FORMAT: Final = "fcp-measured/1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
+class LinkFigures:
     """A message between neighbours: its fixed seconds, and the bytes per second of a long one."""
 
     seconds_per_message: NonNegative
@@ -26,7 +26,7 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ring:
+class RingCoefficients:
     """A ring's coefficients, as fitted; those of a cost profile."""
 
     ring_hop_seconds: NonNegative
@@ -35,7 +35,7 @@ class Ring:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
+class MeasuredDevice:
     """A device's figures, without names or paths of the machine, the model or the user.
 
     Attributes:
@@ -50,25 +50,25 @@ class Measured:
     ranks: Count
     ranks_per_node: Count
     attention_kernels: KernelTable | None = None
-    links: Mapping[str, Link] | None = None
-    ring: Ring | None = None
+    links: Mapping[str, LinkFigures] | None = None
+    ring: RingCoefficients | None = None
 
 
-def read_measured(path: Path) -> Measured:
+def read_measured(path: Path) -> MeasuredDevice:
     """Read a file of `fcp profile --share`.
 
     Raises:
         ProfileError: unreadable, or of another format.
     """
     document = parse_yaml(read_text(path, error=ProfileError), name=str(path), error=ProfileError)
-    measured = validated(document, Measured, where=str(path), error=ProfileError)
+    measured = validated(document, MeasuredDevice, where=str(path), error=ProfileError)
     if measured.format != FORMAT:
         raise ProfileError(f"{path} is {measured.format!r}; this fcp reads {FORMAT}")
     return measured
 
 
 @cache
-def shipped_measured() -> tuple[Measured, ...]:
+def shipped_measured() -> tuple[MeasuredDevice, ...]:
     """Return the shipped measurements, by device and release."""
     found = [read_measured(path) for path in (shipped("profiles") / "measured").glob("*.yaml")]
     return tuple(sorted(found, key=lambda one: (one.device, one.release)))

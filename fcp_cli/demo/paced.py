@@ -1,8 +1,9 @@
 """Step times in wall time on ranks that lend each other no cores: several strategies on the same work.
 
 Each rank is a process of the real runtime, on a device that computes nothing and sleeps the seconds of Qwen3-8B on
-H200s in nodes of four, as `fcp profile --analytic` computes them, times `Work.slower`. Its keys, values and gradients
-travel over gloo, and arrive no sooner than over that cluster's links (`device`). Plans are made without torch.
+H200s in nodes of four, as `fcp profile --analytic` computes them, times `PacedWork.slower`. Its keys, values and
+gradients travel over gloo, and arrive no sooner than over that cluster's links (`device`). Plans are made without
+torch.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _START_SECONDS, _MOST_PER_PREDICTED = 120.0, 3.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class PacedWork:
     """The first steps of a table of lengths; longer sequences are dropped.
 
     Attributes:
@@ -56,7 +57,7 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class PacedSteps:
     """The measured steps of one plan, in order, without the warm-up step."""
 
     plan: Path
@@ -100,7 +101,7 @@ def paced_profile(num_ranks: int, slower: float) -> CostProfile:
     return replace(profile, text=dump_cost_profile(profile))
 
 
-def write_plans(folder: Path, work: Work, *, num_ranks: int, strategies: Sequence[str]) -> dict[str, Path]:
+def write_plans(folder: Path, work: PacedWork, *, num_ranks: int, strategies: Sequence[str]) -> dict[str, Path]:
     """Plan the work by each strategy; strategy -> file of the plan."""
     problem = Problem(
         num_ranks=num_ranks,
@@ -125,7 +126,7 @@ def write_plans(folder: Path, work: Work, *, num_ranks: int, strategies: Sequenc
     return plans
 
 
-def run(plans: Mapping[str, Path], *, num_ranks: int) -> dict[str, Outcome]:
+def run(plans: Mapping[str, Path], *, num_ranks: int) -> dict[str, PacedSteps]:
     """Follow the plans one after the other on paced ranks; strategy -> outcome.
 
     Raises:
@@ -146,7 +147,7 @@ def run(plans: Mapping[str, Path], *, num_ranks: int) -> dict[str, Outcome]:
         ranks.wait()
     if status:
         raise RunError(f"one of {num_ranks} paced ranks failed; its message is above")
-    return {strategy: Outcome(plan=path, steps=measured_steps(metrics_of(path))) for strategy, path in plans.items()}
+    return {strategy: PacedSteps(plan=path, steps=measured_steps(metrics_of(path))) for strategy, path in plans.items()}
 
 
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from fcp_cli.demo.paced import RANKS_PER_NODE, Work, library_table, metrics_of, run, typical_step, write_plans
+from fcp_cli.demo.paced import RANKS_PER_NODE, PacedWork, library_table, metrics_of, run, typical_step, write_plans
 from fcp_cli.demo.picture import step_picture
 from fcp_cli.demo.training import RANKS as TRAINED_RANKS
 from fcp_cli.demo.training import gradient_difference, run_fcp, train
@@ -95,7 +95,7 @@ class Demo:
         """Plan by the best static degree and by fcp, and draw a step of both; strategy -> plan."""
         table = library_table()
         # A second of the profile takes 1.5, and the longest files are dropped: steps of seconds, hops of milliseconds.
-        work = Work(table=table, steps=STEPS, tokens_per_rank=4096, max_length=32_768, slower=1.5)
+        work = PacedWork(table=table, steps=STEPS, tokens_per_rank=4096, max_length=32_768, slower=1.5)
         plans = write_plans(self.folder, work, num_ranks=RANKS, strategies=(_STATIC, _FCP))
         static, ours = (list(PlanReader(plans[name]).steps()) for name in (_STATIC, _FCP))
         seconds = [[step.makespan_seconds for step in steps] for steps in (static, ours)]

@@ -29,7 +29,7 @@ _SIZES = {"ranks": RANKS, "ranks-per-node": RANKS, "tokens-per-rank": 512, "glob
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trained:
+class DemoLosses:
     """Losses of the first and the last step, and the largest difference of a gradient from one process, in fp64."""
 
     first_loss: float
@@ -37,7 +37,7 @@ class Trained:
     gradient_difference: float
 
 
-def train(folder: Path, say: Callable[[str], None]) -> Trained:
+def train(folder: Path, say: Callable[[str], None]) -> DemoLosses:
     """Make the checkpoint, measure texts, plan, verify and train; `say` is given each command before it runs."""
     make_checkpoint(folder / "model")
 
@@ -55,7 +55,7 @@ def train(folder: Path, say: Callable[[str], None]) -> Trained:
     fcp("launch", "--model", "model", "--plan", "plan.parquet", "--run-dir", "run", *rate)
     metrics = RunPaths(run_dir=folder / "run").metrics
     losses = [float(record["loss"] or "nan") for record in read_metrics(metrics) if record["kind"] == "step"]
-    return Trained(first_loss=losses[0], last_loss=losses[-1], gradient_difference=difference)
+    return DemoLosses(first_loss=losses[0], last_loss=losses[-1], gradient_difference=difference)
 
 
 def gradient_difference(document: str) -> float:

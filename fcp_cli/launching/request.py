@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from fcp_cli.kernel_names import KernelChoice
-from fcp_cli.options import MOST_AHEAD, MOST_RANKS, MOST_ROWS, MOST_TOKENS, MOST_WAIT, Arg, Group, Opt
+from fcp_cli.options import MOST_AHEAD, MOST_RANKS, MOST_ROWS, MOST_TOKENS, MOST_WAIT, Arg, Opt, OptionGroup
 from fcp_cli.plan.planner_place import PlannerPlace
 from fcp_cli.training.settings import Device, TrainSettings
 
@@ -243,5 +243,7 @@ class LaunchRequest:
         int, Opt("How long the nodes wait for each other to start.", min=1, max=MOST_WAIT, metavar="SECONDS")
     ] = 300
     launcher: Annotated[Launcher, Opt("What starts a node's ranks.")] = "torchrun"
-    cluster: Annotated[ClusterOptions, Group(CLUSTERS)] = ClusterOptions()
-    training: Annotated[Mapping[str, Any], Group("Bundled trainer", of=TrainSettings)] = field(default_factory=dict)
+    cluster: Annotated[ClusterOptions, OptionGroup(CLUSTERS)] = ClusterOptions()
+    training: Annotated[Mapping[str, Any], OptionGroup("Bundled trainer", of=TrainSettings)] = field(
+        default_factory=dict
+    )

@@ -32,7 +32,7 @@ from fcp_cli.launching.targets.options import (
 )
 from fcp_cli.launching.trainer_settings import model_of_run, recorded_settings, run_dir_of, trainer_settings
 from fcp_cli.launching.unplanned import has_plan_made, unplanned_job
-from fcp_cli.machine.devices import Machine, find_machine_without_torch
+from fcp_cli.machine.devices import LocalDevices, find_machine_without_torch
 from fcp_cli.machine.network import free_ports, interface_towards
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.online import OnlineSettings
@@ -46,7 +46,7 @@ _RECIPE_SETTINGS = frozenset(field.name for field in fields(RecipeRequest)) - {"
 # Default names of a manifest in `fcp manifest build` and in the documentation.
 
 
-def resolve(request: LaunchRequest, find_machine: Callable[[], Machine], assumed: Origins) -> Job:
+def resolve(request: LaunchRequest, find_machine: Callable[[], LocalDevices], assumed: Origins) -> Job:
     """Complete a request and check it; nothing is written.
 
     Args:
@@ -98,7 +98,11 @@ def _online(request: LaunchRequest, target: str, assumed: Origins) -> OnlineSett
 
 
 def _placed(
-    request: LaunchRequest, plan: Path, metadata: PlanMetadata, find_machine: Callable[[], Machine], assumed: Origins
+    request: LaunchRequest,
+    plan: Path,
+    metadata: PlanMetadata,
+    find_machine: Callable[[], LocalDevices],
+    assumed: Origins,
 ) -> Job:
     """Return the job with its machines, and no program yet."""
     target = choose_target(request.cluster)
@@ -144,7 +148,7 @@ def _placed(
     )
 
 
-def _attention_kernel(request: LaunchRequest, machine: Machine) -> KernelChoice:
+def _attention_kernel(request: LaunchRequest, machine: LocalDevices) -> KernelChoice:
     asked = request.attention_kernel
     if asked != "auto" and machine.device in ("cpu", "npu"):
         raise UsageError(f"--attention-kernel {asked} is for NVIDIA devices, and this job runs on {machine.device}")
@@ -203,9 +207,9 @@ def _machine(
     request: LaunchRequest,
     target: str,
     metadata: PlanMetadata,
-    find_machine: Callable[[], Machine],
+    find_machine: Callable[[], LocalDevices],
     assumed: Origins,
-) -> Machine:
+) -> LocalDevices:
     """Return this machine, unless the job is for others: a cluster, or a dry run of more ranks than this one holds."""
     if is_mindspore(request):
         find_machine = partial(find_machine_without_torch, request.device)

@@ -8,7 +8,7 @@ from pathlib import Path
 from fcp_cli import __version__
 from fcp_cli.errors import UsageError
 from fcp_cli.launching.request import LOCAL, LaunchRequest
-from fcp_cli.machine.devices import Machine
+from fcp_cli.machine.devices import LocalDevices
 from fcp_cli.plan.job_facts import PlanningWish
 from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
 
@@ -28,8 +28,8 @@ def has_plan_made(request: LaunchRequest, target: str, plan: Path) -> bool:
 
 
 def unplanned_job(
-    request: LaunchRequest, find_machine: Callable[[], Machine]
-) -> tuple[PlanMetadata, PlanningWish, Callable[[], Machine]]:
+    request: LaunchRequest, find_machine: Callable[[], LocalDevices]
+) -> tuple[PlanMetadata, PlanningWish, Callable[[], LocalDevices]]:
     """Return the ranks of a job as metadata of a plan that is not made yet, its options, and its machine.
 
     Raises:

@@ -23,7 +23,7 @@ VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEV
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
+class LocalDevices:
     """Devices of one kind.
 
     Attributes:
@@ -68,7 +68,7 @@ def require_torch() -> None:
         raise RunError(f"torch is not installed here, and training needs it; run: {pip_install('hf')}")
 
 
-def find_machine(device: str = "auto") -> Machine:
+def find_machine(device: str = "auto") -> LocalDevices:
     """Look at this machine; `device` narrows the choice.
 
     Raises:
@@ -80,7 +80,7 @@ def find_machine(device: str = "auto") -> Machine:
     if found != "cpu" and not counts.get(found):
         raise RunError(f"there is no {found} device here; 'fcp env' lists what there is")
     name = VISIBLE_DEVICES.get(found, "")
-    return Machine(
+    return LocalDevices(
         device=found,
         num_devices=counts.get(found, 0),
         num_cores=usable_cores(),
@@ -90,7 +90,7 @@ def find_machine(device: str = "auto") -> Machine:
     )
 
 
-def find_machine_without_torch(device: str = "auto") -> Machine:
+def find_machine_without_torch(device: str = "auto") -> LocalDevices:
     """Look at this machine for programs of MindSpore: NPUs are counted by their files in /dev.
 
     Raises:
@@ -100,7 +100,7 @@ def find_machine_without_torch(device: str = "auto") -> Machine:
     found = ("npu" if npus else "cpu") if device == "auto" else device
     if found not in ("cpu", "npu") or (found == "npu" and not npus):
         raise RunError(f"there is no {found} device here that MindSpore could use; 'fcp env' lists what there is")
-    return Machine(
+    return LocalDevices(
         device=found,
         num_devices=npus if found == "npu" else 0,
         num_cores=usable_cores(),
@@ -108,7 +108,7 @@ def find_machine_without_torch(device: str = "auto") -> Machine:
     )
 
 
-UNKNOWN_MACHINE = Machine(device="unknown", num_devices=0, num_cores=1)
+UNKNOWN_MACHINE = LocalDevices(device="unknown", num_devices=0, num_cores=1)
 """Where nothing will run: a head node without torch can still print commands."""
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from fcp_cli import __version__
 from fcp_cli.errors import FcpError
 from fcp_cli.machine import network
-from fcp_cli.machine.devices import Machine, find_machine, load_torch
+from fcp_cli.machine.devices import LocalDevices, find_machine, load_torch
 
 _PACKAGES = (
     "numpy",
@@ -91,7 +91,7 @@ class Facts:
     cpu_cores: int = 1
     packages: Mapping[str, str | None] = field(default_factory=dict)
     programs: Mapping[str, str | None] = field(default_factory=dict)
-    machine: Machine | None = None
+    machine: LocalDevices | None = None
     machine_error: str = ""
     device_names: tuple[str, ...] = ()
     device_memory_bytes: int = 0
@@ -111,7 +111,7 @@ class Facts:
 
 
 def collect_facts(
-    *, machine: Machine | None = None, added: Mapping[str, str] = MappingProxyType({}), path: str | None = None
+    *, machine: LocalDevices | None = None, added: Mapping[str, str] = MappingProxyType({}), path: str | None = None
 ) -> Facts:
     """Collect the facts of this machine.
 
@@ -155,7 +155,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _devices(machine: Machine | None) -> dict[str, Any]:
+def _devices(machine: LocalDevices | None) -> dict[str, Any]:
     """Return the facts about the devices that ranks would run on."""
     if machine is None:
         return {}

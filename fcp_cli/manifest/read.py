@@ -37,7 +37,7 @@ from fcp_cli.manifest.header import (
 )
 from fcp_cli.manifest.lines import read_lengths_jsonl
 from fcp_cli.manifest.sources.masks import MASK_COLUMN, mask_rule
-from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, CsvShard, Shard, open_shard
+from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, CsvShard, DataFile, open_shard
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.masks import MaskRows
 from fcp_cli.reading.inputs import bounded_lines, open_input
@@ -109,7 +109,7 @@ def _masks(path: Path) -> MaskRows | None:
     return MaskRows(kind, np.concatenate(([0], np.cumsum(sizes))), column.flatten().to_numpy().astype(np.int64))
 
 
-def _of_columns(path: Path, shards: Sequence[Shard], length_column: str, step_column: str | None) -> LengthTable:
+def _of_columns(path: Path, shards: Sequence[DataFile], length_column: str, step_column: str | None) -> LengthTable:
     """Read all shards of a table, whose first says which column holds the lengths."""
     rows = sum(int(shard.group_rows.sum()) for shard in shards)
     if rows == 0:
@@ -131,7 +131,7 @@ def _of_columns(path: Path, shards: Sequence[Shard], length_column: str, step_co
     return with_steps(checked_table(path.name, column, lengths, factors), steps, step_column)
 
 
-def _open(file: Path) -> Shard:
+def _open(file: Path) -> DataFile:
     if file.suffix in TABLE_SUFFIXES:
         return CsvShard(file)
     if file.suffix not in ARROW_SUFFIXES:
@@ -151,7 +151,7 @@ def _can_be_length(kind: Any) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or is_list(kind))
 
 
-def _batches(shard: Shard, length_column: str, step_column: str | None = None) -> Iterator[Any]:
+def _batches(shard: DataFile, length_column: str, step_column: str | None = None) -> Iterator[Any]:
     schema = shard.schema
     if step_column is not None and step_column not in schema.names:
         raise ManifestError(

@@ -117,7 +117,7 @@ class Place(JobRanks):
         ring = replace(self, sharing=1).memory(spec, recipe, sync).as_profile_memory(self.capacity_bytes)
         return self.measured_bytes_per_token + max(0.0, slope - ring.bytes_per_token)
 
-    def fit(self, spec: ModelSpec, recipe: Recipe, sync: Sync, *, wanted_tokens: int = LEAST_TOKENS) -> Fit:
+    def fit(self, spec: ModelSpec, recipe: Recipe, sync: Sync, *, wanted_tokens: int = LEAST_TOKENS) -> FittedRecipe:
         """Return what a recipe leaves here."""
         memory = self.memory(spec, recipe, sync)
         tokens, per_token = memory.tokens(self.capacity_bytes), self._bytes_per_token(memory, spec, recipe, sync)
@@ -126,7 +126,7 @@ class Place(JobRanks):
             tokens = max(0, math.floor(room / per_token))
         if self.virtual_stages > 1:  # P V blocks of layers are in flight on the first stage, and P - 1 more
             tokens = int(tokens / (1 + (self.pipeline_parallel - 1) / (self.pipeline_parallel * self.virtual_stages)))
-        return Fit(
+        return FittedRecipe(
             recipe=recipe,
             sync=sync,
             memory=memory,
@@ -137,7 +137,7 @@ class Place(JobRanks):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fit:
+class FittedRecipe:
     """A recipe with what it leaves.
 
     Attributes:
@@ -159,7 +159,7 @@ class Fit:
     def is_enough(self) -> bool:
         return self.tokens >= self.wanted_tokens
 
-    def in_forward(self, place: Place) -> Fit:
+    def in_forward(self, place: Place) -> FittedRecipe:
         """Return what the same leaves where nothing but forward passes runs."""
         memory = self.memory.in_forward()
         per_token = memory.as_profile_memory(place.capacity_bytes).bytes_per_token
@@ -182,7 +182,7 @@ def fitting_recipe(
     *,
     sync: Sync | None = None,
     wanted_tokens: int = LEAST_TOKENS,
-) -> Fit:
+) -> FittedRecipe:
     """Return the cheapest recipe in time that leaves a rank the tokens, or, where none does, the one that leaves most.
 
     Computing activations again costs the most, so it comes first: none, then selective, then full. Of the rest, weights
@@ -201,7 +201,7 @@ def fitting_recipe(
         UsageError: what was asked for contradicts itself.
     """
     check_trained(spec, request.applied_to(Recipe()))
-    best: Fit | None = None
+    best: FittedRecipe | None = None
     for recipe, its_sync in _candidates(request, place, sync):
         fit = place.fit(spec, recipe, its_sync, wanted_tokens=wanted_tokens)
         if fit.is_enough:

@@ -9,7 +9,7 @@ from fcp_cli.cost.profile import heads_degrees
 from fcp_cli.memory import activations
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.state import WHOLE, Cut, State, communicators
-from fcp_cli.memory.table import Item, Moment, RankMemory
+from fcp_cli.memory.table import MemoryItem, Moment, RankMemory
 from fcp_cli.memory.trained import backward_of
 from fcp_cli.models.layers import LayerKind
 from fcp_cli.models.model import ModelSpec
@@ -93,7 +93,7 @@ class _MicroBatch:
 
     state: State
     in_rings: bool
-    held: tuple[Item, ...]
+    held: tuple[MemoryItem, ...]
     shares_heads: bool
     copies: float
 
@@ -175,7 +175,7 @@ class _MicroBatch:
             moments.append(Moment(name="vision encoder", items=(*held, self._item("encoder block", block))))
         return moments
 
-    def _kept(self, gone: float = 0.0) -> tuple[Item, ...]:
+    def _kept(self, gone: float = 0.0) -> tuple[MemoryItem, ...]:
         """Return the activations that autograd keeps of all layers, less those that backward has freed.
 
         Pipeline parallelism does not lower it: the first stage has a share 1/P of the layers and P micro-batches in
@@ -203,7 +203,7 @@ class _MicroBatch:
     def _replicated(self, kind: LayerKind) -> float:
         return activations.replicated_bytes(self.state.spec, kind, self.state.precision, self.copies)
 
-    def _states(self, reached: float) -> tuple[Item, ...]:
+    def _states(self, reached: float) -> tuple[MemoryItem, ...]:
         """Return the memory that state layers keep in rings for a pack of one sequence."""
         spec, recipe = self.state.spec, self.state.recipe
         found = [
@@ -218,11 +218,11 @@ class _MicroBatch:
         _, of_sequence, of_token = found[0]
         tensor = self.state.cut.tensor_parallel
         fixed, each = layers * of_sequence / tensor, layers * of_token / tensor
-        return (Item(name="states in rings", fixed_bytes=fixed, bytes_per_token=each),)
+        return (MemoryItem(name="states in rings", fixed_bytes=fixed, bytes_per_token=each),)
 
-    def _copies_of_backward(self) -> Item:
+    def _copies_of_backward(self) -> MemoryItem:
         return self.state.copies(of_all=self.state.recipe.recompute == "none")
 
-    def _item(self, name: str, bytes_per_token: float, *, most_bytes: float = math.inf) -> Item:
+    def _item(self, name: str, bytes_per_token: float, *, most_bytes: float = math.inf) -> MemoryItem:
         tensor = self.state.cut.tensor_parallel
-        return Item(name=name, bytes_per_token=bytes_per_token / tensor, most_bytes=most_bytes / tensor)
+        return MemoryItem(name=name, bytes_per_token=bytes_per_token / tensor, most_bytes=most_bytes / tensor)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from fcp_cli.memory.precision import Precision
-from fcp_cli.memory.table import Item
+from fcp_cli.memory.table import MemoryItem
 from fcp_cli.memory.trained import Trained, trained_parameters
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.recipe import Recipe
@@ -147,16 +147,16 @@ class State:
         """The bytes of a weight as the model computes with it."""
         return self.precision.gathered if self.is_sharded else self.precision.weight
 
-    def held(self) -> tuple[Item, ...]:
+    def held(self) -> tuple[MemoryItem, ...]:
         """Return the memory that a rank holds through all micro-batches of a step, after the first."""
         precision, stage = self.precision, self.recipe.zero_stage
         if not self.is_sharded:
             shared_out = self._all_experts.trained / self.shards
             updated = (precision.master + precision.moments) * (shared_out if stage == 1 else self.trained)
             return (
-                Item(name="weights", fixed_bytes=precision.weight * self.parameters),
-                Item(name="gradients", fixed_bytes=precision.gradient * self.trained),
-                Item(name="optimizer", fixed_bytes=updated),
+                MemoryItem(name="weights", fixed_bytes=precision.weight * self.parameters),
+                MemoryItem(name="gradients", fixed_bytes=precision.gradient * self.trained),
+                MemoryItem(name="optimizer", fixed_bytes=updated),
             )
         # The optimizer updates shards in its own precision; frozen weights have the precision of the matrix products.
         whole = self._all_experts
@@ -164,10 +164,10 @@ class State:
         shards += precision.gathered * (whole.parameters - whole.trained)
         gradients = self.trained if self.keeps_whole_gradients else whole.trained / self.shards
         return (
-            Item(name="weights", fixed_bytes=shards / self.shards),
-            Item(name="gathered weights", fixed_bytes=precision.gathered * self._gathered),
-            Item(name="gradients", fixed_bytes=precision.gradient * gradients),
-            Item(name="optimizer", fixed_bytes=precision.moments * whole.trained / self.shards),
+            MemoryItem(name="weights", fixed_bytes=shards / self.shards),
+            MemoryItem(name="gathered weights", fixed_bytes=precision.gathered * self._gathered),
+            MemoryItem(name="gradients", fixed_bytes=precision.gradient * gradients),
+            MemoryItem(name="optimizer", fixed_bytes=precision.moments * whole.trained / self.shards),
         )
 
     @property
@@ -175,11 +175,11 @@ class State:
         # The root stays gathered from forward to backward; of the layers, one computes while the next one arrives.
         return self.parameters if self.recipe.zero_stage == 2 else self.root + 2 * self.layer
 
-    def head_gradient(self) -> Item:
+    def head_gradient(self) -> MemoryItem:
         """Return the new gradient of the output table while the loss's backward makes it."""
-        return Item(name="new gradients", fixed_bytes=self.computed_weight * self.trained_table)
+        return MemoryItem(name="new gradients", fixed_bytes=self.computed_weight * self.trained_table)
 
-    def new_gradients(self) -> Item:
+    def new_gradients(self) -> MemoryItem:
         """Return the new gradients that wait during the backward of a layer.
 
         A replica adds each to the kept ones at once, but a tied table's waits for the embedding's. FSDP2 adds them when
@@ -188,35 +188,35 @@ class State:
         size = self.computed_weight
         adds_at_once = not self.is_sharded or (self.keeps_whole_gradients and size == self.precision.gradient)
         if adds_at_once:
-            return Item(
+            return MemoryItem(
                 name="new gradients", fixed_bytes=size * self.trained_table if self.spec.tied_embeddings else 0.0
             )
         matrix = min(self.spec.largest_mlp_matrix_parameters / self.cut.tensor_parallel, self.trained_layer)
         # Reduced in fp32 at the end of each layer's backward: the last message stays until the next one begins.
         message = 0.0 if self.keeps_whole_gradients else self.precision.gradient * self.trained_layer
-        return Item(name="new gradients", fixed_bytes=size * (self.trained_table + matrix) + message)
+        return MemoryItem(name="new gradients", fixed_bytes=size * (self.trained_table + matrix) + message)
 
-    def reduction(self) -> tuple[Item, ...]:
+    def reduction(self) -> tuple[MemoryItem, ...]:
         """Return the memory of a rank, and its increase while its largest gradients are reduced."""
         precision = self.precision
         if not self.is_sharded:
             # Large gradients are messages themselves; their share of the sum is new.
             shares = self.shards if self.recipe.zero_stage == 1 else 1
             share = self.trained_table / shares if shares > 1 else 0.0
-            return (*self.held(), Item(name="gradient message", fixed_bytes=precision.gradient * share))
+            return (*self.held(), MemoryItem(name="gradient message", fixed_bytes=precision.gradient * share))
         # The root's are the largest: copied to a message, when FSDP2 has let go of its weights.
         message = precision.gradient * self.trained_root
         if self.recipe.zero_stage == 2:
             more = message - precision.gathered * self.root
             more = more if self._tuned is None else max(more, 0.0)
-            return (*self.held(), Item(name="gradient message", fixed_bytes=more))
+            return (*self.held(), MemoryItem(name="gradient message", fixed_bytes=more))
         if self.keeps_whole_gradients:
             return self.held()  # each layer's message replaces its gradients, inside the last backward
         held = tuple(item for item in self.held() if item.name != "gathered weights")
-        new = Item(name="new gradients", fixed_bytes=self.computed_weight * self.trained_root)
-        return (*held, new, Item(name="gradient message", fixed_bytes=message))
+        new = MemoryItem(name="new gradients", fixed_bytes=self.computed_weight * self.trained_root)
+        return (*held, new, MemoryItem(name="gradient message", fixed_bytes=message))
 
-    def copies(self, *, of_all: bool) -> Item:
+    def copies(self, *, of_all: bool) -> MemoryItem:
         """Return autocast's copies of the weights of linear layers, which it keeps until a forward ends, and autograd
         until the backward that needs them: of all layers, or of one that is computed again.
         """
@@ -227,11 +227,11 @@ class State:
         if of_all:
             vision = spec.vision.block_parameters + spec.vision.projector_parameters if spec.vision else 0
             matrices += self.table + vision / self.cut.tensor_parallel
-        return Item(name="autocast copies", fixed_bytes=self.precision.copy * matrices)
+        return MemoryItem(name="autocast copies", fixed_bytes=self.precision.copy * matrices)
 
 
-def communicators(ranks: int, peers: int, *, on_cpu: bool) -> Item:
+def communicators(ranks: int, peers: int, *, on_cpu: bool) -> MemoryItem:
     """Return the buffers of NCCL or HCCL for this rank's peers; gloo's sockets take next to nothing."""
     if on_cpu or ranks == 1:
-        return Item(name="communicators")
-    return Item(name="communicators", fixed_bytes=_COMMUNICATORS * COMMUNICATOR_BYTES + peers * PEER_BYTES)
+        return MemoryItem(name="communicators")
+    return MemoryItem(name="communicators", fixed_bytes=_COMMUNICATORS * COMMUNICATOR_BYTES + peers * PEER_BYTES)

@@ -12,7 +12,7 @@ RESERVE_FRACTION = 0.08
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Item:
+class MemoryItem:
     """One thing in memory.
 
     Attributes:
@@ -50,7 +50,7 @@ class Moment:
     """A moment of a step, with everything that is in memory then."""
 
     name: str
-    items: tuple[Item, ...]
+    items: tuple[MemoryItem, ...]
 
     @property
     def fixed_bytes(self) -> float:

@@ -1,7 +1,7 @@
 """Proves that a plan keeps every rule of its format: order, ranks, waves, token budget, coverage, times, totals, hash.
 
-One pass over the file, a step at a time. A rule that is broken gives a `Finding`; a file that cannot be read as a plan
-at all raises PlanError.
+One pass over the file, a step at a time. A broken rule gives a `BrokenRule`; a file that is not readable as a plan
+raises PlanError.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.manifest.table import LengthTable
-from fcp_cli.plan.layout import Finding, check_layout, check_ranks, first_of, row_of_rank
+from fcp_cli.plan.layout import BrokenRule, check_layout, check_ranks, first_of, row_of_rank
 from fcp_cli.plan.metadata import PlanMetadata, unpack_rows
 from fcp_cli.plan.peers import PeerCount
 from fcp_cli.plan.prices import Prices
@@ -29,7 +29,7 @@ from fcp_cli.words import counted
 _TOLERANCE = 1e-6  # relative, of predicted seconds
 
 
-def check_plan(path: Path, *, manifest: LengthTable | None = None) -> Iterator[Finding]:
+def check_plan(path: Path, *, manifest: LengthTable | None = None) -> Iterator[BrokenRule]:
     """Check a plan file; yields its faults, none for a sound plan.
 
     Args:
@@ -44,9 +44,9 @@ def check_plan(path: Path, *, manifest: LengthTable | None = None) -> Iterator[F
     metadata = reader.metadata
     profile = parse_cost_profile(metadata.cost_profile, name=f"{path}: the plan's cost profile")
     if reader.content_hash() != metadata.plan_hash:
-        yield Finding(message=f"its content does not have the hash {metadata.plan_hash[:16]} that it states: edited")
+        yield BrokenRule(message=f"its content does not have the hash {metadata.plan_hash[:16]} that it states: edited")
     if manifest is not None and manifest.content_hash() != metadata.manifest.content_hash:
-        yield Finding(message=f"{manifest.name} is not the manifest {metadata.manifest.name} that it was made from")
+        yield BrokenRule(message=f"{manifest.name} is not the manifest {metadata.manifest.name} that it was made from")
         manifest = None
     yield from _check_devices(metadata, profile)
     order_findings = list(_check_order(reader))
@@ -67,34 +67,34 @@ def check_plan(path: Path, *, manifest: LengthTable | None = None) -> Iterator[F
             broken = True
             yield fault
     if steps != metadata.steps:
-        yield Finding(message=f"it has {counted(steps, 'step')}, its metadata states {metadata.steps}")
+        yield BrokenRule(message=f"it has {counted(steps, 'step')}, its metadata states {metadata.steps}")
     if not broken:
         yield from _check_groups(groups, metadata)
     yield from coverage.finish()
 
 
-def _check_groups(groups: set[RingGroup], metadata: PlanMetadata) -> Iterator[Finding]:
+def _check_groups(groups: set[RingGroup], metadata: PlanMetadata) -> Iterator[BrokenRule]:
     if len(groups) != metadata.distinct_groups:
         stated = metadata.distinct_groups
-        yield Finding(message=f"it has {len(groups)} distinct groups of degree > 1, its metadata states {stated}")
+        yield BrokenRule(message=f"it has {len(groups)} distinct groups of degree > 1, its metadata states {stated}")
     if groups and metadata.solver_options.get("max_degree") == 1:
-        yield Finding(message=f"it has {counted(len(groups), 'ring')}, its metadata states that it has none")
+        yield BrokenRule(message=f"it has {counted(len(groups), 'ring')}, its metadata states that it has none")
     yield from _check_peers(groups, metadata)
 
 
-def _check_peers(groups: set[RingGroup], metadata: PlanMetadata) -> Iterator[Finding]:
+def _check_peers(groups: set[RingGroup], metadata: PlanMetadata) -> Iterator[BrokenRule]:
     limit = metadata.solver_options.get("max_peers")
     if limit is None:
         return
     peers = PeerCount(num_ranks=metadata.num_ranks, ranks_per_node=metadata.ranks_per_node)
     peers.add_groups(groups)
     if peers.most > limit:
-        yield Finding(message=f"a rank has {peers.most} peers, its metadata states at most {limit}")
+        yield BrokenRule(message=f"a rank has {peers.most} peers, its metadata states at most {limit}")
 
 
 def check_step(
     step: StepPlan, metadata: PlanMetadata, profile: CostProfile, manifest: LengthTable | None
-) -> Iterator[Finding]:
+) -> Iterator[BrokenRule]:
     """Check one step against all rules."""
     findings = list(check_layout(step, metadata))
     yield from findings
@@ -104,7 +104,7 @@ def check_step(
         yield from _check_times(step, metadata, profile, manifest)
 
 
-def _check_encoder_ranks(step: StepPlan, metadata: PlanMetadata) -> Iterator[Finding]:
+def _check_encoder_ranks(step: StepPlan, metadata: PlanMetadata) -> Iterator[BrokenRule]:
     """Check that ranks which only encode hold no sequences."""
     if metadata.encoder_ranks is None:
         return
@@ -112,36 +112,36 @@ def _check_encoder_ranks(step: StepPlan, metadata: PlanMetadata) -> Iterator[Fin
     busy = encodes & ~np.repeat(step.is_idle, step.degrees)
     for at in np.flatnonzero(busy)[:1].tolist():
         message = f"rank {step.ranks[at]} only encodes, but has sequences"
-        yield Finding(step=step.step, order=row_of_rank(step, at), message=message)
+        yield BrokenRule(step=step.step, order=row_of_rank(step, at), message=message)
 
 
-def _check_devices(metadata: PlanMetadata, profile: CostProfile) -> Iterator[Finding]:
+def _check_devices(metadata: PlanMetadata, profile: CostProfile) -> Iterator[BrokenRule]:
     """Check that the times are those of ranks of as many devices, and that pipelines stay in step."""
     if metadata.encoder_balance is not None and metadata.sync != "microbatch":
-        yield Finding(message=f"its encoder_balance needs sync microbatch, but sync is {metadata.sync}")
+        yield BrokenRule(message=f"its encoder_balance needs sync microbatch, but sync is {metadata.sync}")
     if metadata.phase != profile.phase:
         phases = [phase or "training" for phase in (metadata.phase, profile.phase)]
-        yield Finding(message=f"its phase is {phases[0]}, but its times are from a cost profile of {phases[1]}")
+        yield BrokenRule(message=f"its phase is {phases[0]}, but its times are from a cost profile of {phases[1]}")
     if metadata.devices_per_rank == 1:
         return
     if metadata.pipeline_parallel > 1 and metadata.sync != "microbatch":
         if metadata.pipeline is None:
-            yield Finding(
+            yield BrokenRule(
                 message=f"pipeline_parallel is {metadata.pipeline_parallel}, which without the key pipeline needs sync "
                 f"microbatch, but sync is {metadata.sync}"
             )
         elif metadata.pipeline.virtual_stages > 1:
-            yield Finding(
+            yield BrokenRule(
                 message=f"virtual_stages is {metadata.pipeline.virtual_stages}, which needs sync microbatch, but sync "
                 f"is {metadata.sync}"
             )
     for key in ("tensor_parallel", "pipeline_parallel"):
         planned, priced = getattr(metadata, key), profile.measurement.get(key)
         if isinstance(priced, int) and priced != planned:
-            yield Finding(message=f"{key} is {planned}, but its times are from a cost profile for {priced}")
+            yield BrokenRule(message=f"{key} is {planned}, but its times are from a cost profile for {priced}")
 
 
-def _check_order(reader: PlanReader) -> Iterator[Finding]:
+def _check_order(reader: PlanReader) -> Iterator[BrokenRule]:
     """Check that rows are ordered by (step, order), both counting from 0, and that a row's lists belong together."""
     last_step, last_order = reader.metadata.first_step - 1, -1
     totals: tuple[float, float] | None = None  # of the last row
@@ -154,17 +154,19 @@ def _check_order(reader: PlanReader) -> Iterator[Finding]:
         begins = (step == before_step + 1) & (order == 0)
         for row in np.flatnonzero(~(follows | begins))[:1].tolist():
             found = f"step {step[row]} order {order[row]} after step {before_step[row]} order {before_order[row]}"
-            yield Finding(message=f"rows out of order: {found}")
+            yield BrokenRule(message=f"rows out of order: {found}")
             return
         lengths = _sizes(table, "lengths")
         for row in np.flatnonzero(_sizes(table, "sequences") != lengths)[:1].tolist():
-            yield Finding(step=int(step[row]), order=int(order[row]), message="as many sequences as lengths are needed")
+            yield BrokenRule(
+                step=int(step[row]), order=int(order[row]), message="as many sequences as lengths are needed"
+            )
             return
         for name, before in zip(("step_seconds", "step_bound_seconds"), totals or (np.nan, np.nan), strict=True):
             values = table.column(name).to_numpy()
             differs = follows & ~(values == np.concatenate(([before], values[:-1])))
             for row in np.flatnonzero(differs)[:1].tolist():
-                yield Finding(step=int(step[row]), order=int(order[row]), message=f"{name} is not that of its step")
+                yield BrokenRule(step=int(step[row]), order=int(order[row]), message=f"{name} is not that of its step")
                 return
         last_step, last_order = int(step[-1]), int(order[-1])
         totals = (table.column("step_seconds")[-1].as_py(), table.column("step_bound_seconds")[-1].as_py())
@@ -176,7 +178,7 @@ def _sizes(table: pa.Table, column: str) -> np.ndarray[tuple[int, ...], np.dtype
 
 def _check_times(
     step: StepPlan, metadata: PlanMetadata, profile: CostProfile, manifest: LengthTable | None
-) -> Iterator[Finding]:
+) -> Iterator[BrokenRule]:
     """Check that seconds follow from the cost profile, starts from ranks and sync, and the makespan from both."""
     prices = step_prices(
         step,
@@ -193,18 +195,18 @@ def _check_times(
     )
     for order in np.flatnonzero(wrong)[:1].tolist():
         message = f"{step.seconds[order]:.6g} s, but its cost profile gives {price[order]:.6g} s"
-        yield Finding(step=step.step, order=order, message=message)
+        yield BrokenRule(step=step.step, order=order, message=message)
     if prices.encoder_seconds is not None and manifest is None:  # whatever lengths do not explain is the encoder's
         prices = prices._replace(encoder_seconds=np.maximum(step.seconds - price, 0.0))
     yield from _check_starts(step, metadata, profile, prices._replace(seconds=step.seconds), knows=manifest is not None)
     if not 0 < step.bound_seconds <= step.makespan_seconds * (1 + _TOLERANCE):
         message = f"its lower bound of {step.bound_seconds:.6g} s is not within its {step.makespan_seconds:.6g} s"
-        yield Finding(step=step.step, message=message)
+        yield BrokenRule(step=step.step, message=message)
 
 
 def _check_starts(
     step: StepPlan, metadata: PlanMetadata, profile: CostProfile, prices: Prices, *, knows: bool
-) -> Iterator[Finding]:
+) -> Iterator[BrokenRule]:
     """Check starts and makespan against ranks, sync and pipelines.
 
     An encoder makes a pipeline's first stage longer, by what the manifest alone `knows`.
@@ -214,7 +216,7 @@ def _check_starts(
     )
     if times.stuck:
         message = f"the pipelines of {counted(len(times.stuck), 'micro-batch')} wait for each other in a circle"
-        yield Finding(step=step.step, order=times.stuck[0], message=message)
+        yield BrokenRule(step=step.step, order=times.stuck[0], message=message)
         return
     costs = profile.coefficients
     if metadata.pipeline is not None and not knows and costs.vision_seconds_per_patch + costs.vision_seconds_per_patch2:
@@ -224,10 +226,10 @@ def _check_starts(
     scale = max(makespan, 1e-300)
     for order in np.flatnonzero(~idle & (np.abs(start - step.start_seconds) > _TOLERANCE * scale))[:1].tolist():
         message = f"starts at {step.start_seconds[order]:.6g} s, but its ranks are free at {start[order]:.6g} s"
-        yield Finding(step=step.step, order=order, message=message)
+        yield BrokenRule(step=step.step, order=order, message=message)
     if not abs(step.makespan_seconds - makespan) <= _TOLERANCE * scale:  # "not <=", so that NaN is caught
         message = f"it takes {makespan:.6g} s, not the {step.makespan_seconds:.6g} s that it states"
-        yield Finding(step=step.step, message=message)
+        yield BrokenRule(step=step.step, message=message)
 
 
 class _Coverage:
@@ -243,19 +245,19 @@ class _Coverage:
             self._seen |= unpack_rows(metadata.continues.trained, metadata.manifest.rows)
         self._steps = metadata.first_step
 
-    def begin(self) -> Iterator[Finding]:
+    def begin(self) -> Iterator[BrokenRule]:
         """Check that a plan that continues a run counts as trained what the epoch's steps before it had."""
         if not self._metadata.has_equal_batches:
             return
         trained = int(self._seen.sum())
         due = self._metadata.first_step % max(self._steps_per_epoch, 1) * self._metadata.global_batch_size
         if trained != due:
-            yield Finding(
+            yield BrokenRule(
                 message=f"it continues from step {self._metadata.first_step} with {trained} sequences of the epoch "
                 f"trained, where {due} are due"
             )
 
-    def add(self, step: StepPlan, *, broken: bool) -> Iterator[Finding]:
+    def add(self, step: StepPlan, *, broken: bool) -> Iterator[BrokenRule]:
         """Count a step; at the end of an epoch, all of it must have been seen.
 
         Args:
@@ -270,34 +272,34 @@ class _Coverage:
             yield from self._check_rows(step)
         size = self._metadata.global_batch_size
         if not self._metadata.has_equal_batches and len(step.sequences) > size:
-            yield Finding(
+            yield BrokenRule(
                 step=step.step, message=f"{counted(len(step.sequences), 'sequence')}, where {size} are the most"
             )
         index = (self._steps - 1) % max(self._steps_per_epoch, 1)
         wanted = min(size, self._planned_rows - index * size)
         if self._metadata.has_equal_batches and len(step.sequences) != wanted:
             message = f"{counted(len(step.sequences), 'sequence')} instead of {wanted}"
-            yield Finding(step=step.step, message=message)
+            yield BrokenRule(step=step.step, message=message)
         if index + 1 == self._steps_per_epoch and self._metadata.has_equal_batches:
             self._seen[:] = False
 
-    def _check_rows(self, step: StepPlan) -> Iterator[Finding]:
+    def _check_rows(self, step: StepPlan) -> Iterator[BrokenRule]:
         values, counts = np.unique(step.sequences, return_counts=True)
         again = values[(counts > 1) | self._seen[values]]
         if len(again):
-            yield Finding(step=step.step, message=f"sequence {again[0]} appears again in its epoch")
+            yield BrokenRule(step=step.step, message=f"sequence {again[0]} appears again in its epoch")
         self._seen[values] = True
         yield from self._check_lengths(step)
 
-    def _check_lengths(self, step: StepPlan) -> Iterator[Finding]:
+    def _check_lengths(self, step: StepPlan) -> Iterator[BrokenRule]:
         if (step.lengths < 1).any():
             row = step.sequences[first_of(step.lengths < 1)]
-            yield Finding(step=step.step, message=f"sequence {row} has no tokens")
+            yield BrokenRule(step=step.step, message=f"sequence {row} has no tokens")
         overlong = self._metadata.overlong
         over = step.lengths > (overlong.max_length or np.inf)
         for at in np.flatnonzero(over)[:1].tolist():
             message = f"sequence {step.sequences[at]} has {step.lengths[at]} tokens, over {overlong.max_length}"
-            yield Finding(step=step.step, message=message)
+            yield BrokenRule(step=step.step, message=message)
         if self._manifest is None:
             return
         wanted = self._manifest.length_tokens[step.sequences]
@@ -306,23 +308,23 @@ class _Coverage:
         wrong = wanted != step.lengths
         for at in np.flatnonzero(wrong)[:1].tolist():
             message = f"sequence {step.sequences[at]} has {step.lengths[at]} tokens, not the manifest's {wanted[at]}"
-            yield Finding(step=step.step, message=message)
+            yield BrokenRule(step=step.step, message=message)
 
-    def finish(self) -> Iterator[Finding]:
+    def finish(self) -> Iterator[BrokenRule]:
         """Check that all epochs are there, up to the limit of steps, and that only overlong sequences are dropped."""
         overlong = self._metadata.overlong
         if self._manifest is not None and overlong.max_length is not None:
             found = int((self._manifest.length_tokens > overlong.max_length).sum())
             if found != overlong.sequences:
                 message = f"its metadata counts {overlong.sequences} overlong sequences, its manifest has {found}"
-                yield Finding(message=message)
+                yield BrokenRule(message=message)
         left = self._planned_rows - int(self._seen.sum())
         if not self._metadata.has_equal_batches and self._metadata.step_limit is None and left:
-            yield Finding(
+            yield BrokenRule(
                 message=f"{counted(left, 'sequence')} of the manifest in no step, such as {first_of(~self._seen)}"
             )
         due = self._steps_per_epoch * self._metadata.epochs
         if self._metadata.step_limit is not None:
             due = min(due, self._metadata.step_limit)
         if self._steps != due:
-            yield Finding(message=f"it has {counted(self._steps, 'step')}, where its settings make {due}")
+            yield BrokenRule(message=f"it has {counted(self._steps, 'step')}, where its settings make {due}")

@@ -14,7 +14,7 @@ from fcp_cli.words import counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class BrokenRule:
     """A broken rule. `step` and `order` give its place; None where it concerns the whole plan or the whole step."""
 
     message: str
@@ -27,7 +27,7 @@ class Finding:
         return where + self.message
 
 
-def check_layout(step: StepPlan, setup: PlanSetup) -> Iterator[Finding]:
+def check_layout(step: StepPlan, setup: PlanSetup) -> Iterator[BrokenRule]:
     """Check the layout of a step: ranks, token budget and waves; times are not checked."""
     rank_findings = list(check_ranks(step, setup))
     yield from rank_findings
@@ -38,7 +38,7 @@ def check_layout(step: StepPlan, setup: PlanSetup) -> Iterator[Finding]:
         yield from _check_waves(step, setup)
 
 
-def check_ranks(step: StepPlan, setup: PlanSetup) -> Iterator[Finding]:
+def check_ranks(step: StepPlan, setup: PlanSetup) -> Iterator[BrokenRule]:
     """Check that every row has ranks, ascending and in range, and that every rank has a row."""
     if (broken := broken_ranks(step, setup.num_ranks)) is not None:
         yield broken
@@ -46,27 +46,27 @@ def check_ranks(step: StepPlan, setup: PlanSetup) -> Iterator[Finding]:
     absent = np.flatnonzero(np.bincount(step.ranks, minlength=setup.num_ranks) == 0)
     if len(absent):
         message = f"rank {absent[0]} has no row ({len(absent)} ranks have none); an idle rank needs an idle row"
-        yield Finding(step=step.step, message=message)
+        yield BrokenRule(step=step.step, message=message)
     odd = step.is_idle & ((step.degrees != 1) | (step.seconds != 0))
     if odd.any():
-        yield Finding(
+        yield BrokenRule(
             step=step.step, order=first_of(odd), message="an idle row has one rank and takes no time; this one does not"
         )
 
 
-def broken_ranks(step: StepPlan, num_ranks: int) -> Finding | None:
+def broken_ranks(step: StepPlan, num_ranks: int) -> BrokenRule | None:
     """Return the first row without ranks, with one that the job does not have, or whose ranks do not ascend."""
     if (step.degrees < 1).any():
-        return Finding(step=step.step, order=first_of(step.degrees < 1), message="no ranks")
+        return BrokenRule(step=step.step, order=first_of(step.degrees < 1), message="no ranks")
     outside = (step.ranks < 0) | (step.ranks >= num_ranks)
     if outside.any():
         at = first_of(outside)
         message = f"rank {step.ranks[at]} of a job of {num_ranks}"
-        return Finding(step=step.step, order=row_of_rank(step, at), message=message)
+        return BrokenRule(step=step.step, order=row_of_rank(step, at), message=message)
     falls = step.ranks[1:] <= step.ranks[:-1]
     falls[step.rank_offsets[1:-1] - 1] = False  # from one row's last rank to the next row's first
     if falls.any():
-        return Finding(step=step.step, order=row_of_rank(step, first_of(falls)), message="its ranks do not ascend")
+        return BrokenRule(step=step.step, order=row_of_rank(step, first_of(falls)), message="its ranks do not ascend")
     return None
 
 
@@ -75,17 +75,17 @@ def row_of_rank(step: StepPlan, at: int) -> int:
     return int(np.searchsorted(step.rank_offsets, at, side="right")) - 1
 
 
-def _check_budget(step: StepPlan, setup: PlanSetup) -> Iterator[Finding]:
+def _check_budget(step: StepPlan, setup: PlanSetup) -> Iterator[BrokenRule]:
     room = setup.tokens_per_rank * step.degrees
     held = held_tokens(step, setup.padding_multiple)
     for order in np.flatnonzero(held > room)[:1].tolist():
         tokens, ranks = counted(held[order], "token"), counted(step.degrees[order], "rank")
         padded = "" if setup.padding_multiple is None else ", with padding,"
         message = f"{tokens}{padded} on {ranks}, where {room[order]:,} fit"
-        yield Finding(step=step.step, order=order, message=message)
+        yield BrokenRule(step=step.step, order=order, message=message)
 
 
-def broken_heads(step: StepPlan) -> Finding | None:
+def broken_heads(step: StepPlan) -> BrokenRule | None:
     """Return the first row whose heads degree does not divide its degree."""
     if step.heads_degree is None:
         return None
@@ -95,31 +95,33 @@ def broken_heads(step: StepPlan) -> Finding | None:
         return None
     order = first_of(wrong)
     message = f"a heads degree of {heads[order]} does not divide the degree {degrees[order]}"
-    return Finding(step=step.step, order=order, message=message)
+    return BrokenRule(step=step.step, order=order, message=message)
 
 
-def _check_waves(step: StepPlan, setup: PlanSetup) -> Iterator[Finding]:
+def _check_waves(step: StepPlan, setup: PlanSetup) -> Iterator[BrokenRule]:
     """Check waves: none under `iteration`; counting from 0, each with every rank once, under `microbatch`."""
     if setup.sync == "iteration":
         if (step.wave != -1).any():
             order = first_of(step.wave != -1)
-            yield Finding(step=step.step, order=order, message=f"wave {step.wave[order]} under sync iteration, not -1")
+            yield BrokenRule(
+                step=step.step, order=order, message=f"wave {step.wave[order]} under sync iteration, not -1"
+            )
         rows = np.bincount(step.ranks, minlength=setup.num_ranks)
         needless = step.is_idle & (rows[step.ranks[step.rank_offsets[:-1]]] > 1)
         for order in np.flatnonzero(needless)[:1].tolist():
             rank = step.ranks[step.rank_offsets[order]]
-            yield Finding(step=step.step, order=order, message=f"an idle row for rank {rank}, which has other rows")
+            yield BrokenRule(step=step.step, order=order, message=f"an idle row for rank {rank}, which has other rows")
         return
     rises = step.wave[1:] - step.wave[:-1]
     if step.wave[0] != 0 or ((rises != 0) & (rises != 1)).any():
-        yield Finding(step=step.step, message="waves do not count up from 0")
+        yield BrokenRule(step=step.step, message="waves do not count up from 0")
         return
     waves = int(step.wave[-1]) + 1
     if setup.pipeline is not None and setup.pipeline.missing_waves(waves, setup.pipeline_parallel):
         message = (
             f"{counted(waves, 'wave')}, not a multiple of the {setup.pipeline_parallel} stages, with virtual stages"
         )
-        yield Finding(step=step.step, message=message)
+        yield BrokenRule(step=step.step, message=message)
     # How often each pair of wave and rank occurs, numbered as wave * num_ranks + rank.
     uses = np.bincount(
         np.repeat(step.wave.astype(np.int64), step.degrees) * setup.num_ranks + step.ranks,
@@ -127,7 +129,7 @@ def _check_waves(step: StepPlan, setup: PlanSetup) -> Iterator[Finding]:
     )
     for at in np.flatnonzero(uses != 1)[:1].tolist():
         wave, rank = divmod(at, setup.num_ranks)
-        yield Finding(step=step.step, message=f"wave {wave} uses rank {rank} {uses[at]} times, not once")
+        yield BrokenRule(step=step.step, message=f"wave {wave} uses rank {rank} {uses[at]} times, not once")
 
 
 def first_of(mask: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> int:

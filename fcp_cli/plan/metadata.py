@@ -18,7 +18,7 @@ from fcp_cli.errors import PlanError
 from fcp_cli.masks import MaskRows
 from fcp_cli.options import MOST_ROWS
 from fcp_cli.plan.masks import PlannedMasks
-from fcp_cli.plan.refits import Refit, refit_at
+from fcp_cli.plan.refits import ScheduledRefit, refit_at
 from fcp_cli.plan.setup import EncoderBalance as EncoderBalance
 from fcp_cli.plan.setup import PlanSetup
 from fcp_cli.plan.setup import Sync as Sync
@@ -147,7 +147,7 @@ class PlanMetadata(PlanSetup):
     masked_sequences: Count | None = None
     masks: PlannedMasks | None = None
     rank_speeds: Mapping[str, Speed] | None = None
-    refits: tuple[Refit, ...] | None = None
+    refits: tuple[ScheduledRefit, ...] | None = None
     seed: NonNegativeCount
     shuffle: bool
     epochs: Count = 1
@@ -175,7 +175,7 @@ class PlanMetadata(PlanSetup):
         """Devices of the whole job."""
         return self.num_ranks * self.devices_per_rank
 
-    def refit_at(self, step: int) -> Refit | None:
+    def refit_at(self, step: int) -> ScheduledRefit | None:
         """Return the refit that a step was planned by; None: none."""
         return refit_at(self.refits, step)
 

@@ -13,7 +13,7 @@ from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.errors import PlanError
 from fcp_cli.kinds import another_kind
 from fcp_cli.plan.hashing import PlanHasher
-from fcp_cli.plan.layout import Finding, first_of
+from fcp_cli.plan.layout import BrokenRule, first_of
 from fcp_cli.plan.metadata import PlanMetadata, parse_metadata
 from fcp_cli.plan.schema import schema_of
 from fcp_cli.plan.step import StepPlan
@@ -65,13 +65,13 @@ class PlanReader:
         due = max(first, self.metadata.first_step)
         for step, fault in self.stored_steps(first):
             if fault is None and step.step != due:
-                fault = Finding(step=due, message=f"it is missing: step {step.step} stands in its place")
+                fault = BrokenRule(step=due, message=f"it is missing: step {step.step} stands in its place")
             if fault is not None:
                 raise PlanError(f"{self.path}: {fault}; see 'fcp check {self.path}'")
             yield step
             due += 1
 
-    def stored_steps(self, first: int = 0) -> Iterator[tuple[StepPlan, Finding | None]]:
+    def stored_steps(self, first: int = 0) -> Iterator[tuple[StepPlan, BrokenRule | None]]:
         """Yield the steps from `first` on as they are stored, each with the first value that no plan has, or None.
 
         For those that report faults, or show the rest: all others read `steps`.

@@ -44,7 +44,7 @@ class Factors:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Refit:
+class ScheduledRefit:
     """Refit that is valid from a step on, replacing the one before.
 
     Attributes:
@@ -58,19 +58,19 @@ class Refit:
     rank_speeds: Mapping[str, Speed] = field(default_factory=dict)
 
 
-def refit_at(refits: Sequence[Refit] | None, step: int) -> Refit | None:
+def refit_at(refits: Sequence[ScheduledRefit] | None, step: int) -> ScheduledRefit | None:
     """Return the refit that a step is planned by; None: none."""
     return next((refit for refit in reversed(refits or ()) if refit.first_step <= step), None)
 
 
-def refit_text(refit: Refit) -> str:
+def refit_text(refit: ScheduledRefit) -> str:
     """Describe a refit in a few words."""
     changed = [f"{name} x {factor:.3g}" for name, factor in refit.factors.items().items() if factor != 1.0]
     slow = [speeds_text(refit.rank_speeds)] if refit.rank_speeds else []
     return ", ".join([*changed, *slow]) or "as the profile says"
 
 
-def refitted(profile: CostProfile, refit: Refit | None) -> CostProfile:
+def refitted(profile: CostProfile, refit: ScheduledRefit | None) -> CostProfile:
     """Return the profile that holds under a refit."""
     if refit is None:
         return profile

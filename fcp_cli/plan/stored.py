@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fcp_cli.arrays import FloatArray
-from fcp_cli.plan.layout import Finding, broken_heads, broken_ranks, first_of
+from fcp_cli.plan.layout import BrokenRule, broken_heads, broken_ranks, first_of
 from fcp_cli.plan.schema import schema_of, steps_from_arrow
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.reading.documents import DamagedError
@@ -32,7 +32,7 @@ class StepLimits(NamedTuple):
     rows: int
 
 
-def stored_steps(table: pa.Table, limits: StepLimits) -> Iterator[tuple[StepPlan, Finding | None]]:
+def stored_steps(table: pa.Table, limits: StepLimits) -> Iterator[tuple[StepPlan, BrokenRule | None]]:
     """Yield the steps of a table whose rows lie by step, each with its first fault, or None.
 
     Args:
@@ -64,7 +64,7 @@ def steps_in_order(table: pa.Table, limits: StepLimits, *, due: int, splits_head
     return steps
 
 
-def broken_values(step: StepPlan, limits: StepLimits) -> Finding | None:
+def broken_values(step: StepPlan, limits: StepLimits) -> BrokenRule | None:
     """Return the first fault of a step's values, or None."""
     return (
         broken_ranks(step, limits.num_ranks)
@@ -84,44 +84,44 @@ def _list_sizes(table: pa.Table, column: str) -> npt.NDArray[np.int64]:
     return np.asarray(pc.list_value_length(table.column(column)).to_numpy(), dtype=np.int64)
 
 
-def _broken_rows(step: StepPlan, order: npt.NDArray[np.int32], unpaired: npt.NDArray[np.bool_]) -> Finding | None:
+def _broken_rows(step: StepPlan, order: npt.NDArray[np.int32], unpaired: npt.NDArray[np.bool_]) -> BrokenRule | None:
     wrong = np.flatnonzero(order != np.arange(len(step)))
     if len(wrong):
-        return Finding(step=step.step, message=f"rows out of order: order {order[wrong[0]]} in place {wrong[0]}")
+        return BrokenRule(step=step.step, message=f"rows out of order: order {order[wrong[0]]} in place {wrong[0]}")
     if unpaired.any():
         message = "as many sequences as lengths are needed"
-        return Finding(step=step.step, order=first_of(unpaired), message=message)
+        return BrokenRule(step=step.step, order=first_of(unpaired), message=message)
     return None
 
 
-def _broken_sequences(step: StepPlan, rows: int) -> Finding | None:
+def _broken_sequences(step: StepPlan, rows: int) -> BrokenRule | None:
     outside = (step.sequences < 0) | (step.sequences >= rows)
     if outside.any():
         row = step.sequences[first_of(outside)]
-        return Finding(step=step.step, message=f"sequence {row} of a manifest of {counted(rows, 'row')}")
+        return BrokenRule(step=step.step, message=f"sequence {row} of a manifest of {counted(rows, 'row')}")
     empty = step.lengths < 1
     if empty.any():
         at = first_of(empty)
         message = f"sequence {step.sequences[at]} has {step.lengths[at]} tokens"
-        return Finding(step=step.step, message=message)
+        return BrokenRule(step=step.step, message=message)
     return None
 
 
-def _broken_waves(step: StepPlan) -> Finding | None:
+def _broken_waves(step: StepPlan) -> BrokenRule | None:
     outside = (step.wave < -1) | (step.wave >= len(step))
     if not outside.any():
         return None
     order = first_of(outside)
-    return Finding(step=step.step, order=order, message=f"wave {step.wave[order]} of {counted(len(step), 'row')}")
+    return BrokenRule(step=step.step, order=order, message=f"wave {step.wave[order]} of {counted(len(step), 'row')}")
 
 
-def _broken_times(step: StepPlan) -> Finding | None:
+def _broken_times(step: StepPlan) -> BrokenRule | None:
     for name, values in (("start_seconds", step.start_seconds), ("seconds", step.seconds)):
         wrong = broken_seconds(values)
         if wrong.any():
             order = first_of(wrong)
-            return Finding(step=step.step, order=order, message=f"{name} is {values[order]}")
+            return BrokenRule(step=step.step, order=order, message=f"{name} is {values[order]}")
     for name, value in (("step_seconds", step.makespan_seconds), ("step_bound_seconds", step.bound_seconds)):
         if not 0 <= value <= MOST_SECONDS:
-            return Finding(step=step.step, message=f"{name} is {value}")
+            return BrokenRule(step=step.step, message=f"{name} is {value}")
     return None

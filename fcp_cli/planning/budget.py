@@ -10,7 +10,7 @@ from fcp_cli.console import Origins
 from fcp_cli.cost.offload import profiled_offload_cost
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.errors import ProfileError, UsageError
-from fcp_cli.memory.fitting import LEAST_TOKENS, Fit, JobRanks, Place, fitting_recipe
+from fcp_cli.memory.fitting import LEAST_TOKENS, FittedRecipe, JobRanks, Place, fitting_recipe
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.models.cluster import THIS_MACHINE, ClusterSpec
 from fcp_cli.models.model import ModelSpec, load_model
@@ -54,7 +54,7 @@ class Room:
     open_request: RecipeRequest
 
 
-def choose_fit(spec: ModelSpec, request: PlanRequest, place: Place, *, own: CostProfile | None = None) -> Fit:
+def choose_fit(spec: ModelSpec, request: PlanRequest, place: Place, *, own: CostProfile | None = None) -> FittedRecipe:
     """Return the recipe of a plan.
 
     Args:
@@ -186,7 +186,7 @@ def _has_measured_tokens(profile: CostProfile) -> bool:
     return is_measured and profile.memory.bytes_per_token > 0
 
 
-def _said(request: PlanRequest, place: Place, fit: Fit, origins: Origins, reason: str) -> Budget:
+def _said(request: PlanRequest, place: Place, fit: FittedRecipe, origins: Origins, reason: str) -> Budget:
     """Return the token budget under a recipe, and its assumptions."""
     chosen = {name for name, value in asdict(fit.recipe).items() if value != request.recipe.given().get(name)}
     if chosen:
@@ -201,7 +201,7 @@ def _said(request: PlanRequest, place: Place, fit: Fit, origins: Origins, reason
     return Budget(tokens_per_rank=tokens, sync=fit.sync, recipe=fit.recipe)
 
 
-def _room_text(place: Place, fit: Fit) -> str:
+def _room_text(place: Place, fit: FittedRecipe) -> str:
     memory = fit.memory.as_profile_memory(place.capacity_bytes)
     measured = ", measured" if place.measured_bytes_per_token else ""
     return (
@@ -210,7 +210,7 @@ def _room_text(place: Place, fit: Fit) -> str:
     )
 
 
-def _require_room(spec: ModelSpec, request: PlanRequest, place: Place, fit: Fit) -> None:
+def _require_room(spec: ModelSpec, request: PlanRequest, place: Place, fit: FittedRecipe) -> None:
     """Refuse to assume a token budget for ranks that could not hold one token.
 
     Raises:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from fcp_cli.kernel_names import KernelChoice
-from fcp_cli.options import MOST_EPOCHS, MOST_RANKS, MOST_ROWS, MOST_TOKENS, Arg, Group, Opt
+from fcp_cli.options import MOST_EPOCHS, MOST_RANKS, MOST_ROWS, MOST_TOKENS, Arg, Opt, OptionGroup
 from fcp_cli.recipe import RecipeRequest
 
 
@@ -132,7 +132,7 @@ class PlanRequest:
     embeddings_cached: Annotated[
         bool, Opt("Count a frozen vision encoder in the first epoch only: fcp launch --cache-embeddings DIR.")
     ] = False
-    recipe: Annotated[RecipeRequest, Group("Recipe")] = field(default_factory=RecipeRequest)
+    recipe: Annotated[RecipeRequest, OptionGroup("Recipe")] = field(default_factory=RecipeRequest)
 
     global_batch_size: Annotated[
         int | None,

@@ -13,7 +13,7 @@ from fcp_cli.errors import ProfileError, RunError, UsageError
 from fcp_cli.extras import pip_install
 from fcp_cli.machine.devices import find_machine
 from fcp_cli.machine.host import host_memory_bytes
-from fcp_cli.memory.fitting import Fit, Place, fitting_recipe
+from fcp_cli.memory.fitting import FittedRecipe, Place, fitting_recipe
 from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.cluster import EXAMPLE_CLUSTER, THIS_MACHINE, cluster_like, load_cluster
 from fcp_cli.models.model import ModelSpec, load_model
@@ -80,7 +80,7 @@ def asked_sync(request: ProfileRequest) -> Sync | None:
     return "microbatch" if request.recipe.zero == "3" else None
 
 
-def _fit(spec: ModelSpec, request: ProfileRequest, place: Place, origins: Origins) -> Fit:
+def _fit(spec: ModelSpec, request: ProfileRequest, place: Place, origins: Origins) -> FittedRecipe:
     """Return the recipe: the request, completed by settings that fit; `origins` collects the choices."""
     sync = asked_sync(request)
     # One rank has none to wait for: it stands for those of a plan, which `fcp plan` makes for `iteration`.
@@ -92,7 +92,7 @@ def _fit(spec: ModelSpec, request: ProfileRequest, place: Place, origins: Origin
     return fit
 
 
-def _require_room(spec: ModelSpec, request: ProfileRequest, place: Place, fit: Fit) -> None:
+def _require_room(spec: ModelSpec, request: ProfileRequest, place: Place, fit: FittedRecipe) -> None:
     if fit.tokens >= 1:
         return
     memory = fit.memory.as_profile_memory(place.capacity_bytes)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from fcp_cli.memory.activations import patch_bytes
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.rank import rank_memory
-from fcp_cli.memory.table import RESERVE_FRACTION, Item, RankMemory
+from fcp_cli.memory.table import RESERVE_FRACTION, MemoryItem, RankMemory
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.profiling.points import LEAST_LENGTH, Point, VisionPoint
 from fcp_cli.recipe import PrecisionName, Recipe
@@ -77,7 +77,7 @@ class Footprint:
             peers=self.ranks - 1,
             sharing=self.ranks,
         )
-        encoder = Item(name="vision encoder", fixed_bytes=self._encoder_bytes)
+        encoder = MemoryItem(name="vision encoder", fixed_bytes=self._encoder_bytes)
         moments = tuple(
             replace(moment, items=(*(item for item in moment.items if item.name != "optimizer"), encoder))
             for moment in found.moments

@@ -23,7 +23,7 @@ _GROWTH = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
+class PairKind:
     """A kind of pair: every rank sends to one neighbour and receives from another.
 
     Attributes:
@@ -53,13 +53,13 @@ class Link:
         return node * self.ranks_per_node + (place + sign * self.places) % self.ranks_per_node
 
 
-def links(world: int, ranks_per_node: int) -> list[Link]:
+def links(world: int, ranks_per_node: int) -> list[PairKind]:
     """Return the pairs to time: inside a node, and between nodes on one rail and across rails."""
     shifts = {"intra_node": (0, 1), "inter_node": (1, 0), "inter_node_cross_rail": (1, 1)}
     return _possible(shifts, world, ranks_per_node)
 
 
-def fresh_links(world: int, ranks_per_node: int) -> list[Link]:
+def fresh_links(world: int, ranks_per_node: int) -> list[PairKind]:
     """Return pairs that have not met when a transport was just made, whose warm-up goes around all ranks."""
     shifts = {"intra_node": (0, 2), "inter_node": (1, 1)}
     if ranks_per_node < 4:
@@ -67,9 +67,9 @@ def fresh_links(world: int, ranks_per_node: int) -> list[Link]:
     return _possible(shifts, world, ranks_per_node)
 
 
-def _possible(shifts: dict[str, tuple[int, int]], world: int, ranks_per_node: int) -> list[Link]:
+def _possible(shifts: dict[str, tuple[int, int]], world: int, ranks_per_node: int) -> list[PairKind]:
     made = [
-        Link(tier=tier, nodes=nodes, places=places, ranks_per_node=ranks_per_node, world=world)
+        PairKind(tier=tier, nodes=nodes, places=places, ranks_per_node=ranks_per_node, world=world)
         for tier, (nodes, places) in shifts.items()
     ]
     whole_nodes = world % ranks_per_node == 0
@@ -101,7 +101,7 @@ class Gather(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Contact:
+class FirstMessageSeconds:
     """Extra seconds of the first message between two ranks; [ranks] each.
 
     Attributes:
@@ -122,14 +122,14 @@ class Messenger:
         self._stopwatch = stopwatch
         self._gather = gather
 
-    def seconds(self, link: Link, num_bytes: int, *, repeats: int) -> list[float]:
+    def seconds(self, link: PairKind, num_bytes: int, *, repeats: int) -> list[float]:
         """Return [repeats] the seconds of messages, each of the rank that was disturbed least."""
         work = self._message(link, num_bytes)
         dist.barrier()  # a late start of one rank would be measured as waiting by the others
         everyone = self._gather(self._stopwatch.measure_each(work, repeats, pause=dist.barrier))
         return [min(values) for values in zip(*everyone, strict=True)]
 
-    def first_contact(self, link: Link) -> Contact:
+    def first_contact(self, link: PairKind) -> FirstMessageSeconds:
         """Time the first message of pairs that have not met, and read the memory that it takes."""
         work = self._message(link, _CONTACT_BYTES)
         dist.barrier()
@@ -141,7 +141,7 @@ class Messenger:
         met = len({link.to(rank), link.source(rank)})
         everyone = self._gather([max(0.0, first - again), max(0.0, before - after) / met])
         seconds, device_bytes = ([values[column] for values in everyone] for column in (0, 1))
-        return Contact(seconds=seconds, device_bytes=None if self._device.type == "cpu" else device_bytes)
+        return FirstMessageSeconds(seconds=seconds, device_bytes=None if self._device.type == "cpu" else device_bytes)
 
     def _host_seconds(self, work: Callable[[], None]) -> float:
         wait_for_device(self._device)
@@ -150,7 +150,7 @@ class Messenger:
         wait_for_device(self._device)
         return time.perf_counter() - begin
 
-    def _message(self, link: Link, num_bytes: int) -> Callable[[], None]:
+    def _message(self, link: PairKind, num_bytes: int) -> Callable[[], None]:
         rank = dist.get_rank()
         send = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         receive = torch.empty_like(send)

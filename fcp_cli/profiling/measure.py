@@ -29,7 +29,7 @@ _WORKER = ("-m", "fcp_cli.profiling.worker")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class MeasureResult:
     """Result of a measurement.
 
     Attributes:
@@ -43,7 +43,7 @@ class Outcome:
 
 def run_measurement(
     measurement: Measurement, *, environment: Mapping[str, str], on_progress: Callable[[float, int], None]
-) -> Outcome:
+) -> MeasureResult:
     """Run the worker until it ends.
 
     Args:
@@ -61,9 +61,9 @@ def run_measurement(
         status = _run(argv, measurement, {**environment, **threads}, log, on_progress)
         samples = read_samples(measurement.samples)
         if samples.finished:
-            return Outcome(samples=samples, failure=None)
+            return MeasureResult(samples=samples, failure=None)
         kept = len(samples.of_kind("observation"))
-        return Outcome(
+        return MeasureResult(
             samples=samples,
             failure=(
                 f"the measurement's worker ended early (status {status}): {reason_in_log(log)}; {kept} observations "

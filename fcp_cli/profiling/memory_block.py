@@ -9,7 +9,7 @@ from typing import Any
 
 from fcp_cli.cost.profile import Memory, Sync
 from fcp_cli.memory.activations import vision_bytes
-from fcp_cli.memory.fitting import Fit, Place, fitting_recipe
+from fcp_cli.memory.fitting import FittedRecipe, Place, fitting_recipe
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.memory.table import RESERVE_FRACTION, RankMemory
@@ -94,7 +94,7 @@ class MemoryFigures:
             "items_bytes": self.estimate.items(tokens),
         }
 
-    def fitting(self) -> Fit:
+    def fitting(self) -> FittedRecipe:
         """Return a recipe that fits and needs no other times: settings that packs were timed under are unchanged."""
         asked = RecipeRequest.to_train_as(self.recipe, **timed_settings(self.recipe))
         return fitting_recipe(self.spec, asked, self.place)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from fcp_cli.kernel_names import KernelChoice
-from fcp_cli.options import MOST_RANKS, Group, Opt
+from fcp_cli.options import MOST_RANKS, Opt, OptionGroup
 from fcp_cli.recipe import RecipeRequest
 
 
@@ -39,7 +39,7 @@ class ProfileRequest:
         Literal["auto", "iteration", "microbatch"],
         Opt("Of the plans to be made: memory depends on it; auto: iteration, but microbatch with --zero 3."),
     ] = "auto"
-    recipe: Annotated[RecipeRequest, Group("Recipe")] = field(default_factory=RecipeRequest)
+    recipe: Annotated[RecipeRequest, OptionGroup("Recipe")] = field(default_factory=RecipeRequest)
 
     budget_minutes: Annotated[
         float | None,

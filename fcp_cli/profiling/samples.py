@@ -44,7 +44,7 @@ class _Transfer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Step:
+class _SampledStep:
     kind: str
     layers: Count
     seconds: tuple[NonNegative, ...]
@@ -99,7 +99,7 @@ class _LeftOut:
 _FITTED_LINES: Final[Mapping[str, type]] = {
     "observation": _Observation,
     "transfer": _Transfer,
-    "step": _Step,
+    "step": _SampledStep,
     "attention_kernels": _Kernels,
 }
 

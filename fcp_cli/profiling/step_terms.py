@@ -14,7 +14,7 @@ from fcp_cli.models.cluster import ClusterSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exchange:
+class StepCollectives:
     """Collectives of all ranks that share something out.
 
     Attributes:
@@ -59,7 +59,7 @@ def analytic_step_terms(state: State, cluster: ClusterSpec, *, ranks: int) -> St
     devices = state.cut.devices
     shares = recipe.zero_stage > 0
     shards = state.shards if shares else ranks
-    exchange = Exchange(
+    exchange = StepCollectives(
         shards=shards,
         copies=max(1, ranks // shards),
         ranks_per_node=max(1, cluster.devices_per_node // devices),

@@ -67,7 +67,7 @@ def _fill(receive: Tensor, send: Tensor) -> None:
     flat[common:].zero_()
 
 
-class Batch(NamedTuple):
+class SyntheticBatch(NamedTuple):
     """The tokens of one member of a ring, [1, tokens] each."""
 
     input_ids: Tensor
@@ -165,7 +165,7 @@ class Workload:
 
         return run
 
-    def _loss_sum(self, batch: Batch, ring: Ring) -> Tensor:
+    def _loss_sum(self, batch: SyntheticBatch, ring: Ring) -> Tensor:
         """Run the forward, with the loss and the offloading of the recipe, as the bundled trainer does."""
         inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False}
         with self._autocast(), nullcontext() if self._offload is None else self._offload.of(batch):
@@ -176,13 +176,13 @@ class Workload:
             logits = self.model(**inputs).logits
         return token_loss_sum(logits, batch.labels)
 
-    def _make_batch(self, lengths: tuple[int, ...], degree: int, index: int, heads_degree: int) -> Batch:
+    def _make_batch(self, lengths: tuple[int, ...], degree: int, index: int, heads_degree: int) -> SyntheticBatch:
         layout = shard_layout(lengths, degree, heads_degree)
         draw = torch.Generator().manual_seed(sum(lengths))
         tokens = torch.randint(self._vocabulary, (1, layout.tokens(index)), generator=draw)
         positions = torch.from_numpy(layout.position_ids(index))[None]
         labels = torch.roll(tokens, -1, dims=1)
-        return Batch(tokens.to(self.device), positions.to(self.device), labels.to(self.device))
+        return SyntheticBatch(tokens.to(self.device), positions.to(self.device), labels.to(self.device))
 
 
 def groups_of(point: Point, *, world: int, ranks_per_node: int) -> list[tuple[int, ...]]:

@@ -16,7 +16,7 @@ from jinja2.filters import do_indent, do_int, do_join, do_replace, do_round, do_
 from jinja2.sandbox import SandboxedFormatter
 from jinja2.utils import Namespace
 
-from fcp_cli.reading.work_limits import CALL, ITEM, Work, WorkLimitError, measured
+from fcp_cli.reading.work_limits import CALL, ITEM, RenderingLimit, WorkLimitError, measured
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -49,13 +49,13 @@ _LONG_WIDTH: Final = re.compile(r"%(\([^)]{0,100}\))?[^a-zA-Z%]*?(\*|\d{3})")
 _PLAIN_TIME: Final = re.compile(r"([^%]|%[-_^#]?[A-Za-z%])*")  # glibc would pad to any width
 _SORTING_PASSES: Final = 16
 
-current_work: ContextVar[Work] = ContextVar("work of the template that is rendered")
+current_work: ContextVar[RenderingLimit] = ContextVar("work of the template that is rendered")
 
 
 @contextmanager
 def limited_work(given: Any) -> Iterator[None]:
     """Count the work of a nested rendering with the values `given`."""
-    token = current_work.set(Work(given))
+    token = current_work.set(RenderingLimit(given))
     try:
         yield
     finally:

@@ -28,7 +28,7 @@ class WorkLimitError(Exception):
     """A template does more work, or makes a larger value, than its input warrants."""
 
 
-class Work:
+class RenderingLimit:
     """Work left to one rendering.
 
     Args:
@@ -110,7 +110,7 @@ class CountedLoop:
 
     __slots__ = ("cost", "values", "work")
 
-    def __init__(self, values: Any, work: Work, cost: int) -> None:
+    def __init__(self, values: Any, work: RenderingLimit, cost: int) -> None:
         self.values, self.work, self.cost = values, work, cost
 
     def __iter__(self) -> Iterator[Any]:

@@ -39,7 +39,7 @@ _ORIGINS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class PageContent:
     """The content of the page.
 
     Attributes:

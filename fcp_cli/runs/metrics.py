@@ -26,7 +26,7 @@ FORMAT = "fcp-metrics/1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MicroBatchTiming:
+class TimedMicroBatch:
     """A micro-batch on one rank: its predicted seconds, and the measured ones, counted from the start of the step."""
 
     order: int
@@ -60,7 +60,7 @@ class StepMeasurement:
     learning_rate: float | None = None
     seconds: float
     predicted_seconds: float
-    ranks: Sequence[Sequence[MicroBatchTiming]]
+    ranks: Sequence[Sequence[TimedMicroBatch]]
     warm_up: bool = False
     bad_rows: Sequence[int] = ()
     mfu: float | None = None

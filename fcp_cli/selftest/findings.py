@@ -31,7 +31,7 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
+class SelftestReport:
     """All findings of one run."""
 
     date: str

@@ -13,7 +13,7 @@ from pathlib import Path
 from fcp_cli.machine.processes import descendants, kill_tree, send
 from fcp_cli.machine.torchrun import torchrun_argv
 from fcp_cli.profiling.measure import reason_in_log
-from fcp_cli.selftest.findings import Finding, Progress, Report, now
+from fcp_cli.selftest.findings import Finding, Progress, SelftestReport, now
 from fcp_cli.selftest.settings import Settings
 
 _POLL_SECONDS = 0.2
@@ -29,7 +29,7 @@ def run_selftest(
     environment: Mapping[str, str],
     limit_seconds: float,
     on_progress: Callable[[str], None],
-) -> Report:
+) -> SelftestReport:
     """Run all checks on this node's ranks and return their findings.
 
     Args:
@@ -50,7 +50,7 @@ def watch(
     environment: Mapping[str, str],
     limit_seconds: float,
     on_progress: Callable[[str], None],
-) -> Report:
+) -> SelftestReport:
     """Run a program that keeps the settings' diary, and end it where nothing happens for too long."""
     log = settings.folder / "ranks.log"
     with log.open("wb") as output:
@@ -64,7 +64,7 @@ def watch(
                 _ask_where(process.pid)
             kill_tree(process.pid)
             process.wait()
-    return Report(date=now(), findings=tuple(_findings(settings.diary.read(), process.returncode, hangs, log)))
+    return SelftestReport(date=now(), findings=tuple(_findings(settings.diary.read(), process.returncode, hangs, log)))
 
 
 def _hangs(

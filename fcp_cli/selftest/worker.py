@@ -19,7 +19,7 @@ from fcp_cli.files import write_text_atomically
 from fcp_cli.runtime.communication.world import join_process_group, local_device
 from fcp_cli.selftest.bench import Bench
 from fcp_cli.selftest.checks import kernel, links, order, overlap, packs, rings, surroundings
-from fcp_cli.selftest.findings import Finding, Report, now
+from fcp_cli.selftest.findings import Finding, SelftestReport, now
 from fcp_cli.selftest.settings import Settings, read_settings
 
 CHECKS: Sequence[Callable[[Bench], Finding]] = (
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> None:
 
 
 def _write_report(settings: Settings) -> None:
-    report = Report(date=now(), findings=settings.diary.read().findings)
+    report = SelftestReport(date=now(), findings=settings.diary.read().findings)
     write_text_atomically(settings.report, json.dumps(report.document(), indent=2) + "\n")
     sys.stdout.write(report.block() + "\n")
 

@@ -26,7 +26,7 @@ def run_facts(settings: TrainSettings, *, steps: int, parameters: int, peak: Pea
     }
 
 
-class Report:
+class TrainingReport:
     """The open outputs of rank 0, which are fed with every record of the metrics, the run's own first."""
 
     def __init__(self, settings: TrainSettings, *, first_step: int) -> None:

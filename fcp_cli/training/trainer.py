@@ -48,7 +48,7 @@ from fcp_cli.training.offload import describe_offload, open_offload
 from fcp_cli.training.optimizer import clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
 from fcp_cli.training.optional import require_libraries
 from fcp_cli.training.origin import keep_origin, kept_names
-from fcp_cli.training.report import Report, run_facts
+from fcp_cli.training.report import TrainingReport, run_facts
 from fcp_cli.training.saving import CheckpointSaver, remove_leftovers
 from fcp_cli.training.settings import TrainSettings
 from fcp_cli.training.shares import open_shares
@@ -422,13 +422,13 @@ class Trainer:
             torch=torch.__version__,
         )
 
-    def _open_metrics(self, parameters: int) -> Report | None:
+    def _open_metrics(self, parameters: int) -> TrainingReport | None:
         """Open the run's metrics; return rank 0's reporter."""
         recorder, report = self.session.recorder, None
         if recorder is None:
             return None
         if self.session.rank == 0:
-            report = Report(self.settings, first_step=self.first_step)
+            report = TrainingReport(self.settings, first_step=self.first_step)
             recorder.listeners.append(report.feed)
             recorder.utilisation = self._utilisation
         recorder.open(

@@ -92,9 +92,9 @@ def check_order(operations: Mapping[int, Sequence[Operation]], groups: Groups | 
             _check_batch(rank, number, batch)
     _check_collectives(operations, groups or {})
     _check_pairs(operations)
-    if _Run(batches, groups or {}, queues=1).to_the_end() is None:
+    if _QueueRun(batches, groups or {}, queues=1).to_the_end() is None:
         return
-    found = {queues: _Run(batches, groups or {}, queues).to_the_end() for queues in (None, *HARDWARE_QUEUES)}
+    found = {queues: _QueueRun(batches, groups or {}, queues).to_the_end() for queues in (None, *HARDWARE_QUEUES)}
     if found[None] is not None:
         raise RunError(f"deadlock: {found[None]}")
     hanging = [queues for queues in HARDWARE_QUEUES if found[queues] is not None]
@@ -110,7 +110,7 @@ def deadlock(
         operations, groups: as given to `check_order`, which they have passed but for deadlocks.
         queues: hardware queues of each device; None: one per stream.
     """
-    return _Run(_batches(operations), groups or {}, queues).to_the_end()
+    return _QueueRun(_batches(operations), groups or {}, queues).to_the_end()
 
 
 def _batches(operations: Mapping[int, Sequence[Operation]]) -> dict[int, list[Batch]]:
@@ -199,7 +199,7 @@ class _Launch:
     matched: set[int] = field(default_factory=set)
 
 
-class _Device:
+class _RankQueues:
     """One rank's queues. A batch may start when the computation before it has ended, which produced its data."""
 
     def __init__(self, issued: Sequence[Batch], queues: int | None) -> None:
@@ -252,7 +252,7 @@ def _waited_before(issued: Sequence[Batch]) -> dict[int, frozenset[int]]:
     return {number: frozenset(waited) for number, waited in found.items()}
 
 
-class _Run:
+class _QueueRun:
     """A run of the ranks on devices with so many hardware queues; None: one per stream.
 
     A batch leaves its queue when each of its operations has met its partner: sends and receives inside it do not hold
@@ -262,7 +262,7 @@ class _Run:
     def __init__(self, batches: Mapping[int, list[Batch]], groups: Groups, queues: int | None) -> None:
         names = {batch[0].group for issued in batches.values() for batch in issued}
         self._sorted = {name: sorted(groups.get(name, batches)) for name in names}
-        self._devices = {rank: _Device(issued, queues) for rank, issued in batches.items()}
+        self._devices = {rank: _RankQueues(issued, queues) for rank, issued in batches.items()}
         self._todo = deque(self._devices)
         self._arrived: Counter[str] = Counter()  # of a group's ranks in order, how many have come to its collective
 

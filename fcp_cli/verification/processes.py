@@ -22,7 +22,7 @@ from fcp_cli.machine.torchrun import torchrun_argv
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runtime.communication.world import leave_process_group
 from fcp_cli.runtime.session.start import start
-from fcp_cli.verification.recording import BACKEND, LabellingTransport, Recorder
+from fcp_cli.verification.recording import BACKEND, LabellingTransport, ProcessRecorder
 from fcp_cli.verification.replay import Replayed, replay_rank, synthetic_tokens, tiny_config
 
 
@@ -59,7 +59,7 @@ def _result(folder: Path, rank: int) -> Path:
 
 def run_rank(plan: Path, folder: Path) -> None:
     """Replay the plan as one of its ranks, and leave the result or the error in the folder."""
-    config, recorder = tiny_config(plan), Recorder()
+    config, recorder = tiny_config(plan), ProcessRecorder()
     torch.set_num_threads(1)
     recorder.register()
     dist.init_process_group(BACKEND)

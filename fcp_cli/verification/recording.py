@@ -1,9 +1,9 @@
 """Record the operations that a rank issues, for `order.check_order` to prove free of deadlocks.
 
-Ranks that are processes are recorded below torch.distributed: `Recorder.register` makes a back end of it whose groups
-pass everything on to gloo and write it down, whoever issues it (rings, exchanges, DDP's reducer, FSDP2, barriers, the
-script), and when the rank waits for it. Ranks that are threads have no process group; their transport and their
-world are recorded instead.
+Ranks that are processes are recorded below torch.distributed: `ProcessRecorder.register` makes a back end of it whose
+groups pass everything on to gloo and write it down, whoever issues it (rings, exchanges, DDP's reducer, FSDP2,
+barriers, the script), and when the rank waits for it. Ranks that are threads have no process group; their transport
+and their world are recorded instead.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _COLLECTIVES = (
 _OF_ANY_SIZE = {"alltoall", "alltoall_base", "all_to_all_single", "gather", "scatter"}
 
 
-class Recorder:
+class ProcessRecorder:
     """The record of one process. Make one, `register` it, and give `BACKEND` to `init_process_group`.
 
     Attributes:
@@ -105,7 +105,7 @@ class RecordedGroup(dist.ProcessGroup):
         options: torch's `_DistributedBackendOptions`.
     """
 
-    def __init__(self, recorder: Recorder, options: Any) -> None:
+    def __init__(self, recorder: ProcessRecorder, options: Any) -> None:
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
         self.recorder = recorder
         self.ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
@@ -198,7 +198,7 @@ class RecordedGroup(dist.ProcessGroup):
 class RecordedWork(dist.Work):
     """Handle of a recorded group's operation: records and forwards waits."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: ProcessRecorder) -> None:
         super().__init__()
         self.number = -1
         self._recorder = recorder
@@ -252,7 +252,7 @@ for _name in _COLLECTIVES:
 class LabellingTransport:
     """A transport that forwards hops and labels them for a recorder."""
 
-    def __init__(self, inner: Transport, recorder: Recorder) -> None:
+    def __init__(self, inner: Transport, recorder: ProcessRecorder) -> None:
         self._inner = inner
         self._recorder = recorder
 

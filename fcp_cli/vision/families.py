@@ -11,7 +11,7 @@ from fcp_cli.vision import gemma3, internvl, qwen2_5_vl, qwen3_vl
 from fcp_cli.vision.parts import Kind, VisualPart
 
 
-class VisionFamily(Protocol):
+class VisionModule(Protocol):
     """A module of a family, as the runtime uses it; data sets use its `visual_sequence` besides."""
 
     def encode(self, model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Tensor:
@@ -21,7 +21,7 @@ class VisionFamily(Protocol):
         """Return embeddings [tokens, levels, hidden] as the model's forward takes them in place of pixels."""
 
 
-FAMILIES: Final[Mapping[str, VisionFamily]] = {
+FAMILIES: Final[Mapping[str, VisionModule]] = {
     "qwen3_vl": qwen3_vl,
     "qwen3_vl_moe": qwen3_vl,  # experts in the language model alone
     "qwen2_5_vl": qwen2_5_vl,

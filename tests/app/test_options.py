@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from fcp_cli.command_line import App, takes
 from fcp_cli.errors import UsageError
-from fcp_cli.options import Arg, Group, Opt, Typed, check_limits, options_of
+from fcp_cli.options import Arg, Opt, OptionGroup, Typed, check_limits, options_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +37,8 @@ class Options:
     globs: Annotated[tuple[str, ...], Opt("Files.", flags=("--glob", "-g"), metavar="GLOB")] = ()
     fast: Annotated[bool, Opt("Hurry.")] = False
     probe: Annotated[bool | None, Opt("Probe.", negatable=True, unset="once")] = None
-    batches: Annotated[Batches, Group("Batches")] = Batches(size=4)
-    trainer: Annotated[Mapping[str, Any], Group("Trainer", of=Trainer)] = field(default_factory=dict)
+    batches: Annotated[Batches, OptionGroup("Batches")] = Batches(size=4)
+    trainer: Annotated[Mapping[str, Any], OptionGroup("Trainer", of=Trainer)] = field(default_factory=dict)
     typed: Annotated[frozenset[str], Typed()] = frozenset()
 
 

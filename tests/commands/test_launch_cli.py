@@ -19,7 +19,7 @@ from inline_snapshot import snapshot
 from fcp_cli import app
 from fcp_cli.errors import RunError
 from fcp_cli.machine import devices, network
-from fcp_cli.machine.devices import Machine
+from fcp_cli.machine.devices import LocalDevices
 from fcp_cli.runs.heartbeat import read_heartbeat
 from fcp_cli.runs.launch_record import write_launch
 from tests.forked_ranks.rank_forking import SHARED
@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def fcp(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Fcp:
     """Run `fcp launch ...` in this process, on a machine of two cores."""
-    laptop = Machine(device="cpu", num_devices=0, num_cores=2, memory_bytes=16 << 30)
+    laptop = LocalDevices(device="cpu", num_devices=0, num_cores=2, memory_bytes=16 << 30)
     monkeypatch.setattr(devices, "find_machine", lambda device="auto": laptop)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.chdir(folder)
@@ -172,7 +172,7 @@ def test_a_command_of_ones_own_gets_the_hooks_by_its_environment(
 
 
 def test_a_head_node_without_torch_still_prints_commands(fcp: Fcp, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_torch(device: str = "auto") -> Machine:
+    def no_torch(device: str = "auto") -> LocalDevices:
         raise RunError("torch is not installed here")
 
     monkeypatch.setattr(devices, "find_machine", no_torch)
@@ -402,7 +402,7 @@ def test_the_first_run_of_a_plan_is_probed_and_a_later_one_in_its_directory_is_n
 def test_a_head_node_explains_the_environment_of_devices_that_it_does_not_have(
     fcp: Fcp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_device(device: str = "auto") -> Machine:
+    def no_device(device: str = "auto") -> LocalDevices:
         raise RunError(f"there is no {device} device here")
 
     monkeypatch.setattr(devices, "find_machine", no_device)

@@ -12,7 +12,7 @@ from inline_snapshot import snapshot
 
 from fcp_cli import app
 from fcp_cli.machine import devices
-from fcp_cli.machine.devices import Machine
+from fcp_cli.machine.devices import LocalDevices
 from tests.training.small_runs import write_manifest, write_small_plan
 
 Fcp = Callable[..., tuple[int, str, list[str]]]
@@ -21,7 +21,7 @@ Fcp = Callable[..., tuple[int, str, list[str]]]
 @pytest.fixture
 def fcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Fcp:
     """Run `fcp launch ...` in this process and an empty folder, on a laptop: status, stdout, lines of stderr."""
-    laptop = Machine(device="cpu", num_devices=0, num_cores=2, memory_bytes=16 << 30)
+    laptop = LocalDevices(device="cpu", num_devices=0, num_cores=2, memory_bytes=16 << 30)
     monkeypatch.setattr(devices, "find_machine", lambda device="auto": laptop)
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     monkeypatch.chdir(tmp_path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, fields, replace
 
 from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile, Heads
-from fcp_cli.plan.refits import Factors, Refit, refitted
+from fcp_cli.plan.refits import Factors, ScheduledRefit, refitted
 from fcp_cli.profiling.forward import forward_profile
 
 # What a coefficient stays the same for: bytes where links are slower, what is no seconds at all.
@@ -36,7 +36,7 @@ def changed(profile: CostProfile) -> set[str]:
 
 def test_a_refit_changes_all_that_is_seconds() -> None:
     factors = Factors(microbatch=2.0, linear=3.0, attention=5.0, ring=7.0)
-    after = refitted(PROFILE, Refit(first_step=0, factors=factors))
+    after = refitted(PROFILE, ScheduledRefit(first_step=0, factors=factors))
     assert changed(after) == NAMES - NO_SECONDS
     assert PROFILE.heads is not None and after.heads == replace(PROFILE.heads, exchange_seconds=3.5)
     assert after.coefficients.ring_hop_seconds == after.coefficients.last_hop_seconds == 3.5

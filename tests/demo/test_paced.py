@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.pace import lines
 from fcp_cli.demo.device import HEAD_DIM, LAYERS, Device, Links, PacedKernel, PacedTransport
-from fcp_cli.demo.paced import Work, paced_profile, run, write_plans
+from fcp_cli.demo.paced import PacedWork, paced_profile, run, write_plans
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.runtime.layouts.layout import shard_layout
 
@@ -127,7 +127,7 @@ def test_four_ranks_take_the_seconds_that_their_plans_predict(tmp_path: Path) ->
     lengths = np.random.default_rng(0).integers(64, 2000, 32)
     lengths[::8] = 7000
     table = LengthTable(name="drawn", length_tokens=lengths.astype(np.int64))
-    work = Work(table=table, steps=2, tokens_per_rank=2048, max_length=8192, slower=1.0)
+    work = PacedWork(table=table, steps=2, tokens_per_rank=2048, max_length=8192, slower=1.0)
     outcomes = run(write_plans(tmp_path, work, num_ranks=4, strategies=("static", "fcp")), num_ranks=4)
     for outcome in outcomes.values():
         # A busy machine makes steps longer, and nothing makes them shorter.

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from fcp_cli.launching.job.job import Job
-from fcp_cli.machine.devices import Machine
+from fcp_cli.machine.devices import LocalDevices
 from fcp_cli.models.shipped import shipped_profile
 from fcp_cli.plan.metadata import ManifestReference, PlanMetadata, Sync
 
-CPU = Machine(device="cpu", num_devices=0, num_cores=8, memory_bytes=64 << 30)
-GPUS = Machine(device="cuda", num_devices=8, num_cores=64, memory_bytes=512 << 30)
-NPUS = Machine(device="npu", num_devices=8, num_cores=64, memory_bytes=512 << 30)
+CPU = LocalDevices(device="cpu", num_devices=0, num_cores=8, memory_bytes=64 << 30)
+GPUS = LocalDevices(device="cuda", num_devices=8, num_cores=64, memory_bytes=512 << 30)
+NPUS = LocalDevices(device="npu", num_devices=8, num_cores=64, memory_bytes=512 << 30)
 MACHINES = {"cpu": CPU, "cuda": GPUS, "npu": NPUS}
 
 

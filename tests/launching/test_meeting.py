@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.launching.supervision.meeting import Meeting
+from fcp_cli.launching.supervision.meeting import NodeMeeting
 from tests.launching.jobs import local_job
 from tests.ports import unused_port
 
@@ -37,7 +37,7 @@ def said(folder: Path, port: int, *, node_rank: int, seconds: float = 60.0, **ch
     )
     lines: list[str] = []
     now = 0.0
-    meeting = Meeting(
+    meeting = NodeMeeting(
         job=job,
         node_rank=node_rank,
         announce=lambda line: lines.append(f"{now:.0f} s: {line}"),

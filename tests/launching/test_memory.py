@@ -21,7 +21,7 @@ from fcp_cli.launching.checks.plan import profile_model
 from fcp_cli.launching.job.job import Job
 from fcp_cli.launching.memory_table import memory_table
 from fcp_cli.machine.accelerators import Accelerators
-from fcp_cli.machine.devices import Machine
+from fcp_cli.machine.devices import LocalDevices
 from fcp_cli.machine.facts import Facts
 from fcp_cli.models.model import load_model
 from fcp_cli.planning import settings as planning_settings
@@ -49,7 +49,7 @@ def on_gpus(model: str = "qwen3-8b", *, recipe: Recipe | None = PLANNED, **given
 
 
 def on_cpu(model: str, host_bytes: int, **changed: Any) -> Job:
-    small = Machine(device="cpu", num_devices=0, num_cores=2, memory_bytes=host_bytes)
+    small = LocalDevices(device="cpu", num_devices=0, num_cores=2, memory_bytes=host_bytes)
     values = {"settings": settings_of(model), "metadata": plan_metadata(num_ranks=4), **changed}
     return local_job(machine=small, model=model, **values)
 

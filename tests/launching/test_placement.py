@@ -7,13 +7,13 @@ from inline_snapshot import snapshot
 
 from fcp_cli.errors import RunError
 from fcp_cli.launching.job.nodes import check_ranks, place, planned_nodes
-from fcp_cli.machine.devices import UNKNOWN_MACHINE, Machine
+from fcp_cli.machine.devices import UNKNOWN_MACHINE, LocalDevices
 from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
 from tests.messages import raises
 
 PLAN = Path("plan.parquet")
-LAPTOP = Machine(device="cpu", num_devices=0, num_cores=2)
-GPU_NODE = Machine(device="cuda", num_devices=8, num_cores=64)
+LAPTOP = LocalDevices(device="cpu", num_devices=0, num_cores=2)
+GPU_NODE = LocalDevices(device="cuda", num_devices=8, num_cores=64)
 
 
 def metadata(
@@ -81,7 +81,7 @@ def test_a_plan_of_replicas_was_made_for_the_nodes_that_hold_all_their_devices(p
 
 
 def test_too_few_accelerators_suggests_the_cpu() -> None:
-    single = Machine(device="cuda", num_devices=1, num_cores=16)
+    single = LocalDevices(device="cuda", num_devices=1, num_cores=16)
     with pytest.raises(RunError) as error:
         place(PLAN, metadata(4), single, nodes=None, must_fit=True)
     assert str(error.value) == snapshot(
@@ -90,7 +90,7 @@ def test_too_few_accelerators_suggests_the_cpu() -> None:
 
 
 def test_devices_that_a_variable_hides_are_told_with_it() -> None:
-    hidden = Machine(device="npu", num_devices=2, num_cores=16, visible="ASCEND_RT_VISIBLE_DEVICES=0,1")
+    hidden = LocalDevices(device="npu", num_devices=2, num_cores=16, visible="ASCEND_RT_VISIBLE_DEVICES=0,1")
     with raises(
         snapshot(
             "RunError: plan.parquet needs 4 processes on this machine, which holds 2 (2 npu devices with ASCEND_RT_VISIBLE_DEVICES=0,1); train on the CPU with --device cpu, or plan for fewer ranks with: fcp plan lengths.parquet --ranks 2 --ranks-per-node 2 --tokens-per-rank 1024 --sync iteration --global-batch-size 8 --no-shuffle --solver test -o plan-2-ranks.parquet"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from inline_snapshot import snapshot
 
-from fcp_cli.memory.fitting import LEAST_TOKENS, Fit, Place, fitting_recipe
+from fcp_cli.memory.fitting import LEAST_TOKENS, FittedRecipe, Place, fitting_recipe
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.cluster import load_cluster
@@ -27,7 +27,9 @@ def place(gigabytes: float = 73.6, **changed: Any) -> Place:
     return Place(**{"num_ranks": 8, "ranks_per_node": 8, "capacity_bytes": gigabytes * 1e9, **changed})
 
 
-def fit(model: str = "qwen3-8b", where: Place | None = None, *, wanted_tokens: int = LEAST_TOKENS, **asked: Any) -> Fit:
+def fit(
+    model: str = "qwen3-8b", where: Place | None = None, *, wanted_tokens: int = LEAST_TOKENS, **asked: Any
+) -> FittedRecipe:
     sync = asked.pop("sync", None)
     request = RecipeRequest(**asked)
     return fitting_recipe(spec_of(model), request, where or place(), sync=sync, wanted_tokens=wanted_tokens)
@@ -38,9 +40,9 @@ def test_with_room_enough_nothing_is_computed_twice_and_weights_are_gathered_onc
     assert (found.recipe, found.sync, found.is_enough) == (Recipe(zero_stage=2), "iteration", True)
 
 
-def chosen_as_room_shrinks(**where: Any) -> list[Fit]:
+def chosen_as_room_shrinks(**where: Any) -> list[FittedRecipe]:
     """The recipes that are enough on devices from 300 GB down to 10, each once."""
-    found: list[Fit] = []
+    found: list[FittedRecipe] = []
     for gigabytes in range(300, 10, -1):
         one = fit(where=place(gigabytes, **where))
         if one.is_enough and (one.recipe, one.sync) not in [(other.recipe, other.sync) for other in found]:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from fcp_cli.memory.rank import rank_memory
-from fcp_cli.memory.table import Item, Moment, RankMemory
+from fcp_cli.memory.table import MemoryItem, Moment, RankMemory
 from fcp_cli.models.model import load_model
 from fcp_cli.recipe import Recipe
 
@@ -54,8 +54,8 @@ def test_a_model_that_does_not_fit_leaves_no_tokens() -> None:
 
 
 def test_the_peak_is_that_of_the_moment_which_needs_most() -> None:
-    head = Moment(name="loss head", items=(Item(name="loss head", bytes_per_token=3.0),))
-    update = Moment(name="optimizer step", items=(Item(name="update", fixed_bytes=100.0),))
+    head = Moment(name="loss head", items=(MemoryItem(name="loss head", bytes_per_token=3.0),))
+    update = Moment(name="optimizer step", items=(MemoryItem(name="update", fixed_bytes=100.0),))
     memory = RankMemory(moments=(head, update))
     assert memory.total_bytes(10) == 100.0
     assert memory.total_bytes(50) == 150.0

@@ -7,7 +7,7 @@ import pytest
 from inline_snapshot import snapshot
 
 from fcp_cli.console import Origins
-from fcp_cli.machine.devices import Machine
+from fcp_cli.machine.devices import LocalDevices
 from fcp_cli.profiling import choices
 from fcp_cli.profiling.choices import choose_measurement
 from fcp_cli.profiling.options import ProfileRequest
@@ -23,7 +23,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Pretend to run on a machine."""
 
     def pretend(device: str, num_devices: int, name: str = "", memory_bytes: float = 0.0) -> None:
-        machine = Machine(device=device, num_devices=num_devices, num_cores=4)
+        machine = LocalDevices(device=device, num_devices=num_devices, num_cores=4)
         monkeypatch.setattr(choices, "find_machine", lambda wanted: machine)
         monkeypatch.setattr(choices, "_device", lambda kind: choices._Device(name=name, memory_bytes=memory_bytes))
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fcp_cli.attention_kernels import KernelTable, KernelTiming, ShapeClass, shape_class
-from fcp_cli.cost.measured import Measured, measured_table, read_measured
+from fcp_cli.cost.measured import MeasuredDevice, measured_table, read_measured
 from fcp_cli.errors import ProfileError, UsageError
 from fcp_cli.profiling.assemble import profile_from_samples
 from fcp_cli.profiling.samples import append_line, read_samples
@@ -205,7 +205,7 @@ def test_a_shared_file_serves_other_users_of_the_device(tmp_path: Path, monkeypa
 
 def test_a_file_that_is_no_measurement_is_refused_in_a_line(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
-    document = asdict(Measured(format="fcp-measured/2", device="a", release="b", ranks=1, ranks_per_node=1))
+    document = asdict(MeasuredDevice(format="fcp-measured/2", device="a", release="b", ranks=1, ranks_per_node=1))
     path.write_text(str(document).replace("'", '"').replace("None", "null"), encoding="utf-8")
     with pytest.raises(ProfileError, match="is 'fcp-measured/2'; this fcp reads fcp-measured/1"):
         read_measured(path)

@@ -10,8 +10,8 @@ import pytest
 from fcp_cli.errors import RunError
 from fcp_cli.runs.metrics import (
     MetricsWriter,
-    MicroBatchTiming,
     StepMeasurement,
+    TimedMicroBatch,
     drop_steps_from,
 )
 from fcp_cli.runs.metrics_reader import MetricsTail, read_metrics
@@ -20,8 +20,8 @@ RUN: dict[str, Any] = {"format": "fcp-metrics/1", "kind": "run", "started": "202
 RUN |= {"num_ranks": 2, "ranks_per_node": 2}
 
 
-def timing(order: int, seconds: float) -> MicroBatchTiming:
-    return MicroBatchTiming(order=order, degree=2, tokens=10, predicted_seconds=0.5, start_seconds=0.0, seconds=seconds)
+def timing(order: int, seconds: float) -> TimedMicroBatch:
+    return TimedMicroBatch(order=order, degree=2, tokens=10, predicted_seconds=0.5, start_seconds=0.0, seconds=seconds)
 
 
 def measured(step: int = 3, *, loss: float = 2.0) -> StepMeasurement:

@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from fcp_cli.errors import RunError
 from fcp_cli.verification.order import SEND, Operation
-from fcp_cli.verification.recording import RecordedGroup, RecordedWork, Recorder
+from fcp_cli.verification.recording import ProcessRecorder, RecordedGroup, RecordedWork
 
 BACKEND = "rendezvous"
 HANG_SECONDS = 6.0
@@ -38,7 +38,7 @@ _MOST_QUEUES = 64
 Issued = tuple[Operation, Callable[[], dist.Work], RecordedWork]
 
 
-class Rendezvous(Recorder):
+class Rendezvous(ProcessRecorder):
     """The device of one process: its hardware queues, and the record of what was launched into them.
 
     Args:
@@ -108,7 +108,7 @@ class _Launch:
 class _LaunchedWork(RecordedWork):
     """Ends when its launch has run; a host that waits for it is held up as a device would be."""
 
-    def __init__(self, device: Recorder) -> None:
+    def __init__(self, device: ProcessRecorder) -> None:
         super().__init__(device)
         self._ended = threading.Event()
         self._error: Exception | None = None

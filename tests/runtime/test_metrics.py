@@ -17,7 +17,7 @@ from fcp_cli.runs.metrics import MetricsWriter
 from fcp_cli.runs.metrics_reader import open_run
 from fcp_cli.runs.step_position import read_position
 from fcp_cli.runtime.metrics import recorder as recording
-from fcp_cli.runtime.metrics.mailbox import Mailbox, MessageLostError
+from fcp_cli.runtime.metrics.mailbox import MessageLostError, MetricsMailbox
 from fcp_cli.runtime.metrics.message import RankMeasurement, decode, mean_loss, planned_timings
 from fcp_cli.runtime.metrics.recorder import Recorder
 from tests.runs.records import read_metrics
@@ -49,7 +49,7 @@ def test_the_loss_is_the_sum_over_ranks_by_what_they_count_together() -> None:
 
 
 def test_a_step_is_there_once_all_ranks_have_left_it() -> None:
-    box = Mailbox(HashStore(), 2)
+    box = MetricsMailbox(HashStore(), 2)
     assert box.collect(0) is None
     box.leave(1, measured(0))
     assert box.collect(0) is None
@@ -59,7 +59,7 @@ def test_a_step_is_there_once_all_ranks_have_left_it() -> None:
 
 
 def test_a_message_of_an_earlier_step_in_the_same_place_is_not_taken_for_a_later_one() -> None:
-    box = Mailbox(HashStore(), 2)
+    box = MetricsMailbox(HashStore(), 2)
     for rank in range(2):
         box.leave(rank, measured(0))
     assert box.collect(0) is not None
@@ -70,7 +70,7 @@ def test_a_message_of_an_earlier_step_in_the_same_place_is_not_taken_for_a_later
 
 
 def test_a_message_that_was_overwritten_costs_its_step_and_no_other() -> None:
-    box = Mailbox(HashStore(), 2)
+    box = MetricsMailbox(HashStore(), 2)
     for step in (0, 8):  # in the same place
         box.leave(1, measured(step))
     box.leave(0, measured(0))
@@ -82,8 +82,8 @@ def test_a_message_that_was_overwritten_costs_its_step_and_no_other() -> None:
 
 def test_a_message_of_an_earlier_loop_is_not_taken_for_the_same_step_of_a_later_one() -> None:
     store = HashStore()
-    Mailbox(store, 2, loop=1).leave(1, measured(0))
-    later = Mailbox(store, 2, loop=2)
+    MetricsMailbox(store, 2, loop=1).leave(1, measured(0))
+    later = MetricsMailbox(store, 2, loop=2)
     later.leave(0, measured(0))
     assert later.collect(0) is None
 
@@ -216,7 +216,7 @@ def test_a_rank_that_says_nothing_costs_the_steps_it_kept_for_itself_and_is_name
     monkeypatch.setattr(recording, "_LAST_SECONDS", 0.05)
     recorder = alone(plan)
     recorder.open(0)
-    box = Mailbox(recorder._store, 2, loop=1)
+    box = MetricsMailbox(recorder._store, 2, loop=1)
     recorder._mailbox = box
     run_step(recorder, 0)
     recorder.end()

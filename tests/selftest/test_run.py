@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.selftest.findings import Finding, Report
+from fcp_cli.selftest.findings import Finding, SelftestReport
 from fcp_cli.selftest.run import watch
 from fcp_cli.selftest.settings import Settings, read_settings
 
@@ -22,7 +22,7 @@ _BEGINS = """
 """
 
 
-def _watched(tmp_path: Path, then: str, *, limit_seconds: float = 60.0) -> tuple[Report, list[str]]:
+def _watched(tmp_path: Path, then: str, *, limit_seconds: float = 60.0) -> tuple[SelftestReport, list[str]]:
     settings = Settings(folder=tmp_path, device="cpu", quick=True)
     inner = textwrap.dedent(_BEGINS) + textwrap.dedent(then)
     # As under torchrun, the ranks are children of what is started.

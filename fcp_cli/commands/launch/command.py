@@ -19,10 +19,10 @@ from fcp_cli.errors import FcpError, RunError, UsageError
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:
-    from fcp_cli.launching.checks import Finding
+    from fcp_cli.launching.checks import LaunchFinding
     from fcp_cli.launching.checks.memory import JobMemory
     from fcp_cli.launching.job.job import Job
-    from fcp_cli.machine.devices import Machine
+    from fcp_cli.machine.devices import LocalDevices
 
 
 @takes(
@@ -91,10 +91,10 @@ def _launch_own_command(options: LaunchOptions) -> None:
 
 def _run_preflight(options: LaunchOptions) -> None:
     """Run the checks alone; exit status 1 if one of them would stop the launch."""
-    from fcp_cli.launching.checks import Finding
+    from fcp_cli.launching.checks import LaunchFinding
     from fcp_cli.launching.checks.preflight import check_space
 
-    findings: list[Finding] = []
+    findings: list[LaunchFinding] = []
     memory = None
     try:
         job = _resolve(options)
@@ -103,7 +103,7 @@ def _run_preflight(options: LaunchOptions) -> None:
     except UsageError:
         raise
     except FcpError as error:  # before there is a job, nothing can be checked beyond it
-        findings = [Finding(severity="error", message=str(error)), *findings]
+        findings = [LaunchFinding(severity="error", message=str(error)), *findings]
     errors = sum(finding.severity == "error" for finding in findings)
     if options.json:
         shown = [{"severity": finding.severity, "message": finding.message} for finding in findings]
@@ -157,7 +157,7 @@ def _resolve(options: LaunchOptions) -> Job:
     return job
 
 
-def _find_machine(device: str, *, dry_run: bool) -> Machine:
+def _find_machine(device: str, *, dry_run: bool) -> LocalDevices:
     from fcp_cli.machine.devices import UNKNOWN_MACHINE, find_machine
 
     try:
@@ -169,7 +169,7 @@ def _find_machine(device: str, *, dry_run: bool) -> Machine:
         return UNKNOWN_MACHINE if device == "auto" else replace(UNKNOWN_MACHINE, device=device)
 
 
-def _findings(job: Job) -> tuple[list[Finding], JobMemory | None]:
+def _findings(job: Job) -> tuple[list[LaunchFinding], JobMemory | None]:
     """Return the findings that would make the job fail or be slow, here and in its environment, and a rank's memory."""
     from fcp_cli.launching.checks import check_launch
     from fcp_cli.launching.checks.memory import job_memory
@@ -187,7 +187,7 @@ def _show_memory(memory: JobMemory | None) -> None:
         print_table(human(), memory_table(memory))
 
 
-def _show_findings(findings: list[Finding], *, starts: bool = True) -> None:
+def _show_findings(findings: list[LaunchFinding], *, starts: bool = True) -> None:
     """Print the findings; errors of a launch from here are warnings to a user who only looks."""
     for finding in findings:
         if finding.severity == "error" and not starts:

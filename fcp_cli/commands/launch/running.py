@@ -67,13 +67,13 @@ def run_here(job: Job, *, json: bool) -> None:
 
 
 def _run_watched(job: Job, node_rank: int, *, json: bool) -> tuple[JobOutcome, RunWatcher]:
-    from fcp_cli.launching.supervision.meeting import Meeting
+    from fcp_cli.launching.supervision.meeting import NodeMeeting
     from fcp_cli.launching.supervision.run import Screen, run_job
     from fcp_cli.runs.heartbeat import beating
 
     started, bundled = job.started_on(node_rank), job.is_bundled
     watcher = _watcher(job, node_rank)
-    meeting = Meeting(job=started, node_rank=node_rank, announce=note)
+    meeting = NodeMeeting(job=started, node_rank=node_rank, announce=note)
     with beating(job.paths.heartbeat if node_rank == 0 else None) as pulse:
 
         def refresh() -> None:

@@ -52,7 +52,9 @@ class PlannedModel:
         """
         self.current, self._divided_by, self._shown = microbatch, divided_by, shown
         self._on_rings.enter_context(self._attention.on_rings())
-        return _Batch(input_ids=microbatch.input_ids, position_ids=microbatch.position_ids, labels=microbatch.labels)
+        return _PlannedBatch(
+            input_ids=microbatch.input_ids, position_ids=microbatch.position_ids, labels=microbatch.labels
+        )
 
     def leave(self) -> None:
         """Give the model its own attention and loss."""
@@ -84,7 +86,7 @@ class PlannedModel:
         return replace(output, loss=trained + (shown - trained.detach()))
 
 
-class _Batch(dict[str, Tensor]):
+class _PlannedBatch(dict[str, Tensor]):
     """A micro-batch; scripts that ask for the attention mask find none, which the plan stands for."""
 
     def __missing__(self, name: str) -> None:

@@ -59,10 +59,10 @@ class LightningFit:
         self._rows = CollatedRows(loader, self.session.plan, metadata)
         self._steps: Generator[Step, None, None] | None = None
 
-    def loader(self) -> PlannedBatches:
+    def loader(self) -> CountedBatches:
         """Return the replacement of the script's loader: as many batches as the trainer accumulates in an epoch."""
         updates = self.session.metadata.steps_per_epoch * self._trainer.accumulate_grad_batches
-        return PlannedBatches(self.session, updates, self._batch_size)
+        return CountedBatches(self.session, updates, self._batch_size)
 
     def begin(self) -> None:
         """Begin with the plan before the optimizer's first step, which stops a process that follows none."""
@@ -122,7 +122,7 @@ class LightningFit:
         return step
 
 
-class PlannedBatches:
+class CountedBatches:
     """Batches of nothing, which Lightning counts: the steps themselves fetch the rows. It goes into checkpoints."""
 
     def __init__(self, session: Session, batches: int, batch_size: int) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from fcp_cli.integrations.megatron.microbatch import current_microbatch
-from fcp_cli.integrations.megatron.samples import ATTENTION_MASK, LOSS_MASK, POSITIONS, TOKENS, LoadedStep
+from fcp_cli.integrations.megatron.samples import ATTENTION_MASK, LOSS_MASK, POSITIONS, TOKENS, LocalStep
 
 _HOOKED = "get_batch_on_this_tp_rank"
 # Where it is, by version: to 0.18 it reads from an iterator, from 0.19 on it gets the first process's batch.
@@ -47,13 +47,13 @@ def hook_batches(utils: ModuleType) -> None:
             return get_batch(*args, **kwargs)
         batch = next(args[0] if args else kwargs["data_iterator"]) if reads else microbatch.batch
         device = microbatch.positions.device
-        return _Batch((name, batch[name].to(device, non_blocking=True)) for name in _ENTRIES)
+        return _ScriptBatch((name, batch[name].to(device, non_blocking=True)) for name in _ENTRIES)
 
     setattr(utils, _HOOKED, get_planned_batch)
     _hooked.append(get_planned_batch)
 
 
-class _Batch(dict[str, Any]):
+class _ScriptBatch(dict[str, Any]):
     """Further values for scripts from 0.19 on (sequences packed by others, their groups) are None under a plan."""
 
     def __missing__(self, name: str) -> None:
@@ -73,10 +73,10 @@ def shares_data(data_iterator: Any, replica: dist.ProcessGroup, device: torch.de
     return bool(lacking)
 
 
-def share(read: Callable[[], LoadedStep], replica: dist.ProcessGroup) -> LoadedStep:
+def share(read: Callable[[], LocalStep], replica: dist.ProcessGroup) -> LocalStep:
     """Return the batch that the first process of a replica reads, on all of them. All call it."""
     first = dist.get_process_group_ranks(replica)[0]
     found: list[Any] = [read() if dist.get_rank() == first else None]
     dist.broadcast_object_list(found, src=first, group=replica)
-    step: LoadedStep = found[0]
+    step: LocalStep = found[0]
     return step

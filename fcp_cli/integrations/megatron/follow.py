@@ -20,7 +20,7 @@ from torch import Tensor
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.megatron import checks
 from fcp_cli.integrations.megatron.batches import share, shares_data
-from fcp_cli.integrations.megatron.measured import MeasuredSteps
+from fcp_cli.integrations.megatron.measured import ScheduleRecorder
 from fcp_cli.integrations.megatron.microbatch import PlannedMicroBatch, current_microbatch
 from fcp_cli.integrations.megatron.model import device_of, unwrapped
 from fcp_cli.integrations.megatron.padding import padding_report
@@ -28,8 +28,8 @@ from fcp_cli.integrations.megatron.probe import probe
 from fcp_cli.integrations.megatron.reduction import gather_parameters, reduced_after_backwards
 from fcp_cli.integrations.megatron.samples import (
     LOSS_MASK,
-    LoadedStep,
     LocalShard,
+    LocalStep,
     Samples,
     find_samples,
     load_shard,
@@ -37,7 +37,7 @@ from fcp_cli.integrations.megatron.samples import (
     pinned,
 )
 from fcp_cli.integrations.megatron.stack import Stack
-from fcp_cli.integrations.megatron.transformer_engine import Rings, make_rings, wants_rings
+from fcp_cli.integrations.megatron.transformer_engine import PlanProcessGroups, make_rings, wants_rings
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.runtime.agreement.grad_ring import agreed_grad_dtype
 from fcp_cli.runtime.agreement.plan_agreement import agree_on_plan, require_causal, require_training
@@ -101,12 +101,12 @@ class Follower:
         clock = clock_for(self._device)
         self.watch = watch_for(self._rank, clock, self._device)
         self.watch.start()
-        self.measured = MeasuredSteps(plan, self.metadata, rank=self._rank, device=self._device, clock=clock)
+        self.measured = ScheduleRecorder(plan, self.metadata, rank=self._rank, device=self._device, clock=clock)
         self._models = models
         self._is_announced = False
         self._iterator: Any = None
-        self._steps: Prefetched[LoadedStep] | None = None
-        self._current: LoadedStep | None = None
+        self._steps: Prefetched[LocalStep] | None = None
+        self._current: LocalStep | None = None
         self._replica = parallel_state.get_model_parallel_group()
         self._shares_data: bool | None = None
         self._first_step = self._next_step = 0
@@ -142,7 +142,7 @@ class Follower:
             self._config.variable_seq_lengths = True  # stages exchange the shapes, which now differ
         return metadata
 
-    def _open_rings(self, models: list[Any]) -> Rings | None:
+    def _open_rings(self, models: list[Any]) -> PlanProcessGroups | None:
         """Let ranks that meet in rings meet once; return Transformer Engine's rings, where its attention runs."""
         shares_heads = self.metadata.attention is not None
         engine, is_latent = None, bool(getattr(self._config, "multi_latent_attention", False))
@@ -200,7 +200,7 @@ class Follower:
             "micro_batch_size": 1,
         }
 
-    def _next(self, data_iterator: Any) -> LoadedStep:
+    def _next(self, data_iterator: Any) -> LocalStep:
         """Return the next step, read here or by the process of this replica that the script gives its data to."""
         if self._shares_data is None:
             self._shares_data = shares_data(data_iterator, self._replica, self._device)
@@ -211,7 +211,7 @@ class Follower:
         step = share(read, self._replica)
         return pinned(step) if self._device.type == "cuda" else step
 
-    def _read(self, data_iterator: Any) -> LoadedStep:
+    def _read(self, data_iterator: Any) -> LocalStep:
         if data_iterator is not self._iterator or self._steps is None:
             self._open(data_iterator)
         return self._step(is_repeated=getattr(data_iterator, "replaying", False))
@@ -238,13 +238,13 @@ class Follower:
             self._steps.close()
         # Read in the thread that loads. Transformer Engine's rings follow their process group, whose ranks ascend.
         cursor = PlanCursor(self._plan, self._rank, first_step=step, ahead=0, ascending=self._engine is not None)
-        loaded: Iterable[LoadedStep] = load_steps(cursor, samples, self._load)
+        loaded: Iterable[LocalStep] = load_steps(cursor, samples, self._load)
         if self._device.type == "cuda":
             loaded = (pinned(step) for step in loaded)
         self._steps = Prefetched(loaded, depth=_STEPS_AHEAD, name="fcp-loader")
         self._iterator, self._first_step, self._next_step = data_iterator, step, step
 
-    def _probe(self, step: LoadedStep) -> str:
+    def _probe(self, step: LocalStep) -> str:
         """Compare numbers before the first step, where that can be done; return the outcome for the log."""
         # Rank 0 decides: to nodes that started later the run directory may not look new.
         wanted = torch.tensor(int(os.environ.get(_PROBE_VARIABLE) != "0"), device=self._device)
@@ -264,7 +264,7 @@ class Follower:
         )
         return f"probe: attention within {difference:.0e}"
 
-    def _announce(self, step: LoadedStep, probed: str) -> None:
+    def _announce(self, step: LocalStep, probed: str) -> None:
         if dist.get_rank() == 0:
             padding = ""
             if self._even_chunks:
@@ -286,7 +286,7 @@ class Follower:
                 f"{self.metadata.manifest.name} has {rows} rows; build the manifest from this data set"
             )
 
-    def _step(self, *, is_repeated: bool) -> LoadedStep:
+    def _step(self, *, is_repeated: bool) -> LocalStep:
         """Return the next step; the same again where Megatron reruns one to see whether hardware was at fault."""
         if is_repeated and self._current is not None:
             return self._current
@@ -300,7 +300,7 @@ class Follower:
         self._current, self._next_step = step, step.plan.step + 1
         return step
 
-    def _check_batch(self, step: LoadedStep, arguments: Mapping[str, Any]) -> None:
+    def _check_batch(self, step: LocalStep, arguments: Mapping[str, Any]) -> None:
         """Check that the script's batch is the plan's: its learning rate, log and checkpoints count samples."""
         ranks = parallel_state.get_data_parallel_world_size()
         per_rank, size = arguments["num_microbatches"], arguments["micro_batch_size"]
@@ -371,7 +371,7 @@ class _Batches:
     `counts_tokens` compares the script's count of tokens with its loss mask, for which the host waits for the device.
     """
 
-    def __init__(self, follower: Follower, step: LoadedStep, chunk: int, *, is_last: bool, counts_tokens: bool) -> None:
+    def __init__(self, follower: Follower, step: LocalStep, chunk: int, *, is_last: bool, counts_tokens: bool) -> None:
         self._follower = follower
         self._chunk, self._is_last = chunk, is_last
         self._shards: Iterator[LocalShard] = iter(step.shards)

@@ -16,11 +16,11 @@ from torch import Tensor
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.data.cursor import RankStep
-from fcp_cli.runtime.metrics.recorder import StepRecord, recorder_of
+from fcp_cli.runtime.metrics.recorder import RunningStep, recorder_of
 from fcp_cli.runtime.metrics.timing import Clock
 
 
-class MeasuredSteps:
+class ScheduleRecorder:
     """The steps of one process. Of a rank's processes the one measures that computes the loss, on the last stage.
 
     Args:
@@ -35,7 +35,7 @@ class MeasuredSteps:
             self._recorder = recorder_of(None, plan=plan, metadata=metadata, rank=rank, device=device)
         self._clock = clock
         self._is_open = False
-        self._record: StepRecord | None = None
+        self._record: RunningStep | None = None
         self._microbatches = 0
         self._running: tuple[int, Any] | None = None  # order and begin
         self._first: Any = None  # mark of the step's first forward

@@ -96,7 +96,7 @@ class LocalShard:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LoadedStep:
+class LocalStep:
     """A step of one rank."""
 
     plan: RankStep
@@ -138,7 +138,7 @@ def _sampler(iterator: Any) -> Any:
 
 def load_steps(
     steps: Iterable[RankStep], samples: Samples, load: Callable[[MicroBatch, Samples], LocalShard]
-) -> Iterator[LoadedStep]:
+) -> Iterator[LocalStep]:
     """Load a rank's shards, step by step.
 
     Args:
@@ -150,10 +150,10 @@ def load_steps(
         RunError: an item has no tokens, or fewer than in the plan.
     """
     for step in steps:
-        yield LoadedStep(plan=step, shards=tuple(load(row, samples) for row in step.rows))
+        yield LocalStep(plan=step, shards=tuple(load(row, samples) for row in step.rows))
 
 
-def pinned(step: LoadedStep) -> LoadedStep:
+def pinned(step: LocalStep) -> LocalStep:
     """Put a step's tensors into page-locked memory: only from there does a copy to a GPU not keep the host waiting."""
 
     def pin(value: Any) -> Any:

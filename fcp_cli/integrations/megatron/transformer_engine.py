@@ -37,7 +37,7 @@ _PEER_TO_PEER = "p2p"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rings:
+class PlanProcessGroups:
     """The process groups of a plan, as one process sees them.
 
     Attributes:
@@ -116,7 +116,9 @@ def wants_rings(
     return has_engine and wanted != _OWN and not needs_own
 
 
-def make_rings(models: Iterable[nn.Module], plan: Path, peers: Sequence[int], device: torch.device) -> Rings:
+def make_rings(
+    models: Iterable[nn.Module], plan: Path, peers: Sequence[int], device: torch.device
+) -> PlanProcessGroups:
     """Make and warm up the process groups of a plan. Collective: all processes call it, once.
 
     Never `new_group(use_local_synchronization=True)`: with groups that overlap, it deadlocks.
@@ -145,7 +147,7 @@ def make_rings(models: Iterable[nn.Module], plan: Path, peers: Sequence[int], de
             # NCCL makes a communicator at its first use, for which members of other rings would have to wait.
             ProcessTransport(group, device).warm_up(device)
             groups[members] = group
-    return Rings(groups=groups, count=len(planned), device=device)
+    return PlanProcessGroups(groups=groups, count=len(planned), device=device)
 
 
 def most_groups(device: torch.device) -> int:

@@ -45,9 +45,9 @@ def attend_on_mindspeed(
         return _around_ring(ring, query, key, value, scale, group, settings)
     ring.check_shapes(*(tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value)))
     exchange = ring.head_exchange()
-    query, key, value = _ToHeads.apply(exchange, query, key, value)  # type: ignore[no-untyped-call]
+    query, key, value = _SetToHeads.apply(exchange, query, key, value)  # type: ignore[no-untyped-call]
     out = _around_ring(ring.ring_of_head_group(), query, key, value, scale, group, settings)
-    own: Tensor = _ToTokens.apply(exchange, out, ring.heads_degree)  # type: ignore[no-untyped-call]
+    own: Tensor = _SetToTokens.apply(exchange, out, ring.heads_degree)  # type: ignore[no-untyped-call]
     return own
 
 
@@ -103,7 +103,7 @@ def _around_ring(
     return out
 
 
-class _ToHeads(torch.autograd.Function):
+class _SetToHeads(torch.autograd.Function):
     """Exchange tokens for heads in a set, and the gradients of heads for those of tokens."""
 
     @staticmethod
@@ -116,7 +116,7 @@ class _ToHeads(torch.autograd.Function):
         return None, *drive(ctx.exchange.to_tokens("tokens", *grads, heads=ctx.heads))
 
 
-class _ToTokens(torch.autograd.Function):
+class _SetToTokens(torch.autograd.Function):
     """Exchange the heads of attention's output for its tokens, and their gradients back."""
 
     @staticmethod

@@ -144,8 +144,8 @@ def _rows(loader: Any, plan: Path, metadata: PlanMetadata, config: Any) -> Any:
     """Return the rows of the engine's loader, without its collator's positions: the model counts its own."""
     from fcp_cli.integrations.hugging_face.data.rows import CollatedRows
 
-    class Rows(CollatedRows):
+    class EngineRows(CollatedRows):
         def read(self, batch: Mapping[str, Any], row: int) -> Any:
             return super().read({name: value for name, value in batch.items() if name != "position_ids"}, row)
 
-    return Rows(loader, plan, metadata, config=config)
+    return EngineRows(loader, plan, metadata, config=config)

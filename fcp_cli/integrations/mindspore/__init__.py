@@ -4,7 +4,14 @@ It needs no torch. The numbers are MindSpore's own operations, so it runs on eve
 point-to-point hops were run on CPU ranks only.
 """
 
-from fcp_cli.integrations.mindspore.ring import Ring, attention
-from fcp_cli.integrations.mindspore.session import MicroBatch, Session, Step, start
+from fcp_cli.integrations.mindspore.ring import MindSporeRing, attention
+from fcp_cli.integrations.mindspore.session import MindSporeMicroBatch, MindSporeSession, MindSporeStep, start
 
-__all__ = ["MicroBatch", "Ring", "Session", "Step", "attention", "start"]
+__all__ = [
+    "MindSporeMicroBatch",
+    "MindSporeRing",
+    "MindSporeSession",
+    "MindSporeStep",
+    "attention",
+    "start",
+]

@@ -19,7 +19,7 @@ import numpy as np
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import FcpError
-from fcp_cli.integrations.mindspore.ranks import Ranks
+from fcp_cli.integrations.mindspore.ranks import MindSporeRanks
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
@@ -38,7 +38,7 @@ class MeasuredSteps:
         first_step: of the loop.
     """
 
-    def __init__(self, plan: Path, metadata: PlanMetadata, ranks: Ranks, first_step: int) -> None:
+    def __init__(self, plan: Path, metadata: PlanMetadata, ranks: MindSporeRanks, first_step: int) -> None:
         path = os.environ.get(METRICS_VARIABLE)
         self.is_on = bool(ranks.gather(np.array([int(bool(path))])).all())
         self._ranks, self._first_step, self._index = ranks, first_step, first_step

@@ -18,7 +18,7 @@ from fcp_cli.errors import RunError
 _RING_GROUP = "fcp-rings"
 
 
-class Exchange:
+class PendingExchange:
     """A pending exchange. It keeps the sent tensors alive until they have left."""
 
     __slots__ = ("_handles", "_received", "_sent")
@@ -35,7 +35,7 @@ class Exchange:
         return self._received
 
 
-class Ranks:
+class MindSporeRanks:
     """All ranks of a MindSpore job, made by `join`. Every rank calls the collectives in the same order."""
 
     __slots__ = ("rank", "size")
@@ -46,7 +46,7 @@ class Ranks:
 
     def exchange(
         self, sent: Tensor | None, to: int, received: Tensor | None, source: int, *, sends_first: bool
-    ) -> Exchange:
+    ) -> PendingExchange:
         """Start one hop: a tensor to global rank `to`, and one from global rank `source`.
 
         Args:
@@ -61,7 +61,7 @@ class Ranks:
         ]
         ordered = posts if sends_first else posts[::-1]
         handles = [post(tensor, peer, group) for post, tensor, peer in ordered if tensor is not None]
-        return Exchange(handles, sent, received)
+        return PendingExchange(handles, sent, received)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over all ranks."""
@@ -75,7 +75,7 @@ class Ranks:
         return table
 
 
-def join() -> Ranks:
+def join() -> MindSporeRanks:
     """Join the job that msrun started. In msrun's scheduler process this does not return before the job is over.
 
     Raises:
@@ -86,7 +86,7 @@ def join() -> Ranks:
     if not GlobalComm.INITED:
         communication.init()
     _bind_default_group()
-    ranks = Ranks(communication.get_rank(), communication.get_group_size())
+    ranks = MindSporeRanks(communication.get_rank(), communication.get_group_size())
     if ranks.size > 1:
         communication.create_group(_RING_GROUP, list(range(ranks.size)))
         # The first operation of a communicator is one of all ranks; afterwards any of them may talk.

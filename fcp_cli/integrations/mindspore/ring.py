@@ -18,7 +18,7 @@ import numpy as np
 from mindspore import Tensor, _Function, ops
 
 from fcp_cli.errors import RunError
-from fcp_cli.integrations.mindspore.ranks import Exchange, Ranks
+from fcp_cli.integrations.mindspore.ranks import MindSporeRanks, PendingExchange
 from fcp_cli.runtime.layouts.layout import Hop, Rows, ShardLayout
 from fcp_cli.runtime.layouts.ring_member import RingMember
 
@@ -31,7 +31,7 @@ _PRODUCT_TRANSPOSED = ops.BatchMatMul(transpose_b=True)
 _TRANSPOSED_PRODUCT = ops.BatchMatMul(transpose_a=True)
 
 
-class Ring(RingMember):
+class MindSporeRing(RingMember):
     """The group of one micro-batch, as one of its members sees it.
 
     Attributes:
@@ -40,12 +40,12 @@ class Ring(RingMember):
 
     __slots__ = ("world",)
 
-    def __init__(self, layout: ShardLayout, index: int, ranks: tuple[int, ...], world: Ranks) -> None:
+    def __init__(self, layout: ShardLayout, index: int, ranks: tuple[int, ...], world: MindSporeRanks) -> None:
         super().__init__(layout, index, ranks)
         self.world = world
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, ring: Ring, scale: float | None = None) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, *, ring: MindSporeRing, scale: float | None = None) -> Tensor:
     """Compute causal attention over the micro-batch's pack, of which each member of the ring holds a shard.
 
     Collective over the ring's members, and so is its backward. Every sequence attends to itself only. PyNative mode.
@@ -77,7 +77,7 @@ class _RingAttention(_Function):  # type: ignore[misc]  # mindspore has no types
     """`attention` as a node of MindSpore's graph, which keeps its ring: backward may run in another micro-batch."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: MindSporeRing, scale: float) -> Tensor:
         out, lse = _forward(ring, _grouped(q, k, ring.tokens, factor=scale), _pair(k, v, ring.tokens), k)
         ctx.ring, ctx.scale = ring, scale
         ctx.save_for_backward(q, k, v, out, lse)
@@ -94,7 +94,7 @@ class _RingAttention(_Function):  # type: ignore[misc]  # mindspore has no types
         return _like(dq * scale, q), _like(d_pair[0], k), _like(d_pair[1], v), None, None
 
 
-def _forward(ring: Ring, queries: Held, pair: Held, like: Tensor) -> tuple[Held, Held]:
+def _forward(ring: MindSporeRing, queries: Held, pair: Held, like: Tensor) -> tuple[Held, Held]:
     """Return the final out [.., tokens, head_dim] and lse [.., tokens, 1] of this member's scaled queries."""
     out = lse = None
     pairs = _Travel(ring, like, like.dtype)
@@ -115,7 +115,7 @@ def _forward(ring: Ring, queries: Held, pair: Held, like: Tensor) -> tuple[Held,
 
 
 def _backward(
-    ring: Ring, grad_out: Held, queries: Held, pair: Held, out: Held, lse: Held, like: Tensor
+    ring: MindSporeRing, grad_out: Held, queries: Held, pair: Held, out: Held, lse: Held, like: Tensor
 ) -> tuple[Held, Held]:
     """Return the gradients of the scaled queries and of this member's own pair.
 
@@ -148,12 +148,12 @@ class _Travel:
 
     __slots__ = ("_arrival", "_dtype", "_ring", "_shape")
 
-    def __init__(self, ring: Ring, like: Tensor, dtype: Any) -> None:
+    def __init__(self, ring: MindSporeRing, like: Tensor, dtype: Any) -> None:
         """Start with no pair; `like` is [1, kv_heads, .., head_dim]."""
         self._ring = ring
         self._shape = (2, like.shape[1], like.shape[3])
         self._dtype = dtype
-        self._arrival: Exchange | None = None
+        self._arrival: PendingExchange | None = None
 
     def pass_on(self, pair: Held, hop: int) -> None:
         """Send the pair of `hop`, and receive that of the hop after."""

@@ -24,10 +24,10 @@ from mindspore import Tensor, ops
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.mindspore.measured import MeasuredSteps
-from fcp_cli.integrations.mindspore.ranks import Ranks, join
-from fcp_cli.integrations.mindspore.ring import Ring
+from fcp_cli.integrations.mindspore.ranks import MindSporeRanks, join
+from fcp_cli.integrations.mindspore.ring import MindSporeRing
 from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.plan.step import MicroBatch as PlannedMicroBatch
+from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.agreement.plan_agreement import fingerprint, require_agreement, require_causal, require_training
 from fcp_cli.runtime.communication.launcher_watch import end_with_launcher
 from fcp_cli.runtime.data.cursor import PlanCursor, RankStep
@@ -44,7 +44,7 @@ _NO_ATTENTION = (
 )
 
 
-def start(plan: str | Path | None = None, fetch: Fetch | None = None) -> Session:
+def start(plan: str | Path | None = None, fetch: Fetch | None = None) -> MindSporeSession:
     """Join the job and make sure that all ranks follow the same plan. Every rank calls it, once.
 
     Args:
@@ -69,10 +69,10 @@ def start(plan: str | Path | None = None, fetch: Fetch | None = None) -> Session
             f"{path} has groups whose ranks share heads, which MindSpore's rings cannot run; plan with 'fcp plan "
             "--attention ring'"
         )
-    return Session(plan=path, metadata=metadata, fetch=fetch, ranks=ranks)
+    return MindSporeSession(plan=path, metadata=metadata, fetch=fetch, ranks=ranks)
 
 
-class Session:
+class MindSporeSession:
     """One rank's part in a job that follows a plan. Made by `start`.
 
     Attributes:
@@ -80,7 +80,7 @@ class Session:
         ranks: all ranks of the job.
     """
 
-    def __init__(self, *, plan: Path, metadata: PlanMetadata, fetch: Fetch, ranks: Ranks) -> None:
+    def __init__(self, *, plan: Path, metadata: PlanMetadata, fetch: Fetch, ranks: MindSporeRanks) -> None:
         self.plan = plan
         self.metadata = metadata
         self.ranks = ranks
@@ -90,7 +90,7 @@ class Session:
     def rank(self) -> int:
         return self.ranks.rank
 
-    def steps(self, *, first_step: int = 0) -> Generator[Step, None, None]:
+    def steps(self, *, first_step: int = 0) -> Generator[MindSporeStep, None, None]:
         """Yield the plan's steps from `first_step` on, each to be iterated to its end before the next.
 
         A step is measured when the next one is asked for, where FCP_METRICS names a file (`fcp launch` does).
@@ -103,7 +103,7 @@ class Session:
         cursor = PlanCursor(self.plan, self.rank, first_step=first_step)
         try:
             for planned in cursor:
-                step = Step(planned, self._fetch, self.ranks, measured)
+                step = MindSporeStep(planned, self._fetch, self.ranks, measured)
                 yield step
                 step.require_finished()
                 measured.end()
@@ -112,7 +112,7 @@ class Session:
             measured.close()
 
 
-class MicroBatch:
+class MindSporeMicroBatch:
     """One rank's part of one micro-batch.
 
     Attributes:
@@ -124,7 +124,7 @@ class MicroBatch:
 
     __slots__ = ("_step_tokens", "input_ids", "labels", "position_ids", "ring", "row")
 
-    def __init__(self, row: PlannedMicroBatch, ring: Ring, fetch: Fetch, *, step_tokens: int) -> None:
+    def __init__(self, row: MicroBatch, ring: MindSporeRing, fetch: Fetch, *, step_tokens: int) -> None:
         self.row = row
         self.ring = ring
         self._step_tokens = step_tokens
@@ -146,14 +146,14 @@ class MicroBatch:
         return (losses * predicted.astype(mindspore.float32)).sum() / max(self._step_tokens, 1)
 
 
-class Step(FollowedStep):
+class MindSporeStep(FollowedStep):
     """One optimizer step of one rank: iterate it, to the end, for the micro-batches.
 
     Attributes:
         tokens: of the global batch that carry a loss: all but the last of each sequence.
     """
 
-    def __init__(self, planned: RankStep, fetch: Fetch, ranks: Ranks, measured: MeasuredSteps) -> None:
+    def __init__(self, planned: RankStep, fetch: Fetch, ranks: MindSporeRanks, measured: MeasuredSteps) -> None:
         super().__init__(planned)
         self._measured = measured
         self.tokens = planned.loss_tokens
@@ -163,12 +163,12 @@ class Step(FollowedStep):
         self._loss: Tensor | None = None
         self._grads: list[Tensor] = []
 
-    def __iter__(self) -> Iterator[MicroBatch]:
+    def __iter__(self) -> Iterator[MindSporeMicroBatch]:
         self._begin()
         for row in self._rows:
             layout, index = shard_layout(row.lengths, row.degree), row.ranks.index(self._ranks.rank)
-            ring = Ring(layout=layout, index=index, ranks=row.ranks, world=self._ranks)
-            microbatch = MicroBatch(row, ring, self._fetch, step_tokens=self.tokens)
+            ring = MindSporeRing(layout=layout, index=index, ranks=row.ranks, world=self._ranks)
+            microbatch = MindSporeMicroBatch(row, ring, self._fetch, step_tokens=self.tokens)
             self._measured.enter()
             yield microbatch
             self._measured.leave(row.order)
@@ -198,7 +198,7 @@ class Step(FollowedStep):
         return loss, tuple(self._ranks.sum(grad) for grad in self._grads)
 
 
-def _shard(row: PlannedMicroBatch, ring: Ring, fetch: Fetch) -> tuple[IntArray, IntArray, IntArray]:
+def _shard(row: MicroBatch, ring: MindSporeRing, fetch: Fetch) -> tuple[IntArray, IntArray, IntArray]:
     """Return the tokens, positions and labels that this rank holds; one pad token where it holds none."""
     if not ring.tokens:
         pad = np.zeros(1, dtype=np.int64)

@@ -7,11 +7,11 @@ to describe at all (no plan, an unknown model) raises earlier, in `preflight`.
 from __future__ import annotations
 
 from fcp_cli.launching.checks import memory, nodes, plan, software, variables
-from fcp_cli.launching.checks.finding import Finding
+from fcp_cli.launching.checks.finding import LaunchFinding
 from fcp_cli.launching.job.job import Job
 from fcp_cli.machine.facts import Facts
 
-__all__ = ["CHECKS", "Finding", "check_launch"]
+__all__ = ["CHECKS", "LaunchFinding", "check_launch"]
 
 CHECKS = (
     nodes.master_address,
@@ -43,7 +43,7 @@ CHECKS = (
 )
 
 
-def check_launch(job: Job, facts: Facts) -> list[Finding]:
+def check_launch(job: Job, facts: Facts) -> list[LaunchFinding]:
     """Everything that is wrong, errors first."""
     found = [finding for check in CHECKS for finding in check(job, facts)]
     return sorted(found, key=lambda finding: finding.severity)

@@ -9,21 +9,21 @@ from fcp_cli.machine.facts import Facts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class LaunchFinding:
     """A mistake and its remedy, in one line."""
 
     severity: Literal["error", "warning"]
     message: str
 
 
-def error(message: str) -> Finding:
+def error(message: str) -> LaunchFinding:
     """Make a finding that stops the launch."""
-    return Finding(severity="error", message=message)
+    return LaunchFinding(severity="error", message=message)
 
 
-def warning(message: str) -> Finding:
+def warning(message: str) -> LaunchFinding:
     """Make a finding that is shown, while the job runs."""
-    return Finding(severity="warning", message=message)
+    return LaunchFinding(severity="warning", message=message)
 
 
 def number(facts: Facts, name: str) -> float | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from fcp_cli.errors import ProfileError, UsageError
 from fcp_cli.launching.assumed_plan import is_assumed
-from fcp_cli.launching.checks.finding import Finding, error, warning
+from fcp_cli.launching.checks.finding import LaunchFinding, error, warning
 from fcp_cli.launching.job.job import Job
 from fcp_cli.machine.facts import Facts
 from fcp_cli.memory.fitting import Place, fitting_recipe, sharing_ranks
@@ -137,7 +137,7 @@ def _device_bytes(job: Job, facts: Facts) -> float:
     return job.profile.memory.capacity_bytes / (1 - RESERVE_FRACTION)
 
 
-def rank_memory(job: Job, facts: Facts) -> Iterator[Finding]:
+def rank_memory(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     """Check that a rank's memory fits.
 
     On hosts, small models are tried under plans of large ones, so only the model itself counts there, not the plan's
@@ -164,7 +164,7 @@ def rank_memory(job: Job, facts: Facts) -> Iterator[Finding]:
     )
 
 
-def host_copies(job: Job, facts: Facts) -> Iterator[Finding]:
+def host_copies(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     """Check that a node has memory for the copies of checkpoints, which are kept from the first one on.
 
     State on an accelerator is copied; on hosts only if it is written in the background.

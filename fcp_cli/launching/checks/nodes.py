@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from fcp_cli.launching.checks.finding import Finding, error, number, warning
+from fcp_cli.launching.checks.finding import LaunchFinding, error, number, warning
 from fcp_cli.launching.job.environment import HCCL_PORTS
 from fcp_cli.launching.job.job import Job
 from fcp_cli.machine.facts import Facts
@@ -17,7 +17,7 @@ _INTERFACE_VARIABLES = {
 }
 
 
-def master_address(job: Job, facts: Facts) -> Iterator[Finding]:
+def master_address(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     """Check that all nodes mean the same machine by --master-addr, and that node 0 is it."""
     where = f"--master-addr {job.master_addr}"
     if job.num_nodes > 1 and (job.master_addr == "localhost" or is_loopback(job.master_addr)):
@@ -48,7 +48,7 @@ def master_address(job: Job, facts: Facts) -> Iterator[Finding]:
         )
 
 
-def master_port(job: Job, facts: Facts) -> Iterator[Finding]:
+def master_port(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     """Check that node 0 can listen."""
     if job.num_nodes == 1 or job.node_rank != 0:
         return
@@ -61,7 +61,7 @@ def master_port(job: Job, facts: Facts) -> Iterator[Finding]:
         yield warning(f"--master-port {job.master_port} is one that only root may use; give one from 1024 to 32767")
 
 
-def hccl_ports(job: Job, facts: Facts) -> Iterator[Finding]:
+def hccl_ports(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     """Check that the nodes do not meet at one of HCCL's own ports."""
     base = number(facts, "HCCL_IF_BASE_PORT")
     if job.stack == "npu" and base is not None and base <= job.master_port < base + HCCL_PORTS:
@@ -71,7 +71,7 @@ def hccl_ports(job: Job, facts: Facts) -> Iterator[Finding]:
         )
 
 
-def hosts(job: Job, facts: Facts) -> Iterator[Finding]:
+def hosts(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     """Check that a list of nodes names each once, this one among them, and node 0 first."""
     if not job.hosts:
         return
@@ -94,7 +94,7 @@ def hosts(job: Job, facts: Facts) -> Iterator[Finding]:
         )
 
 
-def interfaces(job: Job, facts: Facts) -> Iterator[Finding]:
+def interfaces(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     """Check that communication libraries use an interface that exists and leads to the other nodes."""
     if job.num_nodes == 1 or job.node_rank is None:
         return
@@ -130,7 +130,7 @@ def _matching(value: str, known: Sequence[str]) -> list[str]:
     return [interface for interface in known if is_meant(interface) != excludes]
 
 
-def slurm_nodes(job: Job, facts: Facts) -> Iterator[Finding]:
+def slurm_nodes(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     """Check that a job inside a Slurm allocation uses all its nodes."""
     allocated = number(facts, "SLURM_NNODES")
     if allocated is not None and job.node_rank is not None and allocated != job.num_nodes:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.errors import ProfileError
-from fcp_cli.launching.checks.finding import Finding, error, number, warning
+from fcp_cli.launching.checks.finding import LaunchFinding, error, number, warning
 from fcp_cli.launching.checks.memory import job_memory
 from fcp_cli.launching.job.environment import COMMUNICATORS, HCCL_BUFFERS
 from fcp_cli.launching.job.job import Job
@@ -24,7 +24,7 @@ _HCCL_SHARE = 0.1  # of a device's memory that communication buffers may take wi
 _REPLICAS_APART = "--use-tp-pp-dp-mapping"
 
 
-def node_size(job: Job, facts: Facts) -> Iterator[Finding]:
+def node_size(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     """Check that rings that the plan keeps inside a node stay there.
 
     Megatron makes processes of one stage neighbours, whatever rank they are of; with --use-tp-pp-dp-mapping, those of
@@ -42,7 +42,7 @@ def node_size(job: Job, facts: Facts) -> Iterator[Finding]:
         )
 
 
-def profile_model(job: Job, facts: Facts) -> Iterator[Finding]:
+def profile_model(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     """Check that the plan's times and token budget are those of the model."""
     profile = job.profile
     if profile is not None and job.model is not None and not _is_same_model(profile.model, job.model):
@@ -55,7 +55,7 @@ def profile_model(job: Job, facts: Facts) -> Iterator[Finding]:
         )
 
 
-def planned_machine(job: Job, facts: Facts) -> Iterator[Finding]:
+def planned_machine(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     """Check that the plan's times are of devices like those that the ranks run on."""
     planned = planned_cluster(job.metadata)
     if planned in ("", "unknown", THIS_MACHINE) or job.stack == "unknown":
@@ -69,7 +69,7 @@ def planned_machine(job: Job, facts: Facts) -> Iterator[Finding]:
         )
 
 
-def token_budget(job: Job, facts: Facts) -> Iterator[Finding]:
+def token_budget(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     """Check that a rank's tokens and its model fit a device, by the memory block of a plan that records no recipe.
 
     `memory` checks recipes. Only the user knows a script's model, unless --model names it: the plan's
@@ -92,7 +92,7 @@ def token_budget(job: Job, facts: Facts) -> Iterator[Finding]:
     )
 
 
-def hccl_buffers(job: Job, facts: Facts) -> Iterator[Finding]:
+def hccl_buffers(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     """Check the memory of HCCL's buffers: each communicator takes two of HCCL_BUFFSIZE megabytes on every device."""
     size, capacity = number(facts, "HCCL_BUFFSIZE"), facts.device_memory_bytes
     if job.stack != "npu" or size is None or not capacity:
@@ -112,7 +112,7 @@ def hccl_buffers(job: Job, facts: Facts) -> Iterator[Finding]:
         )
 
 
-def open_files(job: Job, facts: Facts) -> Iterator[Finding]:
+def open_files(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     """Check the limit of open files: every rank has sockets to every other."""
     processes = job.num_nodes * job.processes_per_node
     needed = _OPEN_FILES_BESIDE + _OPEN_FILES_PER_RANK * processes

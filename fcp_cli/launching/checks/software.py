@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fcp_cli.extras import pip_install
-from fcp_cli.launching.checks.finding import Finding, error, warning
+from fcp_cli.launching.checks.finding import LaunchFinding, error, warning
 from fcp_cli.launching.job.commands import interpreter_name
 from fcp_cli.launching.job.job import Job, argument
 from fcp_cli.machine.facts import Facts
@@ -24,7 +24,7 @@ _COUNTED_AS_LAYERS = ("--account-for-embedding-in-pipeline-split", "--account-fo
 _SET_ENV = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
 
 
-def cann(job: Job, facts: Facts) -> Iterator[Finding]:
+def cann(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     """Check that CANN was sourced: its libraries are found only after its set_env.sh."""
     if job.stack != "npu" or job.node_rank is None:
         return
@@ -34,7 +34,7 @@ def cann(job: Job, facts: Facts) -> Iterator[Finding]:
         yield error(f"libhccl.so is not found though ASCEND_HOME_PATH is {facts.cann_home}; run: {_SET_ENV}")
 
 
-def torch_versions(job: Job, facts: Facts) -> Iterator[Finding]:
+def torch_versions(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     """Check that torch is new enough, and torch_npu made for it."""
     if job.node_rank is None:
         return
@@ -48,14 +48,14 @@ def torch_versions(job: Job, facts: Facts) -> Iterator[Finding]:
         yield error(f"torch_npu is not installed; run: {pip_install('npu')}")
 
 
-def transformers_version(job: Job, facts: Facts) -> Iterator[Finding]:
+def transformers_version(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     """Check that transformers, which the bundled trainer builds its models with, is new enough."""
     found = facts.packages.get("transformers")
     if job.is_bundled and job.node_rank is not None and found is not None and _release(found) < _LEAST_TRANSFORMERS:
         yield error(f"transformers {found} is too old for the bundled trainer; run: pip install 'transformers>=5.3'")
 
 
-def msrun(job: Job, facts: Facts) -> Iterator[Finding]:
+def msrun(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     """Check that msrun is there and starts this Python: it runs the `python` of PATH, not its own."""
     if job.launcher != "msrun" or job.node_rank is None:
         return
@@ -73,13 +73,13 @@ def msrun(job: Job, facts: Facts) -> Iterator[Finding]:
         )
 
 
-def pdsh(job: Job, facts: Facts) -> Iterator[Finding]:
+def pdsh(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     """Check for pdsh: MindSpeed-MM's own multi-node start hangs without it."""
     if job.stack == "npu" and job.num_nodes > 1 and not job.is_bundled and facts.programs.get("pdsh") is None:
         yield warning("pdsh is not installed, and MindSpeed-MM hangs without it on several nodes; install pdsh")
 
 
-def script_arguments(job: Job, facts: Facts) -> Iterator[Finding]:
+def script_arguments(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     """Check a script for options of Megatron and MindSpeed that cannot follow a plan, or not this one."""
     for flag, key in _PARALLEL_ARGUMENTS.items():
         given, planned = argument(job.arguments, flag), getattr(job.metadata, key)
@@ -105,7 +105,7 @@ def script_arguments(job: Job, facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _layers_per_block(job: Job) -> Iterator[Finding]:
+def _layers_per_block(job: Job) -> Iterator[LaunchFinding]:
     """Check a number of virtual stages that a script gives as the layers of each."""
     flags = (_LAYERS_PER_BLOCK, "--num-layers", "--pipeline-model-parallel-size")
     given, layers, stages = (argument(job.arguments, flag) for flag in flags)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fcp_cli.launching.checks.finding import Finding, error, number, warning
+from fcp_cli.launching.checks.finding import LaunchFinding, error, number, warning
 from fcp_cli.launching.job.environment import wants_one_queue
 from fcp_cli.launching.job.job import Job
 from fcp_cli.machine.devices import VISIBLE_DEVICES
@@ -13,7 +13,7 @@ from fcp_cli.machine.facts import Facts
 _LEAST_CONNECT_SECONDS = 300
 
 
-def hccl_timeouts(job: Job, facts: Facts) -> Iterator[Finding]:
+def hccl_timeouts(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     """Check that ranks have time to connect, and to wait for slower ones."""
     if job.stack != "npu":
         return
@@ -30,7 +30,7 @@ def hccl_timeouts(job: Job, facts: Facts) -> Iterator[Finding]:
         )
 
 
-def device_connections(job: Job, facts: Facts) -> Iterator[Finding]:
+def device_connections(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     """Check CUDA_DEVICE_MAX_CONNECTIONS, which Ascend honours, too."""
     value = facts.variables.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if job.stack not in ("cuda", "npu") or value is None:
@@ -45,14 +45,14 @@ def device_connections(job: Job, facts: Facts) -> Iterator[Finding]:
         yield warning(f"CUDA_DEVICE_MAX_CONNECTIONS={value} breaks the order that Megatron overlaps in; export 1")
 
 
-def blocking_launches(job: Job, facts: Facts) -> Iterator[Finding]:
+def blocking_launches(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     """Check for blocking launches: left over from debugging, they cost most of the speed."""
     name = {"cuda": "CUDA_LAUNCH_BLOCKING", "npu": "ASCEND_LAUNCH_BLOCKING"}.get(job.stack, "")
     if facts.variables.get(name) == "1":
         yield warning(f"{name}=1 makes every kernel wait for the one before, so no hop is hidden; unset it")
 
 
-def visible_devices(job: Job, facts: Facts) -> Iterator[Finding]:
+def visible_devices(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     """Check that each process has a device."""
     name = VISIBLE_DEVICES.get(job.stack, "")
     value = facts.variables.get(name)
@@ -66,7 +66,7 @@ def visible_devices(job: Job, facts: Facts) -> Iterator[Finding]:
         )
 
 
-def thread_count(job: Job, facts: Facts) -> Iterator[Finding]:
+def thread_count(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     """Check that ranks on a CPU have no more threads than cores, which would make them slower."""
     threads = number(facts, "OMP_NUM_THREADS")
     if job.stack != "cpu" or threads is None or facts.machine is None:
@@ -79,7 +79,7 @@ def thread_count(job: Job, facts: Facts) -> Iterator[Finding]:
         )
 
 
-def backend_autoload(job: Job, facts: Facts) -> Iterator[Finding]:
+def backend_autoload(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     """Check that torch loads torch_npu: without it, torch does not know Ascend devices."""
     if job.stack == "npu" and facts.variables.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         yield warning(

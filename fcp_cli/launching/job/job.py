@@ -13,7 +13,7 @@ from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.errors import ProfileError
 from fcp_cli.kernel_names import KernelChoice
 from fcp_cli.launching.request import LOCAL, Launcher, NumaBinding
-from fcp_cli.machine.devices import Machine
+from fcp_cli.machine.devices import LocalDevices
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.job_facts import PLANNING_VARIABLE, PlanningWish
 from fcp_cli.plan.metadata import PlanMetadata
@@ -165,7 +165,7 @@ class Job:
 
     plan: Path
     metadata: PlanMetadata
-    machine: Machine
+    machine: LocalDevices
     run_dir: Path
     num_nodes: int
     processes_per_node: int

@@ -8,12 +8,19 @@ from pathlib import Path
 from fcp_cli import __version__
 from fcp_cli.launching.job.environment import job_variables
 from fcp_cli.launching.job.job import Job, Variable
-from fcp_cli.machine.devices import Machine
+from fcp_cli.machine.devices import LocalDevices
 from fcp_cli.plan.metadata import ManifestReference, PlanMetadata, Sync
 
 
 def variables_like_a_job(
-    machine: Machine, given: Mapping[str, str], *, model: str, sync: Sync, ranks: int, nodes: int, tokens_per_rank: int
+    machine: LocalDevices,
+    given: Mapping[str, str],
+    *,
+    model: str,
+    sync: Sync,
+    ranks: int,
+    nodes: int,
+    tokens_per_rank: int,
 ) -> tuple[Variable, ...]:
     """Return the variables of a job of the bundled trainer with a rank per device.
 

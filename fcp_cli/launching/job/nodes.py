@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fcp_cli.errors import PlanError, ProfileError, RunError, UsageError
-from fcp_cli.machine.devices import Machine
+from fcp_cli.machine.devices import LocalDevices
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.plan.again import plan_again
 from fcp_cli.plan.metadata import PlanMetadata
@@ -60,7 +60,7 @@ def _devices_per_node(metadata: PlanMetadata) -> int | None:
 
 
 def place(
-    plan: Path, metadata: PlanMetadata, machine: Machine, *, nodes: int | None, must_fit: bool
+    plan: Path, metadata: PlanMetadata, machine: LocalDevices, *, nodes: int | None, must_fit: bool
 ) -> tuple[int, int]:
     """Spread the job over `nodes` machines; by default all of it runs here. Return machines and processes on each.
 
@@ -86,7 +86,7 @@ def place(
     return nodes, per_node
 
 
-def _too_many(plan: Path, metadata: PlanMetadata, machine: Machine, per_node: int, nodes: int) -> str:
+def _too_many(plan: Path, metadata: PlanMetadata, machine: LocalDevices, per_node: int, nodes: int) -> str:
     here = f"{plan} needs {per_node} processes on this machine, which holds {machine.most_ranks} ({machine.describe()})"
     ranks = max(1, machine.most_ranks // (metadata.devices_per_rank))
     fewer = f"plan for fewer ranks with: {plan_again(metadata, plan, ranks=ranks)}"

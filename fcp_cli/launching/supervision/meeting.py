@@ -16,7 +16,7 @@ _PROBE_SECONDS: Final = 2.0
 
 
 @dataclass(kw_only=True, slots=True)
-class Meeting:
+class NodeMeeting:
     """One node's view of it; call `check` as often as you like.
 
     Attributes:

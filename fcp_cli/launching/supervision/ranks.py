@@ -10,7 +10,7 @@ from fcp_cli.launching.supervision.failure import Failure, TorchrunRanks
 from fcp_cli.launching.supervision.msrun_ranks import MsrunRanks
 
 
-class Ranks(Protocol):
+class NodeRanks(Protocol):
     """The ranks of this node, as one of the launchers starts them.
 
     Attributes:
@@ -38,6 +38,6 @@ class Ranks(Protocol):
         ...
 
 
-def ranks_of(argv: Sequence[str], log_dir: Path) -> Ranks:
+def ranks_of(argv: Sequence[str], log_dir: Path) -> NodeRanks:
     """Return the ranks that a launcher's command starts; their output is in `log_dir`."""
     return MsrunRanks(argv, log_dir) if Path(argv[0]).name == "msrun" else TorchrunRanks(log_dir)

@@ -20,7 +20,7 @@ from fcp_cli.launching.job.job import Job
 from fcp_cli.launching.supervision.failure import Failure
 from fcp_cli.launching.supervision.full_disk import is_full
 from fcp_cli.launching.supervision.guard import guarded
-from fcp_cli.launching.supervision.ranks import Ranks, ranks_of
+from fcp_cli.launching.supervision.ranks import NodeRanks, ranks_of
 from fcp_cli.launching.supervision.stopped import StoppedRanks
 from fcp_cli.machine import processes, started_by
 from fcp_cli.runs.follower import FileFollower
@@ -182,7 +182,7 @@ def _start(runner: Runner, argv: Sequence[str], environment: Mapping[str, str], 
 
 def _wait(
     process: Process,
-    ranks: Ranks,
+    ranks: NodeRanks,
     stopped: StoppedRanks,
     received: Sequence[signal.Signals],
     refresh: Callable[[], None],
@@ -206,7 +206,7 @@ def _wait(
     return status
 
 
-def _stop(process: Process, ranks: Ranks, announce: Callable[[str], None], *, at_once: bool) -> None:
+def _stop(process: Process, ranks: NodeRanks, announce: Callable[[str], None], *, at_once: bool) -> None:
     """Ask the ranks directly: torchrun would give them 30 seconds, msrun none, and a step may take longer."""
     running = ranks.ranks(process.pid)
     if at_once or not running:  # none: the launcher has not come so far as to start them
@@ -240,7 +240,7 @@ class _RankOutput:
     its lost connection, which would stand above the error of the rank that failed.
     """
 
-    def __init__(self, ranks: Ranks, stream: str, target: str) -> None:
+    def __init__(self, ranks: NodeRanks, stream: str, target: str) -> None:
         self._ranks = ranks
         self._stream = stream
         self._target = target

@@ -17,7 +17,7 @@ from fcp_cli.launching.request import LOCAL, ClusterOptions
 from fcp_cli.launching.targets.catalog import ALSO_CALLED, TARGETS, target_of
 from fcp_cli.launching.targets.hostfile import read_hostfile
 from fcp_cli.launching.targets.values import job_name
-from fcp_cli.machine.devices import UNKNOWN_MACHINE, Machine
+from fcp_cli.machine.devices import UNKNOWN_MACHINE, LocalDevices
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.runs.submission import LABEL, MOST_NAME, SUBDOMAIN
 
@@ -87,8 +87,8 @@ def hosts_of(request: ClusterOptions, num_nodes: int | None) -> tuple[str, ...]:
 
 
 def cluster_machine(
-    device: str, metadata: PlanMetadata, find_machine: Callable[[], Machine], assumed: Origins
-) -> Machine:
+    device: str, metadata: PlanMetadata, find_machine: Callable[[], LocalDevices], assumed: Origins
+) -> LocalDevices:
     """Return the machines that the job will run on, of which only the kind of device is known here.
 
     Args:

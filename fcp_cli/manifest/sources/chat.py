@@ -18,7 +18,7 @@ from fcp_cli.manifest.chat import ChatEncoder, Encoded
 from fcp_cli.manifest.header import LEARNED_COLUMN
 from fcp_cli.manifest.sources.base import WHOLE, Part, RowBatch, grouped
 from fcp_cli.manifest.sources.jsonl import json_lines, json_record, line_at, size_of
-from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, PARQUET_SUFFIXES, Shard, open_shard, python_rows
+from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, PARQUET_SUFFIXES, DataFile, open_shard, python_rows
 from fcp_cli.reading.documents import read_records
 from fcp_cli.reading.inputs import cached_by_file
 
@@ -191,7 +191,7 @@ class _Table:
     """Rows of a Parquet or Arrow file, a group at a time."""
 
     def __init__(self, file: Path) -> None:
-        self._shard: Shard = open_shard(file)
+        self._shard: DataFile = open_shard(file)
         self._group = lru_cache(maxsize=4)(self._read)
 
     @cached_property

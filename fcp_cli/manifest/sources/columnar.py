@@ -17,7 +17,7 @@ from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.checks import FACTORS, is_list
 from fcp_cli.manifest.sources.base import WHOLE, Part, RowBatch
-from fcp_cli.manifest.sources.shards import Shard
+from fcp_cli.manifest.sources.shards import DataFile
 from fcp_cli.manifest.tokenizer import Tokenizer
 from fcp_cli.words import first_sentence
 
@@ -42,7 +42,7 @@ class Columnar:
     """
 
     path: Path
-    shards: tuple[Shard, ...]
+    shards: tuple[DataFile, ...]
     column: str
     content: str
     tokenizer: Tokenizer
@@ -95,7 +95,7 @@ class Columnar:
                 yield RowBatch(rows=pa.record_batch(rows), done=len(lengths), largest_token=largest)
                 row += len(lengths)
 
-    def _count(self, shard: Shard, column: Any, *, row: int) -> tuple[Any, int]:
+    def _count(self, shard: DataFile, column: Any, *, row: int) -> tuple[Any, int]:
         """Return lengths and the largest token of a part of a file that begins at its `row`."""
         if self.content == "lengths":
             try:
@@ -174,7 +174,7 @@ class ColumnarTokens:
 
 
 def columnar(
-    path: Path, shards: Sequence[Shard], column: str | None, tokenizer: Tokenizer, *, mask_column: str = ""
+    path: Path, shards: Sequence[DataFile], column: str | None, tokenizer: Tokenizer, *, mask_column: str = ""
 ) -> Columnar:
     """Open the source; its column is found by name or by the usual names of such columns.
 

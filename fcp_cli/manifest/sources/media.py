@@ -24,7 +24,7 @@ from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.checks import LONGEST_TOKENS
 from fcp_cli.manifest.sources.base import RowBatch, grouped
 from fcp_cli.manifest.sources.jsonl import json_record, line_at
-from fcp_cli.manifest.sources.media_readers import TEXT_COLUMNS, Found, media_units, read_media
+from fcp_cli.manifest.sources.media_readers import TEXT_COLUMNS, MediaRecord, media_units, read_media
 from fcp_cli.validation import shown
 from fcp_cli.vision.processors import VisionProcessor, Visual
 
@@ -72,7 +72,7 @@ class MediaSizes:
             yield RowBatch(rows=pa.RecordBatch.from_pylist(rows, schema=_SCHEMA), done=sum(one.done for one in group))
             start += len(group)
 
-    def _row(self, found: Found, row: int, count: Callable[[str], int]) -> dict[str, Any]:
+    def _row(self, found: MediaRecord, row: int, count: Callable[[str], int]) -> dict[str, Any]:
         record, place = found.record, found.place
         images, videos = visuals_of(record, self.processor, place)
         visuals = (*images, *videos)

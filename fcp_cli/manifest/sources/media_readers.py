@@ -36,7 +36,7 @@ _TABLE_ROWS: Final = 16_384
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class MediaRecord:
     """One record of a source.
 
     Attributes:
@@ -52,7 +52,7 @@ class Found:
     byte_offset: int = -1
 
 
-def read_media(path: Path) -> Iterator[Found]:
+def read_media(path: Path) -> Iterator[MediaRecord]:
     """Yield the records of a source of sizes, by its suffix; a folder is one of tars.
 
     Raises:
@@ -68,7 +68,7 @@ def read_media(path: Path) -> Iterator[Found]:
     else:
         for line in json_lines(path):
             record = json_record(line.content, line.place)
-            yield Found(record=record, place=line.place, done=len(line.content), byte_offset=line.byte_offset)
+            yield MediaRecord(record=record, place=line.place, done=len(line.content), byte_offset=line.byte_offset)
 
 
 def media_files(path: Path) -> list[Path]:
@@ -90,13 +90,13 @@ def media_units(path: Path) -> int | None:
     return None if path.suffix in TABLE_SUFFIXES else sum(size_of(file) for file in media_files(path))
 
 
-def _table(path: Path) -> Iterator[Found]:
+def _table(path: Path) -> Iterator[MediaRecord]:
     """Read a table: a row is an image, or where it has frames or a duration, a video."""
     start = 0
     for batch in _table_batches(path):
         for row, values in enumerate(python_rows(batch, path), start=start + 1):
             place = f"{path}, row {row}"
-            yield Found(record=_from_metadata(values, place), place=place, done=1)
+            yield MediaRecord(record=_from_metadata(values, place), place=place, done=1)
         start += batch.num_rows
 
 
@@ -134,13 +134,13 @@ def _integer(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _llava(path: Path) -> Iterator[Found]:
+def _llava(path: Path) -> Iterator[MediaRecord]:
     """Read a JSON list of conversations with the paths of their images, relative to the file."""
     document = read_records(path, error=ManifestError)
     share, rest = divmod(size_of(path), max(len(document), 1))
     for number, record in enumerate(document, start=1):
         place = f"{path}, record {number}"
-        yield Found(
+        yield MediaRecord(
             record=_with_sizes(record, path.parent, place), place=place, done=share + (rest if number == 1 else 0)
         )
 
@@ -167,7 +167,7 @@ def _names(record: dict[str, Any], kind: str, place: str) -> list[str]:
     return names
 
 
-def _tar(path: Path) -> Iterator[Found]:
+def _tar(path: Path) -> Iterator[MediaRecord]:
     """Read a tar of WebDataset: a sample is the files that share a name up to the first dot; they follow each other."""
     key, sample, begun = "", dict[str, Any](), 0
     with open_input(path, seekable=True) as stream:
@@ -211,7 +211,7 @@ def _opened(archive: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
     return opened
 
 
-def _sample(archive: tarfile.TarFile, path: Path, key: str, sample: dict[str, Any], done: int) -> Found:
+def _sample(archive: tarfile.TarFile, path: Path, key: str, sample: dict[str, Any], done: int) -> MediaRecord:
     place = f"{path}: {key}"
     metadata = sample.get("metadata", {})
     texts = {name: metadata[name] for name in TEXT_COLUMNS if metadata.get(name) is not None}
@@ -224,7 +224,7 @@ def _sample(archive: tarfile.TarFile, path: Path, key: str, sample: dict[str, An
         images = [value for name, value in sample.items() if name.startswith("size ")]
         videos = [video_size(_opened(archive, clip), f"{path}: {clip.name}") for clip in clips]
         record = {"id": key, **texts, "images": images, "videos": videos}
-    return Found(record=record, place=place, done=done)
+    return MediaRecord(record=record, place=place, done=done)
 
 
 def video_size(source: Path | IO[bytes], place: str) -> dict[str, float]:

@@ -99,7 +99,7 @@ def conversation_at(file: Path, at: int, pictures: tuple[int, int]) -> Conversat
     return _conversation(record, file, place, at, 0)
 
 
-class _Rows:
+class _RecordRows:
     """Rows of a table without the bytes of their pictures."""
 
     def __init__(self, file: Path) -> None:
@@ -129,7 +129,7 @@ class _Rows:
         return {name: self._shard.read_group(group, name) for name in names}
 
 
-_rows = cached_by_file(_Rows, maxsize=64)
+_rows = cached_by_file(_RecordRows, maxsize=64)
 
 
 def _samples(path: Path, start: int) -> Iterator[tuple[dict[str, Any], int, int, str]]:

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from fcp_cli.errors import ManifestError
-from fcp_cli.manifest.sources.shards import Shard, open_shard
+from fcp_cli.manifest.sources.shards import DataFile, open_shard
 from fcp_cli.reading.inputs import cached_by_file, open_input
 
 Content: TypeAlias = "Path | io.BytesIO"
@@ -149,7 +149,7 @@ class _Cells:
     """The cells of one file, read a group of rows at a time."""
 
     def __init__(self, file: Path) -> None:
-        self._shard: Shard = open_shard(file)
+        self._shard: DataFile = open_shard(file)
         self._ends = np.cumsum(self._shard.group_rows, dtype=np.int64)
         self._group = lru_cache(maxsize=2)(self._shard.read_group)
 

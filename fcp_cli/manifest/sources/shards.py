@@ -21,7 +21,7 @@ PARQUET_SUFFIXES: Final = (".parquet", ".pq")
 ARROW_SUFFIXES: Final = (".arrow", ".feather", ".ipc")
 
 
-class Shard(Protocol):
+class DataFile(Protocol):
     """One file of a data set."""
 
     path: Path
@@ -170,7 +170,7 @@ class CsvShard:
         yield from _cut(self._table.select(columns).to_batches(max_chunksize=rows), 0, start, stop)
 
 
-def open_shard(path: Path) -> Shard:
+def open_shard(path: Path) -> DataFile:
     """Open a file by its suffix."""
     return ArrowShard(path) if path.suffix in ARROW_SUFFIXES else ParquetShard(path)
 

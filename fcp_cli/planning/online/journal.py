@@ -32,7 +32,7 @@ from fcp_cli.plan.metadata import FORMAT as PLAN_FORMAT
 from fcp_cli.plan.metadata import METADATA_KEY, ManifestReference, PlanMetadata, parse_metadata
 from fcp_cli.plan.online import manifest_of
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.plan.refits import Refit
+from fcp_cli.plan.refits import ScheduledRefit
 from fcp_cli.plan.schema import steps_to_arrow
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.stored import StepLimits, steps_in_order
@@ -94,7 +94,7 @@ class OnlineJournal:
         self._part, self._has_begun = len(self._parts()), False
         return kept
 
-    def note_refit(self, refit: Refit) -> None:
+    def note_refit(self, refit: ScheduledRefit) -> None:
         """Record the refit from a step on.
 
         Raises:

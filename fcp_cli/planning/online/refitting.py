@@ -22,7 +22,7 @@ from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.model import attention_part, halo_seconds, ring_seconds
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.pricing import crosses_nodes, pack_work, single_rank_work
-from fcp_cli.plan.refits import MOST_FACTOR, Factors, Refit, refit_text
+from fcp_cli.plan.refits import MOST_FACTOR, Factors, ScheduledRefit, refit_text
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.problem import Problem
 
@@ -69,7 +69,9 @@ class Refitter:
         """Remember a planned step, with its sequences in its own order."""
         self._kept.append((step, sequences))
 
-    def refit(self, first_step: int, measured: pa.Table, before: Refit | None) -> tuple[Refit | None, str]:
+    def refit(
+        self, first_step: int, measured: pa.Table, before: ScheduledRefit | None
+    ) -> tuple[ScheduledRefit | None, str]:
         """Return the refit from a step on, and a line about it; None and a line without a change.
 
         Args:
@@ -80,7 +82,7 @@ class Refitter:
         parts = self._parts(measured)
         if len(parts.measured) < LEAST_MICROBATCHES:
             return None, f"{len(parts.measured)} micro-batches were measured, too few to refit"
-        old = before or Refit(first_step=0)
+        old = before or ScheduledRefit(first_step=0)
         given = np.array(self._problem.rank_speeds or (1.0,) * self._problem.num_ranks)
         speeds = np.array([old.rank_speeds.get(str(rank), given[rank]) for rank in range(len(given))])
         factors = np.array(list(old.factors.items().values()))
@@ -92,7 +94,7 @@ class Refitter:
         if np.abs(change).mean() < _LEAST_CHANGE:
             fitted = factors
         named = {str(rank): float(speeds[rank]) for rank in np.flatnonzero(speeds != given).tolist()}
-        found = Refit(first_step=first_step, factors=_factors(fitted), rank_speeds=named)
+        found = ScheduledRefit(first_step=first_step, factors=_factors(fitted), rank_speeds=named)
         about = f"{len(parts.measured)} micro-batches of {len(np.unique(parts.step))} steps"
         if replace(found, first_step=0) == replace(old, first_step=0):
             return None, f"{about} are as planned"

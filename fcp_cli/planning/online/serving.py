@@ -14,7 +14,7 @@ import pyarrow as pa
 from fcp_cli.errors import FcpError, PlanError
 from fcp_cli.plan.messages import Message, read_message, steps_bytes, table_of, write_message
 from fcp_cli.plan.online import OnlineSettings, settings_of_json
-from fcp_cli.plan.refits import Refit
+from fcp_cli.plan.refits import ScheduledRefit
 from fcp_cli.planning.online.journal import OnlineJournal, table_of_columns
 from fcp_cli.planning.online.stream import StreamPlanner, Window
 from fcp_cli.validation import validated
@@ -80,7 +80,9 @@ class Service:
         if message.kind == "measured":
             return self._refit(message)
         if message.kind == "adopt":
-            self._planner.adopt(validated(message.facts["refit"], Refit, where="the planning process", error=PlanError))
+            self._planner.adopt(
+                validated(message.facts["refit"], ScheduledRefit, where="the planning process", error=PlanError)
+            )
             return None
         if message.kind == "trained":
             self._require_as_before(message)

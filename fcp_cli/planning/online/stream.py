@@ -14,7 +14,7 @@ from fcp_cli.manifest.checks import checked_table
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.batching import offsets_by_tokens
 from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.plan.refits import Refit
+from fcp_cli.plan.refits import ScheduledRefit
 from fcp_cli.plan.step import StepPlan, offsets_of
 from fcp_cli.planning.batches import batch_of, step_seed
 from fcp_cli.planning.fcp.solver import FcpSolver, solver_of
@@ -53,13 +53,13 @@ class StreamPlanner:
         self._refitter = Refitter(problem_of(replace(metadata, refits=None), name="the stream"))
         self._plan_as_of(0)
 
-    def adopt(self, refit: Refit) -> None:
+    def adopt(self, refit: ScheduledRefit) -> None:
         """Plan by a refit from its first step on."""
         before = [one for one in self.metadata.refits or () if one.first_step < refit.first_step]
         self.metadata = replace(self.metadata, refits=(*before, refit))
         self._plan_as_of(refit.first_step)
 
-    def refit(self, first_step: int, measured: pa.Table) -> tuple[Refit | None, str]:
+    def refit(self, first_step: int, measured: pa.Table) -> tuple[ScheduledRefit | None, str]:
         """Return the refit from a step on, if any, and a line about it; see `Refitter.refit`."""
         return self._refitter.refit(first_step, measured, self.metadata.refit_at(first_step))
 

@@ -29,7 +29,7 @@ _LOOKS = 20  # at the device, within the time
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class StepPart:
     """A part of a step that a rank has begun.
 
     Attributes:
@@ -44,7 +44,7 @@ class Place:
 
 
 class Watch:
-    """Watches one rank. `begin` and `Place.end` are set by the training loop, all else is seen by a thread.
+    """Watches one rank. `begin` and `StepPart.end` are set by the training loop, all else is seen by a thread.
 
     Args:
         rank: of the plan.
@@ -55,9 +55,9 @@ class Watch:
 
     def __init__(self, rank: int, clock: Clock, seconds: float, report: Callable[[str], None]) -> None:
         self._rank, self._clock, self._seconds, self._report = rank, clock, seconds, report
-        self._places: deque[Place] = deque()
-        self._latest: Place | None = None
-        self._seen: Place | None = None
+        self._places: deque[StepPart] = deque()
+        self._latest: StepPart | None = None
+        self._seen: StepPart | None = None
         self._since, self._is_told = 0.0, False
         self._stop = threading.Event()
 
@@ -70,9 +70,9 @@ class Watch:
     def stop(self) -> None:
         self._stop.set()
 
-    def begin(self, step: int, row: MicroBatch | None) -> Place:
+    def begin(self, step: int, row: MicroBatch | None) -> StepPart:
         """Note that a part of a step begins; give the place its end when the host has left it."""
-        self._latest = place = Place(step, row)
+        self._latest = place = StepPart(step, row)
         self._places.append(place)
         return place
 
@@ -111,7 +111,7 @@ def _watch(watched: weakref.ref[Watch], stop: threading.Event, every_seconds: fl
         del watch  # or the thread itself would keep it
 
 
-def _line(rank: int, place: Place, seconds: float) -> str:
+def _line(rank: int, place: StepPart, seconds: float) -> str:
     begun = f"rank {rank} has been in step {place.step} for {seconds:.0f} s"
     if place.row is None:
         return f"{begun}, at the sum of gradients over all ranks: one that is not there yet holds the others up"

@@ -168,14 +168,14 @@ class ChosenKernel:
             )
 
 
-class Run(NamedTuple):
+class KernelRun(NamedTuple):
     """Neighbouring sequences of a call, and their kernel."""
 
     kernel: NamedKernel
     segments: Segments
 
 
-def runs_of(segments: Segments, kernels: Sequence[NamedKernel]) -> list[Run]:
+def runs_of(segments: Segments, kernels: Sequence[NamedKernel]) -> list[KernelRun]:
     """Return the runs of a call.
 
     Args:
@@ -186,7 +186,7 @@ def runs_of(segments: Segments, kernels: Sequence[NamedKernel]) -> list[Run]:
     for kernel, group in groupby(kernels):
         stop = start + len(list(group))
         lengths = segments.q_lengths[start:stop], segments.k_lengths[start:stop]
-        runs.append(Run(kernel, Segments(*lengths, causal=segments.causal)))
+        runs.append(KernelRun(kernel, Segments(*lengths, causal=segments.causal)))
         start = stop
     return runs
 
@@ -201,7 +201,7 @@ class SplitKernel:
 
     packed = True
 
-    def __init__(self, name: KernelName, runs: list[Run]) -> None:
+    def __init__(self, name: KernelName, runs: list[KernelRun]) -> None:
         self.name = name
         self._runs = runs
 

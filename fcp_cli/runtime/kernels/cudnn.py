@@ -37,7 +37,7 @@ class CudnnOperators(NamedTuple):
     packed_backward: Callable[..., Any] | None
 
 
-class _Batch(NamedTuple):
+class _EqualSequences(NamedTuple):
     """Neighbouring sequences of one shape: their number, and the queries and keys of each."""
 
     number: int
@@ -142,7 +142,7 @@ class CudnnKernel:
         return _rows_first(out), stats.reshape(q.shape[:3]).transpose(1, 2).flatten(0, 1)
 
     def _dense_backward(
-        self, parts: list[Tensor], lse: Tensor, batch: _Batch, segments: Segments, scale: float
+        self, parts: list[Tensor], lse: Tensor, batch: _EqualSequences, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, out, k, v = parts
         stats = _batched(lse, batch.number, batch.rows).contiguous()
@@ -193,17 +193,19 @@ class CudnnKernel:
         return dq, dk, dv
 
 
-def _batches(segments: Segments) -> list[_Batch]:
+def _batches(segments: Segments) -> list[_EqualSequences]:
     """Return runs of neighbouring sequences of one shape."""
     return segments.derived("batches", lambda: _make_batches(segments))
 
 
-def _make_batches(segments: Segments) -> list[_Batch]:
+def _make_batches(segments: Segments) -> list[_EqualSequences]:
     shapes = zip(segments.q_lengths, segments.k_lengths, strict=True)
-    return [_Batch(len(list(run)), rows, keys) for (rows, keys), run in groupby(shapes)]
+    return [_EqualSequences(len(list(run)), rows, keys) for (rows, keys), run in groupby(shapes)]
 
 
-def _cut(batches: list[_Batch], of_rows: tuple[Tensor, ...], of_keys: tuple[Tensor, ...]) -> list[list[Tensor]]:
+def _cut(
+    batches: list[_EqualSequences], of_rows: tuple[Tensor, ...], of_keys: tuple[Tensor, ...]
+) -> list[list[Tensor]]:
     """Return, per batch, views [count, heads, length, size] of packed tensors: those of rows, then those of keys."""
     row_sizes = [batch.number * batch.rows for batch in batches]
     key_sizes = [batch.number * batch.keys for batch in batches]

@@ -17,7 +17,7 @@ class MessageLostError(Exception):
     """A rank went so far ahead that its message of a step was overwritten by that of a later one."""
 
 
-class Mailbox:
+class MetricsMailbox:
     """The messages of all ranks of a job.
 
     Args:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.runs.metrics import MicroBatchTiming
+from fcp_cli.runs.metrics import TimedMicroBatch
 
 Timing: TypeAlias = tuple[int, float, float]
 """Order in the step, seconds from the rank's start of the step to its start, and seconds of one micro-batch."""
@@ -56,10 +56,10 @@ def decode(message: bytes) -> RankMeasurement:
     )
 
 
-def planned_timings(timings: Sequence[Timing], plan: StepPlan) -> list[MicroBatchTiming]:
+def planned_timings(timings: Sequence[Timing], plan: StepPlan) -> list[TimedMicroBatch]:
     """Return measured micro-batches with their planned seconds."""
     return [
-        MicroBatchTiming(
+        TimedMicroBatch(
             order=order,
             degree=int(plan.degrees[order]),
             tokens=int(plan.tokens[order]),

@@ -33,7 +33,7 @@ from fcp_cli.runs.metrics import MetricsWriter, StepMeasurement, drop_steps_from
 from fcp_cli.runs.recorded_steps import recorded_steps, unrecorded
 from fcp_cli.runs.step_position import StepPosition, write_position
 from fcp_cli.runtime.data.prefetch import Prefetched
-from fcp_cli.runtime.metrics.mailbox import Mailbox, MessageLostError, job_store
+from fcp_cli.runtime.metrics.mailbox import MessageLostError, MetricsMailbox, job_store
 from fcp_cli.runtime.metrics.memory import peak_memory_bytes
 from fcp_cli.runtime.metrics.message import RankMeasurement, mean_loss, planned_timings
 from fcp_cli.runtime.metrics.run_folder import own_folder_of
@@ -51,14 +51,14 @@ class Followed(Protocol):
 
     index: int
     predicted_seconds: float
-    record: StepRecord | None
+    record: RunningStep | None
 
 
 AnyStep = TypeVar("AnyStep", bound=Followed)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class StepRecord:
+class RunningStep:
     """One step of this rank, as it runs.
 
     Attributes:
@@ -141,13 +141,13 @@ class Recorder:
         self._plan, self._metadata, self._device = plan, metadata, device
         self._clock = clock_for(device)
         self._store: Any = store
-        self._mailbox: Mailbox | None = Mailbox(store, metadata.num_ranks)
+        self._mailbox: MetricsMailbox | None = MetricsMailbox(store, metadata.num_ranks)
         self._writer: MetricsWriter | None = None
         self._plans: Prefetched[StepPlan] | None = None
         self._first_step = self._next_step = -1
-        self._current: StepRecord | None = None
-        self._waiting: deque[StepRecord] = deque()  # over, but perhaps not for the device
-        self._uncollected: deque[StepRecord] = deque()  # of rank 0, which other ranks may not have left yet
+        self._current: RunningStep | None = None
+        self._waiting: deque[RunningStep] = deque()  # over, but perhaps not for the device
+        self._uncollected: deque[RunningStep] = deque()  # of rank 0, which other ranks may not have left yet
         self._told = self._looked = 0.0
         self._hook: Any = None
         _recorders.add(self)
@@ -172,7 +172,7 @@ class Recorder:
         self.flush()
         self._first_step = self._next_step = first_step
         if self._mailbox is not None:  # a loop before may have left messages of the same steps
-            self._mailbox = Mailbox(self._store, self._metadata.num_ranks, loop=next(_loops))
+            self._mailbox = MetricsMailbox(self._store, self._metadata.num_ranks, loop=next(_loops))
         if self._hook is None:
             self._hook = register_optimizer_step_post_hook(_ends_step(weakref.ref(self)))
             atexit.register(close_all)
@@ -209,10 +209,10 @@ class Recorder:
             self.end()
             self.flush()
 
-    def begin(self, step: int, predicted_seconds: float, begin: Any = None) -> StepRecord:
+    def begin(self, step: int, predicted_seconds: float, begin: Any = None) -> RunningStep:
         """Begin to measure a step; without a mark of its start, now."""
         self.end()
-        self._current = StepRecord(
+        self._current = RunningStep(
             step=step, predicted_seconds=predicted_seconds, begin=self._clock.mark() if begin is None else begin
         )
         self._told = time.monotonic()
@@ -326,7 +326,7 @@ class Recorder:
         except (RuntimeError, OSError, FcpError, StopIteration) as error:
             self._give_up(error)
 
-    def _measurement(self, record: StepRecord, ranks: dict[int, RankMeasurement]) -> StepMeasurement:
+    def _measurement(self, record: RunningStep, ranks: dict[int, RankMeasurement]) -> StepMeasurement:
         assert self._plans is not None
         plan = next(self._plans)
         while plan.step < record.step:

@@ -59,7 +59,7 @@ class ActivationOffload:
         self.above_tokens = above_tokens
         self.moved_bytes = 0
         self.microbatches = 0
-        self._link: Link = HostLink() if device.type == "cpu" else StreamLink(device)
+        self._link: HostTransfer = HostLink() if device.type == "cpu" else StreamLink(device)
 
     @contextmanager
     def of(self, microbatch: HasTokens) -> Iterator[None]:
@@ -91,7 +91,7 @@ def offloaded_inputs() -> Iterator[None]:
         yield
 
 
-class Link(Protocol):
+class HostTransfer(Protocol):
     """Carries tensors between a device and the host's memory; a mark says when a copy is done."""
 
     def to_host(self, tensor: Tensor) -> tuple[Tensor, Any]:
@@ -185,7 +185,7 @@ class _Slot:
         self._count()
 
     @property
-    def _link(self) -> Link:
+    def _link(self) -> HostTransfer:
         return self._shelf.offload._link
 
     def leave(self) -> None:

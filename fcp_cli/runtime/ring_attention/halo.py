@@ -37,7 +37,7 @@ from fcp_cli.runtime.ring_attention.rows import add_to_rows, rows_at, take
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Message:
+class HaloMessage:
     """One batch of a round, as one member sees it.
 
     Attributes:
@@ -79,7 +79,7 @@ class Halo:
     index: int
     tokens: int
     received: int
-    rounds: tuple[tuple[Message, ...], ...]
+    rounds: tuple[tuple[HaloMessage, ...], ...]
     firsts: IntArray
     sizes: IntArray
     sequences: IntArray
@@ -149,7 +149,7 @@ class FetchedRows:
             under_way.append((handle, sent))
         return under_way
 
-    def _sent(self, message: Message, rows: Rows) -> Tensor:
+    def _sent(self, message: HaloMessage, rows: Rows) -> Tensor:
         if not message.is_own:
             return take(self._received, rows)
         parts = [take(tensor, rows).flatten(1) for tensor in self._tensors]
@@ -185,7 +185,7 @@ class ReturnedRows:
                     add_to_rows(own if message.is_own else self._received, message.sent, arrived)
         self._under_way = []
 
-    def _issue(self, number: int) -> list[tuple[Handle | None, Message, Tensor | None]]:
+    def _issue(self, number: int) -> list[tuple[Handle | None, HaloMessage, Tensor | None]]:
         under_way = []
         for message in _messages(self._halo, number):
             start, stop = message.received
@@ -197,7 +197,7 @@ class ReturnedRows:
         return under_way
 
 
-def _messages(halo: Halo, number: int) -> tuple[Message, ...]:
+def _messages(halo: Halo, number: int) -> tuple[HaloMessage, ...]:
     return halo.rounds[number] if halo.rounds else ()
 
 
@@ -229,7 +229,7 @@ class _Lanes:
                     continue  # both ends know from the layout, and some back ends cannot send nothing
                 places = _positions(leaves, own, *received)
                 batches.append(
-                    Message(
+                    HaloMessage(
                         to=index + step,
                         source=index - step,
                         is_own=not places.size or bool(places[0] < own.size),

@@ -81,7 +81,7 @@ class HaloCall:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class WindowWork:
+class WindowCalls:
     """One member's calls; None where no query is of that kind.
 
     Attributes:
@@ -97,13 +97,13 @@ class WindowWork:
 
 
 @lru_cache(maxsize=CACHED_LAYOUTS)
-def window_work(layout: RingLayout, index: int, window: int) -> WindowWork:
+def window_work(layout: RingLayout, index: int, window: int) -> WindowCalls:
     """Return the work of member `index` of a ring of a layout; cached, so that all layers share it."""
     halo = halo_of(layout, index, window - 1)
     # The first window - 1 queries of a run look back beyond it, unless a sequence starts there.
     heads = np.where(halo.counts > 0, np.minimum(window - 1, halo.sizes), 0)
     spans = list(_spans_of_runs(layout, halo))
-    return WindowWork(
+    return WindowCalls(
         halo=halo,
         inner=_inner(halo, heads, window),
         edge=_edge(halo, heads, window),

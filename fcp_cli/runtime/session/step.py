@@ -12,7 +12,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.runtime.data.followed_step import FollowedStep
 from fcp_cli.runtime.data.loader import LoadedStep, Shard
 from fcp_cli.runtime.guards.guards import Guards
-from fcp_cli.runtime.metrics.recorder import StepRecord
+from fcp_cli.runtime.metrics.recorder import RunningStep
 from fcp_cli.runtime.metrics.timing import MicroBatchTiming
 from fcp_cli.runtime.pictures.encoder_rank import EncoderAhead
 from fcp_cli.runtime.ring_attention.context import MicroBatchContext
@@ -45,7 +45,7 @@ class Step(FollowedStep):
         record: of its measurements; None if it is not measured.
     """
 
-    record: StepRecord | None = None
+    record: RunningStep | None = None
 
     def __init__(
         self,

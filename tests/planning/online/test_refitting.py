@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from fcp_cli.plan.refits import Factors, Refit, refitted
+from fcp_cli.plan.refits import Factors, ScheduledRefit, refitted
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import batch_of
 from fcp_cli.planning.fcp.solver import solver_of
@@ -18,7 +18,9 @@ from tests.planning.examples import example_problem, table_of
 RANKS = 8
 
 
-def measured(truth: Refit, *, steps: int = 6, noise: float = 0.02, outliers: float = 0.05) -> tuple[Refitter, pa.Table]:
+def measured(
+    truth: ScheduledRefit, *, steps: int = 6, noise: float = 0.02, outliers: float = 0.05
+) -> tuple[Refitter, pa.Table]:
     """Return a refitter that knows some steps, and what these took under other factors and speeds."""
     problem = example_problem(num_ranks=RANKS)
     generator = np.random.default_rng(0)
@@ -41,7 +43,7 @@ def measured(truth: Refit, *, steps: int = 6, noise: float = 0.02, outliers: flo
 
 
 def test_factors_and_a_slow_rank_are_found_together_through_noise_and_outliers() -> None:
-    truth = Refit(first_step=0, factors=Factors(linear=1.4, attention=0.8), rank_speeds={"3": 0.7})
+    truth = ScheduledRefit(first_step=0, factors=Factors(linear=1.4, attention=0.8), rank_speeds={"3": 0.7})
     refitter, table = measured(truth)
     found, line = refitter.refit(20, table, None)
     assert found is not None and found.first_step == 20
@@ -55,7 +57,7 @@ def test_factors_and_a_slow_rank_are_found_together_through_noise_and_outliers()
 
 
 def test_a_rank_that_is_slow_in_one_step_only_is_not_persistently_slow() -> None:
-    refitter, table = measured(Refit(first_step=0))
+    refitter, table = measured(ScheduledRefit(first_step=0))
     rows = table.to_pylist()
     for row in rows:
         row["seconds"] *= 2.0 if row["rank"] == 3 and row["step"] == 2 else 1.0
@@ -64,13 +66,13 @@ def test_a_rank_that_is_slow_in_one_step_only_is_not_persistently_slow() -> None
 
 
 def test_a_rank_that_has_recovered_is_as_fast_as_the_others_again() -> None:
-    refitter, table = measured(Refit(first_step=0))
-    found, _line = refitter.refit(20, table, Refit(first_step=10, rank_speeds={"3": 0.7}))
+    refitter, table = measured(ScheduledRefit(first_step=0))
+    found, _line = refitter.refit(20, table, ScheduledRefit(first_step=10, rank_speeds={"3": 0.7}))
     assert found is not None and found.rank_speeds == {}
 
 
 def test_one_refit_changes_a_factor_twofold_at_most() -> None:
-    truth = Refit(first_step=0, factors=Factors(microbatch=8.0, linear=8.0, attention=8.0, ring=8.0))
+    truth = ScheduledRefit(first_step=0, factors=Factors(microbatch=8.0, linear=8.0, attention=8.0, ring=8.0))
     refitter, table = measured(truth)
     found, _line = refitter.refit(20, table, None)
     assert found is not None
@@ -78,5 +80,5 @@ def test_one_refit_changes_a_factor_twofold_at_most() -> None:
 
 
 def test_too_few_micro_batches_change_nothing() -> None:
-    refitter, table = measured(Refit(first_step=0, factors=Factors(linear=2.0)))
+    refitter, table = measured(ScheduledRefit(first_step=0, factors=Factors(linear=2.0)))
     assert refitter.refit(20, table.slice(0, 0), None) == (None, "0 micro-batches were measured, too few to refit")

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.megatron.samples import (
-    LoadedStep,
     LocalShard,
+    LocalStep,
     Samples,
     find_samples,
     load_shard,
@@ -222,7 +222,7 @@ def test_a_step_for_a_gpu_lies_in_page_locked_memory(monkeypatch: pytest.MonkeyP
     plan = RankStep(
         step=0, rows=(ROW,), makespan_seconds=0.0, bound_seconds=0.0, tokens=PLANNED, loss_tokens=5, sequences=1
     )
-    step = LoadedStep(plan=plan, shards=(shard,))
+    step = LocalStep(plan=plan, shards=(shard,))
     (moved,) = pinned(step).shards
     tensors = [
         value for value in (*moved.batch.values(), moved.positions, moved.is_planned) if isinstance(value, Tensor)

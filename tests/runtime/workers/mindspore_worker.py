@@ -16,7 +16,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from fcp_cli.errors import FcpError
-from fcp_cli.integrations.mindspore import MicroBatch, Session, attention, start
+from fcp_cli.integrations.mindspore import MindSporeMicroBatch, MindSporeSession, attention, start
 from tests.runtime.mindspore_model import HEAD_DIM, HEADS, KV_HEADS, initial_weights, layers_of, tokens_of
 
 
@@ -27,7 +27,7 @@ class Decoder(nn.Cell):  # type: ignore[misc]  # mindspore has no types
         super().__init__()
         self.named = {name: Parameter(Tensor(values), name=name) for name, values in initial_weights().items()}
 
-    def construct(self, microbatch: MicroBatch) -> Tensor:
+    def construct(self, microbatch: MindSporeMicroBatch) -> Tensor:
         named = self.named
         hidden = ops.gather(named["tokens"], microbatch.input_ids, 0)
         hidden = hidden + ops.gather(named["positions"], microbatch.position_ids, 0)
@@ -42,7 +42,7 @@ def _heads(hidden: Tensor, weight: Parameter, count: int) -> Tensor:
     return ops.matmul(hidden, weight).reshape(1, -1, count, HEAD_DIM).swapaxes(1, 2)
 
 
-def follow(session: Session) -> dict[str, Any]:
+def follow(session: MindSporeSession) -> dict[str, Any]:
     """Loss and gradients of every step, by `STEP/NAME`."""
     model = Decoder()
     gradient = mindspore.value_and_grad(model, None, list(model.named.values()))
