@@ -22,6 +22,7 @@ from unittest import mock
 import pytest
 from hypothesis import HealthCheck, settings
 
+from fcp_cli.runtime.injection.imports import after_import
 from tests import messages
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -31,6 +32,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 # A shell has what it starts in the background ignore Ctrl-C, and so would every process that a test interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Tensors of tests are tiny, and threads of several processes on few cores spin while they wait for each other: a tiny model
+# trained with two threads beside another worker takes five times the processor time that it takes with one.
+after_import({"torch": lambda torch: torch.set_num_threads(1)})
 
 # Ranks of jobs are forked by torchrun.
 _FORKED_RANKS = str(Path(__file__).parent / "forked_ranks")

@@ -22,6 +22,7 @@ from fcp_cli.machine import devices, network
 from fcp_cli.machine.devices import LocalDevices
 from fcp_cli.runs.heartbeat import read_heartbeat
 from fcp_cli.runs.launch_record import write_launch
+from tests.forked_ranks import shared_by_scripts
 from tests.forked_ranks.rank_forking import SHARED
 from tests.runs.records import launch_record
 from tests.training.small_runs import run_fcp, write_manifest, write_small_plan
@@ -440,12 +441,11 @@ def test_ranks_that_a_shell_script_starts_are_hooked_and_its_exit_status_is_that
 @pytest.mark.distributed
 def test_a_script_that_trains_without_the_plan_ends_the_whole_job_with_one_line(folder: Path) -> None:
     (folder / "unplanned.py").write_text(_UNPLANNED)
-    launch = ("launch", "--plan", "plan2.parquet")
-    refused = run_fcp(*launch, "--", "unplanned.py", folder=folder)
+    refused = run_fcp("launch", "--plan", "plan2.parquet", "--", "unplanned.py", folder=folder, **shared_by_scripts())
     assert (refused.returncode, refused.stdout) == (1, "")
     # rank 0 says so itself, unless another rank was quicker
     assert "unplanned.py trains, but nothing in it follows the plan" in refused.stderr.splitlines()[-1]
-    bare = run_fcp(*launch, "--inject", "none", "--", "unplanned.py", folder=folder)
+    bare = run_fcp("launch", "--plan", "plan1.parquet", "--inject", "none", "--", "unplanned.py", folder=folder)
     assert (bare.returncode, bare.stdout) == (0, "trained\n")
 
 
@@ -560,6 +560,6 @@ def test_a_script_without_a_plan_has_its_plan_made_in_the_run_folder(
 @pytest.mark.distributed
 def test_a_loop_that_fcp_cannot_plan_for_does_not_train_without_a_plan(tmp_path: Path) -> None:
     (tmp_path / "unplanned.py").write_text(_UNPLANNED)
-    refused = run_fcp("launch", "--ranks", "1", "--", "unplanned.py", folder=tmp_path)
+    refused = run_fcp("launch", "--ranks", "1", "--", "unplanned.py", folder=tmp_path, **shared_by_scripts())
     assert (refused.returncode, refused.stdout) == (1, "")
     assert "unplanned.py trains without a plan, which fcp makes by itself for transformers' Trainer" in refused.stderr

@@ -42,7 +42,8 @@ class _HookingFinder(MetaPathFinder):
             spec: ModuleSpec | None = find(fullname, path, target) if finder is not self and find else None
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _HookingLoader(spec.loader, self._waiting.pop(fullname))
+                    # It stays: libraries look for modules that they may use, and import them later or never.
+                    spec.loader = _HookingLoader(spec.loader, self._waiting[fullname])
                 return spec
         return None
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Iterator
@@ -33,6 +33,13 @@ def improve(module: ModuleType) -> None:
 def test_a_hook_comes_before_whoever_imports_a_name_from_the_module(package: str) -> None:
     after_import({f"{package}.inner": improve})
     assert f"{package}.inner" not in sys.modules
+    assert importlib.import_module(package).answer() == 42
+
+
+def test_a_look_for_the_module_without_an_import_leaves_the_hook(package: str) -> None:
+    """As transformers looks for what it may use."""
+    after_import({package: improve})
+    assert importlib.util.find_spec(package) is not None
     assert importlib.import_module(package).answer() == 42
 
 

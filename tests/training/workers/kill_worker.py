@@ -33,7 +33,7 @@ assert models
 assert trainer  # what the ranks need is imported before they are forked
 import transformers.models.qwen3.modeling_qwen3  # noqa: E402, F401
 
-STEPS = 10
+STEPS = 6
 SLOW_SECONDS = 0.15  # of each file
 SETTINGS = ("--model", "qwen3-tiny", "--precision", "fp64", "--learning-rate", "3e-3", "--steps", str(STEPS), "--quiet")
 
