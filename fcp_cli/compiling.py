@@ -79,6 +79,20 @@ def package_stamp(folder: Path) -> str:
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
+class _Index(IndexDataCacheFile):
+    """numba's index of a function on disk; one that names classes that are gone counts as empty, and is overwritten.
+
+    It is unpickled before its stamp is compared, so that a release that renames a class could not plan where an earlier
+    one left its kernels.
+    """
+
+    def _load_index(self) -> Any:
+        try:
+            return super()._load_index()  # type: ignore[no-untyped-call]
+        except (AttributeError, ImportError):
+            return {}
+
+
 class _PackageCache(FunctionCache):
     """numba's cache on disk, whose entries count only for one state of the whole folder that a function stands in.
 
@@ -94,7 +108,7 @@ class _PackageCache(FunctionCache):
         self._cache_file: Any
         self._shipped: Any
         self._cache_file, self._shipped = (
-            IndexDataCacheFile(folder, self._impl.filename_base, stamp)  # type: ignore[no-untyped-call]
+            _Index(folder, self._impl.filename_base, stamp)  # type: ignore[no-untyped-call]
             for folder in (self.cache_path, SHIPPED)
         )
 

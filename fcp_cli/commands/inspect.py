@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,6 +57,7 @@ def _step(file: PlanFile, wanted: int) -> StepPlan:
 
 
 def _inspect_degree(file: PlanFile, wanted: int, order: int, manifest: Path | None, json: bool) -> None:
+    from fcp_cli.planning.fcp.solver import winner_of
     from fcp_cli.planning.problem import problem_of
     from fcp_cli.report.why import explain_degree, print_why
 
@@ -68,6 +69,9 @@ def _inspect_degree(file: PlanFile, wanted: int, order: int, manifest: Path | No
     table = file.manifest(manifest)
     problem = problem_of(file.metadata, name=str(file.path), step=wanted)
     explanation = explain_degree(step, order, problem, manifest=table, metadata=file.metadata)
+    if file.metadata.solver == "fcp":
+        candidate = winner_of(step, problem, file.metadata.solver_options, manifest=table)
+        explanation = replace(explanation, candidate=candidate)
     if json:
         print_json({**explanation.to_json(), "warnings": file.problems})
     else:

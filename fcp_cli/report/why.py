@@ -87,12 +87,16 @@ class Reason:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """A micro-batch, its neighbouring degrees, the reasons against those, and its way through its pipelines."""
+    """A micro-batch, its neighbouring degrees, the reasons against those, and its way through its pipelines.
+
+    `candidate` is the one of the planner's that won the step; None: not known.
+    """
 
     microbatch: MicroBatch
     alternatives: tuple[Alternative, ...]
     reasons: tuple[Reason, ...]
     stages: Stages | None = None
+    candidate: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -102,6 +106,7 @@ class Explanation:
             "alternatives": [{**asdict(a), "rank_seconds": a.rank_seconds} for a in self.alternatives],
             "reasons": [asdict(reason) for reason in self.reasons],
             **({} if self.stages is None else {"stages": asdict(self.stages)}),
+            **({} if self.candidate is None else {"candidate": self.candidate}),
         }
 
 
@@ -295,6 +300,8 @@ def _introduction(explanation: Explanation) -> Iterator[str]:
         f"{'one sequence' if count == 1 else counted(count, 'sequence')}, "
         f"{counted(microbatch.tokens, 'token')}, longest {max(microbatch.lengths):,}"
     )
+    if explanation.candidate is not None:
+        yield f"the step was won by the candidate: {explanation.candidate}"
 
 
 def _splits(explanation: Explanation) -> Iterator[str]:

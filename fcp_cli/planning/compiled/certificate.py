@@ -22,7 +22,6 @@ from fcp_cli.planning.compiled.core import (
     Load,
     Machine,
     Sequences,
-    count_of,
     falling_order,
     most_of,
     pack_seconds,
@@ -145,7 +144,7 @@ def area_bound(simple: float, waves: bool, sequences: Sequences, machine: Machin
     ceil(tokens / (N E)). Their sum over N must be <= T; bisection keeps the largest T that is refuted.
     """
     n = len(sequences.work)
-    tokens = count_of(sequences.tokens) / machine.num_ranks
+    tokens = total_of(sequences.tokens) / machine.num_ranks
     outlasting, linear_per_token = 0.0, np.inf
     for i in range(n):
         outlasting = max(outlasting, sequences.attention[i] / sequences.tokens[i])
@@ -277,7 +276,7 @@ def _densities(sequences: Sequences) -> Any:
 def wave_bound(sequences: Sequences, machine: Machine) -> float:
     """Return the largest of `_wave_of` over the sequences with the most work."""
     n = len(sequences.work)
-    total, tokens = total_of(sequences.work), count_of(sequences.tokens)
+    total, tokens = total_of(sequences.work), total_of(sequences.tokens)
     more_waves = machine.beta * max(0, (tokens - 1) // (machine.num_ranks * machine.tokens_per_rank))
     density, thin = _densities(sequences)
     by_density, dense = falling_order(density), most_of(density)
@@ -325,7 +324,7 @@ def _make_crowd(count: int, by_density: IntArray, thin: float, sequences: Sequen
     return Crowd(
         count,
         total_of(sequences.work[:count]),
-        float(count_of(sequences.tokens[:count])),
+        float(total_of(sequences.tokens[:count])),
         _least_load(count, sequences, machine),
         held_work[1] / held_tokens[1] if others else 0.0,
         held_tokens,
@@ -437,7 +436,7 @@ def crowd_bound(at_least: float, sequences: Sequences, machine: Machine) -> floa
     upper end allows. Any count gives a bound; doubling counts are tried.
     """
     n = len(sequences.work)
-    total, tokens = total_of(sequences.work), count_of(sequences.tokens)
+    total, tokens = total_of(sequences.work), total_of(sequences.tokens)
     more_waves = (tokens - 1) // (machine.num_ranks * machine.tokens_per_rank)
     density, thin = _densities(sequences)
     by_density = falling_order(density)

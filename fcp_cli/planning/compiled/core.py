@@ -361,26 +361,8 @@ def across_of(first: int, degree: int, machine: Machine) -> int:
 
 
 @leaf
-def total_of(values: FloatArray) -> float:
-    """Add values one by one: numpy's own sum takes another order than what numba makes of it."""
-    total = 0.0
-    for value in values:
-        total += value
-    return total
-
-
-@leaf
-def most_of(values: FloatArray) -> float:
-    """Return the largest of values that are not negative; 0.0 of none."""
-    most = 0.0
-    for value in values:
-        most = max(most, value)
-    return most
-
-
-@leaf
-def count_of(values: IntArray) -> int:
-    """Add whole numbers; numba's own sums, maxima and sorting take many times longer to compile."""
+def total_of(values: FloatArray | IntArray) -> Any:
+    """Add values one by one: numpy's own sum takes another order than numba's, and many times longer to compile."""
     total = 0
     for value in values:
         total += value
@@ -388,12 +370,12 @@ def count_of(values: IntArray) -> int:
 
 
 @leaf
-def largest_of(values: IntArray) -> int:
-    """Return the largest of whole numbers that are not negative; 0 of none."""
-    largest = 0
+def most_of(values: FloatArray | IntArray) -> Any:
+    """Return the largest of values that are not negative; 0 of none."""
+    most = 0
     for value in values:
-        largest = max(largest, value)
-    return largest
+        most = max(most, value)
+    return most
 
 
 @kernel

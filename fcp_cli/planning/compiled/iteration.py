@@ -24,7 +24,7 @@ import numpy as np
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.compiling import kernel, leaf
-from fcp_cli.planning.compiled.core import Machine, Sequences, count_of
+from fcp_cli.planning.compiled.core import Machine, Sequences, total_of
 from fcp_cli.planning.compiled.rings import Rings, Timeline, make_rings, make_timeline, place_rings
 from fcp_cli.planning.compiled.sand import Sand, balance, fill, make_sand
 
@@ -80,7 +80,7 @@ def _slots(bins: int, sequences: Sequences, machine: Machine) -> int:
             sand += 1
             sand_tokens += sequences.tokens[i]
     step_tokens = machine.num_ranks * machine.tokens_per_rank
-    slots = int(4 * (count_of(sequences.tokens) / step_tokens)) + 8
+    slots = int(4 * (total_of(sequences.tokens) / step_tokens)) + 8
     return int(min(slots, sand + 1, max(_MOST_SLOTS // bins, int(4 * (sand_tokens / step_tokens)) + 8)))
 
 

@@ -18,11 +18,9 @@ from fcp_cli.planning.compiled.core import (
     Sequences,
     across_of,
     common_divisor,
-    count_of,
     enter_load,
     falling_order,
     first_with_room,
-    largest_of,
     load_at,
     make_loads,
     make_tree,
@@ -155,7 +153,7 @@ def share_out(degree: int, waves: bool, packs: Packs, sequences: Sequences, mach
         longest[turn_of[k]] = max(longest[turn_of[k]], taken)
         ends[group] += taken
         set_room(expected, group, expected.seconds[(len(expected.seconds) >> 1) + group] - seconds[p], 0)
-    return (total_of(longest[: largest_of(turns)]) if waves else most_of(ends)), by, group_of, turn_of
+    return (total_of(longest[: most_of(turns)]) if waves else most_of(ends)), by, group_of, turn_of
 
 
 @kernel
@@ -189,7 +187,7 @@ def level_packs(degree: int, waves: bool, group_tokens: int, sequences: Sequence
     pack_of = np.empty(len(by_work), dtype=np.int64)
     while True:
         if waves:
-            most = largest_of(counts)
+            most = most_of(counts)
             for group in range(groups):
                 counts[group] = most
         failed = _pack_level(group_tokens, by_work, group_of, counts, pack_of, sequences)
@@ -197,7 +195,7 @@ def level_packs(degree: int, waves: bool, group_tokens: int, sequences: Sequence
             break
         counts[failed] += 1
     # Groups may have packs that nothing went to.
-    packs = count_of(counts)
+    packs = total_of(counts)
     number, group_of_pack, used = np.zeros(packs, dtype=np.int64), np.empty(packs, dtype=np.int64), 0  # from 1 on
     for i in range(len(pack_of)):
         if number[pack_of[i]] == 0:
@@ -296,7 +294,7 @@ def quickest(seconds: float, degrees: IntArray, waves: bool, sequences: Sequence
     """
     best_degree, best_packing = 0, FULL
     by_tokens = longest_first(sequences)
-    attention, linear, tokens = total_of(sequences.attention), total_of(sequences.linear), count_of(sequences.tokens)
+    attention, linear, tokens = total_of(sequences.attention), total_of(sequences.linear), total_of(sequences.tokens)
     for degree in degrees:
         group_tokens = degree * machine.tokens_per_rank
         if sequences.tokens[by_tokens[0]] > group_tokens:

@@ -15,10 +15,13 @@ from fcp_cli.compiling import is_kept
 from fcp_cli.cost.model import Work, encoder_seconds
 from fcp_cli.errors import UsageError
 from fcp_cli.machine.interrupts import interrupts_deferred
+from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.pricing import planned_sequences
 from fcp_cli.plan.speeds import Speeds
-from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.batches import GlobalBatches, spread_steps
+from fcp_cli.plan.step import StepPlan
+from fcp_cli.planning.assemble import assemble, makespan_seconds
+from fcp_cli.planning.batches import GlobalBatches, batch_of, spread_steps
 from fcp_cli.planning.bounds import lower_bound_seconds, simple_bound_seconds
 from fcp_cli.planning.compiled import iteration, microbatch
 from fcp_cli.planning.compiled.core import Machine, Sequences
@@ -210,6 +213,25 @@ def limit_price(limited: FcpSolver, batches: GlobalBatches) -> float:
     sample = [batches.batch(step) for step in spread_steps(len(batches), _PRICED_STEPS, phase=0.5)]
     seconds = [sum(makespan_seconds(s.assign(b), b, batches.problem) for b in sample) for s in (limited, free)]
     return seconds[0] / seconds[1] - 1.0
+
+
+def winner_of(
+    step: StepPlan, problem: Problem, options: Mapping[str, Any], *, manifest: LengthTable | None = None
+) -> str | None:
+    """Return the name of the candidate that won a planned step, by planning the step again.
+
+    None if that gives a step of other seconds, as under another release or without the manifest's factors, and for
+    pipelines, ranks of different speeds and groups chosen on a whole plan, which have other loops.
+    """
+    if problem.pipeline is not None or problem.rank_speeds is not None or set(options) - {"max_degree", "max_peers"}:
+        return None
+    rows = np.argsort(step.sequences)
+    sequences = planned_sequences(step, manifest, problem.cached_from_step).take(rows)
+    batch = batch_of(sequences, problem, step=step.step)
+    found = solver_of(problem, **options).best(replace(batch, encoder_seconds=None))
+    assert found.assignment is not None, "a step was sought below a limit"
+    again = assemble(found.assignment, batch, problem, step.bound_seconds)
+    return found.name if np.isclose(again.makespan_seconds, step.makespan_seconds, rtol=1e-9) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

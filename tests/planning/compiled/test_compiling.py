@@ -22,12 +22,17 @@ def doubling(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A kernel in a module of its own, not compiled yet."""
     source = folder / "doubling.py"
     source.write_text("def double(x):\n    return 2 * x\n")
-    spec = importlib.util.spec_from_file_location("doubling", source)
+    return kernel(module_of(source, monkeypatch).double)
+
+
+def module_of(source: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of a source file, imported anew."""
+    spec = importlib.util.spec_from_file_location(source.stem, source)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)  # what numba keeps on disk names the module it belongs to
     spec.loader.exec_module(module)
-    return kernel(module.double)
+    return module
 
 
 def test_a_kernel_is_kept_until_any_source_of_its_own_folder_changes(
@@ -54,6 +59,20 @@ def test_a_kernel_is_kept_until_any_source_of_its_own_folder_changes(
     assert not is_kept(changed)
     assert changed(4) == 8
     assert sum(changed.stats.cache_hits.values()) == 0
+
+
+def test_kernels_that_were_compiled_for_a_class_that_is_gone_are_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("Before", "After"):
+        (tmp_path / "renamed.py").write_text(
+            f"from typing import NamedTuple\nclass {name}(NamedTuple):\n    x: int\ndef first(pair):\n    return pair.x\n"
+        )
+        package_stamp.cache_clear()
+        module = module_of(tmp_path / "renamed.py", monkeypatch)
+        first = kernel(module.first)
+        assert not is_kept(first)
+        assert first(getattr(module, name)(3)) == 3
 
 
 def test_a_kernel_that_came_with_the_wheel_is_used_and_not_compiled_again(

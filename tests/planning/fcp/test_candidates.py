@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import batch_of
 from fcp_cli.planning.fcp.candidates import CLOSE_ENOUGH, Candidate, Found, best_of
-from fcp_cli.planning.fcp.solver import solver_of
+from fcp_cli.planning.fcp.solver import solver_of, winner_of
 from tests.planning.examples import compile_planner, example_problem, long_tail
 
 ROOT = Path(__file__).parents[3]
@@ -77,3 +80,14 @@ def test_every_phase_on_the_page_is_a_function_of_that_name(place: str) -> None:
     file, name = place.split("::")
     text = (ROOT / "fcp_cli" / "planning" / file).read_text(encoding="utf-8")
     assert re.search(rf"^\s*(def|class) {name}\b", text, flags=re.M), place
+
+
+@pytest.mark.parametrize("sync", ["iteration", "microbatch"])
+def test_the_winner_of_a_planned_step_is_named_and_nobody_of_a_step_that_was_changed(sync: Sync) -> None:
+    problem = example_problem(sync)
+    batch = batch_of(long_tail(60), problem)
+    solver = solver_of(problem)
+    step = assemble(solver.assign(batch), batch, problem)
+    assert winner_of(step, problem, {}) == solver.best(batch).name
+    assert winner_of(replace(step, makespan_seconds=1.01 * step.makespan_seconds), problem, {}) is None
+    assert winner_of(step, problem, {"max_groups": 4}) is None
