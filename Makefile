@@ -149,7 +149,7 @@ test-loops: $(LOOPS_STAMP) test-frameworks
 FRAMEWORKS        := llama_factory ms_swift trl_scripts
 llama_factory_is  := llamafactory==0.9.5
 ms_swift_is       := ms-swift==4.6.0
-trl_scripts_is    := trl==1.16.0 rich
+trl_scripts_is    := trl==1.16.0 rich pillow
 
 .venv-loops-%/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)
@@ -163,7 +163,7 @@ trl_scripts_is    := trl==1.16.0 rich
 
 test-frameworks: $(FRAMEWORKS:%=.venv-loops-%/.installed)
 	set -e; for name in $(FRAMEWORKS); do \
-		.venv-loops-$$name/bin/python -m pytest -m loops --durations=5 tests/runtime/loops/test_$$name.py; done
+		.venv-loops-$$name/bin/python -m pytest -m loops --durations=5 tests/runtime/loops/test_$$name*.py; done
 
 # The tests of Megatron on a newer megatron-core, which needs Python 3.12 or newer: make test-megatron-next PYTHON=python3.12
 NEXT_MEGATRON ?= 0.19.2

@@ -74,7 +74,7 @@ class TrainerFollower:
         models = (model,) if reference is None else (model, base_model(trainer.accelerator.unwrap_model(reference)))
         self._attentions = [SwitchedAttention(one) for one in models]
         planned = _planned_loss(trainer, kind, models, self.session, self._rows)
-        self._loss = _own_loss(trainer, models[0], self._attentions, self._rows, planned)
+        self._loss = _own_loss(trainer, self._attentions, self._rows, planned)
         self._watched = WatchedMethods(trainer, self.loader)
         self._steps: Generator[Step, None, None] | None = None
         self.stop = StopAtStepEnd(trainer, self.session)
@@ -187,7 +187,6 @@ def _planned_loss(
 
 def _own_loss(
     trainer: Any,
-    model: PreTrainedModel,
     attentions: Sequence[SwitchedAttention],
     rows: CollatedRows,
     planned: PlannedLoss,
@@ -197,7 +196,7 @@ def _own_loss(
     if judged is None:
         return planned
     kind = loss_class(trainer)
-    context = LossContext(trainer=trainer, model=model, attentions=attentions, read=rows, kind=kind, planned=planned)
+    context = LossContext(trainer=trainer, attentions=attentions, read=rows, kind=kind, planned=planned)
     return OwnLoss(context, judged, probes=planned.mean_over == "tokens")
 
 

@@ -85,18 +85,21 @@ class LossContext:
 
     Attributes:
         trainer: of the script.
-        model: of transformers, not wrapped.
         attentions: of the models, to run one without the plan.
         read: from a row of the data to its tokens and labels.
         kind: the class of transformers or TRL whose `compute_loss` has the planned form `planned`.
     """
 
     trainer: Any
-    model: Any
     attentions: Sequence[SwitchedAttention]
     read: Callable[[int], Any]
     kind: Any
     planned: PlannedLoss
+
+    @property
+    def model(self) -> Any:
+        """The script's model, not wrapped; PEFT's adapters call the `forward` of the one within, past its hooks."""
+        return self.trainer.model
 
 
 class OwnLoss:

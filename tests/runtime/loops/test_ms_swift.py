@@ -61,3 +61,22 @@ def test_full_fine_tuning_with_evaluation_is_that_of_the_framework_alone(folder:
     resumed = options("resumed", "--resume_from_checkpoint", "full/checkpoint-2", *evaluated)
     assert "from step 2 of 3" in planned("swift", "sft", *resumed, folder=folder)
     assert max(differences(read_checkpoint(folder / "resumed" / "checkpoint-3"), expected).values()) <= 2e-6
+
+
+def test_lora_is_that_of_the_framework_alone(folder: Path) -> None:
+    changes = (
+        "--tuner_type",
+        "lora",
+        "--lora_rank",
+        "4",
+        "--lora_dropout",
+        "0",
+        "--target_modules",
+        "q_proj",
+        "v_proj",
+    )
+    alone(*_MODULE, *options("lora-alone", *changes), folder=folder)
+    planned("swift", "sft", *options("lora", *changes), folder=folder)
+    found, expected = (read_checkpoint(folder / name / "checkpoint-3") for name in ("lora", "lora-alone"))
+    assert max(differences(found, expected).values()) <= 2e-6
+    assert found.logged("token_acc") == expected.logged("token_acc")

@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers import Trainer
 
+from tests.runtime.models import hugging_face
 from tests.runtime.workers.trainer_worker import ITERATION, Cases, main, train
 
 
@@ -205,7 +206,19 @@ def _train(kind: type[Trainer]) -> tuple[str, Callable[[Path], Any]]:
     return ITERATION, partial(train, kind=kind)
 
 
-CASES: Cases = {kind.__name__: _train(kind) for kind in (Delegating, PerToken, PerTokenLogits, WithFunction)}
+def _with_adapters(folder: Path) -> Any:
+    """A loss of its own calls PEFT's model, which calls the `forward` within, past its hooks."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(5)
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return train(folder, kind=PerToken, model=get_peft_model(hugging_face("qwen3", torch.float32), adapter))
+
+
+CASES: Cases = {
+    **{kind.__name__: _train(kind) for kind in (Delegating, PerToken, PerTokenLogits, WithFunction)},
+    "PerToken of adapters": (ITERATION, _with_adapters),
+}
 REFUSALS: Cases = {
     kind.__name__: _train(kind)
     for kind in (
