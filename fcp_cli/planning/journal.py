@@ -48,8 +48,11 @@ class Journal:
 
     @property
     def steps_kept(self) -> bool:
-        """Return whether an interrupted plan would find steps to continue from."""
-        return self._parts > 0
+        """Return whether an interrupted plan would find steps to continue from.
+
+        Asked of the disk: Ctrl-C may come when a part is there and not yet counted.
+        """
+        return self._part(0).exists()
 
     def start(self) -> None:
         """Begin an empty journal; an older one is removed."""

@@ -117,6 +117,7 @@ def test_a_long_plan_interrupted_by_ctrl_c_continues_to_the_same_plan(tmp_path: 
     whole = fcp(
         "plan", "dataset.parquet", *EIGHT_RANKS, "--workers", "2", "--json", "-o", "other.parquet", cwd=tmp_path
     )
+    assert resumed.returncode == 0, resumed.stderr
     assert json.loads(resumed.stdout)["plan_hash"] == json.loads(whole.stdout)["plan_hash"]
     assert not (tmp_path / ".plan.parquet.journal").exists()
 

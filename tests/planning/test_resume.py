@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from fcp_cli.errors import FcpError, Interrupted
+from fcp_cli.files import replaced_atomically
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.schema import steps_from_arrow, steps_to_arrow
 from fcp_cli.plan.step import StepPlan
@@ -72,6 +74,24 @@ def test_an_interrupted_plan_leaves_no_file_and_goes_on_to_the_same_plan(tmp_pat
     resumed = make(path, resume=True)
     assert resumed.metadata.plan_hash == make(tmp_path / "other.parquet").metadata.plan_hash
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["other.parquet", "plan.parquet"]
+
+
+@pytest.mark.usefixtures("small_journal")
+def test_a_plan_interrupted_as_its_first_steps_reach_the_disk_can_be_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def interrupted_behind(path: Path) -> Iterator[Path]:
+        with replaced_atomically(path) as temporary:
+            yield temporary
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "replaced_atomically", interrupted_behind)
+        with pytest.raises(Interrupted, match=r"continue with --resume$"):
+            make(tmp_path / "plan.parquet")
+    resumed = make(tmp_path / "plan.parquet", resume=True)
+    assert resumed.metadata.plan_hash == make(tmp_path / "other.parquet").metadata.plan_hash
 
 
 @pytest.mark.usefixtures("small_journal")
