@@ -56,7 +56,7 @@ LossOption: TypeAlias = Annotated[
 ]
 OffloadOption: TypeAlias = Annotated[
     Literal["auto", "none", "activations"],
-    Opt("activations: move what recomputed layers keep to the host's memory; auto: where nothing less fits."),
+    Opt("activations: move what recomputed layers keep to the host's memory; auto: if quicker."),
 ]
 
 

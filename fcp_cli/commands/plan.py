@@ -105,7 +105,7 @@ def plan(options: PlanOptions) -> None:
             raise UsageError("--resume continues a file, which -o - is not; write the plan to a file")
     options = _with_its_attention(options, origins)
     inputs = resolve(
-        options, origins, most_peers=options.max_peers
+        options, origins, most_peers=options.max_peers, max_degree=options.max_degree
     )  # first: a plan that is given as the manifest is no source to be kept
     refuse_to_overwrite(output, options.manifest, options.profile)
     origins.report()

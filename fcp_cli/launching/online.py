@@ -10,6 +10,7 @@ from fcp_cli.plan.online import OnlineOptions, OnlineSettings
 from fcp_cli.planning.fcp.solver import solver_of
 from fcp_cli.planning.online.settings import require_fitting, stream_batching, stream_metadata
 from fcp_cli.planning.options import PlanRequest
+from fcp_cli.planning.recipe_search import unknown_lengths
 from fcp_cli.planning.settings import FOLDER_PROFILE, resolve_problem
 
 
@@ -39,7 +40,7 @@ def online_settings(request: LaunchRequest, target: str, assumed: Origins) -> On
             "give measured times with --profile FILE"
         )
     wanted = PlanRequest(profile=request.profile, model=request.model, ranks=request.ranks)
-    problem, _budget = resolve_problem(wanted, assumed)
+    problem, _budget = resolve_problem(wanted, assumed, data=unknown_lengths())
     batching = stream_batching(request.global_batch_size, request.global_batch_tokens, request.reorder_window)
     given = {name: value for name in STREAM_OPTIONS if (value := getattr(request, name)) is not None}
     options = OnlineOptions(planner=request.planner, **given)

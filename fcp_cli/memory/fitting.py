@@ -1,4 +1,8 @@
-"""Chooses a recipe that fits: the cheapest in time that leaves a rank enough room for tokens."""
+"""Recipes that fit the ranks of a job, and the first of them, in a fixed order, that leaves room for so many tokens.
+
+`fitting_recipe` answers questions of memory, where no lengths are known; `planning.recipe_search` prices the recipes of
+`all_fits` on the lengths of a plan.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,16 @@ from fcp_cli.memory.table import RankMemory
 from fcp_cli.memory.trained import check_trained
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.plan.setup import RankShape, Sync, fields_of
-from fcp_cli.recipe import Offload, Recipe, RecipeRequest, Recompute, SplitAttention, ZeroStage, check_recipe
+from fcp_cli.recipe import (
+    Offload,
+    Recipe,
+    RecipeRequest,
+    Recompute,
+    Reduce,
+    SplitAttention,
+    ZeroStage,
+    check_recipe,
+)
 
 LEAST_TOKENS: Final = 16_384
 """Tokens a rank that a recipe should leave room for: below that, rings of long sequences wait for their messages."""
@@ -24,6 +37,7 @@ LEAST_TOKENS: Final = 16_384
 _OFFLOADS: Final[tuple[Offload, ...]] = ("none", "activations")
 _RECOMPUTATIONS: Final[tuple[Recompute, ...]] = ("none", "selective", "full")
 _SYNCS: Final[tuple[Sync, ...]] = ("iteration", "microbatch")
+_REDUCES: Final[tuple[Reduce, ...]] = ("wave", "step")
 
 # Ranks that one meets in the rings of 20 steps, at most, in plans for 64 ranks: they still meet more under microbatch.
 _EXPECTED_PEERS: Final[Mapping[Sync, int]] = {"iteration": 9, "microbatch": 22}
@@ -166,6 +180,11 @@ class FittedRecipe:
         return replace(self, memory=memory, tokens=memory.tokens(place.capacity_bytes), bytes_per_token=per_token)
 
     @property
+    def key(self) -> tuple[Recipe, Sync]:
+        """Return the settings that tell it from other fits of the same ranks."""
+        return self.recipe, self.sync
+
+    @property
     def roominess(self) -> tuple[int, float]:
         """Return what orders recipes by the room that they leave, also where none leaves any."""
         return self.tokens, -self.memory.total_bytes(self.wanted_tokens)
@@ -183,7 +202,7 @@ def fitting_recipe(
     sync: Sync | None = None,
     wanted_tokens: int = LEAST_TOKENS,
 ) -> FittedRecipe:
-    """Return the cheapest recipe in time that leaves a rank the tokens, or, where none does, the one that leaves most.
+    """Return the first recipe of a fixed order that leaves a rank the tokens; if none does, the one that leaves most.
 
     Computing activations again costs the most, so it comes first: none, then selective, then full. Of the rest, weights
     that are gathered once a step come before those gathered in every micro-batch, with the sync that goes with each,
@@ -213,8 +232,39 @@ def fitting_recipe(
     return best
 
 
-def _candidates(request: RecipeRequest, place: Place, sync: Sync | None) -> list[tuple[Recipe, Sync]]:
-    """Return the recipes that were not ruled out, cheapest in time first."""
+def all_fits(spec: ModelSpec, request: RecipeRequest, place: Place, *, sync: Sync | None = None) -> list[FittedRecipe]:
+    """Return every recipe that was not ruled out with its token budget, in the order of `fitting_recipe`.
+
+    Copies are also sharded over several nodes short of all, and gradients of ZeRO-3 also reduced once a step.
+    Offloading is tried if the same recipe without it leaves fewer than 16,384 tokens: more gain little, and the host
+    may lack room.
+    """
+    found: dict[tuple[Recipe, Sync], FittedRecipe] = {}
+    for recipe, its_sync in _candidates(request, place, sync, extents=_extents(place)):
+        beside = found.get((replace(recipe, offload="none"), its_sync))
+        if beside is None or not beside.is_enough:
+            found[recipe, its_sync] = place.fit(spec, recipe, its_sync)
+    return list(found.values())
+
+
+def _extents(place: Place) -> tuple[int | None, ...]:
+    """Return sharding extents in whole nodes, doubling up to all ranks."""
+    found, extent = [], place.ranks_per_node
+    while 1 < extent < place.num_ranks and place.num_ranks % extent == 0:
+        found.append(extent)
+        extent *= 2
+    return (*found, None)
+
+
+def _candidates(
+    request: RecipeRequest, place: Place, sync: Sync | None, *, extents: tuple[int | None, ...] = ()
+) -> list[tuple[Recipe, Sync]]:
+    """Return the recipes that were not ruled out, in the fixed order.
+
+    Args:
+        request, place, sync: as of `fitting_recipe`.
+        extents: sharding extents to try for weights and gradients; none: a node and all ranks.
+    """
     given = request.given()
     if (shard_ranks := given.get("shard_ranks")) and place.num_ranks % min(shard_ranks, place.num_ranks):
         raise UsageError(f"--shard-ranks is {shard_ranks}; it must divide the {place.num_ranks} ranks")
@@ -222,12 +272,16 @@ def _candidates(request: RecipeRequest, place: Place, sync: Sync | None) -> list
     computing = itertools.product(
         _choices(given, "offload", *_OFFLOADS), _choices(given, "recompute", *_RECOMPUTATIONS)
     )
+    reduces = _REDUCES if extents and "reduce" not in given else (base.reduce,)
     found = [
         (recipe, its_sync)
         for (offload, recompute), its_sync in itertools.product(computing, _syncs(place, sync))
-        for stage, shards in _shardings(given, place, its_sync)
+        for stage, shards in _shardings(given, place, its_sync, extents or _usual_extents(place))
+        for reduce in (reduces if stage == 3 else reduces[:1])
         if _is_possible(
-            recipe := replace(base, offload=offload, recompute=recompute, zero_stage=stage, shard_ranks=shards),
+            recipe := replace(
+                base, offload=offload, recompute=recompute, zero_stage=stage, shard_ranks=shards, reduce=reduce
+            ),
             its_sync,
         )
     ]
@@ -251,12 +305,16 @@ def _syncs(place: Place, sync: Sync | None) -> tuple[Sync, ...]:
     return _SYNCS if place.virtual_stages == 1 else ("microbatch",)
 
 
-def _shardings(given: Mapping[str, Any], place: Place, sync: Sync) -> Iterator[tuple[ZeroStage, int | None]]:
+def _usual_extents(place: Place) -> tuple[int | None, ...]:
+    is_cut = place.num_ranks > place.ranks_per_node > 1 and place.num_ranks % place.ranks_per_node == 0
+    return (place.ranks_per_node, None) if is_cut else (None,)
+
+
+def _shardings(
+    given: Mapping[str, Any], place: Place, sync: Sync, extents: tuple[int | None, ...]
+) -> Iterator[tuple[ZeroStage, int | None]]:
     for stage in _choices(given, "zero_stage", *_stages(place, sync)):
-        usual: tuple[int | None, ...] = (None,)
-        if stage >= 2 and place.num_ranks > place.ranks_per_node > 1 and place.num_ranks % place.ranks_per_node == 0:
-            usual = (place.ranks_per_node, None)
-        for shard_ranks in _choices(given, "shard_ranks", *usual):
+        for shard_ranks in _choices(given, "shard_ranks", *(extents if stage >= 2 else (None,))):
             yield stage, shard_ranks
 
 

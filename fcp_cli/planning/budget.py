@@ -36,6 +36,7 @@ class Budget:
         room: memory under other recipes; None if the model or its device are unknown, and for forward
             passes, whose recipe is that of their training.
         cluster: that the profile was computed for; None where there was a profile.
+        tried: recipes that were compared by their predicted time; 0: the recipe was not chosen by time.
     """
 
     tokens_per_rank: int
@@ -43,6 +44,7 @@ class Budget:
     recipe: Recipe | None = None
     room: Room | None = None
     cluster: ClusterSpec | None = None
+    tried: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,21 +109,25 @@ def _can_run(recipe: Recipe, sync: Sync, place: Place) -> bool:
     return (sync == "microbatch" or place.virtual_stages == 1) and not place.num_ranks % recipe.shards(place.num_ranks)
 
 
-def computed_budget(spec: ModelSpec, request: PlanRequest, place: Place, origins: Origins) -> Budget:
+def computed_budget(
+    spec: ModelSpec, request: PlanRequest, place: Place, origins: Origins, fit: FittedRecipe, reason: str | None = None
+) -> Budget:
     """Return the budget of a plan without a profile.
 
-    Raises:
-        UsageError: the model does not fit, or the request contradicts itself.
+    Args:
+        spec, request, place: of the plan.
+        origins: takes the assumptions.
+        fit: recipe of the plan.
+        reason: why this one; None: it is the first of the fixed order.
     """
-    fit = choose_fit(spec, request, place)
-    _require_room(spec, request, place, fit)
-    reason = f"the cheapest that leaves {fit.wanted_tokens:,} tokens a rank"
-    if not fit.is_enough:
-        reason = f"none leaves {fit.wanted_tokens:,} tokens a rank; this one leaves most"
+    if reason is None:
+        reason = f"the first that leaves {fit.wanted_tokens:,} tokens a rank"
+        if not fit.is_enough:
+            reason = f"none leaves {fit.wanted_tokens:,} tokens a rank; this one leaves most"
     budget = _said(request, place, fit, origins, reason)
     if request.phase == "forward":
         return budget
-    return replace(budget, room=Room(spec=spec, place=place, open_request=_unfixed(request.recipe)))
+    return replace(budget, room=Room(spec=spec, place=place, open_request=unfixed_request(request.recipe)))
 
 
 def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: JobRanks, origins: Origins) -> Budget:
@@ -152,7 +158,7 @@ def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: JobRanks,
         measured_bytes_per_token=measured,
     )
     fit = choose_fit(spec, request, place, own=profile)
-    _require_room(spec, request, place, fit)
+    require_room(spec, request, place, fit)
     if profile.recipe is None:
         reason = "the cost profile does not say of which its times are"
     elif fit.recipe == profile.recipe:
@@ -162,13 +168,13 @@ def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: JobRanks,
     budget = _said(request, place, fit, origins, reason)
     if request.phase == "forward":
         return budget
-    open_request = _unfixed(request.recipe)
+    open_request = unfixed_request(request.recipe)
     if profile.recipe is not None:
         open_request = with_timed_settings(open_request, profile)
     return replace(budget, room=Room(spec=spec, place=place, open_request=open_request))
 
 
-def _unfixed(asked: RecipeRequest) -> RecipeRequest:
+def unfixed_request(asked: RecipeRequest) -> RecipeRequest:
     """Return a request without the settings that another plan of the same model may choose."""
     return RecipeRequest.to_train_as(asked, precision=asked.precision)
 
@@ -210,7 +216,7 @@ def _room_text(place: Place, fit: FittedRecipe) -> str:
     )
 
 
-def _require_room(spec: ModelSpec, request: PlanRequest, place: Place, fit: FittedRecipe) -> None:
+def require_room(spec: ModelSpec, request: PlanRequest, place: Place, fit: FittedRecipe) -> None:
     """Refuse to assume a token budget for ranks that could not hold one token.
 
     Raises:
@@ -219,7 +225,7 @@ def _require_room(spec: ModelSpec, request: PlanRequest, place: Place, fit: Fitt
     if fit.tokens >= 1 or request.tokens_per_rank is not None:  # one that was given is only warned of
         return
     needed = fit.memory.total_bytes(1) / 1e9
-    open_ = fitting_recipe(spec, _unfixed(request.recipe), place)
+    open_ = fitting_recipe(spec, unfixed_request(request.recipe), place)
     remedy = "plan for more --ranks, a smaller --model, or cut it with --tensor-parallel"
     if open_.tokens >= 1:
         remedy = f"{shlex.join(open_.flags())} leave room for {open_.tokens:,} tokens"

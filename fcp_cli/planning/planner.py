@@ -23,6 +23,7 @@ from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.parallel import plan_step
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.rank_speeds import GivenSpeeds, speeds_words
+from fcp_cli.planning.recipe_search import unknown_lengths
 from fcp_cli.planning.settings import resolve_problem
 from fcp_cli.validation import validated
 
@@ -97,7 +98,7 @@ class Planner:
             rank_speeds=speeds_words(more.get("rank_speeds")),
         )
         origins = Origins()
-        self.problem: Problem = resolve_problem(request, origins)[0]
+        self.problem: Problem = resolve_problem(request, origins, data=unknown_lengths(max_degree))[0]
         self.assumed = origins.assumed
         self._solver = solver_of(self.problem, max_degree=max_degree)
         self._most_tokens = self.problem.tokens_per_rank * (1 if max_degree == 1 else self.problem.num_ranks)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, get_args
 
 from fcp_cli.errors import FcpError
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import Sync
-from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.batches import batch_of
-from fcp_cli.planning.fcp.solver import is_compiled, solver_of
+from fcp_cli.planning.budget import unfixed_request
+from fcp_cli.planning.fcp.solver import is_compiled
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.problem import Problem
+from fcp_cli.planning.recipe_search import sampled_seconds
 from fcp_cli.planning.settings import PlanInputs, problem_under
-from fcp_cli.recipe import Recompute
+from fcp_cli.recipe import flag_words
 
-_SYNCS: Final = get_args(Sync)
 _LEAST_GAIN: Final = 0.02  # smaller ones are within the cost model's error
 _AS_LONG: Final = 1.01
 
@@ -42,7 +42,7 @@ class Remedy:
 def best_remedy(
     request: PlanRequest, inputs: PlanInputs, sequences: Sequence[LengthTable]
 ) -> tuple[Remedy | None, int]:
-    """Return the setting that would help most, and how many were tried.
+    """Return the settings that would help most, and how many were tried.
 
     Args:
         request: of the plan.
@@ -54,15 +54,16 @@ def best_remedy(
     """
     if not sequences or inputs.budget is None or not is_compiled(inputs.problem.sync):
         return None, 0
-    now, found = _seconds(inputs.problem, sequences), []
     longest = max(int(each.length_tokens.max()) for each in sequences)
-    for flags, problem in _settings_to_try(request, inputs):
-        if longest <= problem.num_ranks * problem.tokens_per_rank:
-            factor = _seconds(problem, sequences) / now
+    now, found = sampled_seconds(inputs.problem, sequences), []
+    for problem in _problems_to_try(request, inputs):
+        if longest <= problem.num_ranks * problem.tokens_per_rank and (flags := _flags(request, inputs, problem)):
+            factor = sampled_seconds(problem, sequences) / now
             tokens = problem.tokens_per_rank
             found.append(Remedy(flags=flags, factor=factor, tokens_per_rank=tokens, steps=len(sequences)))
     best = min(found, key=lambda remedy: remedy.factor, default=None)
-    return (best if best is not None and best.factor <= 1.0 - _LEAST_GAIN else None), len(found)
+    tried = max(inputs.budget.tried, len(found))
+    return (best if best is not None and best.factor <= 1.0 - _LEAST_GAIN else None), tried
 
 
 def enough_ranks(problem: Problem, sequences: Sequence[LengthTable]) -> int | None:
@@ -75,52 +76,44 @@ def enough_ranks(problem: Problem, sequences: Sequence[LengthTable]) -> int | No
     is_plain = problem.pipeline is None and problem.encoder_balance is None and problem.rank_speeds is None
     if not sequences or not is_plain or problem.pipeline_parallel > 1 or not is_compiled(problem.sync):
         return None
-    most, longest = _AS_LONG * _seconds(problem, sequences), max(int(each.length_tokens.max()) for each in sequences)
+    most, longest = (
+        _AS_LONG * sampled_seconds(problem, sequences),
+        max(int(each.length_tokens.max()) for each in sequences),
+    )
     found, ranks = None, problem.num_ranks
     while ranks % 2 == 0:
         ranks //= 2
         fewer = replace(problem, num_ranks=ranks, ranks_per_node=min(problem.ranks_per_node, ranks))
-        if longest > ranks * problem.tokens_per_rank or _seconds(fewer, sequences) > most:
+        if longest > ranks * problem.tokens_per_rank or sampled_seconds(fewer, sequences) > most:
             break
         found = ranks
     return found
 
 
-def _seconds(problem: Problem, sequences: Sequence[LengthTable]) -> float:
-    solver = solver_of(problem)
-    batches = [batch_of(each, problem) for each in sequences]
-    return sum(makespan_seconds(solver.assign(batch), batch, problem) for batch in batches)
+def _problems_to_try(request: PlanRequest, inputs: PlanInputs) -> Iterator[Problem]:
+    """Yield the problem under the quickest recipe of all; under a profile, whose times are of its recipe, each sync."""
+    assert inputs.budget is not None
+    open_ = replace(request, tokens_per_rank=None, sync=None, recipe=unfixed_request(request.recipe))
+    if inputs.budget.cluster is not None:
+        requests = [] if inputs.budget.tried and open_ == request else [open_]
+    else:
+        requests = [replace(open_, sync=sync) for sync in get_args(Sync)]
+    for changed in requests:
+        with suppress(FcpError):  # it does not fit, or has other times than the profile's
+            problem = problem_under(changed, inputs)
+            if problem != inputs.problem and is_compiled(problem.sync):
+                yield problem
 
 
-def _settings_to_try(request: PlanRequest, inputs: PlanInputs) -> Iterator[tuple[str, Problem]]:
-    """Yield each setting that differs from the plan's and fits, with its flags, unless it cannot be priced."""
-    for flags, changed in _changes(request, inputs.problem):
-        by_itself = _fitting(changed, inputs)
-        for sync in _SYNCS:
-            problem = _fitting(replace(changed, sync=sync), inputs)
-            if problem is None or problem == inputs.problem or not is_compiled(sync):
-                continue
-            told = [*flags, *([] if problem == by_itself else [f"--sync {sync}"])]
-            if request.tokens_per_rank is not None:
-                told.append(f"--tokens-per-rank {problem.tokens_per_rank}")
-            if told:
-                yield " ".join(told), problem
-
-
-def _changes(request: PlanRequest, now: Problem) -> Iterator[tuple[list[str], PlanRequest]]:
-    """Yield the request for each way to recompute, with as many tokens a rank as then fit."""
-    open_ = replace(request, tokens_per_rank=None)
-    if now.recipe is None:
-        yield [], open_
-        return
-    for recompute in get_args(Recompute):
-        changed = replace(open_, recipe=replace(request.recipe, recompute=recompute))
-        is_typed_or_now = recompute in (now.recipe.recompute, request.recipe.recompute)
-        yield [] if is_typed_or_now else [f"--recompute {recompute}"], changed
-
-
-def _fitting(request: PlanRequest, inputs: PlanInputs) -> Problem | None:
-    try:
-        return problem_under(request, inputs)
-    except FcpError:
-        return None
+def _flags(request: PlanRequest, inputs: PlanInputs, problem: Problem) -> str:
+    """Return the options that lead from a plan's problem to another one."""
+    now, then, words = inputs.problem.recipe, problem.recipe, []
+    if now is not None and then is not None:
+        names = ["zero_stage", "recompute", "offload", *(["reduce"] if then.zero_stage == 3 else [])]
+        for name in (name for name in names if getattr(now, name) != getattr(then, name)):
+            words += flag_words(name, getattr(then, name))
+        if now.shards(problem.num_ranks) != (shards := then.shards(problem.num_ranks)):
+            words += ["--shard-ranks", str(shards)]
+    words += [] if problem.sync == inputs.problem.sync else ["--sync", problem.sync]
+    words += [] if request.tokens_per_rank is None else ["--tokens-per-rank", str(problem.tokens_per_rank)]
+    return " ".join(words)

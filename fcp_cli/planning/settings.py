@@ -7,7 +7,9 @@ computed for the model and the cluster that were named, or for the accelerators 
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -19,14 +21,14 @@ from fcp_cli.cost.profile import (
     load_cost_profile,
     parse_cost_profile,
 )
-from fcp_cli.errors import ManifestError, UsageError
+from fcp_cli.errors import FcpError, ManifestError, UsageError
 from fcp_cli.machine.accelerators import find_accelerators
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.table import LengthTable
-from fcp_cli.memory.fitting import JobRanks
+from fcp_cli.memory.fitting import FittedRecipe, JobRanks, Place, all_fits
 from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.cluster import EXAMPLE_CLUSTER, ClusterSpec, cluster_of, load_cluster
-from fcp_cli.models.model import load_model
+from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.models.shipped import DEFAULT_MODEL
 from fcp_cli.plan.metadata import Batching, PlanMetadata
 from fcp_cli.plan.padding import padding_multiple
@@ -36,10 +38,12 @@ from fcp_cli.plan.setup import PlanSetup, RankShape, fields_of
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.budget import (
     Budget,
+    choose_fit,
     computed_budget,
     continued_recipe,
     options_that_hold,
     profiled_budget,
+    require_room,
     say_what_offloading_costs,
 )
 from fcp_cli.planning.continuation import RemainingSteps, batches_to_plan, remaining_steps, settings_of
@@ -49,6 +53,7 @@ from fcp_cli.planning.pipelines import pipeline_of
 from fcp_cli.planning.problem import Problem, whole_budget
 from fcp_cli.planning.rank_speeds import requested_speeds, speeds_of_run
 from fcp_cli.planning.ranks import devices_of_rank, ranks_on, ranks_under, require_pipelines
+from fcp_cli.planning.recipe_search import RecipeCandidate, RecipeChoice, RecipeData, quickest_recipe
 from fcp_cli.profiling.analytic import analytic_profile
 from fcp_cli.profiling.forward import forward_profile
 from fcp_cli.recipe import SplitAttention
@@ -67,6 +72,7 @@ class PlanInputs:
     settings: BatchSettings
     remaining: RemainingSteps | None = None
     budget: Budget | None = None
+    data: RecipeData | None = None
 
     def batches(self) -> GlobalBatches:
         """Return the global batches to plan.
@@ -148,13 +154,16 @@ def _profile_of_run(
     return profile if refit is None else replace(profile, text=dump_cost_profile(profile))
 
 
-def resolve(request: PlanRequest, origins: Origins, *, most_peers: int | None = None) -> PlanInputs:
+def resolve(
+    request: PlanRequest, origins: Origins, *, most_peers: int | None = None, max_degree: int | None = None
+) -> PlanInputs:
     """Complete the request; every assumption goes to `origins`.
 
     Args:
         request: of the user.
         origins: takes what was assumed.
         most_peers: ranks that one may meet in rings, whose connections take memory; None: no limit.
+        max_degree: 1 forbids rings, so that a rank must hold every sequence; None: no limit.
 
     Raises:
         ManifestError, ProfileError: a file cannot be used.
@@ -165,24 +174,21 @@ def resolve(request: PlanRequest, origins: Origins, *, most_peers: int | None = 
     table = read_manifest(request.manifest, length_column=request.length_column, step_column=request.step_column)
     if table.column != request.length_column:
         origins.assume("--length-column", table.column, f"{request.manifest} has no column {request.length_column}")
-    problem, budget = resolve_problem(request, origins, most_peers=most_peers)
-    _warn_of_unpriced_vision(table, problem.profile, origins)
-    inputs = PlanInputs(
-        table=table,
-        problem=problem,
-        settings=BatchSettings(
-            global_batch_size=_global_batch_size(request, table, origins),
-            seed=request.seed,
-            shuffle=request.shuffle and request.step_column is None,
-            epochs=request.epochs,
-            last_batch=request.last_batch,
-            max_length=request.max_length,
-            overlong=request.overlong,
-            step_limit=request.steps,
-            batching=_batching(request),
-        ),
-        budget=budget,
+    settings = BatchSettings(
+        global_batch_size=_global_batch_size(request, table, origins),
+        seed=request.seed,
+        shuffle=request.shuffle and request.step_column is None,
+        epochs=request.epochs,
+        last_batch=request.last_batch,
+        max_length=request.max_length,
+        overlong=request.overlong,
+        step_limit=request.steps,
+        batching=_batching(request),
     )
+    data = RecipeData(table=table, settings=settings, max_degree=max_degree)
+    problem, budget = resolve_problem(request, origins, most_peers=most_peers, data=data)
+    _warn_of_unpriced_vision(table, problem.profile, origins)
+    inputs = PlanInputs(table=table, problem=problem, settings=settings, budget=budget, data=data)
     if request.encoder_balance == "ring" and request.encoder_ranks is None and not request.embeddings_cached:
         return inputs
     batches = inputs.batches()
@@ -194,8 +200,14 @@ def resolve(request: PlanRequest, origins: Origins, *, most_peers: int | None = 
     return replace(inputs, problem=problem)
 
 
-def resolve_problem(request: PlanRequest, origins: Origins, *, most_peers: int | None = None) -> tuple[Problem, Budget]:
+def resolve_problem(
+    request: PlanRequest, origins: Origins, *, most_peers: int | None = None, data: RecipeData | None = None
+) -> tuple[Problem, Budget]:
     """Complete the settings that all steps of a plan share: ranks, recipe, token budget, sync, profile.
+
+    Args:
+        request, origins, most_peers: as of `resolve`.
+        data: whose steps recipes are compared on; None: the first of a fixed order that leaves room enough.
 
     Raises:
         ProfileError: the cost profile cannot be used.
@@ -203,7 +215,7 @@ def resolve_problem(request: PlanRequest, origins: Origins, *, most_peers: int |
     """
     profile = _profile_at_hand(request, origins)
     if profile is None:
-        profile, ranks, budget = computed_basis(request, origins, most_peers=most_peers)
+        profile, ranks, budget = computed_basis(request, origins, most_peers=most_peers, data=data)
     else:
         ranks = replace(ranks_under(profile, request, origins), most_peers=most_peers)
         ranks = ranks.that_share(request.attention, prices_heads=profile.heads is not None)
@@ -214,6 +226,8 @@ def resolve_problem(request: PlanRequest, origins: Origins, *, most_peers: int |
 
 def problem_under(request: PlanRequest, inputs: PlanInputs) -> Problem:
     """Return the problem of the same ranks under another request: other recipe, sync or token budget.
+
+    Without a profile, the recipe is the quickest that the request allows on the plan's own data.
 
     Args:
         request: with the changes.
@@ -237,7 +251,7 @@ def problem_under(request: PlanRequest, inputs: PlanInputs) -> Problem:
         pipeline_parallel=ranks.pipeline_parallel,
         virtual_stages=ranks.virtual_stages,
     )
-    basis = computed_basis(request, origins, cluster=known.cluster, most_peers=ranks.most_peers)
+    basis = computed_basis(request, origins, cluster=known.cluster, most_peers=ranks.most_peers, data=inputs.data)
     return _problem(request, *basis, origins)
 
 
@@ -329,11 +343,18 @@ def _is_meant(profile: CostProfile, request: PlanRequest) -> bool:
 
 
 def computed_basis(
-    request: PlanRequest, origins: Origins, *, cluster: ClusterSpec | None = None, most_peers: int | None = None
+    request: PlanRequest,
+    origins: Origins,
+    *,
+    cluster: ClusterSpec | None = None,
+    most_peers: int | None = None,
+    data: RecipeData | None = None,
 ) -> tuple[CostProfile, JobRanks, Budget]:
-    """Compute a profile for a model and a cluster from their figures, for ranks there and the recipe that fits them.
+    """Compute a profile for a model and a cluster from their figures, for ranks there and the recipe of the plan.
 
-    The cluster is that of the request where none is given.
+    Args:
+        request, origins, most_peers, data: as of `resolve_problem`.
+        cluster: in place of the request's.
 
     Raises:
         ProfileError: there is no such model or cluster.
@@ -350,19 +371,71 @@ def computed_basis(
     if cluster.is_host:  # whose cores share one memory, however many ranks run on them
         cluster = replace(cluster, memory_bytes=cluster.memory_bytes * cluster.num_devices / ranks.num_ranks)
     place = ranks.place(capacity_bytes=cluster.memory_bytes * (1 - RESERVE_FRACTION), on_cpu=cluster.is_host)
-    budget = computed_budget(spec, request, place, origins)
-    assert budget.recipe is not None, "a computed budget is that of a recipe"
-    profile = analytic_profile(
-        spec,
-        cluster,
-        recipe=budget.recipe,
-        sync=budget.sync,
-        ranks=ranks.num_ranks,
-        cut=place.cut,
-        peers=place.peers(budget.sync),
-    )
+    is_forward = request.phase == "forward"
+    # Forward passes run under the recipe of their training.
+    searched = replace(request, phase="training", tokens_per_rank=None) if is_forward else request
+    basis = _Basis(request=searched, spec=spec, cluster=cluster, ranks=ranks, place=place)
+    fit = choose_fit(spec, request, place)
+    require_room(spec, request, place, fit)
+    choice = None if data is None else basis.quickest(fit, data)
+    if choice is None:
+        budget = computed_budget(spec, request, place, origins, fit)
+    else:
+        fit = choice.fit.in_forward(place) if is_forward else choice.fit
+        budget = computed_budget(spec, request, place, origins, fit, choice.reason())
+        origins.assume("runner-up", choice.runner_up(), choice.against_usual())
+        budget = replace(budget, tried=choice.tried)
+    profile = basis.profile(fit)
     origins.assume("--profile", f"{spec.name} on {cluster.name}", "computed from their figures; 'fcp profile' measures")
     return replace(profile, text=dump_cost_profile(profile)), ranks, replace(budget, cluster=given)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Basis:
+    """A model on ranks of a cluster, before the recipe is chosen."""
+
+    request: PlanRequest
+    spec: ModelSpec
+    cluster: ClusterSpec
+    ranks: JobRanks
+    place: Place
+
+    def profile(self, fit: FittedRecipe) -> CostProfile:
+        """Compute the cost profile of a recipe."""
+        return analytic_profile(
+            self.spec,
+            self.cluster,
+            recipe=fit.recipe,
+            sync=fit.sync,
+            ranks=self.ranks.num_ranks,
+            cut=self.place.cut,
+            peers=self.place.peers(fit.sync),
+        )
+
+    def quickest(self, usual: FittedRecipe, data: RecipeData) -> RecipeChoice | None:
+        """Return the quickest recipe that the request allows; None if there is no choice.
+
+        Args:
+            usual: recipe of the fixed order.
+            data: steps to compare on.
+        """
+        fits = all_fits(self.spec, self.request.recipe, self.place, sync=self.request.sync)
+        if self.cluster.links_per_node is None:  # gathering weights has no price: as much of it as usual
+            gathering = attrgetter("sync", "recipe.zero_stage", "recipe.shard_ranks", "recipe.reduce")
+            fits = [fit for fit in fits if gathering(fit) == gathering(usual)]
+        candidates = []
+        for fit in fits:
+            with suppress(FcpError):  # no room for this padding, these stages
+                if fit.tokens >= (self.request.tokens_per_rank or 1):
+                    candidates.append(RecipeCandidate(fit=fit, problem=self._problem(fit)))
+        return quickest_recipe(candidates, usual, data)
+
+    def _problem(self, fit: FittedRecipe) -> Problem:
+        tokens = self.request.tokens_per_rank or fit.tokens
+        budget = Budget(tokens_per_rank=tokens, sync=fit.sync, recipe=fit.recipe)
+        # Ranks of other speeds slow all recipes alike, and take several times as long to plan for.
+        alike = replace(self.request, rank_speeds=None)
+        return _problem(alike, self.profile(fit), self.ranks, budget, Origins())
 
 
 def _cluster_to_plan_for(request: PlanRequest, origins: Origins) -> ClusterSpec:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fcp_cli.cost.offload import offload_cost
 from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile, Heads, Sync
 from fcp_cli.errors import UsageError
 from fcp_cli.memory.activations import vision_bytes
@@ -238,6 +239,22 @@ class _Job:
         size = elements * (forwards * CHUNK_BYTES_FORWARD + reached * CHUNK_BYTES_BACKWARD)
         return size / self.cluster.memory_bytes_per_second / self.cut.devices
 
+    def offload_seconds_per_token(self, linear_seconds: float) -> float:
+        """Return the seconds per token of copies to the host and back that no layer's matrices hide.
+
+        Every micro-batch is priced as offloaded; the runtime offloads those alone that would not fit.
+        """
+        if self.recipe.offload == "none":
+            return 0.0
+        layers, width = self.spec.num_layers, precision_of(self.recipe).residual * self.spec.hidden_size
+        layer = linear_seconds / layers
+        return offload_cost(
+            input_bytes=width / self.cut.tensor_parallel,
+            layers=layers,
+            forward_seconds=layer / 4,
+            backward_seconds=layer * 3 / 4,
+        ).visible_seconds
+
     def microbatch_seconds(self) -> float:
         """Return the host's work for a micro-batch, which a device with little to do waits for."""
         issued = host_operations(self.spec, self.recipe) * (self.cluster.operation_seconds or 0.0)
@@ -279,12 +296,12 @@ class _Job:
         ring_bytes = ring_bytes_per_token(spec, **widths, **sent)
         hop_messages = messages_per_hop(spec, **sent)
         vision = backward.vision
+        matrices = backward.language.total(recomputes=recomputes) * operations.linear_per_token / matrix_rate
         last_bytes, last_seconds = self.last_hop(gradient_bytes=max(4, kv_bytes), reached=backward.layers)
         return Coefficients(
             attention_seconds_per_token2=passes * operations.attention_per_token2 / attention_rate,
-            linear_seconds_per_token=backward.language.total(recomputes=recomputes)
-            * operations.linear_per_token
-            / matrix_rate
+            linear_seconds_per_token=matrices
+            + self.offload_seconds_per_token(matrices)
             + token_seconds * (operations.attention_per_token2 + operations.window_per_token2)
             + self.exchange_seconds_per_token(passes=1 + backward.layers * (1 + recomputes)),
             ring_bytes_per_token=ring_bytes / devices,
