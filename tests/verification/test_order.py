@@ -88,89 +88,83 @@ def test_ranks_that_run_microbatches_in_different_orders_deadlock() -> None:
         check_order(log)
 
 
-def test_a_cycle_of_waits_is_a_deadlock_and_names_the_operation() -> None:
-    log = {0: [send(1, 0), receive(2, 1)], 1: [send(2, 0), receive(0, 1)], 2: [send(0, 0), receive(1, 1)]}
-    with raises(
-        snapshot(
-            "RunError: deadlock: rank 0 waits forever in batch 0: send to rank 1 on ring (8 bytes kv); rank 1 is in batch 0: send to rank 2 on ring (8 bytes kv)"
-        )
-    ):
+@pytest.mark.parametrize(
+    ("log", "message"),
+    [
+        pytest.param(
+            {0: [send(1, 0), receive(2, 1)], 1: [send(2, 0), receive(0, 1)], 2: [send(0, 0), receive(1, 1)]},
+            snapshot(
+                "RunError: deadlock: rank 0 waits forever in batch 0: send to rank 1 on ring (8 bytes kv); rank 1 is in batch 0: send to rank 2 on ring (8 bytes kv)"
+            ),
+            id="a cycle of waits",
+        ),
+        pytest.param(
+            {0: [send(1, 0), collective("all_reduce", 1)], 1: [collective("all_reduce", 0), receive(0, 1)]},
+            snapshot(
+                "RunError: deadlock: rank 0 waits forever in batch 0: send to rank 1 on ring (8 bytes kv); rank 1 is in batch 0: all_reduce on world (4 bytes)"
+            ),
+            id="a collective between two halves of an exchange",
+        ),
+        pytest.param(
+            {0: [send(1, 0)], 1: []},
+            snapshot("RunError: rank 0: send to rank 1 on ring (8 bytes kv) is never received"),
+            id="a send without its receive",
+        ),
+        pytest.param(
+            {0: [], 1: [receive(0, 0)]},
+            snapshot("RunError: rank 1: recv from rank 0 on ring (8 bytes kv) is never sent"),
+            id="a receive without its send",
+        ),
+        pytest.param(
+            {0: [send(1, 0, size=16)], 1: [receive(0, 0)]},
+            snapshot(
+                "RunError: rank 0: send to rank 1 on ring (16 bytes kv), its number 0 there, meets on rank 1 another message: recv from rank 0 on ring (8 bytes kv)"
+            ),
+            id="unequal bytes",
+        ),
+        pytest.param(
+            {0: [replace(send(1, 0), content="dkv")], 1: [receive(0, 0)]},
+            snapshot(
+                "RunError: rank 0: send to rank 1 on ring (8 bytes dkv), its number 0 there, meets on rank 1 another message: recv from rank 0 on ring (8 bytes kv)"
+            ),
+            id="a message that meets the wrong one of equal size",
+        ),
+        pytest.param(
+            {0: [send(1, 0), send(1, 0)], 1: [receive(0, 0), receive(0, 1)]},
+            snapshot("RunError: rank 0, batch 0: more than one send to rank 1 on ring (8 bytes kv) in one batch"),
+            id="two sends to one peer in a batch",
+        ),
+        pytest.param(
+            {0: [send(0, 0), receive(0, 0)]},
+            snapshot("RunError: rank 0, batch 0: send to rank 0 on ring (8 bytes kv) is to itself"),
+            id="a message to oneself",
+        ),
+        pytest.param(
+            {
+                0: [collective("all_reduce", 0), collective("all_gather", 1)],
+                1: [collective("all_gather", 0), collective("all_reduce", 1)],
+            },
+            snapshot(
+                "RunError: rank 1: collective 0 is all_gather on world (4 bytes), but rank 0 issues all_reduce on world (4 bytes)"
+            ),
+            id="collectives in another order",
+        ),
+        pytest.param(
+            {0: [collective("all_reduce", 0)], 1: []},
+            snapshot("RunError: rank 1 issues 0 collectives on world, but rank 0 issues 1"),
+            id="a missing collective",
+        ),
+    ],
+)
+def test_an_order_that_hangs_or_mixes_messages_up_is_refused_and_names_the_operation(
+    log: dict[int, list[Operation]], message: str
+) -> None:
+    with raises(message):
         check_order(log)
 
 
 def test_the_same_cycle_in_one_batch_per_rank_passes() -> None:
     check_order({r: [send((r + 1) % 3, 0), receive((r - 1) % 3, 0)] for r in range(3)})
-
-
-def test_a_collective_between_two_halves_of_an_exchange_is_a_deadlock() -> None:
-    log = {
-        0: [send(1, 0), collective("all_reduce", 1)],
-        1: [collective("all_reduce", 0), receive(0, 1)],
-    }
-    with raises(
-        snapshot(
-            "RunError: deadlock: rank 0 waits forever in batch 0: send to rank 1 on ring (8 bytes kv); rank 1 is in batch 0: all_reduce on world (4 bytes)"
-        )
-    ):
-        check_order(log)
-
-
-def test_a_send_without_its_receive_is_named() -> None:
-    with raises(snapshot("RunError: rank 0: send to rank 1 on ring (8 bytes kv) is never received")):
-        check_order({0: [send(1, 0)], 1: []})
-
-
-def test_a_receive_without_its_send_is_named() -> None:
-    with pytest.raises(RunError, match=r"rank 1: recv from rank 0 .* is never sent"):
-        check_order({0: [], 1: [receive(0, 0)]})
-
-
-def test_unequal_bytes_are_named() -> None:
-    with raises(
-        snapshot(
-            "RunError: rank 0: send to rank 1 on ring (16 bytes kv), its number 0 there, meets on rank 1 another message: recv from rank 0 on ring (8 bytes kv)"
-        )
-    ):
-        check_order({0: [send(1, 0, size=16)], 1: [receive(0, 0)]})
-
-
-def test_a_message_that_meets_the_wrong_one_of_equal_size_is_named() -> None:
-    log = {0: [replace(send(1, 0), content="dkv")], 1: [receive(0, 0)]}
-    with raises(
-        snapshot(
-            "RunError: rank 0: send to rank 1 on ring (8 bytes dkv), its number 0 there, meets on rank 1 another message: recv from rank 0 on ring (8 bytes kv)"
-        )
-    ):
-        check_order(log)
-
-
-def test_two_sends_to_one_peer_in_a_batch_are_refused() -> None:
-    log = {0: [send(1, 0), send(1, 0)], 1: [receive(0, 0), receive(0, 1)]}
-    with pytest.raises(RunError, match="rank 0, batch 0: more than one send to rank 1"):
-        check_order(log)
-
-
-def test_a_message_to_oneself_is_refused() -> None:
-    with pytest.raises(RunError, match=r"rank 0, batch 0: send to rank 0 .* is to itself"):
-        check_order({0: [send(0, 0), receive(0, 0)]})
-
-
-def test_collectives_in_another_order_are_named() -> None:
-    log = {
-        0: [collective("all_reduce", 0), collective("all_gather", 1)],
-        1: [collective("all_gather", 0), collective("all_reduce", 1)],
-    }
-    with raises(
-        snapshot(
-            "RunError: rank 1: collective 0 is all_gather on world (4 bytes), but rank 0 issues all_reduce on world (4 bytes)"
-        )
-    ):
-        check_order(log)
-
-
-def test_a_missing_collective_is_named() -> None:
-    with raises(snapshot("RunError: rank 1 issues 0 collectives on world, but rank 0 issues 1")):
-        check_order({0: [collective("all_reduce", 0)], 1: []})
 
 
 def test_a_group_of_some_ranks_concerns_only_those() -> None:
