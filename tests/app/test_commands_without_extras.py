@@ -76,12 +76,11 @@ def verbs_that_name_an_extra(outcomes: list[dict[str, Any]]) -> set[str]:
 
 
 def one_of_each(found: list[list[str]]) -> list[list[str]]:
-    """The first command of every verb and subcommand, and of `profile` with --analytic."""
+    """The first command of every verb and subcommand, and of `profile` with --analytic and a model that fcp ships."""
     kept: dict[tuple[str, str], list[str]] = {}
     for words in found:
-        kind = (
-            "--analytic" if {"--analytic", "--model"} <= {*words} else " ".join(words[1:2] * (words[0] == "manifest"))
-        )
+        is_computed = {"--analytic", "--model"} <= {*words} and "/" not in words[words.index("--model") + 1]
+        kind = "--analytic" if is_computed else " ".join(words[1:2] * (words[0] == "manifest"))
         kept.setdefault((words[0], kind), words)
     return list(kept.values())
 
