@@ -22,8 +22,8 @@ RUNTIME_FACE = PACKAGE / "runtime" / "__init__.py"
 DOOR = PACKAGE / "runtime" / "injection" / "integrations.py"
 MOST_LINES = 60
 MOST_PARAMETERS = 8
-MOST_FILES = 12  # of a folder of the runtime
-MOST_OFFERED = 71  # names of the runtime that integrations may import; a goal is fewer
+MOST_FILES = 12  # of a folder of the runtime or the integrations
+MOST_OFFERED = 61  # names of the runtime that integrations may import; the goal is 48
 
 # Function -> why it is longer, or takes more, than the rest of the house.
 _TRITON = "a Triton kernel takes its pointers and strides one by one"
@@ -111,8 +111,9 @@ def test_integrations_import_of_the_runtime_what_the_page_of_its_interface_lists
     assert len(offered) <= MOST_OFFERED
 
 
-def test_no_folder_of_the_runtime_has_more_than_a_dozen_files() -> None:
-    folders = {folder: len(list(folder.glob("*.py"))) for folder in (PACKAGE / "runtime").rglob("*") if folder.is_dir()}
+def test_no_folder_of_the_runtime_or_the_integrations_has_more_than_a_dozen_files() -> None:
+    rooms = [*(PACKAGE / "runtime").rglob("*"), *INTEGRATIONS.rglob("*")]
+    folders = {folder: len(list(folder.glob("*.py"))) for folder in rooms if folder.is_dir()}
     assert {str(folder.relative_to(ROOT)): files for folder, files in folders.items() if files > MOST_FILES} == {}
 
 

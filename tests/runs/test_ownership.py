@@ -26,7 +26,7 @@ from fcp_cli.runs import owner as owners
 from fcp_cli.runs import ownership
 from fcp_cli.runs.owner import Owner, read_owner
 from fcp_cli.runs.ownership import own, own_unless_launched
-from fcp_cli.runtime.metrics.run_folder import own_folder_of
+from fcp_cli.runtime.metrics.run_record import begin_metrics
 from tests.patience import wait_until
 from tests.runs.records import write_steps
 
@@ -325,11 +325,11 @@ def test_rank_0_owns_the_folder_unless_its_launcher_does(tmp_path: Path, monkeyp
 
 def test_metrics_are_written_into_no_run_folder_of_another_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_owner(tmp_path / "run")
-    own_folder_of(tmp_path / "run" / "metrics.jsonl")  # a file that a script named: nobody's run folder
+    begin_metrics(tmp_path / "run" / "metrics.jsonl", 0)  # a file that a script named: nobody's run folder
     monkeypatch.setenv("FCP_RUN_DIR", str(tmp_path / "run"))
-    own_folder_of(tmp_path / "metrics.jsonl")
+    begin_metrics(tmp_path / "metrics.jsonl", 0)
     with pytest.raises(RunError, match="in use"):
-        own_folder_of(tmp_path / "run" / "metrics.jsonl")
+        begin_metrics(tmp_path / "run" / "metrics.jsonl", 0)
 
 
 def test_an_owner_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,14 +19,10 @@ from torch import Tensor
 
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.megatron import checks
-from fcp_cli.integrations.megatron.batches import share, shares_data
-from fcp_cli.integrations.megatron.measured import ScheduleRecorder
-from fcp_cli.integrations.megatron.microbatch import PlannedMicroBatch, current_microbatch
-from fcp_cli.integrations.megatron.model import device_of, unwrapped
-from fcp_cli.integrations.megatron.padding import padding_report
-from fcp_cli.integrations.megatron.probe import probe
-from fcp_cli.integrations.megatron.reduction import gather_parameters, reduced_after_backwards
-from fcp_cli.integrations.megatron.samples import (
+from fcp_cli.integrations.megatron.data.batches import share, shares_data
+from fcp_cli.integrations.megatron.data.microbatch import PlannedMicroBatch, current_microbatch
+from fcp_cli.integrations.megatron.data.padding import padding_report
+from fcp_cli.integrations.megatron.data.samples import (
     LOSS_MASK,
     LocalShard,
     LocalStep,
@@ -36,21 +32,22 @@ from fcp_cli.integrations.megatron.samples import (
     load_steps,
     pinned,
 )
+from fcp_cli.integrations.megatron.measured import ScheduleRecorder, computes_loss
+from fcp_cli.integrations.megatron.model import device_of, unwrapped
+from fcp_cli.integrations.megatron.probe import probe
+from fcp_cli.integrations.megatron.reduction import gather_parameters, reduced_after_backwards
 from fcp_cli.integrations.megatron.stack import Stack
 from fcp_cli.integrations.megatron.transformer_engine import PlanProcessGroups, make_rings, wants_rings
 from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.runtime.agreement.grad_ring import agreed_grad_dtype
 from fcp_cli.runtime.agreement.plan_agreement import agree_on_plan, require_causal, require_training
-from fcp_cli.runtime.communication.connections import open_connections, report_to_stderr
 from fcp_cli.runtime.communication.launcher_watch import end_with_launcher
 from fcp_cli.runtime.communication.transport import ProcessTransport
 from fcp_cli.runtime.communication.world import ProcessWorld
 from fcp_cli.runtime.data.cursor import PlanCursor
 from fcp_cli.runtime.data.followed_plans import note_follower
 from fcp_cli.runtime.data.prefetch import Prefetched
-from fcp_cli.runtime.guards.waiting import watch_for
-from fcp_cli.runtime.metrics.timing import clock_for
 from fcp_cli.runtime.ring_attention.ring import Ring
+from fcp_cli.runtime.session.rank_job import RankJob
 
 _STEPS_AHEAD = 2
 _PROBE_VARIABLE = "FCP_PROBE"
@@ -83,9 +80,10 @@ class Follower:
         self.metadata = self._agree_on_plan(tensor_parallel)
         # The processes that hold the same part of the model, one per rank of the plan.
         self._peers = dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
-        self._rank = self._peers.index(dist.get_rank())
-        self._transport = ProcessTransport.create(self._device)
-        self._grad_dtype = agreed_grad_dtype(ProcessWorld(), self._device)
+        self._job = RankJob.join(plan, self.metadata, self._device, peers=tuple(self._peers), records=computes_loss())
+        self._rank, watch, transport = self._job.rank, self._job.watch, self._job.transport
+        assert watch is not None and isinstance(transport, ProcessTransport)  # `join` makes both
+        self.watch = watch
         self._multiple = tensor_parallel if self._config.sequence_parallel else 1
         self._balances = checks.balances_experts(self._config)
         self._engine = self._open_rings(models)
@@ -97,11 +95,9 @@ class Follower:
             even_chunks=self._even_chunks,
             places_ahead=getattr(self._config, "mtp_num_layers", None) or 0,
         )
-        self._layers = [self.stack.hook(model, self._transport) for model in models]
-        clock = clock_for(self._device)
-        self.watch = watch_for(self._rank, clock, self._device)
+        self._layers = [self.stack.hook(model, transport) for model in models]
         self.watch.start()
-        self.measured = ScheduleRecorder(plan, self.metadata, rank=self._rank, device=self._device, clock=clock)
+        self.measured = ScheduleRecorder(self._job)
         self._models = models
         self._is_announced = False
         self._iterator: Any = None
@@ -152,10 +148,7 @@ class Follower:
         ):
             engine = make_rings(models, self._plan, self._peers, self._device)
         if engine is None or self._balances:
-            report, peers = report_to_stderr(dist.get_rank(), self._device), tuple(self._peers)
-            open_connections(
-                self._plan, self._transport, rank=self._rank, device=self._device, peers=peers, report=report
-            )
+            self._job.connect()
         return engine
 
     def run(self, schedule: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
@@ -248,7 +241,7 @@ class Follower:
         """Compare numbers before the first step, where that can be done; return the outcome for the log."""
         # Rank 0 decides: to nodes that started later the run directory may not look new.
         wanted = torch.tensor(int(os.environ.get(_PROBE_VARIABLE) != "0"), device=self._device)
-        ProcessWorld().broadcast(wanted)
+        self._job.world.broadcast(wanted)
         if self._sharded:
             return "not probed (no rank holds a layer whole)"
         if not wanted:
@@ -323,8 +316,8 @@ class Follower:
                 layout=layout,
                 index=shard.member,
                 ranks=ranks,
-                transport=self._transport,
-                grad_dtype=self._grad_dtype,
+                transport=self._job.transport,
+                grad_dtype=self._job.grad_ring_dtype,
             ),
             positions=self._on_device(shard.positions),
             is_planned=self._on_device(shard.is_planned),

@@ -6,34 +6,33 @@ other chunks in between belongs to whichever micro-batch it follows.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.data.cursor import RankStep
-from fcp_cli.runtime.metrics.recorder import RunningStep, recorder_of
-from fcp_cli.runtime.metrics.timing import Clock
+from fcp_cli.runtime.metrics.recorder import RunningStep
+from fcp_cli.runtime.session.rank_job import RankJob
+
+
+def computes_loss() -> bool:
+    """Return whether this process is the one of its rank that computes the loss, and measures steps."""
+    is_last_stage: bool = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    return is_last_stage and not parallel_state.get_tensor_model_parallel_rank()
 
 
 class ScheduleRecorder:
     """The steps of one process. Of a rank's processes the one measures that computes the loss, on the last stage.
 
     Args:
-        plan, metadata, rank, device: as `Recorder` takes them.
-        clock: of the device.
+        job: this process, joined with `records` as `computes_loss` says.
     """
 
-    def __init__(self, plan: Path, metadata: PlanMetadata, *, rank: int, device: torch.device, clock: Clock) -> None:
-        computes_loss = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-        self._recorder = None
-        if computes_loss and not parallel_state.get_tensor_model_parallel_rank():
-            self._recorder = recorder_of(None, plan=plan, metadata=metadata, rank=rank, device=device)
-        self._clock = clock
+    def __init__(self, job: RankJob) -> None:
+        self._recorder, self._clock = job.recorder, job.clock
         self._is_open = False
         self._record: RunningStep | None = None
         self._microbatches = 0

@@ -22,8 +22,8 @@ from megatron.core.transformer.attention import Attention
 from torch import Tensor, nn
 
 from fcp_cli.errors import RunError
+from fcp_cli.integrations.megatron.data.microbatch import PlannedMicroBatch, current_microbatch
 from fcp_cli.integrations.megatron.latent import cut_table, hook_latent, is_latent
-from fcp_cli.integrations.megatron.microbatch import PlannedMicroBatch, current_microbatch
 from fcp_cli.integrations.megatron.transformer_engine import attend
 from fcp_cli.runtime.ring_attention.attention import attention
 from fcp_cli.runtime.ring_attention.ring import Ring

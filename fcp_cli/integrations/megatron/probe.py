@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.megatron.checks import attention_layers
-from fcp_cli.integrations.megatron.microbatch import PlannedMicroBatch, current_microbatch
+from fcp_cli.integrations.megatron.data.microbatch import PlannedMicroBatch, current_microbatch
+from fcp_cli.integrations.megatron.data.samples import POSITIONS, TOKENS, LocalShard, Samples
 from fcp_cli.integrations.megatron.model import device_of
-from fcp_cli.integrations.megatron.samples import POSITIONS, TOKENS, LocalShard, Samples
 from fcp_cli.integrations.megatron.stack import Stack
 from fcp_cli.plan.step import MicroBatch
 

@@ -15,7 +15,7 @@ import torch
 from megatron.core.transformer.attention import Attention
 from torch import Tensor, nn
 
-from fcp_cli.integrations.megatron.microbatch import current_microbatch
+from fcp_cli.integrations.megatron.data.microbatch import current_microbatch
 from fcp_cli.integrations.megatron.model import PARAMS, RingSequences
 from fcp_cli.integrations.mindspeed.placement import wrap_everywhere
 from fcp_cli.runtime.ring_attention.ring import Ring

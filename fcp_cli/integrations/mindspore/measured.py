@@ -23,10 +23,9 @@ from fcp_cli.integrations.mindspore.ranks import MindSporeRanks
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.runs.metrics import MetricsWriter, StepMeasurement, drop_steps_from
-from fcp_cli.runtime.metrics.message import RankMeasurement, Timing, decode, planned_timings
-from fcp_cli.runtime.metrics.run_folder import own_folder_of
-from fcp_cli.runtime.metrics.run_record import METRICS_VARIABLE, run_record
+from fcp_cli.runs.metrics import MetricsWriter
+from fcp_cli.runtime.metrics.message import RankMeasurement, step_measurement
+from fcp_cli.runtime.metrics.run_record import METRICS_VARIABLE, begin_metrics, run_record
 
 
 class MeasuredSteps:
@@ -43,11 +42,10 @@ class MeasuredSteps:
         self.is_on = bool(ranks.gather(np.array([int(bool(path))])).all())
         self._ranks, self._first_step, self._index = ranks, first_step, first_step
         self._writer: MetricsWriter | None = None
-        self._timings: list[Timing] = []
+        self._timings: list[tuple[int, float, float]] = []
         self.loss = math.nan  # of the current step
         if self.is_on and path and ranks.rank == 0:
-            own_folder_of(Path(path))
-            drop_steps_from(Path(path), first_step)
+            begin_metrics(Path(path), first_step)
             self._plans: Iterator[StepPlan] = PlanReader(plan).steps(first_step)
             self._writer = MetricsWriter(Path(path))
             target = str(mindspore.get_context("device_target")).lower()
@@ -84,7 +82,7 @@ class MeasuredSteps:
         )
         messages = self._gather(mine.encode())
         if self._writer is not None:
-            self._write([decode(message) for message in messages])
+            self._write([RankMeasurement.decode(message) for message in messages])
         self._index += 1
         self._timings, self.loss = [], math.nan
         self._began = now
@@ -105,16 +103,7 @@ class MeasuredSteps:
 
     def _write(self, ranks: list[RankMeasurement]) -> None:
         plan = next(self._plans)
-        measurement = StepMeasurement(
-            step=self._index,
-            loss=self.loss,
-            tokens=int(plan.tokens.sum()),
-            seconds=ranks[0].seconds,
-            predicted_seconds=plan.makespan_seconds,
-            ranks=[planned_timings(rank.timings, plan) for rank in ranks],
-            warm_up=self._index == self._first_step,
-            peak_bytes=[rank.peak_bytes for rank in ranks],
-        )
+        measurement = step_measurement(plan, ranks, loss=self.loss, is_first=self._index == self._first_step)
         assert self._writer is not None
         try:
             self._writer.write(measurement.record())

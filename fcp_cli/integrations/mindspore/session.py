@@ -28,7 +28,7 @@ from fcp_cli.integrations.mindspore.ranks import MindSporeRanks, join
 from fcp_cli.integrations.mindspore.ring import MindSporeRing
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.step import MicroBatch
-from fcp_cli.runtime.agreement.plan_agreement import fingerprint, require_agreement, require_causal, require_training
+from fcp_cli.runtime.agreement.plan_agreement import agree_by, require_causal, require_training
 from fcp_cli.runtime.communication.launcher_watch import end_with_launcher
 from fcp_cli.runtime.data.cursor import PlanCursor, RankStep
 from fcp_cli.runtime.data.followed_step import FollowedStep, plan_path, require_length
@@ -60,8 +60,7 @@ def start(plan: str | Path | None = None, fetch: Fetch | None = None) -> MindSpo
         raise RunError("no data: pass fetch=..., a function from manifest row to tokens")
     ranks = join()
     end_with_launcher()
-    mine = fingerprint(path)
-    metadata = require_agreement(path, mine, ranks.gather(mine.words))
+    metadata = agree_by(path, ranks.gather)
     require_training(metadata)
     require_causal(metadata, path, "MindSpore's rings")
     if metadata.attention is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,20 +64,34 @@ def agree_on_plan(
     """
     import torch
 
-    mine = fingerprint(path)
-    table = torch.zeros((world.size, len(mine.words)), dtype=torch.int32, device=device)
-    table[world.rank] = torch.from_numpy(mine.words).to(device=device, dtype=torch.int32)
-    world.all_reduce_sum(table)
-    return require_agreement(
-        path,
-        mine,
-        table.cpu().numpy().astype(np.int64),
-        tensor_parallel=tensor_parallel,
-        pipeline_parallel=pipeline_parallel,
-    )
+    def gather(words: IntArray) -> IntArray:
+        table = torch.zeros((world.size, len(words)), dtype=torch.int32, device=device)
+        table[world.rank] = torch.from_numpy(words).to(device=device, dtype=torch.int32)
+        world.all_reduce_sum(table)
+        found: IntArray = table.cpu().numpy().astype(np.int64)
+        return found
+
+    return agree_by(path, gather, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel)
 
 
-def fingerprint(path: Path) -> Fingerprint:
+def agree_by(
+    path: Path, gather: Callable[[IntArray], IntArray], *, tensor_parallel: int = 1, pipeline_parallel: int = 1
+) -> PlanMetadata:
+    """Do what `agree_on_plan` does, by the collective of any framework.
+
+    Args:
+        path: of the plan.
+        gather: returns [processes, words], the words of every process, from this one's [words].
+        tensor_parallel, pipeline_parallel: of the job.
+
+    Raises:
+        FcpError: as `agree_on_plan`.
+    """
+    mine = _fingerprint(path)
+    return _require_agreement(path, mine, gather(mine.words), tensor_parallel, pipeline_parallel)
+
+
+def _fingerprint(path: Path) -> Fingerprint:
     """Read and prove a plan, and keep its fault, if it has one, so that all ranks stop together."""
     try:
         metadata = read_proven(path)
@@ -88,20 +103,10 @@ def fingerprint(path: Path) -> Fingerprint:
     return Fingerprint(words=np.array([1, *words], dtype=np.int64), metadata=metadata)
 
 
-def require_agreement(
-    path: Path, mine: Fingerprint, table: IntArray, *, tensor_parallel: int = 1, pipeline_parallel: int = 1
+def _require_agreement(
+    path: Path, mine: Fingerprint, table: IntArray, tensor_parallel: int, pipeline_parallel: int
 ) -> PlanMetadata:
-    """Stop, on every rank alike, unless all ranks can follow one plan that was made for as many ranks.
-
-    Args:
-        path: of the plan, for messages.
-        mine: finding of this rank.
-        table: [processes, words] findings of each process.
-        tensor_parallel, pipeline_parallel: of the job.
-
-    Raises:
-        FcpError: as `agree_on_plan`.
-    """
+    """Stop, on every rank alike, unless all ranks can follow one plan that was made for as many ranks."""
     if mine.error is not None:
         raise mine.error
     unusable = np.flatnonzero(table[:, 0] == 0).tolist()

@@ -21,8 +21,8 @@ _INTEGRATIONS = "fcp_cli.integrations"
 
 HOOKS: Mapping[str, str] = {
     "megatron.core.pipeline_parallel.schedules": f"{_INTEGRATIONS}.megatron_schedule:hook_schedules",
-    "megatron.core.utils": f"{_INTEGRATIONS}.megatron.batches:hook_batches",
-    "megatron.training.utils": f"{_INTEGRATIONS}.megatron.batches:hook_batches",
+    "megatron.core.utils": f"{_INTEGRATIONS}.megatron.data.batches:hook_batches",
+    "megatron.training.utils": f"{_INTEGRATIONS}.megatron.data.batches:hook_batches",
     "transformers.trainer": f"{_INTEGRATIONS}.hugging_face.trainer_hooks:hook_trainer",
     "accelerate.accelerator": f"{_INTEGRATIONS}.hugging_face.accelerate.hooks:hook_accelerator",
     "lightning.pytorch.loops.fit_loop": f"{_INTEGRATIONS}.lightning.hooks:hook_fit_loop",

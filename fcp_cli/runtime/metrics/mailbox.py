@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fcp_cli.runtime.metrics.message import RankMeasurement, decode
+from fcp_cli.runtime.metrics.message import RankMeasurement
 
 # Kept messages of a rank. Ranks are at most a step apart, since each step compares their inputs.
 _SLOTS = 8
@@ -49,7 +49,7 @@ class MetricsMailbox:
         if not self._store.check(keys):  # or reading would wait
             return None
         for rank, message in zip(missing, self._read(keys), strict=True):
-            measured = decode(message)
+            measured = RankMeasurement.decode(message)
             if measured.step > step:
                 raise MessageLostError
             if measured.step == step:  # else it is older
@@ -65,7 +65,7 @@ class MetricsMailbox:
 
     def _has_left(self, rank: int) -> bool:
         key = _key(rank, self._step)
-        return bool(self._store.check([key])) and decode(self._store.get(key)).step == self._step
+        return bool(self._store.check([key])) and RankMeasurement.decode(self._store.get(key)).step == self._step
 
     def _read(self, keys: list[str]) -> list[bytes]:
         if self._store.has_extended_api():

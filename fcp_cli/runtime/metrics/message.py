@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.runs.metrics import TimedMicroBatch
+from fcp_cli.runs.metrics import StepMeasurement, TimedMicroBatch
 
 Timing: TypeAlias = tuple[int, float, float]
 """Order in the step, seconds from the rank's start of the step to its start, and seconds of one micro-batch."""
@@ -41,22 +41,47 @@ class RankMeasurement:
         header = [self.step, self.seconds, self.loss_sum, self.divisor, self.peak_bytes]
         return np.array([*header, *(value for timing in self.timings for value in timing)], dtype="<f8").tobytes()
 
+    @classmethod
+    def decode(cls, message: bytes) -> RankMeasurement:
+        """Return the measurement that `encode` encoded."""
+        values = np.frombuffer(message, dtype="<f8")
+        step, seconds, loss_sum, divisor, peak_bytes = values[:_HEADER].tolist()
+        return cls(
+            step=int(step),
+            seconds=seconds,
+            loss_sum=loss_sum,
+            divisor=divisor,
+            peak_bytes=int(peak_bytes),
+            timings=[(int(order), start, took) for order, start, took in values[_HEADER:].reshape(-1, 3).tolist()],
+        )
 
-def decode(message: bytes) -> RankMeasurement:
-    """Return the measurement that `RankMeasurement.encode` encoded."""
-    values = np.frombuffer(message, dtype="<f8")
-    step, seconds, loss_sum, divisor, peak_bytes = values[:_HEADER].tolist()
-    return RankMeasurement(
-        step=int(step),
-        seconds=seconds,
-        loss_sum=loss_sum,
-        divisor=divisor,
-        peak_bytes=int(peak_bytes),
-        timings=[(int(order), start, took) for order, start, took in values[_HEADER:].reshape(-1, 3).tolist()],
+
+def step_measurement(
+    plan: StepPlan, ranks: Sequence[RankMeasurement], *, loss: float, is_first: bool, **facts: Any
+) -> StepMeasurement:
+    """Return the measured step of all ranks, with its planned seconds.
+
+    Args:
+        plan: the step in the plan.
+        ranks: their measurements, rank 0 first.
+        loss: of the step.
+        is_first: whether the loop began with it, so that its seconds count warming up.
+        facts: further fields of a step's record.
+    """
+    return StepMeasurement(
+        step=plan.step,
+        loss=loss,
+        tokens=int(plan.tokens.sum()),
+        seconds=ranks[0].seconds,
+        predicted_seconds=plan.makespan_seconds,
+        ranks=[_planned_timings(rank.timings, plan) for rank in ranks],
+        warm_up=is_first,
+        peak_bytes=[rank.peak_bytes for rank in ranks],
+        **facts,
     )
 
 
-def planned_timings(timings: Sequence[Timing], plan: StepPlan) -> list[TimedMicroBatch]:
+def _planned_timings(timings: Sequence[Timing], plan: StepPlan) -> list[TimedMicroBatch]:
     """Return measured micro-batches with their planned seconds."""
     return [
         TimedMicroBatch(

@@ -29,15 +29,14 @@ from fcp_cli.errors import FcpError
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import MicroBatch, StepPlan
-from fcp_cli.runs.metrics import MetricsWriter, StepMeasurement, drop_steps_from
+from fcp_cli.runs.metrics import MetricsWriter, StepMeasurement
 from fcp_cli.runs.recorded_steps import recorded_steps, unrecorded
 from fcp_cli.runs.step_position import StepPosition, write_position
 from fcp_cli.runtime.data.prefetch import Prefetched
 from fcp_cli.runtime.metrics.mailbox import MessageLostError, MetricsMailbox, job_store
 from fcp_cli.runtime.metrics.memory import peak_memory_bytes
-from fcp_cli.runtime.metrics.message import RankMeasurement, mean_loss, planned_timings
-from fcp_cli.runtime.metrics.run_folder import own_folder_of
-from fcp_cli.runtime.metrics.run_record import METRICS_VARIABLE, run_record
+from fcp_cli.runtime.metrics.message import RankMeasurement, mean_loss, step_measurement
+from fcp_cli.runtime.metrics.run_record import METRICS_VARIABLE, begin_metrics, run_record
 from fcp_cli.runtime.metrics.timing import Clock, clock_for
 
 _POSITION_SECONDS = 5.0  # between two notes of where a long step is
@@ -178,8 +177,7 @@ class Recorder:
             atexit.register(close_all)
         if self.rank:
             return
-        own_folder_of(self.path)
-        drop_steps_from(self.path, first_step)
+        begin_metrics(self.path, first_step)
         recorded = max(recorded_steps(self.path), self._metadata.first_step)
         if recorded < first_step:
             _say(f"{unrecorded(recorded + 1, first_step)} in no record: the metrics {self.path} end before this start")
@@ -331,19 +329,9 @@ class Recorder:
         plan = next(self._plans)
         while plan.step < record.step:
             plan = next(self._plans)
-        seconds = ranks[0].seconds
-        known = {"loss": mean_loss(ranks), **record.facts}
-        return StepMeasurement(
-            step=record.step,
-            tokens=int(plan.tokens.sum()),
-            seconds=seconds,
-            predicted_seconds=plan.makespan_seconds,
-            ranks=[planned_timings(rank.timings, plan) for rank in ranks.values()],
-            warm_up=record.step == self._first_step,
-            mfu=self.utilisation(plan, seconds),
-            peak_bytes=[rank.peak_bytes for rank in ranks.values()],
-            **known,
-        )
+        facts = {"loss": mean_loss(ranks), "mfu": self.utilisation(plan, ranks[0].seconds), **record.facts}
+        is_first = record.step == self._first_step
+        return step_measurement(plan, [ranks[rank] for rank in sorted(ranks)], is_first=is_first, **facts)
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._writer is None:

@@ -1,7 +1,8 @@
-"""The line with which a run's metrics begin, whatever framework trains."""
+"""How a run's metrics begin, whatever framework trains: the folder, the file and its first line."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from contextlib import suppress
@@ -11,10 +12,34 @@ from typing import Any
 
 from fcp_cli.errors import ProfileError
 from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.runs.metrics import FORMAT
+from fcp_cli.runs.metrics import FORMAT, drop_steps_from
+from fcp_cli.runs.ownership import own_unless_launched
 
 METRICS_VARIABLE = "FCP_METRICS"
+RUN_DIR_VARIABLE = "FCP_RUN_DIR"
 _MODEL_VARIABLE = "FCP_MODEL"
+
+
+def begin_metrics(path: Path, first_step: int) -> None:
+    """Begin or resume the metrics of a run: own its folder, and drop the records of steps that will run again.
+
+    Rank 0 calls it, also for a job that fcp prepared and another launcher started.
+
+    Raises:
+        RunError: another job runs in the folder, or the file is damaged or cannot be written.
+    """
+    _own_folder_of(path)
+    drop_steps_from(path, first_step)
+
+
+def _own_folder_of(metrics: Path) -> None:
+    """Own the folder of a metrics file until this process ends, if it is the job's run folder."""
+    run_dir = os.environ.get(RUN_DIR_VARIABLE)
+    if not run_dir or metrics.absolute().parent != Path(run_dir).absolute():
+        return
+    owned = own_unless_launched(Path(run_dir))
+    if owned is not None:
+        atexit.register(owned.release)
 
 
 def run_record(plan: Path, metadata: PlanMetadata, *, first_step: int, device: str, **facts: str) -> dict[str, Any]:

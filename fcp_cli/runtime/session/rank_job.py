@@ -4,27 +4,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.runtime.agreement.grad_ring import GradRingDtype
-from fcp_cli.runtime.communication.transport import Transport
-from fcp_cli.runtime.communication.world import World
-from fcp_cli.runtime.guards.waiting import Watch
-from fcp_cli.runtime.metrics.recorder import Recorder
+from fcp_cli.runtime.agreement.grad_ring import GradRingDtype, agreed_grad_dtype
+from fcp_cli.runtime.communication.connections import Connections, planned_hops, report_to_stderr
+from fcp_cli.runtime.communication.transport import ProcessTransport, Transport
+from fcp_cli.runtime.communication.world import ProcessWorld, World
+from fcp_cli.runtime.guards.waiting import Watch, watch_for
+from fcp_cli.runtime.metrics.recorder import Recorder, recorder_of
 from fcp_cli.runtime.metrics.timing import Clock, clock_for
 from fcp_cli.runtime.pictures.embedding_cache import EmbeddingCache
+
+AnyJob = TypeVar("AnyJob", bound="RankJob")
 
 
 @dataclass(kw_only=True, eq=False)
 class RankJob:
-    """The means of one rank, the same for all steps of a loop.
+    """One rank of a job under a plan, the same for all steps of a loop. Made by `join`.
 
     Attributes:
         plan, metadata: the plan file and its metadata.
-        world: all ranks of the job.
+        world: all processes of the job.
+        peers: process of each rank of the plan that holds the same part of the model; None: the same numbers.
         transport: messages between the members of a ring.
         device: device of the micro-batches.
         grad_ring_dtype: type in which gradients of keys and values travel.
@@ -33,12 +38,14 @@ class RankJob:
         embedding_cache: outputs of a frozen vision encoder; may be set until `steps` is called.
         next_step: optimizer step after the last one that was trained.
         clock: clock of the device.
+        connections: open peer connections.
     """
 
     plan: Path
     metadata: PlanMetadata
     world: World
     transport: Transport
+    peers: tuple[int, ...] | None = None
     device: torch.device
     grad_ring_dtype: GradRingDtype = "fp32"
     watch: Watch | None = None
@@ -46,13 +53,59 @@ class RankJob:
     embedding_cache: EmbeddingCache | None = None
     next_step: int = field(default=0, init=False)
     clock: Clock = field(init=False)
+    connections: Connections = field(init=False)
 
     def __post_init__(self) -> None:
         self.clock = clock_for(self.device)
+        self.connections = Connections(self.transport, rank=self.rank, device=self.device, peers=self.peers)
+
+    @classmethod
+    def join(
+        cls: type[AnyJob],
+        plan: Path,
+        metadata: PlanMetadata,
+        device: torch.device,
+        *,
+        peers: tuple[int, ...] | None = None,
+        grad_ring_dtype: GradRingDtype | None = None,
+        metrics: str | Path | None = None,
+        records: bool = True,
+        **more: Any,
+    ) -> AnyJob:
+        """Join the transport of all ranks, and agree on settings. Every process calls it, once.
+
+        Args:
+            plan, metadata: the plan that all processes agreed on.
+            device: of the micro-batches.
+            peers: process of each rank of the plan; see above.
+            grad_ring_dtype: as `start` takes it.
+            metrics: file of the metrics, or None for FCP_METRICS.
+            records: whether this process measures its steps, if there is a file of metrics.
+            more: fields of a subclass.
+        """
+        world = ProcessWorld()
+        rank = world.rank if peers is None else peers.index(world.rank)
+        return cls(
+            plan=plan,
+            metadata=metadata,
+            world=world,
+            transport=ProcessTransport.create(device),
+            peers=peers,
+            device=device,
+            grad_ring_dtype=agreed_grad_dtype(world, device, grad_ring_dtype),
+            watch=watch_for(rank, clock_for(device), device),
+            recorder=recorder_of(metrics, plan=plan, metadata=metadata, rank=rank, device=device) if records else None,
+            **more,
+        )
+
+    def connect(self) -> None:
+        """Open the connections between all ranks that meet in rings of the plan. Every process calls it, once."""
+        self.connections.open_all(planned_hops(self.plan), report=report_to_stderr(self.world.rank, self.device))
 
     @property
     def rank(self) -> int:
-        return self.world.rank
+        """Return the rank of the plan."""
+        return self.world.rank if self.peers is None else self.peers.index(self.world.rank)
 
     @property
     def encoders(self) -> range:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.recipe import Reduce
 from fcp_cli.runtime.agreement.step_agreement import agree_on_first_step
-from fcp_cli.runtime.communication.connections import Connections, agree_on_look_back, planned_hops, report_to_stderr
+from fcp_cli.runtime.communication.connections import agree_on_look_back, planned_hops, report_to_stderr
 from fcp_cli.runtime.data.cursor import PlanCursor
 from fcp_cli.runtime.data.loader import Fetch, LoadedStep, fetches_labels, load_steps
 from fcp_cli.runtime.data.planned_masks import with_planned_masks
@@ -48,7 +48,6 @@ class Session(RankJob):
         skip_bad_rows: skip rows whose images fail to decode instead of raising; equal on all ranks.
         owns_process_group: whether `close` destroys the process group.
         steps_ahead: steps that are loaded ahead of the loop.
-        connections: open peer connections.
     """
 
     fetch: Fetch | None
@@ -56,11 +55,9 @@ class Session(RankJob):
     skip_bad_rows: bool = False
     owns_process_group: bool = False
     steps_ahead: int = _STEPS_AHEAD
-    connections: Connections = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.connections = Connections(self.transport, rank=self.rank, device=self.device)
         self._first_step = 0  # of a loop that begins
 
     def steps(

@@ -21,17 +21,12 @@ from torch import nn
 
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.online import OnlineSettings
-from fcp_cli.runtime.agreement.grad_ring import GradRingDtype, agreed_grad_dtype
+from fcp_cli.runtime.agreement.grad_ring import GradRingDtype
 from fcp_cli.runtime.agreement.plan_agreement import agree_on_plan
-from fcp_cli.runtime.communication.connections import planned_hops, report_to_stderr
-from fcp_cli.runtime.communication.transport import ProcessTransport
 from fcp_cli.runtime.communication.world import ProcessWorld, join_process_group, local_device
 from fcp_cli.runtime.data.followed_step import plan_path
 from fcp_cli.runtime.data.loader import Fetch
-from fcp_cli.runtime.guards.waiting import watch_for
-from fcp_cli.runtime.metrics.recorder import recorder_of
 from fcp_cli.runtime.metrics.run_record import METRICS_VARIABLE
-from fcp_cli.runtime.metrics.timing import clock_for
 from fcp_cli.runtime.online.control import ProcessControl
 from fcp_cli.runtime.online.cursor import PlansStreams, online_settings, stream_plan_path
 from fcp_cli.runtime.online.source import StreamSource
@@ -79,24 +74,21 @@ def start(
     if online is not None and stream is not None:
         source = StreamSource(stream, online, path, ProcessControl(online.options.planner), fetch)
         metrics = metrics or _measured_stream(online, path)
-    watch = watch_for(world.rank, clock_for(device), device)
-    session = Session(
-        plan=path,
-        metadata=metadata,
+    session = Session.join(
+        path,
+        metadata,
+        device,
+        grad_ring_dtype=grad_ring_dtype,
+        metrics=metrics,
         fetch=fetch,
-        world=world,
-        transport=ProcessTransport.create(device),
-        device=device,
         owns_process_group=owns_process_group,
         source=source,
-        watch=watch,
-        grad_ring_dtype=agreed_grad_dtype(world, device, grad_ring_dtype),
         skip_bad_rows=skip_bad_rows,
-        recorder=recorder_of(metrics, plan=path, metadata=metadata, rank=world.rank, device=device),
     )
     if source is None:
-        session.connections.open_all(planned_hops(path), report=report_to_stderr(world.rank, device))
-    watch.start()
+        session.connect()
+    if session.watch is not None:
+        session.watch.start()
     return session
 
 

@@ -35,8 +35,8 @@ from torch import Tensor
 from fcp_cli.errors import FcpError
 from fcp_cli.integrations.megatron import checks, transformer_engine
 from fcp_cli.integrations.megatron import model as hooks
+from fcp_cli.integrations.megatron.data.microbatch import current_microbatch
 from fcp_cli.integrations.megatron.follow import Follower
-from fcp_cli.integrations.megatron.microbatch import current_microbatch
 from fcp_cli.integrations.megatron.stack import MegatronStack
 from fcp_cli.plan.reader import PlanReader
 from tests.patience import PATIENCE_SECONDS

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fcp_cli.integrations.megatron.padding import padding_report
-from fcp_cli.integrations.megatron.samples import TOKENS, Samples, load_shard
+from fcp_cli.integrations.megatron.data.padding import padding_report
+from fcp_cli.integrations.megatron.data.samples import TOKENS, Samples, load_shard
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.padding import padding_multiple
 from fcp_cli.plan.reader import PlanReader

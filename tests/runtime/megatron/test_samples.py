@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fcp_cli.errors import RunError
-from fcp_cli.integrations.megatron.samples import (
+from fcp_cli.integrations.megatron.data.samples import (
     LocalShard,
     LocalStep,
     Samples,

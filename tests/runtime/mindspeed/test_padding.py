@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fcp_cli.integrations.megatron.samples import LocalShard, Samples, load_shard
+from fcp_cli.integrations.megatron.data.samples import LocalShard, Samples, load_shard
 from fcp_cli.plan.step import MicroBatch
 
 pytestmark = pytest.mark.torch

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fcp_cli.integrations.megatron.ahead import Ahead
+from fcp_cli.integrations.megatron.data.ahead import Ahead
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.ring_attention.ring import Ring
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fcp_cli.errors import RunError
-from fcp_cli.integrations.megatron.ahead import Ahead, look_ahead
+from fcp_cli.integrations.megatron.data.ahead import Ahead, look_ahead
 from fcp_cli.masks import CAUSAL, Mask, MaskRows, segments
 from fcp_cli.plan.padding import padded_tokens, padding_multiple
 from fcp_cli.plan.step import MicroBatch

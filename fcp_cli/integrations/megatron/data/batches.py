@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from fcp_cli.integrations.megatron.microbatch import current_microbatch
-from fcp_cli.integrations.megatron.samples import ATTENTION_MASK, LOSS_MASK, POSITIONS, TOKENS, LocalStep
+from fcp_cli.integrations.megatron.data.microbatch import current_microbatch
+from fcp_cli.integrations.megatron.data.samples import ATTENTION_MASK, LOSS_MASK, POSITIONS, TOKENS, LocalStep
 
 _HOOKED = "get_batch_on_this_tp_rank"
 # Where it is, by version: to 0.18 it reads from an iterator, from 0.19 on it gets the first process's batch.
