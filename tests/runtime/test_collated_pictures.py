@@ -69,6 +69,13 @@ def test_the_models_own_positions_may_come_with_a_row_and_those_of_text_before_t
     assert isinstance(read({**text_alone, "position_ids": axes}), tuple)
 
 
+def test_arguments_that_a_family_does_not_take_are_ignored_as_by_the_model_or_refused() -> None:
+    assert isinstance(read({**batch(), "second_per_grid_ts": [1.0]}), VisualSequence)
+    tiles = collate([FAMILIES["internvl"].inputs_of(1)], family="internvl")
+    with pytest.raises(RunError, match="gives image_grid_thw beside the tokens of row 7"):
+        one_row({**tiles, "image_grid_thw": torch.tensor([[1, 2, 2]])}, 7, config=FAMILIES["internvl"].config())
+
+
 def test_a_blank_picture_among_the_padding_of_text_is_dropped() -> None:
     blank = {"pixel_values": torch.zeros(4, 96), "image_grid_thw": torch.tensor([[1, 2, 2]])}
     tokens, _ = read({**batch(TEXT), **blank})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -50,8 +51,16 @@ def _visual_row(batch: Mapping[Any, Any], row: int, masked: bool, config: Any) -
     ids = torch.as_tensor(batch["input_ids"])[0][kept].numpy()
     is_placeholder = np.isin(ids, [config.image_token_id, getattr(config, "video_token_id", config.image_token_id)])
     is_visual = bool(is_placeholder.any())
-    # Positions of pictures are the model's own, of three axes; those of text must be 0, 1, 2, ...
-    taken = {*_PIXELS, *(() if has_masks else ("mm_token_type_ids",)), *(("position_ids",) if is_visual else ())}
+    family: Any = FAMILIES[config.model_type]
+    pixels = [name for name in _PIXELS if name in inspect.signature(family.visual_sequence).parameters]
+    # Positions of pictures are the model's own, of three axes; those of text must be 0, 1, 2, ... Models that are given
+    # seconds of frames and do not use them ignore them.
+    taken = {
+        *pixels,
+        "second_per_grid_ts",
+        *(() if has_masks else ("mm_token_type_ids",)),
+        *(("position_ids",) if is_visual else ()),
+    }
     found = one_sequence({name: value for name, value in batch.items() if name not in taken}, row, masked=masked)
     if not is_visual:  # some collators give rows of text a blank picture among their padding
         return found
@@ -61,8 +70,7 @@ def _visual_row(batch: Mapping[Any, Any], row: int, masked: bool, config: Any) -
             "its placeholders; let the collator give those of the processor"
         )
     tokens, labels = found if isinstance(found, tuple) else (found.tokens, found.labels)
-    pictures = {name: batch[name] for name in _PIXELS if batch.get(name) is not None}
-    family: Any = FAMILIES[config.model_type]
+    pictures = {name: batch[name] for name in pixels if batch.get(name) is not None}
     try:
         made: VisualSequence = family.visual_sequence(config, tokens, labels=labels, **pictures)
     except RunError as error:
