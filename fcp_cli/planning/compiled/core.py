@@ -422,7 +422,7 @@ def set_room(tree: Tree, leaf: int, seconds: float, tokens: int) -> None:
         most_seconds = max(tree.seconds[left], tree.seconds[left + 1])
         most_tokens = max(tree.tokens[left], tree.tokens[left + 1])
         if tree.seconds[node] == most_seconds and tree.tokens[node] == most_tokens:
-            break
+            break  # nothing changes above, either
         tree.seconds[node] = most_seconds
         tree.tokens[node] = most_tokens
         node >>= 1
@@ -435,13 +435,14 @@ def first_with_room(tree: Tree, seconds: float, tokens: int, start: int) -> int:
     if start >= size or tree.seconds[1] < seconds or tree.tokens[1] < tokens:
         return NONE
     node = size + start if start else 1
+    # A node may have the seconds in one bin and the tokens in another: then the walk goes on behind it.
     while True:
         if tree.seconds[node] >= seconds and tree.tokens[node] >= tokens:
             if node >= size:
                 return node - size
             node = 2 * node
             continue
-        while node & 1:
+        while node & 1:  # the last of its parent: everything below that has been seen
             node >>= 1
         if node == 0:
             return NONE

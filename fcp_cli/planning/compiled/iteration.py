@@ -109,6 +109,7 @@ def schedule(lower: float, limit: float, ride: bool, work_limit: int, sequences:
         if late != 0:
             return rings, sand, timeline, False
     # The gap to the lower bound that fits, and the largest known not to. All ends late enough fit, so this ends.
+    # It begins small and doubles: an attempt far above the first fit would lay a step that nobody wants.
     gap, infeasible = 0.002, 0.0
     while True:
         late = _attempt(lower * (1.0 + gap), ride, sequences, machine, timeline, rings, sand, sand_order)

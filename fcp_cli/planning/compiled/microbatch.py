@@ -140,6 +140,7 @@ def candidates(count: int, out: FloatArray, pool: Pool, sequences: Sequences, ma
     first = (sequences.tokens[longest] + machine.tokens_per_rank - 1) // machine.tokens_per_rank
     for degree in range(first, machine.num_ranks + 1):
         seconds = max(_alone(longest, degree, sequences, machine), machine.floor)
+        # A degree that is hardly quicker than the one before would only fill the same wave again.
         if seconds <= highest + 1e-12 and seconds < previous * 0.97 and n < len(out) // 2:
             out[n] = seconds
             n += 1
@@ -169,6 +170,7 @@ def last_wave(
     low = max(_bound(work, tokens, machine), _shortest(pool.waiting[0], sequences, machine))
     # Not every batch within the budget of all ranks can be packed into it: give up well above the bound.
     limit = min(limit, 4.0 * low)
+    # Doubling steps: the first fit is usually a fraction of a percent above the bound, seldom far away.
     high, step = low, 0.0025
     while fill_wave(high, pair, count, pool, sequences, machine, wave):
         low = high
@@ -241,7 +243,7 @@ def _choose_wave(
     for x in range(tried + 1):
         pair = x < tried
         c = by_value[x] if pair else chosen
-        if pair and targets.value[c] >= least:
+        if pair and targets.value[c] >= least:  # rated as if small sequences were a fluid, which real ones seldom beat
             continue
         seconds, rest, left = _fill_and_rate(targets.seconds[c], pair, count, pool, sequences, machine, wave)
         value = seconds + targets.penalty[c] + rest

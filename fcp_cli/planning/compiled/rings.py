@@ -96,6 +96,7 @@ def _inside_a_node(
         if seconds > target:
             continue
         extra = degree * seconds - attention - linear
+        # Of rings alone a wider one wastes more, so the first that cannot win ends the search.
         if extra >= best:
             if len(machine.splits.heads):
                 continue  # a wider group may split more heads
@@ -111,10 +112,11 @@ def _inside_a_node(
                 left = target - start - seconds
                 if left < 0.0:
                     continue
+                # Behind an end so close to the target no further micro-batch fits: the ranks lose that time, too.
                 waste = extra + degree * start - total + (degree * left if left < 1.5 * machine.beta else 0.0)
                 if waste < best:
                     best, best_degree, best_first = waste, degree, first
-            if best <= extra:
+            if best <= extra:  # nobody waits: no other node can waste less at this degree
                 break
     return best, best_degree, best_first
 
@@ -183,6 +185,7 @@ def _across_nodes(
                 waste += degree * left if left < 1.5 * machine.beta else 0.0
                 if waste < best:
                     best, best_degree, best_first = waste, degree, first
+        # One rank more matters for narrow rings; of wide ones only whole nodes are tried, which keeps the search short.
         stepwise = degree < lowest + per_node and not machine.whole_nodes
         degree = degree + 1 if stepwise else (degree // per_node + 1) * per_node
     return best, best_degree, best_first
@@ -232,6 +235,7 @@ def place_rings(target: float, sequences: Sequences, machine: Machine, timeline:
     timeline.free[:] = 0.0
     timeline.gaps[0] = 0
     for g in range(rings.placed[0]):
+        # Greedy in the order of falling work: what is placed stays, so that an attempt is linear in rings.
         first, degree = _least_waste(rings.sequence[g], target, sequences, machine, timeline)
         if degree == 0:
             return False

@@ -132,7 +132,7 @@ def _reset(machine: Machine, wave: Wave) -> None:
     wave.used[:] = 0
     wave.used_before[:] = 0
     wave.bucket[:] = -1
-    for node in range(len(wave.free) - 1, -1, -1):
+    for node in range(len(wave.free) - 1, -1, -1):  # backwards, so that lists begin with the first node
         wave.start[node] = node * machine.ranks_per_node
         wave.free[node] = min(machine.ranks_per_node, machine.num_ranks - node * machine.ranks_per_node)
         _list_by_free_ranks(node, wave)
@@ -253,6 +253,7 @@ def _place_ring(i: int, target: float, left: int, sequences: Sequences, machine:
     """Put a long sequence on the smallest degree that ends by target; return it, or 0 where no rank is left for it."""
     attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
     lowest = max(2, (tokens + machine.tokens_per_rank - 1) // machine.tokens_per_rank)
+    # Fewer ranks could not do the work in time; the small term keeps rounding from asking for one rank more.
     lowest = max(lowest, int(np.ceil((attention + linear) / (target - machine.beta) - 1e-9)))
     # Degrees far above the work's share only pay where the ring is exposed: a matter for the wave's first ring alone.
     highest = left if wave.groups[0] == 0 else min(left, 12 * lowest + 8)
@@ -267,6 +268,7 @@ def _place_ring(i: int, target: float, left: int, sequences: Sequences, machine:
                 return 0
             continue
         across = across_of(first, degree, machine)
+        # Only groups that split heads cost more where they lie less well than at best.
         if across != at_best and alone_seconds(i, degree, across, sequences, machine) > target + _SLACK:
             continue
         _take(first, degree, machine, wave)
@@ -358,7 +360,7 @@ def _group_for(i: int, target: float, sequences: Sequences, machine: Machine, tr
     work, tokens = sequences.work[i], sequences.tokens[i]
     g = first_with_room(tree, work - _SLACK, tokens, 0)
     while g != NONE:
-        if wave.degree[g] == 1:
+        if wave.degree[g] == 1:  # the tree's seconds are exact for single ranks, and a bound for rings
             return g
         pack = together(load_at(g, wave.loads), padded_load(i, wave.degree[g], sequences, machine))
         if pack_seconds(pack, wave.degree[g], wave.across[g], machine) <= target + _SLACK:
