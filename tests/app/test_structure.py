@@ -6,6 +6,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -68,12 +69,16 @@ def imported_children(folder: Path, path: Path) -> Iterator[str]:
             yield child(folder, target)
 
 
-def imported_modules(path: Path) -> Iterator[str]:
+@cache
+def imported_modules(path: Path) -> tuple[str, ...]:
+    """Modules and names of the package that a file imports; several tests ask for those of every file."""
+    found: list[str] = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "fcp_cli":
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "fcp_cli")
+            found += (alias.name for alias in node.names if alias.name.split(".")[0] == "fcp_cli")
+    return tuple(found)
 
 
 def test_the_core_never_imports_an_integration() -> None:
