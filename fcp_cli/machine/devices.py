@@ -18,6 +18,10 @@ _RANKS_PER_CORE = 2
 _LEAST_CPU_RANKS = 8
 
 
+# Files of drivers: NVIDIA's (also under WSL), AMD's, Huawei's. torch finds no accelerator where all are missing.
+_DRIVER_FILES = ("nvidia[0-9]*", "nvidiactl", "dxg", "kfd", "davinci*")
+
+
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 """The variables that hide devices from a process, by kind."""
 
@@ -68,14 +72,19 @@ def require_torch() -> None:
         raise RunError(f"torch is not installed here, and training needs it; run: {pip_install('hf')}")
 
 
+def has_driver_files(folder: Path = Path("/dev")) -> bool:
+    """Return whether this machine has an accelerator's driver, which torch then has to be asked about."""
+    return any(next(folder.glob(pattern), None) is not None for pattern in _DRIVER_FILES)
+
+
 def find_machine(device: str = "auto") -> LocalDevices:
-    """Look at this machine; `device` narrows the choice.
+    """Look at this machine; `device` narrows the choice. Without accelerators torch is not imported.
 
     Raises:
         RunError: torch is missing or does not import, or there is no device of that kind.
     """
     require_torch()
-    counts = _accelerators()
+    counts = _accelerators() if has_driver_files() else {}
     found = next((kind for kind, count in counts.items() if count), "cpu") if device == "auto" else device
     if found != "cpu" and not counts.get(found):
         raise RunError(f"there is no {found} device here; 'fcp env' lists what there is")

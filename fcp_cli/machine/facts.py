@@ -111,7 +111,11 @@ class Facts:
 
 
 def collect_facts(
-    *, machine: LocalDevices | None = None, added: Mapping[str, str] = MappingProxyType({}), path: str | None = None
+    *,
+    machine: LocalDevices | None = None,
+    added: Mapping[str, str] = MappingProxyType({}),
+    path: str | None = None,
+    asks_torch: bool = True,
 ) -> Facts:
     """Collect the facts of this machine.
 
@@ -119,6 +123,7 @@ def collect_facts(
         machine: its devices, where they are known already.
         added: variables of the job on top of the environment's.
         path: PATH of the job; None: unchanged.
+        asks_torch: import torch, which takes seconds, for its devices and back ends.
     """
     error = ""
     if machine is None:
@@ -135,8 +140,8 @@ def collect_facts(
         programs={name: shutil.which(name, path=path) for name in _PROGRAMS},
         machine=machine,
         machine_error=error,
-        **_devices(machine),
-        communication=_communication(),
+        **(_devices(machine) if asks_torch else {}),
+        communication=_communication() if asks_torch else {},
         cann_home=os.environ.get("ASCEND_HOME_PATH"),
         cann_version=_cann_version(),
         has_hccl=_has_library("hccl"),

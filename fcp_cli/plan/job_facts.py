@@ -60,7 +60,11 @@ class JobFacts:
     config: Mapping[str, Any]
 
 
+def is_launched_without_plan() -> bool:
+    """Return whether this process belongs to a job that was launched without a plan."""
+    return PLANNING_VARIABLE in os.environ and bool(os.environ.get("FCP_PLAN"))
+
+
 def has_no_plan() -> bool:
     """Return whether this process belongs to a job that was launched without a plan and has not made one yet."""
-    plan = os.environ.get("FCP_PLAN")
-    return PLANNING_VARIABLE in os.environ and bool(plan) and not Path(str(plan)).exists()
+    return is_launched_without_plan() and not Path(os.environ["FCP_PLAN"]).exists()

@@ -38,6 +38,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, metadata: PlanMetadata) -> None:
+        self._path = path
         self.folder = path.with_name(f".{path.name}.journal")
         self._key = f"{_FORMAT} {hashlib.sha256(metadata.hashed_json()).hexdigest()}"
         self.metadata = metadata
@@ -45,6 +46,10 @@ class Journal:
         self._parts = 0
         self._pending: list[StepPlan] = []
         self._rows = 0
+
+    @property
+    def exists(self) -> bool:
+        return (self.folder / "key").is_file()
 
     @property
     def steps_kept(self) -> bool:
@@ -69,7 +74,7 @@ class Journal:
         Raises:
             FcpError: there is no journal, it belongs to a plan of other inputs, or it is damaged.
         """
-        if not (self.folder / "key").is_file():
+        if not self.exists:
             raise FcpError(f"nothing to resume: there is no {self.folder}; run without --resume")
         if read_text(self.folder / "key", error=FcpError, what="the journal ") != self._key:
             raise FcpError(
@@ -77,6 +82,11 @@ class Journal:
                 "version of fcp; give the same ones, or run without --resume to start over"
             )
         return self._kept_steps()
+
+    def all_steps(self) -> Iterator[StepPlan]:
+        """Yield all steps from the first, those in parts and those that fill none yet."""
+        yield from Journal(self._path, self.metadata).resume()
+        yield from self._pending
 
     def _kept_steps(self) -> Iterator[StepPlan]:
         while (part := self._part(self._parts)).exists():

@@ -117,7 +117,7 @@ def _journalled_steps(
     """Yield all steps of a plan, in order: those that the journal holds, then newly planned ones."""
     kept = 0
     if journal is not None and resume:
-        for step in _kept_steps(batches, journal):
+        for step in kept_steps(batches, journal):
             kept += 1
             yield step
     elif journal is not None:
@@ -130,7 +130,7 @@ def _journalled_steps(
             yield step
 
 
-def _kept_steps(batches: GlobalBatches, journal: Journal) -> Iterator[StepPlan]:
+def kept_steps(batches: GlobalBatches, journal: Journal) -> Iterator[StepPlan]:
     """Yield the steps that a journal holds, each proven to be a plan of its batch: digests do not stop a forger.
 
     Raises:

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from fcp_cli.files import replaced_atomically, write_text_atomically
+from fcp_cli.machine.devices import has_driver_files
 from fcp_cli.machine.facts import collect_facts, facts_document
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.runs.folder import RunPaths
@@ -28,4 +29,6 @@ def write_record(run_dir: Path, plan: Path, metadata: PlanMetadata) -> None:
         with replaced_atomically(paths.plan) as temporary:
             shutil.copyfile(plan, temporary)
     write_text_atomically(paths.profile, metadata.cost_profile)
-    write_text_atomically(paths.versions, json.dumps(facts_document(collect_facts()), indent=2) + "\n")
+    write_text_atomically(
+        paths.versions, json.dumps(facts_document(collect_facts(asks_torch=has_driver_files())), indent=2) + "\n"
+    )

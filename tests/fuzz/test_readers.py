@@ -52,7 +52,7 @@ EXCEPTIONS = {
     "fcp_cli/runs/stopped_script.py:read_stopped": _NOT_YET,
     "fcp_cli/integrations/hugging_face/accelerate/loop.py:AcceleratedLoop.load": _RANKS,
     "fcp_cli/integrations/megatron/measured.py:MeasuredSteps.begin": _RANKS,
-    "fcp_cli/runtime/online/job_plan.py:_planned": _RANKS,
+    "fcp_cli/runtime/online/job_plan.py:_wish": _RANKS,
     "fcp_cli/runtime/online/cursor.py:StreamCursor.__init__": _RANKS,
     "fcp_cli/runtime/session/session.py:Session._recorded": _RANKS,
     "fcp_cli/selftest/findings.py:Diary.read": _OWN,

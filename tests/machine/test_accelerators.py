@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fcp_cli.machine.accelerators import Accelerators, find_accelerators
+from fcp_cli.machine.devices import has_driver_files
 from fcp_cli.models.cluster import cluster_of, load_cluster
 
 _H100S = "NVIDIA H100 80GB HBM3, 81559\n" * 7 + "NVIDIA H100 80GB HBM3, 81000\n"
@@ -84,3 +86,24 @@ def test_they_make_one_node_of_the_shipped_cluster_that_has_such_devices() -> No
     npus = cluster_of(Accelerators(kind="npu", name="Ascend 910B3", count=8))
     assert (npus.name, npus.memory_bytes) == ("ascend910b-8x8", 64e9)
     assert cluster_of(Accelerators(kind="cuda", name="NVIDIA L40S", count=1)).name == "example-8x8"
+
+
+@pytest.mark.processes
+def test_a_machine_without_accelerators_is_described_without_importing_torch() -> None:
+    if has_driver_files():
+        pytest.skip("this machine has an accelerator's driver, which torch is asked about")
+    code = (
+        "import sys; from fcp_cli.machine import devices, facts; machine = devices.find_machine(); "
+        "facts.collect_facts(machine=machine, asks_torch=devices.has_driver_files()); "
+        "print(machine.device, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+
+    assert done.stdout.split() == ["cpu", "False"]
+
+
+@pytest.mark.parametrize("name", ["nvidia0", "dxg", "kfd", "davinci3"])
+def test_the_file_of_a_driver_has_torch_asked(tmp_path: Path, name: str) -> None:
+    assert not has_driver_files(tmp_path)
+    (tmp_path / name).touch()
+    assert has_driver_files(tmp_path)

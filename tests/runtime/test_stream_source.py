@@ -112,7 +112,7 @@ class PlanningInProcess:
 
 @pytest.fixture
 def planner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planner:
-    monkeypatch.setattr(source, "PlanningProcess", PlanningInProcess)
+    monkeypatch.setattr(source, "StreamProcess", PlanningInProcess)
     (tmp_path / "profile.yaml").write_text(PROFILE)
     return Planner(tmp_path / "profile.yaml", ranks=RANKS, ranks_per_node=2, tokens_per_rank=100, sync="iteration")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from fcp_cli.plan.reader import PlanReader
 from tests.runtime.launch import torchrun
@@ -14,7 +15,8 @@ from tests.runtime.trainer_plans import GLOBAL_BATCH, LENGTHS, write_plans
 
 pytestmark = [pytest.mark.hf, pytest.mark.distributed]
 
-_CASES = ("ddp", "resumed, evaluated", "lora", "stopped", "unplanned", "unplanned, cut by the collator")
+_UNPLANNED = ("unplanned, read by workers", "unplanned, cut by the collator")
+_CASES = ("ddp", "resumed, evaluated", "lora", "stopped", "unplanned", "repeated", *_UNPLANNED)
 _REFUSALS = {
     "other batch": "the script trains on 4 sequences a step (per_device_train_batch_size 2 x gradient_accumulation_steps 1 "
     "x 2 ranks), but the plan on 8; plan with 'fcp plan --global-batch-size 4', or give the script the plan's",
@@ -102,3 +104,12 @@ def test_a_job_without_a_plan_follows_one_of_the_lengths_that_are_trained(folder
         assert pq.read_table(folder / f"{name}.lengths.parquet")["length"].to_pylist() == list(lengths)
         metadata = PlanReader(folder / f"{name}.parquet").metadata
         assert (metadata.global_batch_size, metadata.steps, metadata.shuffle) == (GLOBAL_BATCH, 3, False)
+
+
+def test_the_plan_that_a_job_made_while_it_trained_repeats_its_run_bit_for_bit(outcomes: Outcomes) -> None:
+    made, repeated = (outcomes("planned", name)[0] for name in ("unplanned", "repeated"))
+    assert [entry["loss"] for entry in repeated["log"] if "loss" in entry] == [
+        entry["loss"] for entry in made["log"] if "loss" in entry
+    ]
+    for weight, value in made["weights"].items():
+        assert torch.equal(value, repeated["weights"][weight]), weight

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack
@@ -25,20 +24,14 @@ from fcp_cli.integrations.hugging_face.checks import (
 )
 from fcp_cli.integrations.hugging_face.data.rows import CollatedRows
 from fcp_cli.integrations.hugging_face.data.sampler import PlanSampler
-from fcp_cli.integrations.hugging_face.job_facts import LoadedLengths, facts_of
+from fcp_cli.integrations.hugging_face.job_facts import facts_of, rows_of, start_session
 from fcp_cli.integrations.hugging_face.losses.batch_means import BatchMeans
 from fcp_cli.integrations.hugging_face.losses.labels import CausalLoss, PlannedLoss
 from fcp_cli.integrations.hugging_face.overrides import WatchedMethods, check_order, find_override
 from fcp_cli.integrations.hugging_face.own_loss import LossContext, OwnLoss
 from fcp_cli.integrations.hugging_face.stopping import StopAtStepEnd
 from fcp_cli.integrations.transformers.preparation import SwitchedAttention
-from fcp_cli.plan.job_facts import has_no_plan
-from fcp_cli.runtime.communication.world import join_process_group
-from fcp_cli.runtime.data.followed_step import plan_path
-from fcp_cli.runtime.online.control import ProcessControl
-from fcp_cli.runtime.online.job_plan import have_plan_made
 from fcp_cli.runtime.session.session import Session
-from fcp_cli.runtime.session.start import start
 from fcp_cli.runtime.session.step import Step
 
 
@@ -63,13 +56,14 @@ class TrainerFollower:
         loader = (
             trainer.get_train_dataloader()
         )  # the trainer's own, of which the data set, the collator and the workers are used
-        if plan is None and has_no_plan():
-            _have_planned(trainer, kind, loader)
-        self.session: Session = start(plan_path(plan), device=trainer.args.device)
+        device, pairs = trainer.args.device, kind == "DPOTrainer"
+        self.session = start_session(
+            loader, lambda: facts_of(trainer, kind, loader, device), device=device, pairs=pairs, plan=plan
+        )
         metadata = self.session.metadata
         check_schedule(trainer, metadata, self.session.plan)
         check_order(trainer, loader, metadata)
-        self._rows = CollatedRows(loader, self.session.plan, metadata, pairs=kind == "DPOTrainer", config=model.config)
+        self._rows = rows_of(self.session, loader, pairs=pairs, config=model.config)
         reference = getattr(trainer, "ref_model", None)
         models = (model,) if reference is None else (model, base_model(trainer.accelerator.unwrap_model(reference)))
         self._attentions = [SwitchedAttention(one) for one in models]
@@ -143,8 +137,9 @@ class TrainerFollower:
     def _announce(self, first_step: int) -> None:
         if self.session.rank == 0:
             metadata, trainer = self.session.metadata, self._trainer
+            known = f"plan hash {metadata.plan_hash[:12]}" if metadata.plan_hash else "in the making"
             print(
-                f"fcp: following {self.session.plan} (plan hash {metadata.plan_hash[:12]}) from step {first_step} of "
+                f"fcp: following {self.session.plan} ({known}) from step {first_step} of "
                 f"{metadata.end_step}, {metadata.num_ranks} ranks, sync {metadata.sync}; {type(trainer).__name__}, "
                 f"rows in the plan's order",
                 file=sys.stderr,
@@ -155,17 +150,6 @@ class TrainerFollower:
         """Show the trainer inputs of this rank's size, by which it counts tokens and operations; they hold nothing."""
         tokens = torch.zeros(1, dtype=torch.int64, device=self.session.device).expand(1, step.local_tokens)
         inputs.update(input_ids=tokens, attention_mask=(tokens + 1)[:, :1].expand_as(tokens))
-
-
-def _have_planned(trainer: Any, kind: str, loader: Any) -> None:
-    """Have the plan of a job made that was launched without one. Every rank calls it."""
-    join_process_group(trainer.args.device)
-    have_plan_made(
-        Path(os.environ["FCP_PLAN"]),
-        ProcessControl("rank0"),
-        LoadedLengths(loader, pairs=kind == "DPOTrainer"),
-        lambda: facts_of(trainer, kind, loader, trainer.args.device),
-    )
 
 
 def _planned_loss(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -17,10 +18,16 @@ from fcp_cli.arrays import IntArray
 from fcp_cli.errors import RunError
 from fcp_cli.files import replaced_atomically
 from fcp_cli.integrations.hugging_face.data.batches import one_pair, one_sequence
-from fcp_cli.integrations.hugging_face.data.rows import stored_lengths
-from fcp_cli.plan.job_facts import JobFacts
+from fcp_cli.integrations.hugging_face.data.rows import CollatedRows, stored_lengths
+from fcp_cli.plan.job_facts import JobFacts, is_launched_without_plan
 from fcp_cli.plan.metadata import LastBatch, Sync, steps_per_epoch
 from fcp_cli.reading.documents import decode_json
+from fcp_cli.runtime.communication.world import join_process_group
+from fcp_cli.runtime.data.followed_step import plan_path
+from fcp_cli.runtime.online.control import ProcessControl
+from fcp_cli.runtime.online.job_plan import job_source
+from fcp_cli.runtime.session.session import Session
+from fcp_cli.runtime.session.start import start
 from fcp_cli.tuning import Lora
 
 _CACHE: Final = "fcp/lengths"
@@ -110,6 +117,36 @@ def _config(model: Any) -> dict[str, Any]:
     config = model.config
     name = Path(str(config.name_or_path or config.model_type)).name
     return {**decode_json(config.to_json_string(use_diff=False)), "_name_or_path": name}
+
+
+def start_session(
+    loader: Any, facts: Callable[[], JobFacts], *, device: torch.device, pairs: bool = False, plan: Path | None = None
+) -> Session:
+    """Start the session of a loop: under the job's plan, or under one that begins to be made. Every rank calls it.
+
+    Args:
+        loader: the script's own, of its training data.
+        facts: of the loop, asked for if the job has no plan.
+        device: of this rank.
+        pairs: a row is a pair of answers.
+        plan: plan file; None: the one in FCP_PLAN.
+
+    Raises:
+        FcpError: the plan cannot be followed, or none can be made.
+    """
+    if plan is not None or not is_launched_without_plan():
+        return start(plan_path(plan), device=device)
+    join_process_group(device)
+    path, control = Path(os.environ["FCP_PLAN"]), ProcessControl("rank0")
+    if control.from_rank(0, bytes([path.exists()])) != bytes([False]):  # rank 0 knows: a trainer before had it made
+        return start(path, device=device)
+    return start(stream=job_source(path, control, LoadedLengths(loader, pairs=pairs), facts), device=device)
+
+
+def rows_of(session: Session, loader: Any, *, pairs: bool = False, config: Any = None) -> CollatedRows:
+    """Return the rows of a loader as the session's plan takes them."""
+    lengths = None if session.source is None else session.source.lengths
+    return CollatedRows(loader, session.plan, session.metadata, pairs=pairs, config=config, lengths=lengths)
 
 
 class LoadedLengths:

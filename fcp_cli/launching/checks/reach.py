@@ -9,6 +9,7 @@ from dataclasses import replace
 from fcp_cli.launching.job.commands import path_of_python
 from fcp_cli.launching.job.job import Job
 from fcp_cli.machine import network
+from fcp_cli.machine.devices import has_driver_files
 from fcp_cli.machine.facts import Facts, collect_facts
 
 _WAY_SECONDS = 10.0
@@ -17,7 +18,7 @@ _WAY_SECONDS = 10.0
 def collect_job_facts(job: Job) -> Facts:
     """Collect the facts that the checks of a job judge."""
     path = path_of_python(sys.executable, os.environ.get("PATH", "")) if job.launcher == "msrun" else None
-    facts = collect_facts(machine=job.machine, added=job.environment, path=path)
+    facts = collect_facts(machine=job.machine, added=job.environment, path=path, asks_torch=has_driver_files())
     if job.num_nodes == 1 or job.node_rank is None:
         return facts
     addresses = network.addresses_of(job.master_addr)

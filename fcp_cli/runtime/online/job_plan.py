@@ -1,30 +1,25 @@
-"""Have the plan of a job made that was launched without one: the ranks read their data's lengths, rank 0 plans."""
+"""Begin to plan a job that was launched without a plan: the ranks read their data's lengths, rank 0 plans."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import pyarrow as pa
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import FcpError, RunError
 from fcp_cli.plan.job_facts import PLANNING_VARIABLE, JobFacts, PlanningWish
-from fcp_cli.plan.messages import read_message, table_bytes, write_message
+from fcp_cli.plan.online import settings_of_json
 from fcp_cli.reading.documents import read_object
 from fcp_cli.runtime.online.control import Control
+from fcp_cli.runtime.online.job_source import JobSource
+from fcp_cli.runtime.online.process import JobProcess
 from fcp_cli.validation import validated
-
-PROGRAM = "fcp_cli.planning.job_plan"
 
 
 class Lengths(Protocol):
@@ -45,11 +40,11 @@ class Lengths(Protocol):
     def __len__(self) -> int: ...
 
 
-def have_plan_made(plan: Path, control: Control, lengths: Lengths, facts: Callable[[], JobFacts]) -> None:
-    """Have the job's plan made, or checked where an earlier start has made it. Every rank calls it.
+def job_source(plan: Path, control: Control, lengths: Lengths, facts: Callable[[], JobFacts]) -> JobSource:
+    """Return the steps of a job that was launched without a plan, which begin to be planned. Every rank calls it.
 
     Args:
-        plan: where it is to be.
+        plan: where the plan is to be.
         control: all ranks.
         lengths: of this rank's training data.
         facts: of the loop; may refuse it.
@@ -59,15 +54,19 @@ def have_plan_made(plan: Path, control: Control, lengths: Lengths, facts: Callab
     """
     job = _together(control, facts)
     found = _agreed_lengths(control, lengths)
-    answer: dict[str, Any] = {}
+    process: JobProcess | None = None
+    opened: dict[str, Any] = {}
     if control.rank == 0:
         try:
-            answer = _planned(plan, job, found)
+            process = JobProcess(plan, job, _wish(), found)
+            opened = dict(process.opened)
         except FcpError as error:
-            answer = {"error": str(error)}
-    answer = json.loads(control.from_rank(0, json.dumps(answer).encode()))
-    if "error" in answer:
-        raise RunError(answer["error"])
+            opened = {"error": str(error)}
+    opened = json.loads(control.from_rank(0, json.dumps(opened).encode()))
+    if "error" in opened:
+        raise RunError(opened["error"])
+    settings = settings_of_json(json.loads(opened["settings"]), name="the planning process")
+    return JobSource(settings, plan, control, found, process)
 
 
 def _together(control: Control, run: Callable[[], Any]) -> Any:
@@ -127,20 +126,6 @@ def _name_differing_row(control: Control, known: IntArray) -> None:
 _SAME_DATA = "give every rank the same data: the same files, filters and seeds"
 
 
-def _planned(plan: Path, job: JobFacts, lengths: IntArray) -> dict[str, Any]:
-    """Run the process that plans, whose lines appear among this rank's, and return its answer."""
-    wish = validated(
-        read_object(Path(os.environ[PLANNING_VARIABLE]), error=RunError),
-        PlanningWish,
-        where=os.environ[PLANNING_VARIABLE],
-        error=RunError,
-    )
-    opening = {"plan": str(plan), "job": asdict(job), "wish": asdict(wish)}
-    with subprocess.Popen([sys.executable, "-m", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None and process.stdout is not None
-        with suppress(OSError):  # why it has ended stands above
-            write_message(process.stdin, opening, table_bytes(pa.table({"length": lengths})))
-        answer = read_message(process.stdout)
-    if answer is None:
-        raise RunError(f"the planning process ended with status {process.returncode}; what it printed stands above")
-    return dict(answer.facts)
+def _wish() -> PlanningWish:
+    path = os.environ[PLANNING_VARIABLE]
+    return validated(read_object(Path(path), error=RunError), PlanningWish, where=path, error=RunError)

@@ -6,58 +6,42 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
+from fcp_cli.arrays import IntArray
 from fcp_cli.errors import RunError
+from fcp_cli.plan.job_facts import JobFacts, PlanningWish
 from fcp_cli.plan.messages import Message, read_message, steps_of, table_bytes, write_message
 from fcp_cli.plan.online import OnlineSettings
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.runtime.online.items import ReadWindow
 
-PROGRAM = "fcp_cli.planning.online"
-
 
 class PlanningProcess:
-    """Plans windows of one job. Where this process ends, however it does, so does that one.
+    """Plans steps of one job. Where this process ends, however it does, so does that one.
 
     Args:
-        settings: of the plan.
-        plan: path of the plan; None: another process of the job writes it.
-        first_step: with which the job begins.
+        program: module that is run.
+        opening: facts of the job.
+        table: of its first message.
 
     Attributes:
-        opened: the `first_sequence` that is not planned yet, the recorded `refits`, and the step that earlier starts
-            have `planned_to`.
+        opened: the recorded `refits`, the step that earlier starts have `planned_to`, and facts of the program's own.
 
     Raises:
-        RunError: it cannot begin with this step.
+        RunError: it cannot begin.
     """
 
-    def __init__(self, settings: OnlineSettings, plan: Path | None, first_step: int) -> None:
+    def __init__(self, program: str, opening: Mapping[str, Any], table: bytes = b"") -> None:
         self._process: subprocess.Popen[bytes] = subprocess.Popen(
-            [sys.executable, "-m", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-m", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
-        opening = {
-            "settings": settings.to_json(),
-            "plan": None if plan is None else str(plan),
-            "first_step": first_step,
-        }
-        self._tell("open", opening)
+        self._tell("open", opening, table)
         self.opened: Mapping[str, Any] = self._answer().facts
-
-    def plan(self, window: ReadWindow) -> list[StepPlan]:
-        """Return the planned steps of a window.
-
-        Raises:
-            RunError: it cannot be planned.
-        """
-        self._tell("window", _facts_of(window), table_bytes(window.columns()))
-        return steps_of(self._answer().table)
-
-    def compare(self, window: ReadWindow) -> None:
-        """Have a window compared with the one trained before; the next answer says if it differs."""
-        self._tell("trained", _facts_of(window), table_bytes(window.columns()))
 
     def refit(self, first_step: int, measured: bytes) -> Mapping[str, Any]:
         """Return the `refit` from a step on, None without a change, and a `line` about it.
@@ -72,12 +56,8 @@ class PlanningProcess:
         self._tell("measured", {"first_step": first_step}, measured)
         return self._answer().facts
 
-    def adopt(self, refit: Mapping[str, Any]) -> None:
-        """Plan by a refit from its first step on."""
-        self._tell("adopt", {"refit": refit})
-
     def close(self, end_step: int) -> str | None:
-        """Have the plan of the steps before `end_step` written, and end the process; return the plan's hash.
+        """End the process at the step after the last that was trained; return the hash of the plan that it wrote.
 
         Raises:
             RunError: it cannot be written; its journal is kept next to it.
@@ -96,7 +76,7 @@ class PlanningProcess:
                 with suppress(OSError):
                     pipe.close()
 
-    def _tell(self, kind: str, facts: dict[str, Any], table: bytes = b"") -> None:
+    def _tell(self, kind: str, facts: Mapping[str, Any], table: bytes = b"") -> None:
         assert self._process.stdin is not None
         with suppress(OSError):  # why it has ended, its last answer says
             write_message(self._process.stdin, {"kind": kind, **facts}, table)
@@ -111,6 +91,68 @@ class PlanningProcess:
         if answer.kind == "error":
             raise RunError(answer.facts["message"])
         return answer
+
+
+class StreamProcess(PlanningProcess):
+    """Plans windows of a stream.
+
+    Args:
+        settings: of the plan.
+        plan: path of the plan; None: another process of the job writes it.
+        first_step: with which the job begins.
+    """
+
+    PROGRAM = "fcp_cli.planning.online"
+
+    def __init__(self, settings: OnlineSettings, plan: Path | None, first_step: int) -> None:
+        opening = {
+            "settings": settings.to_json(),
+            "plan": None if plan is None else str(plan),
+            "first_step": first_step,
+        }
+        super().__init__(self.PROGRAM, opening)
+
+    def plan(self, window: ReadWindow) -> list[StepPlan]:
+        """Return the planned steps of a window.
+
+        Raises:
+            RunError: it cannot be planned.
+        """
+        self._tell("window", _facts_of(window), table_bytes(window.columns()))
+        return steps_of(self._answer().table)
+
+    def compare(self, window: ReadWindow) -> None:
+        """Have a window compared with the one trained before; the next answer says if it differs."""
+        self._tell("trained", _facts_of(window), table_bytes(window.columns()))
+
+    def adopt(self, refit: Mapping[str, Any]) -> None:
+        """Plan by a refit from its first step on."""
+        self._tell("adopt", {"refit": refit})
+
+
+class JobProcess(PlanningProcess):
+    """Plans the steps of a job whose data is known when it begins.
+
+    Args:
+        plan: path of the plan.
+        job, wish: that it is made from.
+        lengths: [rows] tokens of the training data.
+    """
+
+    PROGRAM = "fcp_cli.planning.job_plan"
+
+    def __init__(self, plan: Path, job: JobFacts, wish: PlanningWish, lengths: IntArray) -> None:
+        opening = {"plan": str(plan), "job": asdict(job), "wish": asdict(wish)}
+        super().__init__(self.PROGRAM, opening, table_bytes(pa.table({"length": lengths})))
+
+    def plan(self, first_step: int, steps: int) -> list[StepPlan]:
+        """Return so many planned steps, fewer at the end of the plan.
+
+        Raises:
+            RunError: one cannot be planned.
+        """
+        self._tell("steps", {"first_step": first_step, "steps": steps})
+        return steps_of(self._answer().table)
 
 
 def _facts_of(window: ReadWindow) -> dict[str, Any]:

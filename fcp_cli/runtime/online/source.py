@@ -30,9 +30,9 @@ from fcp_cli.runtime.data.loader import Fetch
 from fcp_cli.runtime.online.control import Control
 from fcp_cli.runtime.online.items import ReadWindow, read_windows, row_of
 from fcp_cli.runtime.online.measured import Measured, Refits
-from fcp_cli.runtime.online.process import PlanningProcess
+from fcp_cli.runtime.online.process import StreamProcess
 
-_STEPS, _END, _FAULT, _LEFT = range(4)  # a rank's state of the next window
+STEPS, END, _FAULT, _LEFT = range(4)  # a rank's state of the next window
 _LEAVING_SECONDS: Final = 10.0  # that a rank waits for the others when it leaves its loop
 _LOOK_SECONDS: Final = 0.05
 
@@ -48,9 +48,14 @@ class StreamSource:
         fetch: from an id, or a row, to the loader's item; None: rows are the items.
 
     Attributes:
+        follows_manifest: whether its sequences are rows of a manifest, which the session itself fetches.
+        lengths: [rows] tokens of the manifest's rows, if it follows one.
         followed: steps that the loop has asked for, oldest first, for whoever measures them; nobody else takes them.
         measured: on rank 0 the measured steps of all ranks.
     """
+
+    follows_manifest = False
+    lengths: IntArray | None = None
 
     def __init__(
         self, stream: Iterable[Any], settings: OnlineSettings, path: Path, control: Control, fetch: Fetch | None
@@ -59,7 +64,7 @@ class StreamSource:
         self.followed: deque[StepPlan] = deque(maxlen=64)
         self.measured = Measured()
         self._stream = stream
-        self._process: PlanningProcess | None = None
+        self._process: Any = None  # a PlanningProcess, on ranks that plan
         self._planned: queue.SimpleQueue[StepPlan | BaseException | None] = queue.SimpleQueue()
         self._windows: queue.SimpleQueue[ReadWindow | BaseException | None] = queue.SimpleQueue()
         self._given: dict[int, tuple[Any, bool]] = {}  # sequence -> id or row, and whether it is a row
@@ -81,13 +86,13 @@ class StreamSource:
         begins = first_step - first_step % window
         opened = self._on_rank_0(lambda: self._begin_process(begins))
         if self._control.plans and self._control.rank:
-            self._process = PlanningProcess(self.settings, None, begins)
+            self._process = StreamProcess(self.settings, None, begins)
         self._refits = Refits(self.settings.options.refit_every, opened, begins)
         self._adopt(self._refits.in_force(begins))
         note_follower(self.path)
         self._first_step, self._begins = first_step, begins
-        self._reads = self._reader(begins, int(opened["first_sequence"]))
-        if self._control.plans:
+        self._reads = self._begin_reading(begins, opened)
+        if self._control.plans and self._reads is not None:
             self._start(self._reads, "fcp-stream")
         self._start(self._agree, "fcp-planner")
         self.want(first_step)
@@ -110,6 +115,14 @@ class StreamSource:
             self._handed.append(found)
             yield found
 
+    def rows_ahead(self) -> Iterator[int | None]:
+        """Yield the manifest rows that this rank needs, in order; None where the next is not planned yet.
+
+        Raises:
+            RunError: its sequences are no rows of a manifest.
+        """
+        raise RunError("a PlanSampler reads rows of a manifest, which a stream lacks; pass fetch=...")
+
     def fetch(self, sequence: int) -> Any:
         """Return the loader's item of one sequence of a planned step that is not trained yet."""
         given, is_row = self._given[sequence]
@@ -122,10 +135,18 @@ class StreamSource:
     def hand_out(self, step: int) -> StepPlan:
         """Return the plan of a step that the loop now trains, and forget the sequences of those before."""
         while self._handed[0].step < step:
-            for sequence in self._handed.popleft().sequences.tolist():
-                self._given.pop(sequence, None)
+            self._forget(self._handed.popleft())
         self.followed.append(self._handed[0])
         return self._handed[0]
+
+    @property
+    def current(self) -> StepPlan:
+        """Return the plan of the step that the loop trains."""
+        return self._handed[0]
+
+    def _forget(self, step: StepPlan) -> None:
+        for sequence in step.sequences.tolist():
+            self._given.pop(sequence, None)
 
     def close(self, end_step: int) -> None:
         """Leave the loop after the steps before `end_step`; rank 0 has their plan written."""
@@ -181,7 +202,7 @@ class StreamSource:
         return found
 
     def _begin_process(self, begins: int) -> dict[str, Any]:
-        self._process = PlanningProcess(self.settings, self.path, begins)
+        self._process = StreamProcess(self.settings, self.path, begins)
         return dict(self._process.opened)
 
     def _is_allowed(self, step: int) -> bool:
@@ -190,9 +211,10 @@ class StreamSource:
             self._changed.wait_for(lambda: self._wanted >= step or self._is_left)
             return self._wanted >= step
 
-    def _reader(self, begins: int, first_sequence: int) -> Callable[[], None]:
+    def _begin_reading(self, begins: int, opened: Mapping[str, Any]) -> Callable[[], None] | None:
+        """Return a function that reads the stream in a thread; None: there is nothing to read."""
         over = self.settings.options.stream_begins == "over"
-        step, sequence = (0, 0) if over else (begins, first_sequence)
+        step, sequence = (0, 0) if over else (begins, int(opened["first_sequence"]))
 
         def read() -> None:
             try:
@@ -248,11 +270,11 @@ class StreamSource:
 
     def _next_window(self, due: int) -> list[StepPlan] | None:
         """Return the next window's steps; None where the stream has ended or the loop was left. Every rank calls it."""
-        told = self._plan_window() if self._control.plans else b""
+        told = self._plan_window(due) if self._control.plans else b""
         facts, table = _split(self._control.spread(told))
         state, fault = int(facts["state"]), str(facts.get("fault", ""))
-        steps = steps_of(table) if state == _STEPS else []
-        if state in (_STEPS, _END):
+        steps = steps_of(table) if state == STEPS else []
+        if state in (STEPS, END):
             try:
                 self._note_given(facts, steps, due)
             except Exception as error:
@@ -260,9 +282,9 @@ class StreamSource:
         digest = _digest(steps, facts.get("ids"))
         words = self._control.table([state, digest])
         self._require_agreement(words, fault, due)
-        return steps if state == _STEPS and not (words[:, 0] == _LEFT).any() else None
+        return steps if state == STEPS and not (words[:, 0] == _LEFT).any() else None
 
-    def _plan_window(self) -> bytes:
+    def _plan_window(self, due: int) -> bytes:
         """Return the planned window as a message, or why there is none."""
         assert self._process is not None
         try:
@@ -271,16 +293,16 @@ class StreamSource:
                 self._process.compare(window)
                 window = self._take_window()
             if window is None:
-                return _join({"state": _LEFT if self._is_left else _END})
+                return joined_message({"state": _LEFT if self._is_left else END})
             steps = self._process.plan(window)
         except Exception as error:
-            return _join({"state": _FAULT, "fault": _line(error)})
+            return joined_message({"state": _FAULT, "fault": _line(error)})
         items = window.items
         for place, item in enumerate(items):
             self._given[window.first_sequence + place] = (item.given, item.is_row)
         ids = None if items and items[0].is_row else [item.given for item in items]
-        facts = {"state": _STEPS, "ids": ids, "first_sequence": window.first_sequence}
-        return _join(facts, steps_bytes(steps))
+        facts = {"state": STEPS, "ids": ids, "first_sequence": window.first_sequence}
+        return joined_message(facts, steps_bytes(steps))
 
     def _take_window(self) -> ReadWindow | None:
         """Return the window that was read next; None at the end, or when the loop is left before it is there."""
@@ -295,7 +317,7 @@ class StreamSource:
                 raise found
             return found
 
-    def _note_given(self, facts: dict[str, Any], steps: list[StepPlan], due: int) -> None:
+    def _note_given(self, facts: Mapping[str, Any], steps: list[StepPlan], due: int) -> None:
         """Record the sequences of a window; a rank that does not plan reads its own rows."""
         if self._control.plans:
             return
@@ -337,10 +359,10 @@ class StreamSource:
             return
         others = [rank for rank, row in enumerate(words.tolist()) if row != words[0].tolist()]
         if others:
-            what = "ends" if _END in (states[others[0]], states[0]) else "is planned otherwise"
+            what = "ends" if END in (states[others[0]], states[0]) else "is planned otherwise"
             where = f"step {due} {what} on rank {others[0]} than on rank 0{_and_more(others)}"
             if what == "ends":
-                ends = others[0] if states[others[0]] == _END else 0
+                ends = others[0] if states[others[0]] == END else 0
                 goes_on = 0 if ends else others[0]
                 where = f"the stream of rank {ends} ends before step {due}, that of rank {goes_on} goes on"
             raise RunError(f"{where}; {_SAME}")
@@ -370,7 +392,7 @@ def _line(error: BaseException) -> str:
     return text if isinstance(error, FcpError) else f"the stream failed: {type(error).__name__}: {text}"
 
 
-def _join(facts: dict[str, Any], table: bytes = b"") -> bytes:
+def joined_message(facts: dict[str, Any], table: bytes = b"") -> bytes:
     return json.dumps(facts).encode() + b"\n" + table
 
 

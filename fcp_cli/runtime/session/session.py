@@ -90,7 +90,7 @@ class Session(RankJob):
             RunError: no `fetch`, a model that cannot follow the plan, a step beyond it, ranks that begin with different
                 ones; while iterating, a loop that goes wrong, data that does not match the plan or differs over ranks.
         """
-        fetch = self.fetch if self.source is None else self.source.fetch
+        fetch = self.fetch if self.source is None or self.source.follows_manifest else self.source.fetch
         if fetch is None:
             raise RunError("no data: pass fetch=..., a function from manifest row to tokens")
         fetch = with_planned_masks(fetch, self.metadata)

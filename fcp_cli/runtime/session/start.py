@@ -38,7 +38,7 @@ def start(
     plan: str | Path | None = None,
     fetch: Fetch | None = None,
     *,
-    stream: Iterable[Any] | None = None,
+    stream: Iterable[Any] | StreamSource | None = None,
     planner: PlansStreams | OnlineSettings | None = None,
     device: torch.device | None = None,
     grad_ring_dtype: GradRingDtype | None = None,
@@ -52,6 +52,7 @@ def start(
         fetch: from a manifest row to its tokens, or to (tokens, labels); see `loader.Fetch`. Of a stream: from an id or
             a row that it gave.
         stream: sequences that are planned while the job trains, as (id, length) or as rows; `plan` is then written.
+            Integrations give steps that are being planned already.
         planner: planner of a stream, a `fcp_cli.Planner` or its `online()`; by default that of `fcp launch --online`.
         device: where tensors go; by default the local rank's accelerator, else the CPU.
         grad_ring_dtype: type in which gradients of keys and values travel; by default FCP_GRAD_RING_DTYPE,
@@ -63,15 +64,15 @@ def start(
         PlanError: the plan is missing, damaged or was edited.
         RunError: ranks have different plans, or the plan is for another number of ranks; on all ranks.
     """
-    online = None if stream is None else online_settings(planner)
-    path = plan_path(plan) if online is None else stream_plan_path(plan)
+    source = stream if isinstance(stream, StreamSource) else None
+    online = None if stream is None else source.settings if source is not None else online_settings(planner)
+    path = plan_path(plan) if online is None else stream_plan_path(source.path if source is not None else plan)
     device = device or local_device()
     owns_process_group = join_process_group(device)
     world = ProcessWorld()
     metadata = agree_on_plan(world, path, device) if online is None else online.metadata
     _agree_on_kernels(world, device, metadata)
-    source = None
-    if online is not None and stream is not None:
+    if online is not None and stream is not None and not isinstance(stream, StreamSource):
         source = StreamSource(stream, online, path, ProcessControl(online.options.planner), fetch)
         metrics = metrics or _measured_stream(online, path)
     session = Session.join(

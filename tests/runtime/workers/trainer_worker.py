@@ -31,7 +31,7 @@ from tests.runtime.models import VOCAB_SIZE, hugging_face
 from tests.runtime.trainer_plans import GLOBAL_BATCH, LENGTHS
 from tests.runtime.workers.leave import leave_job
 
-UNPLANNED = ("unplanned.parquet", "made.parquet", "other.parquet")  # which the trainers have made
+UNPLANNED = ("unplanned.parquet", "made.parquet", "other.parquet", "workers.parquet")  # which the trainers have made
 ITERATION, WAVES, MASKED = "iteration.parquet", "waves.parquet", "masked.parquet"
 
 
@@ -220,6 +220,8 @@ CASES: Cases = {
     "bf16": (ITERATION, lambda folder: train(folder, bf16=True)),
     "max_steps": (ITERATION, lambda folder: train(folder, max_steps=2)),
     "unplanned": (UNPLANNED[0], train),
+    "repeated": (UNPLANNED[0], train),
+    "unplanned, read by workers": (UNPLANNED[3], lambda folder: train(folder, dataloader_num_workers=1)),
     "unplanned, cut by the collator": (UNPLANNED[1], lambda folder: train(folder, collator=collate_cut)),
     "fsdp": (WAVES, partial(sharded, reshards=True)),
     "fsdp, resumed": (

@@ -39,6 +39,7 @@ class CollatedRows:
         plan, metadata: what the rows must match.
         pairs: a row is a preferred and a rejected answer, each with its prompt; its length is that of both.
         config: of the model, whose images and videos the collator may give; None: it gives none.
+        lengths: [rows] tokens, where the plan is not whole yet.
 
     Attributes:
         learned: tokens with a label of each row that was read.
@@ -48,7 +49,14 @@ class CollatedRows:
     """
 
     def __init__(
-        self, loader: Any, plan: Path, metadata: PlanMetadata, *, pairs: bool = False, config: Any = None
+        self,
+        loader: Any,
+        plan: Path,
+        metadata: PlanMetadata,
+        *,
+        pairs: bool = False,
+        config: Any = None,
+        lengths: IntArray | None = None,
     ) -> None:
         dataset = loader.dataset
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
@@ -67,7 +75,7 @@ class CollatedRows:
             )
         self._loader, self._name, self._pairs, self._config = loader, name, pairs, config
         self.learned: dict[int, int] = {}
-        self._planned = planned_lengths(plan, metadata)
+        self._planned = planned_lengths(plan, metadata) if lengths is None else lengths
         cut = metadata.overlong
         self._cut_tokens = cut.max_length if cut.policy == "truncate" else None
         for row in self._doubtful():

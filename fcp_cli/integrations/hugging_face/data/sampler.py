@@ -10,6 +10,7 @@ for step in session.steps(model):
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -37,9 +38,15 @@ class PlanSampler(Sampler[int]):
     def __init__(self, session: Session, *, first_step: int = 0) -> None:
         self._session = session
         self._first_step = first_step
+        self._drawn: deque[int | None] = deque()  # of a job that is planned while it trains
 
     def __iter__(self) -> Iterator[int]:
         session = self._session
+        if session.source is not None:
+            for row in session.source.rows_ahead():
+                self._drawn.append(row)
+                yield 0 if row is None else row  # workers that are asked too early read a row that nobody takes
+            return
         for step in PlanReader(session.plan).steps(self._first_step):
             for order in orders_of_rank(step, session.rank):
                 yield from step.microbatch(int(order)).sequences
@@ -70,15 +77,18 @@ class PlanSampler(Sampler[int]):
                 "this data set with 'fcp manifest build', and plan again with 'fcp plan'"
             )
         has_masks = self._session.metadata.masked_sequences is not None
-        return _LoadedInOrder(loader, self, read or partial(_as_fetched, masked=has_masks))
+        read = read or partial(_as_fetched, masked=has_masks)
+        is_planned = self._session.source is None
+        order = self.__iter__() if is_planned else (row for row in _popped(self._drawn))
+        return _LoadedInOrder(loader, order, read)
 
 
 class _LoadedInOrder:
     """A `fetch` that is asked for the rows of a sampler in its order, after one to see whether there are labels."""
 
-    def __init__(self, loader: DataLoader[Any], sampler: PlanSampler, read: Callable[[Any, int], Any]) -> None:
+    def __init__(self, loader: DataLoader[Any], order: Iterator[int | None], read: Callable[[Any, int], Any]) -> None:
         self._loader, self._read = loader, read
-        self._order = iter(sampler)
+        self._order = order  # in which the sampler draws
         self._batches = iter(loader)  # here, and not in the session's thread: workers are forks of this process
         self._is_begun = False
 
@@ -87,13 +97,19 @@ class _LoadedInOrder:
             self._is_begun = True
             item = self._loader.dataset[row]
             return self._read(item if self._loader.batch_size is None else self._loader.collate_fn([item]), row)
-        expected = next(self._order, None)
+        while (expected := next(self._order, -1)) is None:
+            next(self._batches)
         if row != expected:
             raise RunError(
                 f"the session needs row {row} of the data where the sampler has row {expected}; make a PlanSampler and "
                 "a loader for each call of steps(), with the same first_step"
             )
         return self._read(next(self._batches), row)
+
+
+def _popped(drawn: deque[int | None]) -> Iterator[int | None]:
+    while drawn:
+        yield drawn.popleft()
 
 
 def _as_fetched(batch: Any, row: int, *, masked: bool) -> Any:

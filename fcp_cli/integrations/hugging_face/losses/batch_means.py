@@ -46,9 +46,7 @@ class BatchMeans:
 
     def begin_step(self, step: int) -> None:
         """Count each row's learned tokens on the rank that leads its ring, and sum. Every rank calls it."""
-        if self._planned is None:
-            self._planned = PlanReader(self._session.plan).steps(step)
-        planned = next(self._planned)
+        planned = self._step(step)
         rows = own_batches(planned, self._session.metadata.seed if self._session.metadata.shuffle else None)
         place = {row: number for number, row in enumerate(rows.tolist())}
         learned = torch.zeros(len(rows), dtype=torch.int64, device=self._session.device)
@@ -58,6 +56,13 @@ class BatchMeans:
                 learned[place[row]] = self._rows.learned[row]
         self._session.world.all_reduce_sum(learned)
         self._weight_of_row = dict(zip(rows.tolist(), weights_of(learned.tolist(), self._batch_rows), strict=True))
+
+    def _step(self, step: int) -> StepPlan:
+        if self._session.source is not None:
+            return self._session.source.current
+        if self._planned is None:
+            self._planned = PlanReader(self._session.plan).steps(step)
+        return next(self._planned)
 
     def weights(self, microbatch: LocalMicroBatch) -> Tensor:
         """Return [1, tokens] the weights of this rank's tokens, whose weighted sum `normalised` divides by the rows."""

@@ -1,0 +1,79 @@
+"""Steps of a job that was launched without a plan: rank 0's planner process plans them a few ahead of the loop."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from fcp_cli.arrays import IntArray
+from fcp_cli.plan.messages import steps_bytes
+from fcp_cli.plan.online import OnlineSettings
+from fcp_cli.plan.step import StepPlan
+from fcp_cli.runtime.data.cursor import orders_of_rank
+from fcp_cli.runtime.online.control import Control
+from fcp_cli.runtime.online.process import JobProcess
+from fcp_cli.runtime.online.source import END, STEPS, StreamSource, joined_message
+
+_FIRST_STEPS: Final = 2  # planned before the loop begins
+_STEPS_AT_ONCE: Final = 8
+
+
+class JobSource(StreamSource):
+    """The steps of a job, whose sequences are the rows of its manifest.
+
+    Args:
+        settings: of the plan, with all its steps.
+        path: of the plan that is to be.
+        control: messages between ranks.
+        lengths: [rows] tokens of the training data.
+        process: that plans; None on ranks other than 0.
+    """
+
+    follows_manifest = True
+
+    def __init__(
+        self, settings: OnlineSettings, path: Path, control: Control, lengths: IntArray, process: JobProcess | None
+    ) -> None:
+        super().__init__((), settings, path, control, None)
+        self.lengths = lengths
+        self._planner = process
+        self._rows: deque[int] | None = None  # of this rank, in the order of its micro-batches
+
+    def rows_ahead(self) -> Iterator[int | None]:
+        """Yield the rows that this rank needs, in order, without end; None where the next is not planned yet.
+
+        To be called before the first step is planned.
+        """
+        self._rows = deque()
+        return self._taken_rows(self._rows)
+
+    @staticmethod
+    def _taken_rows(rows: deque[int]) -> Iterator[int | None]:
+        while True:
+            yield rows.popleft() if rows else None
+
+    def _begin_process(self, begins: int) -> dict[str, Any]:
+        assert self._planner is not None
+        self._process = self._planner
+        return dict(self._planner.opened)
+
+    def _begin_reading(self, begins: int, opened: Mapping[str, Any]) -> Callable[[], None] | None:
+        return None
+
+    def _plan_window(self, due: int) -> bytes:
+        assert self._planner is not None
+        if due >= self.settings.metadata.end_step:
+            return joined_message({"state": END})
+        steps = self._planner.plan(due, _FIRST_STEPS if due == self._begins else _STEPS_AT_ONCE)
+        return joined_message({"state": STEPS}, steps_bytes(steps))
+
+    def _note_given(self, facts: Mapping[str, Any], steps: list[StepPlan], due: int) -> None:
+        for step in steps:
+            if self._rows is not None and step.step >= self._first_step:
+                for order in orders_of_rank(step, self._control.rank):
+                    self._rows.extend(step.microbatch(int(order)).sequences)
+
+    def _forget(self, step: StepPlan) -> None:
+        """Rows stay readable."""
