@@ -48,7 +48,7 @@ app = App(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="""Plan and launch Flexible Context Parallelism: ring-attention groups of any degree, decided before training.
 
-    Tables and messages go to standard error; --json prints the result on standard output, and -o - a file.
+    Results go to standard output, as tables or with --json as one document; progress and warnings to standard error.
     Every option can also be set by FCP_<COMMAND>_<OPTION> in the environment, or in fcp.yaml. Exit status: 0 done,
     1 the input or the plan is at fault, 2 wrong usage, 128 + N ended by signal N: 130 for Ctrl-C, 143 for SIGTERM,
     129 for SIGHUP.

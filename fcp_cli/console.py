@@ -1,4 +1,8 @@
-"""Where words go: results for people and progress to stderr, one JSON document to stdout."""
+"""Where words go: results to stdout, as tables and lines or as the one JSON document; all else to stderr.
+
+All else is progress, assumptions, warnings, errors, and the files that were written. So `fcp plan > file` keeps the
+summary, and a command whose standard output is a file's content (`-o -`) or a JSON document prints no table there.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +35,21 @@ verbosity = Verbosity()
 
 
 def human() -> Console:
-    """Return the console for people: stderr, so that stdout stays free for `--json` and `-o -`."""
+    """Return the console of progress and remarks: stderr."""
     from rich.console import Console
 
     return Console(stderr=True, quiet=verbosity.level < 0, highlight=False)
+
+
+def results() -> Console:
+    """Return the console of results: stdout."""
+    from rich.console import Console
+
+    class Results(Console):
+        def on_broken_pipe(self) -> None:
+            raise
+
+    return Results(quiet=verbosity.level < 0, highlight=False)
 
 
 def settle_terminal_size(environment: MutableMapping[str, str]) -> None:
@@ -55,6 +70,11 @@ def print_table(console: Console, table: Table) -> None:
     while len(table.columns) > 2 and table.__rich_measure__(console, wide).maximum > console.width:
         table.columns.pop()
     console.print(table)
+
+
+def print_result(message: str) -> None:
+    """Print a line of the result on stdout; silent under -q."""
+    results().print(one_line(message), markup=False, soft_wrap=True)
 
 
 def note(message: str) -> None:

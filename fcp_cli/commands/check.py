@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from fcp_cli.command_line import takes
-from fcp_cli.console import human, note, print_json
+from fcp_cli.console import print_json, print_result
 from fcp_cli.options import Arg, Opt
 from fcp_cli.words import counted
 
@@ -46,8 +46,8 @@ def check(options: CheckOptions) -> None:
         shown = [{"step": f.step, "order": f.order, "message": f.message} for f in findings]
         print_json({"plan": str(plan), "plan_hash": metadata.plan_hash, "sound": not findings, "findings": shown})
     for finding in findings if not options.json else ():
-        human().print(f"{plan}: {finding}", markup=False, soft_wrap=True)
+        print_result(f"{plan}: {finding}")
     if findings:
         raise typer.Exit(1)
     if not options.json:
-        note(f"{plan} is sound: {counted(metadata.steps, 'step')}, hash {metadata.plan_hash[:16]}")
+        print_result(f"{plan} is sound: {counted(metadata.steps, 'step')}, hash {metadata.plan_hash[:16]}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from fcp_cli.command_line import takes
 from fcp_cli.commands.plan import note_compilation
-from fcp_cli.console import Origins, human, note, print_json, progress
+from fcp_cli.console import Origins, note, print_json, print_result, progress, results
 from fcp_cli.errors import UsageError
 from fcp_cli.options import Arg, Opt
 from fcp_cli.planning.options import PlanRequest
@@ -90,12 +90,12 @@ def compare(options: CompareOptions) -> None:
         document = comparison_document(contenders, inputs.problem, steps=len(batches))
         print_json({**document, "verdict": verdict and verdict.to_json()})
         return
-    human().print(_headline(inputs, len(batches)), markup=False, soft_wrap=True)
-    print_comparison(human(), contenders, syncs)
+    print_result(_headline(inputs, len(batches)))
+    print_comparison(results(), contenders, syncs)
     if options.stress:
-        print_stress(human(), contenders)
+        print_stress(results(), contenders)
     for line in verdict_lines(verdict) if verdict is not None else ():
-        note(line)
+        print_result(line)
     if "flexsp" in names:
         limit = f"{options.milp_seconds:g} s (--milp-seconds)"
         note(f"flexsp stops each integer program after {limit}: its row depends on speed")

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from fcp_cli.command_line import takes
-from fcp_cli.console import human, print_json
+from fcp_cli.console import human, print_json, results
 from fcp_cli.options import Opt
 
 
@@ -32,7 +32,7 @@ def demo(options: DemoOptions) -> None:
     """
     from fcp_cli.demo.show import Demo
 
-    shown = Demo(folder=options.output, console=human())
+    shown = Demo(folder=options.output, console=human() if options.json else results())
     shown.show()
     if options.json:
         print_json(shown.figures)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fcp_cli.command_line import takes
-from fcp_cli.console import human, note, print_json
+from fcp_cli.console import note, print_json, results
 from fcp_cli.errors import UsageError
 from fcp_cli.options import Arg, Opt
 
@@ -75,7 +75,7 @@ def _inspect_degree(file: PlanFile, wanted: int, order: int, manifest: Path | No
     if json:
         print_json({**explanation.to_json(), "warnings": file.problems})
     else:
-        print_why(human(), explanation)
+        print_why(results(), explanation)
 
 
 def _inspect_step(file: PlanFile, wanted: int, json: bool) -> None:
@@ -85,7 +85,7 @@ def _inspect_step(file: PlanFile, wanted: int, json: bool) -> None:
     if json:
         print_json({**step_document(step, file.metadata.num_ranks), "warnings": file.problems})
     else:
-        print_step(human(), file.metadata, step)
+        print_step(results(), file.metadata, step)
 
 
 def _inspect_plan(file: PlanFile, manifest: Path | None, json: bool) -> None:
@@ -107,7 +107,7 @@ def _inspect_plan(file: PlanFile, manifest: Path | None, json: bool) -> None:
         text = "not known, for times were measured anew while the run planned"
     if found is not None:
         text = speedup_text(found[0], found[1], len(sample), summary.steps)
-    print_plan(human(), metadata, summary, extra={"speed-up": text})
+    print_plan(results(), metadata, summary, extra={"speed-up": text})
 
 
 def _summarise(file: PlanFile) -> tuple[PlanSummary, list[StepPlan], int]:

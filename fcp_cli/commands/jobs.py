@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from fcp_cli.command_line import App, takes
-from fcp_cli.console import human, note, print_always, print_json
+from fcp_cli.console import note, print_always, print_json, results
 from fcp_cli.errors import RunError, UsageError
 from fcp_cli.options import Arg, Opt, Typed
 from fcp_cli.words import one_line
@@ -51,7 +51,7 @@ def jobs(options: JobsOptions) -> None:
         state = f"{job.state}: {job.problem}" if job.problem else job.state
         # A name of a folder may hold anything, rich's markup included.
         table.add_row(*(Text(one_line(cell)) for cell in (str(job.run_dir), job.where, state, str(job.steps))))
-    human().print(table)
+    results().print(table)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

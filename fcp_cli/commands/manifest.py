@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from fcp_cli.command_line import App, takes
-from fcp_cli.console import human, note, print_json, print_table, progress
+from fcp_cli.console import note, print_json, print_table, progress, results
 from fcp_cli.errors import UsageError
 from fcp_cli.files import refuse_to_overwrite
 from fcp_cli.options import MOST_PIXELS, MOST_ROWS, MOST_WORKERS, Arg, Opt, Typed
@@ -367,7 +367,7 @@ def _report(
         head = {"manifest": str(path), "content_hash": table.content_hash(), "source": source}
         print_json(head | summary.as_json() | extra)
     else:
-        _print_summary(human(), source, summary)
+        _print_summary(results(), source, summary)
     for remark in remarks(table):
         note(remark)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast
 
 from fcp_cli.command_line import takes
-from fcp_cli.console import Origins, human, note, print_json, progress
+from fcp_cli.console import Origins, note, print_json, print_result, progress, results
 from fcp_cli.errors import UsageError
 from fcp_cli.files import refuse_to_overwrite
 from fcp_cli.options import MOST_RANKS, MOST_WORKERS, Opt, Typed, options_of
@@ -204,7 +204,7 @@ def _plan_to_file(
     else:
         _show(result, extra)
         for line in verdict_lines(verdict):
-            note(line)
+            print_result(line)
     trains = f"--plan {output} -- SCRIPT ARGS"  # the bundled trainer's ranks are of one device
     is_named = "--model" not in origins.assumed  # else nobody knows that the bundled trainer is meant
     if result.metadata.devices_per_rank == 1 and result.metadata.phase is None and is_named:
@@ -327,7 +327,7 @@ def _show(result: PlanResult, extra: dict[str, Any]) -> None:
         lines["group limit"] = f"{extra['max_groups']} groups cost {extra['max_groups_price']:.2%} of the step time"
     if "max_peers" in extra:
         lines["peer limit"] = f"{extra['max_peers']} peers cost {extra['max_peers_price']:.2%} of the step time"
-    print_plan(human(), result.metadata, result.summary, extra=lines)
+    print_plan(results(), result.metadata, result.summary, extra=lines)
 
 
 def _document(result: PlanResult, output: Path, extra: dict[str, Any], origins: Origins) -> dict[str, Any]:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from fcp_cli.command_line import App, takes
-from fcp_cli.console import Origins, human, note, print_json, progress
+from fcp_cli.console import Origins, human, note, print_json, print_result, progress, results
 from fcp_cli.errors import ProfileError, UsageError
 from fcp_cli.files import refuse_to_overwrite, write_text_atomically
 from fcp_cli.options import Arg, Opt
 from fcp_cli.profiling.options import ProfileRequest
-from fcp_cli.words import counted
+from fcp_cli.words import counted, one_line
 
 if TYPE_CHECKING:
     from fcp_cli.cost.profile import CostProfile
@@ -129,7 +129,7 @@ def show(options: ShowProfileOptions) -> None:
     if options.json:
         print_json(_explained(loaded, lengths, degrees))
     else:
-        print_profile(human(), loaded, lengths=lengths, degrees=degrees)
+        print_profile(results(), loaded, lengths=lengths, degrees=degrees)
 
 
 def _named(path: Path) -> CostProfile:
@@ -177,7 +177,7 @@ def fit(options: FitOptions) -> None:
     runs = [samples_of_run(path, plan=options.plan, skip_steps=options.skip_steps) for path in metrics]
     refuse_to_overwrite(output, *metrics, options.plan)  # the profile may be replaced, since it is refitted
     result = refit(runs, before=before)
-    note(
+    (note if options.json or str(output) == "-" else print_result)(
         f"{counted(result.num_fitted, 'micro-batch')} fitted, {result.num_held_out} held out; held-out error "
         f"before {result.held_out_before_percent:.1f} %, after {result.held_out_after_percent:.1f} %"
     )
@@ -226,7 +226,7 @@ def diff(options: DiffOptions) -> None:
         figures = {row.path: {"first": row.first, "second": row.second, "ratio": row.ratio} for row in rows}
         print_json({"first": str(options.first), "second": str(options.second), "figures": figures})
     else:
-        print_differences(human(), a, b, rows)
+        print_differences(results(), a, b, rows)
 
 
 def _measured(measurement: Measurement, options: ProfileOptions, origins: Origins) -> tuple[CostProfile, str | None]:
@@ -303,9 +303,9 @@ def _finish(found: CostProfile, output: Path, json: bool, origins: Origins) -> N
     origins.report()
     for warning in found.measurement.get("warnings") or ():
         note(f"warning: {warning}")
-    console = human()
+    console = human() if json or str(output) == "-" else results()
     for line in reading(found, list(_DEGREES)):
-        note(line)
+        console.print(one_line(line), markup=False, soft_wrap=True)
     print_errors(console, found)
     _write(found, output)
     if json:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from fcp_cli.command_line import takes
-from fcp_cli.console import Origins, human, note, print_json
+from fcp_cli.console import Origins, note, print_json, results
 from fcp_cli.selftest.options import SelftestRequest
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _finish(report: SelftestReport, options: SelftestRequest) -> None:
     if options.json:
         print_json(document)
     else:
-        human().print(report.block(), markup=False, soft_wrap=True)
+        results().print(report.block(), markup=False, soft_wrap=True)
     note(f"wrote {options.output}; paste the block above into an issue, and attach the file")
     if report.failed:
         raise typer.Exit(1)

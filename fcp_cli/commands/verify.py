@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fcp_cli.command_line import takes
-from fcp_cli.console import human, note, print_json, print_table
+from fcp_cli.console import print_json, print_result, print_table, results
 from fcp_cli.errors import UsageError
 from fcp_cli.options import MOST_TOKENS, Arg, Opt
 from fcp_cli.words import counted
@@ -79,7 +79,7 @@ def _show(verification: Verification) -> None:
 
     from fcp_cli.verification.verify import TOLERANCE
 
-    note(_how(verification))
+    print_result(_how(verification))
     table = Table(box=SIMPLE_HEAD)
     for heading in (
         "step",
@@ -103,11 +103,11 @@ def _show(verification: Verification) -> None:
             f"{step.gradient_difference:.1e}",
             "ok" if step.passed else "[bold red]differs[/]",
         )
-    print_table(human(), table)
+    print_table(results(), table)
     if verification.order_fault is not None:
-        note(f"operations out of order: {verification.order_fault}")
+        print_result(f"operations out of order: {verification.order_fault}")
     verdict = "passed" if verification.passed else "FAILED"
-    note(f"{verdict}: differences up to {TOLERANCE:.0e} are allowed; no order of operations may deadlock")
+    print_result(f"{verdict}: differences up to {TOLERANCE:.0e} are allowed; no order of operations may deadlock")
 
 
 def _how(verification: Verification) -> str:

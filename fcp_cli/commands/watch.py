@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fcp_cli.command_line import takes
-from fcp_cli.console import human, note, print_json
+from fcp_cli.console import note, print_json, print_result, results
 from fcp_cli.errors import RunError
 from fcp_cli.kinds import another_kind
 from fcp_cli.options import MOST_WAIT, Arg, Opt
@@ -50,7 +50,7 @@ def watch(options: WatchOptions) -> None:
     from fcp_cli.runs.metrics_reader import MetricsTail
 
     run_dir = options.run_dir or _latest()
-    console = human()
+    console = results()
     watched = _Watched(
         tail=MetricsTail(_metrics(run_dir), joins_with=WINDOW_STEPS),
         state=RunState(),
@@ -163,7 +163,7 @@ def _note_finished(watched: _Watched) -> None:
     """Print the totals of a finished run, over all its starts."""
     from fcp_cli.runs.summary import summary_of
 
-    note(f"finished: {summary_of(watched.tail.path).line()}")
+    print_result(f"finished: {summary_of(watched.tail.path).line()}")
 
 
 def _follow_live(watched: _Watched, console: Console, interval: float) -> None:

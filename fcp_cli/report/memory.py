@@ -57,8 +57,9 @@ def planned_memory(metadata: PlanMetadata, peers: int) -> RankMemory | None:
 def memory_sentence(metadata: PlanMetadata, memory: RankMemory) -> str:
     """Return the GB of the token budget, by use."""
     assert metadata.recipe is not None, "the memory model needs one"
+    model = parse_cost_profile(metadata.cost_profile, name="the plan's cost profile").model
     tokens = metadata.tokens_per_rank
     items = [f"{name} {size / 1e9:.1f}" for name, size in memory.items(tokens).items()]
     named = ", ".join(items[:_ITEMS_NAMED]) + (" and more" if len(items) > _ITEMS_NAMED else "")
     takes = f"{memory.total_bytes(tokens) / 1e9:.1f} GB under {metadata.recipe.describe()}"
-    return f"By the memory model, a rank with the whole token budget takes {takes}: {named}."
+    return f"By the memory model of {model}, a rank with the whole token budget takes {takes}: {named}."

@@ -103,7 +103,11 @@ class PageContent:
 
     def _title(self) -> str:
         ranks = counted(self.metadata.num_ranks, "rank")
-        return f"{self.profile.model} on {ranks} of {self.profile.cluster}"
+        if self.run is None:
+            return f"{self.profile.model} on {ranks} of {self.profile.cluster}"
+        # Those of the plan's profile may be assumed, and are not those of a script that follows the plan.
+        model = (self.run_facts or {}).get("model")
+        return f"{Path(model).name if model else self.run_name} on {ranks}"
 
     def _subtitle(self) -> str:
         meta = self.metadata

@@ -27,8 +27,8 @@ def spoil(columns: Columns) -> None:
 @pytest.mark.parametrize("arguments", [(), ("plan.parquet",), ("plan.parquet", "--manifest", "dataset.parquet")])
 def test_a_sound_plan_has_status_0(planned: Path, arguments: tuple[str, ...]) -> None:
     result = fcp("check", *arguments, cwd=planned)
-    assert (result.returncode, result.stdout) == (0, "")
-    assert "plan.parquet is sound: 4 steps, hash " in result.stderr
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "plan.parquet is sound: 4 steps, hash " in result.stdout
 
 
 def test_json_lists_the_findings(planned: Path) -> None:
@@ -47,14 +47,14 @@ def test_findings_name_step_and_order(planned: Path) -> None:
     edited = rewritten(planned / "plan.parquet", edit=spoil)
     result = fcp("check", edited.name, cwd=planned)
     assert result.returncode == 1
-    assert "edited-plan.parquet: step 0: order 0: " in result.stderr
+    assert "edited-plan.parquet: step 0: order 0: " in result.stdout
 
 
 def test_an_edited_plan_is_found_by_its_hash(planned: Path) -> None:
     edited = rewritten(planned / "plan.parquet", seed=99, rehash=False)
     result = fcp("check", edited.name, cwd=planned)
     assert result.returncode == 1
-    assert "does not have the hash" in result.stderr
+    assert "does not have the hash" in result.stdout
 
 
 @pytest.mark.parametrize("kind", ["missing", "foreign", "truncated", "text"])
@@ -74,4 +74,4 @@ def test_another_manifest_is_named(planned: Path, tmp_path: Path) -> None:
     pq.write_table(pa.table({"length": [1, 2]}), tmp_path / "other.parquet")
     result = fcp("check", "--manifest", str(tmp_path / "other.parquet"), cwd=planned)
     assert result.returncode == 1
-    assert "other.parquet is not the manifest dataset.parquet" in result.stderr
+    assert "other.parquet is not the manifest dataset.parquet" in result.stdout

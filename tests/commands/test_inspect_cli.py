@@ -32,22 +32,22 @@ def test_the_summary_is_that_of_planning(planned: Path) -> None:
 
 def test_the_summary_fits_80_columns(planned: Path) -> None:
     result = fcp("inspect", cwd=planned)
-    assert (result.returncode, result.stdout) == (0, "")
-    assert max(len(line) for line in result.stderr.splitlines()) <= 80
+    assert (result.returncode, result.stderr) == (0, "")
+    assert max(len(line) for line in result.stdout.splitlines()) <= 80
     for label in ("gap", "idle", "degree", "over the best static plan"):
-        assert label in result.stderr
+        assert label in result.stdout
 
 
 def test_one_step_is_a_table_of_microbatches_and_ranks(planned: Path) -> None:
     result = fcp("inspect", "--step", "1", cwd=planned)
-    assert (result.returncode, result.stdout) == (0, "")
-    assert max(len(line) for line in result.stderr.splitlines()) <= 80
+    assert (result.returncode, result.stderr) == (0, "")
+    assert max(len(line) for line in result.stdout.splitlines()) <= 80
     step = next(PlanReader(planned / "plan.parquet").steps(1))
     working = [row for row in step.microbatches() if not row.is_idle]
-    rows = [line.split() for line in result.stderr.splitlines() if line.strip()[:1].isdigit()]
+    rows = [line.split() for line in result.stdout.splitlines() if line.strip()[:1].isdigit()]
     assert len(rows) == len(working) + 8
     assert all(cells[0] == str(row.order) for cells, row in zip(rows, working, strict=False))
-    assert f"{step.makespan_seconds:.4g} s" in result.stderr
+    assert f"{step.makespan_seconds:.4g} s" in result.stdout
 
 
 def test_one_step_as_json_has_every_row(planned: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_step_that_is_not_there_is_wrong_usage(planned: Path) -> None:
 def test_the_tables_are_plain_ascii_where_the_terminal_is(planned: Path) -> None:
     result = fcp_process("inspect", cwd=planned, PYTHONIOENCODING="ascii", LC_ALL="C")
     assert result.returncode == 0
-    assert result.stderr.isascii()
+    assert result.stdout.isascii()
 
 
 def test_an_edited_plan_is_shown_with_a_warning(planned: Path, tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_plans_that_split_heads_show_the_shapes_of_their_groups(tmp_path: Path) 
     step = next(PlanReader(tmp_path / "plan.parquet").steps(0))
     widest = max(step.microbatches(), key=lambda row: row.degree)
     assert widest.heads_degree > 1
-    table = fcp("inspect", cwd=tmp_path).stderr
+    table = fcp("inspect", cwd=tmp_path).stdout
     assert "heads x ring" in table and f"{widest.heads_degree} x {widest.ring_degree}: 1" in table
     assert max(map(len, table.splitlines())) <= 80
     totals = json.loads(fcp("inspect", "--json", cwd=tmp_path).stdout)["degrees"][str(widest.degree)]

@@ -24,12 +24,12 @@ def test_a_group_is_explained_in_80_columns(folder: Path) -> None:
         row for step in PlanReader(folder / "plan.parquet").steps() for row in step.microbatches() if 1 < row.degree < 8
     )
     result = fcp("inspect", "--step", str(row.step), "--why", str(row.order), cwd=folder)
-    assert (result.returncode, result.stdout) == (0, "")
-    lines = result.stderr.splitlines()
+    assert (result.returncode, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
     assert max(len(line) for line in lines) <= 80
     assert any(line.split()[:2] == [">", str(row.degree)] for line in lines)
-    assert f"not {row.degree - 1}: " in result.stderr
-    assert f"not {row.degree + 1}: " in result.stderr
+    assert f"not {row.degree - 1}: " in result.stdout
+    assert f"not {row.degree + 1}: " in result.stdout
 
 
 def test_the_explanation_as_json_has_the_neighbours(folder: Path) -> None:

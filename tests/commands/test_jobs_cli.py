@@ -160,7 +160,7 @@ def test_one_damaged_run_does_not_hide_the_others(tmp_path: Path) -> None:
         ]
     )
     shown = fcp("jobs", cwd=tmp_path, COLUMNS="200")
-    assert (shown.returncode, shown.stderr.splitlines()[1:]) == snapshot(
+    assert (shown.returncode, shown.stdout.splitlines()[1:]) == snapshot(
         (
             0,
             [

@@ -20,7 +20,7 @@ ONE, OTHER = (str(PROFILES / f"{model}-example-8x8.yaml") for model in ("qwen3-v
 def shown(*words: str) -> str:
     done = CliRunner().invoke(app, words, env={"COLUMNS": "60", "NO_COLOR": "1"})
     assert done.exit_code == 0, done.stderr
-    return done.stderr
+    return done.stdout
 
 
 def test_a_profile_keeps_its_figures_whole() -> None:
@@ -51,6 +51,6 @@ def test_the_histogram_of_a_manifest_has_shorter_bars(tmp_path: Path, lengths: l
 @pytest.mark.parametrize("name", ["COLUMNS", "LINES"])
 def test_a_terminal_of_no_size_still_gets_words(tmp_path: Path, name: str, value: str) -> None:
     shown = fcp("profile", "show", ONE, cwd=tmp_path, **{name: value})
-    assert shown.returncode == 0 and "attention_seconds_per_tok" in shown.stderr
+    assert shown.returncode == 0 and "attention_seconds_per_tok" in shown.stdout
     wrong = fcp("plan", "--no-such-option", cwd=tmp_path, **{name: value})
     assert wrong.returncode == 2 and wrong.stderr.startswith("error: there is no option --no-such-option")

@@ -48,10 +48,9 @@ def test_without_options_it_plans_and_lists_what_it_assumed(tmp_path: Path) -> N
 def test_the_summary_fits_80_columns_and_the_plan_is_sound(folder: Path, solver: str, sync: str) -> None:
     result = fcp("plan", "dataset.parquet", *EIGHT_RANKS, "--solver", solver, "--sync", sync, cwd=folder)
     assert result.returncode == 0, result.stderr
-    assert result.stdout == ""
-    assert max(len(line) for line in result.stderr.splitlines()) <= 80
+    assert max(len(line) for line in result.stdout.splitlines()) <= 80
     for label in ("step time", "gap", "idle", "groups", "speed-up", "planning", "hash", "degree"):
-        assert label in result.stderr
+        assert label in result.stdout
     assert list(check_plan(folder / "plan.parquet", manifest=read_manifest(folder / "dataset.parquet"))) == []
 
 
@@ -59,8 +58,8 @@ def test_padded_rings_are_counted_in_plan_and_comparison_alike(folder: Path) -> 
     arguments = ("dataset.parquet", *EIGHT_RANKS, "--padded-rings")
     result = fcp("plan", *arguments, cwd=folder)
     assert result.returncode == 0, result.stderr
-    assert max(len(line) for line in result.stderr.splitlines()) <= 80
-    assert "more tokens, with sequences padded to multiples of 2 x degree" in result.stderr
+    assert max(len(line) for line in result.stdout.splitlines()) <= 80
+    assert "more tokens, with sequences padded to multiples of 2 x degree" in result.stdout
     assert list(check_plan(folder / "plan.parquet", manifest=read_manifest(folder / "dataset.parquet"))) == []
     assert PlanReader(folder / "plan.parquet").metadata.padding_multiple == 2
     shown: dict[str, Any] = json.loads(fcp("inspect", "--json", cwd=folder).stdout)
@@ -298,18 +297,18 @@ def test_ctrl_c_has_status_130_and_leaves_nothing(tmp_path: Path) -> None:
 def test_a_plan_of_tensor_parallel_ranks_shows_its_devices_and_how_to_launch_it(folder: Path) -> None:
     result = fcp("plan", "dataset.parquet", *EIGHT_RANKS, *FAST, "--tensor-parallel", "2", cwd=folder)
     assert result.returncode == 0, result.stderr
-    assert "devices    2 per rank (tensor parallel 2, pipeline parallel 1), 16 in all" in result.stderr
+    assert "devices    2 per rank (tensor parallel 2, pipeline parallel 1), 16 in all" in result.stdout
     assert "next: fcp launch --plan plan.parquet -- SCRIPT ARGS" in result.stderr
     assert PlanReader(folder / "plan.parquet").metadata.num_devices == 16
 
 
 def test_a_plan_ends_with_a_verdict_and_json_holds_it_as_a_field(folder: Path) -> None:
     shown = fcp("plan", "dataset.parquet", *EIGHT_RANKS, "--device-hour-price", "2", cwd=folder)
-    lines = shown.stderr.splitlines()
+    lines = shown.stdout.splitlines()
     assert any(line.startswith(("Worth it: fcp takes", "Not worth it: ")) for line in lines)
     assert any(line.startswith("Device-hours an epoch: fcp ") for line in lines)
     printed = fcp("plan", "dataset.parquet", *EIGHT_RANKS, "--json", cwd=folder)
-    assert "Device-hours" not in printed.stderr
+    assert "Device-hours" not in printed.stdout
     verdict = json.loads(printed.stdout)["verdict"]
     assert [rival["name"] for rival in verdict["rivals"]] == ["static", "megatron-dynamic-cp"]
     assert verdict["device_hours_per_epoch"] > 0 and verdict["saved_money_per_epoch"] is None

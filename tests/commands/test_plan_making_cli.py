@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_limit_on_groups_holds_and_its_price_is_shown(folder: Path) -> None:
     result = fcp("plan", "dataset.parquet", *EIGHT_RANKS, "--max-groups", "3", cwd=folder)
     assert result.returncode == 0, result.stderr
-    assert "3 groups cost" in result.stderr
+    assert "3 groups cost" in result.stdout
     metadata = PlanReader(folder / "plan.parquet").metadata
     assert metadata.distinct_groups <= 3
     assert metadata.solver_options == {"max_groups": 3}

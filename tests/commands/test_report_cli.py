@@ -47,6 +47,16 @@ def page(plan: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return (folder / "report.html").read_text()
 
 
+def test_the_page_of_a_script_is_not_named_after_the_model_that_the_plan_assumed(plan: Path, tmp_path: Path) -> None:
+    lines = write_run(tmp_path / "metrics.jsonl", plan).read_text().replace('"model": "tiny"', '"model": null')
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    assert '"model": null' in lines
+    fcp("report", plan, "--metrics", tmp_path, "-o", tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert f"<title>{tmp_path.name} on 8 ranks</title>" in page
+    assert "<h1>qwen3-8b" not in page
+
+
 def charts_of(page: str) -> dict[str, Any]:
     match = re.search(r'<script id="charts" type="application/json">(.*?)</script>', page, re.DOTALL)
     assert match
@@ -102,7 +112,7 @@ def test_planned_and_measured_figures_stand_side_by_side(page: str) -> None:
 
 def test_the_page_names_model_cluster_and_where_its_times_come_from_and_no_path(page: str) -> None:
     title = re.search(r"<title>(.*?)</title>", page)
-    assert title and title[1] == "qwen3-8b on 8 ranks of example-8x8"
+    assert title and title[1] == "tiny on 8 ranks"
     assert "cost profile of qwen3-8b on example-8x8: assumed" in page
     assert "bound under this cost profile" in page
     assert "metrics.jsonl" not in page and "/tmp" not in page

@@ -29,15 +29,15 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_through_a_pipe_a_finished_run_is_plain_lines(plan: Path, tmp_path: Path) -> None:
     write_run(tmp_path / "metrics.jsonl", plan)
     result = fcp("watch", ".", "--every", "1", cwd=tmp_path)
-    assert (result.returncode, result.stdout) == (0, "")
-    lines = result.stderr.splitlines()
+    assert (result.returncode, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
     assert [line.split()[1] for line in lines[:-1]] == ["1/4", "2/4", "3/4", "4/4"]
     assert re.fullmatch(
         r"finished: steps 1 to 4, loss 5\.0000 -> 4\.7000, [\d.]+[kM]? tokens in [\d.]+ s; "
         r"a step took [\d.]+ s, planned [\d.]+ s \(x\d\.\d\d\)",
         lines[-1],
     )
-    assert "\x1b" not in result.stderr
+    assert "\x1b" not in result.stdout
     assert max(map(len, lines[:-1])) <= 80
 
 
@@ -62,7 +62,7 @@ def test_a_long_step_is_shown_where_it_is(plan: Path, tmp_path: Path, monkeypatc
     write_position(tmp_path / "position.json", at)
     monkeypatch.setattr(progress, "_LINE_SECONDS", -1.0)
     monkeypatch.setattr(time, "sleep", lambda _: path.write_text("".join(lines)))
-    shown = fcp("watch", ".", cwd=tmp_path).stderr.splitlines()
+    shown = fcp("watch", ".", cwd=tmp_path).stdout.splitlines()
     assert any(re.fullmatch(r"step 3/4  micro-batch 5 of 17  \d:\d\d of 4:49 planned", line) for line in shown)
     assert [line.split()[1] for line in shown if "loss" in line and line.startswith("step")] == [
         *("1/4", "2/4", "3/4", "4/4"),
@@ -78,7 +78,7 @@ def test_where_an_earlier_start_was_is_not_shown(plan: Path, tmp_path: Path, mon
     write_position(tmp_path / "position.json", at)
     monkeypatch.setattr(progress, "_LINE_SECONDS", -1.0)
     monkeypatch.setattr(time, "sleep", lambda _: path.write_text("".join(lines)))
-    assert "micro-batch 5 of 17" not in fcp("watch", ".", cwd=tmp_path).stderr
+    assert "micro-batch 5 of 17" not in fcp("watch", ".", cwd=tmp_path).stdout
 
 
 def test_a_finished_run_without_a_measured_step_says_so(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_finished_run_without_a_measured_step_says_so(tmp_path: Path) -> None:
     with beating(tmp_path / "heartbeat.json") as pulse:
         pulse.ended = "finished"
     result = fcp("watch", ".", cwd=tmp_path)
-    assert (result.returncode, result.stderr) == (0, "finished: no step was measured\n")
+    assert (result.returncode, result.stdout) == (0, "finished: no step was measured\n")
 
 
 def test_it_waits_for_a_launched_run_and_ends_with_it(
@@ -104,9 +104,8 @@ def test_it_waits_for_a_launched_run_and_ends_with_it(
     monkeypatch.setattr(time, "sleep", write_more)
     result = fcp("watch", ".", "--every", "1", cwd=tmp_path)
     assert result.returncode == 0
-    lines = result.stderr.splitlines()
-    assert lines[0] == "waiting for metrics.jsonl"
-    assert [line.split()[1] for line in lines[1:-1]] == ["1/4", "2/4", "3/4", "4/4"]
+    assert result.stderr == "waiting for metrics.jsonl\n"
+    assert [line.split()[1] for line in result.stdout.splitlines()[:-1]] == ["1/4", "2/4", "3/4", "4/4"]
     assert written == []
 
 
@@ -114,8 +113,8 @@ def test_on_a_terminal_it_draws_the_ranks(plan: Path, tmp_path: Path) -> None:
     write_run(tmp_path / "metrics.jsonl", plan)
     result = fcp("watch", ".", cwd=tmp_path, FORCE_COLOR="1", TERM="xterm")
     assert result.returncode == 0
-    assert "finished" in result.stderr
-    assert "idle per rank" in result.stderr
+    assert "finished" in result.stdout
+    assert "idle per rank" in result.stdout
 
 
 def test_one_look_shows_a_run_that_is_under_way(plan: Path, tmp_path: Path) -> None:
@@ -123,7 +122,7 @@ def test_one_look_shows_a_run_that_is_under_way(plan: Path, tmp_path: Path) -> N
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
     result = fcp("watch", "metrics.jsonl", "--once", cwd=tmp_path)
     assert result.returncode == 0
-    assert "2/4" in result.stderr and " left" in result.stderr
+    assert "2/4" in result.stdout and " left" in result.stdout
 
 
 def test_the_state_is_one_json_document(plan: Path, tmp_path: Path) -> None:
@@ -140,12 +139,11 @@ def test_an_interrupted_run_ends_the_watch_and_says_so(plan: Path, tmp_path: Pat
         pulse.ended = "interrupted"
     result = fcp("watch", ".", cwd=tmp_path)
     assert result.returncode == 1
-    lines = result.stderr.splitlines()
-    assert [line.split()[1] for line in lines[:2]] == ["1/4", "2/4"]
-    assert lines[2:] == ["error: .: interrupted after step 2 of 4"]
+    assert [line.split()[1] for line in result.stdout.splitlines()] == ["1/4", "2/4"]
+    assert result.stderr == "error: .: interrupted after step 2 of 4\n"
     assert json.loads(fcp("watch", ".", "--json", cwd=tmp_path).stdout)["standing"] == "interrupted"
     once = fcp("watch", ".", "--once", cwd=tmp_path)
-    assert (once.returncode, once.stderr.splitlines()[-1]) == (0, "interrupted after step 2 of 4")
+    assert (once.returncode, once.stdout.splitlines()[-1]) == (0, "interrupted after step 2 of 4")
 
 
 @pytest.mark.processes

@@ -185,11 +185,11 @@ def test_the_command_prints_a_table_and_one_json_document(plan: Path) -> None:
     runner = CliRunner()
     shown = runner.invoke(app, ["verify", str(plan), "--max-length", "30"], env={"COLUMNS": "80"})
     assert shown.exit_code == 0
-    assert shown.stdout == ""
-    assert "4 ranks as threads" in shown.stderr
-    assert "lengths scaled by 0.05 to at most 30 tokens" in shown.stderr.replace("\n", " ")
-    assert "passed: differences up to 1e-12 are allowed" in shown.stderr
-    assert max(map(len, shown.stderr.splitlines()[1:-1])) <= 80
+    assert shown.stderr == ""
+    assert "4 ranks as threads" in shown.stdout
+    assert "lengths scaled by 0.05 to at most 30 tokens" in shown.stdout.replace("\n", " ")
+    assert "passed: differences up to 1e-12 are allowed" in shown.stdout
+    assert max(map(len, shown.stdout.splitlines()[1:-1])) <= 80
     document = json.loads(runner.invoke(app, ["verify", "--plan", str(plan), "--max-length", "30", "--json"]).stdout)
     assert document["passed"] is True
     assert [step["step"] for step in document["steps"]] == [0, 1]
@@ -205,8 +205,8 @@ def test_the_command_fails_with_status_1_and_shows_where(plan: Path, monkeypatch
     forgets_positions(monkeypatch)
     shown = CliRunner().invoke(app, ["verify", "--plan", str(plan), "--max-length", "30"])
     assert shown.exit_code == 1
-    assert "differs" in shown.stderr
-    assert "FAILED" in shown.stderr
+    assert "differs" in shown.stdout
+    assert "FAILED" in shown.stdout
 
 
 def test_threads_sum_and_broadcast_like_process_groups() -> None:

@@ -14,7 +14,7 @@ from fcp_cli.commands.launch.cluster import launch_on_cluster
 from fcp_cli.commands.launch.options import LaunchOptions
 from fcp_cli.commands.launch.owning import owned_job
 from fcp_cli.commands.launch.running import run_here
-from fcp_cli.console import Origins, human, note, print_error, print_json, print_table
+from fcp_cli.console import Origins, note, print_error, print_json, print_result, print_table, results
 from fcp_cli.errors import FcpError, RunError, UsageError
 from fcp_cli.words import counted
 
@@ -112,7 +112,7 @@ def _run_preflight(options: LaunchOptions) -> None:
         _show_memory(memory)
         _show_findings(findings)
         counts = [(errors, "error"), (len(findings) - errors, "warning")]
-        note(f"preflight: {', '.join(counted(*one) for one in counts if one[0]) or 'all is well'}")
+        print_result(f"preflight: {', '.join(counted(*one) for one in counts if one[0]) or 'all is well'}")
     if errors:
         raise typer.Exit(1)
 
@@ -183,8 +183,8 @@ def _show_memory(memory: JobMemory | None) -> None:
     from fcp_cli.launching.memory_table import memory_table
 
     if memory is not None:
-        note(f"memory of {memory.title()}")
-        print_table(human(), memory_table(memory))
+        print_result(f"memory of {memory.title()}")
+        print_table(results(), memory_table(memory))
 
 
 def _show_findings(findings: list[LaunchFinding], *, starts: bool = True) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from fcp_cli.errors import ProfileError
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.runs.metrics import FORMAT, drop_steps_from
 from fcp_cli.runs.ownership import own_unless_launched
@@ -57,7 +55,8 @@ def run_record(plan: Path, metadata: PlanMetadata, *, first_step: int, device: s
         "num_ranks": metadata.num_ranks,
         "ranks_per_node": metadata.ranks_per_node,
         "sync": metadata.sync,
-        "model": os.environ.get(_MODEL_VARIABLE) or _planned_model(metadata),
+        # The plan's cost profile may be of a model that was assumed; a script's own is known if somebody named it.
+        "model": os.environ.get(_MODEL_VARIABLE),
         "device": device,
         **facts,
         "started": datetime.now(timezone.utc).isoformat(),
@@ -65,12 +64,3 @@ def run_record(plan: Path, metadata: PlanMetadata, *, first_step: int, device: s
         "steps": metadata.end_step,
         "program": sys.argv[0],
     }
-
-
-def _planned_model(metadata: PlanMetadata) -> str | None:
-    """Return the model of the plan's cost profile: a script's own is known to the script alone."""
-    from fcp_cli.cost.profile import parse_cost_profile  # ranks need nothing else of the cost model
-
-    with suppress(ProfileError):
-        return parse_cost_profile(metadata.cost_profile, name="the plan's cost profile").model
-    return None

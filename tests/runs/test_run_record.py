@@ -1,0 +1,22 @@
+"""The first line of a script's metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fcp_cli.runtime.metrics.run_record import run_record
+from tests.launching.jobs import plan_metadata
+from tests.planning.examples import PROFILE
+
+
+@pytest.mark.parametrize("named", [None, "qwen3-8b"])
+def test_a_scripts_model_is_the_one_that_was_named_and_never_that_of_the_plans_profile(
+    monkeypatch: pytest.MonkeyPatch, named: str | None
+) -> None:
+    monkeypatch.delenv("FCP_MODEL", raising=False)
+    if named is not None:
+        monkeypatch.setenv("FCP_MODEL", named)
+    record = run_record(Path("plan.parquet"), plan_metadata(cost_profile=PROFILE), first_step=0, device="cpu")
+    assert record["model"] == named
