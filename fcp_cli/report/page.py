@@ -106,7 +106,7 @@ class PageContent:
         if self.run is None:
             return f"{self.profile.model} on {ranks} of {self.profile.cluster}"
         # Those of the plan's profile may be assumed, and are not those of a script that follows the plan.
-        model = (self.run_facts or {}).get("model")
+        model = self.run_facts.get("model") if self.run_facts is not None else None
         return f"{Path(model).name if model else self.run_name} on {ranks}"
 
     def _subtitle(self) -> str:
