@@ -34,6 +34,7 @@ _RESULTS: Final = {
 _ELSEWHERE: Final = {
     "": "it has no result of its own",
     "manifest": "it has no result of its own",
+    "manifest merge": "it reports as manifest build does",
     "manifest synth": "its result is a file",
     "report": "its result is a file",
     "trace": "its result is a file",
