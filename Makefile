@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # A file's tests share what its fixtures made, and so go to one worker.
 WORKERS := -n 2 --dist loadfile
 
-.PHONY: chaos demo fast fuzz test lock test-bounds test-frameworks test-full test-locked test-loops test-megatron-next test-msrun test-slurm test-targets lint types unit docs browser pace pictures release-check simgrid study wheel clean
+.PHONY: chaos demo fast fuzz test lock test-bounds test-frameworks test-full test-locked test-loops test-matrix test-megatron-next test-msrun test-slurm test-targets lint types unit docs browser pace pictures release-check simgrid study wheel clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -182,6 +182,15 @@ $(NEXT_STAMP): pyproject.toml constraints.txt
 test-megatron-next: $(NEXT_STAMP)
 	$(NEXT_VENV)/bin/python -m pytest -m "megatron and not full" tests/runtime/megatron --durations=10
 
+# The planner, the commands and the core of the runtime on other Pythons, with the newest and, on the first, the lowest declared
+# versions: environments by uv, one after the other. Pythons that the machine lacks are skipped with a line. About an hour.
+MATRIX_PYTHONS ?= python3.10 python3.12 python3.13
+MATRIX_VENVS   ?= .venv-matrix
+
+test-matrix: $(STAMP)
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/python -m tests.matrix $(MATRIX_VENVS) $(MATRIX_PYTHONS) -- $(WORKERS)
+
 # Tests of the compiled planner with every array index checked; in a cache of its own, since numba's index of what it compiled
 # does not tell kernels with checks from others.
 test-bounds: $(STAMP)
@@ -203,4 +212,4 @@ chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos $(CHAOS)
 
 clean:
-	rm -rf $(VENV) $(LOCKED_VENV) $(LOOPS_VENV) $(MSRUN_VENV) $(NEXT_VENV) fcp-demo site
+	rm -rf $(VENV) $(LOCKED_VENV) $(LOOPS_VENV) $(MATRIX_VENVS) $(MSRUN_VENV) $(NEXT_VENV) fcp-demo site

@@ -1,7 +1,8 @@
 """Every strategy on the benchmark families: `python -m benchmarks.compare_families`.
 
 Per budget and sync: mean step time over the seeds with the mean gap to the bound, per family, and the geometric mean of
-how much longer the strategy's steps take than fcp's. Predicted by the cost model; the last column is planning time.
+how much longer the strategy's steps take than fcp's. Predicted by the cost model; the last column is planning time. The
+example profile is completed by the bytes of split heads, of which its bytes of a ring are the keys' and values' part.
 """
 
 from __future__ import annotations
@@ -9,27 +10,48 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections import defaultdict
+from dataclasses import replace
 
-from benchmarks.workloads import FAMILIES, example_profile, family_table
+import numpy as np
+
+from benchmarks.workloads import FAMILIES, MAX_LENGTH, example_profile, family_table
+from fcp_cli.cost.profile import CostProfile, Heads
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.batches import BatchSettings
 from fcp_cli.planning.comparison import SYNCS, Outcome, compare
 from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.solvers import names_under
+from fcp_cli.planning.solvers import compared_names
 
 Outcomes = dict[tuple[str, Sync], dict[str, list[Outcome]]]  # by strategy and sync, then by family
 
 
-def run(budget: int, *, names: list[str], ranks: int, sequences: int, seeds: int, milp_seconds: float) -> Outcomes:
+def profile_with_heads() -> CostProfile:
+    """The example profile, with the 32 query heads and 8 key/value heads of Qwen3-8B."""
+    profile = example_profile()
+    ring_bytes = profile.coefficients.ring_bytes_per_token
+    heads = Heads(
+        query_heads=32,
+        key_value_heads=8,
+        exchange_bytes_per_token=4 * ring_bytes,
+        key_value_exchange_bytes_per_token=ring_bytes,
+        exchange_seconds=0.0,
+    )
+    return replace(profile, heads=heads)
+
+
+def run(
+    budget: int, *, names: list[str], ranks: int, sequences: int, seeds: int, longest: int, milp_seconds: float
+) -> Outcomes:
     """One step of every family and seed."""
     found: Outcomes = defaultdict(lambda: defaultdict(list))
     problem = Problem(
-        num_ranks=ranks, ranks_per_node=8, tokens_per_rank=budget, sync="iteration", profile=example_profile()
+        num_ranks=ranks, ranks_per_node=8, tokens_per_rank=budget, sync="iteration", profile=profile_with_heads()
     )
     settings = BatchSettings(global_batch_size=sequences, shuffle=False)
     for family in FAMILIES:
         for seed in range(seeds):
             table = family_table(family, sequences=sequences, seed=seed)
+            table = replace(table, length_tokens=np.minimum(table.length_tokens, longest))
             for one in compare(table, problem, settings, names=names, milp_seconds=milp_seconds):
                 for sync, outcome in one.outcomes.items():
                     found[one.name, sync][family].append(outcome)
@@ -67,10 +89,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--sequences", type=int, default=512, help="sequences of the step")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--longest", type=int, default=MAX_LENGTH, help="cut longer sequences, as fine-tuning does")
     parser.add_argument("--milp-seconds", type=float, default=1.0, help="time limit of flexsp's programs")
-    parser.add_argument("--without", nargs="*", default=[], help="strategies to leave out")
+    names = parser.add_mutually_exclusive_group()
+    names.add_argument("--without", nargs="*", default=[], help="strategies to leave out")
+    names.add_argument("--only", nargs="*", default=compared_names(), help="strategies to compare with fcp")
     options = parser.parse_args()
-    names = [name for name in names_under(example_profile()) if name not in options.without]
+    chosen = {"fcp", *options.only} - {*options.without}
+    names = [name for name in compared_names() if name in chosen]
     for budget in options.budgets:
         found = run(
             budget,
@@ -78,6 +104,7 @@ def main() -> None:
             ranks=options.ranks,
             sequences=options.sequences,
             seeds=options.seeds,
+            longest=options.longest,
             milp_seconds=options.milp_seconds,
         )
         for sync in SYNCS:

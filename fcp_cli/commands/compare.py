@@ -104,17 +104,17 @@ def compare(options: CompareOptions) -> None:
 
 
 def _names(solvers: str | None, profile: CostProfile | None = None) -> list[str]:
-    from fcp_cli.planning.solvers import names_under, solver_names, strategy
+    from fcp_cli.planning.solvers import compared_names, strategy, works_under
 
-    known = solver_names() if profile is None else names_under(profile)
+    known = [name for name in compared_names() if profile is None or works_under(name, profile)]
     if solvers is None:
         return [name for name in known if strategy(name).is_quick]
     if solvers == "all":
         return known
     names = [name.strip() for name in solvers.split(",") if name.strip()]
-    unknown = [name for name in names if name not in solver_names()]
+    unknown = [name for name in names if name not in compared_names()]
     if unknown or not names:
-        raise UsageError(f"--solvers {solvers!r}: choose from {','.join(solver_names())}, or all")
+        raise UsageError(f"--solvers {solvers!r}: choose from {','.join(compared_names())}, or all")
     return list(dict.fromkeys(names))
 
 

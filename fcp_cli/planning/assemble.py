@@ -47,13 +47,7 @@ def assemble(assignment: Assignment, batch: Batch, problem: Problem, bound_secon
     """
     assignment, step = _checked(assignment, batch, problem)
     if bound_seconds is None:
-        shares = encoder_shares(problem, problem.profile)
-        # Shared evenly in every wave, independent of its other work.
-        work = batch.encoder_seconds
-        shared = 0.0 if work is None or shares is None else float(work.sum()) / shares.ranks
-        ahead = shares is not None and shares.runs_ahead
-        bound_seconds = lower_bound_seconds(batch.work, problem, beside=0.0 if ahead else shared)
-        bound_seconds = max(bound_seconds, shared)
+        bound_seconds = step_bound_seconds(batch, problem)
     prices = assignment_prices(assignment, batch, problem).spread(~step.is_idle)
     times = priced_times(
         problem, prices, problem.profile.step, wave=step.wave, rank_offsets=step.rank_offsets, ranks=step.ranks
@@ -70,6 +64,16 @@ def assemble(assignment: Assignment, batch: Batch, problem: Problem, bound_secon
         makespan_seconds=times.makespan_seconds,
         bound_seconds=bound_seconds,
     )
+
+
+def step_bound_seconds(batch: Batch, problem: Problem) -> float:
+    """Return a lower bound of the seconds of a step, with the encoder's work."""
+    shares = encoder_shares(problem, problem.profile)
+    # Shared evenly in every wave, independent of its other work.
+    work = batch.encoder_seconds
+    shared = 0.0 if work is None or shares is None else float(work.sum()) / shares.ranks
+    ahead = shares is not None and shares.runs_ahead
+    return max(lower_bound_seconds(batch.work, problem, beside=0.0 if ahead else shared), shared)
 
 
 def check_assignment(assignment: Assignment, batch: Batch, problem: Problem) -> None:

@@ -16,9 +16,10 @@ from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.padding import held_tokens
 from fcp_cli.plan.summary import PlanSummary
-from fcp_cli.planning.assemble import StuckError, assemble
+from fcp_cli.planning.assemble import StuckError, assemble, step_bound_seconds
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Assignment, Batch, Problem
+from fcp_cli.planning.published.padded import Padded
 from fcp_cli.planning.solvers import DEFAULT, make_solver, strategy
 from fcp_cli.planning.stress import stressed_seconds
 from fcp_cli.recipe import SplitAttention
@@ -157,8 +158,9 @@ def _run(
         started = time.perf_counter()
         assignment = solver.assign(batch)
         planning_seconds.append(time.perf_counter() - started)
+        runs = solver.padded(batch) if isinstance(solver, Padded) else batch
         for tally in tallies.values():
-            tally.add(assignment, batch)
+            tally.add(assignment, batch, runs)
             if on_step is not None:
                 on_step(name)
     return {
@@ -188,13 +190,14 @@ class _Tally:
         self.groups: set[bytes] = set()
         self.over_budget = 0
 
-    def add(self, assignment: Assignment, batch: Batch) -> None:
+    def add(self, assignment: Assignment, batch: Batch, runs: Batch) -> None:
+        """Add a step whose sequences run as in `runs`, against the lower bound of the batch itself."""
         if self._problem.sync == "iteration":
             assignment = replace(assignment, wave=np.full_like(assignment.wave, -1))
-        step = assemble(assignment, batch, self._problem)
+        step = assemble(assignment, runs, self._problem, step_bound_seconds(batch, self._problem))
         self.summary.add(step)
         if self._stress:
-            self.stressed.update(stressed_seconds(assignment, batch, self._problem))
+            self.stressed.update(stressed_seconds(assignment, runs, self._problem))
         # Counted from the planned step, whatever its strategy believed.
         held = held_tokens(step, self._problem.padding_multiple)
         self.over_budget += int((held > step.degrees * self._problem.tokens_per_rank).sum())

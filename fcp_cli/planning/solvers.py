@@ -31,6 +31,7 @@ class Strategy:
         attention: how its groups split heads; None: its groups are rings, and fcp's are as asked.
         knows_sync: whether it plans one sync otherwise than the other.
         is_quick: whether `fcp compare` runs it unasked.
+        plans: whether its steps can be trained by a plan; `fcp compare` alone knows the others.
     """
 
     factory: str
@@ -38,6 +39,7 @@ class Strategy:
     attention: SplitAttention | None = None
     knows_sync: bool = True
     is_quick: bool = True
+    plans: bool = True
 
 
 _PUBLISHED: Final = "fcp_cli.planning.published"
@@ -60,11 +62,12 @@ _OWN: Final[Mapping[str, Strategy]] = {
     "megatron-dynamic-cp": Strategy(factory=f"{_PUBLISHED}.megatron_dynamic_cp:make_solver"),
     "megatron-packing": Strategy(factory=f"{_PUBLISHED}.megatron_packing:make_solver"),
     "packing": Strategy(factory=f"{_PUBLISHED}.row_packing:make_solver"),
+    "padded": Strategy(factory=f"{_PUBLISHED}.padded:make_solver", plans=False),
     "static": Strategy(factory="fcp_cli.planning.static:make_solver"),
     "usp": Strategy(factory=f"{_PUBLISHED}.split_heads:make_usp", attention="2d"),
 }
 _OF_PLUGINS: Final = Strategy(factory="")
-REGISTRY: Final = Registry("fcp.solvers", "solver", "--solver", tuple(_OWN))
+REGISTRY: Final = Registry("fcp.solvers", "solver", "--solver", tuple(name for name, own in _OWN.items() if own.plans))
 DEFAULT: Final = "fcp"
 
 
@@ -78,9 +81,19 @@ def strategy(name: str) -> Strategy:
     return _OWN.get(name, _OF_PLUGINS)
 
 
+def compared_names() -> list[str]:
+    """Return the names of all strategies that `fcp compare` knows: the solvers, and those that make no plan."""
+    return list(dict.fromkeys([*solver_names(), *(name for name, own in _OWN.items() if not own.plans)]))
+
+
 def names_under(profile: CostProfile) -> list[str]:
     """Return the names of the solvers that plan under a profile: those that split heads need it to price that."""
-    return [name for name in solver_names() if profile.heads is not None or strategy(name).attention is None]
+    return [name for name in solver_names() if works_under(name, profile)]
+
+
+def works_under(name: str, profile: CostProfile) -> bool:
+    """Return whether the profile prices heads, or the strategy splits none."""
+    return profile.heads is not None or strategy(name).attention is None
 
 
 def make_solver(name: str, batches: GlobalBatches, **options: Any) -> Solver:

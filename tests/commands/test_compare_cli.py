@@ -69,6 +69,7 @@ def test_every_strategy_is_compared_on_the_same_steps(document: dict[str, Any]) 
         "bytescale",
         "karmarkar-karp",
         "packing",
+        "padded",
     }
     assert names == {"fcp", *published}
     assert document["steps"] == 2
@@ -104,6 +105,15 @@ def test_a_strategy_that_cannot_plan_the_batches_says_why(folder: Path) -> None:
     result = fcp("compare", "dataset.parquet", *ranks, *names, cwd=folder)
     assert result.returncode == 0
     assert "megatron-dynamic-cp cannot plan a sequence of 20000 tokens: its degrees are powers of two" in result.stdout
+
+
+def test_a_strategy_that_makes_no_plan_is_named_with_the_command_that_prices_it(folder: Path) -> None:
+    result = fcp("plan", "dataset.parquet", *SETTINGS, "--solver", "padded", cwd=folder)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1] == (
+        "error: --solver padded is a baseline without a plan; 'fcp compare --solvers fcp,padded' prices it"
+    )
+    assert not (folder / "plan.parquet").exists()
 
 
 def test_an_unknown_strategy_is_one_line_and_status_2(folder: Path) -> None:
