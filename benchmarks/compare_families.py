@@ -91,9 +91,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--longest", type=int, default=MAX_LENGTH, help="cut longer sequences, as fine-tuning does")
     parser.add_argument("--milp-seconds", type=float, default=1.0, help="time limit of flexsp's programs")
-    names = parser.add_mutually_exclusive_group()
-    names.add_argument("--without", nargs="*", default=[], help="strategies to leave out")
-    names.add_argument("--only", nargs="*", default=compared_names(), help="strategies to compare with fcp")
+    chosen_by = parser.add_mutually_exclusive_group()
+    chosen_by.add_argument("--without", nargs="*", default=[], help="strategies to leave out")
+    chosen_by.add_argument("--only", nargs="*", default=compared_names(), help="strategies to compare with fcp")
     options = parser.parse_args()
     chosen = {"fcp", *options.only} - {*options.without}
     names = [name for name in compared_names() if name in chosen]
