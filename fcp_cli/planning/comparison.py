@@ -18,8 +18,8 @@ from fcp_cli.plan.padding import held_tokens
 from fcp_cli.plan.summary import PlanSummary
 from fcp_cli.planning.assemble import StuckError, assemble, step_bound_seconds
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.padded import Padded
 from fcp_cli.planning.problem import Assignment, Batch, Problem
-from fcp_cli.planning.published.padded import Padded
 from fcp_cli.planning.solvers import DEFAULT, make_solver, strategy
 from fcp_cli.planning.stress import stressed_seconds
 from fcp_cli.recipe import SplitAttention

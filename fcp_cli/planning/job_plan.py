@@ -20,8 +20,6 @@ import pyarrow as pa
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.console import Origins
-from fcp_cli.cost.model import causal_work, group_seconds
-from fcp_cli.cost.profile import CostProfile
 from fcp_cli.errors import FcpError, PlanError, ProfileError
 from fcp_cli.files import replaced_atomically, write_text_atomically
 from fcp_cli.models.cluster import THIS_MACHINE
@@ -34,6 +32,7 @@ from fcp_cli.plan.writer import plan_writer
 from fcp_cli.planning.batches import GlobalBatches
 from fcp_cli.planning.journal import Journal
 from fcp_cli.planning.options import PlanRequest
+from fcp_cli.planning.padded import Padded
 from fcp_cli.planning.parallel import plan_step
 from fcp_cli.planning.remedies import best_remedy
 from fcp_cli.planning.run import kept_steps, plan_metadata
@@ -286,24 +285,8 @@ def padded_seconds(batches: GlobalBatches, job: JobFacts, steps: Sequence[int]) 
 
     Rows are in the plan's order, which is as random as the loop's own. What would not fit is priced all the same.
     """
-    return float(
-        np.mean(
-            [_padded_step(batches.batch(step).lengths.astype(np.int64), batches.problem.profile, job) for step in steps]
-        )
-    )
-
-
-def _padded_step(lengths: IntArray, profile: CostProfile, job: JobFacts) -> float:
-    """Return the seconds of the slowest rank: each runs batches of `rows_per_pass` one after the other."""
-    size = job.rows_per_pass
-    starts = np.arange(0, len(lengths), size)
-    longest = np.maximum.reduceat(lengths, starts)
-    rows = np.diff([*starts, len(lengths)])
-    padded = causal_work(np.repeat(longest, rows), profile.coefficients).packed(starts)
-    seconds = group_seconds(profile, padded, degree=1, crosses_nodes=False)
-    totals = np.zeros(job.ranks)
-    np.add.at(totals, np.arange(len(starts)) % job.ranks, seconds)
-    return float(totals.max())
+    loader = Padded(batches.problem, batches.table, degree=1, rows_per_pass=job.rows_per_pass)
+    return float(np.mean([loader.seconds(batches.batch(step)) for step in steps]))
 
 
 def _say(line: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from fcp_cli import __version__
 from fcp_cli.compiling import timed_loading
-from fcp_cli.errors import Interrupted, UsageError
+from fcp_cli.errors import Interrupted
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.check import check_step
 from fcp_cli.plan.masks import planned_masks
@@ -25,7 +25,7 @@ from fcp_cli.planning.journal import Journal
 from fcp_cli.planning.parallel import default_workers, plan_step, plan_steps
 from fcp_cli.planning.problem import Solver
 from fcp_cli.planning.settings import PlanInputs
-from fcp_cli.planning.solvers import make_solver, strategy
+from fcp_cli.planning.solvers import make_planning_solver
 
 __all__ = ["PlanResult", "make_plan", "plan_metadata", "plan_step", "plan_steps"]
 
@@ -83,12 +83,8 @@ def make_plan(
         Interrupted: Ctrl-C; no plan was written, and the message names the kept steps.
     """
     started = time.perf_counter()
-    if not strategy(solver_name).plans:
-        raise UsageError(
-            f"--solver {solver_name} is a baseline without a plan; 'fcp compare --solvers fcp,{solver_name}' prices it"
-        )
     batches = inputs.batches()
-    solver = make_solver(solver_name, batches, robust=robust, **limits)
+    solver = make_planning_solver(solver_name, batches, robust=robust, **limits)
     metadata = plan_metadata(inputs.table, batches, solver)
     journal = Journal(path, metadata) if resume or len(batches) >= _JOURNAL_FROM_STEPS else None
     summary = PlanSummary.of(metadata)

@@ -62,7 +62,7 @@ _OWN: Final[Mapping[str, Strategy]] = {
     "megatron-dynamic-cp": Strategy(factory=f"{_PUBLISHED}.megatron_dynamic_cp:make_solver"),
     "megatron-packing": Strategy(factory=f"{_PUBLISHED}.megatron_packing:make_solver"),
     "packing": Strategy(factory=f"{_PUBLISHED}.row_packing:make_solver"),
-    "padded": Strategy(factory=f"{_PUBLISHED}.padded:make_solver", plans=False),
+    "padded": Strategy(factory="fcp_cli.planning.padded:make_solver", plans=False),
     "static": Strategy(factory="fcp_cli.planning.static:make_solver"),
     "usp": Strategy(factory=f"{_PUBLISHED}.split_heads:make_usp", attention="2d"),
 }
@@ -118,6 +118,18 @@ def make_solver(name: str, batches: GlobalBatches, **options: Any) -> Solver:
         return _solver_of(plugin, batches)
     module, factory = strategy(name).factory.split(":")
     return cast(Solver, getattr(import_module(module), factory)(batches, **given))
+
+
+def make_planning_solver(name: str, batches: GlobalBatches, **options: Any) -> Solver:
+    """Make the named solver, whose steps are to be trained; see `make_solver`.
+
+    Raises:
+        UsageError: as there, or a strategy that makes no plan.
+        PluginError: as there.
+    """
+    if not strategy(name).plans:
+        raise UsageError(f"--solver {name} is a baseline without a plan; 'fcp compare --solvers fcp,{name}' prices it")
+    return make_solver(name, batches, **options)
 
 
 def _solver_of(plugin: Plugin, batches: GlobalBatches) -> Solver:

@@ -9,8 +9,8 @@ from fcp_cli.cost.model import causal_work, group_seconds
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.bounds import lower_bound_seconds
 from fcp_cli.planning.comparison import compare
+from fcp_cli.planning.padded import Padded, make_solver
 from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.published.padded import Padded, make_solver
 from fcp_cli.planning.solvers import compared_names, solver_names
 from tests.planning.examples import example_problem, table_of
 
