@@ -47,7 +47,8 @@ class Planner:
     """Plan global batches whose lengths are known at run time only, as `fcp plan` would plan them.
 
     The same lengths give the same step on every machine and in every process, so ranks that each plan agree without a
-    message. A planner keeps nothing between calls and may be called by several threads at once.
+    message. The first call compiles all that later ones need. A planner keeps no lengths between calls and may be
+    called by several threads at once.
 
     Attributes:
         problem: of every step, with the settings that the arguments left open.
@@ -101,6 +102,7 @@ class Planner:
         self.problem: Problem = resolve_problem(request, origins, data=unknown_lengths(max_degree))[0]
         self.assumed = origins.assumed
         self._solver = solver_of(self.problem, max_degree=max_degree)
+        self._is_compiled = False
         self._most_tokens = self.problem.tokens_per_rank * (1 if max_degree == 1 else self.problem.num_ranks)
 
     def plan(
@@ -132,6 +134,9 @@ class Planner:
                 f"sequence {int(table.length_tokens.argmax())} of the batch has {longest} tokens; "
                 f"{self._who_holds()} at most {self._most_tokens}"
             )
+        if not self._is_compiled:
+            self._solver.compile_ahead()
+            self._is_compiled = True
         return plan_step(batch_of(table, self.problem, step=step), self.problem, self._solver)
 
     def online(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.fcp.solver import make_solver
 from fcp_cli.planning.parallel import plan_step
 from tests.messages import raises
+from tests.patience import PATIENCE_SECONDS
 from tests.planning.examples import PROFILE, example_problem, table_of
 
 SYNCS: list[Sync] = ["iteration", "microbatch"]
@@ -152,3 +155,36 @@ def test_a_profile_of_forward_passes_is_refused_for_training(tmp_path: Path) -> 
         "of training with --profile"
     ):
         Planner(path, ranks=4, ranks_per_node=4)
+
+
+_COUNTED = """
+import sys
+import numpy as np
+from numba.core.event import RecordingListener, install_listener
+from fcp_cli import Planner
+
+planner = Planner(sys.argv[1], ranks=int(sys.argv[3]), ranks_per_node=4, tokens_per_rank=16384, sync=sys.argv[2])
+first, later = RecordingListener(), RecordingListener()
+with install_listener("numba:compile", first):
+    planner.plan([5])
+random = np.random.default_rng(0)
+with install_listener("numba:compile", later):
+    for batch in range(40):
+        planner.plan(random.integers(1, 4 * 16384, 1 + batch % 20))
+    planner.plan([4096] * 64)
+print(len(first.buffer), len(later.buffer))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("sync", "ranks"), [("iteration", 4), ("microbatch", 16)])
+def test_no_call_after_the_first_compiles_or_loads_an_inner_loop(profile: Path, sync: str, ranks: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _COUNTED, str(profile), sync, str(ranks)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    at_first, later = map(int, done.stdout.split())
+    assert at_first > 0 and later == 0

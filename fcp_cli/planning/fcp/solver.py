@@ -262,6 +262,19 @@ class FcpSolver:
             assert found.assignment is not None, "a step was sought below a limit"
             return found.assignment
 
+    def compile_ahead(self) -> None:
+        """Compile, or load, the inner loops that any later step may need: no step but the first waits for them."""
+        plain = replace(self, problem=replace(self.problem, pipeline=None, rank_speeds=None, encoder_balance=None))
+        room = self.problem.tokens_per_rank * (1 if self.options.get("max_degree") == 1 else self.problem.num_ranks)
+        # One alone is tiny on more ranks than two are; one that fills all ranks is bounded in another way.
+        for lengths in ([1], [1, 2], [room]):
+            table = LengthTable(name="a tiny step", length_tokens=np.array(lengths, dtype=np.int64))
+            batch = batch_of(table, plain.problem)
+            for candidate in plain._candidates(batch):
+                candidate.improve(Found())
+            StaticSolver(problem=plain.problem, degree=1).assign(batch)
+            lower_bound_seconds(batch.work, plain.problem)
+
     def best(self, batch: Batch) -> Found:
         """Return the quickest answer on ranks of one speed without pipelines, and the candidate that gave it."""
         return best_of(self._candidates(batch), self._bound(batch.work), Found())
