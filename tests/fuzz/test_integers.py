@@ -42,7 +42,8 @@ def integer_options(command: Any, *verbs: str) -> Iterator[tuple[str, str]]:
         yield from integer_options(inner, *verbs, name)
     for parameter in command.params:
         if isinstance(parameter.default, int) and not isinstance(parameter.default, bool):
-            is_number = not getattr(parameter, "count", False)
+            is_share = parameter.metavar == "N|X"  # below 1 a share: a float, which 64 bits do not bound
+            is_number = not is_share and not getattr(parameter, "count", False)
         else:
             is_number = parameter.metavar in ("N", "N,...", "T", "P", "V", "E", "SECONDS", "MICROBATCH")
         if is_number and parameter.param_type_name == "option":
