@@ -452,7 +452,7 @@ def test_a_script_that_trains_without_the_plan_ends_the_whole_job_with_one_line(
 def test_preflight_checks_and_starts_nothing(fcp: Fcp, folder: Path) -> None:
     before = sorted(folder.rglob("*"))
     result = fcp("--preflight")
-    assert (result.status, result.out) == (0, "preflight: all is well\n")
+    assert (result.status, result.out.splitlines()[-1]) == (0, "preflight: all is well")
     assert sorted(folder.rglob("*")) == before
 
 
@@ -460,7 +460,7 @@ def test_preflight_tells_all_that_is_wrong_with_its_mend(fcp: Fcp, monkeypatch: 
     monkeypatch.setenv("OMP_NUM_THREADS", "64")
     monkeypatch.setenv("SLURM_NNODES", "3")
     result = fcp("--preflight")
-    assert (result.status, result.out) == (0, "preflight: 2 warnings\n")
+    assert (result.status, result.out.splitlines()[-1]) == (0, "preflight: 2 warnings")
     assert result.err.splitlines()[-2:] == snapshot(
         [
             "warning: Slurm allocated 3 nodes, but the job runs on 1; give --nodes 3, or submit with --nodes=1",

@@ -48,9 +48,9 @@ def page(plan: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_the_page_of_a_script_is_not_named_after_the_model_that_the_plan_assumed(plan: Path, tmp_path: Path) -> None:
-    lines = write_run(tmp_path / "metrics.jsonl", plan).read_text().replace('"model": "tiny"', '"model": null')
+    lines = write_run(tmp_path / "metrics.jsonl", plan).read_text().replace('"model":"tiny"', '"model":null')
     (tmp_path / "metrics.jsonl").write_text(lines)
-    assert '"model": null' in lines
+    assert '"model":null' in lines
     fcp("report", plan, "--metrics", tmp_path, "-o", tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert f"<title>{tmp_path.name} on 8 ranks</title>" in page
