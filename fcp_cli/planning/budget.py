@@ -16,6 +16,7 @@ from fcp_cli.models.cluster import THIS_MACHINE, ClusterSpec
 from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.plan.metadata import PlanMetadata, Sync
 from fcp_cli.planning.options import PlanRequest
+from fcp_cli.planning.problem import Problem
 from fcp_cli.recipe import Recipe, RecipeRequest, check_recipe, flag_words
 from fcp_cli.words import duration
 
@@ -37,6 +38,7 @@ class Budget:
             passes, whose recipe is that of their training.
         cluster: that the profile was computed for; None where there was a profile.
         tried: recipes that were compared by their predicted time; 0: the recipe was not chosen by time.
+        other_sync: as `RecipeChoice.other_sync`.
     """
 
     tokens_per_rank: int
@@ -45,6 +47,7 @@ class Budget:
     room: Room | None = None
     cluster: ClusterSpec | None = None
     tried: int = 0
+    other_sync: Problem | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -101,6 +101,8 @@ class RecipeChoice:
         usual_seconds: under that one.
         tried: recipes that were planned or ruled out by their bound.
         steps: of the sample.
+        other_sync: the problem under the quickest planned recipe of another sync, under which a rival may be quicker;
+            None if all that fit have one sync.
     """
 
     fit: FittedRecipe
@@ -110,6 +112,7 @@ class RecipeChoice:
     usual_seconds: float
     tried: int
     steps: int
+    other_sync: Problem | None = None
 
     def reason(self) -> str:
         """Return why this recipe, for the line of an assumption."""
@@ -152,14 +155,18 @@ def quickest_recipe(
     bounds = [_bound(one.problem, sample) for one in held]
     found: dict[int, float] = {}
     first = [index for index, one in enumerate(held) if one.fit.key == usual.key]
-    for index in [*first, *sorted(range(len(held)), key=lambda index: bounds[index])]:
+    by_bound = sorted(range(len(held)), key=lambda index: bounds[index])
+    # Of each sync one is planned whatever its bound: rivals are priced under it, too.
+    syncs = {held[index].problem.sync: index for index in reversed(by_bound)}
+    for index in [*first, *syncs.values(), *by_bound]:
         if index in found:
             continue
-        if index not in first and bounds[index] >= _limit(list(found.values())):
+        if index not in (*first, *syncs.values()) and bounds[index] >= _limit(list(found.values())):
             break
         found[index] = sampled_seconds(held[index].problem, sample, max_degree=data.max_degree)
     order = sorted(found, key=lambda index: (found[index], index))
     best = order[0]
+    others = (held[index].problem for index in order[1:])
     return RecipeChoice(
         fit=held[best].fit,
         seconds=found[best],
@@ -168,6 +175,7 @@ def quickest_recipe(
         usual_seconds=found[first[0]] if first else math.nan,
         tried=len(held),
         steps=len(sample),
+        other_sync=next((other for other in others if other.sync != held[best].problem.sync), None),
     )
 
 

@@ -384,7 +384,7 @@ def computed_basis(
         fit = choice.fit.in_forward(place) if is_forward else choice.fit
         budget = computed_budget(spec, request, place, origins, fit, choice.reason())
         origins.assume("runner-up", choice.runner_up(), choice.against_usual())
-        budget = replace(budget, tried=choice.tried)
+        budget = replace(budget, tried=choice.tried, other_sync=choice.other_sync)
     profile = basis.profile(fit)
     origins.assume("--profile", f"{spec.name} on {cluster.name}", "computed from their figures; 'fcp profile' measures")
     return replace(profile, text=dump_cost_profile(profile)), ranks, replace(budget, cluster=given)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, cast
 
@@ -129,7 +128,9 @@ def plan_verdict(
     planned = sum(step.makespan_seconds for step in again)
     factor, degree = static
     rivals = [_rival("static", factor, len(sample), degree=degree)]
-    rivals += [_rival(name, seconds / planned, len(again)) for name, seconds in _planned_again(sequences, problem)]
+    other_sync = inputs.budget.other_sync if inputs.budget else None
+    found = _planned_again(sequences, problem, other_sync)
+    rivals += [_rival(name, seconds / planned, len(again)) for name, seconds in found]
     remedy, tried = best_remedy(request, inputs, sequences)
     return Verdict(
         solver=solver,
@@ -144,20 +145,33 @@ def plan_verdict(
     )
 
 
-def _planned_again(sequences: Sequence[LengthTable], problem: Problem) -> Iterator[tuple[str, float]]:
-    """Yield the predicted seconds of Megatron's dynamic CP and of fcp, where they can plan these batches at once."""
+def _planned_again(
+    sequences: Sequence[LengthTable], problem: Problem, other_sync: Problem | None
+) -> Iterator[tuple[str, float]]:
+    """Yield the predicted seconds of Megatron's dynamic CP and of fcp, where they can plan these batches at once.
+
+    The recipe was chosen for fcp's plans. Megatron's, which wait longer for each other, are often quicker under another
+    sync, so they are priced under both.
+    """
     if not sequences:
         return
-    batches = [batch_of(each, problem) for each in sequences]
+    for name, problems in ((MEGATRON, (problem, other_sync)), (DEFAULT, (problem,))):
+        if name == DEFAULT and not is_compiled(problem.sync):
+            continue
+        seconds = min(_seconds(name, sequences, each) for each in problems if each is not None)
+        if math.isfinite(seconds):
+            yield name, seconds
+
+
+def _seconds(name: str, sequences: Sequence[LengthTable], problem: Problem) -> float:
+    """Return a strategy's predicted seconds of all steps; infinity if it cannot plan them, or its pipelines hang."""
     first = GlobalBatches(sequences[0], problem, BatchSettings(global_batch_size=len(sequences[0]), shuffle=False))
-    solvers = [make_solver(MEGATRON, first)]
-    if is_compiled(problem.sync):
-        solvers.append(cast(Solver, solver_of(problem)))
-    for solver in solvers:
-        with suppress(PlanError):  # degrees of powers of two cannot hold all that fcp can
-            seconds = sum(makespan_seconds(solver.assign(batch), batch, problem) for batch in batches)
-            if math.isfinite(seconds):  # its pipelines would be stuck
-                yield solver.name, seconds
+    solver = cast(Solver, solver_of(problem)) if name == DEFAULT else make_solver(name, first)
+    batches = [batch_of(each, problem) for each in sequences]
+    try:
+        return sum(makespan_seconds(solver.assign(batch), batch, problem) for batch in batches)
+    except PlanError:  # degrees of powers of two cannot hold all that fcp can
+        return math.inf
 
 
 def compared_verdict(

@@ -20,6 +20,7 @@ from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.planner import Planner
 from fcp_cli.planning.recipe_search import RecipeCandidate, RecipeChoice, quickest_recipe, sampled_seconds
 from fcp_cli.planning.settings import PlanInputs, problem_under, resolve, resolve_problem
+from fcp_cli.planning.verdict import MEGATRON, _planned_again
 from fcp_cli.recipe import RecipeRequest
 from tests.planning.examples import compile_planner, long_tail
 
@@ -84,9 +85,9 @@ def test_no_recipe_that_fits_is_quicker_on_the_sampled_steps(tmp_path: Path, mon
     assert found.seconds <= found.usual_seconds
     assert len(found.others) + 1 < found.tried == len(held)  # bounds ruled the others out
     assert (inputs.problem.recipe, inputs.problem.sync) == found.fit.key
-    monkeypatch.setattr(recipe_search, "_MOST_PLANNED", 2)
+    monkeypatch.setattr(recipe_search, "_MOST_PLANNED", 3)
     fewer = chosen(inputs, candidates)
-    assert len(fewer.others) == 1 and fewer.seconds <= fewer.usual_seconds == found.usual_seconds
+    assert len(fewer.others) == 2 and fewer.seconds <= fewer.usual_seconds == found.usual_seconds
 
 
 def test_the_same_data_give_the_same_recipe_however_many_steps_are_planned(tmp_path: Path) -> None:
@@ -157,3 +158,15 @@ def test_a_sample_takes_counted_work(tmp_path: Path) -> None:
     assert [len(step) for step in inputs.data.sample(inputs.problem)] == [1000, 1000]
     wide = replace(inputs.problem, num_ranks=512)
     assert len(inputs.data.sample(wide)) == 1
+
+
+def test_megatrons_dynamic_cp_is_priced_under_the_quickest_recipe_of_either_sync(tmp_path: Path) -> None:
+    inputs = inputs_of(tmp_path)
+    assert inputs.budget is not None and inputs.budget.other_sync is not None
+    other = inputs.budget.other_sync
+    assert {other.sync, inputs.problem.sync} == {"iteration", "microbatch"}
+    sequences = [inputs.batches().table.take(inputs.batches().batch(0).rows)]
+    alone = {each.sync: dict(_planned_again(sequences, each, None)) for each in (inputs.problem, other)}
+    both = dict(_planned_again(sequences, inputs.problem, other))
+    assert both[MEGATRON] == min(seconds[MEGATRON] for seconds in alone.values())
+    assert both["fcp"] == alone[inputs.problem.sync]["fcp"]
