@@ -129,11 +129,7 @@ def _write(lines: list[str]) -> Path:
 
 
 def _list() -> Path:
-    """Return the user's list of trusted files.
-
-    Raises:
-        FcpError: this user has no home.
-    """
+    """Return the user's list of trusted files."""
     configured = os.environ.get("XDG_CONFIG_HOME", "")
     if Path(configured).is_absolute():  # others are to be ignored, by the standard
         return Path(configured, "fcp", "trusted")

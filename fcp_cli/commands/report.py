@@ -82,11 +82,7 @@ def report(options: ReportOptions) -> None:
 
 
 def _of_a_run(options: ReportOptions) -> ReportOptions:
-    """Return the options with plan, metrics and manifest of the run whose folder was given as the plan.
-
-    Raises:
-        RunError: the folder has no plan.
-    """
+    """Return the options with plan, metrics and manifest of the run whose folder was given as the plan."""
     from fcp_cli.runs.launch_record import followed_plan, read_launch
 
     folder = options.plan

@@ -115,11 +115,7 @@ def _own_arguments(command: str, words: Sequence[str]) -> tuple[str, ...]:
 
 
 def _swift_settings(path: Path) -> list[str]:
-    """Return the options that ms-swift's command makes of a file of settings before it starts its module.
-
-    Raises:
-        UsageError: the file cannot be read, or sets variables of the environment.
-    """
+    """Return the options that ms-swift's command makes of a file of settings before it starts its module."""
     settings = parse_yaml(read_text(path, error=UsageError), name=str(path), error=UsageError)
     if not isinstance(settings, dict):
         raise UsageError(f"{path} holds no settings, NAME: VALUE")
@@ -137,11 +133,7 @@ def _swift_text(value: object) -> str:
 
 
 def _require_python(path: Path, python: str) -> None:
-    """Refuse a program that is not Python, or whose interpreter has other packages than the ranks.
-
-    Raises:
-        UsageError: it is refused.
-    """
+    """Refuse a program that is not Python, or whose interpreter has other packages than the ranks."""
     if path.suffix == ".py":
         return
     found = _interpreter(path)

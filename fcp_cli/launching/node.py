@@ -141,11 +141,7 @@ def _resumed(command: Sequence[str]) -> Sequence[str]:
 
 
 def _require_address(name: str) -> None:
-    """Say so if this node cannot find node 0 by its name: torchrun would after minutes, and in its own log.
-
-    Raises:
-        RunError: under Slurm, whose nodes are all there. Containers get their names as they start: they are waited for.
-    """
+    """Say so if this node cannot find node 0 by its name: torchrun would after minutes, and in its own log."""
     end = time.monotonic() + _LOOK_UP_SECONDS
     while reason := resolution_problem(name):
         if time.monotonic() > end:

@@ -136,11 +136,7 @@ def _wants_random_weights(request: LaunchRequest) -> bool:
 
 
 def _weights(request: LaunchRequest, model: str, assumed: Origins) -> Path | None:
-    """Return the checkpoint to start from: as given, else the folder that was named as the model; None: random weights.
-
-    Raises:
-        RunError: its files are missing, damaged, or pickles.
-    """
+    """Return the checkpoint to start from: as given, else the folder named as the model; None: random weights."""
     given, is_random = request.training.get("weights"), _wants_random_weights(request)
     folder = Path(model if given is None else given)
     if is_random or (given is None and not has_weights(folder)):
@@ -168,11 +164,7 @@ def _check_tokenizer(settings: TrainSettings) -> None:
 
 
 def _evaluation(request: LaunchRequest) -> dict[str, Path]:
-    """Return the held-out rows and their plan, which are looked at before anything starts.
-
-    Raises:
-        FcpError: a file cannot be used, or holds lengths alone.
-    """
+    """Return the held-out rows and their plan, which are looked at before anything starts."""
     from fcp_cli.manifest.read import read_manifest
     from fcp_cli.manifest.tokens import open_media
     from fcp_cli.training.data import has_tokens

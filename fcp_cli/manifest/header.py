@@ -110,11 +110,7 @@ _NEEDED: Final = {"chat": ("tokenizer", "train_on"), "text": ("tokenizer",), "js
 
 
 def _checked_source(source: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return a recorded source whose values have the types that `fcp manifest build` writes.
-
-    Raises:
-        ManifestError: a value is missing or of another type.
-    """
+    """Return a recorded source whose values have the types that `fcp manifest build` writes."""
     kind = source.get("kind")
     needed = ("path", "kind", *(_NEEDED.get(kind, ()) if isinstance(kind, str) else ()))
     if source.get("content") == "pixels":

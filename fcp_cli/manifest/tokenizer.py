@@ -115,11 +115,7 @@ class FileTokenizer:
         return len(self._tokenizer.encode(_text(utf8(text)), add_special_tokens=False))
 
     def _within(self, size: int, encode: Callable[[], Result]) -> Result:
-        """Let the library encode texts of so many characters, in a time that no sound tokenizer needs.
-
-        Raises:
-            ManifestError: it took longer, and is left to itself, or it gave up.
-        """
+        """Let the library encode texts of so many characters, in a time that no sound tokenizer needs."""
         done: list[Result] = []
         failed: list[BaseException] = []
 

@@ -137,11 +137,7 @@ def read_hf_config(path: Path) -> HfConfig:
 
 
 def _text_block(document: Mapping[str, Any], family: VisionFamily | None, path: Path) -> dict[str, Any]:
-    """Return the block of the language model with the defaults of its class, its model type among them.
-
-    Raises:
-        ProfileError: a vision-language model with a language model of another family.
-    """
+    """Return the block of the language model with the defaults of its class, its model type among them."""
     text = _block(document, "text_config", path) or _block(document, "llm_config", path) or document
     named = text.get("model_type")
     if family is not None and (named is None or text is document):
@@ -160,11 +156,7 @@ def _text_block(document: Mapping[str, Any], family: VisionFamily | None, path: 
 
 
 def _block(document: Mapping[str, Any], key: str, path: Path | str) -> dict[str, Any]:
-    """Return a block of a configuration; empty where it has none.
-
-    Raises:
-        ProfileError: something else stands in its place.
-    """
+    """Return a block of a configuration; empty where it has none."""
     block = document.get(key) or {}
     if not isinstance(block, dict):
         raise ProfileError(f"{path}: {key} is {kind_of(block)}; it must be a mapping")

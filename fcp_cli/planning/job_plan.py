@@ -235,11 +235,7 @@ def _request(manifest: Path, plan: Path, job: JobFacts, wish: PlanningWish) -> P
 
 
 def _described(config: Path) -> str:
-    """Return the name under which the loop's own model is planned for.
-
-    Raises:
-        ProfileError: fcp cannot describe it.
-    """
+    """Return the name under which the loop's own model is planned for."""
     from fcp_cli.models.model import load_model
 
     try:

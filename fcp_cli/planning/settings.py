@@ -290,11 +290,7 @@ def split_attention(request: PlanRequest, profile: CostProfile) -> SplitAttentio
 
 
 def _in_phase(request: PlanRequest, profile: CostProfile) -> CostProfile:
-    """Return the profile of the passes that are planned.
-
-    Raises:
-        UsageError: training is planned, but the profile is of forward passes.
-    """
+    """Return the profile of the passes that are planned."""
     if request.phase == "forward":
         return forward_profile(profile)
     if profile.phase == "forward":
@@ -315,12 +311,7 @@ def _warn_of_unpriced_vision(table: LengthTable, profile: CostProfile, origins: 
 
 
 def _profile_at_hand(request: PlanRequest, origins: Origins) -> CostProfile | None:
-    """Return the profile that was named, or lies here and is of the model and the cluster that were; None: neither.
-
-    Raises:
-        ProfileError: the file cannot be used, or there is no such model or cluster.
-        UsageError: the profile that was named is of another model or cluster than those that were.
-    """
+    """Return the profile that was named, or lies here and is of the model and the cluster that were; None: neither."""
     path = request.profile
     if path is None and not FOLDER_PROFILE.is_file():
         return None
@@ -458,11 +449,7 @@ def _with_headroom(tokens: int, headroom: float) -> int:
 
 
 def _whole_budget(tokens: int, padding: int | None, origins: Origins) -> int:
-    """Return the token budget, or the part of it that padded sequences can fill.
-
-    Raises:
-        UsageError: they can fill nothing.
-    """
+    """Return the token budget, or the part of it that padded sequences can fill."""
     whole = whole_budget(tokens, padding)
     if not whole:
         raise UsageError(f"a rank may hold {counted(tokens, 'token')}, but sequences are padded to {padding} on it")
@@ -472,11 +459,7 @@ def _whole_budget(tokens: int, padding: int | None, origins: Origins) -> int:
 
 
 def _batching(request: PlanRequest) -> Batching | None:
-    """Return how batches are cut that are not of so many sequences.
-
-    Raises:
-        UsageError: another option says otherwise.
-    """
+    """Return how batches are cut that are not of so many sequences."""
     rules = {
         "--step-column": request.step_column is not None,
         "--global-batch-tokens": request.global_batch_tokens is not None,

@@ -150,11 +150,7 @@ def _kernels(samples: SamplesFile) -> KernelTable | None:
 def _fit(
     samples: SamplesFile, measured: Sequence[MeasuredPoint[Point]], prior: CostProfile
 ) -> tuple[Fit, Sequence[str]]:
-    """Fit the observed packs, or scale the prior to them if they are too few or too alike; return warnings.
-
-    Raises:
-        ProfileError: nothing was observed.
-    """
+    """Fit the observed packs, or scale the prior to them if they are too few or too alike; return warnings."""
     silent = samples.subject.emulate
     fitted, held_out = (
         [point.sample(silent=silent) for point in measured if point.point.held_out is kind] for kind in (False, True)

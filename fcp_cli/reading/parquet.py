@@ -67,12 +67,7 @@ def footer_mark(footer: bytes) -> bytes:
 
 
 def _verify_footer(path: Path) -> None:
-    """Compare a footer with its checksum; a file of another writer has none.
-
-    Raises:
-        ValueError: they differ.
-        OSError: the file cannot be read.
-    """
+    """Compare a footer with its checksum; a file of another writer has none."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - END_BYTES))

@@ -152,11 +152,7 @@ class RunFile:
         self._report(damaged, left_out, found)
 
     def _record(self, line: str) -> MetricsRecord | None:
-        """Return the record of a line.
-
-        Raises:
-            ValueError: it is damaged, or of a rank outside the job.
-        """
+        """Return the record of a line."""
         record = parse_record(line)
         if record is None or record["kind"] != "step":
             return record
@@ -207,12 +203,7 @@ def open_run(path: Path, *, plan: PlanMetadata | None = None) -> RunFile:
 
 
 def _first_start(path: Path) -> RunRecord:
-    """Return the record with which the metrics of a run begin.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        RunError: it cannot be read, is empty, or begins with something else.
-    """
+    """Return the record with which the metrics of a run begin."""
     try:
         _, first = next(_lines(path), (0, ""))
     except FileNotFoundError:

@@ -187,11 +187,7 @@ def load_checkpoint(
 
 
 def _verify(checkpoint: Path, header: CheckpointHeader, names: Sequence[str], index: int = 0, count: int = 1) -> None:
-    """Compare a share of some files with their checksums.
-
-    Raises:
-        RunError: names the file, the expected and found values, and the checkpoint to resume from instead.
-    """
+    """Compare a share of some files with their checksums."""
     if header.files is None:
         return
     if (unlisted := next((name for name in names if name not in header.files), None)) is not None:

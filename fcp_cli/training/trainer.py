@@ -279,11 +279,7 @@ class Trainer:
         return microbatch.loss(logits)
 
     def _update(self, step: Step) -> tuple[float, Tensor]:
-        """Clip the gradients, update the weights and let go of the gradients; return learning rate and norm [].
-
-        Raises:
-            RunError: the norm is not finite, and the run is to stop then.
-        """
+        """Clip the gradients, update the weights and let go of the gradients; return learning rate and norm []."""
         shares = self.holding.shares
         learning_rate = learning_rate_at(step.index, settings=self.settings, plan_steps=self.session.metadata.end_step)
         set_learning_rate(self.optimizer, learning_rate)
@@ -479,11 +475,7 @@ def tell_all(world: World, *, stop: bool, writing: bool) -> tuple[bool, bool]:
 
 
 def _require_shared(paths: RunPaths, session: Session) -> None:
-    """Check that every rank sees rank 0's files: else checkpoints would be scattered over the nodes.
-
-    Raises:
-        RunError: on every rank, if one does not.
-    """
+    """Check that every rank sees rank 0's files: else checkpoints would be scattered over the nodes."""
     dist.barrier()
     missing = torch.zeros(1, device=session.device)
     missing += not paths.metrics.exists()

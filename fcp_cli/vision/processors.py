@@ -545,11 +545,7 @@ def open_processor(name: str) -> VisionProcessor:
 
 
 def _checked(processor: VisionProcessor, where: str) -> VisionProcessor:
-    """Check the figures of a processor that a file describes.
-
-    Raises:
-        ManifestError: one is none.
-    """
+    """Check the figures of a processor that a file describes."""
     kind: Any = type(processor)
     figures = {field.name: getattr(processor, field.name) for field in fields(kind)}
     return validated(figures, kind, where=where, error=ManifestError)  # type: ignore[no-any-return]

@@ -143,11 +143,7 @@ def _told(placement: Placement) -> Iterator[None]:
 
 
 def _group_of_one() -> dist.ProcessGroup:
-    """Return one of Megatron's groups that has this process alone.
-
-    Raises:
-        RunError: there is none.
-    """
+    """Return one of Megatron's groups that has this process alone."""
     for name in _SMALL_GROUPS:
         group: dist.ProcessGroup = getattr(parallel_state, f"get_{name}_group")()
         if dist.get_world_size(group) == 1:

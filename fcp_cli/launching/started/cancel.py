@@ -66,11 +66,7 @@ def find_cancellation(run_dir: Path, outside: Outside) -> Cancellation:
 
 
 def _launcher(run_dir: Path, heartbeat: Heartbeat, outside: Outside) -> ProcessIdentity:
-    """Return the process that launched a run of this machine.
-
-    Raises:
-        RunError: it ran elsewhere, has ended, or any other process may have its number by now.
-    """
+    """Return the process that launched a run of this machine."""
     if heartbeat.host != outside.host:
         raise RunError(f"{run_dir} runs on {heartbeat.host}; cancel it there")
     launcher, pid = heartbeat.launcher, heartbeat.pid

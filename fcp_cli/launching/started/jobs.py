@@ -153,11 +153,7 @@ class _KubernetesObject:
 
 
 def _state_on_kubernetes(answer: str) -> str:
-    """Return the latest condition that holds of any of the kinds of objects.
-
-    Raises:
-        RunError: the answer is not of Kubernetes.
-    """
+    """Return the latest condition that holds of any of the kinds of objects."""
     try:
         status = require_shape(decode_json(answer), _KubernetesObject).status or _Status()
     except ValueError as error:

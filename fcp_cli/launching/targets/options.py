@@ -231,11 +231,7 @@ def _pairs(flag: str, given: tuple[str, ...], example: str, value: re.Pattern[st
 
 
 def _variable(flag: str, text: str, example: str) -> tuple[str, str | None]:
-    """Return name and value of NAME[=VALUE].
-
-    Raises:
-        UsageError: the name is none of a variable, or one that fcp sets itself.
-    """
+    """Return name and value of NAME[=VALUE]."""
     name, equals, value = text.partition("=")
     if not _VARIABLE.fullmatch(name):
         raise UsageError(f"{flag} is {text!r}; it must be the name of a variable and a value, as {example}")

@@ -88,11 +88,7 @@ def template_values(job: Job, node: NodeFacts, ready: Callable[[str], str]) -> d
 
 
 def _sbatch_output(folder: Path) -> str:
-    """Return a Slurm job's log as a directive of its script holds it, which ends with its line.
-
-    Raises:
-        UsageError: the name of the folder would end the line.
-    """
+    """Return a Slurm job's log as a directive of its script holds it, which ends with its line."""
     if _CONTROL.search(str(folder)):
         raise UsageError(f"{str(folder)!r} has a control character, which files of a job cannot hold; rename it")
     return shlex.quote(f"{str(folder).replace('%', '%%')}/slurm-%j.log")

@@ -135,10 +135,6 @@ def _open_source(path: Path, kind: str, options: SourceOptions, output: Path | N
         options: how to read it.
         output: the manifest to be written, absolute; a text tree leaves it out, and it may not become a shard.
         mask_column: goes along with the lengths; "" for none.
-
-    Raises:
-        ManifestError: the source, its column or its tokenizer is missing or of another kind.
-        UsageError: media without a processor, or an output among the shards of the source.
     """
     path = path.absolute()
     if kind == "megatron":

@@ -269,11 +269,7 @@ class OnlineJournal:
             return validated(decode_json(content), _Begins, where=str(part), error=PlanError)
 
     def _windows(self, start: _Start) -> Iterator[_Window]:
-        """Yield the whole windows of a start.
-
-        Raises:
-            PlanError: the file is damaged.
-        """
+        """Yield the whole windows of a start."""
         due, rows, metadata = start.begins.first_step, start.begins.first_sequence, self._metadata()
         with self._reading(start.part):
             contents = islice(read_records(start.part), 1, None)
@@ -332,11 +328,7 @@ class _Start:
 
 
 def _checked_columns(columns: pa.Table) -> pa.Table:
-    """Return the columns of a window's sequences.
-
-    Raises:
-        DamagedError: they are not of the types that `length_columns` gives.
-    """
+    """Return the columns of a window's sequences."""
     types = {name: pa.from_numpy_dtype(values.dtype) for name, values in empty_factors(0).items()}
     for name, kind in (("length", pa.int64()), *types.items()):
         if name not in columns.schema.names or columns.schema.field(name).type != kind:

@@ -102,11 +102,7 @@ def gather_texts(world: World, text: str) -> list[str]:
 
 
 def _msrun_store(rank: int, size: int, seconds: int) -> Any:
-    """Return the store where the ranks that msrun started meet; unlike torchrun, it does not join nodes first.
-
-    Raises:
-        RunError: not all of them came in time.
-    """
+    """Return the store where the ranks that msrun started meet; unlike torchrun, it does not join nodes first."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         store = torch._C._distributed_c10d.TCPStore(

@@ -179,11 +179,7 @@ def _is_trained(group: Any) -> bool:
 
 
 def _gradient_divisor(name: str, group: Any, world: World) -> float:
-    """Return one group's divisor of gradients.
-
-    Raises:
-        RunError: this torch does not say, or a hook of the script may do anything.
-    """
+    """Return one group's divisor of gradients."""
     if getattr(group, "_all_reduce_hook", None) is not None:
         raise RunError(
             f"FSDP2 gives the gradients of {name} to an all-reduce hook of the script; under a plan gradients are "

@@ -214,11 +214,7 @@ class Session(RankJob):
         return outside()
 
     def _bad_rows(self, item: LoadedStep) -> tuple[int, ...]:
-        """Return the manifest rows of the step whose pictures some rank could not read; the same on all ranks.
-
-        Raises:
-            RunError: there is one that this rank could not read, and such rows are not to be skipped.
-        """
+        """Return the manifest rows of the step whose pictures some rank could not read; the same on all ranks."""
         if self.skip_bad_rows:
             return agree_on_bad_rows(self.world, self.device, tuple(item.problems))
         for problem in item.problems.values():
