@@ -33,7 +33,7 @@ def test_what_8_h100_recorded_becomes_a_profile_even_of_a_recipe_that_does_not_f
     (warning,) = (line for line in done.err.splitlines() if line.startswith("warning: "))
     assert "qwen3-8b does not fit under ZeRO-0, bf16, selective recomputation, chunked loss: it takes " in warning
     assert load_cost_profile(tmp_path / "h100.yaml").recipe == Recipe(zero_stage=0, recompute="selective")
-    assert "Token budget: none, since " in done.err
+    assert "Token budget: none, since " in done.out
 
     command = warning[warning.index("fcp profile") :]
     assert command.startswith("fcp profile --from-samples h100.samples.jsonl --zero ")
@@ -62,7 +62,7 @@ def test_recorded_times_are_met_although_clocks_and_runs_vary(tmp_path: Path, fc
     found, wanted = load_cost_profile(tmp_path / "profile.yaml").coefficients, truth(recipe).coefficients
     assert found.linear_seconds_per_token == pytest.approx(wanted.linear_seconds_per_token, rel=0.03)
     assert found.attention_seconds_per_token2 == pytest.approx(wanted.attention_seconds_per_token2, rel=0.03)
-    shown = fcp("profile", "show").err
+    shown = fcp("profile", "show").out
     lines = [line for line in shown.splitlines() if line.startswith(("Times and", "Messages", "First", "Clocks"))]
     assert lines == snapshot(
         [

@@ -144,7 +144,7 @@ def test_a_resumed_run_drops_evaluations_that_it_makes_again(folder: Path) -> No
         (
             ("--lora", "r=4"),
             "plan.parquet",
-            snapshot("error: --lora needs peft, which is not installed; run: pip install 'peft>=0.17'"),
+            snapshot("error: --lora needs peft, which is not installed; run: pip install 'peft>=0.18'"),
         ),
     ],
 )
