@@ -14,6 +14,7 @@ import pytest
 
 from fcp_cli.errors import RunError
 from fcp_cli.launching.job.job import Job
+from fcp_cli.launching.supervision import run as run_module
 from fcp_cli.launching.supervision.run import Screen, run_job
 from fcp_cli.machine import processes
 from tests.launching.jobs import local_job
@@ -119,6 +120,27 @@ def test_ctrl_c_asks_the_ranks_and_then_ends_everything(job: Job, monkeypatch: p
         ("kill", runner.pid),
     ]
     assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_a_stopped_launcher_that_waits_for_others_after_its_ranks_have_ended_is_ended(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[object] = []
+    ranks = [1, 2]
+    monkeypatch.setattr(run_module, "_ALONE_SECONDS", 0.0)
+    monkeypatch.setattr(processes, "children", lambda pid: ranks)
+    monkeypatch.setattr(processes, "send", lambda pids, number: ranks.clear())
+    monkeypatch.setattr(processes, "kill_tree", done.append)
+    runner = fake_for(job, status=-9, polls=3)
+    signals = [signal.SIGTERM]
+
+    def ask_once() -> None:
+        if signals:
+            os.kill(os.getpid(), signals.pop())
+
+    outcome = run_job(job, runner=runner, screen=Screen(watch=ask_once))
+    assert outcome.stopped_by == signal.SIGTERM and outcome.failure is None
+    assert set(done) == {runner.pid}
 
 
 def test_ctrl_c_before_any_rank_is_there_ends_torchrun(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,8 @@ from fcp_cli.runs.follower import FileFollower
 
 _POLL_SECONDS = 0.1
 _TRACEBACK = b"Traceback (most recent call last)"
+# A stopped launcher whose ranks have ended may wait five minutes for other nodes' launchers, which may be gone.
+_ALONE_SECONDS = 60.0
 _HELD_SECONDS = 10.0  # longer than from a lost connection to the end of the job
 
 
@@ -190,15 +192,19 @@ def _wait(
     grace_seconds: float,
 ) -> int:
     """Wait for the end; the first signal asks the ranks to stop, the second ends everything, or time does."""
-    answered, asked_at = 0, 0.0
+    answered, asked_at, ranks_seen_at = 0, 0.0, 0.0
     while (status := process.poll()) is None:
         refresh()
         if len(received) > answered:
             answered = len(received)
-            asked_at = time.monotonic()
+            asked_at = ranks_seen_at = time.monotonic()
             _stop(process, ranks, announce, at_once=answered > 1)
         elif answered and received[0] != signal.SIGINT and time.monotonic() - asked_at > grace_seconds:
             announce(f"the step did not end within {grace_seconds:.0f} s: stopping at once (see --grace)")
+            processes.kill_tree(process.pid)
+        if answered and ranks.ranks(process.pid):
+            ranks_seen_at = time.monotonic()
+        elif answered and time.monotonic() - ranks_seen_at > _ALONE_SECONDS:
             processes.kill_tree(process.pid)
         if ranks.must_end(process.pid) or stopped.must_end(process.pid, ranks.ranks):
             processes.kill_tree(process.pid)
