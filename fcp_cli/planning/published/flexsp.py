@@ -79,7 +79,7 @@ class FlexSP:
     def _microbatch(self, members: IntArray, batch: Batch) -> Packs | None:
         greedy = greedy_packs(members.tolist(), batch, self._problem)
         if greedy is None:
-            return None  # the program hardly fits what greedy packing does not: more micro-batches are tried
+            return None  # if greedy packing fails, so does the program as a rule: try more micro-batches
         buckets = bucket(members, batch, max_buckets=_BUCKETS)
         answers = [greedy]
         for menu in self._menus:

@@ -1,8 +1,8 @@
 """`megatron-any-degree`: Megatron-LM's packing scheduler with degrees that are not rounded (NVIDIA/Megatron-LM#6801).
 
 The pull request's description and tests were read; its scheduler's code was in no copy. They say: a sequence
-needs as many ranks as hold it, five or three as well as four, groups are contiguous, and what powers of two could not
-fill, as three sequences that need three of eight ranks, still falls back to one group of all. They do not say which
+needs as many ranks as hold it, five or three as well as four, groups are contiguous, and sequences for which powers of
+two leave no room, as three that need three of eight ranks, still fall back to one group of all. They do not say which
 wider degrees a sequence is offered, and how groups grow into ranks that stay empty. Two readings, the quicker kept for
 every step: the degree that is needed and its doublings, as before the change, or every degree from it on.
 
