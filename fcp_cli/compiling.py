@@ -1,8 +1,8 @@
 """Compiles inner loops, the planner's and the pipelines': on their first call, and kept on disk for later runs.
 
 Without fast-math and without threads: every machine computes the same bits, so every machine makes the same plan. And
-for any processor of an architecture, not for the one at hand: what a wheel brings compiled (`make wheel`), or a home
-folder that machines share, then serves all of them, and is as quick. Other functions that numba compiles in this
+for any processor of an architecture, not for the one at hand: kernels of a wheel (`make wheel`), or of a home folder
+that machines share, then serve all of them, and are as quick. Other functions that numba compiles in this
 process are for any processor, too; `NUMBA_CPU_NAME=host` has all of them for the one at hand.
 """
 
@@ -32,6 +32,7 @@ SHIPPED: Final = Path(__file__).parent / "_data" / "compiled"
 """Kernels that came with the wheel, for the Python, numba and architecture that it was made on; used where all fit."""
 
 _COMPILE: Final = "numba:compile"
+_FORMULA: Final = Path(__file__).parent / "cost" / "formula.py"  # compiled into functions of other folders
 
 _CONFIG: Final[Any] = config
 if _CONFIG.CPU_NAME is None:  # unless somebody chose one by NUMBA_CPU_NAME
@@ -73,8 +74,8 @@ def timed_loading() -> Iterator[Callable[[], float]]:
 
 @cache
 def package_stamp(folder: Path) -> str:
-    """Return the hash of a folder's sources and of what compiles them: the key under which its kernels are kept."""
-    compilers = (Path(__file__), Path(kernel_parts.__file__), Path(references.__file__))
+    """Return the key of a folder's kernels: the hash of its sources, of their compilers and of the cost formula."""
+    compilers = (Path(__file__), Path(kernel_parts.__file__), Path(references.__file__), _FORMULA)
     sources = (*sorted(folder.glob("*.py")), *compilers)
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
@@ -96,7 +97,7 @@ class _Index(IndexDataCacheFile):
 class _PackageCache(FunctionCache):
     """numba's cache on disk, whose entries count only for one state of the whole folder that a function stands in.
 
-    numba compares the file in which a function stands; but what that function calls is compiled into it and stands in
+    numba compares the file in which a function stands; but functions that it calls are compiled into it and stand in
     other files of the folder, so that a change there would go unseen. numba has no setting for this: the stamp that its
     index of a function carries is exchanged here. Entries under another stamp are passed over, and overwritten by the
     next ones of their name, as numba does after a change of the file itself; nothing is deleted.
@@ -140,8 +141,8 @@ def _package_cache(function: Any) -> _PackageCache:
     try:
         return _PackageCache(function)
     except RuntimeError:
-        # numba found no folder to write to, as in a container with a read-only file system. What the wheel brought is
-        # read all the same; what is compiled is not kept, since other users might write to a folder that all can find.
+        # numba found no folder to write to, as in a container with a read-only file system. Kernels of the wheel are
+        # read all the same; new ones are not kept, since other users might write to a folder that all can find.
         _CONFIG.CACHE_DIR = _folder_of_this_process()
         return _PackageCache(function)
 

@@ -48,7 +48,7 @@ class Kernel(CPUDispatcher):
         return make_concrete_template(name, key=name, signatures=signatures), signature, kinds, {}
 
     def get_overload(self, sig: Any) -> Any:
-        """Return what numba knows the part by that such a call runs."""
+        """Return numba's descriptor of the part that such a call runs."""
         kinds, _result = normalize_signature(sig)
         return self._parts[tuple(kinds)].fndesc
 
@@ -111,7 +111,7 @@ class _Whole(JITCodeLibrary):
                 self.add_linking_library(more)
 
     def finalize(self) -> None:
-        # LLVM links of numba's own only what is referred to by then.
+        # LLVM links only those parts of numba's own library that are referred to by then.
         self._linking_libraries.sort(key=lambda library: not isinstance(library, _PartLibrary))
         super().finalize()
 

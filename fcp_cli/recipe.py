@@ -1,7 +1,7 @@
 """The recipe of a job: sharding, recomputation, offload and precision, in addition to plan, model and ranks.
 
-A cost profile and a plan record the recipe that they were made for, since it decides memory and times. Options say what
-to use instead, and leave the rest `auto`. Imports nothing heavy: every `fcp` command reads these options.
+A cost profile and a plan record the recipe that they were made for, since it decides memory and times. Options name
+settings to use instead, and leave the rest `auto`. Imports nothing heavy: every `fcp` command reads these options.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _OF_ACCELERATORS: Final = ("bf16", "amp")
 ZeroOption: TypeAlias = Annotated[
     Literal["auto", "0", "1", "2", "3"],
     Opt(
-        "ZeRO stage: 0 none, 1 optimizer, 2 gradients, 3 weights; auto: what fits.",
+        "ZeRO stage: 0 none, 1 optimizer, 2 gradients, 3 weights; auto: chosen to fit.",
         common=True,
         group="memory and precision",
     ),
 ]
 ShardRanksOption: TypeAlias = Annotated[
     int | None,
-    Opt("Ranks that share one copy of what is shared out, as those of a node.", min=1, max=MOST_RANKS, unset="all"),
+    Opt("Ranks that share one copy of the sharded tensors, as those of a node.", min=1, max=MOST_RANKS, unset="all"),
 ]
 ReduceOption: TypeAlias = Annotated[
     Literal["auto", "step", "wave"],
@@ -56,7 +56,7 @@ LossOption: TypeAlias = Annotated[
 ]
 OffloadOption: TypeAlias = Annotated[
     Literal["auto", "none", "activations"],
-    Opt("activations: move what recomputed layers keep to the host's memory; auto: if quicker."),
+    Opt("activations: move the inputs of recomputed layers to host memory; auto: if quicker."),
 ]
 
 
@@ -216,7 +216,7 @@ def check_recipe(recipe: Recipe, *, sync: str) -> None:
         )
     if recipe.offload == "activations" and recipe.recompute == "none":
         raise UsageError(
-            "--offload activations moves what recomputed layers keep, and --recompute is none; add --recompute full"
+            "--offload activations moves the inputs of recomputed layers, and --recompute is none; add --recompute full"
         )
 
 

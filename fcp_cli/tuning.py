@@ -123,6 +123,6 @@ def check_tuning(lora: str | None, freeze: str | None) -> None:
         raise UsageError("--freeze is empty; give patterns of names, as 'visual.*'")
     if lora is not None and freeze is not None:
         raise UsageError(
-            "--freeze and --lora exclude each other: beside adapters every weight is frozen; say with target= where "
-            "adapters go"
+            "--freeze and --lora exclude each other: with adapters every other weight is frozen; say with target= "
+            "where adapters go"
         )

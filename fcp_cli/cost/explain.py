@@ -28,7 +28,7 @@ MEANINGS = {
     "halo_bytes_per_token": "of layers with windows, per token of what travels of them; rings carry the others",
     "halo_message_seconds": "fixed cost of one message of a halo, forward and backward, all layers with windows",
     "last_hop_bytes_per_token": "of alpha3, dK/dV on their way home, hidden by nothing",
-    "last_hop_seconds": "messages of a ring beside its hops",
+    "last_hop_seconds": "messages of a ring in addition to its hops",
     "query_heads": "query heads of a device",
     "key_value_heads": "key/value heads of a device",
     "exchange_bytes_per_token": "queries, outputs and their gradients, where ranks exchange tokens for heads",

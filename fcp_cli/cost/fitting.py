@@ -7,41 +7,32 @@ With A = sum (1 + eta) length^2 / d, T = tokens / d and hops = r - 1 (d - 1 in a
 
 with s = 0 where attention may hide the whole ring, and s = `exposed_ring_share` where that predicts held-out samples
 better. P = patches / d is the vision encoder's work, with pairs of patches as the patches that take as long by the
-prior. Where halos travel in place of rings, A has none of attention in windows: that stands beside the maximum, in
+prior. Where halos travel in place of rings, A has none of attention in windows: that stands outside the maximum, in
 proportion to alpha1 by the prior, with the halos, which go at the ring's bandwidth. Exchanges of ranks that share heads
 are as the prior has them; `heads_fitting` fits these. Bytes and bandwidth only ever appear as their quotient: alpha3 is
 counted from the model, r is fitted, and the bandwidth follows. A non-negative least-squares fit without the maximum
-starts a bounded, robust one with it. What the samples do not determine (a ring that always hides behind attention)
-stays near its prior.
+starts a bounded, robust one with it. Coefficients that the samples do not determine, as of a ring that
+always hides behind attention, stay near their priors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fcp_cli.arrays import FloatArray
-from fcp_cli.cost.model import (
-    Work,
-    causal_work,
-    exchange_seconds,
-    group_seconds,
-    halo_messages,
-    key_copies,
-    overlapped_seconds,
-    reach_tokens,
-    windowed_pairs,
-)
+from fcp_cli.cost import formula
+from fcp_cli.cost.formula import PackParts
+from fcp_cli.cost.model import Work, causal_work, group_seconds, unit_prices, windowed_pairs
 from fcp_cli.cost.profile import EXPOSED_RING, HIDDEN_RING, Bandwidth, Coefficients, CommonGround, CostProfile
 from fcp_cli.errors import ProfileError
 
 # Residuals beyond this relative error count linearly instead of squared: outliers, not the rule.
 OUTLIER_RELATIVE_ERROR = 0.05
-# Weight of "the ring is as its prior says" against one sample; enough to hold what no sample determines.
+# Weight of "the ring is as its prior says" against one sample; enough to hold coefficients that no sample determines.
 PRIOR_WEIGHT = 0.02
 LEAST_SAMPLES = 5
 # An exposed share is fitted where it takes at least this share of the held-out error away: less may be chance.
@@ -60,7 +51,7 @@ class Sample:
         crosses_nodes: whether the group spans nodes.
         heads_degree: ranks of a set that shares heads, inside a node.
         silent: its peers were emulated, so that nothing was communicated.
-        patches: of the pack's images and videos, and what their pairs of patches take, in patches.
+        patches: of the pack's images and videos, and the work of their pairs of patches, in patches.
     """
 
     lengths: tuple[int, ...]
@@ -97,7 +88,7 @@ def fit_profile(samples: Sequence[Sample], prior: CostProfile, *, held_out: Sequ
         held_out: decide whether an exposed share predicts better; without rings among them none is fitted.
 
     Raises:
-        ProfileError: too few samples, or too alike to tell the coefficients apart; the message says what is missing.
+        ProfileError: too few samples, or too alike to tell the coefficients apart; the message says which are missing.
     """
     _require_enough(samples, prior)
     terms = _Terms.of(samples, prior)
@@ -188,7 +179,7 @@ class _Terms:
     """The factors of the coefficients; every array is [samples]."""
 
     attention: FloatArray
-    windows: FloatArray  # of them, what hides no ring: those of layers whose halos travel
+    windows: FloatArray  # the part that hides no ring: of layers whose halos travel
     chunks: FloatArray  # seconds, as the prior knows them, and so are exchanges and messages of halos
     exchanges: FloatArray
     linear: FloatArray
@@ -208,23 +199,25 @@ class _Terms:
         tokens = np.array([sum(s.lengths) for s in samples], dtype=np.float64)
         squares = np.array([_pairs(s.lengths, c) for s in samples], dtype=np.float64)
         crosses = np.array([s.crosses_nodes for s in samples], dtype=np.float64)
-        hops = degree / shared - 1
+        # A fit looks for the seconds in which a token travels: here one of them.
+        prices = unit_prices(prior)._replace(ring=np.ones(2))
+        terms = formula.group_terms(degree, shared, 0, 0, prices)
+        hops = terms.sets - 1
         rings = (hops > 0) & ~np.array([s.silent for s in samples], dtype=bool)
-        place: dict[str, Any] = {"tokens": tokens, "degree": degree, "heads_degree": shared, "sets_cross_nodes": False}
-        exchanges: FloatArray = np.zeros_like(degree) if prior.heads is None else exchange_seconds(prior, **place)
+        exchanges: FloatArray = terms.exchange * tokens + terms.messages
         windowed: FloatArray = np.zeros_like(degree)
         halo: FloatArray = np.zeros_like(degree)
         work, unit = _work_of(samples, c).windows, _ring_unit(c)
         if work is not None:
             windowed = work.seconds / (c.attention_seconds_per_token2 or c.window_seconds_per_token2)
-            messages = halo_messages(hops + 1, work.shortest_tokens, reach_tokens(c))
+            messages = formula.halo_messages(terms.sets, work.shortest_tokens, prices.reach)
             exchanges = exchanges + rings * c.halo_message_seconds * messages
             halo = c.halo_bytes_per_token / unit * work.halo_tokens.astype(np.float64)
-        moved = rings * key_copies(prior, shared) * hops / degree
+        moved = rings * terms.ring
         return cls(
             attention=squares / degree,
             windows=windowed / degree,
-            chunks=c.chunk_seconds_per_token * tokens * hops / degree,
+            chunks=terms.chunk * tokens,
             exchanges=exchanges,
             linear=tokens / degree,
             patches=np.array([s.patches for s in samples], dtype=np.float64) / degree,
@@ -250,16 +243,17 @@ class _Terms:
         columns = self.columns
         at = columns.shape[1]
         attention = parameters[0] * (self.attention - self.windows) + self.chunks
-        beside = parameters[0] * self.windows + self.exchanges
+        unhidden = parameters[0] * self.windows + self.exchanges
         ring, share = np.zeros_like(attention), 0.0
         if tiers:
             ring += parameters[at] * self.hops
         for position, name in enumerate(tiers, start=at + 1):
             ring += parameters[position] * self.ring * self.tier(name)
-            beside += parameters[position] * self.halo * self.tier(name)
+            unhidden += parameters[position] * self.halo * self.tier(name)
         if len(parameters) > at + 1 + len(tiers):
             share = parameters[-1]
-        return overlapped_seconds(columns[:, 1:] @ parameters[1:at] + beside, attention, ring, share)
+        parts = PackParts(columns[:, 1:] @ parameters[1:at] + unhidden, attention, ring - share * ring, share * ring)
+        return np.asarray(formula.overlapped_seconds(parts))
 
 
 def _ring_unit(c: Coefficients) -> float:
@@ -268,7 +262,7 @@ def _ring_unit(c: Coefficients) -> float:
 
 
 def _pairs(lengths: Sequence[int], prior: Coefficients) -> float:
-    """Return twice the pairs of tokens of a pack; those within windows count by what the prior makes of them."""
+    """Return twice the pairs of tokens of a pack; those within windows count by their price in the prior."""
     full, windowed = prior.attention_seconds_per_token2, prior.window_seconds_per_token2
     squares = sum(length * length for length in lengths)
     if not windowed:

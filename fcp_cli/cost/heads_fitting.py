@@ -1,11 +1,11 @@
-"""Fits what ranks that share heads take: messages, and the share of a ring's bandwidth that exchanges reach.
+"""Fits the prices of sharing heads: messages, and the share of a ring's bandwidth that exchanges reach.
 
 A sample of a group of u x r ranks reads, with everything else known,
 
     seconds = rest + x bytes / bandwidth + exchange_seconds (u - 1),   bandwidth_share = 1 / x
 
-Bytes are counted from the model. What the samples do not determine stays near its prior: a ring's bandwidth, and
-messages as they were timed.
+Bytes are counted from the model. Coefficients that the samples do not determine stay near their
+priors: a ring's bandwidth, and messages as they were timed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from fcp_cli.cost.fitting import Fit, Sample, fit_profile, predicted_seconds, ro
 from fcp_cli.cost.profile import CostProfile, Heads
 from fcp_cli.errors import ProfileError
 
-_LEAST = 1e-3  # of what is fitted, in priors
+_LEAST = 1e-3  # of fitted values, in priors
 _LEAST_SECONDS = 1e-6  # of messages that nobody timed, to begin with
-# Against one sample: messages of ranks that share cores take ten times what they take alone.
+# Against one sample: messages of ranks that share cores take ten times as long as alone.
 _PRIOR_WEIGHT = 0.002
 
 
 def fit_groups(samples: Sequence[Sample], prior: CostProfile, *, held_out: Sequence[Sample] = ()) -> Fit:
-    """Do what `fit_profile` does for samples of which some share heads: fit the rings, then exchanges.
+    """Fit samples of which some share heads: the rings as `fit_profile` does, then exchanges.
 
     Where rings alone are too few, all samples are fitted with exchanges as the prior has them.
 

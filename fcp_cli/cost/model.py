@@ -9,22 +9,22 @@ exchange  = (q + c k) * tokens / d * (u - 1) / u / (share bandwidth) + exchange_
 T         = microbatch_seconds + linear + max(attention, ring - exposed) + exposed + exchange
 
 Of a sequence of L tokens, pairs = L^2 - max(L - w, 0)^2 lie within windows of w tokens, in the units of alpha1.
-Where the profile has halo_bytes_per_token b, rings carry the other layers alone, and these take beside all that
+Where the profile has halo_bytes_per_token b, rings carry the other layers alone, and these add
 
 windows   = sum_k (1 + eta_k) alphaw pairs_k / d
 halos     = 0 if r = 1 else b c * sum_k min(length_k, 2 (w - 1)) * (r - 1)/d / bandwidth + halo_message_seconds * m
 m         = min(2 R, r + 1),     R = ceil(2 r (w - 1) / the least length)
 
 since of a sequence, members of a ring get 2 (r - 1)/r (w - 1) rows on the mean where its chunks, 1 / (2 r) of it, are
-as long as that, and nobody more than in a ring; what is further away than a chunk comes in R rounds of two messages, of
-which no member sees more than r + 1. No kernel of other layers runs meanwhile, and what those with windows could hide
-of it is little where it is long: nothing hides halos.
+as long as that, and nobody more than in a ring; rows further away than a chunk come in R rounds of two messages, of
+which no member sees more than r + 1. No kernel of other layers runs meanwhile, and those with windows could
+hide little of a long one: nothing hides halos.
 
 The degree is d = u r: sets of u ranks split the heads, and r sets form a ring. q and k are the exchange's bytes per
 token of queries and of keys, c = max(1, u / key_value_heads): where the set has more ranks than there are key/value
 heads, some hold the same. With s = 0, its default, attention may hide the whole ring but its last hop; with s = 1 it
 hides nothing; nothing hides exchanges. A rank runs r - 1 kernels more over the tokens / d of its share of the heads, on
-shorter chunks, and adds up what they return: hence the second term of attention.
+shorter chunks, and adds up their results: hence the second term of attention.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.cost.profile import Coefficients, CostProfile, Heads
+from fcp_cli.cost import formula
+from fcp_cli.cost.formula import GroupTerms, PackParts, UnitPrices
+from fcp_cli.cost.profile import Coefficients, CostProfile
 from fcp_cli.manifest.table import LengthTable
 
 Index: TypeAlias = IntArray | int | slice | tuple[slice | EllipsisType | None, ...]
@@ -46,7 +48,7 @@ Index: TypeAlias = IntArray | int | slice | tuple[slice | EllipsisType | None, .
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowWork:
-    """What sequences (or packs) take in layers with windows, before any division by the degree.
+    """Work of sequences (or packs) in layers with windows, before any division by the degree.
 
     Attributes:
         seconds: [n] alphaw (1 + eta) pairs: attention.
@@ -85,7 +87,7 @@ class Work:
 
     @property
     def unhidden_seconds(self) -> FloatArray:
-        """What hides no ring: the linear seconds, and attention in windows whose halos travel."""
+        """Seconds that hide no ring: the linear ones, and attention in windows whose halos travel."""
         return self.linear_seconds if self.windows is None else self.linear_seconds + self.windows.seconds
 
     @property
@@ -170,7 +172,7 @@ def window_work(length_tokens: IntArray, coefficients: Coefficients) -> WindowWo
 
 
 def token_in_window_seconds(coefficients: Coefficients) -> float:
-    """Return what one more token of a causal sequence takes in windows, all of them full."""
+    """Return the seconds of one more token of a causal sequence in windows, all of them full."""
     return 2.0 * coefficients.window_seconds_per_token2 * coefficients.window_tokens
 
 
@@ -212,166 +214,83 @@ def encoder_seconds(work: Work, profile: CostProfile) -> FloatArray:
     return np.maximum(work.linear_seconds - profile.coefficients.linear_seconds_per_token * work.tokens, 0.0)
 
 
-def group_seconds(
+def unit_prices(profile: CostProfile) -> UnitPrices:
+    """Return the coefficients of a profile as the formula takes them: bytes divided by the bandwidths."""
+    c, heads = profile.coefficients, profile.heads
+    bandwidth = np.array([profile.bandwidth.intra_node, profile.bandwidth.inter_node])
+    exchange = key_value_exchange = np.zeros(2)
+    if heads is not None:
+        exchange = heads.exchange_bytes_per_token / (bandwidth * heads.bandwidth_share)
+        key_value_exchange = heads.key_value_exchange_bytes_per_token / (bandwidth * heads.bandwidth_share)
+    return UnitPrices(
+        beta=c.microbatch_seconds,
+        exposed=c.exposed_ring_share,
+        chunk=c.chunk_seconds_per_token,
+        ring=c.ring_bytes_per_token / bandwidth,
+        hop=c.ring_hop_seconds,
+        home=c.last_hop_bytes_per_token / bandwidth,
+        home_hop=c.last_hop_seconds,
+        reach=reach_tokens(c) if c.halo_bytes_per_token else 0,
+        halo=c.halo_bytes_per_token / bandwidth,
+        halo_message=c.halo_message_seconds,
+        key_value_heads=np.inf if heads is None else float(heads.key_value_heads),
+        exchange=exchange,
+        key_value_exchange=key_value_exchange,
+        exchange_message=0.0 if heads is None else heads.exchange_seconds,
+    )
+
+
+def group_terms(
     profile: CostProfile,
-    work: Work,
     *,
     degree: npt.ArrayLike,
     crosses_nodes: npt.ArrayLike,
     heads_degree: npt.ArrayLike = 1,
     sets_cross_nodes: npt.ArrayLike = False,
-) -> FloatArray:
+) -> GroupTerms:
+    """Return `formula.group_terms` of groups; all arguments broadcast.
+
+    Args:
+        profile: coefficients and bandwidths.
+        degree: ranks of the group, >= 1.
+        crosses_nodes: whether the group's ranks lie on more than one node.
+        heads_degree: ranks of a set that splits the heads; it divides the degree, and is 1 without `profile.heads`.
+        sets_cross_nodes: whether a set's ranks lie on more than one node.
+    """
+    return formula.group_terms(
+        np.asarray(degree, dtype=np.float64),
+        np.asarray(heads_degree, dtype=np.float64),
+        np.asarray(crosses_nodes, dtype=np.int64),
+        np.asarray(sets_cross_nodes, dtype=np.int64),
+        unit_prices(profile),
+    )
+
+
+def pack_parts(profile: CostProfile, work: Work, *, degree: npt.ArrayLike, **place: npt.ArrayLike) -> PackParts:
+    """Return the parts of the seconds of packs on groups, halos aside; the arguments are those of `group_seconds`."""
+    d = np.asarray(degree, dtype=np.float64)
+    terms = group_terms(profile, degree=d, **place)
+    attention, linear = work.attention_seconds, work.unhidden_seconds
+    return formula.pack_parts(attention, linear, work.tokens, d, terms, unit_prices(profile))
+
+
+def group_seconds(profile: CostProfile, work: Work, *, degree: npt.ArrayLike, **place: npt.ArrayLike) -> FloatArray:
     """Predict the seconds of packs on groups; all arguments broadcast.
 
     Args:
         profile: coefficients and bandwidths.
         work: of the packs, on one rank.
         degree: ranks of the group, >= 1.
-        crosses_nodes: whether the group's ranks lie on more than one node.
-        heads_degree: ranks of a set that splits the heads; it divides the degree, and is 1 without `profile.heads`.
-        sets_cross_nodes: whether a set's ranks lie on more than one node.
-
-    The order of the operations here and in what it calls is part of the definition: the planner's kernels repeat it bit
-    by bit, and plan hashes depend on the last bit.
+        place: `crosses_nodes`, `heads_degree` and `sets_cross_nodes`; see `group_terms`.
     """
-    c = profile.coefficients
-    d, tokens = np.asarray(degree, dtype=np.float64), work.tokens
-    attention = attention_part(
-        profile, attention_seconds=work.attention_seconds, tokens=tokens, degree=d, heads_degree=heads_degree
-    )
-    place = {"tokens": tokens, "degree": d, "crosses_nodes": crosses_nodes, "heads_degree": heads_degree}
-    ring, home = ring_seconds(profile, **place), last_hop_seconds(profile, **place)
-    other = c.microbatch_seconds + work.unhidden_seconds / d
-    seconds = overlapped_seconds(other, attention, ring, c.exposed_ring_share, home)
-    if profile.heads is not None:
-        seconds = seconds + exchange_seconds(
-            profile, tokens=tokens, degree=d, heads_degree=heads_degree, sets_cross_nodes=sets_cross_nodes
-        )
+    seconds = formula.overlapped_seconds(pack_parts(profile, work, degree=degree, **place))
     if work.windows is not None:
-        seconds = seconds + halo_seconds(
-            profile, work.windows, degree=d, crosses_nodes=crosses_nodes, heads_degree=heads_degree
-        )
-    return seconds
+        seconds = seconds + halo_seconds(profile, work.windows, group_terms(profile, degree=degree, **place))
+    return np.asarray(seconds, dtype=np.float64)
 
 
-def halo_seconds(
-    profile: CostProfile,
-    windows: WindowWork,
-    *,
-    degree: npt.ArrayLike,
-    crosses_nodes: npt.ArrayLike,
-    heads_degree: npt.ArrayLike = 1,
-) -> FloatArray:
-    """Predict the seconds in which halos of packs travel; 0 without a ring. All arguments broadcast."""
-    c, d = profile.coefficients, np.asarray(degree, dtype=np.float64)
-    sets = d / np.asarray(heads_degree)
-    moved = key_copies(profile, heads_degree) * windows.halo_tokens
-    travelling = c.halo_bytes_per_token * moved * (sets - 1.0) / d / _bandwidth(profile, crosses_nodes)
-    messages = halo_messages(sets, windows.shortest_tokens, reach_tokens(c))
-    return np.asarray(travelling + c.halo_message_seconds * messages)
-
-
-def halo_messages(sets: npt.ArrayLike, shortest_tokens: npt.ArrayLike, reach: int) -> FloatArray:
-    """Return how many messages a halo takes: rounds up the ring, and down it, until all rows have come.
-
-    Args:
-        sets: members of the ring.
-        shortest_tokens: of the pack's sequences.
-        reach: rows before its own that a token looks back at.
-    """
-    r = np.asarray(sets, dtype=np.float64)
-    rounds = np.ceil(2.0 * r * reach / np.asarray(shortest_tokens))
-    return np.where(r > 1.0, np.minimum(2.0 * rounds, r + 1.0), 0.0)
-
-
-def attention_part(
-    profile: CostProfile,
-    *,
-    attention_seconds: npt.ArrayLike,
-    tokens: npt.ArrayLike,
-    degree: npt.ArrayLike,
-    heads_degree: npt.ArrayLike = 1,
-) -> FloatArray:
-    """Predict what attention takes of a pack on each rank of its group, chunks included. All arguments broadcast."""
-    d = np.asarray(degree, dtype=np.float64)
-    hops = d / np.asarray(heads_degree) - 1.0
-    chunks = profile.coefficients.chunk_seconds_per_token * np.asarray(tokens) * hops / d
-    return np.asarray(np.asarray(attention_seconds) / d + chunks)
-
-
-def overlapped_seconds(
-    other: FloatArray,
-    attention: FloatArray,
-    ring: FloatArray,
-    exposed_ring_share: float,
-    last_hop: FloatArray | float = 0.0,
-) -> FloatArray:
-    """Add a ring to computation: attention hides all of it but the exposed share and the last hop, nothing else any."""
-    exposed = exposed_ring_share * (ring - last_hop) + last_hop
-    return np.asarray(other + np.maximum(attention, ring - exposed) + exposed, dtype=np.float64)
-
-
-def ring_seconds(
-    profile: CostProfile,
-    *,
-    tokens: npt.ArrayLike,
-    degree: npt.ArrayLike,
-    crosses_nodes: npt.ArrayLike,
-    heads_degree: npt.ArrayLike = 1,
-) -> FloatArray:
-    """Predict the seconds of a pack's ring, hidden or not; 0 without a ring. All arguments broadcast."""
-    c = profile.coefficients
-    d = np.asarray(degree, dtype=np.float64)
-    hops = d / np.asarray(heads_degree) - 1.0
-    moved = key_copies(profile, heads_degree) * np.asarray(tokens)
-    ring = c.ring_bytes_per_token * moved * hops / d / _bandwidth(profile, crosses_nodes) + c.ring_hop_seconds * hops
-    return np.asarray(ring + np.where(hops > 0, c.last_hop_seconds, 0.0))
-
-
-def last_hop_seconds(
-    profile: CostProfile,
-    *,
-    tokens: npt.ArrayLike,
-    degree: npt.ArrayLike,
-    crosses_nodes: npt.ArrayLike,
-    heads_degree: npt.ArrayLike = 1,
-) -> FloatArray:
-    """Predict the part of `ring_seconds` in which gradients travel home, with no kernel beside it. All broadcast."""
-    c = profile.coefficients
-    d = np.asarray(degree, dtype=np.float64)
-    moved = key_copies(profile, heads_degree) * np.asarray(tokens)
-    home = c.last_hop_bytes_per_token * moved / d / _bandwidth(profile, crosses_nodes) + c.last_hop_seconds
-    return np.where(d > np.asarray(heads_degree), home, 0.0)
-
-
-def exchange_seconds(
-    profile: CostProfile,
-    *,
-    tokens: npt.ArrayLike,
-    degree: npt.ArrayLike,
-    heads_degree: npt.ArrayLike,
-    sets_cross_nodes: npt.ArrayLike,
-) -> FloatArray:
-    """Predict the seconds in which the ranks of each set exchange tokens for heads, and back. Arguments broadcast."""
-    assert profile.heads is not None, "a profile without the block `heads` knows rings alone"
-    bandwidth = _bandwidth(profile, sets_cross_nodes) * profile.heads.bandwidth_share
-    u = np.asarray(heads_degree, dtype=np.float64)
-    size = exchanged_bytes_per_token(profile.heads, u)
-    return np.asarray(size * np.asarray(tokens) / degree / bandwidth + profile.heads.exchange_seconds * (u - 1.0))
-
-
-def exchanged_bytes_per_token(heads: Heads, heads_degree: npt.ArrayLike) -> FloatArray:
-    """Return what a rank sends per token that it holds where so many ranks share the heads."""
-    u = np.asarray(heads_degree, dtype=np.float64)
-    key_value = np.maximum(1.0, u / heads.key_value_heads) * heads.key_value_exchange_bytes_per_token
-    return np.asarray((heads.exchange_bytes_per_token + key_value) * (u - 1.0) / u)
-
-
-def _bandwidth(profile: CostProfile, crosses_nodes: npt.ArrayLike) -> FloatArray:
-    return np.where(crosses_nodes, profile.bandwidth.inter_node, profile.bandwidth.intra_node)
-
-
-def key_copies(profile: CostProfile, heads_degree: npt.ArrayLike) -> FloatArray:
-    """Return how many ranks of a set hold the same key/value head."""
-    key_value_heads = np.inf if profile.heads is None else profile.heads.key_value_heads
-    return np.maximum(1.0, np.asarray(heads_degree, dtype=np.float64) / key_value_heads)
+def halo_seconds(profile: CostProfile, windows: WindowWork, terms: GroupTerms) -> FloatArray:
+    """Predict the seconds in which halos of packs travel on groups of these terms; 0 without a ring."""
+    prices = unit_prices(profile)
+    messages = formula.halo_messages(terms.sets, windows.shortest_tokens, prices.reach)
+    return np.asarray(formula.halo_seconds(windows.halo_tokens, messages, terms, prices))

@@ -2,10 +2,10 @@
 
 Two keys are optional and come together: the coefficient `exposed_ring_share`, and the block `common_ground` with the
 fit of the same samples without it, for whatever compares strategies. Optional, too, are the coefficients of chunks, of
-a ring's last hop, of layers with windows and of their halos, the block `step` with what a step takes beside its micro-
-batches, the block `heads`, without which groups are rings, the block `recipe`, which times and memory are of, `sync`,
-which its memory is of, `phase`, which its times are of where it is not training, and `attention_kernels`, a measured
-table of the device's kernels. A reader refuses every key that it does not know.
+a ring's last hop, of layers with windows and of their halos, the block `step` with the seconds of a step outside its
+micro-batches, the block `heads`, without which groups are rings, the block `recipe`, which times and memory are of,
+`sync`, which its memory is of, `phase`, which its times are of where it is not training, and `attention_kernels`, a
+measured table of the device's kernels. A reader refuses every key that it does not know.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class StepTerms:
     """Seconds of a step outside its micro-batches; 0 without it.
 
     Attributes:
-        wave_floor_seconds: least seconds of a wave under `sync: microbatch`: what ZeRO-3 gathers and scatters for it,
+        wave_floor_seconds: least seconds of a wave under `sync: microbatch`: those of ZeRO-3's gathers and scatters,
             hidden behind computation where that takes longer.
         tail_seconds: gradients summed over ranks once the last micro-batch has ended; waves with a floor sum them
             themselves.
@@ -195,6 +195,11 @@ class CostProfile:
         return found if isinstance(found, int) and found > 0 else 1
 
     @property
+    def prices_vision(self) -> bool:
+        """Whether the work of a vision encoder has a price."""
+        return bool(self.coefficients.vision_seconds_per_patch or self.coefficients.vision_seconds_per_patch2)
+
+    @property
     def attention_kernel(self) -> KernelName | None:
         """Attention kernel that the times are of, or None if unknown."""
         if self.attention_kernels is not None and self.attention_kernels.kernel is not None:
@@ -263,7 +268,7 @@ def load_cost_profile(path: Path) -> CostProfile:
         raise ProfileError(mistaken)
     if not path.exists():
         raise ProfileError(f"there is no cost profile {path}; make one with 'fcp profile -o {path}'")
-    return parse_cost_profile(read_text(path, error=ProfileError, what="the cost profile "), name=str(path))
+    return parse_cost_profile(read_text(path, error=ProfileError, label="the cost profile "), name=str(path))
 
 
 def parse_cost_profile(text: str, *, name: str) -> CostProfile:

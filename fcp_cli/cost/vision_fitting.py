@@ -1,8 +1,8 @@
-"""Fits what a vision encoder costs to measured calls of it, on relative error and robust to outliers.
+"""Fits the cost of a vision encoder to measured calls of it, on relative error and robust to outliers.
 
     seconds = beta + a * sum over parts of patches + b * sum over parts of patches^2
 
-A part is what the encoder attends within: an image, a pair of frames, a tile. beta is what a call costs whatever it is
+The encoder attends within a part: an image, a pair of frames, a tile. beta is the cost of a call whatever it is
 given, which every micro-batch of a vision model pays once.
 """
 

@@ -232,8 +232,8 @@ def state_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> tuple
 def ring_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
     """Return the bytes per token of the ring's buffers: two for keys and values, two for their fp32 gradients.
 
-    Layers with windows take as many beside their halos, which are short where a rank holds much: the rows of their one
-    call, its gradients, and the sums of these in fp32.
+    Layers with windows take as many in addition to their halos, which are short where a rank holds much: the rows of
+    their one call, its gradients, and the sums of these in fp32.
     """
     return 0 if kind.keeps_state else 2 * (spec.key_size + spec.value_size) * (precision.activation + 4)
 
@@ -271,7 +271,7 @@ def chunked_loss_bytes(spec: ModelSpec, precision: Precision) -> tuple[float, fl
     """Return the bytes per token of the chunked loss, those of its logits, and the most that its logits take.
 
     The gradient of the hidden states is summed in fp32. A block of logits exists in fp32, and for a moment in the type
-    of the product beside it.
+    of the product next to it.
     """
     t, wide = precision.activation, precision.loss
     both = wide + (t if t != wide else 0)

@@ -96,9 +96,9 @@ class Place(JobRanks):
     """The ranks of a job, and the memory of their devices.
 
     Attributes:
-        capacity_bytes: of a device, less what is left to allocator and back ends.
+        capacity_bytes: of a device, less the share of allocator and back ends.
         on_cpu: the ranks run on hosts.
-        measured_bytes_per_token: what a token takes, where that was measured; None: by the memory model.
+        measured_bytes_per_token: of a token, if measured; None: by the memory model.
     """
 
     capacity_bytes: float
@@ -111,7 +111,7 @@ class Place(JobRanks):
         return min(most, self.num_ranks - 1)
 
     def memory(self, spec: ModelSpec, recipe: Recipe, sync: Sync) -> RankMemory:
-        """Return what a rank holds here."""
+        """Return the memory of a rank."""
         return rank_memory(
             spec,
             recipe,
@@ -124,7 +124,7 @@ class Place(JobRanks):
         )
 
     def _bytes_per_token(self, memory: RankMemory, spec: ModelSpec, recipe: Recipe, sync: Sync) -> float:
-        """Return what a token takes by a rank's memory, or as measured, with what sharing heads adds to rings."""
+        """Return the bytes of a token by the memory model, or as measured, plus those that sharing heads adds."""
         slope = memory.as_profile_memory(self.capacity_bytes).bytes_per_token
         if not self.measured_bytes_per_token:
             return slope
@@ -132,7 +132,7 @@ class Place(JobRanks):
         return self.measured_bytes_per_token + max(0.0, slope - ring.bytes_per_token)
 
     def fit(self, spec: ModelSpec, recipe: Recipe, sync: Sync, *, wanted_tokens: int = LEAST_TOKENS) -> FittedRecipe:
-        """Return what a recipe leaves here."""
+        """Return the room that a recipe leaves."""
         memory = self.memory(spec, recipe, sync)
         tokens, per_token = memory.tokens(self.capacity_bytes), self._bytes_per_token(memory, spec, recipe, sync)
         if self.measured_bytes_per_token:
@@ -152,7 +152,7 @@ class Place(JobRanks):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FittedRecipe:
-    """A recipe with what it leaves.
+    """A recipe with the room that it leaves.
 
     Attributes:
         recipe, sync: chosen, or as they were asked for.
@@ -174,7 +174,7 @@ class FittedRecipe:
         return self.tokens >= self.wanted_tokens
 
     def in_forward(self, place: Place) -> FittedRecipe:
-        """Return what the same leaves where nothing but forward passes runs."""
+        """Return the room under the same recipe if only forward passes run."""
         memory = self.memory.in_forward()
         per_token = memory.as_profile_memory(place.capacity_bytes).bytes_per_token
         return replace(self, memory=memory, tokens=memory.tokens(place.capacity_bytes), bytes_per_token=per_token)
@@ -186,7 +186,7 @@ class FittedRecipe:
 
     @property
     def roominess(self) -> tuple[int, float]:
-        """Return what orders recipes by the room that they leave, also where none leaves any."""
+        """Return the sort key of recipes by the room that they leave, also where none leaves any."""
         return self.tokens, -self.memory.total_bytes(self.wanted_tokens)
 
     def flags(self) -> list[str]:
@@ -211,13 +211,13 @@ def fitting_recipe(
 
     Args:
         spec: the model.
-        request: what was asked for; only what it leaves open is chosen.
+        request: settings that were given; only open ones are chosen.
         place: ranks and devices.
         sync: of the plan; None: chosen, too.
         wanted_tokens: that a rank is to hold.
 
     Raises:
-        UsageError: what was asked for contradicts itself.
+        UsageError: the given settings contradict each other.
     """
     check_trained(spec, request.applied_to(Recipe()))
     best: FittedRecipe | None = None
@@ -241,8 +241,8 @@ def all_fits(spec: ModelSpec, request: RecipeRequest, place: Place, *, sync: Syn
     """
     found: dict[tuple[Recipe, Sync], FittedRecipe] = {}
     for recipe, its_sync in _candidates(request, place, sync, extents=_extents(place)):
-        beside = found.get((replace(recipe, offload="none"), its_sync))
-        if beside is None or not beside.is_enough:
+        resident = found.get((replace(recipe, offload="none"), its_sync))
+        if resident is None or not resident.is_enough:
             found[recipe, its_sync] = place.fit(spec, recipe, its_sync)
     return list(found.values())
 
@@ -289,7 +289,7 @@ def _candidates(
 
 
 def _cost(recipe: Recipe, sync: Sync, place: Place) -> tuple[int, ...]:
-    """Return what of two recipes makes one the dearer, most important first."""
+    """Return the sort key of recipes by their price, most important first."""
     gathers_from_afar = recipe.zero_stage == 3 and recipe.shards(place.num_ranks) > place.ranks_per_node
     return (
         _OFFLOADS.index(recipe.offload),
@@ -319,9 +319,9 @@ def _shardings(
 
 
 def _stages(place: Place, sync: Sync) -> tuple[ZeroStage, ...]:
-    """Return the ZeRO stages to try, by what they send in a step.
+    """Return the ZeRO stages to try, by the bytes that they send in a step.
 
-    Stage 2 sends less than 0 and 1: it sums gradients to the ranks that own them, and gathers bf16 weights. It is what
+    Stage 2 sends less than 0 and 1: it sums gradients to the ranks that own them, and gathers bf16 weights, as
     FSDP2 does; ranks of several devices run Megatron, which shards its optimizer alone.
     """
     if place.tensor_parallel * place.pipeline_parallel > 1:
@@ -344,7 +344,7 @@ def _is_possible(recipe: Recipe, sync: Sync) -> bool:
 
 
 def _contradiction(request: RecipeRequest, sync: Sync | None) -> UsageError:
-    """Return the reason why nothing of what was asked for goes together."""
+    """Return the reason why the given settings contradict each other."""
     recipe = request.applied_to(Recipe(zero_stage=2))
     try:
         check_recipe(recipe, sync=sync or "iteration")

@@ -176,7 +176,12 @@ def _active_weights(spec: ModelSpec, sizes: Mapping[str, int]) -> int:
 
 
 def _adapters(spec: ModelSpec, lora: Lora, *, with_vision: bool) -> Trained:
-    layers = {kind: _adapter_parameters(_linear_ends(spec.matrices(kind)), lora) for kind in spec.kinds}
+    layers = {
+        kind: _adapter_parameters(
+            {name: matrix.ends for name, matrix in spec.matrices(kind).items() if matrix.is_linear}, lora
+        )
+        for kind in spec.kinds
+    }
     root = 0
     if spec.vision is not None and with_vision:
         root += spec.vision.depth * _adapter_parameters(_vision_projections(spec.vision), lora)
@@ -190,11 +195,6 @@ def _adapter_parameters(matrices: Mapping[str, tuple[int, int]], lora: Lora) -> 
         ends for name, ends in matrices.items() if lora.targets == (ALL_LINEAR,) or name.split(".")[-1] in lora.targets
     ]
     return lora.rank * sum(map(sum, wanted))
-
-
-def _linear_ends(matrices: Mapping[str, Matrix]) -> dict[str, tuple[int, int]]:
-    """Return the ends of each matrix that is a linear layer."""
-    return {name: matrix.ends for name, matrix in matrices.items() if matrix.is_linear}
 
 
 def _vision_projections(vision: VisionSpec) -> dict[str, tuple[int, int]]:

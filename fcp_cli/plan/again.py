@@ -31,7 +31,7 @@ def plan_again(
     Args:
         metadata: of the plan.
         plan: its file, which the command does not replace.
-        ranks: other ranks than the plan's; what a node or a rank holds is then worked out anew.
+        ranks: other ranks than the plan's; ranks per node and token budget are then worked out anew.
         model: another model than the cost profile's; its recipe is then worked out anew.
         recipe: another recipe than the plan's.
         changes: words for further options that differ; an option in them replaces the plan's.

@@ -209,7 +209,7 @@ def _check_starts(
 ) -> Iterator[BrokenRule]:
     """Check starts and makespan against ranks, sync and pipelines.
 
-    An encoder makes a pipeline's first stage longer, by what the manifest alone `knows`.
+    An encoder makes a pipeline's first stage longer, by seconds that only the manifest `knows`.
     """
     times = priced_times(
         metadata, prices, profile.step, wave=step.wave, rank_offsets=step.rank_offsets, ranks=step.ranks
@@ -246,7 +246,7 @@ class _Coverage:
         self._steps = metadata.first_step
 
     def begin(self) -> Iterator[BrokenRule]:
-        """Check that a plan that continues a run counts as trained what the epoch's steps before it had."""
+        """Check that a plan that continues a run counts as trained the sequences of the epoch's steps before it."""
         if not self._metadata.has_equal_batches:
             return
         trained = int(self._seen.sum())

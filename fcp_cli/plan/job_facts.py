@@ -13,13 +13,16 @@ from fcp_cli.validation import Count, NonNegativeCount
 
 PLANNING_VARIABLE: Final = "FCP_PLANNING"
 """Names the file of a `PlanningWish` in a job without a plan, which its training loop has made at FCP_PLAN."""
-PLANNED_BY_ITSELF: Final = "transformers' Trainer and TRL's SFTTrainer and DPOTrainer"
+PLANNED_BY_ITSELF: Final = (
+    "transformers' Trainer, TRL's SFTTrainer and DPOTrainer, Lightning's Trainer, and loops around accelerate and "
+    "DeepSpeed's engines"
+)
 """Loops whose data and settings fcp reads when training begins."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanningWish:
-    """What was typed for the plan of a job that starts without one.
+    """Options typed for the plan of a job that starts without one.
 
     Attributes:
         model: shipped name or description in place of the loop's own model.
@@ -39,6 +42,7 @@ class JobFacts:
         device: kind of device that the ranks run on.
         rows_per_pass: rows of a rank's forward in the loop without a plan, which pads them to the longest.
         global_batch_size: rows of an optimizer step, over all ranks.
+        epochs: passes over the data; None: only the loop knows, and is planned for until it ends.
         steps: where training stops; None: after the epochs.
         recipe: settings of a `RecipeRequest`.
         config: of the model, as its config.json has it.
@@ -50,7 +54,7 @@ class JobFacts:
     ranks_per_node: Count
     rows_per_pass: Count
     global_batch_size: Count
-    epochs: Count
+    epochs: Count | None
     steps: Count | None
     seed: NonNegativeCount
     shuffle: bool

@@ -72,7 +72,7 @@ def step_times(
     """
     closing = terms.closing_seconds(sync)
     if sync == "microbatch":
-        first = _first_of_waves(wave)
+        first = np.flatnonzero(np.concatenate(([True], wave[1:] != wave[:-1])))  # row 0 begins a wave, too
         lasts = wave_seconds(first, seconds, terms, encoder_seconds)
         ends = np.cumsum(lasts)
         start = np.repeat(np.concatenate(([0.0], ends[:-1])), np.diff(first, append=len(wave)))
@@ -111,10 +111,6 @@ def wave_seconds(
     else:
         slowest = np.maximum.reduceat(seconds, first)
     return np.asarray(np.maximum(slowest, terms.floor_seconds("microbatch")))
-
-
-def _first_of_waves(wave: Int32Array) -> IntArray:
-    return np.flatnonzero(np.concatenate(([True], wave[1:] != wave[:-1])))  # row 0 begins a wave, too
 
 
 def list_schedule(rank_offsets: IntArray, ranks: Int32Array, seconds: FloatArray, num_ranks: int) -> FloatArray:

@@ -73,7 +73,7 @@ def step_bound_seconds(batch: Batch, problem: Problem) -> float:
     work = batch.encoder_seconds
     shared = 0.0 if work is None or shares is None else float(work.sum()) / shares.ranks
     ahead = shares is not None and shares.runs_ahead
-    return max(lower_bound_seconds(batch.work, problem, beside=0.0 if ahead else shared), shared)
+    return max(lower_bound_seconds(batch.work, problem, extra_seconds=0.0 if ahead else shared), shared)
 
 
 def check_assignment(assignment: Assignment, batch: Batch, problem: Problem) -> None:

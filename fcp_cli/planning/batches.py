@@ -26,6 +26,9 @@ from fcp_cli.words import counted
 LastBatch = Literal["keep", "drop"]
 OverlongPolicy = Literal["error", "drop", "truncate"]
 _ROWS_NAMED = 5  # overlong rows that the error message names
+# Of a sample that a command plans in addition to its plan: a fraction of a second, and counted instead of timed so that
+# no answer depends on the machine's speed.
+_SAMPLED_STEPS, _SAMPLED_SEQUENCES = 4, 2048
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +138,8 @@ class GlobalBatches:
         if not self.settings.shuffle:
             return self.rows
         if self._epoch is None or self._epoch[0] != epoch:
-            self._epoch = (epoch, _generator(self.settings.seed, epoch).permutation(self.rows))
+            generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.settings.seed, epoch])))
+            self._epoch = (epoch, generator.permutation(self.rows))
         return self._epoch[1]
 
 
@@ -150,10 +154,6 @@ def batch_of(sequences: LengthTable, problem: Problem, *, step: int = 0) -> Batc
         encoder_seconds=batch_encoder_seconds(sequences, problem),
         seed=0,
     )
-
-
-def _generator(seed: int, epoch: int) -> np.random.Generator:
-    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
 
 
 def step_seed(seed: int, step: int) -> int:
@@ -228,3 +228,8 @@ def spread_steps(steps: int, most: int, *, phase: float = 0.0) -> list[int]:
     """Return at most `most` of a plan's steps, evenly spaced; a phase of 0.5 gives those between."""
     count = min(steps, most)
     return [int((k + phase) * steps / count) for k in range(count)]
+
+
+def sampled_steps(steps: int, global_batch_size: int) -> list[int]:
+    """Return a few of a plan's steps, evenly spaced, to plan again; none if a single one takes too long."""
+    return spread_steps(steps, min(_SAMPLED_STEPS, _SAMPLED_SEQUENCES // global_batch_size))

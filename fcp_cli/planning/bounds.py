@@ -13,7 +13,7 @@ from fcp_cli.arrays import FloatArray
 from fcp_cli.cost.model import Work
 from fcp_cli.plan.pipeline import Pipeline
 from fcp_cli.plan.speeds import Speeds
-from fcp_cli.planning.compiled.alone import alone_by_degree, least_alone, longest_alone
+from fcp_cli.planning.compiled.alone import alone_by_degree, least_alone, longest_alone, work_in_rings
 from fcp_cli.planning.compiled.certificate import area_bound, crowd_bound, wave_bound
 from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, machine_of
 from fcp_cli.planning.problem import Problem
@@ -23,7 +23,7 @@ _MOST_SUMMED = 512  # sequences whose least times are summed
 _MARGIN = 1e-9  # relative; keeps rounding on the safe side
 
 
-def lower_bound_seconds(work: Work, problem: Problem, *, beside: float = 0.0) -> float:
+def lower_bound_seconds(work: Work, problem: Problem, *, extra_seconds: float = 0.0) -> float:
     """Return the best proven bound: simple, tightened, and under `microbatch` that of waves.
 
     The end of a step is added to it, since it follows all micro-batches.
@@ -31,7 +31,7 @@ def lower_bound_seconds(work: Work, problem: Problem, *, beside: float = 0.0) ->
     Args:
         work: of the step's sequences.
         problem: of the plan.
-        beside: seconds of all waves together outside that work.
+        extra_seconds: of all waves together, outside that work.
     """
     if problem.rank_speeds is not None:
         return _bound_at_speeds(work, problem, problem.rank_speeds)
@@ -40,7 +40,7 @@ def lower_bound_seconds(work: Work, problem: Problem, *, beside: float = 0.0) ->
         bound = max(_work_bound(work, whole), pipeline_bound_seconds(work, problem, problem.pipeline))
         return bound + problem.profile.step.closing_seconds(problem.sync)
     work_bound = max(_work_bound(work, problem), abreast_bound_seconds(work, problem))
-    bound = max(work_bound + beside, floored_bound_seconds(work, problem))
+    bound = max(work_bound + extra_seconds, floored_bound_seconds(work, problem))
     return bound + problem.profile.step.closing_seconds(problem.sync)
 
 
@@ -63,7 +63,8 @@ def _work_bound(work: Work, problem: Problem) -> float:
     bound = max(simple, area_bound(simple, waves, sequences, machine))
     if not waves:
         return float(bound)
-    return crowd_bound(max(bound, wave_bound(sequences, machine)), sequences, machine)
+    ringed = sequences._replace(work=work_in_rings(sequences, machine))
+    return crowd_bound(max(bound, wave_bound(ringed, machine)), ringed, machine)
 
 
 def pipeline_bound_seconds(work: Work, problem: Problem, pipeline: Pipeline) -> float:
@@ -84,11 +85,11 @@ def pipeline_bound_seconds(work: Work, problem: Problem, pipeline: Pipeline) -> 
     of_stage[0] += stages * float(vision.sum()) / n
     of_stage[-1] += stages * float(head.sum()) / n
     least = (c.microbatch_seconds + float(even.min()) / n) / pipeline.virtual_stages + 2 * pipeline.send_seconds
-    beside = _beside_longest_seconds(work, even, problem, pipeline)
-    return max(beside, float((of_stage + np.arange(stages) * least).max()))
+    path = _longest_path_seconds(work, even, problem, pipeline)
+    return max(path, float((of_stage + np.arange(stages) * least).max()))
 
 
-def _beside_longest_seconds(work: Work, even: FloatArray, problem: Problem, pipeline: Pipeline) -> float:
+def _longest_path_seconds(work: Work, even: FloatArray, problem: Problem, pipeline: Pipeline) -> float:
     """Bound a step of pipelines by the path of its longest sequence, and its ranks' other work before and after.
 
     The longest sequence goes on d ranks, in P t(d) seconds and its messages. For any other work of one of them, its

@@ -19,10 +19,9 @@ from fcp_cli.plan.summary import PlanSummary
 from fcp_cli.planning.assemble import StuckError, assemble, step_bound_seconds
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.padded import Padded
-from fcp_cli.planning.problem import Assignment, Batch, Problem
+from fcp_cli.planning.problem import Assignment, Batch, PricedStep, Pricer, Problem
 from fcp_cli.planning.solvers import DEFAULT, make_solver, strategy
 from fcp_cli.planning.stress import stressed_seconds
-from fcp_cli.recipe import SplitAttention
 
 SYNCS: tuple[Sync, ...] = ("microbatch", "iteration")
 
@@ -65,8 +64,8 @@ class Contender:
 
     @property
     def best(self) -> Outcome | None:
-        """The outcome under the sync that suits it best."""
-        return min(self.outcomes.values(), key=lambda outcome: outcome.step_seconds, default=None)
+        """The outcome under the quickest sync; of equals, as the recipe's order has it, that of `iteration`."""
+        return min(self.outcomes.values(), key=lambda outcome: (outcome.step_seconds, outcome.sync), default=None)
 
 
 def compare(
@@ -100,7 +99,8 @@ def compare(
         outcomes: dict[Sync, Outcome] = {}
         refusal = ""
         for same in together:
-            of_name = replace(colocated(problem), sync=same[0], attention=_attention_of(name, problem))
+            attention = problem.attention if name == DEFAULT else strategy(name).attention
+            of_name = replace(colocated(problem), sync=same[0], attention=attention)
             batches = GlobalBatches(table, of_name, settings)
             try:
                 outcomes |= _run(name, batches, same, milp_seconds, stress, on_step)
@@ -115,10 +115,6 @@ def compare(
 def colocated(problem: Problem) -> Problem:
     """Return the same ranks with encoder and language model on each, shared by the ranks of each ring."""
     return replace(problem, num_ranks=problem.all_ranks, encoder_balance=None, encoder_ranks=None)
-
-
-def _attention_of(name: str, problem: Problem) -> SplitAttention | None:
-    return problem.attention if name == DEFAULT else strategy(name).attention
 
 
 def encoder_placements(table: LengthTable, problem: Problem, settings: BatchSettings) -> Iterator[Contender]:
@@ -156,11 +152,14 @@ def _run(
     planning_seconds = []
     for batch in batches:
         started = time.perf_counter()
-        assignment = solver.assign(batch)
+        answer = solver.price(batch) if isinstance(solver, Pricer) else solver.assign(batch)
         planning_seconds.append(time.perf_counter() - started)
         runs = solver.padded(batch) if isinstance(solver, Padded) else batch
         for tally in tallies.values():
-            tally.add(assignment, batch, runs)
+            if isinstance(answer, PricedStep):
+                tally.add_priced(answer)
+            else:
+                tally.add(answer, batch, runs)
             if on_step is not None:
                 on_step(name)
     return {
@@ -189,6 +188,13 @@ class _Tally:
         self.summary = PlanSummary(num_ranks=problem.all_ranks, padding_multiple=problem.padding_multiple)
         self.groups: set[bytes] = set()
         self.over_budget = 0
+
+    def add_priced(self, step: PricedStep) -> None:
+        """Add a step of a strategy that prices its own execution, against that execution's bound."""
+        self.summary.steps += 1
+        self.summary.makespan_seconds += step.seconds
+        self.summary.bound_seconds += step.bound_seconds
+        self.summary.busy_rank_seconds += step.busy_rank_seconds
 
     def add(self, assignment: Assignment, batch: Batch, runs: Batch) -> None:
         """Add a step whose sequences run as in `runs`, against the lower bound of the batch itself."""

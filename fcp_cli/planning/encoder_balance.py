@@ -8,8 +8,8 @@ from typing import Literal
 from fcp_cli.console import Origins
 from fcp_cli.cost.model import vision_seconds
 from fcp_cli.errors import UsageError
+from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batches import GlobalBatches
-from fcp_cli.planning.parallel import plan_step
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import make_solver
 
@@ -22,7 +22,7 @@ def balanced_encoder(batches: GlobalBatches, wanted: Wanted, origins: Origins) -
     Args:
         batches: under a problem in which rings share the encoder's work.
         wanted: the option.
-        origins: takes what `auto` chose.
+        origins: collects the choice of `auto`.
 
     Raises:
         UsageError: waves are wanted where there are none.
@@ -59,7 +59,7 @@ def with_encoder_ranks(batches: GlobalBatches, wanted: str, origins: Origins) ->
     Args:
         batches: under a problem in which all ranks run the whole model.
         wanted: how many, or `auto`: those that the first step is soonest with.
-        origins: takes what `auto` chose.
+        origins: collects the choice of `auto`.
 
     Raises:
         UsageError: there are no waves, FSDP2 keeps the ranks in step, or too few ranks would be left.
@@ -121,4 +121,5 @@ def with_cached_embeddings(problem: Problem, steps_per_epoch: int) -> Problem:
 
 def _first_step_seconds(batches: GlobalBatches, problem: Problem) -> float:
     under = GlobalBatches(batches.table, problem, batches.settings)
-    return plan_step(under.batch(0), problem, make_solver("fcp", under)).makespan_seconds
+    batch, solver = under.batch(0), make_solver("fcp", under)
+    return makespan_seconds(solver.assign(batch), batch, problem)

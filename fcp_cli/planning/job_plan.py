@@ -1,43 +1,46 @@
-"""Plan a job that was launched without a plan, from the data and settings of its training loop, while it trains.
-
-`python -m fcp_cli.planning.job_plan`, started by rank 0 and spoken to through its pipes.
-"""
+"""Plan a job that was launched without a plan, from the data and settings of its training loop, while it trains."""
 
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 
-from fcp_cli.arrays import IntArray
 from fcp_cli.console import Origins
-from fcp_cli.errors import FcpError, PlanError, ProfileError
+from fcp_cli.cost.profile import load_cost_profile
+from fcp_cli.errors import PlanError, ProfileError
 from fcp_cli.files import replaced_atomically, write_text_atomically
+from fcp_cli.manifest.header import MANIFEST_FORMAT, METADATA_KEY
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.masks import MASK_COLUMN
 from fcp_cli.models.cluster import THIS_MACHINE
 from fcp_cli.parquet_writer import parquet_writer
 from fcp_cli.plan.job_facts import JobFacts, PlanningWish
-from fcp_cli.plan.messages import Message, read_message, steps_bytes, table_of, write_message
+from fcp_cli.plan.messages import Message, steps_bytes, table_of
+from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.online import OnlineOptions, OnlineSettings, manifest_of
+from fcp_cli.plan.refits import MOST_FACTOR, ScheduledRefit, refitted
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.writer import plan_writer
 from fcp_cli.planning.batches import GlobalBatches
-from fcp_cli.planning.journal import Journal
+from fcp_cli.planning.journal import Journal, is_begun
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.padded import Padded
-from fcp_cli.planning.parallel import plan_step
+from fcp_cli.planning.problem import problem_of
+from fcp_cli.planning.refitting import Refitter
 from fcp_cli.planning.remedies import best_remedy
-from fcp_cli.planning.run import kept_steps, plan_metadata
-from fcp_cli.planning.settings import PlanInputs, resolve
+from fcp_cli.planning.run import kept_steps, plan_metadata, plan_step
+from fcp_cli.planning.settings import PlanInputs, resolve, split_attention
 from fcp_cli.planning.solvers import make_solver
+from fcp_cli.profiling.kept import KeptKey, keep, kept_profile, key_of, under_kept_times
 from fcp_cli.recipe import RecipeRequest
 from fcp_cli.validation import validated
 from fcp_cli.words import counted, duration
@@ -45,34 +48,21 @@ from fcp_cli.words import counted, duration
 _SHOWN_STEPS: Final = 16  # whose prediction is shown
 _AHEAD: Final = 16
 _AS_GOOD: Final = 0.02  # predictions that differ by less are called equal
+_ENDLESS_EPOCHS: Final = 1_000_000  # of a loop whose epochs nobody knows
 _PATIENCE_SECONDS: Final = 60.0  # for the rest of a plan whose loop has ended early
+_STOPPED_SECONDS: Final = 3.0  # and if somebody stopped it
 
 
-def main(received: IO[bytes], answers: IO[bytes]) -> None:
-    """Plan one job until its end closes the pipe; a failed request is answered with one line."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # which reach the ranks; their end closes the pipe
-        signal.signal(number, signal.SIG_IGN)
-    opening = read_message(received)
-    if opening is None:
-        return
-    try:
-        planner = _planner_of(opening)
-        write_message(answers, planner.opened())
-        while (message := read_message(received)) is not None:
-            write_message(answers, *planner.answer(message))
-            if message.kind == "close":
-                return
-    except FcpError as error:
-        write_message(answers, {"kind": "error", "message": str(error)})
-    except BrokenPipeError:
-        pass  # the job has ended: the journal keeps its steps
+def planner_of(opening: Message) -> JobPlanner:
+    """Return the planner of the job that an opening message describes.
 
-
-def _planner_of(opening: Message) -> JobPlanner:
+    Raises:
+        FcpError: the job cannot be planned.
+    """
     facts = opening.facts
     job = validated(facts["job"], JobFacts, where="the job's facts", error=PlanError)
     wish = validated(facts["wish"], PlanningWish, where="the launch", error=PlanError)
-    return JobPlanner(Path(facts["plan"]), job, wish, table_of(opening.table).column("length").to_numpy())
+    return JobPlanner(Path(facts["plan"]), job, wish, table_of(opening.table))
 
 
 class JobPlanner:
@@ -85,38 +75,55 @@ class JobPlanner:
         plan: that is to be written.
         job: facts of the loop.
         wish: as typed for the launch.
-        lengths: [rows] tokens of the training data.
+        rows: of the training data, in the columns of a manifest.
 
     Raises:
         FcpError: the job cannot be planned.
     """
 
-    def __init__(self, plan: Path, job: JobFacts, wish: PlanningWish, lengths: IntArray) -> None:
+    def __init__(self, plan: Path, job: JobFacts, wish: PlanningWish, rows: pa.Table) -> None:
         self._path, self._job = plan, job
         manifest = manifest_of(plan)
-        _write_manifest(manifest, lengths)
+        _write_manifest(manifest, rows)
         origins = Origins()
         self._request = _request(manifest, plan, job, wish)
-        self._inputs = inputs = resolve(self._request, origins)
-        self._batches = inputs.batches()
-        self._profile = inputs.problem.profile
+        inputs = resolve(self._request, origins)
+        _require_encoder(inputs)
+        before = plan.with_name("profile.yaml") if is_begun(plan) and wish.profile is None else None
+        self._inputs, self._key, self._times = _with_kept_times(self._request, inputs, job, before)
+        self._batches = self._inputs.batches()
+        if job.epochs is None:
+            self._batches.settings = replace(self._batches.settings, epochs=_ENDLESS_EPOCHS)
         self._solver = make_solver("fcp", self._batches)
-        self.metadata = plan_metadata(inputs.table, self._batches, self._solver)
-        self._journal = Journal(plan, self.metadata)
+        self._journal = Journal(plan, plan_metadata(self._inputs.table, self._batches, self._solver))
+        self._journal.read_refit()
+        self._refitter = Refitter(self._inputs.problem, most_change=MOST_FACTOR)
+        self._priced_by: ScheduledRefit | None = None
         self._seconds: list[float] = []
         self._shown: list[StepPlan] = []
         self._due = 0
-        _say(_found(job, lengths, len(self._batches)))
+        _say(_found(job, self._inputs.table, self._batches))
         for warning in origins.warnings:
             _say(f"warning: {warning}")
-        write_text_atomically(plan.with_name("profile.yaml"), self._profile.text)
+        write_text_atomically(plan.with_name("profile.yaml"), self._inputs.problem.profile.text)
         self._steps = self._planned()
+
+    @property
+    def metadata(self) -> PlanMetadata:
+        """Return the metadata of the plan, before totals and hash, with the refit so far."""
+        return self._journal.metadata
+
+    @property
+    def wants_measurements(self) -> bool:
+        """Return whether the times that are planned with are to be fitted to the first minute of training."""
+        return self._key is not None and self._inputs.problem.profile.origin != "measured" and not self.metadata.refits
 
     def opened(self) -> dict[str, Any]:
         """Return the first message to the job."""
         metadata = replace(self.metadata, steps=len(self._batches))
         settings = OnlineSettings(metadata=metadata, options=OnlineOptions(ahead=_AHEAD))
-        return {"kind": "opened", "settings": settings.to_json(), "first_sequence": 0, "planned_to": 0, "refits": []}
+        facts = {"kind": "opened", "settings": settings.to_json(), "first_sequence": 0, "planned_to": 0, "refits": []}
+        return {**facts, "wants_measurements": self.wants_measurements}
 
     def answer(self, message: Message) -> tuple[Mapping[str, Any], bytes]:
         """Return the answer to one message.
@@ -127,7 +134,9 @@ class JobPlanner:
         facts = message.facts
         if message.kind == "steps":
             return {"kind": "steps"}, steps_bytes(self.plan(facts["first_step"], facts["steps"]))
-        return {"kind": "closed", "plan_hash": self.close()}, b""
+        if message.kind == "measured":
+            return {"kind": "refit", "line": self.refit(table_of(message.table))}, b""
+        return {"kind": "closed", "plan_hash": self.close(facts["end_step"], is_stopped=facts["is_stopped"])}, b""
 
     def plan(self, first_step: int, steps: int) -> list[StepPlan]:
         """Return so many steps, fewer at the end of the plan; those before `first_step` are planned as well.
@@ -141,24 +150,62 @@ class JobPlanner:
         self._due += len(found)
         return found
 
-    def close(self) -> str | None:
+    def refit(self, measured: pa.Table) -> str:
+        """Plan the next steps by times that are fitted to measured micro-batches, and keep these for later jobs.
+
+        Args:
+            measured: columns step, order, rank and seconds of micro-batches.
+
+        Returns:
+            A line about it.
+        """
+        found, line = self._refitter.refit(self._due, measured, None)
+        if found is not None and self._due < len(self._batches):
+            self._journal.note_refit(found)
+        fitted = refitted(self._inputs.problem.profile, found)
+        path = None if self._key is None else keep(replace(fitted, origin="fitted"), self._key)
+        return f"step {self._due}: {line}{'' if path is None else f'; kept for later jobs in {path}'}"
+
+    def _price_as_of(self, step: int) -> None:
+        """Plan from a step on by the refit that holds there."""
+        refit = self.metadata.refit_at(step)
+        if refit is not self._priced_by:
+            problem = problem_of(self.metadata, name="the job", step=step)
+            self._batches = GlobalBatches(self._inputs.table, problem, self._batches.settings)
+            self._solver = make_solver("fcp", self._batches)
+            self._priced_by = refit
+
+    def close(self, end_step: int, *, is_stopped: bool = False) -> str | None:
         """Write the plan; return its hash, or None if too many steps are not planned yet.
+
+        The plan of a loop whose epochs were not known has those that the loop began.
+
+        Args:
+            end_step: after the last that was trained.
+            is_stopped: whoever ended the loop waits for this.
 
         Raises:
             FcpError: it cannot be written.
         """
-        missing = len(self._batches) - self._due
+        steps, metadata = len(self._batches), self.metadata
+        if self._job.epochs is None:
+            epochs = max(1, -(-end_step // self._batches.steps_per_epoch))
+            steps, metadata = epochs * self._batches.steps_per_epoch, replace(metadata, epochs=epochs)
+        metadata = replace(
+            metadata, refits=tuple(one for one in metadata.refits or () if one.first_step < steps) or None
+        )
+        missing = max(0, steps - self._due)
         needed = missing * float(np.median(self._seconds)) if self._seconds else 0.0
-        if needed > _PATIENCE_SECONDS:
+        if needed > (_STOPPED_SECONDS if is_stopped else _PATIENCE_SECONDS):
             _say(
-                f"{counted(self._due, 'step')} of {len(self._batches)} are planned: {self._journal.folder} keeps them, "
+                f"{counted(self._due, 'step')} of {steps} are planned: {self._journal.folder} keeps them, "
                 "and a new start in the same folder continues (--run-dir)"
             )
             return None
         if missing:
             self.plan(self._due, missing)
-        with plan_writer(self._path, self.metadata) as writer:
-            for step in self._journal.all_steps():
+        with plan_writer(self._path, metadata) as writer:
+            for step in islice(self._journal.all_steps(), steps):
                 writer.append(step)
         self._journal.remove()
         return writer.metadata.plan_hash
@@ -174,8 +221,10 @@ class JobPlanner:
             self._journal.start()
         for number in range(kept, len(self._batches)):
             began = time.perf_counter()
+            self._price_as_of(number)
             step = plan_step(self._batches.batch(number), self._batches.problem, self._solver)
             self._journal.append(step)
+            self._refitter.keep(step, self._batches.table.take(step.sequences))
             self._seconds.append(time.perf_counter() - began)
             self._show(step)
             yield step
@@ -185,8 +234,9 @@ class JobPlanner:
         if step.step >= _SHOWN_STEPS:
             return
         self._shown.append(step)
-        if step.step + 1 == min(_SHOWN_STEPS, len(self._batches)):
-            _say(_decided(self._job, self._batches, self._shown))
+        foreseen = self._batches.steps_per_epoch if self._job.epochs is None else len(self._batches)
+        if step.step + 1 == min(_SHOWN_STEPS, foreseen):
+            _say(f"{_decided(self._job, self._batches, self._shown)} ({self._times})")
             if gain := _gain_of_another_recipe(self._request, self._inputs):
                 _say(gain)
 
@@ -200,10 +250,14 @@ def _gain_of_another_recipe(request: PlanRequest, inputs: PlanInputs) -> str:
     return f"the script has a recipe of its own; its steps would take {1 - remedy.factor:.0%} less with {remedy.flags}"
 
 
-def _write_manifest(path: Path, lengths: IntArray) -> None:
-    table = pa.table({"length": pa.array(lengths, pa.int64())})
-    with replaced_atomically(path) as temporary, parquet_writer(temporary, table.schema) as writer:
-        writer.write_table(table)
+def _write_manifest(path: Path, rows: pa.Table) -> None:
+    """Write the rows as a manifest; masks that a model makes of its token types are in the column of masks."""
+    header: dict[str, Any] = {"format": MANIFEST_FORMAT}
+    if MASK_COLUMN in rows.column_names:
+        header["source"] = {"path": "", "kind": "loop", "content": "lengths", "mask": "types:token_type_ids"}
+    with replaced_atomically(path) as temporary, parquet_writer(temporary, rows.schema) as writer:
+        writer.write_table(rows)
+        writer.add_key_value_metadata({METADATA_KEY.decode(): json.dumps(header)})
 
 
 def _request(manifest: Path, plan: Path, job: JobFacts, wish: PlanningWish) -> PlanRequest:
@@ -227,11 +281,42 @@ def _request(manifest: Path, plan: Path, job: JobFacts, wish: PlanningWish) -> P
         else RecipeRequest(),
         global_batch_size=job.global_batch_size,
         steps=job.steps,
-        epochs=job.epochs,
+        epochs=job.epochs or 1,
         seed=job.seed,
         shuffle=job.shuffle,
         last_batch=job.last_batch,
     )
+
+
+def _with_kept_times(
+    request: PlanRequest, inputs: PlanInputs, job: JobFacts, before: Path | None
+) -> tuple[PlanInputs, KeptKey | None, str]:
+    """Return the inputs under times that are kept for this model on this hardware, where none were given.
+
+    Args:
+        request, inputs: of the plan.
+        job: facts of the loop.
+        before: profile by which an earlier start of this job planned; None: it starts for the first time.
+
+    Returns:
+        The inputs, the key under which times of this job are kept, if any are, and a phrase about the times.
+    """
+    profile, recipe = inputs.problem.profile, inputs.problem.recipe
+    if profile.origin != "analytic" or request.model is None or recipe is None:
+        return inputs, None, profile.origin
+    nodes = job.ranks > job.ranks_per_node
+    key = key_of(request.model, recipe, device=job.device, ranks_per_node=job.ranks_per_node, several_nodes=nodes)
+    if key is None:
+        return inputs, None, "computed, not measured: 'fcp profile' measures"
+    kept, told = kept_profile(key)
+    if before is not None:
+        priced, told = load_cost_profile(before), "those with which the job began"
+    elif kept is not None:
+        priced = under_kept_times(profile, kept)
+    else:
+        return inputs, key, f"{told}; the first minute of training is measured"
+    problem = replace(inputs.problem, profile=priced, attention=split_attention(request, priced))
+    return replace(inputs, problem=problem), key, told
 
 
 def _described(config: Path) -> str:
@@ -248,11 +333,27 @@ def _described(config: Path) -> str:
     return str(config)
 
 
-def _found(job: JobFacts, lengths: IntArray, steps: int) -> str:
+def _require_encoder(inputs: PlanInputs) -> None:
+    """Refuse to plan pictures by the times of a model of text alone."""
+    patches, profile = inputs.table.vision_patches, inputs.problem.profile
+    if patches is not None and not profile.prices_vision:
+        raise ProfileError(
+            f"{counted(int(np.count_nonzero(patches)), 'row')} of the training data have pictures, but the cost "
+            f"profile of {profile.model} knows no vision encoder; give the --model or --profile of a vision-language "
+            "model"
+        )
+
+
+def _found(job: JobFacts, table: LengthTable, batches: GlobalBatches) -> str:
+    lengths, patches = table.length_tokens, table.vision_patches
+    pictures = "" if patches is None else f", {counted(int(np.count_nonzero(patches)), 'row')} with pictures"
+    steps = counted(len(batches), "step")
+    if job.epochs is None:
+        steps = f"{counted(batches.steps_per_epoch, 'step')} an epoch, for as many epochs as the loop has,"
     return (
         f"no plan was given: {job.loop} trains {counted(len(lengths), 'row')} of {lengths.mean():,.0f} tokens on "
-        f"average (longest {lengths.max():,}), {job.global_batch_size} a step on {counted(job.ranks, 'rank')}; "
-        f"{counted(steps, 'step')} are planned while it trains"
+        f"average (longest {lengths.max():,}{pictures}), {job.global_batch_size} a step on "
+        f"{counted(job.ranks, 'rank')}; {steps} are planned while it trains"
     )
 
 
@@ -260,10 +361,9 @@ def _decided(job: JobFacts, batches: GlobalBatches, steps: list[StepPlan]) -> st
     profile = batches.problem.profile
     mean = float(np.mean([step.makespan_seconds for step in steps]))
     padded = padded_seconds(batches, job, [step.step for step in steps]) if job.loop != "DPOTrainer" else None
-    origin = {"analytic": "computed, not measured: 'fcp profile' measures"}.get(profile.origin, profile.origin)
     return (
         f"{duration(mean)} a step predicted for the first {len(steps)}"
-        f"{'' if padded is None else _against(mean, padded)}; times of {profile.model} on {profile.cluster} ({origin})"
+        f"{'' if padded is None else _against(mean, padded)}; times of {profile.model} on {profile.cluster}"
     )
 
 
@@ -279,7 +379,7 @@ def _against(planned: float, padded: float) -> str:
 def padded_seconds(batches: GlobalBatches, job: JobFacts, steps: Sequence[int]) -> float:
     """Return the mean seconds of steps of the loop without a plan: batches padded to their longest, data parallel.
 
-    Rows are in the plan's order, which is as random as the loop's own. What would not fit is priced all the same.
+    Rows are in the plan's order, which is as random as the loop's own. Batches that would not fit are priced, too.
     """
     loader = Padded(batches.problem, batches.table, degree=1, rows_per_pass=job.rows_per_pass)
     return float(np.mean([loader.seconds(batches.batch(step)) for step in steps]))
@@ -287,7 +387,3 @@ def padded_seconds(batches: GlobalBatches, job: JobFacts, steps: Sequence[int]) 
 
 def _say(line: str) -> None:
     print(f"fcp: {line}", file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.stdin.buffer, sys.stdout.buffer)

@@ -7,23 +7,37 @@ appears whole or not at all, with a digest, so the folder holds a true prefix of
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Final
 
 from fcp_cli.errors import FcpError
 from fcp_cli.files import replaced_atomically, write_text_atomically
 from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.refits import ScheduledRefit
 from fcp_cli.plan.schema import steps_to_arrow
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.stored import StepLimits, steps_in_order
-from fcp_cli.reading.documents import DamagedError, read_text
+from fcp_cli.reading.documents import DamagedError, read_object, read_text
 from fcp_cli.reading.records import read_records, table_content, table_of_content, write_record
+from fcp_cli.validation import validated
 from fcp_cli.words import first_sentence
 
 _FORMAT: Final = "fcp-journal/2"
+_REFIT: Final = "refit.json"
 _ROWS_PER_PART = 8_192
+
+
+def is_begun(plan: Path) -> bool:
+    """Return whether a plan is being made, or was when somebody ended that."""
+    return (_folder(plan) / "key").is_file()
+
+
+def _folder(plan: Path) -> Path:
+    return plan.with_name(f".{plan.name}.journal")
 
 
 class Journal:
@@ -34,13 +48,14 @@ class Journal:
         metadata: of the plan, before totals and hash.
 
     Attributes:
-        metadata: as given.
+        metadata: as given, with the refit that was noted.
     """
 
     def __init__(self, path: Path, metadata: PlanMetadata) -> None:
         self._path = path
-        self.folder = path.with_name(f".{path.name}.journal")
-        self._key = f"{_FORMAT} {hashlib.sha256(metadata.hashed_json()).hexdigest()}"
+        self.folder = _folder(path)
+        asked = replace(metadata, refits=None)  # which come while a job trains
+        self._key = f"{_FORMAT} {hashlib.sha256(asked.hashed_json()).hexdigest()}"
         self.metadata = metadata
         self._due = metadata.first_step
         self._parts = 0
@@ -76,12 +91,28 @@ class Journal:
         """
         if not self.exists:
             raise FcpError(f"nothing to resume: there is no {self.folder}; run without --resume")
-        if read_text(self.folder / "key", error=FcpError, what="the journal ") != self._key:
+        if read_text(self.folder / "key", error=FcpError, label="the journal ") != self._key:
             raise FcpError(
                 f"cannot resume: {self.folder} was begun with another manifest, cost profile or options, or by another "
                 "version of fcp; give the same ones, or run without --resume to start over"
             )
         return self._kept_steps()
+
+    def note_refit(self, refit: ScheduledRefit) -> None:
+        """Keep the refit by which steps from now on are planned, before any of them."""
+        self.metadata = replace(self.metadata, refits=(refit,))
+        write_text_atomically(self.folder / _REFIT, json.dumps(asdict(refit)))
+
+    def read_refit(self) -> None:
+        """Take the refit of an interrupted run into the metadata, if it made one.
+
+        Raises:
+            FcpError: the journal is damaged.
+        """
+        path = self.folder / _REFIT
+        if path.is_file():
+            kept = validated(read_object(path, error=FcpError), ScheduledRefit, where=str(path), error=FcpError)
+            self.metadata = replace(self.metadata, refits=(kept,))
 
     def all_steps(self) -> Iterator[StepPlan]:
         """Yield all steps from the first, those in parts and those that fill none yet."""

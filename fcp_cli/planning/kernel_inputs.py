@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from fcp_cli.arrays import IntArray
-from fcp_cli.cost.model import Work, exchanged_bytes_per_token, reach_tokens, token_in_window_seconds
+from fcp_cli.cost.model import Work, token_in_window_seconds, unit_prices
 from fcp_cli.planning.compiled.core import Machine, Sequences, Splits
 from fcp_cli.planning.compiled.ways import tabulated
 from fcp_cli.planning.problem import Problem
@@ -16,8 +17,12 @@ from fcp_cli.planning.problem import Problem
 def changed(machine: Machine, **fields: Any) -> Machine:
     """Return a machine on which something costs otherwise, or ranks hold other numbers of tokens."""
     machine = machine._replace(**fields)
-    splits = machine.splits
-    return machine._replace(splits=tabulated(machine)) if splits.only or len(splits.heads) else machine
+    return machine._replace(splits=tabulated(machine))
+
+
+def repriced(machine: Machine, **prices: Any) -> Machine:
+    """Return a machine with other unit prices."""
+    return changed(machine, prices=machine.prices._replace(**prices))
 
 
 _last: tuple[Problem, Machine] | None = None
@@ -40,27 +45,16 @@ def machine_of(problem: Problem, groups: list[range] | None = None, *, whole_nod
 
 
 def _made(problem: Problem, groups: list[range], whole_nodes: bool) -> Machine:
-    c, bandwidth = problem.profile.coefficients, problem.profile.bandwidth
+    c = problem.profile.coefficients
     allowed = np.zeros(problem.num_ranks + 1, dtype=np.int64)
     allowed[[1, *map(len, groups)] if groups else slice(None)] = 1
     machine = Machine(
         num_ranks=problem.num_ranks,
         ranks_per_node=min(problem.ranks_per_node, problem.num_ranks),
         tokens_per_rank=problem.tokens_per_rank,
-        beta=c.microbatch_seconds,
-        intra=c.ring_bytes_per_token / bandwidth.intra_node,
-        inter=c.ring_bytes_per_token / bandwidth.inter_node,
-        hop=c.ring_hop_seconds,
-        home_intra=c.last_hop_bytes_per_token / bandwidth.intra_node,
-        home_inter=c.last_hop_bytes_per_token / bandwidth.inter_node,
-        home=c.last_hop_seconds,
-        exposed=c.exposed_ring_share,
-        chunk=c.chunk_seconds_per_token,
-        reach=reach_tokens(c) if c.halo_bytes_per_token else 0,
-        halo_intra=c.halo_bytes_per_token / bandwidth.intra_node,
-        halo_inter=c.halo_bytes_per_token / bandwidth.inter_node,
-        halo_message=c.halo_message_seconds,
+        prices=unit_prices(problem.profile),
         floor=problem.profile.step.floor_seconds(problem.sync),
+        fill=0.0,
         padding=problem.padding_multiple or 0,
         padding_seconds=c.linear_seconds_per_token + (token_in_window_seconds(c) if c.halo_bytes_per_token else 0.0),
         group_first=np.array([group.start for group in groups], dtype=np.int64),
@@ -74,41 +68,22 @@ def _made(problem: Problem, groups: list[range], whole_nodes: bool) -> Machine:
 
 def without_splits(machine: Machine) -> Machine:
     """Return the machine on which groups are rings."""
-    return machine._replace(splits=_no_splits())
+    return changed(machine, splits=_untabulated([], only=False))
 
 
 def _splits_of(problem: Problem) -> Splits:
-    """Return how groups may split heads: inside nodes beside rings, or any number of ranks in place of rings."""
-    heads, bandwidth = problem.profile.heads, problem.profile.bandwidth
+    """Return the ways in which groups may share heads: in sets inside nodes and rings of them, or all of a group."""
+    heads = problem.profile.heads
     if problem.attention is None or heads is None:
-        return _no_splits()
+        return _untabulated([], only=False)
     only = problem.attention == "ulysses"
-    u = np.array(heads.degrees(problem.num_ranks if only else min(problem.num_ranks, problem.ranks_per_node)))
-    u = u.astype(np.int64)
-    size = exchanged_bytes_per_token(heads, u)
-    return _no_splits()._replace(
-        heads=u,
-        copies=np.maximum(1.0, u / heads.key_value_heads),
-        inside=size / (bandwidth.intra_node * heads.bandwidth_share),
-        across=size / (bandwidth.inter_node * heads.bandwidth_share),
-        messages=np.asarray(heads.exchange_seconds * (u - 1.0), dtype=np.float64),
-        only=int(only),
-    )
+    most = problem.num_ranks if only else min(problem.num_ranks, problem.ranks_per_node)
+    return _untabulated(heads.degrees(most), only=only)
 
 
-def _no_splits() -> Splits:
-    none = np.zeros(0)
-    return Splits(
-        heads=np.zeros(0, dtype=np.int64),
-        copies=none,
-        inside=none,
-        across=none,
-        messages=none,
-        only=0,
-        lies=np.zeros(0, dtype=np.int64),
-        first=np.zeros((0, 0), dtype=np.int64),
-        ways=np.zeros((0, 7)),
-    )
+def _untabulated(heads: Sequence[int], *, only: bool) -> Splits:
+    none = np.zeros(0, dtype=np.int64)
+    return Splits(np.array(heads, dtype=np.int64), int(only), none, np.zeros((0, 0), dtype=np.int64), np.zeros((0, 9)))
 
 
 def in_batch_order(work: Work) -> Sequences:

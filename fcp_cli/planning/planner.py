@@ -16,11 +16,11 @@ from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.online import OnlineOptions, OnlineSettings
 from fcp_cli.plan.step import StepPlan
+from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import batch_of
 from fcp_cli.planning.fcp.solver import solver_of
 from fcp_cli.planning.online.settings import require_fitting, stream_batching, stream_metadata
 from fcp_cli.planning.options import PlanRequest
-from fcp_cli.planning.parallel import plan_step
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.rank_speeds import GivenSpeeds, speeds_words
 from fcp_cli.planning.recipe_search import unknown_lengths
@@ -137,7 +137,8 @@ class Planner:
         if not self._is_compiled:
             self._solver.compile_ahead()
             self._is_compiled = True
-        return plan_step(batch_of(table, self.problem, step=step), self.problem, self._solver)
+        batch = batch_of(table, self.problem, step=step)
+        return assemble(self._solver.assign(batch), batch, self.problem)
 
     def online(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.cost.model import Work
@@ -141,4 +141,34 @@ class Solver(Protocol):
 
     def assign(self, batch: Batch) -> Assignment:
         """Group the batch's sequences into micro-batches on ranks, within the token budget."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PricedStep:
+    """A step of a strategy whose execution is none of a plan's.
+
+    Attributes:
+        seconds: of the step.
+        bound_seconds: that no schedule of the same execution beats.
+        busy_rank_seconds: of all ranks, without waiting.
+    """
+
+    seconds: float
+    bound_seconds: float
+    busy_rank_seconds: float
+
+
+@runtime_checkable
+class Pricer(Protocol):
+    """A strategy that `fcp compare` prices, and no plan can run."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def options(self) -> Mapping[str, Any]: ...
+
+    def price(self, batch: Batch) -> PricedStep:
+        """Predict one step."""
         ...

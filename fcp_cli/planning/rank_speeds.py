@@ -97,7 +97,7 @@ def _spoken(text: str, where: str) -> tuple[Any, str]:
         return dict(word.split("=", 1) for word in words), where
     if len(words) > 1 or _is_number(text):
         return words, where
-    document = parse_yaml(read_text(Path(text), error=UsageError, what=f"{where}: "), name=text, error=UsageError)
+    document = parse_yaml(read_text(Path(text), error=UsageError, label=f"{where}: "), name=text, error=UsageError)
     return document, f"{where}: {text}"
 
 

@@ -18,13 +18,12 @@ from fcp_cli.console import note
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.memory.fitting import LEAST_TOKENS, FittedRecipe
 from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches, batch_of, spread_steps
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches, batch_of, sampled_steps
 from fcp_cli.planning.bounds import lower_bound_seconds
 from fcp_cli.planning.fcp.solver import is_compiled, solver_of
 from fcp_cli.planning.problem import Problem
 from fcp_cli.words import counted, duration
 
-_MOST_STEPS, _MOST_SEQUENCES = 4, 2048  # of the sample
 _MANY_RANKS: Final = 256  # above which, and for pipelines, whose steps take longer to plan, one step is the sample
 _MOST_PLANNED: Final = 16  # recipes of which the sample is planned
 _FOR_RUNNER_UP: Final = 6  # of these, to find the second-quickest, too
@@ -61,9 +60,8 @@ class RecipeData:
         """Return the sequences of a few steps, evenly spaced over an epoch."""
         batches = GlobalBatches(self.table, problem, replace(self.settings, step_limit=None))
         is_slow = problem.pipeline is not None or problem.num_ranks > _MANY_RANKS
-        most = 1 if is_slow else max(1, min(_MOST_STEPS, _MOST_SEQUENCES // self.settings.global_batch_size))
-        steps = spread_steps(batches.steps_per_epoch, most)
-        return [batches.table.take(batches.batch(step).rows) for step in steps]
+        few = [] if is_slow else sampled_steps(batches.steps_per_epoch, self.settings.global_batch_size)
+        return [batches.table.take(batches.batch(step).rows) for step in few or [0]]
 
 
 def unknown_lengths(max_degree: int | None = None) -> RecipeData:

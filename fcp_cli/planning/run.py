@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ import numpy as np
 from fcp_cli import __version__
 from fcp_cli.compiling import timed_loading
 from fcp_cli.errors import Interrupted
+from fcp_cli.machine.host import usable_cores
+from fcp_cli.machine.pool import in_order
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.check import check_step
 from fcp_cli.plan.masks import planned_masks
@@ -20,17 +23,20 @@ from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.summary import PlanSummary
 from fcp_cli.plan.writer import plan_writer
+from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import GlobalBatches
 from fcp_cli.planning.journal import Journal
-from fcp_cli.planning.parallel import default_workers, plan_step, plan_steps
-from fcp_cli.planning.problem import Solver
+from fcp_cli.planning.problem import Batch, Problem, Solver
 from fcp_cli.planning.settings import PlanInputs
 from fcp_cli.planning.solvers import make_planning_solver
 
-__all__ = ["PlanResult", "make_plan", "plan_metadata", "plan_step", "plan_steps"]
-
 OnStep = Callable[[StepPlan], None]
 _JOURNAL_FROM_STEPS = 1000  # shorter plans are sooner made again than resumed
+_STEPS_PER_TASK = 32
+
+# Set once in every worker process: a step is a pure function of its batch, so that only batches travel to the workers.
+_solver: Solver | None = None
+_problem: Problem | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +71,7 @@ def make_plan(
 ) -> PlanResult:
     """Plan every step and write the plan; a plan that stood at `path` is replaced only when the new one is whole.
 
-    A plan of many steps keeps its finished steps in a journal beside `path` while it is being made.
+    A plan of many steps keeps its finished steps in a journal next to `path` while it is being made.
 
     Args:
         path: the plan file.
@@ -176,3 +182,49 @@ def plan_metadata(table: LengthTable, batches: GlobalBatches, solver: Solver) ->
         manifest=ManifestReference(name=table.name, rows=len(table), content_hash=table.content_hash()),
         continues=batches.continues,
     )
+
+
+def default_workers(steps: int) -> int:
+    """Return the number of usable cores, but no process that would plan for less time than it takes to start."""
+    return max(1, min(usable_cores(), steps // 1000))
+
+
+def plan_steps(
+    batches: Iterator[Batch], problem: Problem, solver: Solver, *, workers: int
+) -> Generator[StepPlan, None, None]:
+    """Plan the batches, in order; closing the iterator early leaves no process behind.
+
+    Raises:
+        FcpError: a worker process was killed.
+    """
+    if workers == 1:
+        for batch in batches:
+            yield plan_step(batch, problem, solver)
+        return
+    tasks = iter(lambda: list(islice(batches, _STEPS_PER_TASK)), [])
+    planned = in_order(
+        _plan_task,
+        tasks,
+        workers=workers,
+        initializer=_start_worker,
+        arguments=(problem, solver),
+        noun="planning process",
+    )
+    with closing(planned):
+        for steps in planned:
+            yield from steps
+
+
+def plan_step(batch: Batch, problem: Problem, solver: Solver) -> StepPlan:
+    """Plan one step: a pure function of its arguments."""
+    return assemble(solver.assign(batch), batch, problem)
+
+
+def _start_worker(problem: Problem, solver: Solver) -> None:
+    global _problem, _solver
+    _problem, _solver = problem, solver
+
+
+def _plan_task(batches: list[Batch]) -> list[StepPlan]:
+    assert _problem is not None and _solver is not None
+    return [plan_step(batch, _problem, _solver) for batch in batches]

@@ -94,7 +94,7 @@ def resolve_continuation(
 
     Args:
         request: number of ranks, and other changes; the batches stay those of the run.
-        origins: takes what was assumed.
+        origins: collects assumptions.
         plan: the plan that the run followed.
         first_step: the first step that is not trained yet.
         manifest: the plan's manifest.
@@ -161,7 +161,7 @@ def resolve(
 
     Args:
         request: of the user.
-        origins: takes what was assumed.
+        origins: collects assumptions.
         most_peers: ranks that one may meet in rings, whose connections take memory; None: no limit.
         max_degree: 1 forbids rings, so that a rank must hold every sequence; None: no limit.
 
@@ -302,8 +302,7 @@ def _in_phase(request: PlanRequest, profile: CostProfile) -> CostProfile:
 
 
 def _warn_of_unpriced_vision(table: LengthTable, profile: CostProfile, origins: Origins) -> None:
-    costs = profile.coefficients
-    if table.vision_patches is not None and not (costs.vision_seconds_per_patch or costs.vision_seconds_per_patch2):
+    if table.vision_patches is not None and not profile.prices_vision:
         origins.warn(
             f"{table.name} has images, but the cost profile of {profile.model} knows no vision encoder: the work of "
             "encoding them counts as nothing; plan with the --model or --profile of a vision-language model"

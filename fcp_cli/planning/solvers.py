@@ -31,6 +31,8 @@ class Strategy:
         attention: how its groups split heads; None: its groups are rings, and fcp's are as asked.
         knows_sync: whether it plans one sync otherwise than the other.
         is_quick: whether `fcp compare` runs it unasked.
+        own_execution: whether it prices an execution that nothing here runs, by the bytes of queries and keys: a mark
+            to measure plans against, and no rival.
         plans: whether its steps can be trained by a plan; `fcp compare` alone knows the others.
     """
 
@@ -39,6 +41,7 @@ class Strategy:
     attention: SplitAttention | None = None
     knows_sync: bool = True
     is_quick: bool = True
+    own_execution: bool = False
     plans: bool = True
 
 
@@ -50,6 +53,7 @@ _OWN: Final[Mapping[str, Strategy]] = {
     ),
     "bytescale": Strategy(factory=f"{_PUBLISHED}.bytescale:make_solver"),
     "deepspeed-ulysses": Strategy(factory=f"{_PUBLISHED}.split_heads:make_ulysses", attention="ulysses"),
+    "distca": Strategy(factory=f"{_PUBLISHED}.distca:make_solver", is_quick=False, own_execution=True, plans=False),
     "fcp-paper": Strategy(factory=f"{_PUBLISHED}.fcp_paper:make_solver"),
     "flexsp": Strategy(
         factory=f"{_PUBLISHED}.flexsp:make_solver",
@@ -65,6 +69,7 @@ _OWN: Final[Mapping[str, Strategy]] = {
     "padded": Strategy(factory="fcp_cli.planning.padded:make_solver", plans=False),
     "static": Strategy(factory="fcp_cli.planning.static:make_solver"),
     "usp": Strategy(factory=f"{_PUBLISHED}.split_heads:make_usp", attention="2d"),
+    "wlb-llm": Strategy(factory=f"{_PUBLISHED}.wlb_llm:make_solver"),
 }
 _OF_PLUGINS: Final = Strategy(factory="")
 REGISTRY: Final = Registry("fcp.solvers", "solver", "--solver", tuple(name for name, own in _OWN.items() if own.plans))
@@ -77,7 +82,7 @@ def solver_names() -> list[str]:
 
 
 def strategy(name: str) -> Strategy:
-    """Return what is known of a solver before it is imported; the defaults for one of another package."""
+    """Return the registered facts of a solver, or the defaults if it is of another package."""
     return _OWN.get(name, _OF_PLUGINS)
 
 
@@ -92,8 +97,9 @@ def names_under(profile: CostProfile) -> list[str]:
 
 
 def works_under(name: str, profile: CostProfile) -> bool:
-    """Return whether the profile prices heads, or the strategy splits none."""
-    return profile.heads is not None or strategy(name).attention is None
+    """Return whether the profile prices heads, or the strategy needs no such price."""
+    known = strategy(name)
+    return profile.heads is not None or not (known.attention or known.own_execution)
 
 
 def make_solver(name: str, batches: GlobalBatches, **options: Any) -> Solver:
@@ -176,7 +182,8 @@ class PluginSolver:
         except FcpError:
             raise
         except BrokenAssignmentError as error:
-            raise self._plugin.error(f"planned step {batch.step} against the rules: {_rule(error)}") from error
+            rule = str(error).removeprefix("defect in a solver: ")
+            raise self._plugin.error(f"planned step {batch.step} against the rules: {rule}") from error
         except Exception as error:
             raise self._plugin.error(f"failed in step {batch.step}", error) from error
         return found
@@ -184,7 +191,3 @@ class PluginSolver:
     @property
     def _plugin(self) -> Plugin:
         return REGISTRY.plugin(self.name)
-
-
-def _rule(error: BrokenAssignmentError) -> str:
-    return str(error).removeprefix("defect in a solver: ")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from fcp_cli.cost.model import attention_part, encoder_seconds, exchange_seconds, halo_seconds, ring_seconds
+from fcp_cli.cost.model import encoder_seconds, group_terms, halo_seconds, pack_parts
 from fcp_cli.plan.pricing import crosses_nodes, pack_work, ranks_together, wave_encoder_seconds
 from fcp_cli.plan.step import sizes_of
 from fcp_cli.planning.assemble import with_heads
@@ -23,17 +23,19 @@ def execution_of(assignment: Assignment, batch: Batch, problem: Problem) -> Exec
     encoder = np.zeros(len(degree))
     if waves and profile.step.lockstep:
         encoder = encoder_seconds(pack, profile) / degree
-    other = profile.coefficients.microbatch_seconds + pack.unhidden_seconds / degree - encoder
     assignment = with_heads(assignment, batch, problem)
     heads = np.int64(1) if assignment.heads_degree is None else assignment.heads_degree
-    if profile.heads is not None:
-        together = ranks_together(assignment.rank_offsets, assignment.ranks, problem.ranks_per_node)
-        other = other + exchange_seconds(
-            profile, tokens=pack.tokens, degree=degree, heads_degree=heads, sets_cross_nodes=together % heads != 0
-        )
-    crosses = crosses_nodes(assignment.rank_offsets, assignment.ranks, problem.ranks_per_node)
+    together = ranks_together(assignment.rank_offsets, assignment.ranks, problem.ranks_per_node)
+    place = {
+        "degree": degree,
+        "crosses_nodes": crosses_nodes(assignment.rank_offsets, assignment.ranks, problem.ranks_per_node),
+        "heads_degree": heads,
+        "sets_cross_nodes": together % heads != 0,
+    }
+    parts = pack_parts(profile, pack, **place)
+    other = parts.other - encoder
     if pack.windows is not None:
-        other = other + halo_seconds(profile, pack.windows, degree=degree, crosses_nodes=crosses, heads_degree=heads)
+        other = other + halo_seconds(profile, pack.windows, group_terms(profile, **place))
     if batch.encoder_seconds is not None:
         shared = wave_encoder_seconds(batch.encoder_seconds[assignment.members], offsets, assignment.wave)
         encoder = shared / problem.num_ranks
@@ -46,21 +48,9 @@ def execution_of(assignment: Assignment, batch: Batch, problem: Problem) -> Exec
         ranks=assignment.ranks,
         encoder=encoder,
         other=other,
-        attention=attention_part(
-            profile,
-            attention_seconds=pack.attention_seconds,
-            tokens=pack.tokens,
-            degree=degree,
-            heads_degree=heads,
-        ),
-        ring=ring_seconds(
-            profile,
-            tokens=pack.tokens,
-            degree=degree,
-            crosses_nodes=crosses,
-            heads_degree=heads,
-        ),
-        exposed=profile.coefficients.exposed_ring_share,
+        attention=parts.attention,
+        hidden=parts.hidden,
+        exposed=parts.exposed,
         floor_seconds=profile.step.floor_seconds(problem.sync),
         closing_seconds=profile.step.closing_seconds(problem.sync),
     )

@@ -12,7 +12,7 @@ from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.pricing import planned_sequences
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches, batch_of, spread_steps
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches, batch_of, sampled_steps
 from fcp_cli.planning.comparison import Contender
 from fcp_cli.planning.fcp.solver import is_compiled, solver_of
 from fcp_cli.planning.options import PlanRequest
@@ -20,11 +20,9 @@ from fcp_cli.planning.problem import Problem, Solver
 from fcp_cli.planning.remedies import Remedy, best_remedy, enough_ranks
 from fcp_cli.planning.run import PlanResult
 from fcp_cli.planning.settings import PlanInputs
-from fcp_cli.planning.solvers import DEFAULT, make_solver
+from fcp_cli.planning.solvers import DEFAULT, make_solver, strategy
 
 MEGATRON: Final = "megatron-dynamic-cp"
-# Planned again for the verdict; a fraction of a second, and counted so that no answer depends on the machine's speed.
-_MOST_STEPS, _MOST_SEQUENCES = 4, 2048
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,12 +98,6 @@ def _device_hours(problem: Problem, step_seconds: float, steps: int) -> float:
     return devices * step_seconds * steps / 3600.0
 
 
-def _to_plan_again(steps: int, global_batch_size: int) -> list[int]:
-    """Return positions of a few of the steps, evenly spaced; none where a single one would take too long."""
-    most = min(_MOST_STEPS, _MOST_SEQUENCES // global_batch_size)
-    return spread_steps(steps, most) if most else []
-
-
 def plan_verdict(
     result: PlanResult,
     sample: Sequence[StepPlan],
@@ -123,7 +115,7 @@ def plan_verdict(
         static: predicted time of the best static plan / that of the sample, and its degree.
     """
     solver, summary, problem = result.solver.name, result.summary, inputs.problem
-    again = [sample[i] for i in _to_plan_again(len(sample), result.metadata.global_batch_size)]
+    again = [sample[i] for i in sampled_steps(len(sample), result.metadata.global_batch_size)]
     sequences = [planned_sequences(step, inputs.table, inputs.problem.cached_from_step) for step in again]
     planned = sum(step.makespan_seconds for step in again)
     factor, degree = static
@@ -185,7 +177,7 @@ def compared_verdict(
         request: that this was asked with.
         batches: the compared ones.
     """
-    best = {one.name: one.best for one in contenders if one.best is not None}
+    best = {one.name: one.best for one in contenders if one.best is not None and not strategy(one.name).own_execution}
     others = {name: one for name, one in best.items() if name != DEFAULT and not one.over_budget}
     if DEFAULT not in best or not others:
         return None
@@ -193,7 +185,7 @@ def compared_verdict(
     rivals = [name for name in dict.fromkeys(("static", MEGATRON, quickest)) if name in others]
     ours, steps = best[DEFAULT], len(batches)
     inputs = replace(inputs, problem=replace(inputs.problem, sync=ours.sync))
-    rows = [batches.batch(step).rows for step in _to_plan_again(steps, batches.settings.global_batch_size)]
+    rows = [batches.batch(step).rows for step in sampled_steps(steps, batches.settings.global_batch_size)]
     again = [batches.table.take(each) for each in rows]
     remedy, tried = best_remedy(request, inputs, again)
     return Verdict(

@@ -7,13 +7,14 @@ network: of k that run at a time, each moves its bytes k times as slowly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
+from fcp_cli.cost.formula import PackParts, overlapped_seconds
 
 NOISE: Final = 0.05
 SLOW_RANK: Final = 1.2
@@ -32,8 +33,7 @@ class Execution:
         wave: [microbatches] ascending where there are waves.
         rank_offsets, ranks: of the micro-batches' groups.
         encoder: [microbatches] seconds before lockstep ranks begin; else 0 and part of `other`.
-        other, attention, ring: [microbatches] seconds; attention hides all of the ring but the exposed share.
-        exposed: share of the ring that nothing hides.
+        other, attention, hidden, exposed: [microbatches] seconds; see `cost.formula.PackParts`.
         floor_seconds: least time of a wave.
         closing_seconds: after the last micro-batch.
     """
@@ -47,8 +47,8 @@ class Execution:
     encoder: FloatArray
     other: FloatArray
     attention: FloatArray
-    ring: FloatArray
-    exposed: float = 0.0
+    hidden: FloatArray
+    exposed: FloatArray
     floor_seconds: float = 0.0
     closing_seconds: float = 0.0
 
@@ -62,12 +62,11 @@ class Execution:
 
     def seconds(self, sharing: float = 1.0) -> FloatArray:
         """Return [microbatches] seconds without the encoder's, where each ring is one of `sharing` on its links."""
-        ring = self.ring * sharing
-        exposed = self.exposed * ring
-        return np.asarray(self.other + np.maximum(self.attention, ring - exposed) + exposed, dtype=np.float64)
+        parts = PackParts(self.other, self.attention, self.hidden * sharing, self.exposed * sharing)
+        return np.asarray(overlapped_seconds(parts))
 
     def slowed(self, factor: FloatArray) -> Execution:
-        """Return the same with all that micro-batches compute [microbatches] times as slow."""
+        """Return the step with the computation of each micro-batch slowed by its factor [microbatches]."""
         return replace(
             self, encoder=self.encoder * factor, other=self.other * factor, attention=self.attention * factor
         )
@@ -84,15 +83,11 @@ def step_seconds(execution: Execution, *, shared_links: bool = False) -> float:
     if not execution.waves:
         return run(execution, np.arange(len(execution)), execution.encoder) + execution.closing_seconds
     end = 0.0
-    for rows in _rows_of_waves(execution.wave):
+    first_rows = np.flatnonzero(np.diff(execution.wave)) + 1
+    for rows in np.split(np.arange(len(execution)), first_rows):
         lasts = float(execution.encoder[rows].max()) + run(execution, rows, np.zeros(len(execution)))
         end += max(execution.floor_seconds, lasts)
     return end + execution.closing_seconds
-
-
-def _rows_of_waves(wave: Int32Array) -> Iterator[IntArray]:
-    bounds = np.flatnonzero(np.diff(wave)) + 1
-    yield from np.split(np.arange(len(wave)), bounds)
 
 
 def _groups(execution: Execution, rows: IntArray) -> list[list[int]]:
@@ -101,7 +96,7 @@ def _groups(execution: Execution, rows: IntArray) -> list[list[int]]:
 
 
 def _alone(execution: Execution, rows: IntArray, before: FloatArray) -> float:
-    """Return when the last of some micro-batches ends, each with its links to itself."""
+    """Return the end of the last of some micro-batches, in seconds, if rings share no links."""
     free = [0.0] * execution.num_ranks
     lasts = (execution.seconds() + before)[rows].tolist()
     for group, seconds in zip(_groups(execution, rows), lasts, strict=True):

@@ -118,7 +118,7 @@ def _dependencies(graph: Graph) -> Int32Array:
 
 @leaf
 def _tell(node: int, earliest: float, by: int, start: Any, missing: Any, cause: Any, stack: Any, top: int) -> int:
-    """Tell who waits for an operation that it is over; return the new height of the stack of those that may begin."""
+    """Release the operations that wait for a finished one; return the new height of the stack of ready ones."""
     if earliest > start[node]:
         start[node] = earliest
         cause[node] = by
@@ -131,7 +131,7 @@ def _tell(node: int, earliest: float, by: int, start: Any, missing: Any, cause: 
 
 @kernel
 def better_places(graph: Graph, ranks: Int32Array, waves: int, reach: int, most_runs: int) -> Any:
-    """Swap micro-batches on the critical path with their neighbours while that ends a step sooner.
+    """Swap micro-batches on the critical path with their neighbours while that shortens the step.
 
     All replicas run a micro-batch in each wave. Those of two waves that share replicas change places together, so that
     waves stay waves.

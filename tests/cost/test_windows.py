@@ -9,11 +9,12 @@ import pytest
 
 from fcp_cli.cost.explain import break_even_tokens, seconds_table
 from fcp_cli.cost.fitting import Sample, fit_profile, predicted_seconds
+from fcp_cli.cost.formula import halo_messages
 from fcp_cli.cost.model import (
     attention_seconds,
     causal_work,
     group_seconds,
-    halo_messages,
+    group_terms,
     halo_seconds,
     windowed_pairs,
 )
@@ -21,7 +22,6 @@ from fcp_cli.cost.profile import Coefficients, CostProfile, dump_cost_profile, p
 from fcp_cli.errors import ProfileError
 from fcp_cli.models.shipped import shipped_profile
 from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.ring_attention.halo import halo_of
 
 GEMMA = shipped_profile("gemma3-27b")
 
@@ -99,16 +99,20 @@ def test_a_profile_without_halos_costs_what_it_did_before_there_were_any() -> No
     assert _alone(profile, [30_000], degree) == pytest.approx(expected, rel=1e-14)
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("degree", [2, 3, 8])
 @pytest.mark.parametrize("lengths", [[131_072], [9_000, 131_072], [50, 3_000, 20_001], [700]])
 def test_rows_and_messages_of_halos_are_those_that_members_get(lengths: list[int], degree: int) -> None:
+    from fcp_cli.runtime.ring_attention.halo import halo_of
+
     c = replace(GEMMA.coefficients, halo_message_seconds=0.0)
     reach = int(c.window_tokens) - 1
     layout = shard_layout(tuple(lengths), degree)
     halos = [halo_of(layout, index, reach) for index in range(degree)]
     windows = causal_work(np.array(lengths), c).packed(np.zeros(1, dtype=np.int64)).windows
     assert windows is not None
-    priced = halo_seconds(_of(halo_message_seconds=0.0), windows, degree=degree, crosses_nodes=False)
+    free = _of(halo_message_seconds=0.0)
+    priced = halo_seconds(free, windows, group_terms(free, degree=degree, crosses_nodes=False))
     rows = float(priced[0]) * GEMMA.bandwidth.intra_node / c.halo_bytes_per_token
     received = [halo.received for halo in halos]
     slack = 2 * len(lengths)  # chunks' sizes differ by a token

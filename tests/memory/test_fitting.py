@@ -137,7 +137,7 @@ def test_what_contradicts_itself_is_one_line() -> None:
         fit(zero="3", sync="iteration")
     with raises(
         snapshot(
-            "UsageError: --offload activations moves what recomputed layers keep, and --recompute is none; add --recompute full"
+            "UsageError: --offload activations moves the inputs of recomputed layers, and --recompute is none; add --recompute full"
         )
     ):
         fit(recompute="none", offload="activations")

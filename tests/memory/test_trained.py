@@ -10,6 +10,8 @@ from fcp_cli.memory.trained import trained_parameters
 from fcp_cli.models.model import load_model
 from fcp_cli.recipe import Recipe
 
+pytestmark = pytest.mark.torch
+
 RECIPES = {
     "usual adapters": Recipe(lora="r=4"),
     "adapters everywhere": Recipe(lora="r=4,target=all-linear"),

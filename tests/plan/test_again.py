@@ -20,7 +20,7 @@ AT_SPEEDS = ("--model", "qwen3-8b", "--cluster", "h200-1x4", "--ranks", "2", "--
 
 def planned(folder: Path, *options: str) -> Path:
     (folder / "lengths.txt").write_text("\n".join(map(str, range(100, 3000, 100))))
-    result = fcp("plan", "lengths.txt", "--global-batch-size", "8", "--steps", "2", *options, cwd=folder)
+    result = fcp("plan", "lengths.txt", "--global-batch-size", "10", "--steps", "2", *options, cwd=folder)
     assert result.returncode == 0, result.stderr
     return folder / "plan.parquet"
 
@@ -69,7 +69,7 @@ def test_for_other_ranks_it_keeps_model_cluster_batch_and_steps(computed: Path) 
     result = fcp(*again(computed, ranks=2), cwd=computed.parent)
     assert result.returncode == 0, result.stderr
     metadata = PlanReader(computed.with_name("plan-2-ranks.parquet")).metadata
-    assert (metadata.num_ranks, metadata.global_batch_size, metadata.steps) == (2, 8, 2)
+    assert (metadata.num_ranks, metadata.global_batch_size, metadata.steps) == (2, 10, 2)
     assert "model: qwen3-8b" in metadata.cost_profile
     assert "cluster: h200-1x4" in metadata.cost_profile
 

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
+from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.batches import BatchSettings
-from fcp_cli.planning.comparison import Contender, compare
+from fcp_cli.planning.comparison import Contender, Outcome, compare
 from tests.planning.examples import example_problem, long_tail, table_of
 
 SETTINGS = BatchSettings(global_batch_size=50, step_limit=2)
@@ -21,6 +24,17 @@ def test_flexsp_keeps_its_microbatches_under_either_sync() -> None:
 def test_the_best_outcome_is_the_one_with_the_shorter_steps() -> None:
     contender = compared("bytescale")["bytescale"]
     assert contender.best is min(contender.outcomes.values(), key=lambda outcome: outcome.step_seconds)
+
+
+def test_of_equally_quick_syncs_the_best_is_iteration_as_in_the_recipes_of_a_plan() -> None:
+    waves = compared("fcp")["fcp"].outcomes["microbatch"]
+    other = replace(waves, sync="iteration")
+    both: tuple[dict[Sync, Outcome], ...] = (
+        {"microbatch": waves, "iteration": other},
+        {"iteration": other, "microbatch": waves},
+    )
+    for outcomes in both:
+        assert Contender(name="fcp", outcomes=outcomes).best is other
 
 
 def test_steps_are_counted_as_they_are_planned() -> None:

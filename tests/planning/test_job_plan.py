@@ -6,13 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
-from fcp_cli.arrays import IntArray
 from fcp_cli.console import Origins
 from fcp_cli.cost.model import causal_work, group_seconds
 from fcp_cli.errors import ProfileError
 from fcp_cli.manifest.read import read_manifest
+from fcp_cli.masks import segments
+from fcp_cli.plan.check import check_plan
 from fcp_cli.plan.job_facts import JobFacts, PlanningWish
 from fcp_cli.plan.messages import steps_bytes
 from fcp_cli.plan.metadata import PlanMetadata
@@ -21,9 +23,8 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning import job_plan, journal, settings
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.job_plan import JobPlanner, padded_seconds
-from fcp_cli.planning.parallel import plan_step
 from fcp_cli.planning.problem import Batch, Problem, Solver, problem_of
-from fcp_cli.planning.run import make_plan
+from fcp_cli.planning.run import make_plan, plan_step
 
 _CONFIG = {
     "model_type": "qwen3",
@@ -55,13 +56,24 @@ JOB = JobFacts(
     recipe={"zero": "0", "precision": "fp32", "recompute": "none"},
     config=_CONFIG,
 )
-LENGTHS = np.array([5, 900, 17, 60] * 5, dtype=np.int64)
+LENGTHS = pa.table({"length": np.array([5, 900, 17, 60] * 5, dtype=np.int64)})
+_PATCHES = [0, 1024, 0, 64] * 5
+PICTURES = LENGTHS.append_column("vision_patches", pa.array(_PATCHES)).append_column(
+    "vision_patch_pairs", pa.array([patches**2 for patches in _PATCHES])
+)
 
 
-def plan_job(plan: Path, job: JobFacts, wish: PlanningWish, lengths: IntArray) -> PlanMetadata:
-    planner = JobPlanner(plan, job, wish, lengths)
-    planner.plan(0, len(lengths))
-    planner.close()
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of kept profiles, of this test alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/fcp/profiles"
+
+
+def plan_job(plan: Path, job: JobFacts, wish: PlanningWish, rows: pa.Table) -> PlanMetadata:
+    planner = JobPlanner(plan, job, wish, rows)
+    planner.plan(0, len(rows))
+    planner.close(len(rows))
     return PlanReader(plan).metadata
 
 
@@ -79,7 +91,7 @@ def test_a_job_is_planned_from_its_facts_and_told_what_that_gains_over_its_padde
         "6 steps are planned while it trains"
     )
     assert "% less than the script's own padded batches (" in decided
-    assert "times of mine on this-machine (computed, not measured: 'fcp profile' measures)" in decided
+    assert "times of mine on this-machine (computed; the first minute of training is measured)" in decided
 
 
 def test_the_scripts_own_batches_are_priced_as_padded_to_their_longest(tmp_path: Path) -> None:
@@ -105,12 +117,40 @@ def test_a_model_that_fcp_cannot_describe_is_refused_with_the_flags_that_help(tm
     assert "qwen3-tiny" in (tmp_path / "profile.yaml").read_text()
 
 
+def test_pictures_are_planned_with_their_encoders_work_and_never_as_text_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "plan.parquet"
+    text = plan_job(tmp_path / "text.parquet", JOB, PlanningWish(model="qwen3-vl-tiny"), LENGTHS)
+    capsys.readouterr()
+
+    pictures = plan_job(plan, JOB, PlanningWish(model="qwen3-vl-tiny"), PICTURES)
+
+    assert "(longest 900, 10 rows with pictures), 8 a step" in capsys.readouterr().err
+    assert read_manifest(tmp_path / "plan.lengths.parquet").vision_patches is not None
+    assert pictures.cost_profile == text.cost_profile
+    seconds = [
+        sum(step.makespan_seconds for step in PlanReader(one).steps()) for one in (plan, tmp_path / "text.parquet")
+    ]
+    assert seconds[0] > 1.01 * seconds[1]
+    with pytest.raises(ProfileError, match=r"10 rows .* have pictures, but .* qwen3-tiny knows no vision encoder"):
+        plan_job(tmp_path / "other.parquet", JOB, PlanningWish(model="qwen3-tiny"), PICTURES)
+
+
+def test_masks_of_token_types_are_kept_in_the_plan(tmp_path: Path) -> None:
+    masks = pa.array([[], [4, 200]] * 10, pa.list_(pa.int32()))
+    rows = LENGTHS.append_column("eta", pa.array([0.0, 0.01] * 10)).append_column("mask", masks)
+    metadata = plan_job(tmp_path / "plan.parquet", JOB, PlanningWish(), rows)
+    assert metadata.masked_sequences == 10 and metadata.masks is not None
+    assert metadata.masks.of_rows(20).mask(1) == segments([(4, 200)])
+
+
 def test_steps_are_planned_as_they_are_asked_for_and_the_whole_plan_is_that_of_fcp_plan(tmp_path: Path) -> None:
     planner = JobPlanner(tmp_path / "plan.parquet", JOB, PlanningWish(), LENGTHS)
     asked = [*planner.plan(0, 2), *planner.plan(2, 1)]
     assert [step.step for step in asked] == [0, 1, 2]
     assert not (tmp_path / "plan.parquet").exists()
-    planner.close()  # which plans the others
+    planner.close(3)  # which plans the others
 
     profile = str(tmp_path / "profile.yaml")
     (tmp_path / "again").mkdir()
@@ -147,7 +187,7 @@ def test_a_job_that_was_killed_continues_from_the_steps_that_its_journal_keeps(
 
     again = JobPlanner(tmp_path / "plan.parquet", JOB, PlanningWish(), LENGTHS)
     later = again.plan(2, 10)
-    again.close()
+    again.close(6)
 
     assert steps_bytes(later[:2]) == steps_bytes(first[2:])
     assert planned == [4, 5]
@@ -162,6 +202,106 @@ def test_a_loop_that_ends_long_before_its_plan_leaves_the_steps_in_the_journal(
     planner = JobPlanner(tmp_path / "plan.parquet", JOB, PlanningWish(), LENGTHS)
     planner.plan(0, 2)
 
-    assert planner.close() is None
+    assert planner.close(2) is None
     assert not (tmp_path / "plan.parquet").exists()
     assert "fcp: 2 steps of 6 are planned: " in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_loop_whose_epochs_nobody_knows_is_planned_for_those_that_it_began(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    endless = JobPlanner(tmp_path / "plan.parquet", replace(JOB, epochs=None), PlanningWish(), LENGTHS)
+    trained = endless.plan(0, 8)  # ahead of a loop that leaves in its second epoch of three steps
+    endless.close(4)
+
+    found, decided = capsys.readouterr().err.splitlines()
+    assert found.endswith("3 steps an epoch, for as many epochs as the loop has, are planned while it trains")
+    assert "a step predicted for the first 3," in decided
+    reader = PlanReader(tmp_path / "plan.parquet")
+    assert (reader.metadata.epochs, reader.metadata.steps) == (2, 6)
+    assert steps_bytes(list(reader.steps())) == steps_bytes(trained[:6])
+    (tmp_path / "known").mkdir()
+    plan_job(tmp_path / "known" / "plan.parquet", JOB, PlanningWish(), LENGTHS)
+    known = list(PlanReader(tmp_path / "known" / "plan.parquet").steps())
+    assert steps_bytes(known) == steps_bytes(trained[:6])
+
+
+def timings(planner: JobPlanner, steps: range, factor: float) -> pa.Table:
+    """Measured micro-batches of planned steps, all of them `factor` times as long as predicted."""
+    planned = [step for step in planner.plan(0, steps.stop) if step.step in steps]
+    rows = [
+        (step.step, one.order, rank, one.seconds * factor)
+        for step in planned
+        for one in step.microbatches()
+        for rank in one.ranks
+    ]
+    return pa.table(dict(zip(("step", "order", "rank", "seconds"), zip(*rows, strict=True), strict=True)))
+
+
+def test_the_first_job_measures_and_keeps_its_times_and_the_second_starts_from_them(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = replace(JOB, epochs=4)
+    first = JobPlanner(tmp_path / "first.parquet", job, PlanningWish(), LENGTHS)
+    assert first.opened()["wants_measurements"]
+
+    line = first.refit(timings(first, range(1, 8), 3.0))
+    first.close(12)
+
+    (kept,) = cache.iterdir()
+    assert line.startswith("step 8: ") and line.endswith(f"; kept for later jobs in {kept}")
+    metadata = PlanReader(tmp_path / "first.parquet").metadata
+    assert metadata.refits is not None and metadata.refits[0].first_step == 8
+    table = read_manifest(tmp_path / "first.lengths.parquet")
+    assert list(check_plan(tmp_path / "first.parquet", manifest=table)) == []
+    computed = list(PlanReader(tmp_path / "first.parquet").steps())
+
+    capsys.readouterr()
+    second = JobPlanner(tmp_path / "second.parquet", job, PlanningWish(), LENGTHS)
+    fitted = second.plan(0, 12)
+    second.close(12)
+
+    assert [one.makespan_seconds for one in fitted[:8]] == pytest.approx(
+        [3.0 * one.makespan_seconds for one in computed[:8]], rel=0.1
+    )
+    assert steps_bytes(fitted[8:]) == steps_bytes(computed[8:])  # which were planned by the same times
+    assert f"times of mine on this-machine (fitted to a training today, kept in {kept})" in capsys.readouterr().err
+
+
+def test_a_killed_job_plans_its_steps_by_the_same_times_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "_ROWS_PER_PART", 6)
+    job, path = replace(JOB, epochs=4), tmp_path / "plan.parquet"
+    killed = JobPlanner(path, job, PlanningWish(), LENGTHS)
+    killed.refit(timings(killed, range(1, 8), 3.0))
+    steps = killed.plan(0, 12)
+
+    again = JobPlanner(path, job, PlanningWish(), LENGTHS)
+    assert not again.opened()["wants_measurements"]
+    again.close(12)
+
+    metadata = PlanReader(path).metadata
+    assert metadata.refits == killed.metadata.refits
+    assert steps_bytes(list(PlanReader(path).steps(8))) == steps_bytes(steps)
+
+
+def test_times_that_were_measured_by_fcp_profile_stay_and_given_ones_are_not_kept(tmp_path: Path, cache: Path) -> None:
+    JobPlanner(tmp_path / "plan.parquet", JOB, PlanningWish(), LENGTHS).close(6)
+    given = JobPlanner(tmp_path / "given.parquet", JOB, PlanningWish(profile=str(tmp_path / "profile.yaml")), LENGTHS)
+    assert not given.opened()["wants_measurements"]
+    assert not cache.exists()
+
+
+def test_a_loop_that_somebody_stops_leaves_at_once_what_is_not_planned_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(job_plan, "_STOPPED_SECONDS", 0.0)
+    planner = JobPlanner(tmp_path / "plan.parquet", JOB, PlanningWish(), LENGTHS)
+    planner.plan(0, 2)
+
+    assert planner.close(2, is_stopped=True) is None
+    assert "fcp: 2 steps of 6 are planned: " in capsys.readouterr().err.splitlines()[-1]
+
+    again = JobPlanner(tmp_path / "plan.parquet", JOB, PlanningWish(), LENGTHS)
+    assert again.close(6) is not None

@@ -23,7 +23,8 @@ def an_execution(groups: list[list[int]], *, ring: list[float], waves: bool = Fa
         encoder=np.zeros(count),
         other=np.full(count, other),
         attention=np.zeros(count),
-        ring=np.array(ring),
+        hidden=np.array(ring),
+        exposed=np.zeros(len(ring)),
     )
 
 

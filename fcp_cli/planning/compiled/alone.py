@@ -1,4 +1,4 @@
-"""What sequences take alone at least, each on its best degree: what no schedule can beat."""
+"""Least seconds of sequences alone, each on its best degree: no schedule can beat them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.compiling import inlined, kernel
-from fcp_cli.planning.compiled.core import AT_BEST, Machine, Sequences, pack_seconds, sequence_load
+from fcp_cli.planning.compiled.core import UNPLACED, Machine, Sequences, faster_tier, pack_seconds, sequence_load
 
 
 @inlined
 def at_best(degree: int, machine: Machine) -> int:
     """Return `across` of a group of this degree where it costs least."""
-    return AT_BEST if degree > machine.ranks_per_node or machine.inter < machine.intra else 0
+    return UNPLACED if degree > machine.ranks_per_node or faster_tier(machine) else 0
 
 
 @inlined
@@ -38,7 +38,7 @@ def least_alone(members: IntArray, speeds: FloatArray, sequences: Sequences, mac
     Args:
         members: positions of sequences.
         speeds: [num_ranks] of the ranks, the quickest first: a group is as fast as its slowest.
-        sequences, machine: what they are of.
+        sequences, machine: of `members`.
     """
     least = np.full(len(members), np.inf)
     for k in range(len(members)):
@@ -60,8 +60,45 @@ def _least(i: int, enough: float, speeds: FloatArray, sequences: Sequences, mach
     """Return the least seconds of a sequence, or some that are no more than `enough`."""
     least = np.inf
     lowest = max(1, (sequences.tokens[i] + machine.tokens_per_rank - 1) // machine.tokens_per_rank)
+    # Every degree: the seconds jump where a group begins to cross nodes, so the first minimum need not be the least.
     for degree in range(lowest, machine.num_ranks + 1):
         least = min(least, alone_at_best(i, degree, sequences, machine) / speeds[degree - 1])
-        if least <= enough:
+        if least <= enough:  # the maximum over sequences asks for no more
             break
     return float(least)
+
+
+@kernel
+def traffic_seconds(degree: int, sets: int, machine: Machine) -> float:
+    """Return the rank-seconds of ring traffic per token on a group of this degree whose ring has so many sets."""
+    return least_of_tiers(machine.prices.ring, degree, machine) * (sets - 1)
+
+
+@inlined
+def home_seconds(degree: int, machine: Machine) -> float:
+    """Return the part of `traffic_seconds` that nothing hides, if there is a ring."""
+    return least_of_tiers(machine.prices.home, degree, machine)
+
+
+@inlined
+def least_of_tiers(prices: FloatArray, degree: int, machine: Machine) -> float:
+    """Return the price across nodes if a group of this degree has to lie across them, else the less of both."""
+    return float(prices[1] if degree > machine.ranks_per_node else min(prices[0], prices[1]))
+
+
+@kernel
+def work_in_rings(sequences: Sequences, machine: Machine) -> FloatArray:
+    """Return [sequences] rank-seconds that each adds to any pack that holds it, at least.
+
+    Its work, and, where it needs a ring of d ranks or more, t (k (d - 1) + e (c_d (d - 1) - g_d) + g_d): see
+    `_least_area`. What a pack pays once is not in it, nor is a ring where sets of ranks may share heads.
+    """
+    least = np.zeros(len(sequences.work))
+    for i in range(len(least)):
+        least[i] = sequences.work[i]
+        degree = (sequences.tokens[i] + machine.tokens_per_rank - 1) // machine.tokens_per_rank
+        if degree > 1 and not len(machine.splits.heads):
+            home = home_seconds(degree, machine)
+            exposed = machine.prices.exposed * (traffic_seconds(degree, degree, machine) - home) + home
+            least[i] += (machine.prices.chunk * (degree - 1) + exposed) * sequences.tokens[i]
+    return least

@@ -2,8 +2,8 @@
 
 Notation: N ranks of budget E tokens; sequence s has attention seconds a, linear seconds l and t tokens on one rank,
 work w = a + l; a group of degree d moves c_d seconds of ring traffic per token and hop, c_d that of the network inside
-a node for d <= ranks per node (or across nodes, were that faster), else that across nodes, and takes h seconds a hop
-beside; attention hides no more than a share 1 - e of its ring. Attention in windows whose halos travel is part of l,
+a node for d <= ranks per node (or across nodes, were that faster), else that across nodes, and takes h more seconds a
+hop; attention hides no more than a share 1 - e of its ring. Attention in windows whose halos travel is part of l,
 and the halos follow it: y_d seconds per token of them and set further, at least two messages of z seconds each. A pack
 takes at least as long as any of its sequences alone on the same group, since no term of the cost model falls with a
 sequence; T(s, d) is that time.
@@ -17,52 +17,47 @@ import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.compiling import inlined, kernel, leaf
-from fcp_cli.planning.compiled.alone import alone_at_best, at_best
+from fcp_cli.planning.compiled.alone import alone_at_best, at_best, home_seconds, least_of_tiers, traffic_seconds
 from fcp_cli.planning.compiled.core import (
     Load,
     Machine,
     Sequences,
     falling_order,
+    group_terms,
+    is_way,
     most_of,
     pack_seconds,
-    ring_pack_seconds,
+    seconds_by,
     sequence_load,
     total_of,
-    way_seconds,
+    way_terms,
 )
 
-_STEPS = 24  # of bisection
-_LONGEST = 4  # sequences whose wave is looked at
-_GRID = 1.003  # steps in which the length of a wave is looked at
+_STEPS = 24  # of bisection: 2^-24 of the interval is finer than any gap that is shown, and the bound holds at each step
+_LONGEST = 4  # sequences whose wave is tried: each is a bound by itself, and those with less work bound less
+_GRID = 1.003  # ratio of the lengths of a wave that are tried; the bound loses no more than that
 _MARGIN = 1e-9  # relative; keeps rounding on the safe side
-
-
-@kernel
-def _traffic(degree: int, sets: int, machine: Machine) -> float:
-    """Return the rank-seconds of ring traffic per token on a group of this degree whose ring has so many sets."""
-    return (machine.inter if degree > machine.ranks_per_node else min(machine.intra, machine.inter)) * (sets - 1)
-
-
-@inlined
-def _home(degree: int, machine: Machine) -> float:
-    """Return the part of `_traffic` that nothing hides, if there is a ring."""
-    return machine.home_inter if degree > machine.ranks_per_node else min(machine.home_intra, machine.home_inter)
 
 
 @inlined
 def _exchange(k: int, machine: Machine) -> float:
     """Return the least rank-seconds per token in which sets of the k-th heads degree exchange."""
-    return float(min(machine.splits.inside[k], machine.splits.across[k]))
+    heads = machine.splits.heads[k]
+    inside = group_terms(heads, heads, 0, 0, machine.prices).exchange
+    across = group_terms(heads, heads, 0, 1, machine.prices).exchange
+    return float(heads * min(inside, across))
 
 
 @kernel
 def _least_area(i: int, makespan: float, outlasting: float, sequences: Sequences, machine: Machine) -> float:
-    """Return the least rank-seconds, beside beta, of sequence i if its micro-batch must end within makespan.
+    """Return the least rank-seconds, without beta, of sequence i if its micro-batch must end within makespan.
 
-    Where (1 - e) c_d (d - 1) >= outlasting = max over sequences of a / t, what may hide of the ring outlasts attention
-    in every pack of degree d: the pack takes d ranks at least sum (l + c_d (d - 1) t) >= sum w. Elsewhere it takes at
-    least sum (w + e c_d (d - 1) t). Both times it takes them e h (d - 1) d beside, and holds at most d E tokens: each
-    token bears at least e h (d - 1) / E. All of this grows with d. Of c_d (d - 1), the last hop g is exposed whole.
+    A pack of degree d takes its ranks sum l + max(sum (a + k (d - 1) t), (1 - e) x) + e x + sum g_d t + h' d, with k
+    the seconds by which attention is longer for a token and hop, x = sum (c_d (d - 1) - g_d) t + h (d - 1) d the ring
+    but for its last hop, g_d and h' that hop. It holds at most d E tokens, so that each of them bears 1 / E of what is
+    h d or h' d. Where (1 - e) (c_d (d - 1) - g_d) >= outlasting + k (d - 1), outlasting = max over sequences of a / t,
+    the part of the ring that may hide outlasts attention in every pack, which takes at least sum (l + c_d (d - 1) t)
+    and the hops. Elsewhere it takes at least sum (w + k (d - 1) t) and the exposed part. All of this grows with d.
     Halos add y_d (d - 1) for each token of theirs, and two messages, of which each token bears 2 z / E.
 
     Where u ranks share heads the same holds of the ring of r = d / u sets, of which each member moves at least as much
@@ -80,7 +75,7 @@ def _least_area(i: int, makespan: float, outlasting: float, sequences: Sequences
             break
         area, hidden = _ring_area(i, degree, degree, outlasting, sequences, machine)
         least = min(least, area)
-        if hidden or machine.inter >= machine.intra:
+        if hidden or machine.prices.ring[1] >= machine.prices.ring[0]:
             break  # traffic only grows from here on
     for k in range(len(machine.splits.heads) if first > 1 else 0):
         sets = (first + machine.splits.heads[k] - 1) // machine.splits.heads[k]
@@ -95,22 +90,23 @@ def _least_area(i: int, makespan: float, outlasting: float, sequences: Sequences
 def _ring_area(i: int, degree: int, sets: int, outlasting: float, sequences: Sequences, machine: Machine) -> Any:
     """Return the least rank-seconds of sequence i in packs of this degree whose ring has so many sets.
 
-    And whether attention hides what may hide of it.
+    And whether attention hides the part of the ring that may hide.
     """
     if sets == 1:
         return sequences.work[i], True
-    tokens, home = sequences.tokens[i], _home(degree, machine)
-    traffic = _traffic(degree, sets, machine) - home
-    hops = machine.exposed * machine.hop * (sets - 1) * tokens / machine.tokens_per_rank
-    if machine.reach:
-        per_token = (
-            machine.halo_inter if degree > machine.ranks_per_node else min(machine.halo_intra, machine.halo_inter)
-        )
-        hops += per_token * (sets - 1) * min(tokens, 2 * machine.reach)
-        hops += 2.0 * machine.halo_message * tokens / machine.tokens_per_rank
-    if (1.0 - machine.exposed) * traffic < outlasting:
-        return sequences.work[i] + (machine.exposed * traffic + home) * tokens + hops, True
-    return sequences.linear[i] + (traffic + home) * tokens + hops, False
+    tokens, home = sequences.tokens[i], home_seconds(degree, machine)
+    traffic = traffic_seconds(degree, sets, machine) - home
+    prices = machine.prices
+    longer = prices.chunk * (sets - 1)
+    messages = prices.home_hop * tokens / machine.tokens_per_rank
+    hops = prices.hop * (sets - 1) * tokens / machine.tokens_per_rank
+    if prices.reach:
+        messages += least_of_tiers(prices.halo, degree, machine) * (sets - 1) * min(tokens, 2 * prices.reach)
+        messages += 2.0 * prices.halo_message * tokens / machine.tokens_per_rank
+    if (1.0 - prices.exposed) * traffic < outlasting + longer:
+        beside = prices.exposed * hops + messages
+        return sequences.work[i] + (longer + prices.exposed * traffic + home) * tokens + beside, True
+    return sequences.linear[i] + (traffic + home) * tokens + hops + messages, False
 
 
 @kernel
@@ -121,13 +117,13 @@ def _microbatches(makespan: float, tokens: float, linear_per_token: float, machi
     makespan - m beta seconds, at most (makespan - m beta) / min(l / t). The ranks' mean (m, tokens) lies in the convex
     hull of these points.
     """
-    if machine.beta + linear_per_token == 0.0:
+    if machine.prices.beta + linear_per_token == 0.0:
         return tokens / machine.tokens_per_rank
-    whole = np.floor(makespan / (machine.beta + machine.tokens_per_rank * linear_per_token))
+    whole = np.floor(makespan / (machine.prices.beta + machine.tokens_per_rank * linear_per_token))
     if tokens <= whole * machine.tokens_per_rank:
         return tokens / machine.tokens_per_rank
     low = whole * machine.tokens_per_rank
-    high = (makespan - (whole + 1.0) * machine.beta) / linear_per_token if linear_per_token > 0.0 else np.inf
+    high = (makespan - (whole + 1.0) * machine.prices.beta) / linear_per_token if linear_per_token > 0.0 else np.inf
     high = min(high, (whole + 1.0) * machine.tokens_per_rank)
     if tokens > high:
         return np.inf
@@ -156,13 +152,13 @@ def area_bound(simple: float, waves: bool, sequences: Sequences, machine: Machin
             makespan = refuted * 1.25
         total = 0.0
         for i in range(n):
-            if machine.beta + sequences.work[i] <= makespan and sequences.tokens[i] <= machine.tokens_per_rank:
+            if machine.prices.beta + sequences.work[i] <= makespan and sequences.tokens[i] <= machine.tokens_per_rank:
                 total += sequences.work[i]
             else:
                 total += _least_area(i, makespan, outlasting, sequences, machine)
         count = _microbatches(makespan, tokens, linear_per_token, machine)
         count = max(1.0, np.ceil(tokens / machine.tokens_per_rank - _MARGIN) if waves else count)
-        if total / machine.num_ranks + machine.beta * count <= makespan:
+        if total / machine.num_ranks + machine.prices.beta * count <= makespan:
             held = makespan
             if _step == 0:
                 break
@@ -198,16 +194,16 @@ def _wave_of(
 ) -> float:
     """Return the least makespan under waves, seen from the wave that runs j, over all degrees d that j may have.
 
-    Let the wave last tau = T(j, d) + delta. Beside j it does at most Y + X work. Y, on the N - d other ranks, is at
+    Let the wave last tau = T(j, d) + delta. Apart from j it does at most Y + X work. Y, on the N - d other ranks, is at
     most (N - d)(tau - beta), and at most the densest (N - d) E tokens without j. X, more sequences in j's own pack, is
-    at most d delta where attention hides what may hide of j's ring; where it does not, they bring x tokens with
+    at most d delta if attention hides all of j's ring that may hide; if not, they bring x tokens with
     (c_d (d - 1) + thin) x <= d delta and work <= dense x (thin, dense: least l / t and greatest w / t of any sequence).
     Where u ranks share heads, T and c are those of the ring of d / u sets, and x tokens are exchanged as well.
     Other waves do the rest of the work, at least rest / N seconds, and pay beta each. The sum is convex and piecewise
     linear in delta: its least value lies at delta = 0 or where Y stops growing. Where X could grow by more than N per
     second, only T(j, d) and the other waves' beta are counted.
     """
-    num_ranks, beta = machine.num_ranks, machine.beta
+    num_ranks, beta = machine.num_ranks, machine.prices.beta
     least = np.inf
     for degree in range(
         max(1, (sequences.tokens[j] + machine.tokens_per_rank - 1) // machine.tokens_per_rank), num_ranks + 1
@@ -241,20 +237,18 @@ def _growth(k: int, j: int, degree: int, dense: float, thin: float, sequences: S
     """Return T(j, d) with the k-th heads degree, -1 for a ring, and how much work j's pack gains for a second more."""
     load = sequence_load(j, sequences, machine)
     if degree == 1:
-        return machine.beta + load.linear + load.attention, 1.0
+        return machine.prices.beta + load.linear + load.attention, 1.0
     across, sets, exchange = at_best(degree, machine), degree, 0.0
-    if k < 0:
-        shortest = np.inf
-        if not machine.splits.only:
-            shortest = ring_pack_seconds(load, degree, across, machine)
-    else:
-        shortest = way_seconds(k, load, degree, across, machine)
+    shortest = np.inf
+    if is_way(k, degree, across, machine):
+        shortest = seconds_by(way_terms(k, degree, across, machine), load, degree, machine)
+    if k >= 0:
         sets, exchange = degree // machine.splits.heads[k], _exchange(k, machine)
-    traffic = _traffic(degree, sets, machine)
-    hidden = traffic - _home(degree, machine)
-    copies = machine.splits.copies[k] if k >= 0 else 1.0
-    hides = sets <= 1 or load.attention >= (1.0 - machine.exposed) * (
-        hidden * copies * load.tokens + machine.hop * (sets - 1) * degree
+    traffic = traffic_seconds(degree, sets, machine)
+    hidden = traffic - home_seconds(degree, machine)
+    copies = max(1.0, machine.splits.heads[k] / machine.prices.key_value_heads) if k >= 0 else 1.0
+    hides = sets <= 1 or load.attention >= (1.0 - machine.prices.exposed) * (
+        hidden * copies * load.tokens + machine.prices.hop * (sets - 1) * degree
     )
     growth = 1.0 * degree
     if not hides:
@@ -277,7 +271,7 @@ def wave_bound(sequences: Sequences, machine: Machine) -> float:
     """Return the largest of `_wave_of` over the sequences with the most work."""
     n = len(sequences.work)
     total, tokens = total_of(sequences.work), total_of(sequences.tokens)
-    more_waves = machine.beta * max(0, (tokens - 1) // (machine.num_ranks * machine.tokens_per_rank))
+    more_waves = machine.prices.beta * max(0, (tokens - 1) // (machine.num_ranks * machine.tokens_per_rank))
     density, thin = _densities(sequences)
     by_density, dense = falling_order(density), most_of(density)
     best = 0.0
@@ -294,7 +288,7 @@ class Crowd(NamedTuple):
     Attributes:
         members: how many.
         work, tokens: of the crowd, summed.
-        least: what any sequence of the crowd takes at least, on its own.
+        least: lower bound of each load of the crowd's sequences.
         densest: greatest w / t of any other sequence.
         held_tokens, held_work: [others + 1] the others by falling density, summed from the densest on, from 0.
         thin: least l / t of any sequence, crowd or not.
@@ -341,7 +335,7 @@ def _least_load(count: int, sequences: Sequences, machine: Machine) -> Any:
     for i in range(1, count):
         attention, linear = min(attention, sequences.attention[i]), min(linear, sequences.linear[i])
         fewest, most = min(fewest, sequences.tokens[i]), max(most, sequences.tokens[i])
-    return Load(attention, linear, fewest, min(fewest, 2 * machine.reach), most)
+    return Load(attention, linear, fewest, min(fewest, 2 * machine.prices.reach), most)
 
 
 @kernel
@@ -391,7 +385,7 @@ def _most_done(makespan: float, crowd: Crowd, machine: Machine) -> float:
             best = max(best, crowd.densest * tokens - slope * degree * tokens_per_rank)
     done = crowd.work - crowd.densest * crowd.tokens + held + slope * packs * narrowest * tokens_per_rank
     done += best * (crowd.members if best > 0.0 else packs)
-    return float(min(done, num_ranks * (makespan - machine.beta)))
+    return float(min(done, num_ranks * (makespan - machine.prices.beta)))
 
 
 @leaf
@@ -417,10 +411,10 @@ def _most_tokens(degree: int, makespan: float, thin: float, machine: Machine) ->
             if degree % machine.splits.heads[k]:
                 continue
             sets, exchange = degree // machine.splits.heads[k], _exchange(k, machine)
-        per_token = thin + _traffic(degree, sets, machine) + exchange
+        per_token = thin + traffic_seconds(degree, sets, machine) + exchange
         held = float(degree * machine.tokens_per_rank)
         if per_token > 0.0:
-            held = min(held, degree * (makespan - machine.beta - machine.hop * (sets - 1)) / per_token)
+            held = min(held, degree * (makespan - machine.prices.beta - machine.prices.hop * (sets - 1)) / per_token)
         most = max(most, held)
     return most
 
@@ -432,8 +426,8 @@ def crowd_bound(at_least: float, sequences: Sequences, machine: Machine) -> floa
     Take the `count` sequences with the most work. Either two waves hold some of them: these last at least as long as
     the longest sequence and as the least of them. Or one wave holds them all: it lasts tau, at least as long as the
     longest sequence, does at most `_most_done` work, a function that grows with tau, and other waves do the rest. tau
-    lies in one of the steps of a grid; over each step the wave lasts at least its lower end and does at most what its
-    upper end allows. Any count gives a bound; doubling counts are tried.
+    lies in one of the steps of a grid; over each step the wave lasts at least its lower end and does at most the work
+    that its upper end allows. Any count gives a bound; doubling counts are tried.
     """
     n = len(sequences.work)
     total, tokens = total_of(sequences.work), total_of(sequences.tokens)
@@ -452,17 +446,17 @@ def crowd_bound(at_least: float, sequences: Sequences, machine: Machine) -> floa
         shortest = np.inf
         for degree in range(1, machine.num_ranks + 1):
             shortest = min(shortest, _least_member(degree, crowd, machine))
-        bound = longest + shortest + machine.beta * max(0, more_waves - 1)
+        bound = longest + shortest + machine.prices.beta * max(0, more_waves - 1)
         if bound <= best:
             break  # more sequences are only shorter
         makespan = longest
-        while bound > best and makespan + machine.beta * more_waves < bound:
+        while bound > best and makespan + machine.prices.beta * more_waves < bound:
             step_end = makespan * _GRID
             done = _most_done(step_end, crowd, machine)
             if done >= 0.0:
                 rest = total - done
                 waves = max(more_waves, 1 if rest > _MARGIN * total else 0)
-                bound = min(bound, makespan + machine.beta * waves + max(0.0, rest) / machine.num_ranks)
+                bound = min(bound, makespan + machine.prices.beta * waves + max(0.0, rest) / machine.num_ranks)
             makespan = step_end
         best = max(best, bound * (1.0 - _MARGIN))
     return float(best)

@@ -1,10 +1,8 @@
 """Shared by both searches: sequences and ranks as arrays, the price of a pack, a tree that finds the first with room.
 
-The price repeats the formulas of `cost.model` and `planning.work`, which work on whole arrays, for one pack in an inner
-loop: `ring_pack_seconds` for rings alone, `way_terms` where groups may split heads. A test holds those of rings alone
-equal to the last bit, but for one thing: bytes are divided by the bandwidth once for all (`Machine.intra`,
-`Machine.inter`) instead of in every evaluation, which may round the ring's seconds otherwise. Those of `way_terms` are
-summed up before tokens are known, and round otherwise.
+The price is `cost.formula`, compiled here for the floats of one pack: numba compiles functions that call nothing of
+their own file. The terms of all groups that there may be are tabulated once for a machine (`ways`), since the searches
+price the same few hundred kinds of groups millions of times.
 """
 
 from __future__ import annotations
@@ -15,10 +13,18 @@ import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.compiling import inlined, kernel, leaf
+from fcp_cli.cost import formula
+from fcp_cli.cost.formula import GroupTerms, UnitPrices
 
 NONE = -1
 _LONGEST = 1 << 62  # tokens of the shortest sequence of none
-AT_BEST = -1  # `across` of a group of which nothing is known but that it lies across nodes
+UNPLACED = -1  # `across` of a group of which nothing is known but that it lies across nodes
+
+group_terms = inlined(formula.group_terms)
+pack_parts = inlined(formula.pack_parts)
+overlapped_seconds = inlined(formula.overlapped_seconds)
+halo_messages = inlined(formula.halo_messages)
+halo_seconds = inlined(formula.halo_seconds)
 
 
 class Sequences(NamedTuple):
@@ -31,7 +37,7 @@ class Sequences(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What a pack, or a sequence, takes on one rank.
+    """Load of a pack, or a sequence, on one rank.
 
     Attributes:
         attention, linear, tokens: as of `Sequences`, summed.
@@ -47,7 +53,7 @@ class Load(NamedTuple):
 
 
 class Loads(NamedTuple):
-    """What packs take, as arrays of the fields of `Load`."""
+    """Loads of packs, as arrays of the fields of `Load`."""
 
     attention: FloatArray
     linear: FloatArray
@@ -57,25 +63,17 @@ class Loads(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """How groups may split heads. The first five arrays are [heads degrees that there may be].
+    """The ways in which groups may share heads and make rings.
 
     Attributes:
-        heads: ranks of a set that shares the heads.
-        copies: how many of them hold the same key/value head.
-        inside, across: seconds in which a set exchanges one token of each, in a node and across nodes.
-        messages: seconds of the exchanges beside their bytes.
+        heads: [heads degrees that there may be] ranks of a set that shares the heads; empty where groups are rings.
         only: 1 where all ranks of a group are one set, which may then lie across nodes.
-        lies: [ranks_per_node + 2] the row of `first` for `across` = AT_BEST, 0, 1, and so on; empty where groups are
-            rings, whatever they cost.
+        lies: [ranks_per_node + 2] the row of `first` for `across` = UNPLACED, 0, 1, and so on.
         first: [rows, num_ranks + 2] where the ways to run a pack on each degree begin in `ways`.
-        ways: [ways, 7] what `way_terms` returns of each; `ways.tabulated` leaves out those that never take least.
+        ways: [ways, 9] the `GroupTerms` of each; `ways.tabulated` skips those that are never the quickest.
     """
 
     heads: IntArray
-    copies: FloatArray
-    inside: FloatArray
-    across: FloatArray
-    messages: FloatArray
     only: int
     lies: IntArray
     first: IntArray
@@ -83,48 +81,30 @@ class Splits(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """The ranks and what a micro-batch costs on them.
+    """The ranks and their prices.
 
     Attributes:
         num_ranks, ranks_per_node: ranks r with equal r // ranks_per_node share a node; the last node may be smaller.
         tokens_per_rank: tokens that a rank may hold in one micro-batch.
-        beta: seconds of a micro-batch beside its work.
-        intra, inter: seconds in which the ring moves one token, inside a node and across nodes.
-        hop: seconds of a ring hop beside its bytes.
-        home_intra, home_inter: of `intra` and `inter`, seconds of a token in a ring's last hop, which nothing hides.
-        home: seconds of that hop beside its bytes.
-        exposed: share of a ring's seconds that no attention hides.
-        chunk: seconds that attention takes longer in a ring, per token and hop.
-        reach: tokens before its own that one looks back at in layers whose halos travel; 0: rings carry all layers.
-        halo_intra, halo_inter: seconds in which a halo's token travels, inside a node and across nodes.
-        halo_message: seconds of a message of a halo beside its bytes.
+        prices: of the profile.
         floor: least seconds of a wave.
-        padding: what a rank's share of a sequence is padded to a multiple of, in tokens; 0: of nothing.
-        padding_seconds: of one token of padding, beside attention.
+        fill: share of the token budget that waves to come are expected to hold, by which a wave is rated; 0: all of it
+            in each wave but the last.
+        padding: a rank's share of a sequence is padded to a multiple of so many tokens; 0: no padding.
+        padding_seconds: of one token of padding, without attention.
         group_first, group_degree: first rank and degree of each group that rings may use, widest first; none: all
             groups of neighbouring ranks.
         allowed: [num_ranks + 1] 1 for each degree that a group may have.
         whole_nodes: 1 if groups across nodes must be of whole nodes; only without a catalogue of groups.
-        splits: how groups may split heads beside being rings; none: they are rings.
+        splits: how groups may share heads and make rings.
     """
 
     num_ranks: int
     ranks_per_node: int
     tokens_per_rank: int
-    beta: float
-    intra: float
-    inter: float
-    hop: float
-    home_intra: float
-    home_inter: float
-    home: float
-    exposed: float
-    chunk: float
-    reach: int
-    halo_intra: float
-    halo_inter: float
-    halo_message: float
+    prices: UnitPrices
     floor: float
+    fill: float
     padding: int
     padding_seconds: float
     group_first: IntArray
@@ -145,39 +125,17 @@ class Tree(NamedTuple):
 
 
 @inlined
-def ring_seconds(tokens: float, degree: int, across: int, machine: Machine) -> float:
-    """Return the seconds of a ring of single ranks: `cost.model.ring_seconds`."""
-    per_token = machine.inter if across else machine.intra
-    return per_token * tokens * (degree - 1) / degree + machine.hop * (degree - 1) + machine.home
-
-
-@inlined
-def exposed_seconds(ring: float, tokens: float, degree: int, across: int, machine: Machine) -> float:
-    """Return the seconds of a ring that nothing hides: a share, and the last hop (`cost.model.last_hop_seconds`)."""
-    home = (machine.home_inter if across else machine.home_intra) * tokens / degree + machine.home
-    return machine.exposed * (ring - home) + home
-
-
-@inlined
-def halo_messages(sets: float, shortest: int, machine: Machine) -> float:
-    """Return how many messages a halo takes in a ring of so many sets: `cost.model.halo_messages`."""
-    if sets == 1.0:
-        return 0.0
-    return float(min(2.0 * np.ceil(2.0 * sets * machine.reach / shortest), sets + 1.0))
-
-
-@inlined
 def sequence_load(i: int, sequences: Sequences, machine: Machine) -> Any:
-    """Return what a sequence takes, as it is."""
+    """Return the load of a sequence without more padding."""
     tokens = sequences.tokens[i]
-    return Load(sequences.attention[i], sequences.linear[i], tokens, min(tokens, 2 * machine.reach), tokens)
+    return Load(sequences.attention[i], sequences.linear[i], tokens, min(tokens, 2 * machine.prices.reach), tokens)
 
 
 @inlined
 def padded_load(i: int, degree: int, sequences: Sequences, machine: Machine) -> Any:
-    """Return what a sequence takes padded for this degree: `planning.work.work_on`.
+    """Return the load of a sequence padded for this degree: `planning.work.work_on`.
 
-    A group has whole multiples of `padding` x degree tokens left: what fits without more padding, fits with it.
+    A group has whole multiples of `padding` x degree tokens left: sequences that fit without more padding fit with it.
     """
     if machine.padding == 0 or degree == 1:
         return sequence_load(i, sequences, machine)
@@ -188,14 +146,14 @@ def padded_load(i: int, degree: int, sequences: Sequences, machine: Machine) -> 
         sequences.attention[i] * growth * growth,
         sequences.linear[i] + machine.padding_seconds * (padded - tokens),
         padded,
-        min(padded, 2 * machine.reach),
+        min(padded, 2 * machine.prices.reach),
         padded,
     )
 
 
 @inlined
 def together(load: Load, more: Load) -> Any:
-    """Return what two packs take as one."""
+    """Return the load of two packs as one."""
     return Load(
         load.attention + more.attention,
         load.linear + more.linear,
@@ -219,113 +177,106 @@ def make_loads(count: int) -> Any:
 
 @inlined
 def load_at(pack: int, loads: Loads) -> Any:
-    """Return what one of the packs takes."""
+    """Return the load of one of the packs."""
     return Load(loads.attention[pack], loads.linear[pack], loads.tokens[pack], loads.halo[pack], loads.shortest[pack])
 
 
 @inlined
 def enter_load(pack: int, load: Load, loads: Loads) -> None:
-    """Write down what one of the packs takes."""
+    """Write the load of one of the packs."""
     loads.attention[pack], loads.linear[pack], loads.tokens[pack] = load.attention, load.linear, load.tokens
     loads.halo[pack], loads.shortest[pack] = load.halo, load.shortest
 
 
 @inlined
 def enter_empty(pack: int, loads: Loads) -> None:
-    """Write down that there is nothing in one of the packs."""
+    """Empty one of the packs."""
     loads.attention[pack], loads.linear[pack], loads.tokens[pack] = 0.0, 0.0, 0
     loads.halo[pack], loads.shortest[pack] = 0, _LONGEST
 
 
 @inlined
-def pack_seconds(load: Load, degree: int, across: int, machine: Machine) -> float:
-    """Return the predicted seconds of a pack, as ring or with the heads split: `cost.model.group_seconds`.
-
-    Args:
-        load: of the pack, on one rank.
-        degree: ranks of the group.
-        across: 0 inside a node; else a number that divides how many ranks it has on every node, AT_BEST any.
-        machine: the ranks and their cost.
-    """
-    if degree == 1:
-        return machine.beta + load.linear + load.attention
-    if len(machine.splits.lies) == 0:
-        return ring_pack_seconds(load, degree, across, machine)
-    splits, best = machine.splits, np.inf
-    row, tokens, attention = splits.lies[across + 1], load.tokens, load.attention / degree
-    for way in range(splits.first[row, degree], splits.first[row, degree + 1]):
-        computed = attention + splits.ways[way, 0] * tokens
-        moved = splits.ways[way, 1] * tokens + splits.ways[way, 2]
-        seconds = max(computed, moved) + (splits.ways[way, 3] * tokens + splits.ways[way, 4])
-        if machine.reach:
-            messages = halo_messages(splits.ways[way, 6], load.shortest, machine)
-            seconds += splits.ways[way, 5] * load.halo + machine.halo_message * messages
-        best = min(best, seconds)
-    return machine.beta + load.linear / degree + best
-
-
-@inlined
-def ring_pack_seconds(load: Load, degree: int, across: int, machine: Machine) -> float:
-    """Return the predicted seconds of a pack on a ring of more than one rank."""
-    tokens = load.tokens
-    ring = ring_seconds(tokens, degree, across, machine)
-    exposed = exposed_seconds(ring, tokens, degree, across, machine)
-    computed = load.attention / degree + machine.chunk * tokens * (degree - 1.0) / degree
-    seconds = machine.beta + load.linear / degree + max(computed, ring - exposed) + exposed
-    if machine.reach:
-        per_token = (machine.halo_inter if across else machine.halo_intra) * (degree - 1.0) / degree
-        messages = halo_messages(1.0 * degree, load.shortest, machine)
-        seconds += per_token * load.halo + machine.halo_message * messages
-    return seconds
-
-
-@inlined
-def way_terms(k: int, degree: int, across: int, machine: Machine) -> Any:
-    """Return how a pack's seconds follow from its tokens where the k-th heads degree splits it, -1 for a ring.
-
-    These are c, p, q, r, s and h of
-
-        beta + linear / d + max(attention / d + c tokens, p tokens + q) + r tokens + s + h halo
-
-    and how many sets there are in the ring, from which a halo's messages follow; all infinite where there are no such
-    sets: they do not fill the group, or lie across nodes and are not all of it.
-    """
-    splits = machine.splits
-    heads, copies, exchange, messages = 1, 1.0, 0.0, 0.0
-    if k >= 0:
-        heads, copies, messages = splits.heads[k], splits.copies[k], splits.messages[k]
-        spans = heads > machine.ranks_per_node or (across > 0 and across % heads != 0)
-        exchange = splits.across[k] if spans else splits.inside[k]
-        if across == AT_BEST and splits.only and not spans:
-            exchange = min(splits.across[k], splits.inside[k])
-        if degree % heads != 0 or (degree != heads if splits.only else spans):
-            return np.inf, np.inf, np.inf, np.inf, np.inf, np.inf, np.inf
-    hops = degree // heads - 1
-    if hops == 0:
-        return 0.0, 0.0, 0.0, exchange / degree, messages, 0.0, 1.0
-    home = (machine.home_inter if across else machine.home_intra) * copies
-    hidden = (machine.inter if across else machine.intra) * copies * hops - home  # but for the share that is exposed
-    return (
-        machine.chunk * hops / degree,
-        (1.0 - machine.exposed) * hidden / degree,
-        (1.0 - machine.exposed) * machine.hop * hops,
-        (machine.exposed * hidden + home + exchange) / degree,
-        machine.exposed * machine.hop * hops + machine.home + messages,
-        (machine.halo_inter if across else machine.halo_intra) * copies * hops / degree,
-        hops + 1.0,
+def terms_at(way: int, ways: FloatArray) -> Any:
+    """Return the terms of one of the tabulated ways."""
+    return GroupTerms(
+        ways[way, 0],
+        ways[way, 1],
+        ways[way, 2],
+        ways[way, 3],
+        ways[way, 4],
+        ways[way, 5],
+        ways[way, 6],
+        ways[way, 7],
+        ways[way, 8],
     )
 
 
 @inlined
-def way_seconds(k: int, load: Load, degree: int, across: int, machine: Machine) -> float:
-    """Return the predicted seconds of a pack on more than one rank that goes the way of `way_terms`."""
-    chunks, bytes_hidden, hops_hidden, bytes_beside, beside, halo, sets = way_terms(k, degree, across, machine)
-    if beside == np.inf:
-        return np.inf
-    busy = max(load.attention / degree + chunks * load.tokens, bytes_hidden * load.tokens + hops_hidden)
-    if machine.reach:
-        beside += halo * load.halo + machine.halo_message * halo_messages(sets, load.shortest, machine)
-    return float(machine.beta + load.linear / degree + busy + bytes_beside * load.tokens + beside)
+def pack_seconds(load: Load, degree: int, across: int, machine: Machine) -> float:
+    """Return the predicted seconds of a pack, the quickest way: `cost.model.group_seconds`.
+
+    Args:
+        load: of the pack, on one rank.
+        degree: ranks of the group.
+        across: 0 inside a node; else a number that divides how many ranks it has on every node, UNPLACED any.
+        machine: the ranks and their cost.
+    """
+    if degree == 1:  # the commonest by far, and the same sum
+        return machine.prices.beta + load.linear + load.attention
+    splits, best = machine.splits, np.inf
+    row = splits.lies[across + 1]  # `across` begins at UNPLACED, -1
+    for way in range(splits.first[row, degree], splits.first[row, degree + 1]):
+        best = min(best, seconds_by(terms_at(way, splits.ways), load, degree, machine))
+    return best
+
+
+@inlined
+def seconds_by(terms: Any, load: Load, degree: int, machine: Machine) -> float:
+    """Return the predicted seconds of a pack on a group of these terms."""
+    prices = machine.prices
+    seconds = overlapped_seconds(pack_parts(load.attention, load.linear, load.tokens, degree, terms, prices))
+    if prices.reach:
+        messages = halo_messages(terms.sets, load.shortest, prices.reach)
+        seconds += halo_seconds(load.halo, messages, terms, prices)
+    return float(seconds)
+
+
+@inlined
+def is_way(k: int, degree: int, across: int, machine: Machine) -> bool:
+    """Return whether groups may be sets of the k-th heads degree, -1 for rings of single ranks.
+
+    Sets fill the group, and lie inside nodes unless they are all of it.
+    """
+    if k < 0:
+        return not machine.splits.only
+    heads = machine.splits.heads[k]
+    if machine.splits.only:
+        return bool(degree == heads)
+    return bool(degree % heads == 0 and not _spans(heads, across, machine))
+
+
+@inlined
+def _spans(heads: int, across: int, machine: Machine) -> bool:
+    """Return whether sets of so many ranks lie across nodes."""
+    return bool(heads > machine.ranks_per_node or (across > 0 and across % heads != 0))
+
+
+@inlined
+def way_terms(k: int, degree: int, across: int, machine: Machine) -> Any:
+    """Return the terms of groups of sets of the k-th heads degree, -1 for rings of single ranks; see `is_way`."""
+    heads = machine.splits.heads[k] if k >= 0 else 1
+    spans = 1 if _spans(heads, across, machine) else 0
+    if across == UNPLACED and machine.splits.only and not spans:
+        spans = faster_tier(machine)
+    return group_terms(degree, heads, 1 if across else 0, spans, machine.prices)
+
+
+@inlined
+def faster_tier(machine: Machine) -> int:
+    """Return 1 if bytes travel faster across nodes than inside one, else 0."""
+    prices = machine.prices
+    across = prices.ring[1] + prices.exchange[1] + prices.key_value_exchange[1]
+    return 1 if across < prices.ring[0] + prices.exchange[0] + prices.key_value_exchange[0] else 0
 
 
 @inlined
@@ -382,6 +333,7 @@ def most_of(values: FloatArray | IntArray) -> Any:
 def falling_order(values: FloatArray | IntArray) -> IntArray:
     """Return the positions of values, the largest first, ties by position: merges runs that double in length."""
     n, width = len(values), 1
+    # Stable: equal sequences keep their order, on every machine.
     order, merged = np.empty(n, dtype=np.int64), np.empty(n, dtype=np.int64)
     for k in range(n):
         order[k] = k
@@ -412,7 +364,7 @@ def make_tree(bins: int) -> Any:
 
 @leaf
 def set_room(tree: Tree, leaf: int, seconds: float, tokens: int) -> None:
-    """Enter what a bin has left."""
+    """Enter the free seconds and tokens of a bin."""
     node = (len(tree.seconds) >> 1) + leaf
     tree.seconds[node] = seconds
     tree.tokens[node] = tokens

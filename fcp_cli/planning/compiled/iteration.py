@@ -13,7 +13,7 @@ An attempt for one target:
 
     sequences that no single rank can run by then become rings         _split
     rings take ranks on the timelines                                  rings.place_rings
-    all else is sand, laid into what rings leave                       sand.fill
+    all else is sand, laid into the time that rings leave              sand.fill
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _split(target: float, sequences: Sequences, machine: Machine, rings: Rings, 
     count = 0
     n = 0
     for i in range(len(sequences.work)):
-        if sequences.tokens[i] > machine.tokens_per_rank or machine.beta + sequences.work[i] > target:
+        if sequences.tokens[i] > machine.tokens_per_rank or machine.prices.beta + sequences.work[i] > target:
             rings.sequence[count] = i
             count += 1
         else:
@@ -96,7 +96,7 @@ def schedule(lower: float, limit: float, ride: bool, work_limit: int, sequences:
         ride: whether short sequences may ride in rings.
         work_limit: comparisons of each balancing.
         sequences: by falling work.
-        machine: the ranks and what a micro-batch costs on them.
+        machine: the ranks and their prices.
     """
     n = len(sequences.work)
     bins = machine.num_ranks + min(4 * machine.num_ranks, n)
@@ -124,16 +124,17 @@ def schedule(lower: float, limit: float, ride: bool, work_limit: int, sequences:
             gap = middle
         else:
             infeasible = middle
-    # Under a lower target some sequences end late at first; balancing may yet bring their ranks below what fits.
+    # Under a lower target some sequences end late at first; balancing may yet let their ranks end in time.
     best, best_target = np.inf, 0.0
     for k in range(4):
         target = lower * (1.0 + gap * (1.0 - k / 4.0))
         late = _attempt(target, ride, sequences, machine, timeline, rings, sand, sand_order)
         if late < 0:
-            break
+            break  # lower targets make rings wider still
         end = balance(target, timeline.gaps[0], work_limit, sequences, machine, sand)
         if end < best:
             best, best_target = end, target
+    # The arrays hold the last attempt: to run the best one again is cheaper than a copy of each quicker one.
     late = _attempt(best_target, ride, sequences, machine, timeline, rings, sand, sand_order)
     balance(best_target, timeline.gaps[0], work_limit, sequences, machine, sand)
     return rings, sand, timeline, True

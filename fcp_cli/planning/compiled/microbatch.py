@@ -1,4 +1,4 @@
-"""`sync: microbatch`: successive waves, each by the target that leaves the least behind for what it takes.
+"""`sync: microbatch`: successive waves, each by the target that leaves the least work for its time.
 
 `plan` is both parts in one: `search` decides the targets, and `replay` writes down the waves that follow from them:
 
@@ -6,10 +6,10 @@
         if all that waits may fit into one wave:                                 last_wave
             find the smallest target by which it does; remember the best end
         list candidate targets: ends of the longest sequence, and a grid         candidates
-        rate each: target + penalty + least seconds of what it would leave       outlook, _least_for_rest
+        rate each: target + penalty + least seconds of its remainder             outlook, _least_for_rest
         fill waves by the best rated targets; keep the one with the least        _choose_wave
-            seconds + penalty + least seconds of what it really leaves
-        continue with what that wave leaves
+            seconds + penalty + least seconds of its true remainder
+        continue with the remainder of that wave
 
 No array overflows: every wave takes a sequence at least, so there are at most as many waves as sequences; and the
 groups of a wave share out its ranks, so there are at most as many as ranks (`wave.Wave`).
@@ -35,7 +35,9 @@ from fcp_cli.planning.compiled.wave import Pool, Wave, fill_wave, make_pool, mak
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
-_REFUSAL = 0.25  # of the seconds that refused work would fill, as a penalty
+# Of the seconds that refused work would fill, as a penalty: the bound of the remainder, which shares all work evenly,
+# does not see that such work needs rings in a later wave.
+_REFUSAL = 0.25
 
 
 class Targets(NamedTuple):
@@ -68,15 +70,15 @@ def _bound(work: float, tokens: int, machine: Machine) -> float:
     """Return the least seconds for so much work and so many tokens: all ranks busy, waves as few as tokens allow."""
     wave_tokens = machine.num_ranks * machine.tokens_per_rank
     waves = (tokens + wave_tokens - 1) // wave_tokens
-    return float(max(work / machine.num_ranks + machine.beta * waves, machine.floor * waves))
+    return float(max(work / machine.num_ranks + machine.prices.beta * waves, machine.floor * waves))
 
 
 @leaf
-def _totals(members: IntArray, count: int, sequences: Sequences) -> Any:
-    """Return work and tokens of the sequences members[:count]."""
+def _totals(members: IntArray, count: int, pool: Pool, sequences: Sequences) -> Any:
+    """Return the least work and the tokens of the sequences members[:count]."""
     work, tokens = 0.0, 0
     for k in range(count):
-        work += sequences.work[members[k]]
+        work += pool.least[members[k]]
         tokens += sequences.tokens[members[k]]
     return work, tokens
 
@@ -103,12 +105,17 @@ def _shortest(i: int, sequences: Sequences, machine: Machine) -> float:
 def _least_for_rest(
     work: float, tokens: int, longest: int, pool: Pool, sequences: Sequences, machine: Machine
 ) -> float:
-    """Return the least seconds for what a wave leaves; `longest` is its longest sequence, -1 where it leaves none."""
+    """Return the seconds expected for the rest after a wave; `longest` is its longest sequence, -1 if there is none."""
     if longest < 0:
         return 0.0
-    if pool.shortest[longest] == 0.0:
+    if pool.shortest[longest] == 0.0:  # asked for again by every target of every wave that leaves this sequence
         pool.shortest[longest] = _shortest(longest, sequences, machine)
-    return float(max(_bound(work, tokens, machine), pool.shortest[longest]))
+    least = _bound(work, tokens, machine)
+    # Whole waves make every target equal until it spares one more; a mean fill prices each token that is left.
+    if machine.fill > 0.0:
+        waves = max(1.0, tokens / (machine.fill * machine.num_ranks * machine.tokens_per_rank))
+        least = max(work / machine.num_ranks + machine.prices.beta * waves, machine.floor * waves)
+    return float(max(least, pool.shortest[longest]))
 
 
 @leaf
@@ -121,7 +128,7 @@ def _densest(count: int, pool: Pool, sequences: Sequences, machine: Machine) -> 
         room -= tokens
         if room <= 0:
             break
-    return machine.beta + work / machine.num_ranks
+    return machine.prices.beta + work / machine.num_ranks
 
 
 @leaf
@@ -132,10 +139,10 @@ def candidates(count: int, out: FloatArray, pool: Pool, sequences: Sequences, ma
     quicker than the one before; the rest is a grid from its shortest time up to that of the densest wave.
     """
     longest = pool.waiting[0]
-    work, _tokens = _totals(pool.waiting, count, sequences)
+    work, _tokens = _totals(pool.waiting, count, pool, sequences)
     lowest = _shortest(longest, sequences, machine)
-    highest = min(machine.beta + 1.02 * work / machine.num_ranks, 1.6 * _densest(count, pool, sequences, machine))
-    highest = max(1.3 * lowest, highest)
+    even = machine.prices.beta + 1.02 * work / machine.num_ranks
+    highest = max(1.3 * lowest, min(even, 1.6 * _densest(count, pool, sequences, machine)))
     n, previous = 0, np.inf
     first = (sequences.tokens[longest] + machine.tokens_per_rank - 1) // machine.tokens_per_rank
     for degree in range(first, machine.num_ranks + 1):
@@ -145,6 +152,7 @@ def candidates(count: int, out: FloatArray, pool: Pool, sequences: Sequences, ma
             out[n] = seconds
             n += 1
             previous = seconds
+    # Ends of the longest sequence are exact optima for it; the grid is for waves whose other sequences decide.
     steps = len(out) - n
     for k in range(steps):
         # Denser towards the lowest; without powers, whose last bit differs between machines.
@@ -166,7 +174,8 @@ def last_wave(
     wave: Wave,
 ) -> float:
     """Return the smallest target found by which all that waits fits in one wave, or infinity if it exceeds `limit`."""
-    work, tokens = _totals(pool.waiting, count, sequences)
+    work, tokens = _totals(pool.waiting, count, pool, sequences)
+    # Exact bounds first: a target below one of them cannot fit, and each `fill_wave` costs a pass over all that waits.
     low = max(_bound(work, tokens, machine), _shortest(pool.waiting[0], sequences, machine))
     # Not every batch within the budget of all ranks can be packed into it: give up well above the bound.
     limit = min(limit, 4.0 * low)
@@ -189,7 +198,7 @@ def last_wave(
 
 @leaf
 def _rate(count: int, targets: Targets, pool: Pool, sequences: Sequences, machine: Machine, wave: Wave) -> int:
-    """List the candidate targets of the next wave with what each seems worth; return how many there are."""
+    """List the candidate targets of the next wave with their ratings; return how many there are."""
     found = candidates(count, targets.seconds, pool, sequences, machine)
     for c in range(found):
         work, tokens, refused, longest = outlook(targets.seconds[c], count, pool, sequences, machine, wave)
@@ -203,14 +212,14 @@ def _rate(count: int, targets: Targets, pool: Pool, sequences: Sequences, machin
 def _fill_and_rate(
     target: float, pair: bool, count: int, pool: Pool, sequences: Sequences, machine: Machine, wave: Wave
 ) -> Any:
-    """Fill a wave; return its seconds, the least seconds for what it leaves, and how many sequences that are.
+    """Fill a wave; return its seconds, and the least seconds and number of the sequences that it leaves.
 
     A wave that takes nothing lasts forever.
     """
     left = fill_wave(target, pair, count, pool, sequences, machine, wave)
     if left == count:
         return np.inf, 0.0, left
-    work, tokens = _totals(pool.left_over, left, sequences)
+    work, tokens = _totals(pool.left_over, left, pool, sequences)
     longest = pool.left_over[0] if left else -1
     return wave_seconds(machine, wave), _least_for_rest(work, tokens, longest, pool, sequences, machine), left
 
@@ -226,7 +235,7 @@ def _copy(values: IntArray, count: int, to: IntArray) -> None:
 def _choose_wave(
     fills: int, count: int, targets: Targets, pool: Pool, sequences: Sequences, machine: Machine, wave: Wave
 ) -> Any:
-    """Choose the next wave among the `fills` best rated targets, and keep what it leaves in `pool.kept`.
+    """Choose the next wave among the `fills` best rated targets, and keep its remainder in `pool.kept`.
 
     Waves are filled with single ranks in pairs; at last once more with the winner's target and ranks one by one. Where
     no target took anything that is the first one, by which the longest sequence ends.
@@ -262,22 +271,22 @@ def search(limit: float, tries: int, fills: int, sequences: Sequences, machine: 
         tries: candidate targets rated for each wave.
         fills: of which so many are filled.
         sequences: by falling work.
-        machine: the ranks and what a micro-batch costs on them.
+        machine: the ranks and their prices.
 
     Returns:
         Seconds of the step, the target of each wave, and whether its single ranks go in pairs; no waves where none of
         these steps is quicker than the limit.
     """
     n = len(sequences.work)
-    wave, pool, count = make_wave(n, machine), make_pool(n), n
+    wave, pool, count = make_wave(n, machine), make_pool(sequences, machine), n
     options = Targets(np.zeros(tries), np.zeros(tries), np.zeros(tries), np.zeros(tries))
     targets, pairs = np.zeros(n), np.zeros(n, dtype=np.bool_)
-    total, _ = _totals(pool.waiting, count, sequences)
+    total, _ = _totals(pool.waiting, count, pool, sequences)
     tolerance = 5e-4 * total / machine.num_ranks
     done = 0.0
     best, best_wave, best_target, best_pair = limit, -1, 0.0, True
     for w in range(n):
-        work, tokens = _totals(pool.waiting, count, sequences)
+        work, tokens = _totals(pool.waiting, count, pool, sequences)
         if done + _bound(work, tokens, machine) >= best:
             break
         if tokens <= machine.num_ranks * machine.tokens_per_rank:
@@ -306,7 +315,7 @@ def plan(limit: float, tries: int, fills: int, is_last: bool, sequences: Sequenc
     """Search, and write down the waves that were found: all, or where more sequences follow all but the last.
 
     Returns:
-        The targets, none where no step is quicker than the limit; and what `replay` returns of the waves.
+        The targets, none where no step is quicker than the limit; and the waves as `replay` returns them.
     """
     _seconds, targets, pairs = search(limit, tries, fills, sequences, machine)
     kept = len(targets) if is_last else max(0, len(targets) - 1)
@@ -315,13 +324,13 @@ def plan(limit: float, tries: int, fills: int, is_last: bool, sequences: Sequenc
 
 @kernel
 def replay(targets: FloatArray, pairs: BoolArray, sequences: Sequences, machine: Machine) -> Any:
-    """Fill the waves once more and write down who runs what.
+    """Fill the waves once more and write down the sequences of each group.
 
     Returns:
         The waves, the number of groups, and how many sequences are left over.
     """
     n = len(sequences.work)
-    wave, pool, count = make_wave(n, machine), make_pool(n), n
+    wave, pool, count = make_wave(n, machine), make_pool(sequences, machine), n
     # Every group holds a sequence, so there are at most as many groups.
     wave_of, degree_of = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
     first_of, group_of = np.zeros(n, dtype=np.int64), np.full(n, -1)

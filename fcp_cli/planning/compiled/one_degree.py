@@ -38,7 +38,7 @@ from fcp_cli.planning.compiled.ways import least_of_packs
 FULL, EVEN, LEVEL = 0, 1, 2  # how sequences become packs
 _EXCHANGES = 300_000  # pairs of sequences compared for one degree
 _LEVEL_ENOUGH = 1e-4  # relative; groups as busy as that are not evened out further
-_HIDING = 4  # shares of attention, beside none, that are tried as hiding what is sent
+_HIDING = 4  # positive shares of attention that are tried as hiding messages
 _MARGIN = 1e-9  # relative; by so much a bound may be rounded up
 
 
@@ -272,18 +272,12 @@ def _pack_level(
 def _at_least(degree: int, attention: float, linear: float, tokens: int, machine: Machine) -> float:
     """Return the least seconds of so much work on groups of one degree: all busy, packs as few as tokens allow."""
     packs = max(1.0, tokens / (degree * machine.tokens_per_rank))
-    if len(machine.splits.lies) and degree > 1:
-        beside = 0.0
-        for step in range(_HIDING + 1):
-            hiding = step / _HIDING
-            across = at_best(degree, machine)
-            least = least_of_packs(hiding, tokens, packs, degree, across, machine)
-            beside = max(beside, hiding * attention / degree + least)
-        return (machine.beta * packs + linear / degree + beside) * degree / machine.num_ranks
-    traffic = (machine.inter if degree > machine.ranks_per_node else min(machine.intra, machine.inter)) * (degree - 1)
-    ring = traffic * tokens + machine.hop * (degree - 1) * degree * packs
-    hidden = max(attention, (1.0 - machine.exposed) * ring) if degree > 1 else attention
-    return (machine.beta * degree * packs + linear + hidden + machine.exposed * ring) / machine.num_ranks
+    overlapped = 0.0 if degree > 1 else attention
+    for step in range(_HIDING + 1 if degree > 1 else 0):
+        hiding = step / _HIDING
+        least = least_of_packs(hiding, tokens, packs, degree, at_best(degree, machine), machine)
+        overlapped = max(overlapped, hiding * attention / degree + least)
+    return (machine.prices.beta * packs + linear / degree + overlapped) * degree / machine.num_ranks
 
 
 @kernel
@@ -322,7 +316,7 @@ def laid_out(packing: int, degree: int, waves: bool, sequences: Sequences, machi
     """Pack sequences, padded for this degree, and share them out; first-fit decreasing where even packs overflow.
 
     Returns:
-        The packs, and what `share_out` does of them but the seconds.
+        The packs, and the arrays of `share_out` without the seconds.
     """
     by_tokens = longest_first(sequences)
     packs = packed(packing, degree, waves, by_tokens, sequences, machine)

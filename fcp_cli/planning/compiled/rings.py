@@ -113,7 +113,7 @@ def _inside_a_node(
                 if left < 0.0:
                     continue
                 # Behind an end so close to the target no further micro-batch fits: the ranks lose that time, too.
-                waste = extra + degree * start - total + (degree * left if left < 1.5 * machine.beta else 0.0)
+                waste = extra + degree * start - total + (degree * left if left < 1.5 * machine.prices.beta else 0.0)
                 if waste < best:
                     best, best_degree, best_first = waste, degree, first
             if best <= extra:  # nobody waits: no other node can waste less at this degree
@@ -182,7 +182,7 @@ def _across_nodes(
                 if left < 0.0:
                     continue
                 waste = extra + degree * start - (before[first + degree] - before[first])
-                waste += degree * left if left < 1.5 * machine.beta else 0.0
+                waste += degree * left if left < 1.5 * machine.prices.beta else 0.0
                 if waste < best:
                     best, best_degree, best_first = waste, degree, first
         # One rank more matters for narrow rings; of wide ones only whole nodes are tried, which keeps the search short.
@@ -207,7 +207,7 @@ def _from_catalogue(i: int, target: float, sequences: Sequences, machine: Machin
         left = target - start - seconds
         if left < 0.0:
             continue
-        waste = degree * seconds - attention - linear + (degree * left if left < 1.5 * machine.beta else 0.0)
+        waste = degree * seconds - attention - linear + (degree * left if left < 1.5 * machine.prices.beta else 0.0)
         for rank in range(first, first + degree):
             waste += start - timeline.free[rank]
         if waste < best:
@@ -235,7 +235,7 @@ def place_rings(target: float, sequences: Sequences, machine: Machine, timeline:
     timeline.free[:] = 0.0
     timeline.gaps[0] = 0
     for g in range(rings.placed[0]):
-        # Greedy in the order of falling work: what is placed stays, so that an attempt is linear in rings.
+        # Greedy in the order of falling work: placed rings stay, so that an attempt is linear in rings.
         first, degree = _least_waste(rings.sequence[g], target, sequences, machine, timeline)
         if degree == 0:
             return False
@@ -256,7 +256,7 @@ def _enter_ring(g: int, sequences: Sequences, machine: Machine, timeline: Timeli
     rings.across[g], rings.start[g], rings.end[g] = across, start, end
     for rank in range(first, first + degree):
         gap = timeline.gaps[0]
-        if start - timeline.free[rank] > 1.5 * machine.beta and gap < len(timeline.gap_rank):
+        if start - timeline.free[rank] > 1.5 * machine.prices.beta and gap < len(timeline.gap_rank):
             timeline.gap_rank[gap] = rank
             timeline.gap_start[gap] = timeline.free[rank]
             timeline.gap_end[gap] = start

@@ -1,4 +1,4 @@
-"""Single-rank work ("sand") on what rings leave of the timelines: first-fit decreasing, then balancing.
+"""Single-rank work ("sand") in the time that rings leave on ranks: first-fit decreasing, then balancing.
 
 A bin is an interval of one rank's time: from its last ring to the target, or a wait before a ring. Its sequences lie in
 slots, one slot per micro-batch, each within the token budget; every open slot costs the bin a micro-batch's fixed
@@ -50,7 +50,7 @@ CLOSED = -1  # tokens left in a slot that is not in use
 END = -1
 _SAMPLE = 160  # bins that balancing compares the worst bin with, at most
 _SAMPLES_IN_VAIN = 16  # samples without a better exchange after which balancing ends
-_EPSILON = 1e-9
+_EPSILON = 1e-9  # seconds: an exchange must gain more than rounding does, or balancing would not end
 _EVEN = 5e-5  # of the target; ranks that end as close to their mean are not balanced further
 
 
@@ -62,7 +62,7 @@ class Sand(NamedTuple):
         slot_tokens: [bins, slots] tokens left, or CLOSED.
         head, after, before: the sequences of each bin as linked lists.
         bin_of, slot_of: [sequences]; a sequence that rides in ring g has bin -2 - g.
-        rings: what each ring carries, riders included.
+        rings: the load of each ring, riders included.
     """
 
     free: FloatArray
@@ -76,7 +76,7 @@ class Sand(NamedTuple):
 
 
 class Trees(NamedTuple):
-    """What bins have left in the slots that are open, what they could open slots with, and what rings have left."""
+    """Free seconds and tokens: of open slots in bins, of bins for new slots, and of rings."""
 
     open: Tree
     closed: Tree
@@ -117,7 +117,7 @@ def _put(i: int, b: int, slot: int, sequences: Sequences, machine: Machine, sand
     """Lay sequence i into a slot, opening it if need be."""
     if sand.slot_tokens[b, slot] == CLOSED:
         sand.slot_tokens[b, slot] = machine.tokens_per_rank
-        sand.free[b] -= machine.beta
+        sand.free[b] -= machine.prices.beta
     sand.slot_tokens[b, slot] -= sequences.tokens[i]
     sand.free[b] -= sequences.work[i]
     sand.bin_of[i] = b
@@ -137,7 +137,7 @@ def _take(i: int, sequences: Sequences, machine: Machine, sand: Sand) -> None:
     sand.free[b] += sequences.work[i]
     if sand.slot_tokens[b, slot] == machine.tokens_per_rank:
         sand.slot_tokens[b, slot] = CLOSED
-        sand.free[b] += machine.beta
+        sand.free[b] += machine.prices.beta
     if sand.before[i] != END:
         sand.after[sand.before[i]] = sand.after[i]
     else:
@@ -166,7 +166,7 @@ def _closed_slot(b: int, sand: Sand) -> int:
 
 @leaf
 def _reset(target: float, sequences: Sequences, machine: Machine, timeline: Timeline, rings: Rings, sand: Sand) -> None:
-    """Empty the bins, and give them and the rings what the timelines leave of the time until `target`."""
+    """Empty the bins, and give them and the rings the time that the timelines leave until `target`."""
     sand.slot_tokens[:] = CLOSED
     sand.head[:] = END
     sand.bin_of[:] = NONE
@@ -202,7 +202,7 @@ def _ride(
         before = pack_seconds(held, degree, across, machine)
         after = pack_seconds(more, degree, across, machine)
         room = _ring_room(g, timeline, rings, sand)
-        # Riding must not cost more rank-seconds than the work itself and a share of a micro-batch.
+        # Riding saves a micro-batch's beta, but may lengthen the ring for all its ranks: by 2 % of the work at most.
         if after - before <= room and degree * (after - before) <= sequences.work[i] * 1.02:
             enter_load(g, more, sand.rings)
             for r in range(rings.first[g], rings.first[g] + rings.degree[g]):
@@ -232,7 +232,7 @@ def fill(
         target: seconds by which the ranks should end.
         order: the sequences, by falling work.
         ride: whether they may ride in rings.
-        sequences, machine, timeline, rings, sand: what all of this is about; rings are placed.
+        sequences, machine, timeline, rings, sand: the state of the step; rings are placed.
 
     Returns:
         How many sequences end too late, or -1 where a slot is lacking.
@@ -241,7 +241,7 @@ def fill(
     bins, count = machine.num_ranks + timeline.gaps[0], rings.placed[0]
     tree, closed = make_tree(bins), make_tree(bins)
     for b in range(bins):
-        set_room(closed, b, sand.free[b] - machine.beta, 0)
+        set_room(closed, b, sand.free[b] - machine.prices.beta, 0)
     rides = make_tree(max(count, 1))
     if ride:
         for g in range(count):
@@ -266,6 +266,7 @@ def _lay(
     late = 0
     for i in order:
         work, tokens = sequences.work[i], sequences.tokens[i]
+        # Open slots first: they cost no beta. Then rings, which cost none either, then a new slot.
         b = first_with_room(tree, work, tokens, 0)
         if b == NONE and ride:
             g = _ride(i, rides, sequences, machine, timeline, rings, sand)
@@ -274,7 +275,9 @@ def _lay(
                     _update_trees(r, tree, closed, machine, sand)
                 continue
         if b == NONE:
-            b = roomiest(closed)
+            b = roomiest(
+                closed
+            )  # also if late: balancing may still move it, while a lost sequence could not be planned
             late += closed.seconds[1] < work
         slot = _slot_with_room(b, tokens, sand)
         if slot == NONE:
@@ -297,7 +300,7 @@ def _update_trees(b: int, tree: Tree, closed: Tree, machine: Machine, sand: Sand
             break
         most = max(most, sand.slot_tokens[b, slot])
     set_room(tree, b, sand.free[b], most)
-    set_room(closed, b, sand.free[b] - machine.beta if can_open else -1e300, 0)
+    set_room(closed, b, sand.free[b] - machine.prices.beta if can_open else -1e300, 0)
 
 
 @leaf
@@ -306,9 +309,9 @@ def balance(target: float, gaps: int, work_limit: int, sequences: Sequences, mac
 
     Args:
         target: seconds that the bins count their free seconds from.
-        gaps: number of bins beside those of the ranks.
+        gaps: number of further bins, after those of the ranks.
         work_limit: comparisons after which no further exchange is sought.
-        sequences, machine, sand: what is balanced.
+        sequences, machine, sand: the bins to balance.
     """
     bins = machine.num_ranks + gaps
     evaluations, sample, in_vain = 0, 0, 0
@@ -354,7 +357,7 @@ def _best_exchange(worst: int, sample: int, bins: int, sequences: Sequences, mac
     while i != END:
         work, tokens = sequences.work[i], sequences.tokens[i]
         at = sand.slot_tokens[worst, sand.slot_of[i]]
-        alone = machine.beta if at + tokens == machine.tokens_per_rank else 0.0
+        alone = machine.prices.beta if at + tokens == machine.tokens_per_rank else 0.0
         for k in range(min(bins, _SAMPLE)):
             c = (sample + k * stride) % bins
             if c == worst or sand.free[c] <= best:
@@ -363,7 +366,7 @@ def _best_exchange(worst: int, sample: int, bins: int, sequences: Sequences, mac
             score = min(sand.free[worst] + work + alone, sand.free[c] - work)
             if score > best:
                 if _slot_with_room(c, tokens, sand) == NONE:
-                    score = min(score, sand.free[c] - work - machine.beta)
+                    score = min(score, sand.free[c] - work - machine.prices.beta)
                     if score > best and _closed_slot(c, sand) == NONE:
                         score = best
                 if score > best:

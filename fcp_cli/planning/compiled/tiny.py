@@ -25,7 +25,7 @@ class Nodes(NamedTuple):
 
 
 class Least(NamedTuple):
-    """What the sequences of each mask take at least.
+    """Lower bounds of the sequences of each mask.
 
     Attributes:
         area: [2^n] rank-seconds of all.
@@ -60,7 +60,7 @@ class Branch(NamedTuple):
 
 @kernel
 def least(nodes: Nodes) -> Any:
-    """Return what the sequences of each mask take at least."""
+    """Return the lower bounds of the sequences of each mask."""
     masks, degrees = nodes.seconds.shape[0], nodes.seconds.shape[1]
     area, alone, cheapest, pack_seconds = np.zeros(masks), np.zeros(masks), np.full(masks, np.inf), np.zeros(masks)
     for mask in range(1, masks):
@@ -90,7 +90,7 @@ def quickest(mask: int, upper: float, last_start: float, branches: int, nodes: N
         upper: seconds of a known answer, or inf.
         last_start: when the last may begin: 0 for one wave, inf for whole timelines.
         branches: most micro-batches to place before giving up.
-        nodes, least_of: ranks and prices, and what follows from them.
+        nodes, least_of: ranks and prices, and bounds that follow from them.
 
     Returns:
         (seconds, [packs] masks, [packs] starts, [packs, nodes] ranks of each node, whether nothing was left out); no
@@ -232,7 +232,7 @@ def waves(floor: float, branches: int, nodes: Nodes, least_of: Least) -> Any:
     Args:
         floor: seconds that a wave takes at least.
         branches: most micro-batches to place for one wave.
-        nodes, least_of: ranks and prices, and what follows from them.
+        nodes, least_of: ranks and prices, and bounds that follow from them.
 
     Returns:
         ([waves] masks of the sequences of each wave, seconds of the step).

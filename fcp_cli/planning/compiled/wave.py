@@ -13,6 +13,7 @@ import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.compiling import inlined, kernel, leaf
+from fcp_cli.planning.compiled.alone import work_in_rings
 from fcp_cli.planning.compiled.core import (
     NONE,
     Loads,
@@ -24,24 +25,23 @@ from fcp_cli.planning.compiled.core import (
     alone_seconds,
     enter_empty,
     enter_load,
-    exposed_seconds,
     first_with_room,
     load_at,
     make_loads,
     make_tree,
     pack_seconds,
     padded_load,
-    ring_seconds,
     set_room,
     together,
 )
 from fcp_cli.planning.compiled.ways import least_of_packs
 
+# Seconds: sums that agree on paper may differ in their last bits, and must not cost a rank or a wave.
 _SLACK = 1e-12
 
 
 class Wave(NamedTuple):
-    """The groups of a wave, the ranks that they have, and what they hold.
+    """The groups of a wave, their ranks and their packs.
 
     No array overflows: every group has a rank of its own at least, so there are at most `num_ranks` groups.
 
@@ -73,14 +73,15 @@ class Wave(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """The sequences that a wave may take, those that it leaves, and what is remembered of them. All are [sequences].
+    """The sequences that a wave may take, those that it leaves, and notes on them. All are [sequences].
 
     Attributes:
         waiting: the first `count` are still to be planned, by falling work.
         left_over: those that the wave filled last leaves; long ones, then others, each by falling work.
         small: those that a single rank could run; scratch of a wave.
-        kept: what the best wave so far leaves.
+        kept: sequences that the best wave so far leaves.
         shortest: seconds of each sequence alone on the degree that suits it best; 0 before anybody asked.
+        least: rank-seconds of each sequence in the narrowest ring that holds it, `work_in_rings`.
     """
 
     waiting: IntArray
@@ -88,17 +89,20 @@ class Pool(NamedTuple):
     small: IntArray
     kept: IntArray
     shortest: FloatArray
+    least: FloatArray
 
 
 @kernel
-def make_pool(sequences: int) -> Any:
+def make_pool(sequences: Sequences, machine: Machine) -> Any:
     """Make a pool in which all sequences wait."""
+    n = len(sequences.work)
     return Pool(
-        np.arange(sequences),
-        np.zeros(sequences, dtype=np.int64),
-        np.zeros(sequences, dtype=np.int64),
-        np.zeros(sequences, dtype=np.int64),
-        np.zeros(sequences),
+        np.arange(n),
+        np.zeros(n, dtype=np.int64),
+        np.zeros(n, dtype=np.int64),
+        np.zeros(n, dtype=np.int64),
+        np.zeros(n),
+        work_in_rings(sequences, machine),
     )
 
 
@@ -196,7 +200,7 @@ def _first_across(degree: int, machine: Machine, wave: Wave) -> int:
 def _first_in_run(run: int, stop: int, degree: int, machine: Machine) -> int:
     """Return where in the free ranks run..stop a group begins: at a node if it fills whole nodes, else at the left end.
 
-    So a group that breaks a node anyway also takes what another one left, and free ranks stay in few pieces.
+    So a group that breaks a node anyway also takes the ranks that another one left, and free ranks stay in few pieces.
     """
     per_node = machine.ranks_per_node
     node = (run + per_node - 1) // per_node * per_node
@@ -254,7 +258,7 @@ def _place_ring(i: int, target: float, left: int, sequences: Sequences, machine:
     attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
     lowest = max(2, (tokens + machine.tokens_per_rank - 1) // machine.tokens_per_rank)
     # Fewer ranks could not do the work in time; the small term keeps rounding from asking for one rank more.
-    lowest = max(lowest, int(np.ceil((attention + linear) / (target - machine.beta) - 1e-9)))
+    lowest = max(lowest, int(np.ceil((attention + linear) / (target - machine.prices.beta) - 1e-9)))
     # Degrees far above the work's share only pay where the ring is exposed: a matter for the wave's first ring alone.
     highest = left if wave.groups[0] == 0 else min(left, 12 * lowest + 8)
     for degree in range(lowest, highest + 1):
@@ -281,7 +285,7 @@ def _place_ring(i: int, target: float, left: int, sequences: Sequences, machine:
 def _place_in_catalogue(i: int, target: float, sequences: Sequences, machine: Machine, wave: Wave) -> int:
     """Put a long sequence on the narrowest free group of the catalogue that ends by target; return its degree, or 0.
 
-    Of several groups of one degree it takes the one that leaves the shortest runs of free ranks beside it.
+    Of several groups of one degree it takes the one that leaves the shortest runs of free ranks on either side.
     """
     tokens, chosen, degree, tightest = sequences.tokens[i], -1, 0, 0
     for group in range(len(machine.group_first) - 1, -1, -1):
@@ -330,22 +334,16 @@ def _open_in_catalogue(first: int, degree: int, machine: Machine, wave: Wave) ->
 
 @inlined
 def _free_seconds(g: int, target: float, machine: Machine, wave: Wave) -> float:
-    """Return the rank-seconds that group g has left, where attention hides of its ring what it can."""
+    """Return the rank-seconds that group g has left, with as much of its ring hidden as may hide."""
     degree, tokens, across = wave.degree[g], wave.loads.tokens[g], wave.across[g]
-    exposed, chunks = 0.0, 0.0
-    if degree > 1 and len(machine.splits.lies):
-        exposed = least_of_packs(1.0, tokens, 1.0, degree, across, machine)
-    elif degree > 1:
-        ring = ring_seconds(tokens, degree, across, machine)
-        exposed = exposed_seconds(ring, tokens, degree, across, machine)
-        chunks = machine.chunk * tokens * (degree - 1)
-    computed = degree * (target - machine.beta - exposed)
-    return float(computed - wave.loads.attention[g] - wave.loads.linear[g] - chunks)
+    exposed = least_of_packs(1.0, tokens, 1.0, degree, across, machine) if degree > 1 else 0.0
+    computed = degree * (target - machine.prices.beta - exposed)
+    return float(computed - wave.loads.attention[g] - wave.loads.linear[g])
 
 
 @leaf
 def _update_room(g: int, target: float, machine: Machine, tree: Tree, wave: Wave) -> None:
-    """Bring the tree up to date with what group g has left."""
+    """Update the free seconds and tokens of group g in the tree."""
     set_room(
         tree,
         g,
@@ -385,7 +383,8 @@ def place_rings(target: float, count: int, pool: Pool, sequences: Sequences, mac
     refused = 0.0
     for k in range(count):
         i = pool.waiting[k]
-        if sequences.tokens[i] <= machine.tokens_per_rank and machine.beta + sequences.work[i] <= target + _SLACK:
+        seconds = machine.prices.beta + sequences.work[i]
+        if sequences.tokens[i] <= machine.tokens_per_rank and seconds <= target + _SLACK:
             pool.small[small] = i
             small += 1
             continue
@@ -400,7 +399,7 @@ def place_rings(target: float, count: int, pool: Pool, sequences: Sequences, mac
             pool.left_over[rest] = i
             rest += 1
             if ranks_left * machine.tokens_per_rank >= sequences.tokens[i] and (
-                ranks_left * (target - machine.beta) >= sequences.work[i]
+                ranks_left * (target - machine.prices.beta) >= sequences.work[i]
             ):
                 refused += sequences.work[i]
     return rest, small, ranks_left, refused
@@ -435,21 +434,21 @@ def _group_free_ranks_of_catalogue(pair: bool, machine: Machine, wave: Wave) -> 
 
 @leaf
 def outlook(target: float, count: int, pool: Pool, sequences: Sequences, machine: Machine, wave: Wave) -> Any:
-    """Return what a wave would leave, were small sequences a fluid: work, tokens, refused work, longest or -1."""
+    """Return the remainder of a wave if small sequences were a fluid: work, tokens, refused work, longest or -1."""
     rest, small, ranks_left, refused = place_rings(target, count, pool, sequences, machine, wave)
     work, tokens = 0.0, 0
     longest = pool.left_over[0] if rest else -1
     for k in range(rest):
-        work += sequences.work[pool.left_over[k]]
+        work += pool.least[pool.left_over[k]]
         tokens += sequences.tokens[pool.left_over[k]]
-    seconds = ranks_left * (target - machine.beta)
+    seconds = ranks_left * (target - machine.prices.beta)
     room = ranks_left * machine.tokens_per_rank
     for g in range(wave.groups[0]):
         degree = wave.degree[g]
         free_tokens = degree * machine.tokens_per_rank - wave.loads.tokens[g]
-        ring = machine.inter if wave.across[g] else machine.intra
-        hidden = (1.0 - machine.exposed) * ring * (degree - 1) * wave.loads.tokens[g]
-        if hidden < wave.loads.attention[g] or len(machine.splits.lies):
+        ring = machine.prices.ring[1 if wave.across[g] else 0]
+        hidden = (1.0 - machine.prices.exposed) * ring * (degree - 1) * wave.loads.tokens[g]
+        if hidden < wave.loads.attention[g] or len(machine.splits.heads):
             seconds += _free_seconds(g, target, machine, wave)
             room += free_tokens
     for k in range(small):
@@ -458,7 +457,7 @@ def outlook(target: float, count: int, pool: Pool, sequences: Sequences, machine
             seconds -= sequences.work[i]
             room -= sequences.tokens[i]
         else:
-            work += sequences.work[i]
+            work += pool.least[i]
             tokens += sequences.tokens[i]
             if longest < 0:
                 longest = i

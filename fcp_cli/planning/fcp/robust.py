@@ -18,7 +18,7 @@ from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.compiled.core import Machine
 from fcp_cli.planning.fcp.apart import spread_cross_node_rings
 from fcp_cli.planning.fcp.solver import FcpSolver
-from fcp_cli.planning.kernel_inputs import changed
+from fcp_cli.planning.kernel_inputs import repriced
 from fcp_cli.planning.problem import Assignment, Batch
 from fcp_cli.planning.stress import stressed_seconds
 
@@ -63,9 +63,10 @@ class RobustSolver:
 
 def _machines(machine: Machine) -> Iterator[Machine]:
     yield machine
-    yield changed(machine, inter=2.0 * machine.inter)
-    yield changed(machine, inter=1.2 * machine.inter, intra=1.2 * machine.intra, hop=1.2 * machine.hop)
-    yield machine._replace(beta=1.5 * machine.beta)
+    prices = machine.prices
+    yield repriced(machine, ring=prices.ring * (1.0, 2.0))
+    yield repriced(machine, ring=1.2 * prices.ring, hop=1.2 * prices.hop)
+    yield repriced(machine, beta=1.5 * prices.beta)
 
 
 def reversed_order(answer: Assignment) -> Assignment:

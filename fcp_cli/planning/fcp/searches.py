@@ -1,21 +1,81 @@
-"""The compiled searches, run on the sequences of a batch by falling work, and their answers as an Assignment."""
+"""Candidates for a step: the loop over them with its stop rule, and the compiled searches that most of them run."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.plan.step import offsets_of
+from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.compiled import iteration, microbatch
 from fcp_cli.planning.compiled.core import Machine, Sequences
 from fcp_cli.planning.compiled.sand import CLOSED
-from fcp_cli.planning.problem import Assignment
+from fcp_cli.planning.problem import Assignment, Batch, Problem
 
 # Amounts of work, counted so that no result depends on how fast the machine is.
 _TARGETS_PER_WAVE = 24  # candidate targets looked at for each wave
 _FILLS_PER_WAVE = 16  # of which so many are filled
 _WAVES_PER_PART = 24  # at least, by tokens, where a step has twice as many or more
 _EXCHANGES = 300_000  # pairs of sequences compared in one round of balancing; more for more than 1,024 sequences
+
+CLOSE_ENOUGH: Final = 0.005
+"""Gap to the proven bound above which optional candidates are tried."""
+
+
+class Found(NamedTuple):
+    """The quickest answer so far.
+
+    Attributes:
+        assignment: the answer; None: none yet.
+        seconds: its predicted makespan; infinite if there is none.
+        name: of the candidate that gave it.
+    """
+
+    assignment: Assignment | None = None
+    seconds: float = np.inf
+    name: str = ""
+
+    def quicker(self, name: str, other: Assignment | None, batch: Batch, problem: Problem) -> Found:
+        """Return another answer if there is one and it is quicker; on ties keep this one."""
+        if other is None:
+            return self
+        seconds = makespan_seconds(other, batch, problem)
+        return Found(other, seconds, name) if seconds < self.seconds else self
+
+
+class Candidate(NamedTuple):
+    """One way to plan a step.
+
+    Attributes:
+        name: in explanations.
+        improve: takes the quickest answer so far, and returns it or a quicker one.
+        above_gap: gap to the bound that the quickest answer must exceed for this to be tried; None: it is always tried.
+    """
+
+    name: str
+    improve: Callable[[Found], Found]
+    above_gap: float | None = None
+
+
+def best_of(candidates: Iterable[Candidate], bound_seconds: Callable[[], float], found: Found) -> Found:
+    """Return the quickest answer of the candidates, in their order.
+
+    Args:
+        candidates: made one at a time, as they are reached.
+        bound_seconds: the proven lower bound of the step, asked for when the first optional candidate is reached.
+        found: an answer that is known already.
+    """
+    bound: float | None = None
+    for candidate in candidates:
+        if candidate.above_gap is not None:
+            bound = bound_seconds() if bound is None else bound
+            if found.seconds <= bound * (1.0 + candidate.above_gap):
+                continue
+        found = candidate.improve(found)
+    return found
 
 
 def assign_waves(

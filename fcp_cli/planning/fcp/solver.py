@@ -26,7 +26,6 @@ from fcp_cli.planning.bounds import lower_bound_seconds, simple_bound_seconds
 from fcp_cli.planning.compiled import iteration, microbatch
 from fcp_cli.planning.compiled.core import Machine, Sequences
 from fcp_cli.planning.compiled.one_degree import quickest
-from fcp_cli.planning.fcp.candidates import CLOSE_ENOUGH, Candidate, Found, best_of
 from fcp_cli.planning.fcp.catalogue import Trial, choose_groups
 from fcp_cli.planning.fcp.peer_limit import needs_whole_nodes
 from fcp_cli.planning.fcp.pipelines import (
@@ -36,10 +35,10 @@ from fcp_cli.planning.fcp.pipelines import (
     quickest_of,
     replicas_of,
 )
-from fcp_cli.planning.fcp.searches import assign_timelines, assign_waves
+from fcp_cli.planning.fcp.searches import CLOSE_ENOUGH, Candidate, Found, assign_timelines, assign_waves, best_of
 from fcp_cli.planning.fcp.speeds import assign_at_speeds
 from fcp_cli.planning.fcp.tiny import assign_tiny, is_tiny
-from fcp_cli.planning.kernel_inputs import by_falling_work, changed, in_batch_order, machine_of, without_splits
+from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, machine_of, repriced, without_splits
 from fcp_cli.planning.problem import Assignment, Batch, Problem, whole_budget
 from fcp_cli.planning.static import PACKINGS, StaticSolver, static_degrees
 
@@ -47,10 +46,11 @@ _SYNCS: tuple[Sync, ...] = ("iteration", "microbatch")
 _LESS_TOKENS = 0.8, 0.5  # of a rank's, with which a step is planned again where the gap is large
 _FEW_RANKS, _LEFT_OVER = 128, 1 / 8  # up to so many ranks one degree may leave such a share of them over
 _FEW_SEQUENCES = 256  # up to which timelines are planned again so
-_FLOOR_SHARES = 0.0, 1 / 8, 1 / 4, 1 / 2  # of a wave's floor, by which micro-batches are made dearer in turn
+_FLOOR_SHARES = 1 / 8, 1 / 4, 1 / 2  # of a wave's floor, by which micro-batches are made dearer in turn
+_EXPECTED_FILL = 0.92  # of waves to come: a wave that leaves few tokens more then pays no whole wave for them
 _CHOOSING_STEPS = 16  # planned again and again to choose groups under a limit
 _PRICED_STEPS = 16  # planned with and without a limit
-_NEVER_PAYS_SECONDS = 1e9  # of a hop: far above any step, and far below what rounds seconds away
+_NEVER_PAYS_SECONDS = 1e9  # of a hop: far above any step, and small enough that sums keep their seconds
 _Search: TypeAlias = Callable[[Work, IntArray, Sequences, Machine, float], Assignment | None]
 _TWO_LIMITS = "--max-degree forbids rings, which --max-groups and --max-peers limit; give one of them"
 
@@ -65,10 +65,10 @@ def make_solver(
     """Make the solver for these batches.
 
     Args:
-        batches: what is planned.
+        batches: to plan.
         max_degree: 1 forbids rings; None: no limit.
         max_groups: most groups of degree > 1 over the whole plan; None: no limit.
-        max_peers: most ranks that a rank has beside it in rings, over the whole plan; None: no limit.
+        max_peers: most distinct ring neighbours per rank over the whole plan; None: no limit.
 
     Raises:
         UsageError: max_degree is not 1 or a sequence needs a ring, max_groups < 1, max_peers is fewer than rings need,
@@ -108,9 +108,9 @@ def solver_of(problem: Problem, *, max_degree: int | None = None, max_peers: int
     """Make the solver for a problem whose batches are not known yet.
 
     Args:
-        problem: what is planned for.
+        problem: to plan for.
         max_degree: 1 forbids rings, and then no sequence may be longer than a rank holds; None: no limit.
-        max_peers: most ranks that a rank has beside it in rings; None: no limit.
+        max_peers: most distinct ring neighbours per rank; None: no limit.
 
     Raises:
         UsageError: max_degree is not 1, max_peers is fewer than rings need, or both are given.
@@ -164,7 +164,7 @@ def _without_rings(problem: Problem, max_degree: int) -> FcpSolver:
         raise UsageError(f"--max-degree is {max_degree}; 1, which forbids rings, is the only limit")
     machine = machine_of(problem)
     if problem.num_ranks > 1:  # the search knows rings of a catalogue, here of one ring that never pays
-        machine = changed(machine_of(problem, [range(problem.num_ranks)]), hop=_NEVER_PAYS_SECONDS)
+        machine = repriced(machine_of(problem, [range(problem.num_ranks)]), hop=_NEVER_PAYS_SECONDS)
     return FcpSolver(problem=problem, machine=machine, degrees=np.array([1]), options={"max_degree": 1})
 
 
@@ -205,7 +205,7 @@ def is_compiled(sync: Sync) -> bool:
 
 
 def limit_price(limited: FcpSolver, batches: GlobalBatches) -> float:
-    """Return what a limit costs: predicted seconds with it / without it - 1, over steps spread over the plan.
+    """Return the price of a limit: predicted seconds with it / without it - 1, over steps spread over the plan.
 
     Where the plan is long enough, other steps than those that the groups were chosen on.
     """
@@ -252,7 +252,7 @@ class FcpSolver:
     def assign(self, batch: Batch) -> Assignment:
         """Plan one step; see `problem.Solver`."""
         with interrupts_deferred():
-            # What waves share of an encoder is the same for every answer, and no part of the kernels' seconds.
+            # The encoder's work that waves share is the same for every answer, and no part of the kernels' seconds.
             batch = replace(batch, encoder_seconds=None)
             if self.problem.rank_speeds is not None:
                 return self._assign_at_speeds(batch, self.problem.rank_speeds)
@@ -285,7 +285,7 @@ class FcpSolver:
     def _candidates(self, batch: Batch) -> Iterator[Candidate]:
         """Yield everything that is tried for a step."""
         yield from self._searches(batch)
-        if self.problem.attention == "2d":  # what rings lead to may be quicker
+        if self.problem.attention == "2d":  # a plan of rings may be quicker than the greedy search among all ways
             rings = replace(self, machine=without_splits(self.machine))
             nested = partial(best_of, rings._searches(batch, "rings, "), self._bound(batch.work))
             yield Candidate("rings", nested, CLOSE_ENOUGH)
@@ -320,7 +320,7 @@ class FcpSolver:
         *,
         assign: _Search,
     ) -> Found:
-        # The compiled core knows nothing of what closes a step.
+        # The compiled core knows no seconds after the last micro-batch.
         limit = found.seconds - self.problem.profile.step.closing_seconds(self.problem.sync)
         return found.quicker(name, assign(batch.work, order, sequences, machine, limit), batch, self.problem)
 
@@ -346,7 +346,7 @@ class FcpSolver:
             return assign_waves(order, sequences, machine, limit)
         if len(order) > _FEW_SEQUENCES:
             return None
-        even = float(sequences.work.sum()) / machine.num_ranks + machine.beta
+        even = float(sequences.work.sum()) / machine.num_ranks + machine.prices.beta
         return assign_timelines(max(even, 0.9 * limit), order, sequences, machine)
 
     def _perturbed(self, other: FcpSolver, name: str, inputs: Batch, batch: Batch, found: Found) -> Found:
@@ -377,7 +377,7 @@ class FcpSolver:
         alike = replace(self.problem, num_ranks=num_ranks, rank_speeds=None)
         is_whole = num_ranks == self.problem.num_ranks
         solver = self if is_whole else solver_of(alike, max_degree=self.options.get("max_degree"))
-        machine = changed(solver.machine, hop=solver.machine.hop + dearer_hop_seconds)
+        machine = repriced(solver.machine, hop=solver.machine.prices.hop + dearer_hop_seconds)
         return replace(solver, problem=alike, machine=machine).assign(batch)
 
     def _perturbed_inputs(self, work: Work) -> Iterator[tuple[str, Machine, Work]]:
@@ -389,11 +389,13 @@ class FcpSolver:
             # Waves wait for the slowest encoder and then for the slowest rest: more even in the one, or in the other.
             yield "even without encoder", self.machine, replace(work, linear_seconds=work.linear_seconds - encoder)
             yield "even encoder", self.machine, replace(work, linear_seconds=work.linear_seconds + encoder)
+        filled = self.machine._replace(fill=_EXPECTED_FILL)
+        yield f"waves to come {_EXPECTED_FILL:g} full", filled, work
         if self.machine.floor:
             for share in _FLOOR_SHARES:
-                dearer = self.machine._replace(beta=self.machine.beta + share * self.machine.floor)
-                yield f"micro-batches dearer by {share:g} of the floor", dearer, work
-                yield f"the same without a floor, {share:g}", dearer._replace(floor=0.0), work
+                beta = self.machine.prices.beta + share * self.machine.floor
+                yield f"micro-batches dearer by {share:g} of the floor", repriced(self.machine, beta=beta), work
+                yield f"the same, waves to come {_EXPECTED_FILL:g} full", repriced(filled, beta=beta), work
 
     def _for_pipelines(self, batch: Batch) -> Iterator[PipelineStep]:
         """Yield steps for pipelines: of micro-batches of like length, and as waves or timelines alone would have it."""
@@ -424,7 +426,7 @@ class FcpSolver:
 
 
 def reduced_budgets(machine: Machine, sequences: Sequences) -> Iterator[tuple[str, Machine]]:
-    """Yield machines with fewer tokens a rank, or without a broken node, whose steps are legal on this one, too.
+    """Yield machines with fewer tokens a rank, whose steps are legal on this one, too.
 
     The searches are greedy, and may find better ways where they have less; so that more does not make a step slower,
     these steps compete.
@@ -434,9 +436,6 @@ def reduced_budgets(machine: Machine, sequences: Sequences) -> Iterator[tuple[st
         fewer = whole_budget(int(share * tokens), machine.padding or None)
         if fewer and longest <= ranks * fewer and (longest > fewer or int(sequences.tokens.sum()) > fewer):
             yield f"{share:g} of the token budget", machine._replace(tokens_per_rank=fewer)
-    whole = ranks // machine.ranks_per_node * machine.ranks_per_node
-    if whole < ranks and longest <= whole * tokens and len(machine.group_first) == 0:
-        yield "whole nodes", machine._replace(num_ranks=whole)
 
 
 def _without_waves(assignment: Assignment) -> Assignment:

@@ -98,7 +98,8 @@ def _prices(batch: Batch, problem: Problem) -> FloatArray:
 def _assignment(waves: list[_MicroBatches], nodes: Nodes, *, are_numbered: bool) -> Assignment:
     """Give micro-batches their ranks; waves have numbers under `microbatch`."""
     ranks = [group for wave in waves for group in _groups(wave, nodes)]
-    packs = [_members(mask) for wave in waves for mask in wave.masks.tolist()]
+    masks = [mask for wave in waves for mask in wave.masks.tolist()]
+    packs = [np.array([i for i in range(mask.bit_length()) if mask >> i & 1], dtype=np.int64) for mask in masks]
     numbers = np.repeat(np.arange(len(waves)) if are_numbered else [-1], [len(wave.masks) for wave in waves])
     return Assignment(
         wave=numbers.astype(np.int32),
@@ -122,7 +123,3 @@ def _groups(wave: _MicroBatches, nodes: Nodes) -> list[IntArray]:
         free_at[group] = start + nodes.seconds[mask, len(group), place]
         groups.append(group)
     return groups
-
-
-def _members(mask: int) -> IntArray:
-    return np.array([i for i in range(mask.bit_length()) if mask >> i & 1], dtype=np.int64)

@@ -223,7 +223,7 @@ class OnlineJournal:
         if not self.exists:
             raise PlanError(f"there is no {self.folder}: no run plans for {self.path}")
         file = self.folder / "metadata.json"
-        document = read_object(file, error=PlanError, what="the journal ")
+        document = read_object(file, error=PlanError, label="the journal ")
         if document.get("format") == PLAN_FORMAT:
             raise PlanError(
                 f"{self.folder} was kept by an older fcp; resume or finish it with that version, or remove the folder"

@@ -1,4 +1,4 @@
-"""Answers a training job: windows of lengths in, planned steps out, and all of it kept in the journal of a plan."""
+"""Answers a training job: windows of lengths in, planned steps out, all of them kept in the journal of a plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -20,13 +20,25 @@ from fcp_cli.planning.online.stream import StreamPlanner, Window
 from fcp_cli.validation import validated
 
 
+class Answering(Protocol):
+    """Planning of one job, driven by messages."""
+
+    def opened(self) -> Mapping[str, Any]:
+        """Return the first message to the job."""
+        ...
+
+    def answer(self, message: Message) -> tuple[Mapping[str, Any], bytes] | None:
+        """Return the answer to one message, or None if it needs none."""
+        ...
+
+
 def serve(received: IO[bytes], answers: IO[bytes]) -> None:
     """Answer messages until the other end closes; a failed request is answered with one line."""
     opening = read_message(received)
     if opening is None:
         return
     try:
-        service = Service(opening.facts)
+        service = _service_of(opening)
         write_message(answers, service.opened())
         while (message := read_message(received)) is not None:
             answer = service.answer(message)
@@ -40,8 +52,16 @@ def serve(received: IO[bytes], answers: IO[bytes]) -> None:
         pass  # the job has ended: the journal keeps its plan
 
 
+def _service_of(opening: Message) -> Answering:
+    if "job" not in opening.facts:
+        return Service(opening.facts)
+    from fcp_cli.planning.job_plan import planner_of  # imports a third of the planner, which streams do not need
+
+    return planner_of(opening)
+
+
 class Service:
-    """One job's planning.
+    """Planning of a stream.
 
     Attributes:
         first_sequence: number of the first sequence that is still to be planned.
@@ -70,7 +90,7 @@ class Service:
         }
 
     def answer(self, message: Message) -> tuple[dict[str, Any], bytes] | None:
-        """Return the answer to one message; None: it wants none.
+        """Return the answer to one message, or None if it needs none.
 
         Raises:
             FcpError: it cannot be answered.

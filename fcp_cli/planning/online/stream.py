@@ -16,11 +16,11 @@ from fcp_cli.plan.batching import offsets_by_tokens
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.refits import ScheduledRefit
 from fcp_cli.plan.step import StepPlan, offsets_of
+from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import batch_of, step_seed
 from fcp_cli.planning.fcp.solver import FcpSolver, solver_of
-from fcp_cli.planning.online.refitting import Refitter
-from fcp_cli.planning.parallel import plan_step
 from fcp_cli.planning.problem import problem_of
+from fcp_cli.planning.refitting import Refitter
 from fcp_cli.planning.work import batch_work
 
 
@@ -110,7 +110,7 @@ class StreamPlanner:
                 rows=window.first_sequence + members,
                 seed=step_seed(self.metadata.seed, number),
             )
-            steps.append(plan_step(batch, self._problem, self._solver))
+            steps.append(assemble(self._solver.assign(batch), batch, self._problem))
         return steps
 
     def _keep(self, steps: list[StepPlan], window: Window) -> list[StepPlan]:

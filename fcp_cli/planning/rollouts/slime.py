@@ -49,7 +49,8 @@ def build_dp_schedule(
     """
     _require_known(args, sample_is_multimodal)
     ranks = train_parallel_config["dp_size"]
-    most_tokens = max(1, int(args.max_tokens_per_gpu * train_parallel_config["cp_size"] * _margin(args)))
+    margin = float(getattr(args, "packing_safety_margin", 1.0))
+    most_tokens = max(1, int(args.max_tokens_per_gpu * train_parallel_config["cp_size"] * margin))
     grouped = train_parallel_config["vpp_size"] > 1
     multiple = train_parallel_config["microbatch_group_size_per_vp_stage"] if grouped else 1
     lengths = np.asarray(total_lengths, dtype=np.int64)
@@ -82,10 +83,6 @@ def _require_known(args: Any, sample_is_multimodal: Sequence[bool] | None) -> No
     separates = getattr(args, "multimodal_aware_packing", "off") != "off"
     if separates and sample_is_multimodal is not None and any(sample_is_multimodal):
         raise UsageError("packing that parts pictures from text is not known here; set multimodal_aware_packing to off")
-
-
-def _margin(args: Any) -> float:
-    return float(getattr(args, "packing_safety_margin", 1.0))
 
 
 def _steps(rollout_indices: Sequence[int], global_batch_size: int) -> list[list[int]]:

@@ -113,6 +113,21 @@ def test_the_stamp_of_a_package_is_that_of_every_source_in_it(tmp_path: Path) ->
     assert len(stamps) == 3
 
 
+def test_a_change_of_the_cost_formula_changes_the_stamp_of_the_folders_that_compile_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formula = tmp_path / "cost" / "formula.py"
+    formula.parent.mkdir()
+    formula.write_text("x = 1\n")
+    monkeypatch.setattr(compiling, "_FORMULA", formula)
+    package_stamp.cache_clear()
+    before = package_stamp(tmp_path)
+    formula.write_text("x = 2\n")
+    package_stamp.cache_clear()
+    assert package_stamp(tmp_path) != before
+    package_stamp.cache_clear()
+
+
 def test_a_plain_function_is_not_kept() -> None:
     assert not is_kept(len)
 
