@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -78,7 +78,7 @@ class Spans:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Return what tells the mask from others of its kind."""
+        """Return the numbers that identify the mask among others of its kind."""
         return tuple(end for span in self.spans for end in span)
 
     def misfit(self, length: int) -> str:
@@ -144,7 +144,7 @@ class ChunkPairs:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Return what tells the mask from others of its kind."""
+        """Return the numbers that identify the mask among others of its kind."""
         return self.sizes
 
     def misfit(self, length: int) -> str:
@@ -181,6 +181,9 @@ class ChunkPairs:
 Mask: TypeAlias = Spans | ChunkPairs
 
 CAUSAL = Spans()
+
+MASK_COLUMN: Final = "mask"
+"""Column of a manifest: the numbers of each sequence's mask; the header says of which kind it is."""
 
 MaskKind = Literal["full", "prefix", "segments", "types", "pairs"]
 """Fields from which the masks of a data set are built: see `mask_of`."""

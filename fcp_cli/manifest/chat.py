@@ -31,7 +31,7 @@ from fcp_cli.extras import pip_install
 from fcp_cli.manifest.chat_template import render_chat
 from fcp_cli.reading.documents import read_json
 from fcp_cli.validation import shown
-from fcp_cli.vision.processors import Marks, VisionProcessor, Visual
+from fcp_cli.vision.processor import Marks, VisionProcessor, Visual
 from fcp_cli.words import first_line
 
 TrainOn = Literal["all", "assistant", "completion"]

@@ -18,7 +18,7 @@ from fcp_cli.manifest.sources.base import RowBatch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthFile:
-    """Lengths, one per row, and the factors beside them.
+    """Lengths, one per row, and factors in further columns.
 
     Attributes:
         path: the file.

@@ -36,10 +36,10 @@ from fcp_cli.manifest.header import (
     readable,
 )
 from fcp_cli.manifest.lines import read_lengths_jsonl
-from fcp_cli.manifest.sources.masks import MASK_COLUMN, mask_rule
+from fcp_cli.manifest.sources.masks import mask_rule
 from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, CsvShard, DataFile, open_shard
 from fcp_cli.manifest.table import LengthTable
-from fcp_cli.masks import MaskRows
+from fcp_cli.masks import MASK_COLUMN, MaskRows
 from fcp_cli.reading.inputs import bounded_lines, open_input
 from fcp_cli.reading.parquet import open_parquet
 from fcp_cli.words import nearest

@@ -24,14 +24,14 @@ from fcp_cli.manifest.sources.base import SourceTokens
 from fcp_cli.manifest.sources.chat import ChatData, ChatTokens
 from fcp_cli.manifest.sources.columnar import ColumnarTokens, columnar
 from fcp_cli.manifest.sources.jsonl import JsonLines, JsonLinesTokens
-from fcp_cli.manifest.sources.masks import MASK_COLUMN, MaskRule, mask_rule
+from fcp_cli.manifest.sources.masks import MaskRule, mask_rule
 from fcp_cli.manifest.sources.media import MediaRecords
 from fcp_cli.manifest.sources.megatron import MegatronIndex, MegatronTokens
 from fcp_cli.manifest.sources.pictures import PICTURES_COLUMN, PictureData, PictureRecords
 from fcp_cli.manifest.sources.shards import open_shard
 from fcp_cli.manifest.sources.text import TextTokens
 from fcp_cli.manifest.tokenizer import open_tokenizer
-from fcp_cli.masks import MaskedSequence
+from fcp_cli.masks import MASK_COLUMN, MaskedSequence
 from fcp_cli.reading.parquet import open_parquet
 from fcp_cli.vision.processors import open_processor, recorded_processor
 
@@ -64,8 +64,9 @@ class SyntheticTokens:
 
 
 class CheckedTokens:
-    """Tokens of a source that is still what the manifest was built from: every sequence must have its length, and only
-    tokens that the vocabulary has, where one was given.
+    """Tokens of a source that is unchanged since the manifest was built from it.
+
+    Every sequence must have its length, and only tokens that the vocabulary has, if one was given.
     """
 
     def __init__(self, tokens: SourceTokens, lengths: IntArray, remedy: str, *, entries: int | None = None) -> None:
@@ -185,7 +186,7 @@ def open_pictures(manifest_path: str | Path, *, kept: Path | None = None) -> Pic
         kept: a folder with a copy of the checkpoint's tokenizer and processor, for where those are gone.
 
     Raises:
-        ManifestError: the manifest is missing or damaged, or what it was built from is gone, or the checkpoint's
+        ManifestError: the manifest is missing or damaged, or its source is gone, or the checkpoint's
             processor is gone or changed.
     """
     path = Path(manifest_path)

@@ -21,7 +21,7 @@ def read_description(path: Path, *, kind: Kind) -> dict[str, Any]:
     Raises:
         ProfileError: it cannot be read, is not YAML, or has not the format `fcp-<kind>/1`.
     """
-    text = read_text(path, error=ProfileError, what=f"the {kind} ")
+    text = read_text(path, error=ProfileError, label=f"the {kind} ")
     document = parse_yaml(text, name=str(path), error=ProfileError)
     found = document.pop("format", None) if isinstance(document, dict) else type(document).__name__
     if not isinstance(document, dict) or found != f"fcp-{kind}/1":

@@ -118,7 +118,7 @@ def read_hf_config(path: Path) -> HfConfig:
     Raises:
         ProfileError: unreadable, not a model of a known architecture, or with an encoder that fcp cannot describe.
     """
-    document = read_json(path, error=ProfileError, what="the model configuration ")
+    document = read_json(path, error=ProfileError, label="the model configuration ")
     if not isinstance(document, dict):
         raise ProfileError(f"{path} is not a model configuration: expected a JSON object")
     family = family_of(document, where=path)

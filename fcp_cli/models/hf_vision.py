@@ -1,6 +1,6 @@
 """Reads the figures of a vision encoder from a Hugging Face config.json.
 
-A key that a file omits has the value of transformers' configuration class, which saves only what differs from it.
+A key that a file omits has the value of transformers' configuration class, which saves only differences from it.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ class Matrix:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LanguageModel(TextFigures):
-    """The decoder of a model: its figures, its family in transformers, and what follows from both."""
+    """The decoder of a model: its figures, its family in transformers, and properties that follow from both."""
 
     architecture: Architecture
 

@@ -1,6 +1,6 @@
 """Reads text, JSON and YAML that anybody may have written: bounded in size, depth and number of values.
 
-What comes out holds nothing but mappings with finite numbers, texts that UTF-8 can hold, lists, truth values
+The result holds nothing but mappings with finite numbers, texts that UTF-8 can hold, lists, truth values
 and nulls, at most `MOST_DEPTH` deep, whatever went in: whoever works on it meets no surprise by its form.
 """
 
@@ -37,13 +37,13 @@ class ImpossibleValueError(DamagedError):
     """A value, named by its path, that no document of fcp may hold, though JSON or YAML would."""
 
 
-def read_text(path: Path, *, error: type[FcpError], what: str = "", most_bytes: int = MOST_BYTES) -> str:
+def read_text(path: Path, *, error: type[FcpError], label: str = "", most_bytes: int = MOST_BYTES) -> str:
     """Return a text file, which is UTF-8.
 
     Args:
         path: the file.
         error: the class to raise.
-        what: precedes the path in messages, with a space behind it: "the model ".
+        label: precedes the path in messages, with a space behind it: "the model ".
         most_bytes: larger files are refused.
 
     Raises:
@@ -59,7 +59,7 @@ def read_text(path: Path, *, error: type[FcpError], what: str = "", most_bytes: 
         return content.decode()
     except (OSError, ValueError) as failure:
         reason = "it is not UTF-8 text" if isinstance(failure, UnicodeDecodeError) else first_sentence(failure)
-        raise error(f"cannot read {what}{path}: {reason}") from failure
+        raise error(f"cannot read {label}{path}: {reason}") from failure
 
 
 def decode_json(text: str | bytes, *, most_values: int = MOST_VALUES) -> Any:
@@ -84,13 +84,13 @@ def decode_record(line: str | bytes) -> Any:
     return value
 
 
-def read_json(path: Path, *, error: type[FcpError], what: str = "") -> Any:
+def read_json(path: Path, *, error: type[FcpError], label: str = "") -> Any:
     """Return the value of a JSON file.
 
     Raises:
         FcpError: of the class `error`: the file cannot be read, or is not JSON.
     """
-    text = read_text(path, error=error, what=what)
+    text = read_text(path, error=error, label=label)
     try:
         return decode_json(text)
     except ImpossibleValueError as failure:
@@ -99,13 +99,13 @@ def read_json(path: Path, *, error: type[FcpError], what: str = "") -> Any:
         raise error(f"{path} is not JSON: {failure}") from failure
 
 
-def read_object(path: Path, *, error: type[FcpError], what: str = "") -> dict[str, Any]:
+def read_object(path: Path, *, error: type[FcpError], label: str = "") -> dict[str, Any]:
     """Return the JSON object that a file holds.
 
     Raises:
         FcpError: of the class `error`: the file cannot be read, or holds something else.
     """
-    document = read_json(path, error=error, what=what)
+    document = read_json(path, error=error, label=label)
     if not isinstance(document, dict):
         raise error(f"{path} is not a JSON object but {kind_of(document)}")
     return document

@@ -98,7 +98,7 @@ def reason_of(failure: BaseException) -> str:
 
 
 def require_names(schema: Any) -> None:
-    """Check the columns' names, which pyarrow decodes only when asked, and of which files may hold one twice.
+    """Check that the columns' names are UTF-8 and distinct: pyarrow decodes them late, and allows repeated ones.
 
     Raises:
         ValueError: one is not UTF-8, or there twice.

@@ -273,7 +273,7 @@ class Folders(BaseLoader):
             file = folder.joinpath(*split_template_path(template))
             if file.is_file():
                 return (
-                    read_text(file, error=UsageError, what="the template ", most_bytes=MOST_TEMPLATE_BYTES),
+                    read_text(file, error=UsageError, label="the template ", most_bytes=MOST_TEMPLATE_BYTES),
                     str(file),
                     None,
                 )

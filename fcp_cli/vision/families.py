@@ -12,7 +12,7 @@ from fcp_cli.vision.parts import Kind, VisualPart
 
 
 class VisionModule(Protocol):
-    """A module of a family, as the runtime uses it; data sets use its `visual_sequence` besides."""
+    """Interface of a family's module for the runtime; data sets also call its `visual_sequence`."""
 
     def encode(self, model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Tensor:
         """Return the embeddings [their tokens, levels, hidden] of the parts that a rank was given."""

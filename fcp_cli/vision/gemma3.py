@@ -48,7 +48,7 @@ def visual_sequence(
 
 
 def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Tensor:
-    """Return [embeddings, 1, hidden] of this member's images; of a blank one where it has none.
+    """Return the embeddings [embeddings, 1, hidden] of this member's images, or of a blank one if it has none.
 
     Args:
         model: the `Gemma3Model`.

@@ -60,7 +60,7 @@ Pixels: TypeAlias = "Tensor | Callable[[int, int], Tensor] | PixelReader"
 
 @dataclass(frozen=True, slots=True)
 class PixelRows:
-    """Rows `start` to `stop` of some pixels; call it for them."""
+    """Lazy reader of rows `start` to `stop` of some pixels."""
 
     pixels: Pixels
     start: int

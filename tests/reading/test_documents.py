@@ -115,7 +115,7 @@ def test_an_alias_of_a_plain_block_is_read() -> None:
 def test_a_device_without_an_end_is_refused_before_it_fills_the_memory() -> None:
     began = time.monotonic()
     with messages.raises("FcpError: cannot read the plan /dev/zero: it is not a regular file"):
-        read_text(Path("/dev/zero"), error=FcpError, what="the plan ", most_bytes=1 << 22)
+        read_text(Path("/dev/zero"), error=FcpError, label="the plan ", most_bytes=1 << 22)
     assert time.monotonic() - began < 5.0
     assert MOST_BYTES <= 1 << 30
 
@@ -131,4 +131,4 @@ def test_what_a_file_holds_instead_is_named(tmp_path: Path) -> None:
     with messages.raises("FcpError: cannot read FOLDER/document.json: it is not UTF-8 text"):
         read_json(file, error=FcpError)
     with messages.raises("FcpError: cannot read the model nowhere.json: No such file or directory"):
-        read_json(Path("nowhere.json"), error=FcpError, what="the model ")
+        read_json(Path("nowhere.json"), error=FcpError, label="the model ")

@@ -27,7 +27,7 @@ def sparse(path: Path, size: int) -> Path:
 @pytest.mark.parametrize("device", ["/dev/zero", "/dev/full", "/dev/random"])
 def test_a_device_is_no_input(device: str) -> None:
     with pytest.raises(FcpError, match=f"^cannot read the file {device}: it is not a regular file$"):
-        read_text(Path(device), error=FcpError, what="the file ")
+        read_text(Path(device), error=FcpError, label="the file ")
 
 
 def test_the_null_device_is_an_empty_file() -> None:

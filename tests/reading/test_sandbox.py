@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import resource
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 
 from fcp_cli.reading.sandbox import Sandbox, rendered
 from tests.reading.hostile_templates import AMPLIFIERS, ESCAPES
+from tests.syntax import nodes_of
 
 
 class Given:
@@ -119,7 +119,7 @@ def test_no_template_renders_outside_the_sandbox() -> None:
         f"{path.relative_to(package)}: {name}"
         for path in package.rglob("*.py")
         if path.name != "sandbox.py"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes_of(path)
         if (name := getattr(node, "attr", getattr(node, "name", "")))
         in (
             "Environment",

@@ -17,15 +17,9 @@ import numpy as np
 import pytest
 from inline_snapshot import snapshot
 
-from fcp_cli.vision.processors import (
-    GemmaVision,
-    InternVision,
-    Qwen25Vision,
-    QwenVision,
-    open_processor,
-    recorded_processor,
-    words_of,
-)
+from fcp_cli.vision.processors import open_processor, recorded_processor, words_of
+from fcp_cli.vision.qwen_processors import Qwen25Vision, QwenVision
+from fcp_cli.vision.square_processors import GemmaVision, InternVision
 from tests.messages import raises
 
 QWEN, QWEN25, INTERN = QwenVision(), Qwen25Vision(), InternVision()

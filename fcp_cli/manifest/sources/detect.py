@@ -79,7 +79,7 @@ def detect_kind(path: Path) -> str:
     kind = _kind_by_name(path)
     if kind in ("jsonl", "parquet", "arrow"):
         files = _shard_paths(path, kind) if path.is_dir() else [path]
-        with suppress(ManifestError, StopIteration):  # opening it reports what cannot be read
+        with suppress(ManifestError, StopIteration):  # opening it reports errors
             record = next(chat_records(files[0])).record
             if is_chat(record) and _is_about_pictures(record):
                 return "media"

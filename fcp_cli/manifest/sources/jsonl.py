@@ -146,7 +146,7 @@ class JsonLinesTokens:
 
 def usual_field(file: Path) -> str:
     """Return the field of the first record with token ids or a text under a usual name, else `text`."""
-    with suppress(ManifestError, StopIteration):  # counting the lines reports what cannot be read
+    with suppress(ManifestError, StopIteration):  # counting the lines reports unreadable ones
         line = next(json_lines(file))
         record = json_record(line.content, line.place)
         return next((name for name in _USUAL_FIELDS if isinstance(record.get(name), str | list)), _USUAL_FIELDS[0])

@@ -11,10 +11,7 @@ import pyarrow as pa
 
 from fcp_cli.errors import ManifestError, MaskError, UsageError
 from fcp_cli.manifest.sources.base import DivisibleSource, Part, RowBatch, Source, place_of
-from fcp_cli.masks import Mask, MaskKind, mask_of, token_types
-
-MASK_COLUMN: Final = "mask"
-"""Column of a manifest: the numbers of each sequence's mask; the header says of which kind it is."""
+from fcp_cli.masks import MASK_COLUMN, Mask, MaskKind, mask_of, token_types
 
 _KINDS: Final = "full, prefix:COLUMN, segments:COLUMN, types:COLUMN or pairs:COLUMN"
 _WANTED: Final = {

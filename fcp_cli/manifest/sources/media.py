@@ -26,7 +26,7 @@ from fcp_cli.manifest.sources.base import RowBatch, grouped
 from fcp_cli.manifest.sources.jsonl import json_record, line_at
 from fcp_cli.manifest.sources.media_readers import TEXT_COLUMNS, MediaRecord, media_units, read_media
 from fcp_cli.validation import shown
-from fcp_cli.vision.processors import VisionProcessor, Visual
+from fcp_cli.vision.processor import VisionProcessor, Visual
 
 _BATCH_RECORDS: Final = 16_384
 _BATCH_BYTES: Final = 32 << 20

@@ -143,7 +143,7 @@ class MegatronIndex:
 
 
 class MegatronTokens:
-    """Tokens of the `.bin` beside an index; `sequences` are the rows' numbers in it.
+    """Tokens of the `.bin` next to an index; `sequences` are the rows' numbers in it.
 
     Raises:
         ManifestError: the `.bin` is missing.

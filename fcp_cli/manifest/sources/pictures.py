@@ -23,7 +23,7 @@ from fcp_cli.manifest.sources.media_readers import HEADER_BYTES, image_size, vid
 from fcp_cli.manifest.sources.picture_records import Conversation, conversation_at, read_conversations
 from fcp_cli.manifest.sources.picture_refs import Picture
 from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, PARQUET_SUFFIXES, open_shard
-from fcp_cli.vision.processors import VisionProcessor, Visual
+from fcp_cli.vision.processor import VisionProcessor, Visual
 
 PICTURES_COLUMN: Final = "pictures"
 _BATCH_RECORDS: Final = 1 << 8
