@@ -40,6 +40,20 @@ def unpack_trl(sft_config: ModuleType) -> None:
     _before_post_init(sft_config.SFTConfig, "TRL", ("packing",))
 
 
+def unpack_axolotl(config: ModuleType) -> None:
+    """Turn off `sample_packing`, and counts that are summed over ranks, in `axolotl.utils.config.validate_config`."""
+    require(config, "validate_config", ("cfg",), found="this axolotl", advice="version known to work: 0.19.0")
+    own = config.validate_config
+
+    @wraps(own)
+    def validate_config(cfg: Any, *args: Any, **kwargs: Any) -> Any:
+        _turn_off("axolotl", cfg, ("sample_packing",))
+        cfg.eval_sample_packing = cfg.include_tkps = False  # ranks have different numbers of micro-batches to sum over
+        return own(cfg, *args, **kwargs)
+
+    config.validate_config = validate_config  # type: ignore[attr-defined]
+
+
 def _before_post_init(kind: Any, framework: str, names: Sequence[str]) -> None:
     own: Callable[..., None] = kind.__post_init__
 
@@ -56,4 +70,5 @@ def _turn_off(framework: str, settings: Any, names: Sequence[str]) -> None:
     for name in asked:
         setattr(settings, name, False)
     if asked and os.environ.get("RANK", "0") == "0":
-        print(f"fcp: {framework}'s {asked[0]} is off: the plan packs", file=sys.stderr, flush=True)
+        line = f"fcp: {framework}'s {asked[0]} is off: the plan packs, and batch sizes count sequences"
+        print(line, file=sys.stderr, flush=True)

@@ -36,6 +36,23 @@ def refuse_torchtitan(trainer: ModuleType) -> None:
     )
 
 
+def refuse_verl(dataset_utils: ModuleType) -> None:
+    """Make verl's SFT trainers refuse to collate; `verl.utils.dataset.dataset_utils` holds what no other trainer uses.
+
+    Raises:
+        RunError: this version of verl has no such collator.
+    """
+    advice = "version known to be looked at: 0.9.1"
+    require(dataset_utils, "SFTTensorCollator", ("pad_mode",), found="this verl", advice=advice)
+    _refuse_unless_replaced(
+        dataset_utils.SFTTensorCollator,
+        ("__call__",),
+        "verl's SFT trainer cuts each global batch into micro-batches of its own on every data-parallel rank, and so "
+        f"would train without the plan {os.environ.get('FCP_PLAN')}; train the same data by transformers' Trainer or "
+        "one of the frameworks around it (docs/how-to/hugging-face-trainers.md)",
+    )
+
+
 def _refuse_unless_replaced(kind: Any, loop: Sequence[str], message: str) -> None:
     """Make a class refuse to be made where all methods of its loop are its own."""
     own = {name: getattr(kind, name, None) for name in loop}

@@ -31,7 +31,7 @@ _SMALL_MODEL_PARAMETERS = 1e8  # measured within a minute on a CPU
 
 
 def computed_profile(request: ProfileRequest, origins: Origins) -> CostProfile:
-    """Return the analytic profile of a model on a cluster; what was assumed goes into `origins`.
+    """Return the analytic profile of a model on a cluster; `origins` collects assumptions.
 
     Raises:
         UsageError: a cut that the model does not allow, or a recipe that contradicts itself.
@@ -107,7 +107,7 @@ def _require_room(spec: ModelSpec, request: ProfileRequest, place: Place, fit: F
 
 
 def choose_measurement(request: ProfileRequest, origins: Origins) -> Measurement:
-    """Return what to measure: what was asked for, else what suits this machine; what was assumed goes into `origins`.
+    """Return the measurements to make, as requested or as suits this machine; `origins` collects assumptions.
 
     Raises:
         UsageError: options that contradict each other or this machine.

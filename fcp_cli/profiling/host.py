@@ -26,7 +26,7 @@ _TWO_MORE_NORMS: Final = _Operations(22, 34)
 
 
 def host_operations(spec: ModelSpec, recipe: Recipe) -> float:
-    """Return the operations of one forward and backward of all layers, and of what is computed again."""
+    """Return the operations of one forward and backward of all layers, and of recomputation."""
     backward = backward_of(spec, recipe)
     found = 0.0
     for kind, count in spec.kinds.items():

@@ -251,7 +251,7 @@ def read_samples(path: Path) -> SamplesFile:
     """
     if mistaken := another_kind(path, "samples"):
         raise ProfileError(mistaken)
-    rows = read_text(path, error=ProfileError, what="the samples ").splitlines()
+    rows = read_text(path, error=ProfileError, label="the samples ").splitlines()
     header, *lines = [_parse(row) for row in rows] or [None]
     if header is None or header.pop("format", None) != FORMAT:
         raise ProfileError(f"{path} holds no samples of 'fcp profile' ({FORMAT}); give another --samples, or remove it")

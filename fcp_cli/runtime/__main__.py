@@ -12,6 +12,7 @@ from fcp_cli.runtime.injection.error_file import record_error
 from fcp_cli.runtime.injection.install import install
 from fcp_cli.runtime.injection.program import parse_program, run_program
 from fcp_cli.runtime.injection.ranks import is_scheduler
+from fcp_cli.runtime.online.early import start_early
 
 
 def main() -> None:
@@ -23,6 +24,7 @@ def main() -> None:
     try:
         program = parse_program(sys.argv[1:])
         install(os.environ)
+        start_early(os.environ)
         run_program(program)
     except FcpError as error:
         record_error(error)

@@ -2,24 +2,58 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from fcp_cli.plan.reader import PlanReader
 from tests.runtime.launch import torchrun
 from tests.runtime.trainer_outcomes import Outcomes, read_outcomes, require_equal
-from tests.runtime.trainer_plans import write_plans
+from tests.runtime.trainer_plans import GLOBAL_BATCH, LOOP_LENGTHS, write_plans
 
 pytestmark = [pytest.mark.hf, pytest.mark.distributed]
 
+_REFUSALS = {
+    "gathering loop": "the script calls accelerator.gather before a step's last backward, but under sync iteration ranks "
+    "have different numbers of micro-batches and would wait for each other; call it where accelerator.sync_gradients, or "
+    "plan with 'fcp plan --sync microbatch'",
+    "loop that goes back twice": "the script calls accelerator.backward on a batch that is none of the plan's: one of a "
+    "loader that",
+    "weighted loop": "the loader of the training data draws its rows by WeightedRandomSampler, but under a plan every row",
+    "second loop": "the training data has 20 rows, but the plan's manifest unplanned-new.lengths.parquet has 24; the plan "
+    "was made of the data that training began with: data that changes between epochs, and a second trainer with other",
+    "loop of growing rows": "row 23 of the training data has 7 tokens but 6 in the plan's manifest unplanned-growing.",
+    "loop of other data": "row 13 of the training data has other tokens than in the epochs before; the plan was made of",
+}
+
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("accelerate")
     write_plans(folder)
+    (folder / "planning.json").write_text("{}")
     torchrun("-m", "tests.runtime.workers.accelerate_worker", str(folder), num_ranks=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> Outcomes:
     return read_outcomes(folder)
 
 
-@pytest.mark.parametrize(("name", "steps"), [("loop", 3), ("accumulating loop", 3), ("resumed loop", 2)])
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("loop", 3),
+        ("accumulating loop", 3),
+        ("resumed loop", 2),
+        ("unplanned loop", 6),
+        ("repeated loop", 6),
+        ("unplanned loop, its data made again", 6),
+    ],
+)
 def test_losses_norms_learning_rates_and_weights_are_those_of_the_loop_without_a_plan(
     outcomes: Outcomes, name: str, steps: int
 ) -> None:
@@ -28,9 +62,21 @@ def test_losses_norms_learning_rates_and_weights_are_those_of_the_loop_without_a
     assert [entry.get("lr") for entry in planned] == [entry.get("lr") for entry in plain]
 
 
-def test_ranks_with_other_numbers_of_micro_batches_are_not_left_waiting_for_each_other(outcomes: Outcomes) -> None:
-    assert outcomes("planned", "gathering loop")[0] == (
-        "the script calls accelerator.gather before a step's last backward, but under sync iteration ranks have different "
-        "numbers of micro-batches and would wait for each other; call it where accelerator.sync_gradients, or plan with "
-        "'fcp plan --sync microbatch'"
-    )
+@pytest.mark.parametrize("name", _REFUSALS)
+def test_what_cannot_be_followed_is_refused_on_every_rank_in_one_line(outcomes: Outcomes, name: str) -> None:
+    for found in outcomes("planned", name):
+        assert found.startswith(_REFUSALS[name])
+        assert "\n" not in found
+
+
+def test_a_loop_without_a_plan_follows_one_of_its_lengths_and_epochs_which_repeats_it(
+    folder: Path, outcomes: Outcomes
+) -> None:
+    lengths = pq.read_table(folder / "unplanned-loop.lengths.parquet")["length"]
+    metadata = PlanReader(folder / "unplanned-loop.parquet").metadata
+    assert tuple(lengths.to_pylist()) == LOOP_LENGTHS
+    assert (metadata.global_batch_size, metadata.steps, metadata.epochs) == (GLOBAL_BATCH, 6, 2)
+    made, repeated = (outcomes("planned", name)[0] for name in ("unplanned loop", "repeated loop"))
+    assert made["log"] == repeated["log"]
+    for weight, value in made["weights"].items():
+        assert torch.equal(value, repeated["weights"][weight]), weight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,8 @@ def test_the_models_own_positions_may_come_with_a_row_and_those_of_text_before_t
 
 def test_arguments_that_a_family_does_not_take_are_ignored_as_by_the_model_or_refused() -> None:
     assert isinstance(read({**batch(), "second_per_grid_ts": [1.0]}), VisualSequence)
+    assert isinstance(read({**batch(), "rope_deltas": torch.ones(1, 1)}), VisualSequence)
+    assert isinstance(read({**batch(TEXT), "rope_deltas": torch.ones(1, 1)}), tuple)
     tiles = collate([FAMILIES["internvl"].inputs_of(1)], family="internvl")
     with pytest.raises(RunError, match="gives image_grid_thw beside the tokens of row 7"):
         one_row({**tiles, "image_grid_thw": torch.tensor([[1, 2, 2]])}, 7, config=FAMILIES["internvl"].config())
@@ -113,8 +116,11 @@ def test_tokens_weigh_what_they_do_in_the_scripts_own_batches() -> None:
 
 
 def test_batches_are_in_the_datas_order_or_at_random_as_the_plan_is() -> None:
-    step = make_step([Row((0,), (3, 1)), Row((1,), (2, 2, 5))], step=1, first_sequence=10)
+    planned = make_step([Row((0,), (3, 1)), Row((1,), (2, 2, 5))], step=1, first_sequence=10)
+    step = replace(planned, sequences=planned.sequences[::-1])  # as packs have them, of any rows
     assert own_batches(step, None).tolist() == [10, 11, 12, 13, 14]
     shuffled = own_batches(step, 3)
     assert sorted(shuffled.tolist()) == [10, 11, 12, 13, 14] != shuffled.tolist()
-    assert np.array_equal(shuffled, own_batches(step, 3))
+    assert np.array_equal(shuffled, own_batches(planned, 3))
+    others = [own_batches(replace(step, step=number), 3).tolist() for number in range(2, 6)]
+    assert any(other != shuffled.tolist() for other in others)

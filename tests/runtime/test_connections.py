@@ -20,7 +20,6 @@ from fcp_cli.runtime.communication.connections import (
     contacts_of,
     expect_look_back,
     hops_of,
-    open_connections,
     planned_hops,
     rounds_of,
 )
@@ -64,8 +63,9 @@ def test_ranks_meet_over_exactly_the_ways_that_rings_will_use(
 
     def run(meeting: Meeting, rank: int) -> tuple[Operation, ...]:
         transport = RecordingTransport(ThreadTransport(meeting.mailbox, rank, timeout_seconds=20.0))
-        met = open_connections(plan, transport, rank=rank, device=CPU, report=lines.append if rank == 0 else None)
-        assert met == len(contacts_of(rank, planned_hops(plan)))
+        met = Connections(transport, rank=rank, device=CPU)
+        met.open_all(planned_hops(plan), report=lines.append if rank == 0 else None)
+        assert met.peers_met == len(contacts_of(rank, planned_hops(plan)))
         return tuple(transport.operations)
 
     operations = dict(enumerate(run_ranks(num_ranks, run)))
@@ -88,7 +88,9 @@ def test_ranks_of_a_plan_may_be_processes_of_other_numbers(tmp_path: Path) -> No
 
     def run(meeting: Meeting, process: int) -> int:
         transport = ThreadTransport(meeting.mailbox, process, timeout_seconds=20.0)
-        return open_connections(plan, transport, rank=2 - process, device=CPU, peers=(2, 1, 0))
+        met = Connections(transport, rank=2 - process, device=CPU, peers=(2, 1, 0))
+        met.open_all(planned_hops(plan))
+        return met.peers_met
 
     assert run_ranks(3, run) == [0, 1, 1]
 

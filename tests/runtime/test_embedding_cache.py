@@ -12,11 +12,12 @@ from torch import Tensor
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.layouts.layout import shard_layout
 from fcp_cli.runtime.pictures.embedding_cache import EmbeddingCache
-from fcp_cli.runtime.pictures.visuals import VisualPack, VisualShard, visual_shard
+from fcp_cli.runtime.pictures.visuals import VisualPack, VisualShard
 from fcp_cli.verification.emulation import Meeting
 from fcp_cli.verification.replay import Replayed, gradients_on_rank, thread_session
 from fcp_cli.vision.parts import VisualPart
 from tests.runtime.plans import write_plan
+from tests.runtime.visual_shards import visual_shard
 
 pytest.importorskip("transformers")
 

@@ -78,7 +78,7 @@ def test_the_first_line_names_the_kernel_and_why(monkeypatch: pytest.MonkeyPatch
         )
     )
     assert agreed(monkeypatch, profile, asked="fa2").lines == snapshot(
-        ("attention kernel fa2 (FCP_ATTENTION_KERNEL; what it cannot take goes to cudnn)",)
+        ("attention kernel fa2 (FCP_ATTENTION_KERNEL; calls that it refuses go to cudnn)",)
     )
 
 

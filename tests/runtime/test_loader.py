@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from fcp_cli.errors import RunError
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.data.cursor import PlanCursor
-from fcp_cli.runtime.data.loader import fetches_labels, load_shard, load_steps
+from fcp_cli.runtime.data.loader import begin_shard, fetches_labels, load_shard
+from fcp_cli.runtime.data.steps import load_steps
 from fcp_cli.runtime.layouts.layout import shard_layout
 from fcp_cli.runtime.loss.labels import IGNORED
 from tests.runtime.plans import Row, write_plan
@@ -115,6 +117,6 @@ def test_all_ranks_ask_the_first_sequence_whether_there_are_labels(tmp_path: Pat
 
 def test_a_loaded_step_counts_the_labels_of_this_rank(tmp_path: Path) -> None:
     plan = write_plan(tmp_path / "p", [[Row([0], [5, 3]), Row([1], [9])]], num_ranks=2)
-    (step,) = load_steps(PlanCursor(plan, 0, ahead=0), numbered, rank=0, labelled=False, device=torch.device("cpu"))
-    assert step.labelled_tokens == 4 + 2
-    assert len(step.shards) == 1
+    begin = partial(begin_shard, fetch=numbered, rank=0)
+    (step,) = load_steps(PlanCursor(plan, 0, ahead=0), begin, device=torch.device("cpu"))
+    assert [shard.labelled_tokens for shard in step.shards] == [4 + 2]

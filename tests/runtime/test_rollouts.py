@@ -24,6 +24,8 @@ from tests.planning.examples import PROFILE
 from tests.runtime.launch import torchrun
 from tests.runtime.workers.rollout_worker import ARRIVALS, BATCH, CONFIG, RATE, advantages, policy_loss, tokens_of
 
+pytestmark = pytest.mark.torch
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -45,7 +47,6 @@ def log_probs(model: TinyLanguageModel, number: int) -> Tensor:
     return token_log_probs(logits, next_token_labels(tokens)[None])[0]
 
 
-@pytest.mark.torch
 @pytest.mark.distributed
 @pytest.mark.full
 def test_log_probabilities_and_the_training_on_them_equal_one_process(folder: Path) -> None:
@@ -81,7 +82,6 @@ def test_log_probabilities_and_the_training_on_them_equal_one_process(folder: Pa
         np.testing.assert_allclose(np.stack(found["gradients"]), np.stack(gradients), rtol=0, atol=1e-12)
 
 
-@pytest.mark.torch
 @pytest.mark.distributed
 @pytest.mark.full
 def test_the_passes_have_sound_plans_of_their_own(folder: Path) -> None:
@@ -94,7 +94,6 @@ def test_the_passes_have_sound_plans_of_their_own(folder: Path) -> None:
         assert any(len(row.ranks) > 1 for step in reader.steps() for row in step.microbatches())
 
 
-@pytest.mark.torch
 @pytest.mark.distributed
 @pytest.mark.full
 def test_a_loop_that_trains_under_a_plan_of_forward_passes_stops_with_one_line(folder: Path) -> None:
@@ -105,7 +104,6 @@ def test_a_loop_that_trains_under_a_plan_of_forward_passes_stops_with_one_line(f
         )
 
 
-@pytest.mark.torch
 def test_a_token_without_a_label_has_no_log_probability() -> None:
     logits = torch.randn(1, 5, 7, dtype=torch.float64)
     labels = torch.tensor([[3, IGNORED, 0, 6, IGNORED]])

@@ -102,7 +102,7 @@ class PlanningInProcess:
     def compare(self, window: ReadWindow) -> None:
         self._service.answer(self._message("trained", window))
 
-    def close(self, end_step: int) -> None:
+    def close(self, end_step: int, *, is_stopped: bool) -> None:
         self._service.answer(Message({"kind": "close", "end_step": end_step}, b""))
 
     def _message(self, kind: str, window: ReadWindow) -> Message:

@@ -12,6 +12,8 @@ from fcp_cli.runtime.layouts.layout import shard_layout
 from fcp_cli.runtime.session.token_values import collect
 from fcp_cli.verification.emulation import Meeting, ThreadWorld, run_ranks
 
+pytestmark = pytest.mark.torch
+
 LENGTHS = (5, 2)
 ROW = MicroBatch(
     step=0, order=0, wave=-1, ranks=(0, 1), sequences=(7, 3), lengths=LENGTHS, start_seconds=0.0, seconds=1.0

@@ -26,6 +26,8 @@ _REFUSALS = {
     "other data on rank 1": "row 20 of the training data has 3 tokens on rank 1, but 2 on rank 0; give every rank the same",
     "second trainer": "the training data has 20 rows, but the plan's manifest unplanned.lengths.parquet has 24; the plan "
     "was made of the data that training began with: data that changes between epochs, and a second trainer with other",
+    "changing rows": "row 23 of the training data has 7 tokens but 6 in the plan's manifest unplanned-growing.lengths.parquet; "
+    "the plan was made of the data that training began with: data that changes between epochs",
     "grouped": "the script groups rows by group_by_length, but a plan balances the steps itself; leave it out",
 }
 _REMAINING = (

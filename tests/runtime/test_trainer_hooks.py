@@ -13,8 +13,9 @@ import pytest
 import transformers.trainer
 
 from fcp_cli.errors import RunError
-from fcp_cli.integrations.hugging_face import checks
+from fcp_cli.integrations.hugging_face import checks, follow
 from fcp_cli.integrations.hugging_face.accelerate import hooks as accelerate_hooks
+from fcp_cli.integrations.hugging_face.mixin import following
 from fcp_cli.integrations.hugging_face.trainer_hooks import hook_trainer
 
 pytestmark = pytest.mark.hf
@@ -89,3 +90,31 @@ def test_everything_that_is_hooked_is_looked_for(
     hooked = {f"{kind}.{name}" for name, own in before.items() if getattr(stand_in, name) is not own}
     assert len(hooked) > 3
     assert hooked <= {path for path, _ in targets}
+
+
+def test_metrics_and_plan_are_whole_before_a_stopped_rank_ends_with_the_signals_status(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank that has ended has the others killed, and rank 0 may still be writing."""
+    events: list[str] = []
+
+    class Follower:
+        def __init__(self, trainer: object, plan: object) -> None:
+            self.stop = self
+
+        def leave(self) -> None:
+            events.append("leave")
+
+        def end(self) -> None:
+            events.append("end")
+            raise SystemExit(130)
+
+        def close(self) -> None:
+            events.append("close")
+
+    monkeypatch.setattr(follow, "TrainerFollower", Follower)
+
+    with pytest.raises(SystemExit), following(SimpleNamespace()):
+        events.append("train")
+
+    assert events == ["train", "leave", "end", "close"]

@@ -96,21 +96,6 @@ def trainer_of(kind: type[Trainer], folder: Path) -> Any:
     return kind(model=hugging_face("qwen3", torch.float32), args=arguments)
 
 
-def test_pictures_without_a_plan_are_refused_with_the_commands_that_make_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = trainer_of(Trainer, tmp_path)
-    trainer.model.config.vision_config = SimpleNamespace()
-    trainer.model.config.model_type = "qwen3_vl"
-    check_trainer(trainer)
-    monkeypatch.setenv("FCP_PLANNING", str(tmp_path / "planning.json"))
-    monkeypatch.setenv("FCP_PLAN", str(tmp_path / "plan.parquet"))
-    with pytest.raises(
-        RunError, match=r"is not planned for when training begins.*fcp manifest build DATA --kind media"
-    ):
-        check_trainer(trainer)
-
-
 def test_a_plain_trainer_is_followed(tmp_path: Path) -> None:
     check_trainer(trainer_of(Trainer, tmp_path))
 

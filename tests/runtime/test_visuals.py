@@ -10,11 +10,12 @@ import torch
 
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.pictures.visuals import VisualPack, VisualShard, visual_shard
+from fcp_cli.runtime.pictures.visuals import VisualPack, VisualShard
 from fcp_cli.verification.emulation import Meeting
 from fcp_cli.verification.replay import thread_session
 from fcp_cli.vision.parts import VisualPart, VisualSequence
 from tests.runtime.plans import Row, write_plan
+from tests.runtime.visual_shards import visual_shard
 
 pytestmark = pytest.mark.torch
 

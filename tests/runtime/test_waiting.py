@@ -43,7 +43,7 @@ def test_a_rank_names_those_that_it_shares_heads_with() -> None:
             watch.look(now)
     assert lines == snapshot(
         [
-            "rank 3 has been in step 7 for 11 s, in micro-batch 4, sharing heads with rank 2, beside rank 5 and rank 1 in the ring of 1, 5, 3: the one in the earliest micro-batch holds the others up",
+            "rank 3 has been in step 7 for 11 s, in micro-batch 4, sharing heads with rank 2, next to rank 5 and rank 1 in the ring of 1, 5, 3: the one in the earliest micro-batch holds the others up",
             "rank 3 has been in step 7 for 11 s, in micro-batch 4, sharing heads with rank 2 and rank 4: the one in the earliest micro-batch holds the others up",
         ]
     )
@@ -61,7 +61,7 @@ def test_a_rank_names_step_ring_and_neighbours_that_the_device_waits_for() -> No
         watch.look(now)
     assert lines == snapshot(
         [
-            "rank 3 has been in step 7 for 11 s, in micro-batch 4, beside rank 2 and rank 1 in the ring of 0, 2, 3, 1: the one in the earliest micro-batch holds the others up"
+            "rank 3 has been in step 7 for 11 s, in micro-batch 4, next to rank 2 and rank 1 in the ring of 0, 2, 3, 1: the one in the earliest micro-batch holds the others up"
         ]
     )
 
@@ -104,7 +104,7 @@ def test_a_loop_that_only_says_what_begins_is_waited_for_in_what_began_last() ->
     watch.look(12.0)
     watch.look(99.0)
     (line,) = lines
-    assert "step 3 for 11 s, in micro-batch 1, beside rank 1" in line
+    assert "step 3 for 11 s, in micro-batch 1, next to rank 1" in line
 
 
 def test_a_loop_that_was_left_is_not_waited_for() -> None:
@@ -132,7 +132,7 @@ def test_the_thread_speaks_before_the_time_out(
             break
     watch.stop()
     assert said.startswith(
-        "fcp: rank 0 has been in step 4 for 1 s, in micro-batch 2, beside rank 1 in the ring of 0, 1"
+        "fcp: rank 0 has been in step 4 for 1 s, in micro-batch 2, next to rank 1 in the ring of 0, 1"
     )
 
 

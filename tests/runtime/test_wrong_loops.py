@@ -25,9 +25,7 @@ from tests.runtime.wrong_loops import LOOPS, Rank, backward, random_labels, rand
 pytestmark = pytest.mark.torch
 
 NO_BACKWARD = "no backward of its loss was run: gradients are summed over ranks when the loop over the step ends, so call backward inside it, for every micro-batch"
-EQUALLY = (
-    r"run the model equally often in each micro-batch on every rank, and what only some need in 'with fcp.outside\(\):'"
-)
+EQUALLY = r"run the model equally often in each micro-batch on every rank, and passes that only some ranks need in 'with fcp.outside\(\):'"
 SAID = {
     "backward_after_the_loop": rf"step 0, micro-batch 0, rank \d: {NO_BACKWARD}",
     "backward_never": rf"step 0, micro-batch 0, rank \d: {NO_BACKWARD}",
@@ -36,7 +34,7 @@ SAID = {
     "second_model": r"step 0, micro-batch 0, rank \d: the loss trains (weight|bias) of a Linear, which is not in the model given to steps\(\), so its gradients would not be summed over the 2 ranks: give steps\(\) one module that holds all that is trained, for example an nn.ModuleList of them",
     "no_model": r"step 0, micro-batch 0, rank \d: steps\(\) was given no model, so nothing sums the gradients of [\w.]+ of a TinyLanguageModel over the 2 ranks: pass the model to steps\(\), or, where the script sums them itself, fcp_cli.runtime.GradientSync\(\)",
     "evaluation_inside": r"step 0, micro-batch 0, rank \d: the model was called with 40 tokens, but its shard of the micro-batch has 1\d: give it the micro-batch's own, and evaluate or generate in 'with fcp.outside\(\):'",
-    "one_more_forward": r"step 0, micro-batch 3, rank 1: the forward of attention runs more often than in the micro-batches before \(2 times\), and the other ranks of its ring may not run it: run the model equally often in each micro-batch on every rank, and what only some need in 'with fcp.outside\(\):'",
+    "one_more_forward": r"step 0, micro-batch 3, rank 1: the forward of attention runs more often than in the micro-batches before \(2 times\), and the other ranks of its ring may not run it: run the model equally often in each micro-batch on every rank, and passes that only some ranks need in 'with fcp.outside\(\):'",
     "one_more_forward_at_once": rf"step 0, micro-batch 0, rank \d: this rank begins (forward 3 of attention, but rank 0 of its ring begins backward 1|backward 1 of attention, but rank 1 of its ring begins forward 3): {EQUALLY}",
     "one_more_forward_after_its_backward": rf"step 0, micro-batch [03], rank \d: this rank begins forward [13] of attention, but rank \d of its ring begins forward [13] in micro-batch [03]: {EQUALLY}",
     "one_more_forward_before_all_backwards": rf"step 0, micro-batch \d, rank \d: this rank begins forward [13] of attention, but rank \d of its ring begins forward [13] in micro-batch [03]: {EQUALLY}",

@@ -15,7 +15,7 @@ from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runtime.communication.exchange import exchange
 from fcp_cli.runtime.layouts.layout import shard_layout
 from fcp_cli.runtime.loss.token_loss import next_token_labels, token_loss_sum
-from fcp_cli.runtime.pictures.visuals import VisualPack, visual_shard
+from fcp_cli.runtime.pictures.visuals import VisualPack
 from fcp_cli.runtime.session.microbatch import LocalMicroBatch
 from fcp_cli.verification.emulation import Meeting, ThreadTransport, run_ranks
 from fcp_cli.verification.replay import Replayed, take_gradient
@@ -25,6 +25,7 @@ from tests.runtime import gemma3_vision_models, internvl_models, qwen2_5_vl_mode
 from tests.runtime.linear_models import InDouble
 from tests.runtime.models import Recomputation, Wrapping, recompute, wrap
 from tests.runtime.plans import Row
+from tests.runtime.visual_shards import visual_shard
 
 Family = Literal["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl", "gemma3"]
 FAMILIES: dict[Family, Any] = {

@@ -10,7 +10,6 @@ from typing import Any
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.hugging_face.overrides import OWN_LOOP, find_override, owner_of, place_of
 from fcp_cli.integrations.requirements import require
-from fcp_cli.plan.job_facts import has_no_plan
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.runtime.agreement.plan_agreement import require_training
 from fcp_cli.vision.families import FAMILIES
@@ -192,13 +191,14 @@ def _refused_overrides(trainer: Any) -> Iterable[tuple[bool, str]]:
 
 def _refused_settings(trainer: Any) -> Iterable[tuple[bool, str]]:
     args, accelerator = trainer.args, trainer.accelerator
+    has_function = trainer.compute_loss_func is not None
     yield (
-        trainer.compute_loss_func is not None and loss_kind(trainer) != "Trainer",
+        has_function and loss_kind(trainer) != "Trainer",
         f"{loss_kind(trainer)} has a compute_loss_func, which a plan would leave out: a rank has a part of each "
         f"sequence only; leave it out, or {OWN_LOOP}",
     )
     yield (
-        not args.average_tokens_across_devices,
+        not args.average_tokens_across_devices and (trainer.model_accepts_loss_kwargs or has_function),
         "average_tokens_across_devices=False weighs tokens by the rank that they are on, which the plan chooses; leave "
         "it out",
     )
@@ -248,12 +248,6 @@ def _refused_models(trainer: Any) -> Iterable[tuple[bool, str]]:
             config.model_type not in FAMILIES,
             f"the images of a {config.model_type} model cannot follow a plan, those of {', '.join(FAMILIES)} can; see "
             "docs/how-to/images-and-videos.md",
-        )
-        yield (
-            has_no_plan(),
-            f"a {config.model_type} model is not planned for when training begins, since the work of its pictures is "
-            "known from their sizes alone; make a plan with 'fcp manifest build DATA --kind media --processor "
-            "CHECKPOINT -o lengths.parquet' and 'fcp plan lengths.parquet', and start it with 'fcp launch --plan'",
         )
 
 

@@ -24,9 +24,11 @@ from fcp_cli.integrations.hugging_face.checks import (
 )
 from fcp_cli.integrations.hugging_face.data.rows import CollatedRows
 from fcp_cli.integrations.hugging_face.data.sampler import PlanSampler
-from fcp_cli.integrations.hugging_face.job_facts import facts_of, rows_of, start_session
+from fcp_cli.integrations.hugging_face.job_facts import facts_of, rows_of, start_session, trainer_settings
 from fcp_cli.integrations.hugging_face.losses.batch_means import BatchMeans
 from fcp_cli.integrations.hugging_face.losses.labels import CausalLoss, PlannedLoss
+from fcp_cli.integrations.hugging_face.losses.pair_logits import LogitPreferenceLoss
+from fcp_cli.integrations.hugging_face.losses.trl_losses import PreferenceLoss, SftLoss
 from fcp_cli.integrations.hugging_face.overrides import WatchedMethods, check_order, find_override
 from fcp_cli.integrations.hugging_face.own_loss import LossContext, OwnLoss
 from fcp_cli.integrations.hugging_face.stopping import StopAtStepEnd
@@ -58,7 +60,12 @@ class TrainerFollower:
         )  # the trainer's own, of which the data set, the collator and the workers are used
         device, pairs = trainer.args.device, kind == "DPOTrainer"
         self.session = start_session(
-            loader, lambda: facts_of(trainer, kind, loader, device), device=device, pairs=pairs, plan=plan
+            loader,
+            lambda: facts_of(trainer_settings(trainer, kind, loader), loader, trainer.model, device),
+            device=device,
+            pairs=pairs,
+            plan=plan,
+            config=model.config,
         )
         metadata = self.session.metadata
         check_schedule(trainer, metadata, self.session.plan)
@@ -104,11 +111,15 @@ class TrainerFollower:
         self._count_tokens(inputs, step)
         return self._answer(step.local_loss() * self.session.world.size)
 
+    def leave(self) -> None:
+        """Have metrics and plan written to their end."""
+        if self._steps is not None:
+            self._steps.close()
+
     def close(self) -> None:
         """Leave the plan; the model keeps its own attention."""
         self.stop.release()
-        if self._steps is not None:
-            self._steps.close()
+        self.leave()
         self._watched.release()
         if isinstance(self._loss, OwnLoss):
             self._loss.close()
@@ -124,6 +135,8 @@ class TrainerFollower:
             self._announce(wanted)
             self.session.fetch = self._rows.ahead(PlanSampler(self.session, first_step=wanted))
             self._steps = self.session.steps(model, first_step=wanted, mean_over=self._loss.mean_over)
+        elif wanted % self.session.metadata.steps_per_epoch == 0:
+            self._rows.require_lengths()
         step = next(self._steps, None)
         if step is None:
             raise RunError(
@@ -161,8 +174,9 @@ def _planned_loss(
         return CausalLoss(models[0], smoothing=trainer.args.label_smoothing_factor, means=means)
     import trl.trainer.utils
 
-    from fcp_cli.integrations.hugging_face.losses.trl_losses import PreferenceLoss, SftLoss
-
+    judged = find_override(trainer, "compute_loss")
+    if kind == "DPOTrainer" and judged is not None and not hasattr(trl.trainer.utils, "add_fused_lm_head"):
+        return LogitPreferenceLoss(trainer, judged)
     check_trl(trl.trainer.utils, trainer)
     if kind == "SFTTrainer":
         return SftLoss(trainer, means)
@@ -177,7 +191,7 @@ def _own_loss(
 ) -> PlannedLoss:
     """Return the loss that runs the script's own method or function around the planned one, if it has any."""
     judged = find_override(trainer, "compute_loss") or loss_function_of(trainer)
-    if judged is None:
+    if judged is None or isinstance(planned, LogitPreferenceLoss):
         return planned
     kind = loss_class(trainer)
     context = LossContext(trainer=trainer, attentions=attentions, read=rows, kind=kind, planned=planned)

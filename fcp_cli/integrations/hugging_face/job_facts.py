@@ -1,79 +1,143 @@
-"""Read from a `transformers.Trainer` what its plan is made from: batches, epochs, recipe, model, lengths of rows."""
+"""Read from a training loop what its plan is made from: batches, epochs, recipe, model, lengths of rows."""
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import math
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-import numpy as np
+import pyarrow as pa
 import torch
-from torch.utils.data import DataLoader, SequentialSampler, Subset
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from fcp_cli.arrays import IntArray
 from fcp_cli.errors import RunError
 from fcp_cli.files import replaced_atomically
-from fcp_cli.integrations.hugging_face.data.batches import one_pair, one_sequence
+from fcp_cli.integrations.hugging_face.data.pictures import RowSize, has_masks_of_types, has_pictures
+from fcp_cli.integrations.hugging_face.data.row_sizes import RowSizes
 from fcp_cli.integrations.hugging_face.data.rows import CollatedRows, stored_lengths
+from fcp_cli.masks import MASK_COLUMN
 from fcp_cli.plan.job_facts import JobFacts, is_launched_without_plan
-from fcp_cli.plan.metadata import LastBatch, Sync, steps_per_epoch
+from fcp_cli.plan.messages import table_bytes, table_of
+from fcp_cli.plan.metadata import LastBatch, steps_per_epoch
 from fcp_cli.reading.documents import decode_json
+from fcp_cli.reading.inputs import open_input
 from fcp_cli.runtime.communication.world import join_process_group
-from fcp_cli.runtime.data.followed_step import plan_path
 from fcp_cli.runtime.online.control import ProcessControl
 from fcp_cli.runtime.online.job_plan import job_source
 from fcp_cli.runtime.session.session import Session
 from fcp_cli.runtime.session.start import start
 from fcp_cli.tuning import Lora
 
+_ENCODERS: Final = frozenset({"visual", "vision_tower"})
 _CACHE: Final = "fcp/lengths"
-_READ_BY_EACH_WORKER: Final = 64
+_ROWS_BY_EACH_WORKER: Final = 64  # worker, at least
+_PICTURES_BY_EACH_WORKER: Final = 8
 
 
-def facts_of(trainer: Any, kind: str, loader: Any, device: torch.device) -> JobFacts:
-    """Return the facts of a trainer.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoopSettings:
+    """Settings of a training loop that its plan keeps.
+
+    Attributes:
+        loop: its class, for messages.
+        rows_per_pass: rows of a rank's batch.
+        accumulates: batches of a rank in an optimizer step.
+        epochs: perhaps with a fraction; None: nobody knows.
+        max_steps: optimizer steps after which it stops at the latest; None: no limit.
+        drops_last: whether an epoch's last, partial step is dropped.
+        shuffle, seed: order of the rows.
+        zero: ZeRO stage that shards as the loop's wrapper does.
+        is_mixed: whether 16-bit copies of fp32 weights are computed with.
+        recomputes: whether activations are computed again in backward.
+    """
+
+    loop: str
+    rows_per_pass: int
+    accumulates: int
+    epochs: float | None
+    max_steps: int | None
+    drops_last: bool
+    shuffle: bool
+    seed: int
+    zero: Literal["0", "1", "2", "3"] = "0"
+    is_mixed: bool
+    recomputes: bool
+
+
+def facts_of(settings: LoopSettings, loader: Any, model: Any, device: torch.device) -> JobFacts:
+    """Return the facts of a loop in a process group.
 
     Args:
-        trainer: a `transformers.Trainer` about to train.
-        kind: the class whose loss it uses.
-        loader: its own.
+        settings: of the loop.
+        loader: its own, of the training data.
+        model: that it trains, of transformers, perhaps with adapters.
         device: of this rank.
+
+    Raises:
+        RunError: the data has no whole step.
     """
-    rows = len(loader.dataset)
-    args = trainer.args
-    batch = trainer.get_total_train_batch_size(args)
-    last: LastBatch = "drop" if args.dataloader_drop_last else "keep"
+    rows, world = len(loader.dataset), dist.get_world_size()
+    batch = settings.rows_per_pass * settings.accumulates * world
+    last: LastBatch = "drop" if settings.drops_last else "keep"
     per_epoch = steps_per_epoch(rows, batch, last)
     if not per_epoch:
         raise RunError(
-            f"the training data has {rows} rows, fewer than a step of {batch} (dataloader_drop_last drops the rest); "
-            "use smaller batches or fewer ranks"
+            f"the training data has {rows} rows, fewer than a step of {batch} (the loader drops the last, partial "
+            "batch); use smaller batches or fewer ranks"
         )
-    wanted = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
-    world = args.world_size
+    limits = (None if settings.epochs is None else math.ceil(settings.epochs * per_epoch), settings.max_steps)
+    wanted = min((one for one in limits if one is not None), default=None)
     return JobFacts(
-        loop=kind,
+        loop=settings.loop,
         device=device.type,  # type: ignore[arg-type]  # a kind that fcp trains on
         ranks=world,
         ranks_per_node=min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world))),
-        rows_per_pass=args.per_device_train_batch_size,
+        rows_per_pass=settings.rows_per_pass,
         global_batch_size=batch,
-        epochs=math.ceil(wanted / per_epoch),
-        steps=wanted if wanted % per_epoch else None,
-        seed=args.seed if args.data_seed is None else args.data_seed,
-        shuffle=not _is_sequential(loader),
+        epochs=None if wanted is None else math.ceil(wanted / per_epoch),
+        steps=wanted if wanted is not None and wanted % per_epoch else None,
+        seed=settings.seed,
+        shuffle=settings.shuffle,
         last_batch=last,
-        sync=_sync(trainer),
-        recipe=_recipe(trainer),
-        config=_config(trainer.model),
+        sync="microbatch" if settings.zero == "3" else "iteration",
+        recipe=_recipe(settings, model),
+        config=_config(model),
     )
 
 
-def _is_sequential(loader: Any) -> bool:
+def trainer_settings(trainer: Any, kind: str, loader: Any) -> LoopSettings:
+    """Return the settings of a `transformers.Trainer` about to train.
+
+    Args:
+        trainer: as it is.
+        kind: the class whose loss it uses.
+        loader: its own.
+    """
+    args, has_limit = trainer.args, trainer.args.max_steps > 0
+    return LoopSettings(
+        loop=kind,
+        rows_per_pass=args.per_device_train_batch_size,
+        accumulates=args.gradient_accumulation_steps,
+        epochs=None if has_limit else args.num_train_epochs,
+        max_steps=args.max_steps if has_limit else None,
+        drops_last=args.dataloader_drop_last,
+        shuffle=not is_sequential(loader),
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        zero=fsdp_stage(trainer.accelerator),
+        is_mixed=args.bf16 or args.fp16,
+        recomputes=args.gradient_checkpointing,
+    )
+
+
+def is_sequential(loader: Any) -> bool:
     """Return whether a prepared loader visits the rows in the data's order."""
     batches = loader.batch_sampler
     while hasattr(batches, "batch_sampler"):  # one that shares batches over ranks
@@ -81,26 +145,52 @@ def _is_sequential(loader: Any) -> bool:
     return isinstance(getattr(batches, "sampler", None), SequentialSampler)
 
 
-def _gathers_again(trainer: Any) -> bool:
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    return plugin is not None and bool(plugin.reshard_after_forward)
+def is_shuffled(loader: Any) -> bool:
+    """Return whether a loop's own loader visits the rows at random, and not in the data's order.
+
+    Raises:
+        RunError: it visits them in another way, which a plan would replace.
+    """
+    if not hasattr(loader.dataset, "__len__"):
+        return True  # a stream, which is refused with its own reason
+    batches: Any = loader.batch_sampler
+    while hasattr(batches, "batch_sampler"):
+        batches = batches.batch_sampler
+    sampler: Any = getattr(batches, "sampler", None)
+    if type(sampler) is DistributedSampler:  # Lightning's subclass wraps a sampler of another kind
+        return bool(sampler.shuffle)
+    if isinstance(sampler, SequentialSampler) or (isinstance(sampler, RandomSampler) and not sampler.replacement):
+        return isinstance(sampler, RandomSampler)
+    raise RunError(
+        f"the loader of the training data draws its rows by {type(batches if sampler is None else sampler).__name__}, "
+        "but under a plan every row is visited once an epoch, at random or in order; use shuffle=True, or shuffle=False"
+    )
 
 
-def _sync(trainer: Any) -> Sync:
-    return "microbatch" if trainer.is_fsdp_enabled and _gathers_again(trainer) else "iteration"
+def recomputes(model: Any) -> bool:
+    """Return whether a model of transformers computes its activations again in backward."""
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")  # the second in transformers before 5.20
+    return next((bool(getattr(model, name)) for name in names if hasattr(model, name)), False)
 
 
-def _recipe(trainer: Any) -> dict[str, Any]:
-    args = trainer.args
-    dtype = next(trainer.model.parameters()).dtype
+def fsdp_stage(accelerator: Any) -> Literal["0", "2", "3"]:
+    """Return the ZeRO stage that an accelerator's FSDP corresponds to: 3 if weights are gathered again, 0 of DDP."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None:
+        return "0"
+    return "3" if plugin.reshard_after_forward else "2"
+
+
+def _recipe(settings: LoopSettings, model: Any) -> dict[str, Any]:
+    dtype = next(model.parameters()).dtype
     precision = "bf16" if dtype in (torch.bfloat16, torch.float16) else "fp64" if dtype == torch.float64 else "fp32"
-    if precision == "fp32" and (args.bf16 or args.fp16):
+    if precision == "fp32" and settings.is_mixed:
         precision = "amp"
-    zero = "0" if not trainer.is_fsdp_enabled else "3" if _gathers_again(trainer) else "2"
-    recipe = {"zero": zero, "precision": precision, "recompute": "full" if args.gradient_checkpointing else "none"}
-    adapters = getattr(trainer.model, "peft_config", None) or {}
+    recipe = {"zero": settings.zero, "precision": precision, "recompute": "full" if settings.recomputes else "none"}
+    adapters = getattr(model, "peft_config", None) or {}
     texts = [text for adapter in adapters.values() if (text := _lora(adapter))]
-    return recipe | ({"lora": texts[0]} if texts else {})
+    found: dict[str, Any] = recipe | ({"lora": texts[0]} if texts else {})
+    return found | ({"freeze_vision": True} if _freezes_vision(model) and not texts else {})
 
 
 def _lora(adapter: Any) -> str | None:
@@ -116,11 +206,28 @@ def _config(model: Any) -> dict[str, Any]:
     """Return the config.json of a model, with its name."""
     config = model.config
     name = Path(str(config.name_or_path or config.model_type)).name
-    return {**decode_json(config.to_json_string(use_diff=False)), "_name_or_path": name}
+    return {**decode_json(_config_text(config)), "_name_or_path": name}
+
+
+def _config_text(config: Any) -> str:
+    return str(config.to_json_string(use_diff=False))
+
+
+def _freezes_vision(model: Any) -> bool:
+    """Return whether most weights of a vision encoder, if there is one, are not trained."""
+    tower = [one for name, one in model.named_parameters() if _ENCODERS & set(name.split("."))]
+    trained = sum(one.numel() for one in tower if one.requires_grad)
+    return bool(trained < sum(one.numel() for one in tower) / 2)
 
 
 def start_session(
-    loader: Any, facts: Callable[[], JobFacts], *, device: torch.device, pairs: bool = False, plan: Path | None = None
+    loader: Any,
+    facts: Callable[[], JobFacts],
+    *,
+    device: torch.device,
+    pairs: bool = False,
+    plan: Path | None = None,
+    config: Any = None,
 ) -> Session:
     """Start the session of a loop: under the job's plan, or under one that begins to be made. Every rank calls it.
 
@@ -130,17 +237,34 @@ def start_session(
         device: of this rank.
         pairs: a row is a pair of answers.
         plan: plan file; None: the one in FCP_PLAN.
+        config: of the model, whose images and videos the collator may give; None: it gives none.
 
     Raises:
         FcpError: the plan cannot be followed, or none can be made.
     """
     if plan is not None or not is_launched_without_plan():
-        return start(plan_path(plan), device=device)
+        return start(plan, device=device)
     join_process_group(device)
+    _end_planning()  # of a loop before in the same script
     path, control = Path(os.environ["FCP_PLAN"]), ProcessControl("rank0")
     if control.from_rank(0, bytes([path.exists()])) != bytes([False]):  # rank 0 knows: a trainer before had it made
         return start(path, device=device)
-    return start(stream=job_source(path, control, LoadedLengths(loader, pairs=pairs), facts), device=device)
+    lengths = LoadedLengths(loader, pairs=pairs, config=config)
+    session = start(stream=job_source(path, control, lengths, facts), device=device)
+    _begun.append(session)
+    return session
+
+
+_begun: list[Session] = []  # whose loops have their plans made
+
+
+@atexit.register  # hand-written loops end with their script
+def _end_planning() -> None:
+    """Have the plans of loops written that have ended; one that failed leaves its journal."""
+    while _begun and not hasattr(sys, "last_value"):
+        session = _begun.pop()
+        assert session.source is not None
+        session.source.close(session.next_step)
 
 
 def rows_of(session: Session, loader: Any, *, pairs: bool = False, config: Any = None) -> CollatedRows:
@@ -150,73 +274,71 @@ def rows_of(session: Session, loader: Any, *, pairs: bool = False, config: Any =
 
 
 class LoadedLengths:
-    """The lengths of a trainer's training data: from the places of Arrow's lists, else from what the collator makes.
+    """The sizes of a trainer's training rows: from the places of Arrow's lists, else from what the collator makes.
 
     Args:
         loader: the trainer's own.
         pairs: a row is a pair of answers.
+        config: of the model, whose images and videos the collator may give; None: it gives none.
     """
 
-    def __init__(self, loader: Any, *, pairs: bool) -> None:
-        self._loader, self._pairs = loader, pairs
+    def __init__(self, loader: Any, *, pairs: bool, config: Any = None) -> None:
+        self._loader, self._pairs, self._config = loader, pairs, config
         if not hasattr(loader.dataset, "__len__") or not hasattr(loader.dataset, "__getitem__"):
             raise RunError(
                 f"the training data is a {type(loader.dataset).__name__}, which is read in one go: nobody knows its "
                 "lengths before; use a data set with random access (datasets.Dataset), or see docs/how-to/online.md"
             )
+        self._cache = self._cache_file()  # now, since tokenizers keep how they were called last
 
     def __len__(self) -> int:
         return len(self._loader.dataset)
 
-    def known(self) -> IntArray | None:
-        """Return [rows] tokens where a first row shows that the collator cuts and adds nothing, or as kept before."""
-        stored = stored_lengths(self._loader.dataset, pairs=self._pairs)
+    def known(self) -> pa.Table | None:
+        """Return tokens of all rows where a first row shows that the collator cuts and adds nothing, or as kept."""
+        stored = None if has_pictures(self._config) else stored_lengths(self._loader.dataset, pairs=self._pairs)
         if stored is not None and len(stored):
             longest = int(stored.argmax())
-            if self.read(range(longest, longest + 1))[0] == stored[longest]:
-                return stored
-        cached = self._cache()
-        if cached is not None and cached.is_file():
-            with suppress(OSError):
-                found: IntArray = np.fromfile(cached, dtype=np.int64)
-                if len(found) == len(self) and (found > 0).all():
+            if self.read(range(longest, longest + 1)).column("length")[0].as_py() == stored[longest]:
+                return pa.table({"length": stored})
+        if self._cache is not None and self._cache.is_file():
+            with suppress(OSError, pa.ArrowInvalid), open_input(self._cache) as stream:
+                found = table_of(stream.read())
+                if len(found) == len(self):
                     return found
         return None
 
-    def read(self, rows: range) -> IntArray:
-        """Collate rows one by one, in worker processes where there are many, and return their tokens."""
+    def read(self, rows: range) -> pa.Table:
+        """Collate rows one by one, in worker processes where there are many, and return their sizes."""
         loader = self._loader
-        workers = loader.num_workers or min(_cores_of_a_rank(), len(rows) // _READ_BY_EACH_WORKER)
+        least = _PICTURES_BY_EACH_WORKER if has_pictures(self._config) else _ROWS_BY_EACH_WORKER
+        workers = loader.num_workers or min(_cores_of_a_rank(), len(rows) // least)
+        rows_read = RowSizes(loader.dataset, loader.collate_fn, rows, pairs=self._pairs, config=self._config)
         reading = DataLoader(
-            Subset(loader.dataset, rows),
-            batch_size=1,
-            collate_fn=loader.collate_fn,
+            rows_read,
+            batch_size=None,
             num_workers=workers,
             multiprocessing_context=loader.multiprocessing_context if loader.num_workers else None,
             generator=torch.Generator(),
         )
+        found = []
         with torch.random.fork_rng(devices=[]):  # training draws what it would draw without a plan
-            found = (self._tokens(batch, row) for row, batch in zip(rows, reading, strict=True))
-            return np.fromiter(found, dtype=np.int64, count=len(rows))
+            for size in reading:
+                if isinstance(size, str):
+                    raise RunError(size)
+                found.append(size)
+        return _table_of(found, self._config)
 
-    def keep(self, lengths: IntArray) -> None:
+    def keep(self, table: pa.Table) -> None:
         """Keep them in the user's cache, where the data set and its collator can be told from others."""
-        path = self._cache()
-        if path is None or os.environ.get("LOCAL_RANK", "0") != "0":
+        if self._cache is None or os.environ.get("LOCAL_RANK", "0") != "0":
             return
         with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with replaced_atomically(path) as temporary:
-                temporary.write_bytes(lengths.tobytes())
+            self._cache.parent.mkdir(parents=True, exist_ok=True)
+            with replaced_atomically(self._cache) as temporary:
+                temporary.write_bytes(table_bytes(table))
 
-    def _tokens(self, batch: Any, row: int) -> int:
-        found = one_pair(batch, row) if self._pairs else one_sequence(batch, row)
-        tokens = len(found[0] if isinstance(found, tuple) else found.tokens)
-        if not tokens:
-            raise RunError(f"row {row} of the training data has no tokens; filter it out of the data set")
-        return tokens
-
-    def _cache(self) -> Path | None:
+    def _cache_file(self) -> Path | None:
         """Return the file of this data set under this collator; None where either has no fingerprint."""
         own = getattr(self._loader.dataset, "_fingerprint", None)
         if not own:
@@ -228,8 +350,21 @@ class LoadedLengths:
         except Exception:  # whatever pickling a collator raises: it cannot be told from others
             return None
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        key = hashlib.sha256(f"{own} {collator} {self._pairs}".encode()).hexdigest()
-        return home / _CACHE / f"{key}.lengths"
+        read_as = _config_text(self._config) if has_pictures(self._config) else str(self._pairs)
+        key = hashlib.sha256(f"{own} {collator} {read_as}".encode()).hexdigest()
+        return home / _CACHE / f"{key}.arrow"
+
+
+def _table_of(sizes: Sequence[RowSize], config: Any) -> pa.Table:
+    """Return the sizes in the columns of a manifest."""
+    columns = {"length": pa.array([one.tokens for one in sizes], pa.int64())}
+    if has_pictures(config):
+        columns["vision_patches"] = pa.array([one.patches for one in sizes], pa.int64())
+        columns["vision_patch_pairs"] = pa.array([one.patch_pairs for one in sizes], pa.int64())
+    if has_masks_of_types(config):
+        columns["eta"] = pa.array([one.mask.eta(one.tokens) for one in sizes], pa.float64())
+        columns[MASK_COLUMN] = pa.array([one.mask.numbers for one in sizes], pa.list_(pa.int32()))
+    return pa.table(columns)
 
 
 def _cores_of_a_rank() -> int:

@@ -58,6 +58,7 @@ def following(trainer: Any, plan: Path | str | None = None) -> Iterator[None]:
     setattr(trainer, _FOLLOWER, follower)
     try:
         yield
+        follower.leave()  # before a rank ends by a signal's status, at which torchrun ends the others
         follower.stop.end()
     finally:
         delattr(trainer, _FOLLOWER)

@@ -24,6 +24,7 @@ class PlannedModel:
         model: of transformers, also inside adapters.
 
     Attributes:
+        model: as given.
         current: the micro-batch that is out; None between.
 
     Raises:
@@ -31,7 +32,7 @@ class PlannedModel:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        base = base_model(model)
+        base, self.model = base_model(model), model
         self.current: LocalMicroBatch | None = None
         self._divided_by = self._shown = 1.0
         self._attention = SwitchedAttention(base)

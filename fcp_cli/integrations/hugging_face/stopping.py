@@ -31,7 +31,7 @@ class StopAtStepEnd(TrainerCallback):
 
     def __init__(self, trainer: Any, session: Session) -> None:
         self.has_stopped = False
-        self._trainer, self._world = trainer, session.world
+        self._trainer, self._world, self._source = trainer, session.world, session.source
         self._is_asked = False
         self._before: Any = None
         if threading.current_thread() is threading.main_thread():
@@ -47,6 +47,8 @@ class StopAtStepEnd(TrainerCallback):
         self._world.start_sum(asked).wait()
         if int(asked):
             self.has_stopped = control.should_save = control.should_training_stop = True
+            if self._source is not None:
+                self._source.is_stopped = True
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         run_dir = os.environ.get(RUN_DIR_VARIABLE)

@@ -15,12 +15,18 @@ from transformers import PreTrainedModel
 
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.hugging_face.checks import check_global_batch, check_steps
-from fcp_cli.integrations.hugging_face.data.rows import CollatedRows
 from fcp_cli.integrations.hugging_face.data.sampler import PlanSampler
+from fcp_cli.integrations.hugging_face.job_facts import (
+    LoopSettings,
+    facts_of,
+    is_shuffled,
+    recomputes,
+    rows_of,
+    start_session,
+)
 from fcp_cli.integrations.hugging_face.planned_model import PlannedModel
-from fcp_cli.runtime.data.followed_step import plan_path
+from fcp_cli.plan.job_facts import JobFacts
 from fcp_cli.runtime.session.session import Session
-from fcp_cli.runtime.session.start import start
 from fcp_cli.runtime.session.step import Step
 
 _STRATEGIES = ("DDPStrategy", "SingleDeviceStrategy")
@@ -47,7 +53,9 @@ class LightningFit:
         self._trainer, self._module = trainer, trainer.lightning_module
         self._batch_size = int(loader.batch_sampler.batch_size)
         self._model = PlannedModel(_trained_model(self._module))
-        self.session: Session = start(plan_path(None), device=trainer.strategy.root_device)
+        self._loader, device = loader, trainer.strategy.root_device
+        shuffle = is_shuffled(loader)
+        self.session: Session = start_session(loader, lambda: self._facts(shuffle, device), device=device)
         metadata = self.session.metadata
         updates, ranks = trainer.accumulate_grad_batches, self.session.world.size
         check_global_batch(
@@ -56,8 +64,34 @@ class LightningFit:
             f"batch_size {self._batch_size} x accumulate_grad_batches {updates} x {ranks} ranks",
         )
         _check_length(trainer, self.session)
-        self._rows = CollatedRows(loader, self.session.plan, metadata)
+        self._rows = rows_of(self.session, loader)
         self._steps: Generator[Step, None, None] | None = None
+
+    def _facts(self, shuffle: bool, device: torch.device) -> JobFacts:
+        trainer, model, loader = self._trainer, self._model.model, self._loader
+        epochs, steps = trainer.max_epochs, trainer.max_steps
+        settings = LoopSettings(
+            loop=type(self._module).__name__,
+            rows_per_pass=self._batch_size,
+            accumulates=trainer.accumulate_grad_batches,
+            epochs=None if epochs is None or epochs < 0 else epochs,
+            max_steps=None if steps is None or steps < 0 else steps,
+            drops_last=bool(loader.batch_sampler.drop_last),
+            shuffle=shuffle,
+            seed=torch.initial_seed() % 2**31,
+            is_mixed=str(trainer.precision).endswith("-mixed"),
+            recomputes=recomputes(model),
+        )
+        return facts_of(settings, loader, model, device)
+
+    def follow(self, loader: Any) -> None:
+        """Go on with a loader that the script makes anew for an epoch, if its rows are the same.
+
+        Raises:
+            RunError: they are others.
+        """
+        if loader.dataset is not self._loader.dataset:
+            self._rows.require_same(loader)
 
     def loader(self) -> CountedBatches:
         """Return the replacement of the script's loader: as many batches as the trainer accumulates in an epoch."""
@@ -112,6 +146,8 @@ class LightningFit:
     def _next(self) -> Step:
         wanted = self._trainer.global_step
         assert self._steps is not None
+        if wanted % self.session.metadata.steps_per_epoch == 0:
+            self._rows.require_lengths()
         step = next(self._steps, None)
         if step is None or step.index != wanted:
             place = "has ended" if step is None else f"is at step {step.index}"
@@ -132,7 +168,7 @@ class CountedBatches:
         return self._batches
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for _ in range(self._batches):  # by their first dimension, modules weigh what they log
+        for _ in range(self._batches):  # modules weigh their logs by the first dimension
             yield {"input_ids": torch.zeros((self._batch_size, 0), dtype=torch.int64)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -181,8 +217,8 @@ def _trained_model(module: nn.Module) -> nn.Module:
     outside = [name for name, parameter in trained if id(parameter) not in inside]
     if outside:
         raise RunError(
-            f"{type(module).__name__} trains {outside[0]} beside its {type(found[0]).__name__}, which a rank's part of "
-            "a sequence would train wrong; freeze it, or optimise by hand with PlannedSteps "
+            f"{type(module).__name__} trains {outside[0]} outside its {type(found[0]).__name__}, which a rank's part "
+            "of a sequence would train wrong; freeze it, or optimise by hand with PlannedSteps "
             "(docs/how-to/training-loop.md)"
         )
     wrapped: Iterator[Any] = (part for part in module.modules() if hasattr(part, "get_base_model"))

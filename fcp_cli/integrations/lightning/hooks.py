@@ -1,7 +1,7 @@
 """Make Lightning's Trainer follow the plan where it optimises by itself (automatic optimisation).
 
-Three functions are hooked: the one that prepares the loader of the training data, the one that makes what an optimizer
-step runs, and the one that ends a fit. A module that optimises by itself is given steps by `PlannedSteps`.
+Three functions are hooked: the one that prepares the loader of the training data, the one that makes the closure of an
+optimizer step, and the one that ends a fit. A module that optimises by itself is given steps by `PlannedSteps`.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ def _hook_loader(fit_loop: Any) -> None:
 
         if _FIT not in vars(trainer):
             setattr(trainer, _FIT, LightningFit(trainer, own))
+        else:
+            getattr(trainer, _FIT).follow(own)
         return getattr(trainer, _FIT).loader()
 
     @wraps(end)

@@ -121,16 +121,16 @@ def check_interleaving(config: Any, chunks: int, planned: int, *, stages: int, i
         )
     if chunks == 1:
         return
-    beside = (
+    untried = (
         (predicts_several(config), "multi-token prediction in", "--mtp-num-layers"),
         (is_sharded, "Megatron-FSDP with", "--use-megatron-fsdp"),
         (balances_experts(config), "a router with a loss in", "--moe-aux-loss-coeff, --moe-z-loss-coeff"),
         (config.expert_model_parallel_size > 1, "expert parallelism in", "--expert-model-parallel-size"),
     )
-    for is_asked, what, option in beside:
+    for is_asked, feature, option in untried:
         if is_asked:
             raise RunError(
-                f"{what} virtual stages has not been made to follow a plan; leave {option} or the virtual stages out"
+                f"{feature} virtual stages has not been made to follow a plan; leave {option} or the virtual stages out"
             )
     together = config.microbatch_group_size_per_vp_stage
     if together != stages:
@@ -236,12 +236,12 @@ def _moe_refusals(setting: Callable[[str], Any]) -> Iterable[tuple[bool, str]]:
     )
     yield (
         setting("moe_expert_capacity_factor") is not None,
-        "experts of limited capacity drop tokens by what else is in the micro-batch, which the plan chooses; leave "
+        "experts of limited capacity drop tokens by the rest of the micro-batch, which the plan chooses; leave "
         "--moe-expert-capacity-factor out",
     )
     yield (
         setting("moe_router_load_balancing_type") == "sinkhorn",
-        "sinkhorn routing depends on what else is in the micro-batch, which the plan chooses; set "
+        "sinkhorn routing depends on the rest of the micro-batch, which the plan chooses; set "
         "--moe-router-load-balancing-type none",
     )
     is_random = setting("moe_input_jitter_eps") is not None or bool(setting("moe_router_force_load_balancing"))
@@ -268,7 +268,7 @@ def _moe_refusals(setting: Callable[[str], Any]) -> Iterable[tuple[bool, str]]:
 
 
 def loss_refusals(config: Any) -> Iterable[tuple[bool, str]]:
-    """Yield whether a router's loss is on, and its message, for stacks whose routers are not hooked."""
+    """Yield (is refused, message) for each router loss, for stacks whose routers are not hooked."""
     coefficients, of_logits = (getattr(config, name, None) for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"))
     yield (
         any(coefficients) if isinstance(coefficients, list) else bool(coefficients),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,19 +18,10 @@ from torch import Tensor
 
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.megatron import checks
-from fcp_cli.integrations.megatron.data.batches import share, shares_data
 from fcp_cli.integrations.megatron.data.microbatch import PlannedMicroBatch, current_microbatch
 from fcp_cli.integrations.megatron.data.padding import padding_report
-from fcp_cli.integrations.megatron.data.samples import (
-    LOSS_MASK,
-    LocalShard,
-    LocalStep,
-    Samples,
-    find_samples,
-    load_shard,
-    load_steps,
-    pinned,
-)
+from fcp_cli.integrations.megatron.data.planned import PlannedData
+from fcp_cli.integrations.megatron.data.samples import LOSS_MASK, LocalShard, LocalStep, load_shard
 from fcp_cli.integrations.megatron.measured import ScheduleRecorder, computes_loss
 from fcp_cli.integrations.megatron.model import device_of, unwrapped
 from fcp_cli.integrations.megatron.probe import probe
@@ -39,13 +29,9 @@ from fcp_cli.integrations.megatron.reduction import gather_parameters, reduced_a
 from fcp_cli.integrations.megatron.stack import Stack
 from fcp_cli.integrations.megatron.transformer_engine import PlanProcessGroups, make_rings, wants_rings
 from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.runtime.agreement.plan_agreement import agree_on_plan, require_causal, require_training
+from fcp_cli.runtime.agreement.plan_agreement import require_causal, require_training
 from fcp_cli.runtime.communication.launcher_watch import end_with_launcher
 from fcp_cli.runtime.communication.transport import ProcessTransport
-from fcp_cli.runtime.communication.world import ProcessWorld
-from fcp_cli.runtime.data.cursor import PlanCursor
-from fcp_cli.runtime.data.followed_plans import note_follower
-from fcp_cli.runtime.data.prefetch import Prefetched
 from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.runtime.session.rank_job import RankJob
 
@@ -100,22 +86,21 @@ class Follower:
         self.measured = ScheduleRecorder(self._job)
         self._models = models
         self._is_announced = False
-        self._iterator: Any = None
-        self._steps: Prefetched[LocalStep] | None = None
-        self._current: LocalStep | None = None
-        self._replica = parallel_state.get_model_parallel_group()
-        self._shares_data: bool | None = None
-        self._first_step = self._next_step = 0
+        self._data = PlannedData(
+            plan,
+            self.metadata,
+            self._load,
+            rank=self._rank,
+            device=self._device,
+            # Transformer Engine's rings follow their process group, whose ranks ascend.
+            ascending=self._engine is not None,
+        )
 
     def _agree_on_plan(self, tensor_parallel: int) -> PlanMetadata:
         """Return the plan's settings for all ranks; refuse a plan that this model's schedule cannot follow."""
         pipeline_parallel = parallel_state.get_pipeline_model_parallel_world_size()
-        metadata = agree_on_plan(
-            ProcessWorld(),
-            self._plan,
-            self._device,
-            tensor_parallel=tensor_parallel,
-            pipeline_parallel=pipeline_parallel,
+        metadata = RankJob.agree(
+            self._plan, self._device, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel
         )
         require_training(metadata)
         if not self.stack.follows_masks:
@@ -152,7 +137,7 @@ class Follower:
         return engine
 
     def run(self, schedule: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Run the schedule's next step on the plan's micro-batches instead of the script's; return what it returns."""
+        """Run the schedule's next step on the plan's micro-batches instead of the script's; return its result."""
         # Megatron-FSDP gathers and reduces in every layer, where the ranks of a plan in waves meet.
         held = nullcontext() if self._sharded else reduced_after_backwards(self._chunks, self._config)
         if not self._sharded:
@@ -173,17 +158,16 @@ class Follower:
         given = arguments["data_iterator"]
         # Of an interleaved pipeline each chunk has one, and None where it neither begins nor ends the model.
         iterators = given if isinstance(given, list) else [given]
-        step = self._next(next((each for each in iterators if each is not None), None))
+        step = self._data.next_step(next((each for each in iterators if each is not None), None))
         self._check_batch(step, arguments)
-        if not self._is_announced:
-            self._first_step = step.plan.step
+        is_first = not self._is_announced
+        if is_first:
             self._announce(step, self._probe(step))
             self._is_announced = True
         self.measured.begin(step.plan)
-        counts_tokens = step.plan.step == self._first_step
         last = len(self._chunks) - 1
         batches = [
-            _Batches(self, step, chunk, is_last=chunk == last, counts_tokens=counts_tokens) for chunk in range(last + 1)
+            _Batches(self, step, chunk, is_last=chunk == last, counts_tokens=is_first) for chunk in range(last + 1)
         ]
         return {
             **arguments,
@@ -192,50 +176,6 @@ class Follower:
             "num_microbatches": len(step.shards),
             "micro_batch_size": 1,
         }
-
-    def _next(self, data_iterator: Any) -> LocalStep:
-        """Return the next step, read here or by the process of this replica that the script gives its data to."""
-        if self._shares_data is None:
-            self._shares_data = shares_data(data_iterator, self._replica, self._device)
-        read = partial(self._read, data_iterator)
-        if not self._shares_data:
-            return read()
-        note_follower(self._plan)  # a process that is given the step reads nothing of the plan itself
-        step = share(read, self._replica)
-        return pinned(step) if self._device.type == "cuda" else step
-
-    def _read(self, data_iterator: Any) -> LocalStep:
-        if data_iterator is not self._iterator or self._steps is None:
-            self._open(data_iterator)
-        return self._step(is_repeated=getattr(data_iterator, "replaying", False))
-
-    def _open(self, data_iterator: Any) -> None:
-        """Begin to read where the script's sampler begins, which is where its checkpoint ended."""
-        planned, manifest = self.metadata.masks, self.metadata.manifest
-        masks = None if planned is None else planned.of_rows(manifest.rows)
-        samples = replace(find_samples(data_iterator), masks=masks, manifest=manifest.name)
-        size = self.metadata.global_batch_size
-        step, rest = divmod(samples.consumed, size)
-        if rest:
-            raise RunError(
-                f"{samples.consumed} samples were consumed, not a multiple of the plan's global batch of {size}; "
-                "resume from a checkpoint that was trained under this plan"
-            )
-        if self._iterator is not None and step != self._next_step:
-            raise RunError(
-                f"the script's new data loader begins at sample {samples.consumed} (step {step} of the plan), but step "
-                f"{self._next_step} comes next; a plan's epochs are one sequence of steps, so keep counting samples"
-            )
-        self._check_rows(samples)
-        if self._steps is not None:
-            self._steps.close()
-        # Read in the thread that loads. Transformer Engine's rings follow their process group, whose ranks ascend.
-        cursor = PlanCursor(self._plan, self._rank, first_step=step, ahead=0, ascending=self._engine is not None)
-        loaded: Iterable[LocalStep] = load_steps(cursor, samples, self._load)
-        if self._device.type == "cuda":
-            loaded = (pinned(step) for step in loaded)
-        self._steps = Prefetched(loaded, depth=_STEPS_AHEAD, name="fcp-loader")
-        self._iterator, self._first_step, self._next_step = data_iterator, step, step
 
     def _probe(self, step: LocalStep) -> str:
         """Compare numbers before the first step, where that can be done; return the outcome for the log."""
@@ -270,28 +210,6 @@ class Follower:
                 file=sys.stderr,
                 flush=True,
             )
-
-    def _check_rows(self, samples: Samples) -> None:
-        rows = self.metadata.manifest.rows
-        if len(samples.dataset) < rows:
-            raise RunError(
-                f"the script's data set has {len(samples.dataset)} samples, but the plan's manifest "
-                f"{self.metadata.manifest.name} has {rows} rows; build the manifest from this data set"
-            )
-
-    def _step(self, *, is_repeated: bool) -> LocalStep:
-        """Return the next step; the same again where Megatron reruns one to see whether hardware was at fault."""
-        if is_repeated and self._current is not None:
-            return self._current
-        assert self._steps is not None
-        step = next(self._steps, None)
-        if step is None:
-            raise RunError(
-                f"the plan {self._plan} ends after {self.metadata.steps} steps, but the script trains on; plan more "
-                "with 'fcp plan --epochs'"
-            )
-        self._current, self._next_step = step, step.plan.step + 1
-        return step
 
     def _check_batch(self, step: LocalStep, arguments: Mapping[str, Any]) -> None:
         """Check that the script's batch is the plan's: its learning rate, log and checkpoints count samples."""

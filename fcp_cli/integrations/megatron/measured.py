@@ -1,7 +1,7 @@
 """The metrics of a Megatron job: each micro-batch from its forward to the next, its script's sums of token losses.
 
-Of several chunks of the model the last one's forwards count, so that no two micro-batches overlap: what a stage runs of
-other chunks in between belongs to whichever micro-batch it follows.
+Of several chunks of the model the last one's forwards count, so that no two micro-batches overlap: work of other
+chunks in between belongs to the micro-batch before it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.data.cursor import RankStep
-from fcp_cli.runtime.metrics.recorder import RunningStep
+from fcp_cli.runtime.metrics.running_step import RunningStep
 from fcp_cli.runtime.session.rank_job import RankJob
 
 

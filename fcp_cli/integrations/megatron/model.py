@@ -78,8 +78,8 @@ def _forward(original: Callable[..., Any], place: int, *args: Any, **kwargs: Any
     if input_ids is not None and tuple(input_ids.shape) != (1, microbatch.tokens):
         raise RunError(
             f"step {microbatch.row.step}, micro-batch {microbatch.row.order}: the model was given input_ids of shape "
-            f"{tuple(input_ids.shape)}, but the micro-batch is {(1, microbatch.tokens)}; the script must pass on what "
-            "its data iterator gives"
+            f"{tuple(input_ids.shape)}, but the micro-batch is {(1, microbatch.tokens)}; the script must pass on the "
+            "batches of its data iterator"
         )
     sequences = _sequences(microbatch)
     if len(args) > place:

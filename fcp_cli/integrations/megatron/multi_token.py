@@ -2,8 +2,8 @@
 
 Megatron moves token ids, positions, labels and the loss mask by one place per layer, with `roll_tensor`, over a static
 group. If the call has the sequences of a plan, the next tokens come from the sequences that the rank has read. The
-tensor that is to be moved tells how far it was moved before: it is what the model was called with, or what an earlier
-move returned.
+tensor that is to be moved tells how far it was moved before: it is an argument of the model, or the result of an
+earlier move.
 
 Newer Megatrons weigh the loss of each layer by tokens with a loss over tokens that have one so many places ahead. Under
 a plan that is counted sequence by sequence, whichever rank holds which part.
@@ -160,7 +160,7 @@ class _Forward:
             if not self._is_compared and not torch.equal(tensor.cpu(), planned.to(tensor.dtype).cpu()):
                 raise RunError(
                     f"the script gives the model other {name} than its data iterator gave; under a plan multi-token "
-                    "prediction (MTP) takes what follows a token from the data set, so pass them on as they are"
+                    "prediction (MTP) takes the next tokens from the data set, so pass them on unchanged"
                 )
         self._is_compared = self._is_compared or bool(microbatch.lengths)
 

@@ -42,7 +42,9 @@ def reduced_after_backwards(chunks: Sequence[Any], config: Any) -> Iterator[None
         chunks: of the model, as the schedule is given them.
         config: of the first, where the schedule finds the functions that reduce; restored on leaving.
     """
-    overlapping = [chunk for chunk in chunks if _overlaps(chunk)]
+    overlapping = [
+        chunk for chunk in chunks if getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False)
+    ]
     if not overlapping:
         yield
         return
@@ -74,10 +76,6 @@ def reduced_after_backwards(chunks: Sequence[Any], config: Any) -> Iterator[None
         held.close()
         for name, function in given.items():
             setattr(config, name, function)
-
-
-def _overlaps(chunk: Any) -> bool:
-    return bool(getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False))
 
 
 def _bucket_groups(chunk: Any) -> list[Any]:

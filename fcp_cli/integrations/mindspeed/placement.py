@@ -2,7 +2,7 @@
 
 Both keep one static answer in module globals and read it, through functions, wherever they need it. Those functions
 are wrapped: within a call that has a placement they answer with it, and otherwise as before. The globals stay as they
-are, so that whatever runs beside the call, or after it, is not touched.
+are, so that code outside the call is not affected.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def _answering(answer: Callable[[Placement], Any]) -> Callable[[Callable[..., An
 def wrap_everywhere(path: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace the function at `path` by `wrapper` of it, in its module and in all that have imported it by name.
 
-    MindSpeed's own patch manager does it where there is one, so that it knows of it; it takes for a wrapper what has a
-    name that ends in `wrapper`.
+    MindSpeed's own patch manager does it where there is one, so that it knows of it; it takes a function for a
+    wrapper if its name ends in `wrapper`.
     """
     manager = getattr(sys.modules.get("mindspeed.patch_utils"), "MindSpeedPatchesManager", None)
     if manager is not None:

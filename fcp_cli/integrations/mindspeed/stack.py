@@ -35,8 +35,8 @@ class MindSpeedStack:
 
     Otherwise, and if that ring lacks a feature of the job, fcp's own ring attends, and nothing is padded.
 
-    A script's own code runs as that of a rank that is alone: what it would slice for, multiply by or sum over the
-    static group stays as it is. Gradients are counted over all ranks, where megatron-core 0.12 leaves the members of a
+    A script's own code runs as on a group of one rank: it slices, multiplies and sums nothing for the
+    static group. Gradients are counted over all ranks, where megatron-core 0.12 leaves the members of a
     context-parallel group out, since it expects each to have counted for all of them.
 
     Args:

@@ -103,7 +103,7 @@ def _planned_steps(engine: Any) -> Any:
     check_global_batch(session.metadata, engine.args.training.global_batch_size, "training.global_batch_size")
     config = base_model(engine.model).config
     loader = engine.train_dataloader
-    loader = getattr(loader, "base_dataloader", loader)  # within what counts tokens of batches
+    loader = getattr(loader, "base_dataloader", loader)  # inside the loader that counts tokens of batches
     rows = _rows(loader, session.plan, session.metadata, config)
     session.fetch = rows.ahead(PlanSampler(session, first_step=engine.iteration))
     return session.steps(engine.model, first_step=engine.iteration)
@@ -124,7 +124,7 @@ def _refusals(args: Any) -> list[tuple[str, bool, str]]:
 
 
 def _run(engine: Any, steps: Any) -> dict[str, float]:
-    """Run the forwards and backwards of the plan's next step; return what the engine logs."""
+    """Run the forwards and backwards of the plan's next step; return the engine's figures for the log."""
     step = next(steps, None)
     if step is None:
         raise RunError(

@@ -1,6 +1,6 @@
 """The metrics of a MindSpore job (`fcp-metrics/1`): rank 0 gathers the measurements of all ranks after each step.
 
-PyNative hands operations on, so a micro-batch's end waits for its device; a loop without metrics waits for nothing.
+PyNative runs operations asynchronously, so a micro-batch's end waits for the device; without metrics it does not.
 """
 
 from __future__ import annotations

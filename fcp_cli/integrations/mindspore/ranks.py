@@ -50,7 +50,7 @@ class MindSporeRanks:
         """Start one hop: a tensor to global rank `to`, and one from global rank `source`.
 
         Args:
-            sent, received: contiguous; None where nothing travels.
+            sent, received: contiguous tensors, or None for no message in that direction.
             sends_first: neighbours must differ here (members of odd number receive first), so that no ring blocks on
                 a back end that sends only when the receiver is there.
         """

@@ -3,8 +3,8 @@
 Layers of linear attention (Qwen3-Next, Qwen3.5, OLMo Hybrid) call two functions of the module that they are written in:
 the short convolution and the gated delta rule. Those of Mamba-2 (Bamba, Granite 4, Nemotron-H, Falcon-H1, Zamba2) call
 the convolution and a scan, or, where they train with `mamba_ssm`, a kernel of the whole layer, in place of which they
-then call the two. All are hooked there, once for a module. They are given what the model was called with, and so its
-ring, as attention is: recomputation uses the right one. Without a ring they do what they did.
+then call the two. All are hooked there, once for a module. They get the arguments of the model's call, and so its
+ring, as attention does: recomputation uses the right one. Without a ring they run unchanged.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _steps(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **_: Any,
 ) -> Tensor:
-    """Return the time steps that kernels make of what they are given, in the precision in which they compute them."""
+    """Return the time steps as the kernels compute them from their arguments, in the same precision."""
     wide = dt.to(lse_dtype(dt.dtype))
     wide = wide if dt_bias is None else wide + dt_bias.to(wide.dtype)
     return (functional.softplus(wide) if dt_softplus else wide).clamp(*dt_limit)

@@ -10,7 +10,7 @@ losses in place of logits; without labels it is the linear layer that it was.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -21,15 +21,25 @@ from fcp_cli.runtime.ring_attention.ring import Ring
 
 
 class LossHead(nn.Linear):
-    """A linear head, with the parameters of another, that may answer with a loss."""
+    """A linear head that may answer with a loss."""
 
-    def __init__(self, head: nn.Linear) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = head.in_features, head.out_features
-        self.weight, self.bias = head.weight, head.bias
-        self.train(head.training)
-        self.labels: Labels | None = None
-        self.loss_sum: Tensor | None = None
+    labels: Labels | None
+    loss_sum: Tensor | None
+
+    @classmethod
+    def of(cls, head: nn.Linear) -> LossHead:
+        """Return a linear head as one of these: the same module, with the hooks of whoever shards it."""
+        found: Any = head
+        found.__class__ = cls
+        found.labels = found.loss_sum = None
+        return cast(LossHead, found)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the answer as hooks leave it: that of DeepSpeed's ZeRO 3 gives another tensor in the same memory."""
+        found: Tensor = super().__call__(hidden)
+        if self.loss_sum is not None and found.data_ptr() == self.loss_sum.data_ptr():
+            self.loss_sum = found
+        return found
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the logits [1, tokens, vocabulary], or the sum of token losses (0-d) where labels were given."""
@@ -40,14 +50,13 @@ class LossHead(nn.Linear):
 
 
 def put_loss_head(model: PreTrainedModel) -> LossHead | None:
-    """Put a `LossHead` in place of a model's linear head and return it; None for a model with none or another."""
+    """Let a model's linear head be a `LossHead` and return it; None for a model with none or another."""
     head = _head(model)
     if isinstance(head, LossHead):
         return head
     if type(head) is not nn.Linear:
         return None
-    model.set_output_embeddings(found := LossHead(head))  # type: ignore[no-untyped-call]
-    return found
+    return LossHead.of(head)
 
 
 def prepare_loss(model: PreTrainedModel) -> None:
@@ -56,7 +65,7 @@ def prepare_loss(model: PreTrainedModel) -> None:
         return
     put_loss_head(model)
     model.register_forward_pre_hook(_tell_head, with_kwargs=True)
-    model.register_forward_hook(_take_loss)
+    model.register_forward_hook(_take_loss, prepend=True)  # before those of others, which may give other tensors
 
 
 def takes_labels(model: PreTrainedModel, labels: Any, ring: Ring) -> bool:
@@ -77,7 +86,7 @@ def _tell_head(
 
 
 def _take_loss(module: PreTrainedModel, args: tuple[Any, ...], output: Any) -> Any:
-    """Move the loss from where the model put what its head answered to where a model's loss is."""
+    """Move the loss from the place of the head's output in a model's result to that of its loss."""
     head = _head(module)
     if not isinstance(head, LossHead) or head.labels is None:
         return None

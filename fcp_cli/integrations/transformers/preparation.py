@@ -15,7 +15,7 @@ A vision-language model keeps its encoder's own attention. Before its forward, a
 this rank was given, takes the embeddings to the ranks that hold their tokens, and hands them on as
 `mm_encoder_outputs`, which is transformers' own way of bringing embeddings.
 
-No mask function is registered beside the attention: transformers then builds no mask at all, which also spares a wait
+No mask function is registered with the attention: transformers then builds no mask at all, which also spares a wait
 for the device in every forward.
 """
 
@@ -107,7 +107,7 @@ class SwitchedAttention:
 
 @contextmanager
 def _own_attention(config: Any, implementation: str, use_cache: bool, _: nn.Module) -> Iterator[None]:
-    """Give a model back what it was before `prepare`."""
+    """Undo `prepare` on a model."""
     config._attn_implementation, config.use_cache = implementation, use_cache
     try:
         yield
@@ -143,7 +143,7 @@ def recompute_layers(model: transformers.PreTrainedModel, how: Recompute) -> Non
 
     Args:
         model: of transformers; given to `prepare` before or after.
-        how: `selective` keeps what attention computes, `full` only the inputs of layers; `none` leaves it as it is.
+        how: `selective` keeps the results of attention, `full` only the inputs of layers; `none` leaves it as it is.
     """
     if how == "none":
         return
@@ -291,16 +291,16 @@ def _attention_forward(
 
 
 def _check_call(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
-    """Refuse what attention over shards cannot do, instead of leaving it out."""
+    """Refuse features that attention over shards lacks, instead of ignoring them."""
     is_causal = kwargs.get("is_causal")
     refused = {
         "an attention mask": attention_mask is not None,
         "attention dropout": bool(kwargs.get("dropout")),
         "attention that is not causal": not (getattr(module, "is_causal", True) if is_causal is None else is_causal),
     }
-    for what, found in refused.items():
+    for feature, found in refused.items():
         if found:
-            raise RunError(f"{type(module).__name__} asks for {what}, which a plan cannot follow")
+            raise RunError(f"{type(module).__name__} asks for {feature}, which a plan cannot follow")
     expected, window = _window_of(module), kwargs.get("sliding_window")
     if window != expected:
         raise RunError(

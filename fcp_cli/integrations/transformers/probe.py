@@ -1,12 +1,12 @@
-"""Find out what a transformers model does to a shard of a sequence, by running it on a few tokens before it is trained.
+"""Test whether a transformers model can run on shards of a sequence, on a few tokens before training.
 
 A rank holds some tokens of a sequence, and only attention may bring the others in. So while `probe` runs, attention
 answers for each token from that token's own query, key and value, and linear attention that can run on rings as if each
-token were a sequence. What is left must give every token the same result whether it stands among its sequence or among
+token were a sequence. The rest of the model must give every token the same result with its whole sequence or
 some of it: layers that mix tokens (state spaces, convolutions, token shifts) do not, nor do models that count positions
 themselves instead of taking `position_ids`.
 
-What a model is called does not matter, and neither does what its layers are: they are run.
+Neither the name of a model matters nor the kinds of its layers: they are run.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _weights_to_come: ContextVar[bool] = ContextVar("weights_to_come", default=False
 
 @contextmanager
 def weights_to_come() -> Iterator[None]:
-    """Judge models without running them: what their memory holds before weights are read into it is no model."""
+    """Judge models without running them: their weights are not read yet."""
     token = _weights_to_come.set(True)
     try:
         yield
@@ -76,10 +76,10 @@ def weights_to_come() -> Iterator[None]:
 
 
 def probe(model: transformers.PreTrainedModel, config: Any, check: Callable[..., None]) -> None:
-    """Raise RunError if a plan cannot split a model's sequences, judged by what it computes.
+    """Raise RunError if a plan cannot split a model's sequences, judged by its outputs.
 
-    A model whose weights are not there yet (on the meta device, `weights_to_come`) is judged by its modules and by what
-    a small one of its class and config computes, where one can be made; a vision-language model by its modules alone.
+    A model whose weights are not there yet (on the meta device, `weights_to_come`) is judged by its modules and by the
+    outputs of a small one of its class and config, if one can be made; a vision-language model by its modules alone.
 
     Args:
         model: before it is wrapped; its attention implementation is left as it was.
@@ -146,7 +146,7 @@ class _Probe:
         return [rope, *(value for value in rope.values() if isinstance(value, dict))]
 
     def _rows(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Return [tokens, width] what the model answers for tokens at positions."""
+        """Return the model's outputs [tokens, width] for tokens at positions."""
         self._counting.count = len(ids)
         inputs = {"input_ids": ids[None].to(self._device), "position_ids": positions[None].to(self._device)}
         try:

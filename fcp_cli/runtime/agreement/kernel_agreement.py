@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -76,7 +76,11 @@ def agree_on_kernels(world: World, device: torch.device, profile: CostProfile) -
             raise RunError(f"{VARIABLE} differs between rank 0 and rank {rank}; set it alike on all nodes")
     _require(asked, rows, reasons)
     excluded = {name: _ranks(rows, i) for i, name in enumerate(KERNELS) if _ranks(rows, i)}
-    preference = Preference(asked=asked, table=table, excluded=frozenset(excluded), report=_print_of(world.rank))
+
+    def report(line: str) -> None:
+        print(f"fcp: rank {world.rank}: {line}", file=sys.stderr, flush=True)
+
+    preference = Preference(asked=asked, table=table, excluded=frozenset(excluded), report=report)
     failed = [_failed_line(name, rows, reasons) for i, name in enumerate(KERNELS) if _ranks(rows, i, _FAILED)]
     mine = [name for name, state in zip(KERNELS, states, strict=True) if state == _FAILED]
     return KernelAgreement(
@@ -84,10 +88,6 @@ def agree_on_kernels(world: World, device: torch.device, profile: CostProfile) -
         lines=(*_lines(preference, profile), *failed),
         failures=tuple(f"rank {world.rank}: attention kernel {name}: {reasons[name]}" for name in mine),
     )
-
-
-def _print_of(rank: int) -> Callable[[str], None]:
-    return lambda line: print(f"fcp: rank {rank}: {line}", file=sys.stderr, flush=True)
 
 
 def _table_of(profile: CostProfile, device: torch.device) -> KernelTable | None:
@@ -149,7 +149,8 @@ def _lines(preference: Preference, profile: CostProfile) -> list[str]:
     table, default = preference.table, default_order(major_capability(), rocm=is_rocm())
     usable = [name for name in default.kernels if name not in preference.excluded]
     if preference.asked is not None and preference.asked not in preference.excluded:
-        main, source = preference.asked, f"{VARIABLE}; what it cannot take goes to {_next(usable, preference.asked)}"
+        fallbacks = ", ".join(name for name in usable if name != preference.asked) or "none"
+        main, source = preference.asked, f"{VARIABLE}; calls that it refuses go to {fallbacks}"
     elif table is not None:
         firsts = [next((k for k in table.order(one) if k in usable), "fa2") for one in table.classes()]
         counts = {name: firsts.count(name) for name in KERNELS if name in firsts}
@@ -165,10 +166,6 @@ def _lines(preference: Preference, profile: CostProfile) -> list[str]:
     return [f"attention kernel {main} ({source})", *_assumption(main, profile)]
 
 
-def _next(usable: list[KernelName], asked: KernelName) -> str:
-    return ", ".join(name for name in usable if name != asked) or "none"
-
-
 def _assumption(main: KernelName, profile: CostProfile, *, shorter: KernelName | None = None) -> list[str]:
     """Return the kernel of the profile's times, with the ratio if another kernel runs.
 
@@ -178,8 +175,9 @@ def _assumption(main: KernelName, profile: CostProfile, *, shorter: KernelName |
         shorter: runs calls of shorter sequences, if another than `main`.
     """
     assumed = profile.attention_kernel
-    if profile.attention_kernels is not None and _other_device(profile.attention_kernels):
-        there = profile.attention_kernels.device
+    table = profile.attention_kernels
+    if table is not None and table.device != torch.cuda.get_device_name():
+        there = table.device
         return [f"warning: the profile's kernels were measured on {there}, not on this device; run 'fcp profile' here"]
     if assumed is None:
         return []
@@ -192,7 +190,3 @@ def _assumption(main: KernelName, profile: CostProfile, *, shorter: KernelName |
         return [f"the profile's times are of {assumed}, within 5 % of {main}'s"]
     times = f", and {main} takes {ratio:.2f} x as long for attention" if ratio is not None else ""
     return [f"warning: the profile's times are of {assumed}{times}; run 'fcp profile' here, then 'fcp plan'"]
-
-
-def _other_device(table: KernelTable) -> bool:
-    return table.device != torch.cuda.get_device_name()

@@ -77,7 +77,7 @@ def agree_on_plan(
 def agree_by(
     path: Path, gather: Callable[[IntArray], IntArray], *, tensor_parallel: int = 1, pipeline_parallel: int = 1
 ) -> PlanMetadata:
-    """Do what `agree_on_plan` does, by the collective of any framework.
+    """Agree on the plan as `agree_on_plan` does, by the collective of any framework.
 
     Args:
         path: of the plan.

@@ -1,8 +1,8 @@
 """Make sure that all ranks begin with the same step, and that the ranks of a ring were given the same data.
 
-Both are told between hosts, beside the devices' work: a sum of one number per step, which is begun before the step's
-first micro-batch and looked at after its last, so that nobody waits for it. Only where it shows a difference do ranks
-tell each other more, to name it.
+Both are compared between hosts, in parallel with the devices' work: a sum of one number per step, begun before the
+step's first micro-batch and read after its last, so that no rank waits for it. Only if it shows a difference, ranks
+exchange more, to name it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PackDigest:
     def share(self) -> int:
         """Return a number of 64 bits; those of all members add up to zero if all have the same digests."""
         content = ",".join(map(str, (self.order, *self.digests))).encode()
-        own = _word(content)
+        own = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
         return (own * (self.degree - 1) if self.member == 0 else -own) % _WORD
 
 
@@ -115,10 +115,6 @@ class SameData:
         self._world.start_sum(table).wait()
         for rank, told in enumerate(table.tolist()):
             yield from ((rank, order - 1, row, value) for order, row, value in told if order)
-
-
-def _word(content: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
 def _signed(word: int) -> int:

@@ -125,53 +125,23 @@ def contacts_of(rank: int, hops: set[Hop]) -> list[Contact]:
     return sorted(contacts, key=lambda contact: contact.round)
 
 
-def open_connections(
-    plan: Path,
-    transport: Transport,
-    *,
-    rank: int,
-    device: torch.device,
-    peers: tuple[int, ...] | None = None,
-    report: Callable[[str], None] | None = None,
-) -> int:
-    """Send one number over each way that the rings of a plan will use. Every rank calls it, before the first step.
-
-    Args:
-        plan: plan file.
-        transport: carries the rings.
-        rank: of the plan.
-        device: where messages lie.
-        peers: the process of each rank of the plan that holds the same part of the model as this one; None: the same
-            number.
-        report: takes a line of progress every ten seconds, and one at the end; None: nobody wants to know.
-
-    Returns:
-        How many other ranks this one met.
-
-    Raises:
-        PlanError: the plan is missing or damaged.
-    """
-    met = Connections(transport, rank=rank, device=device, peers=peers)
-    met.open_all(planned_hops(plan), report=report)
-    return met.peers_met
-
-
 class Connections:
-    """Whom a rank has met, where rings become known while it trains.
+    """Open peer connections of a rank.
 
-    Before each step, the pairs that its rings join for the first time meet as all pairs of a plan do before the first
-    step: between steps, in rounds, so that no rank waits for a connection in the midst of a ring while another waits
-    for that rank in the next.
+    The connections of a plan are opened before its first step, those of a stream before the first step that uses them:
+    between steps, in rounds, so that no rank waits for a connection in the midst of a ring while another waits for that
+    rank in the next.
 
     Args:
         transport: carries the rings.
         rank: of the plan.
-        device: where messages lie.
-        peers: see `open_connections`.
+        device: device of the messages.
+        peers: process of each rank of the plan that holds the same part of the model as this one; None if rank r is
+            process r.
 
     Attributes:
-        look_back: how layers do so.
-        peers_met: how many other ranks were met, anew for each way that was found later.
+        look_back: way in which layers look back.
+        peers_met: contacted ranks; a rank counts again for each way that is opened later.
     """
 
     def __init__(
@@ -187,45 +157,38 @@ class Connections:
         self.open_all(hops_of(step.ring_groups(), ranks_per_node, look_back=self.look_back))
 
     def open_all(self, hops: set[Hop], *, report: Callable[[str], None] | None = None) -> None:
-        """Send one number over each way that was not used before. Every rank calls it, with the same ways."""
+        """Send one number over each way that was not used before. Every rank calls it, with the same ways.
+
+        Args:
+            hops: ways between ranks, as `planned_hops` finds those of a plan.
+            report: takes a line of progress every ten seconds, and one at the end, or None.
+        """
         new = hops - self._met
+        if not new:
+            return
         self._met |= new
         contacts = contacts_of(self._rank, new)
         self.peers_met += len(contacts)
-        _exchange(contacts, new, self._transport, self._rank, self._device, self._peers, report)
-
-
-def _exchange(
-    contacts: list[Contact],
-    hops: set[Hop],
-    transport: Transport,
-    rank: int,
-    device: torch.device,
-    peers: tuple[int, ...] | None,
-    report: Callable[[str], None] | None,
-) -> None:
-    if not hops:
-        return
-    rounds = 1 + max(rounds_of(hops).values(), default=-1)
-    started = reported = time.monotonic()
-    for done, contact in enumerate(contacts):
-        process = contact.peer if peers is None else peers[contact.peer]
-        sent = torch.zeros(1, device=device) if contact.sends else None
-        received = torch.empty(1, device=device) if contact.receives else None
-        transport.start("contact", sent, process, received, process).wait()
-        if report is not None and time.monotonic() - reported > _REPORT_SECONDS:
-            reported = time.monotonic()
-            report(f"connecting ranks: {done + 1} of {len(contacts)} peers of rank {rank}")
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
-    if report is not None:
-        pairs = counted(len({frozenset(hop) for hop in hops}), "pair")
-        taken = duration(time.monotonic() - started)
-        report(f"connected {pairs} of ranks in {counted(rounds, 'round')}, {taken} on rank {rank}")
+        started = reported = time.monotonic()
+        for done, contact in enumerate(contacts):
+            process = contact.peer if self._peers is None else self._peers[contact.peer]
+            sent = torch.zeros(1, device=self._device) if contact.sends else None
+            received = torch.empty(1, device=self._device) if contact.receives else None
+            self._transport.start("contact", sent, process, received, process).wait()
+            if report is not None and time.monotonic() - reported > _REPORT_SECONDS:
+                reported = time.monotonic()
+                report(f"connecting ranks: {done + 1} of {len(contacts)} peers of rank {self._rank}")
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).synchronize(self._device)
+        if report is not None:
+            pairs = counted(len({frozenset(hop) for hop in new}), "pair")
+            rounds = counted(1 + max(rounds_of(new).values()), "round")
+            taken = duration(time.monotonic() - started)
+            report(f"connected {pairs} of ranks in {rounds}, {taken} on rank {self._rank}")
 
 
 def report_to_stderr(rank: int, device: torch.device) -> Callable[[str], None] | None:
-    """Return what prints a line on rank 0 of a job on accelerators; between processes of a host it takes no time."""
+    """Return a printer of progress for rank 0 of a job on accelerators, else None: on a host it takes no time."""
     if rank or device.type == "cpu":
         return None
     return lambda line: print(f"fcp: {line}", file=sys.stderr, flush=True)

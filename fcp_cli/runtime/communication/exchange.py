@@ -1,8 +1,8 @@
 """Move rows of a tensor from the ranks that computed them to the ranks that need them; gradients travel back.
 
-This is what stands between a vision encoder, whose images are shared out by work, and a language model, whose tokens
-lie in zig-zag shards. It knows nothing of either: producers and consumers may be the same ranks, other ranks, or some
-of both. Who sends what follows from one table that every rank works out for itself, so sizes are never sent.
+It connects a vision encoder, whose images are shared out by work, and a language model, whose tokens lie in zig-zag
+shards. It depends on neither: producers and consumers may be the same ranks, other ranks, or some of both. Senders and
+rows follow from one table that every rank computes by itself, so sizes are never sent.
 
 Messages go over the rings' communicator, in rounds that are in the same order on all ranks
 (`GroupChannel.exchange`), so the exchange cannot deadlock with itself or with the rings around it.
@@ -71,7 +71,7 @@ def exchange(rows: Tensor, route: Route, transport: Transport | None) -> Tensor:
     Args:
         rows: [at least as many as this rank produces, ...]; rows that no rank needs get zero gradient, so that one
             that produces nothing may pass a dummy row to keep its own computation in the graph.
-        route: this rank's part; bound to the call, backward does not ask what is current by then.
+        route: this rank's part; bound to the call, since another may be current by the time of the backward.
         transport: carries the messages; None is enough where a single rank takes part.
 
     Returns:
@@ -99,7 +99,7 @@ def move_rows(kind: str, rows: Tensor, route: Route, transport: Transport | None
     """Run one direction of an exchange; yield the handles it waits for.
 
     Args:
-        kind: what travels, for records and messages.
+        kind: name of the messages, for records and errors.
         rows: [inputs, ...]
         route: this rank's part.
         transport: carries the messages.

@@ -52,7 +52,7 @@ class UlyssesExchange:
         """Give the set's tokens for this member's heads in return for its own tokens; yield the handles it waits for.
 
         Args:
-            kind: what travels, for records and messages.
+            kind: name of the messages, for records and errors.
             tensors: [own tokens, heads, any D] each, of one type; u divides the heads of each, or these divide u.
 
         Returns:
@@ -70,10 +70,10 @@ class UlyssesExchange:
         return [_by_heads(received[:, column], head_dim) for column, head_dim in zip(columns, sizes, strict=True)]
 
     def to_tokens(self, kind: str, *tensors: Tensor, heads: Sequence[int]) -> Waits[list[Tensor]]:
-        """Undo `to_heads`: give the own tokens for all heads in return for the set's. What replicas have is summed.
+        """Undo `to_heads`: exchange the set's tokens for all heads of the own ones. Replicas' shares are summed.
 
         Args:
-            kind: what travels.
+            kind: name of the messages.
             tensors: [tokens of the set, max(1, heads / u), any D] each, of one type.
             heads: of all members together, per tensor.
 
@@ -128,7 +128,8 @@ def _spread(tensor: Tensor, parts: Tensor) -> None:
 def _gather(parts: Tensor, heads: int) -> Tensor:
     """Return [T, heads, D] of [u, T, max(1, heads / u), D], the heads of each member; replicas are summed."""
     size, tokens, _, head_dim = parts.shape
-    gathered = parts.new_empty(tokens, heads, head_dim)  # never a view of what arrived, which others are views of
+    # Never a view of the received tensor, which others are views of.
+    gathered = parts.new_empty(tokens, heads, head_dim)
     if heads >= size:
         gathered.view(tokens, size, heads // size, head_dim).copy_(parts.transpose(0, 1))
     else:

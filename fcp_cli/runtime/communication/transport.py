@@ -54,7 +54,7 @@ class Transport(Protocol):
         """Start one hop.
 
         Args:
-            kind: what travels ("kv", "dkv", "kv+dkv", "rows" or "drows"); for records and messages, not for matching.
+            kind: name of the message ("kv", "dkv", "kv+dkv", "rows" or "drows"), for records and errors.
             send: contiguous tensor for global rank `to`, or None.
             receive: contiguous tensor to fill from global rank `source`, or None.
         """
@@ -134,7 +134,7 @@ class ProcessTransport:
     def create(cls, device: torch.device) -> ProcessTransport:
         """Make the group and let all ranks meet. Every rank of the default group calls it, once, before the first step.
         The first operation of a communicator must not involve only some of its ranks, so a reduction over all runs
-        here; afterwards any ranks may talk. Who will, is for `connections.open_connections`.
+        here; afterwards any ranks may talk. `connections` opens the ways that they use.
         """
         ranks = list(range(dist.get_world_size()))
         with warnings.catch_warnings():

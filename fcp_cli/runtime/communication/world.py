@@ -41,7 +41,7 @@ class World(Protocol):
         ...
 
     def start_sum(self, tensor: Tensor) -> Waitable:
-        """Begin to sum a tensor in host memory, for what ranks tell each other beside the devices' work."""
+        """Begin to sum a tensor in host memory, in parallel with the devices' work."""
         ...
 
     def swap(self, told: Tensor, to: int, heard: Tensor, source: int) -> None:
@@ -157,7 +157,7 @@ def join_process_group(device: torch.device) -> bool:
     if device.type != "cpu":
         # Before the group is made: communicators of NCCL and HCCL are bound to the current device.
         torch.get_device_module(device).set_device(device)
-    # gloo is there on every device, for what ranks tell each other from host memory.
+    # gloo is there on every device, for messages from host memory.
     backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}[device.type]
     # With its device, NCCL makes the communicator now instead of at the first operation, and barriers know theirs.
     bound = device if device.type == "cuda" and device.index is not None else None
@@ -175,7 +175,7 @@ def join_process_group(device: torch.device) -> bool:
 
 
 def leave_process_group() -> None:
-    """Destroy what is left of torch.distributed when a script has ended, before the interpreter does.
+    """Destroy the process groups that are left when a script has ended, before the interpreter does.
 
     Gloo's threads may still hold a tensor of the last collective, and a thread that needs Python while Python ends
     aborts the process: a job whose work was done would fail. After an exception nothing is done here: it may have

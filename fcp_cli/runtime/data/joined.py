@@ -1,4 +1,4 @@
-"""Several sequences in one row of the manifest: what a loss compares must lie in one micro-batch."""
+"""Several sequences in one row of the manifest, for losses that compare sequences of one micro-batch."""
 
 from __future__ import annotations
 

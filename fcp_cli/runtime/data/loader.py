@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -16,7 +15,6 @@ from fcp_cli.errors import RunError
 from fcp_cli.masks import CAUSAL, Mask, MaskedSequence
 from fcp_cli.plan.step import MicroBatch, StepPlan
 from fcp_cli.runtime.agreement.step_agreement import PackDigest, digest
-from fcp_cli.runtime.data.cursor import RankStep
 from fcp_cli.runtime.data.followed_step import require_length
 from fcp_cli.runtime.data.joined import JoinedSequences
 from fcp_cli.runtime.layouts.layout import ShardLayout, shard_layout
@@ -29,8 +27,8 @@ from fcp_cli.vision.parts import VisualPart, VisualSequence
 Fetch: TypeAlias = Callable[[int], Any]
 """From a manifest row to the sequence's tokens, or to (tokens, labels); arrays, tensors or lists of integers.
 
-A sequence with images or videos is a `VisualSequence`, one with a mask a `MaskedSequence`; beside such, a causal one of
-text may be either. A row that holds several sequences which do not see each other is a `JoinedSequences`.
+A sequence with images or videos is a `VisualSequence`, one with a mask a `MaskedSequence`; causal text in
+the same data set may be either. A row that holds several sequences which do not see each other is a `JoinedSequences`.
 
 Labels are as long as the tokens and belong to them one by one, as Hugging Face data sets have them (-100 where the
 token is not to be learned, a prompt for example); shifting them to the next token is done here.
@@ -47,13 +45,14 @@ class Shard:
     Attributes:
         row: the micro-batch in the plan.
         member: this rank's place in the ring.
-        layout: who holds which tokens.
+        layout: tokens of each member of the ring.
         input_ids, position_ids: tokens, and their positions within their own sequences.
         labels: the token after each, -100 at the end of a sequence.
-        labelled: [labelled] int64 the tokens with labels, for a loss that leaves out the others; None: nearly all have.
-        visuals: this rank's part in the pack's images and videos; None where it has none.
-        digest: of what `fetch` gave for the whole pack; None where no other rank trains on it.
-        pack_labels: [tokens of the pack] of joined sequences, whose loss needs to know all of them; None of others.
+        labelled: [labelled] int64 indices of tokens with labels, for a loss that skips the others; None if nearly all
+            tokens have one.
+        visuals: this rank's part of the pack's images and videos, or None.
+        digest: digest of the pack's sequences, or None if no other rank trains on it.
+        pack_labels: [tokens of the pack] labels of joined sequences, or None if there are none.
     """
 
     row: MicroBatch
@@ -67,10 +66,39 @@ class Shard:
     digest: PackDigest | None = None
     pack_labels: Tensor | None = None
 
+    @property
+    def labelled_tokens(self) -> int:
+        return int((self.labels != IGNORED).sum())
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Shard:
+        return replace(
+            self,
+            input_ids=function(self.input_ids),
+            position_ids=function(self.position_ids),
+            labels=function(self.labels),
+            labelled=None if self.labelled is None else function(self.labelled),
+            visuals=None if self.visuals is None else self.visuals.map_pixels(function),
+        )
+
+    def without(self, rows: Collection[int]) -> Shard:
+        """Return the shard without the labels of these manifest rows."""
+        bad = np.isin(self.row.sequences, list(rows))
+        if not bad.any() or not self.layout.tokens(self.member):
+            return self
+        sequence_of = np.repeat(np.arange(len(bad)), self.layout.lengths)
+        dropped = torch.from_numpy(bad[sequence_of[self.layout.index(self.member)]])
+        labels = self.labels.masked_fill(dropped.unsqueeze(0), IGNORED)
+        return replace(self, labels=labels, labelled=labelled_rows(labels))
+
+
+def picture_problems(shards: Iterable[Shard]) -> dict[int, str]:
+    """Return the reason why pictures that this rank encodes could not be read, by manifest row; they are blank."""
+    return {row: why for shard in shards if shard.visuals for row, why in shard.visuals.problems.items()}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sequence:
-    """One sequence, cut to the plan's length: [tokens] ids and next-token labels, and what `VisualSequence` adds."""
+    """One sequence, cut to the plan's length: [tokens] ids and next-token labels, and fields of `VisualSequence`."""
 
     tokens: Tensor
     labels: Tensor
@@ -78,107 +106,6 @@ class _Sequence:
     parts: tuple[VisualPart, ...] = ()
     lengths: tuple[int, ...] = ()
     mask: Mask = CAUSAL
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadedStep:
-    """One step's shards of one rank.
-
-    Attributes:
-        labelled_tokens: labels among them that are not ignored.
-        problems: why pictures could not be read that this rank encodes, by manifest row; they are blank.
-    """
-
-    plan: RankStep
-    shards: tuple[Shard, ...]
-    labelled_tokens: int
-    problems: Mapping[int, str] = field(default_factory=dict)
-
-    def without(self, rows: Collection[int]) -> LoadedStep:
-        """Return the same with nothing to learn in these rows of the manifest."""
-        shards = tuple(_unlearned(shard, rows) for shard in self.shards)
-        return replace(self, shards=shards, labelled_tokens=_labelled_tokens(shards))
-
-
-def load_steps(
-    steps: Iterable[RankStep],
-    fetch: Fetch,
-    *,
-    rank: int,
-    labelled: bool,
-    device: torch.device,
-    cache: EmbeddingCache | None = None,
-    looks_ahead: bool = True,
-    encoders: Sequence[int] = (),
-) -> Iterator[LoadedStep]:
-    """Load this rank's shards step by step.
-
-    Args:
-        steps: what to load.
-        fetch: where from.
-        rank: global rank.
-        labelled: whether `fetch` returns labels, of which the ranks must have the same opinion.
-        device: where the shards will go: for CUDA they are put in page-locked memory.
-        cache: of the encoder's embeddings; None: there is none.
-        looks_ahead: whether the step after may be asked for before one is there.
-        encoders: ranks that only encode; none: all ranks of a ring, or of a wave, do.
-
-    Raises:
-        RunError: a sequence is shorter than in the plan; its labels are not as long as its tokens, or come against
-            `labelled`.
-    """
-    # What a rank encodes is read by others meanwhile: a step ahead is asked for before one is waited for.
-    begun: deque[Callable[[], LoadedStep]] = deque()
-    begin = partial(begin_shard, fetch=fetch, rank=rank, labelled=labelled, cache=cache, encoders=encoders)
-    for step in steps:
-        begun.append(_begin_step(step, begin, device))
-        if len(begun) > 1 or not looks_ahead:
-            yield begun.popleft()()
-    yield from (finish() for finish in begun)
-
-
-def _begin_step(
-    step: RankStep, begin: Callable[..., Callable[[], Shard]], device: torch.device
-) -> Callable[[], LoadedStep]:
-    """Load a step but for its pixels, which others may read; return what waits for them."""
-    try:
-        waves = step.waves or [()] * len(step.rows)
-        begun = [begin(row, wave=wave) for row, wave in zip(step.rows, waves, strict=True)]
-    except Exception as error:
-        return partial(_raise, error)  # at its place: after the steps before it
-    return partial(_finish_step, step, begun, device)
-
-
-def _raise(error: Exception) -> LoadedStep:
-    raise error
-
-
-def _finish_step(step: RankStep, begun: Sequence[Callable[[], Shard]], device: torch.device) -> LoadedStep:
-    shards = tuple(finish() for finish in begun)
-    for shard in shards:
-        # Worked out here, in the loader's thread: the first layer's attention would wait for them.
-        ring, place = shard.layout.ring, shard.member // shard.layout.heads_degree
-        for source in range(ring.degree):
-            ring.hops(place, source, packed=device.type != "cpu")
-    if device.type == "cuda":  # only from page-locked memory does a copy run beside the host
-        shards = tuple(map(_pinned, shards))
-    problems = {row: why for shard in shards if shard.visuals for row, why in shard.visuals.problems.items()}
-    return LoadedStep(plan=step, shards=shards, labelled_tokens=_labelled_tokens(shards), problems=problems)
-
-
-def _labelled_tokens(shards: Sequence[Shard]) -> int:
-    return sum(int((shard.labels != IGNORED).sum()) for shard in shards)
-
-
-def _unlearned(shard: Shard, rows: Collection[int]) -> Shard:
-    """Return a shard without the labels of some rows of the manifest."""
-    bad = np.isin(shard.row.sequences, list(rows))
-    if not bad.any() or not shard.layout.tokens(shard.member):
-        return shard
-    sequence_of = np.repeat(np.arange(len(bad)), shard.layout.lengths)
-    dropped = torch.from_numpy(bad[sequence_of[shard.layout.index(shard.member)]])
-    labels = shard.labels.masked_fill(dropped.unsqueeze(0), IGNORED)
-    return replace(shard, labels=labels, labelled=labelled_rows(labels))
 
 
 def fetches_labels(steps: Iterable[StepPlan], fetch: Fetch) -> bool:
@@ -190,35 +117,39 @@ def fetches_labels(steps: Iterable[StepPlan], fetch: Fetch) -> bool:
 
 def load_shard(row: MicroBatch, fetch: Fetch, *, rank: int, labelled: bool = False) -> Shard:
     """Load this rank's part of one micro-batch."""
-    return begin_shard(row, fetch, rank=rank, labelled=labelled)()
+    return begin_shard(row, fetch=fetch, rank=rank, labelled=labelled)()
 
 
 def begin_shard(
     row: MicroBatch,
-    fetch: Fetch,
+    wave: Sequence[MicroBatch] = (),
     *,
+    fetch: Fetch,
     rank: int,
     labelled: bool = False,
-    wave: Sequence[MicroBatch] = (),
     cache: EmbeddingCache | None = None,
     encoders: Sequence[int] = (),
 ) -> Callable[[], Shard]:
-    """Load this rank's part of one micro-batch but for its pixels; return what waits for them.
+    """Load this rank's part of one micro-batch except its pixels, which the returned function waits for.
 
     Args:
         row: the micro-batch.
-        fetch: where sequences come from.
+        wave: all micro-batches whose ranks share the encoder's work, `row` among them; empty if only its own do.
+        fetch: returns the sequence of a manifest row.
         rank: global rank.
-        labelled: whether `fetch` returns labels.
-        wave: all micro-batches whose ranks share the encoder's work, `row` among them; none: those of `row` alone.
-        cache: of the encoder's embeddings; None: there is none.
-        encoders: ranks that only encode; none: all that share the work do.
+        labelled: whether `fetch` returns labels; the same on every rank.
+        cache: embeddings of the encoder, or None.
+        encoders: ranks that only encode; empty if all ranks that share the work do.
+
+    Raises:
+        RunError: a sequence is shorter than in the plan; its labels are not as long as its tokens, or contradict
+            `labelled`.
     """
     member = row.ranks.index(rank)
     sequences = [_sequence(fetch, at, length, labelled) for at, length in zip(row.sequences, row.lengths, strict=True)]
     lengths = tuple(length for sequence in sequences for length in sequence.lengths)
     masks = [sequence.mask for sequence in sequences for _ in sequence.lengths]
-    layout = shard_layout(lengths, row.degree, row.heads_degree, _masks(masks))
+    layout = shard_layout(lengths, row.degree, row.heads_degree, tuple(masks))
     place = partial(Shard, row=row, member=member, layout=layout, digest=_digest(row, member, sequences))
     # Joined sequences have no parts.
     own = VisualPack(
@@ -234,7 +165,7 @@ def begin_shard(
 
 
 def _pack_of_others(row: MicroBatch, fetch: Fetch) -> VisualPack:
-    """Return what the pack of another ring shows of its pictures."""
+    """Return the pictures of another ring's pack."""
     found = [fetch(at) for at in row.sequences]
     return VisualPack(
         parts=[one.parts if isinstance(one, VisualSequence) else () for one in found],
@@ -243,15 +174,10 @@ def _pack_of_others(row: MicroBatch, fetch: Fetch) -> VisualPack:
             row.lengths,
             row.degree,
             row.heads_degree,
-            _masks([one.mask if isinstance(one, (VisualSequence, MaskedSequence)) else CAUSAL for one in found]),
+            tuple(one.mask if isinstance(one, (VisualSequence, MaskedSequence)) else CAUSAL for one in found),
         ),
         ranks=row.ranks,
     )
-
-
-def _masks(masks: Sequence[Mask]) -> tuple[Mask, ...]:
-    """Return the masks of a pack as its layout takes them: none where all are causal."""
-    return () if all(mask.is_causal for mask in masks) else tuple(masks)
 
 
 def _tokens_of_shard(
@@ -374,14 +300,3 @@ def _has_labels(found: Any) -> bool:
 
 def _tokens(values: Any) -> Tensor:
     return torch.as_tensor(values, dtype=torch.int64)
-
-
-def _pinned(shard: Shard) -> Shard:
-    return replace(
-        shard,
-        input_ids=shard.input_ids.pin_memory(),
-        position_ids=shard.position_ids.pin_memory(),
-        labels=shard.labels.pin_memory(),
-        labelled=None if shard.labelled is None else shard.labelled.pin_memory(),
-        visuals=None if shard.visuals is None else shard.visuals.map_pixels(Tensor.pin_memory),
-    )

@@ -26,7 +26,7 @@ class _Planned:
         self._fetch, self._masks, self._name = fetch, masks, name
 
     def __call__(self, row: int) -> Any:
-        """Return what was fetched, with its mask.
+        """Return the fetched sequence with its planned mask.
 
         Raises:
             RunError: it has another one already, or can have none.

@@ -53,7 +53,7 @@ class Prefetched(Generic[T]):
             self._ready.clear()
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join()  # after this no code of `items` runs, and what it reads may be closed
+            self._thread.join()  # after this no code of `items` runs, and files that it reads may be closed
 
     def _produce(self) -> None:
         try:

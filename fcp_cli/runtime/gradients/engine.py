@@ -161,7 +161,7 @@ def _check_engine(engine: Any, world: World) -> None:
     optimizer = engine.optimizer
     held = hasattr(optimizer, "_coalesce_grad_reduction") or type(optimizer).__name__ == "BF16_Optimizer"
     managed = getattr(engine, "managed_gradient_accumulation", lambda: True)
-    for is_refused, what in (
+    for is_refused, feature in (
         (not hasattr(optimizer, "step"), "no optimizer; give deepspeed.initialize one"),
         (
             engine.zero_optimization_stage() and not held,
@@ -175,4 +175,4 @@ def _check_engine(engine: Any, world: World) -> None:
         (type(optimizer).__name__.startswith("MiCS"), "MiCS, which is not tested; use ZeRO stage 3"),
     ):
         if is_refused:
-            raise RunError(f"the DeepSpeed engine has {what}")
+            raise RunError(f"the DeepSpeed engine has {feature}")

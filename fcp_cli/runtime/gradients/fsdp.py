@@ -57,7 +57,11 @@ class _FsdpSync(GradientSync):
     def __init__(self, model: nn.Module, world: World) -> None:
         self._model: Any = model
         self._world = world
-        self._groups = [(name, group) for name, group in _param_groups(model) if _is_trained(group)]
+        self._groups = [
+            (name, group)
+            for name, group in _param_groups(model)
+            if any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params)
+        ]
         self.loss_factor = self._divisor()
 
     def summed(self) -> Iterator[nn.Parameter]:
@@ -174,10 +178,6 @@ def _param_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
                     yield name or "the model", group
 
 
-def _is_trained(group: Any) -> bool:
-    return any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params)
-
-
 def _gradient_divisor(name: str, group: Any, world: World) -> float:
     """Return one group's divisor of gradients."""
     if getattr(group, "_all_reduce_hook", None) is not None:
@@ -189,8 +189,8 @@ def _gradient_divisor(name: str, group: Any, world: World) -> float:
     opaque = getattr(group, "reduce_scatter_reduce_op", None) is not None
     if opaque or not (hasattr(group, "gradient_divide_factor") or hasattr(group, "reduce_scatter_reduce_op")):
         raise RunError(
-            f"it cannot be read from this torch by what FSDP2 divides the gradients of {name}; leave the divisor as it "
-            "is by default, or install torch 2.8 or newer"
+            f"this torch does not show the factor by which FSDP2 divides the gradients of {name}; keep FSDP2's default "
+            "divisor, or install torch 2.8 or newer"
         )
     factor = getattr(group, "gradient_divide_factor", None)
     return float(world.size if factor is None else factor)
@@ -214,23 +214,19 @@ def _check_covers(model: nn.Module, world: World) -> None:
         _require_all_ranks(f"the weights of {name} are", math.prod(sizes), world)
 
 
-def _require_all_ranks(what: str, covered: int, world: World) -> None:
+def _require_all_ranks(sharded: str, covered: int, world: World) -> None:
     if covered != world.size:
         raise RunError(
-            f"{what} sharded by FSDP2 over {covered} of {world.size} ranks; give fully_shard a mesh of all ranks"
+            f"{sharded} sharded by FSDP2 over {covered} of {world.size} ranks; give fully_shard a mesh of all ranks"
         )
 
 
 def _layer_that_gathers_again(model: nn.Module) -> str | None:
     """Return the first FSDP2 layer that lets go of its weights after its forward, to gather them again."""
+    root: Any = model
     for name, group in _param_groups(model):
         # The root keeps its weights by default, but records so only at its first forward.
-        is_root = name == "the model"
-        undecided = is_root and getattr(_state(model), "_auto_reshard_after_forward", True)
+        undecided = name == "the model" and getattr(root._get_fsdp_state(), "_auto_reshard_after_forward", True)
         if group.post_forward_mesh_info is not None and not undecided:
             return name
     return None
-
-
-def _state(model: Any) -> Any:
-    return model._get_fsdp_state()

@@ -121,13 +121,13 @@ def _buckets(model: nn.Module) -> Iterator[list[nn.Parameter]]:
 def _check_reduces_plainly(model: DistributedDataParallel) -> None:
     """Raise RunError if DDP does more to gradients than to average all of them, or cannot be kept from reducing."""
     own: Any = model
-    for is_refused, what in (
+    for is_refused, feature in (
         (bool(own._comm_hooks), "a communication hook (or mixed_precision=, which is one), which runs inside backward"),
         (bool(own.parameters_to_ignore), "parameters that it ignores, which would be summed all the same"),
         (own.static_graph, "static_graph=True, whose first reduction runs inside the first backward"),
     ):
         if is_refused:
             raise RunError(
-                f"the model's DistributedDataParallel has {what}; under a plan gradients are summed once a step, after "
-                "all backwards: leave it out, or give steps() the model without DistributedDataParallel"
+                f"the model's DistributedDataParallel has {feature}; under a plan gradients are summed once a step, "
+                "after all backwards: leave it out, or give steps() the model without DistributedDataParallel"
             )

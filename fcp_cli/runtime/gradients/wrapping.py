@@ -1,7 +1,7 @@
 """Find the wrapper that reduces a model's gradients: around the model, or inside of further wrappers.
 
-Frameworks put shells around a wrapper (torch.compile, Lightning's Fabric, a module of the script's own). What is
-trained then hangs below the wrapper all the same, and the wrapper is what a plan has to drive.
+Frameworks put shells around a wrapper (torch.compile, Lightning's Fabric, a module of the script's own). The trained
+parameters then still hang below the wrapper, and a plan has to drive the wrapper.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Notice a loss that is not a number, or infinite, before it has cost more than a step.
 
 On the CPU a loss is looked at when it is made. On a device that would make the host wait for it in every micro-batch:
-its value is copied beside the computation, and looked at when it has arrived, in a later micro-batch at the latest in
-the step after.
+its value is copied in parallel with the computation, and checked when it has arrived: in a later micro-batch, at the
+latest in the next step.
 """
 
 from __future__ import annotations

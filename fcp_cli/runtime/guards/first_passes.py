@@ -2,8 +2,8 @@
 
 In later steps a rank knows how often a loop runs attention on a ring, and stops at one pass more (`guards`). At first,
 there is nothing to compare with but the other ranks: a pass that only some of them run would take the hops of another
-pass for its own, and wait for the last of them without end. So each rank tells the next one of its ring, from host to
-host, what it begins, and waits for the same from the one before. Later steps pay nothing for it.
+pass for its own, and wait for the last of them without end. So each rank announces the pass to the next one of its
+ring, from host to host, and waits for the announcement of the one before. Later steps pay nothing for it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class FirstPasses:
             raise RunError(
                 f"{ring.place}: this rank {_named(mine, mine[0])} of attention, but rank {before} of its ring "
                 f"{_named(tuple(theirs.tolist()), mine[0])}: run the model equally often in each micro-batch on every "
-                "rank, and what only some need in 'with fcp.outside():'"
+                "rank, and passes that only some ranks need in 'with fcp.outside():'"
             )
 
     def end_step(self) -> None:

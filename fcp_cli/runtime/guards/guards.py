@@ -1,4 +1,4 @@
-"""What a session looks at while a loop runs, so that one that would train wrong stops where it goes wrong.
+"""Checks of a running loop, so that one that would train wrong stops where it goes wrong.
 
 All of it is the host's: counters, hooks on the loss, and one number a step between hosts. A micro-batch pays a few
 microseconds (`python -m benchmarks.guards`).
@@ -37,7 +37,7 @@ class Guards:
 
     Attributes:
         sync: how gradients are summed.
-        on_nan: what becomes of a loss that is not finite.
+        on_nan: action on a loss that is not finite.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Guards:
         return f"step {step}, micro-batch {row.order}, rank {self._world.rank}"
 
     def same_data(self, step: int, shards: tuple[Shard, ...]) -> SameData | None:
-        """Begin to compare what the ranks of each ring were given; None where there is one rank."""
+        """Begin to compare the sequences of each ring over its ranks; None if there is one rank."""
         if self._world.size == 1:
             return None
         return SameData(self._world, step, [shard.digest for shard in shards if shard.digest is not None])
@@ -102,7 +102,7 @@ class Guards:
             loss: this rank's share of the step's loss.
 
         Raises:
-            RunError: it is not finite, or trains what is not summed over ranks.
+            RunError: it is not finite, or it trains parameters whose gradients are not summed over ranks.
         """
         if self.on_nan == "stop":
             self._watch.note(place, row.sequences, loss_sum)

@@ -1,8 +1,8 @@
-"""What becomes of a step whose loss, or gradient, is NaN or infinite. Imports no torch: it is an option, too."""
+"""Actions on a step whose loss or gradient is NaN or infinite. Imports no torch: the options import it."""
 
 from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
 OnNan: TypeAlias = Literal["stop", "skip-step", "go-on"]
-"""The job stops, the step changes no weight on any rank, or nothing is looked at."""
+"""Stop the job; change no weight on any rank in the step; or do not check."""

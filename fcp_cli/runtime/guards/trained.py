@@ -54,7 +54,7 @@ def _name(parameter: nn.Parameter) -> str:
     best = f"a weight of shape {list(parameter.shape)}"
     depth = -1
     for module in gc.get_objects():
-        if not issubclass(type(module), nn.Module):  # isinstance would ask proxies for what they stand for
+        if not issubclass(type(module), nn.Module):  # isinstance would resolve proxies
             continue
         for name, found in module.named_parameters():
             if found is parameter and name.count(".") > depth:

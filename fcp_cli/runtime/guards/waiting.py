@@ -1,8 +1,8 @@
 """Say where a rank is when it has waited too long: in which step, which ring, and for which ranks.
 
 Rings block without a word: a rank whose neighbour never comes ends, minutes later, with the name of a collective. A
-thread beside the training loop looks at what the device has finished, and before the time-out prints a line of its
-own. The ranks of a job that hangs each print theirs, and the one in the earliest micro-batch holds the others up.
+background thread watches the progress of the device, and prints a line of its own before the time-out. Each
+rank of a job that hangs prints one, and the rank in the earliest micro-batch holds the others up.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ class Watch:
         self.begin(step, row)
 
     def leave(self) -> None:
-        """Note that the host has left what was begun last, if anything."""
+        """Note that the host has left the micro-batch that was begun last, if any."""
         if self._latest is not None and self._latest.end is None:
             self._latest.end = self._clock.mark()
 
     def forget(self) -> None:
-        """Forget what was begun: the training loop was left."""
+        """Forget all micro-batches: the training loop was left."""
         self._places.clear()
 
     def look(self, now: float) -> None:
@@ -125,7 +125,7 @@ def _line(rank: int, place: StepPart, seconds: float) -> str:
     among = f", sharing heads with {_and(sharing)}" if sharing else ""
     if len(ring) > 1:
         among += (
-            f", beside {_and(dict.fromkeys((ring[at // shared - 1], ring[(at // shared + 1) % len(ring)])))} in the "
+            f", next to {_and(dict.fromkeys((ring[at // shared - 1], ring[(at // shared + 1) % len(ring)])))} in the "
         )
         among += f"ring of {', '.join(map(str, ring))}"
     return f"{where}{among}: the one in the earliest micro-batch holds the others up"

@@ -15,7 +15,7 @@ Hook = Callable[[ModuleType], None]
 def after_import(hooks: Mapping[str, Hook]) -> None:
     """Call each hook with its module once the module's own code has run, before its importer sees it.
 
-    So `from module import name` already gives what the hook put under the name. A module that was imported before is
+    So `from module import name` already gives the hook's value. A module that was imported before is
     hooked now.
     """
     waiting = dict(hooks)

@@ -22,7 +22,7 @@ class Program:
 
 
 def parse_program(words: Sequence[str]) -> Program:
-    """Parse what follows `python -m fcp_cli.runtime`. A `--` before it is optional: torchrun swallows one.
+    """Parse the words after `python -m fcp_cli.runtime`. A `--` before them is optional: torchrun swallows one.
 
     Raises:
         UsageError: neither a script nor a module is named.

@@ -19,7 +19,7 @@ _MSRUN = {
 
 
 def is_scheduler(environment: Mapping[str, str]) -> bool:
-    """Return whether this is the process that msrun starts beside the ranks, with their command, to join them.
+    """Return whether this is msrun's scheduler: one more process with the command of the ranks, which joins them.
 
     torch needs none: it has to end at once, with status 0.
     """

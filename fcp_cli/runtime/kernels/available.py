@@ -24,7 +24,7 @@ from fcp_cli.runtime.layouts.layout import Segments
 
 
 class NamedKernel(Protocol):
-    """An `AttentionKernel` with a name, which says what calls it refuses."""
+    """An `AttentionKernel` with a name and a test for the calls that it refuses."""
 
     packed: bool
 

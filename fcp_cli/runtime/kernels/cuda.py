@@ -2,7 +2,7 @@
 
 `torch.nn.attention.varlen` wraps the same two operators, but its private custom operators exist only from torch 2.10
 and have changed their arguments since; the operators underneath are the same from torch 2.7 on, take a row's final
-out and lse in backward, and are what `torch.nn.attention.activate_flash_attention_impl` replaces.
+out and lse in backward, and are replaced by `torch.nn.attention.activate_flash_attention_impl`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Heads of values of another size than those of queries and keys, for kernels that want one size: zeros fill the rest.
 
-Zeros beside queries and keys leave scores as they are; those beside values give columns of the output that are cut off.
+Zeros appended to queries and keys do not change the scores; zeros appended to values add output columns, which are cut.
 """
 
 from __future__ import annotations

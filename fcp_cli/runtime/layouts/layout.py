@@ -10,8 +10,8 @@ Example: L = 10 tokens on d = 2 members, 2d = 4 chunks of 3, 3, 2 and 2 tokens:
     position   0 1 2 | 3 4 5 | 6 7 | 8 9
     member       0   |   1   |  1  |  0       member 0 holds [0 1 2 8 9], member 1 holds [3 4 5 6 7]
 
-Where sets of u members share the heads, the ring is one of sets: a set holds what a member of a ring of d / u would,
-and its members hold runs of that, one behind the other and equally long to within a token (`UlyssesLayout`).
+If sets of u members share the heads, the ring is one of sets: a set holds the tokens of a member of a ring of d / u,
+and its members hold consecutive runs of them, equally long to within a token (`UlyssesLayout`).
 
 Every shape follows from (lengths, degree, heads degree) alone, so ranks never exchange sizes.
 """
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from fcp_cli.arrays import IntArray
-from fcp_cli.masks import CAUSAL, Mask
+from fcp_cli.masks import Mask
 from fcp_cli.runtime.layouts.masked_chunks import MaskedChunks, Piece, joined_calls
 
 Value = TypeVar("Value")
@@ -112,7 +112,7 @@ class ShardLayout(ABC):
     __slots__ = ("_tokens", "degree", "lengths", "masks")
 
     heads_degree = 1
-    """Members that share the heads of what they hold together."""
+    """Ulysses degree: members that share the heads of their joint tokens."""
 
     def __init__(self, lengths: tuple[int, ...], degree: int, masks: tuple[Mask, ...], tokens: list[int]) -> None:
         self.lengths = lengths
@@ -126,7 +126,7 @@ class ShardLayout(ABC):
     @property
     @abstractmethod
     def ring(self) -> RingLayout:
-        """Return who holds what around the ring: members, or sets of them that share the heads."""
+        """Return the layout around the ring, of members or of sets of members that share the heads."""
 
     @property
     def total_tokens(self) -> int:
@@ -307,8 +307,8 @@ class MaskedLayout(RingLayout):
 class UlyssesLayout(ShardLayout):
     """Layout of one pack on a group whose sets of members share the heads: the ring's layout of sets, cut further.
 
-    Member i is in set i // u, which holds what member i // u of a ring of d / u members would: T tokens. Its i % u-th
-    member holds the i % u-th run of them, of T // u tokens, and one more for the first T % u members.
+    Member i is in set i // u, which holds the T tokens of member i // u of a ring of d / u members. Its i % u-th member
+    holds the i % u-th run of them, of T // u tokens, and one more for the first T % u members.
 
     Args:
         lengths: as of the ring.
@@ -352,12 +352,14 @@ def shard_layout(
     Args:
         lengths: tokens of each sequence.
         degree: members of the group.
-        heads_degree: how many of them, one beside the other, share the heads; divides `degree`.
-        masks: of each sequence; none: all are causal.
+        heads_degree: Ulysses degree: neighbouring members that share the heads; divides `degree`.
+        masks: mask of each sequence; empty if all are causal.
     """
+    if all(mask.is_causal for mask in masks):
+        masks = ()
     if heads_degree > 1:
         return UlyssesLayout(lengths, degree, heads_degree, masks)
-    if any(mask != CAUSAL for mask in masks):
+    if masks:
         return MaskedLayout(lengths, degree, masks)
     return ZigZagLayout(lengths, degree)
 

@@ -1,4 +1,4 @@
-"""One sequence with a mask on a ring: who holds which of its tokens, and which calls let them see what the mask does.
+"""One sequence with a mask on a ring: the tokens of each member, and the kernel calls that follow the mask.
 
 A sequence falls into stretches (`Mask.cuts`), and each is cut into 2d chunks as a whole causal sequence is: member r
 holds chunks r and 2d-1-r of every stretch, in the order of their tokens. An area of the mask then is, between any two
@@ -42,7 +42,7 @@ class Piece:
 
 
 class MaskedChunks:
-    """Who holds what of one sequence, and what sees what.
+    """Tokens of each member of a ring, and the calls between them, for one sequence with a mask.
 
     Args:
         mask: fits the length.
@@ -82,7 +82,7 @@ class MaskedChunks:
         return [call.pieces for call in calls]
 
     def _pieces(self, member: int, source: int) -> Iterator[Piece]:
-        """Yield what is not empty of every area; full ones that meet the same keys, as one."""
+        """Yield the non-empty part of every area; full areas with the same keys are joined."""
         full: dict[tuple[int, int], list[IntArray]] = {}
         for area in self._areas:
             queries, keys = self._rows(member, area.q_start, area.q_stop), self._rows(source, area.k_start, area.k_stop)

@@ -42,7 +42,7 @@ class RingMember:
 
     @property
     def heads_degree(self) -> int:
-        """Return how many members share the heads of what they hold together; 1: each has all heads."""
+        """Return the Ulysses degree: members that share the heads of their joint tokens; 1 if each has all heads."""
         return self.layout.heads_degree
 
     @property

@@ -17,12 +17,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fcp_cli.errors import FcpError
@@ -34,10 +32,10 @@ from fcp_cli.runs.recorded_steps import recorded_steps, unrecorded
 from fcp_cli.runs.step_position import StepPosition, write_position
 from fcp_cli.runtime.data.prefetch import Prefetched
 from fcp_cli.runtime.metrics.mailbox import MessageLostError, MetricsMailbox, job_store
-from fcp_cli.runtime.metrics.memory import peak_memory_bytes
 from fcp_cli.runtime.metrics.message import RankMeasurement, mean_loss, step_measurement
 from fcp_cli.runtime.metrics.run_record import METRICS_VARIABLE, begin_metrics, run_record
-from fcp_cli.runtime.metrics.timing import Clock, clock_for
+from fcp_cli.runtime.metrics.running_step import RunningStep
+from fcp_cli.runtime.metrics.timing import clock_for
 
 _POSITION_SECONDS = 5.0  # between two notes of where a long step is
 _LOOK_SECONDS = 0.5  # between two looks of rank 0 for messages, while a step runs
@@ -54,61 +52,6 @@ class Followed(Protocol):
 
 
 AnyStep = TypeVar("AnyStep", bound=Followed)
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class RunningStep:
-    """One step of this rank, as it runs.
-
-    Attributes:
-        step: optimizer step.
-        begin, end: marks of its start and of its end, when the optimizer has stepped; None until then.
-        marks: (order, begin, end) of each micro-batch.
-        loss_sum, divisor: of the rank's tokens, on the host or on the way there; None where no loss is known.
-        is_whole: whether all its micro-batches have run.
-        facts: known to the loop only: `loss`, `grad_norm`, `learning_rate`, `bad_rows`.
-    """
-
-    step: int
-    predicted_seconds: float
-    begin: Any
-    began: float = field(default_factory=time.time)
-    end: Any = None
-    marks: list[tuple[int, Any, Any]] = field(default_factory=list)
-    loss_sum: Tensor | None = None
-    divisor: Tensor | None = None
-    is_whole: bool = False
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    def note_loss(self, sums: list[Tensor], divisor: int | Tensor) -> None:
-        """Note the losses of the micro-batches (0-d), and the rank's part of their divisor; the host waits for none."""
-        if sums:
-            total = (torch.stack(sums) if len(sums) > 1 else sums[0]).detach().double().sum()
-            self.loss_sum = _on_host(total)
-            self.divisor = _on_host(torch.as_tensor(divisor, dtype=torch.float64))
-
-    def measured(self, clock: Clock, device: torch.device) -> RankMeasurement:
-        """Return the measurements; on a device, wait until it has passed the end."""
-        start = self.marks[0][1] if self.marks else self.begin
-        seconds = clock.seconds(self.begin, self.end)  # once this is known, so are the copies
-        knows_loss = self.loss_sum is not None and self.divisor is not None
-        return RankMeasurement(
-            step=self.step,
-            seconds=seconds,
-            loss_sum=float(self.loss_sum) if self.loss_sum is not None else 0.0,
-            divisor=float(self.divisor) if knows_loss and self.divisor is not None else 0.0,
-            peak_bytes=peak_memory_bytes(device),
-            timings=[
-                (order, clock.seconds(start, begin), clock.seconds(begin, end)) for order, begin, end in self.marks
-            ],
-        )
-
-
-def _on_host(value: Tensor) -> Tensor:
-    if value.device.type == "cpu":
-        return value
-    copy = torch.empty_like(value, device="cpu", pin_memory=value.device.type == "cuda")
-    return copy.copy_(value, non_blocking=True)
 
 
 class Recorder:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import pyarrow as pa
 
-from fcp_cli.arrays import IntArray
 from fcp_cli.errors import FcpError, RunError
 from fcp_cli.plan.job_facts import PLANNING_VARIABLE, JobFacts, PlanningWish
+from fcp_cli.plan.messages import table_bytes, table_of
 from fcp_cli.plan.online import settings_of_json
 from fcp_cli.reading.documents import read_object
 from fcp_cli.runtime.online.control import Control
@@ -23,18 +24,18 @@ from fcp_cli.validation import validated
 
 
 class Lengths(Protocol):
-    """The tokens of each row of a loop's training data."""
+    """The tokens and pictures of each row of a loop's training data, in the columns of a manifest."""
 
-    def known(self) -> IntArray | None:
-        """Return [rows] tokens that the data's storage or an earlier job tells; None: rows have to be read."""
+    def known(self) -> pa.Table | None:
+        """Return the columns that the data's storage or an earlier job tells; None: rows have to be read."""
         ...
 
-    def read(self, rows: range) -> IntArray:
-        """Read these rows, and return their tokens."""
+    def read(self, rows: range) -> pa.Table:
+        """Read these rows, and return their columns."""
         ...
 
-    def keep(self, lengths: IntArray) -> None:
-        """Cache the lengths for later jobs."""
+    def keep(self, table: pa.Table) -> None:
+        """Cache the columns of all rows for later jobs."""
         ...
 
     def __len__(self) -> int: ...
@@ -53,7 +54,7 @@ def job_source(plan: Path, control: Control, lengths: Lengths, facts: Callable[[
         FcpError: the loop or its data cannot be planned, or ranks have different data; on all ranks.
     """
     job = _together(control, facts)
-    found = _agreed_lengths(control, lengths)
+    found = _agreed_rows(control, lengths)
     process: JobProcess | None = None
     opened: dict[str, Any] = {}
     if control.rank == 0:
@@ -66,7 +67,7 @@ def job_source(plan: Path, control: Control, lengths: Lengths, facts: Callable[[
     if "error" in opened:
         raise RunError(opened["error"])
     settings = settings_of_json(json.loads(opened["settings"]), name="the planning process")
-    return JobSource(settings, plan, control, found, process)
+    return JobSource(settings, plan, control, found.column("length").to_numpy(), process)
 
 
 def _together(control: Control, run: Callable[[], Any]) -> Any:
@@ -82,9 +83,9 @@ def _together(control: Control, run: Callable[[], Any]) -> Any:
     return found
 
 
-def _agreed_lengths(control: Control, lengths: Lengths) -> IntArray:
-    """Return [rows] tokens, after making sure that all ranks have the same data, as far as lengths can tell."""
-    known: IntArray | None = _together(control, lengths.known)
+def _agreed_rows(control: Control, lengths: Lengths) -> pa.Table:
+    """Return the columns of all rows, after making sure that all ranks have the same data, as far as they can tell."""
+    known: pa.Table | None = _together(control, lengths.known)
     rows = control.table([len(lengths), known is not None])
     if (rows[:, 0] != rows[0, 0]).any():
         other = int(np.flatnonzero(rows[:, 0] != rows[0, 0])[0])
@@ -94,32 +95,33 @@ def _agreed_lengths(control: Control, lengths: Lengths) -> IntArray:
     if not rows[:, 1].all():
         return _read_together(control, lengths)
     assert known is not None
-    digest = int.from_bytes(hashlib.blake2b(known.tobytes(), digest_size=7).digest(), "little")
+    digest = int.from_bytes(hashlib.blake2b(table_bytes(known), digest_size=7).digest(), "little")
     if len(set(control.table([digest])[:, 0].tolist())) > 1:
         _name_differing_row(control, known)
     return known
 
 
-def _read_together(control: Control, lengths: Lengths) -> IntArray:
+def _read_together(control: Control, lengths: Lengths) -> pa.Table:
     """Read every row on one of the ranks; that others have the same is seen when they load theirs."""
-    rows = len(lengths)
-    mine = range(control.rank, rows, control.size)
-    found = np.zeros(rows, dtype=np.int64)
-    found[mine.start : mine.stop : mine.step] = _together(control, lambda: lengths.read(mine))
-    whole: IntArray = control.table(found.tolist()).sum(axis=0)
+    mine = range(control.rank, len(lengths), control.size)
+    own = table_bytes(_together(control, lambda: lengths.read(mine)))
+    read = pa.concat_tables([table_of(control.from_rank(rank, own)) for rank in range(control.size)])
+    rows = np.concatenate([np.arange(rank, len(lengths), control.size) for rank in range(control.size)])
+    whole = read.take(np.argsort(rows)).combine_chunks()
     lengths.keep(whole)
     return whole
 
 
-def _name_differing_row(control: Control, known: IntArray) -> None:
-    first = np.frombuffer(control.from_rank(0, known.tobytes()), dtype=np.int64)
-    differing = np.flatnonzero(first != known)
-    at = int(differing[0]) if len(differing) else 0
-    told = control.table([at if len(differing) else -1, int(known[at])])
+def _name_differing_row(control: Control, known: pa.Table) -> None:
+    first, own = table_of(control.from_rank(0, table_bytes(known))).to_pylist(), known.to_pylist()
+    differing = next((row for row, (one, other) in enumerate(zip(first, own, strict=True)) if one != other), -1)
+    at = max(differing, 0)
+    told = control.table([differing, own[at]["length"]])
     rank = int(np.flatnonzero(told[:, 0] >= 0)[0])
     row, tokens = told[rank].tolist()
     raise RunError(
-        f"row {row} of the training data has {tokens} tokens on rank {rank}, but {first[row]} on rank 0; {_SAME_DATA}"
+        f"row {row} of the training data has {tokens} tokens on rank {rank}, but {first[row]['length']} on rank 0; "
+        f"{_SAME_DATA}"
     )
 
 

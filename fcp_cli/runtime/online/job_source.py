@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,6 +19,10 @@ from fcp_cli.runtime.online.source import END, STEPS, StreamSource, joined_messa
 
 _FIRST_STEPS: Final = 2  # planned before the loop begins
 _STEPS_AT_ONCE: Final = 8
+# Measured before times are fitted to it: a minute of training, or its steps if they are short.
+_MEASURED_SECONDS: Final = 60.0
+_MEASURED_STEPS: Final = 64
+_MEASURED_MICROBATCHES: Final = 32
 
 
 class JobSource(StreamSource):
@@ -39,6 +44,7 @@ class JobSource(StreamSource):
         super().__init__((), settings, path, control, None)
         self.lengths = lengths
         self._planner = process
+        self._wants_measurements = process is not None and bool(process.opened["wants_measurements"])
         self._rows: deque[int] | None = None  # of this rank, in the order of its micro-batches
 
     def rows_ahead(self) -> Iterator[int | None]:
@@ -66,8 +72,18 @@ class JobSource(StreamSource):
         assert self._planner is not None
         if due >= self.settings.metadata.end_step:
             return joined_message({"state": END})
+        self._fit_times(due)
         steps = self._planner.plan(due, _FIRST_STEPS if due == self._begins else _STEPS_AT_ONCE)
         return joined_message({"state": STEPS}, steps_bytes(steps))
+
+    def _fit_times(self, due: int) -> None:
+        """Have the steps from here on planned by measured times, once enough was trained; rank 0 alone plans."""
+        assert self._planner is not None
+        if self._wants_measurements and self.measured.has(
+            seconds=_MEASURED_SECONDS, steps=_MEASURED_STEPS, micro_batches=_MEASURED_MICROBATCHES
+        ):
+            self._wants_measurements = False
+            print(f"fcp: {self._planner.refit(due, self.measured.take())['line']}", file=sys.stderr, flush=True)
 
     def _note_given(self, facts: Mapping[str, Any], steps: list[StepPlan], due: int) -> None:
         for step in steps:

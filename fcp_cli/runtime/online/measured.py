@@ -16,6 +16,7 @@ class Measured:
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, int, int, float]] = []
+        self._seconds: list[float] = []  # of each step
         self._lock = threading.Lock()
 
     def note(self, record: Mapping[str, Any]) -> None:
@@ -29,11 +30,18 @@ class Measured:
         ]
         with self._lock:
             self._rows += rows
+            self._seconds.append(record["seconds"])
+
+    def has(self, *, seconds: float, steps: int, micro_batches: int) -> bool:
+        """Return whether enough micro-batches were measured since they were last taken, of so many seconds or steps."""
+        with self._lock:
+            is_long = sum(self._seconds) >= seconds or len(self._seconds) >= steps
+            return is_long and len({row[:2] for row in self._rows}) >= micro_batches
 
     def take(self) -> bytes:
         """Return the table of records since the last call: step, order, rank, seconds."""
         with self._lock:
-            rows, self._rows = self._rows, []
+            rows, self._rows, self._seconds = self._rows, [], []
         names = ("step", "order", "rank", "seconds")
         columns = list(zip(*rows, strict=True)) or [()] * len(names)
         types = (pa.int64(), pa.int64(), pa.int64(), pa.float64())

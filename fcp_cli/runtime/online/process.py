@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -12,34 +10,31 @@ from typing import Any
 
 import pyarrow as pa
 
-from fcp_cli.arrays import IntArray
 from fcp_cli.errors import RunError
 from fcp_cli.plan.job_facts import JobFacts, PlanningWish
 from fcp_cli.plan.messages import Message, read_message, steps_of, table_bytes, write_message
 from fcp_cli.plan.online import OnlineSettings
 from fcp_cli.plan.step import StepPlan
+from fcp_cli.runtime.online.early import planner_process
 from fcp_cli.runtime.online.items import ReadWindow
 
 
 class PlanningProcess:
-    """Plans steps of one job. Where this process ends, however it does, so does that one.
+    """Plans steps of one job in a child process, which ends when this process does, however that is.
 
     Args:
-        program: module that is run.
         opening: facts of the job.
         table: of its first message.
 
     Attributes:
-        opened: the recorded `refits`, the step that earlier starts have `planned_to`, and facts of the program's own.
+        opened: the recorded `refits`, the step that earlier starts have `planned_to`, and facts of a subclass's own.
 
     Raises:
         RunError: it cannot begin.
     """
 
-    def __init__(self, program: str, opening: Mapping[str, Any], table: bytes = b"") -> None:
-        self._process: subprocess.Popen[bytes] = subprocess.Popen(
-            [sys.executable, "-m", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+    def __init__(self, opening: Mapping[str, Any], table: bytes = b"") -> None:
+        self._process = planner_process()
         self._tell("open", opening, table)
         self.opened: Mapping[str, Any] = self._answer().facts
 
@@ -47,8 +42,8 @@ class PlanningProcess:
         """Return the `refit` from a step on, None without a change, and a `line` about it.
 
         Args:
-            first_step: that is planned next.
-            measured: the table of micro-batches that were trained since.
+            first_step: next step to plan.
+            measured: table of the micro-batches trained since the last refit.
 
         Raises:
             RunError: it cannot be kept.
@@ -56,14 +51,18 @@ class PlanningProcess:
         self._tell("measured", {"first_step": first_step}, measured)
         return self._answer().facts
 
-    def close(self, end_step: int) -> str | None:
+    def close(self, end_step: int, *, is_stopped: bool = False) -> str | None:
         """End the process at the step after the last that was trained; return the hash of the plan that it wrote.
+
+        Args:
+            end_step: of the loop.
+            is_stopped: the loop was ended early, so that only what is soon planned is.
 
         Raises:
             RunError: it cannot be written; its journal is kept next to it.
         """
         try:
-            self._tell("close", {"end_step": end_step})
+            self._tell("close", {"end_step": end_step, "is_stopped": is_stopped})
             found: str | None = self._answer().facts["plan_hash"]
             return found
         finally:
@@ -85,9 +84,7 @@ class PlanningProcess:
         assert self._process.stdout is not None
         answer = read_message(self._process.stdout)
         if answer is None:
-            raise RunError(
-                f"the planning process ended with status {self._process.wait()}; what it printed stands above"
-            )
+            raise RunError(f"the planning process ended with status {self._process.wait()}; its output is above")
         if answer.kind == "error":
             raise RunError(answer.facts["message"])
         return answer
@@ -102,15 +99,13 @@ class StreamProcess(PlanningProcess):
         first_step: with which the job begins.
     """
 
-    PROGRAM = "fcp_cli.planning.online"
-
     def __init__(self, settings: OnlineSettings, plan: Path | None, first_step: int) -> None:
         opening = {
             "settings": settings.to_json(),
             "plan": None if plan is None else str(plan),
             "first_step": first_step,
         }
-        super().__init__(self.PROGRAM, opening)
+        super().__init__(opening)
 
     def plan(self, window: ReadWindow) -> list[StepPlan]:
         """Return the planned steps of a window.
@@ -136,14 +131,12 @@ class JobProcess(PlanningProcess):
     Args:
         plan: path of the plan.
         job, wish: that it is made from.
-        lengths: [rows] tokens of the training data.
+        rows: of the training data, in the columns of a manifest.
     """
 
-    PROGRAM = "fcp_cli.planning.job_plan"
-
-    def __init__(self, plan: Path, job: JobFacts, wish: PlanningWish, lengths: IntArray) -> None:
+    def __init__(self, plan: Path, job: JobFacts, wish: PlanningWish, rows: pa.Table) -> None:
         opening = {"plan": str(plan), "job": asdict(job), "wish": asdict(wish)}
-        super().__init__(self.PROGRAM, opening, table_bytes(pa.table({"length": lengths})))
+        super().__init__(opening, table_bytes(rows))
 
     def plan(self, first_step: int, steps: int) -> list[StepPlan]:
         """Return so many planned steps, fewer at the end of the plan.

@@ -52,6 +52,7 @@ class StreamSource:
         lengths: [rows] tokens of the manifest's rows, if it follows one.
         followed: steps that the loop has asked for, oldest first, for whoever measures them; nobody else takes them.
         measured: on rank 0 the measured steps of all ranks.
+        is_stopped: whether somebody ends the loop early, so that the rest of a plan is left to the next start.
     """
 
     follows_manifest = False
@@ -63,6 +64,7 @@ class StreamSource:
         self.settings, self.path, self._control, self._fetch = settings, path, control, fetch
         self.followed: deque[StepPlan] = deque(maxlen=64)
         self.measured = Measured()
+        self.is_stopped = False
         self._stream = stream
         self._process: Any = None  # a PlanningProcess, on ranks that plan
         self._planned: queue.SimpleQueue[StepPlan | BaseException | None] = queue.SimpleQueue()
@@ -135,7 +137,8 @@ class StreamSource:
     def hand_out(self, step: int) -> StepPlan:
         """Return the plan of a step that the loop now trains, and forget the sequences of those before."""
         while self._handed[0].step < step:
-            self._forget(self._handed.popleft())
+            for sequence in self._handed.popleft().sequences.tolist():
+                self._given.pop(sequence, None)
         self.followed.append(self._handed[0])
         return self._handed[0]
 
@@ -143,10 +146,6 @@ class StreamSource:
     def current(self) -> StepPlan:
         """Return the plan of the step that the loop trains."""
         return self._handed[0]
-
-    def _forget(self, step: StepPlan) -> None:
-        for sequence in step.sequences.tolist():
-            self._given.pop(sequence, None)
 
     def close(self, end_step: int) -> None:
         """Leave the loop after the steps before `end_step`; rank 0 has their plan written."""
@@ -162,7 +161,7 @@ class StreamSource:
         if self._process is None:
             return
         try:
-            self._process.close(end_step)
+            self._process.close(end_step, is_stopped=self.is_stopped)
         except FcpError as error:
             if self._control.rank == 0:
                 print(f"fcp: {error}; 'fcp plan --resume -o {self.path}' makes the plan", file=sys.stderr, flush=True)
@@ -359,9 +358,9 @@ class StreamSource:
             return
         others = [rank for rank, row in enumerate(words.tolist()) if row != words[0].tolist()]
         if others:
-            what = "ends" if END in (states[others[0]], states[0]) else "is planned otherwise"
-            where = f"step {due} {what} on rank {others[0]} than on rank 0{_and_more(others)}"
-            if what == "ends":
+            outcome = "ends" if END in (states[others[0]], states[0]) else "is planned otherwise"
+            where = f"step {due} {outcome} on rank {others[0]} than on rank 0{_and_more(others)}"
+            if outcome == "ends":
                 ends = others[0] if states[others[0]] == END else 0
                 goes_on = 0 if ends else others[0]
                 where = f"the stream of rank {ends} ends before step {due}, that of rank {goes_on} goes on"

@@ -40,7 +40,7 @@ class CachedRows:
     rows: Tensor
     order: Tensor
 
-    def beside(self, computed: Tensor) -> Tensor:
+    def joined_with(self, computed: Tensor) -> Tensor:
         """Return the embeddings of all parts [tokens, levels, hidden], with those computed, or a blank one's, given."""
         own = computed[: len(self.order) - len(self.rows)]
         rows = self.rows.to(device=own.device, non_blocking=True)
@@ -88,8 +88,8 @@ class EmbeddingCache:
             if parameter.requires_grad
         ]
         if not towers or trained:
-            what = f"this run trains it ({trained[0]})" if trained else "this model has none"
-            raise RunError(f"cached embeddings are those of a frozen vision encoder, but {what}; {_REMEDY}")
+            reason = f"this run trains it ({trained[0]})" if trained else "this model has none"
+            raise RunError(f"cached embeddings are those of a frozen vision encoder, but {reason}; {_REMEDY}")
         digest = hashlib.blake2b(f"{torch.__version__} {self._about}".encode(), digest_size=_DIGEST_BYTES)
         for tower, module in towers.items():
             for name, weight in sorted(module.state_dict(keep_vars=True).items()):

@@ -63,7 +63,7 @@ class VisualShard:
         """
         if cache is not None and self.parts:
             cache.write(self.keys, torch.split(computed, [part.num_tokens for part in self.parts]))
-        return computed if self.cached is None else self.cached.beside(computed)
+        return computed if self.cached is None else self.cached.joined_with(computed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -98,14 +98,6 @@ class VisualPack:
         for place in range(self.layout.degree):
             holders[self.layout.index(place)] = place
         return holders
-
-
-def visual_shard(
-    packs: Sequence[VisualPack], *, rank: int, cache: EmbeddingCache | None = None, encoders: Sequence[int] = ()
-) -> VisualShard | None:
-    """Return the result of `begin_visual_shard` once its pixels are there."""
-    begun = begin_visual_shard(packs, rank=rank, cache=cache, encoders=encoders)
-    return None if begun is None else begun()
 
 
 def begin_visual_shard(

@@ -1,9 +1,9 @@
-"""Move what recomputed layers keep, their inputs, to the host's memory in forward, and back in backward.
+"""Activation offload: move the inputs of recomputed layers to host memory in forward, and back in backward.
 
 Under recomputation a layer keeps its input [tokens, width] alone, but a deep model has many layers. While a layer
 computes, its input is copied to page-locked memory on a stream of its own, and in backward, while a layer computes, the
-input of the layer below comes back on another: both directions of the link work beside the kernels, and as long as a
-layer takes longer than a copy, nothing waits (`fcp_cli.cost.offload` says what does). The input of the last layer
+input of the layer below comes back on another: both directions of the link overlap with the kernels, and as long as a
+layer takes longer than a copy, nothing waits (`fcp_cli.cost.offload` prices the waits). The input of the last layer
 stays as well: backward needs it first.
 
     forward    layer  0    1    2    3            backward   layer  3    2    1    0
@@ -82,7 +82,7 @@ class ActivationOffload:
 
 @contextmanager
 def offloaded_inputs() -> Iterator[None]:
-    """Offload what a checkpoint inside saves of its inputs, where the running micro-batch is offloaded."""
+    """Offload the inputs that a checkpoint inside saves, if the running micro-batch is offloaded."""
     shelf = _shelf.get()
     if shelf is None or not torch.is_grad_enabled():  # a frozen encoder has no backward
         yield
@@ -103,7 +103,7 @@ class HostTransfer(Protocol):
         ...
 
     def wait(self, mark: Any) -> None:
-        """Let what the device is told to compute from now on wait for a copy."""
+        """Let kernels that are launched from now on wait for a copy."""
         ...
 
 
@@ -121,7 +121,7 @@ class HostLink:
 
 
 class StreamLink:
-    """Copies on two streams beside the one that computes; the host waits for none of them."""
+    """Copies on two streams of their own; the host waits for none of them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -137,8 +137,8 @@ class StreamLink:
         return host, self._out.record_event()
 
     def to_device(self, host: Tensor, written: Any) -> tuple[Tensor, Any]:
-        # Made on the computing stream, so that its memory is of the pool that all others come from; what was there
-        # before may still be computed with.
+        # Made on the computing stream, so that its memory is of the common pool; kernels may still
+        # read the memory's previous content.
         tensor = torch.empty_like(host, device=self._device)
         self._back.wait_stream(self._module.current_stream(self._device))
         self._back.wait_event(written)

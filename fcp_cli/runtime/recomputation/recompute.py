@@ -1,8 +1,8 @@
-"""Recompute layers in backward: all of a layer, or all but its attention; what is kept may wait in the host's memory.
+"""Activation checkpointing: recompute a layer in backward, whole or all but its attention.
 
 Backward needs a layer's activations. Recomputed, a layer keeps its inputs alone and runs forward once more in backward,
-and with it its ring: the keys and values of the whole group travel again. `keep_attention` keeps what attention has
-computed, too, so that what is computed again is what one rank computes by itself:
+and with it its ring: the keys and values of the whole group travel again. `keep_attention` keeps the results of
+attention, too, so that only work of the rank alone runs again:
 
     kept of a layer, T tokens, width W, H query heads and G key/value heads of size D
     full         its inputs                                                [T, W]
@@ -29,7 +29,7 @@ from fcp_cli.runtime.recomputation.offload import offloaded_inputs
 
 
 class AttentionStage(Protocol):
-    """What becomes of the attention calls inside a layer that `keep_attention` looks after."""
+    """Treatment of the attention calls inside a layer under `keep_attention`."""
 
     def attend(self, compute: Callable[[], Tensor]) -> Tensor:
         """Return the output of one call; `compute` runs it."""
@@ -41,35 +41,35 @@ attention_stage: ContextVar[AttentionStage | None] = ContextVar("attention_stage
 
 
 class _Output(NamedTuple):
-    """What one attention call of the first forward returned."""
+    """Output of one attention call of the first forward."""
 
     out: Tensor
     requires_grad: bool
 
 
 def recomputed(layer: Callable[..., Any], *args: Any, keeps_attention: bool = False, **kwargs: Any) -> Any:
-    """Run a layer, of which backward computes again what is not kept.
+    """Run a layer under activation checkpointing.
 
     Inside `ActivationOffload.of`, the inputs wait for that in the host's memory.
 
     Args:
         layer: called with `args` and `kwargs`; its inputs that need gradients belong in `args`.
-        keeps_attention: whether what attention computes is kept (`keep_attention`).
+        keeps_attention: keep the results of attention (`keep_attention`).
     """
     contexts = keep_attention if keeps_attention else noop_context_fn
-    with offloaded_inputs():  # the checkpoint's own hooks stand inside: what the layer itself saves never gets here
+    with offloaded_inputs():  # the checkpoint's own hooks are inside: tensors that the layer saves never get here
         return checkpoint(layer, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return what makes one recomputed layer keep its attention: the contexts of its forward and its recomputation.
+    """Return the contexts of the forward and the recomputation of one layer that keeps its attention.
 
     To be given as `context_fn` to a non-reentrant checkpoint:
 
         checkpoint(layer, hidden, use_reentrant=False, context_fn=keep_attention)
 
-    In the first forward, what the backward of attention needs stays (q, k, v, its output and lse). When the layer is
-    computed again, attention hands out the output that was kept: no kernel runs and nothing travels around the ring. A
+    The first forward keeps the tensors that the backward of attention needs (q, k, v, its output and lse). When the
+    layer is recomputed, attention returns the kept output: no kernel runs and nothing travels around the ring. A
     layer may attend several times, in the same order both times. Gradients are those without recomputation, bit for
     bit where the layer's other operations are deterministic.
     """
@@ -98,7 +98,7 @@ class _Stage(ABC):
 
 class _Keeping(_Stage):
     def attend(self, compute: Callable[[], Tensor]) -> Tensor:
-        # The hooks of the checkpoint would drop what attention saves; these, inside them, leave it where it is.
+        # The hooks of the checkpoint would drop the tensors that attention saves; these, inside them, keep them.
         with saved_tensors_hooks(_keep, _unchanged):
             out = compute()
         self._outputs.append(_Output(out.detach(), out.requires_grad))
@@ -122,7 +122,7 @@ class _HandingOut(_Stage):
             )
         out, requires_grad = self._outputs[self._calls]
         self._calls += 1
-        # It must ask for a gradient as the first did: else what follows would save other tensors than it saved then.
+        # It must require a gradient as the first did: else later operations would save other tensors than then.
         return out.detach().requires_grad_(requires_grad)
 
 

@@ -74,7 +74,7 @@ def _attention_backward_operator(
     ring.begin_backward()
     tokens = ring.tokens
     own = SavedForBackward(pack(q, tokens), pack(k, tokens), pack(v, tokens), pack(out, tokens), lse[:tokens])
-    # What a graph keeps has sizes of its own; those of what a set exchanges follow from the ring.
+    # Saved tensors have the sizes of the graph; those that a set exchanges follow from the ring.
     kept, grad = drive(exchanged_again(ring, own)), pack(grad_out, tokens)
     spec = AttentionSpec(scale, window, softcap)
     grads = drive(group_backward(ring, grad, kept, spec, sinks, kv_heads=k.shape[1]))
@@ -98,9 +98,9 @@ def _(
 
 
 def _like_packed(batched: Tensor, head_dim: int | None = None) -> Tensor:
-    """Return an empty [1, H, padded, D] that lies in memory as `unpack` returns what is contiguous.
+    """Return an empty [1, H, padded, D] with the strides that `unpack` gives a contiguous tensor.
 
-    Kernels may answer in the order of what they are given: rotations of a part of each head put heads first.
+    Kernels may keep the strides of their inputs: rotations of a part of each head put heads first.
     """
     _, heads, padded, own = batched.shape
     return batched.new_empty(padded, heads, head_dim or own).transpose(0, 1).unsqueeze(0)

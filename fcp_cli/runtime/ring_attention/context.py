@@ -1,4 +1,4 @@
-"""The context of a micro-batch: what its forward and backward need of it, apart from the group that runs them.
+"""The context of a micro-batch: labels, images, caches and guards of its forward and backward.
 
 A session fills it in; layers find it at `ring.context`. A ring that is made by hand has an empty one.
 """
@@ -89,7 +89,7 @@ class MicroBatchContext:
             raise RunError(
                 f"{self.place}: the {kind} of attention runs more often than in the micro-batches before ({most} "
                 "times), and the other ranks of its ring may not run it: run the model equally often in each "
-                "micro-batch on every rank, and what only some need in 'with fcp.outside():'"
+                "micro-batch on every rank, and passes that only some ranks need in 'with fcp.outside():'"
             )
         if self.begin_pass is not None:
             self.begin_pass(kind, calls)

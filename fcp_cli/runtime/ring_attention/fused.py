@@ -1,4 +1,4 @@
-"""Operators that do in one pass over memory what torch needs several for: on CUDA, by Triton.
+"""Operators that run in one pass over memory where torch needs several: on CUDA, by Triton.
 
 They are registered with torch under `fcp::`, so that profiles name them, and meta tensors can count them where neither
 triton nor a GPU is there. `fused_rows` says whether a device has them; elsewhere `rows.py` uses torch's own.
@@ -42,7 +42,7 @@ def merge_rows(
     part: Tensor,
     part_lse: Tensor,
 ) -> None:
-    """Do what `rows.merge` says.
+    """Merge partial results, as `rows.merge`.
 
     Args:
         source, into, also: [T, H, D] contiguous.
@@ -55,12 +55,12 @@ def merge_rows(
 
 
 def add_rows(source: Tensor, into: Tensor, also: Tensor | None, positions: Tensor | None, share: Tensor) -> None:
-    """Do what `rows.add` says, in fp32; arguments as in `merge_rows`, `share` [n, H, D]."""
+    """Add rows, as `rows.add`, in fp32; arguments as in `merge_rows`, `share` [n, H, D]."""
     torch.ops.fcp.add_rows(source, into, also, positions, share)
 
 
 def add_pair_rows(total: Tensor, positions: Tensor | None, first: Tensor, second: Tensor) -> None:
-    """Do what `rows.add_pair` says, in fp32: `total` [2, T, G, D] with contiguous halves, shares [n, G, D]."""
+    """Add two shares, as `rows.add_pair`, in fp32: `total` [2, T, G, D] with contiguous halves, shares [n, G, D]."""
     torch.ops.fcp.add_pair_rows(total, positions, first, second)
 
 
@@ -73,7 +73,7 @@ def take_rows(
 
 
 def _launch(name: str) -> Any:
-    """Return what runs an operator on CUDA; triton is imported by its first call."""
+    """Return the CUDA implementation of an operator; its first call imports triton."""
 
     def run(*args: Any) -> Any:
         return getattr(importlib.import_module("fcp_cli.runtime.ring_attention.triton_rows"), name)(*args)

@@ -1,17 +1,17 @@
-"""Bring every chunk of a shard the rows around it, from the members that hold them, and gradients back to those.
+"""Halo exchange: bring every chunk of a shard the rows around it, and return their gradients to the members.
 
-What looks back a few tokens, as attention in windows does, needs of the other members the last rows before each of a
-member's chunks, its *halo*, and not the rest of the pack; where a mask lets a span of tokens see itself both ways,
-those of its rows, too, that follow the chunk. Chunks that follow each other are held by members that stand beside each
-other in the ring, so a halo comes from there, over the ring's own connections: in round n every member sends the next
-one what it needs of the member n places before, then the previous one what it needs of the member n places behind.
+A layer that looks back a few tokens, as attention in windows does, needs the last rows before each of a member's
+chunks, its *halo*, and not the rest of the pack. If a mask lets a span of tokens see itself both ways, it needs the
+span's rows after the chunk, too. Consecutive chunks are held by neighbours in the ring, so a halo comes from there,
+over the ring's own connections: in round n every member sends the next one the rows that it needs of the member n
+places before, then the previous one the rows that it needs of the member n places behind.
 
     front chunks  0 -> 1 -> .. -> d-1         back chunks  d -> d+1 -> .. -> 2d-1
     members       0 -> 1 -> .. -> d-1                      d-1 -> d-2 -> .. -> 0
 
-Where chunks are shorter than the halo, a second round so passes on what came in the first, and so forth. Who stands
-between a row and who looks at it holds chunks between them and needs the row, too, so each row arrives once, and none
-that nobody looks at; but for those of masks, who cut sequences so short that a member may have nothing to look with.
+If chunks are shorter than the halo, a second round passes on the rows of the first, and so forth. Members between a row
+and its reader hold chunks between them and need the row, too, so each row arrives once, and no row without a reader.
+Masks are the exception: they cut sequences so short that a member may only pass rows on.
 Backward goes through the rounds from the last to the first, the other way, and sums gradients as they come by.
 
 All sizes follow from the layout. Every round is a batch of one send and one receive for fronts and then one for backs,
@@ -58,7 +58,7 @@ class HaloMessage:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Halo:
-    """What one member of a ring looks back at. Get it from `halo_of`, which caches.
+    """The halo of one ring member: the rows of others that it reads. Get it from `halo_of`, which caches.
 
     A *run* is a member's rows of a sequence that lie on end there: a chunk, or the two in the middle together.
 
@@ -92,7 +92,7 @@ class Halo:
 
 @lru_cache(maxsize=CACHED_LAYOUTS)
 def halo_of(layout: RingLayout, index: int, reach: int) -> Halo:
-    """Return what member `index` of a ring looks back at, if each token looks back at `reach` before it.
+    """Return the halo of member `index` of a ring, if each token reads the `reach` tokens before it.
 
     Args:
         layout: of the ring: `ShardLayout.ring` of a group's.
@@ -106,7 +106,7 @@ class FetchedRows:
     """A forward exchange, whose first round is under way once this is made.
 
     Args:
-        kind: what travels, for records and messages.
+        kind: name of the messages, for records and errors.
         halo: this member's part.
         channel: messages between the members of the ring.
         tensors: [tokens, n, ...] each, of one type; a message has the rows of all.
@@ -121,7 +121,7 @@ class FetchedRows:
         self._under_way = self._issue(0)
 
     def rows(self) -> Waits[list[Tensor]]:
-        """Run what is left of the exchange; yield the handles it waits for.
+        """Run the remaining rounds of the exchange; yield the handles it waits for.
 
         Returns:
             [halo.received, n, ...] per tensor; its last dimension is contiguous.
@@ -144,7 +144,7 @@ class FetchedRows:
             sent = None if message.sent is None else self._sent(message, message.sent)
             start, stop = message.received
             received = self._received[start:stop] if stop > start else None
-            # What is sent must live until it has left.
+            # A tensor must live until it has been sent.
             handle = self._channel.start(self._kind, sent, message.to, received, message.source)
             under_way.append((handle, sent))
         return under_way
@@ -171,9 +171,9 @@ class ReturnedRows:
         self._under_way = self._issue(self._last)
 
     def add_to(self, own: Tensor) -> Waits[None]:
-        """Add what others' look-backs give to the gradients [tokens, width] of the own rows, in place.
+        """Add the gradients from other members to those [tokens, width] of the own rows, in place.
 
-        Run what is left of the exchange for it; yield the handles it waits for.
+        Run the remaining rounds of the exchange; yield the handles it waits for.
         """
         for number in range(self._last, -1, -1):
             if number < self._last:
@@ -221,7 +221,7 @@ class _Lanes:
         needed = self._needed_near(index)
         for number in range(1, max((abs(rows.distances).max(initial=0) for rows in needed.values()), default=0) + 1):
             batches = []
-            # What members before hold goes up the ring, what those behind hold goes down.
+            # Rows of earlier members travel up the ring, those of later members down.
             for step in (1, -1):
                 arrives = needed[index].from_afar(step * number)
                 leaves = needed[index + step].from_afar(step * number) if index + step in needed else arrives[:0]
@@ -258,12 +258,12 @@ class _Lanes:
         )
 
     def _needed_near(self, index: int) -> dict[int, _Needed]:
-        """Return what a member and its neighbours get; both ends of a message work it out alike."""
+        """Return the rows that a member and its neighbours need; both ends of a message compute them alike."""
         degree = self._layout.degree
         near = [member for member in (index - 1, index, index + 1) if 0 <= member < degree]
-        if not self._layout.masks:  # who stands between a row and who looks at it looks at it, too
+        if not self._layout.masks:  # members between a row and its reader read it, too
             return {member: self._needed(member) for member in near}
-        # One that holds nothing of a short stretch passes on what others look at beyond it.
+        # A member that holds nothing of a short stretch passes on rows that others read beyond it.
         looked = [self._needed(member) for member in range(degree)]
         rows = {member: [looked[member].rows] for member in near}
         for member, (other, of) in product(near, enumerate(looked)):

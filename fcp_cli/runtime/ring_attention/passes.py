@@ -46,7 +46,7 @@ def group_forward(
         sinks: [H] a logit for each head, to which no key belongs, or None.
 
     Returns:
-        out [T, H, Dv] in the type of q, and what `group_backward` needs.
+        out [T, H, Dv] in the type of q, and the tensors that `group_backward` needs.
     """
     if member.heads_degree == 1:
         out, lse = yield from _forward(member, q, k, v, spec, sinks)
@@ -70,7 +70,7 @@ def _forward(
 
 
 class Gradients(NamedTuple):
-    """What `group_backward` returns: dq [T, H, D], dk [T, G, D], dv [T, G, Dv], and a member's part of sinks [H]."""
+    """Gradients of attention: dq [T, H, D], dk [T, G, D], dv [T, G, Dv], and a member's share of that of sinks [H]."""
 
     q: Tensor
     k: Tensor
@@ -109,7 +109,7 @@ def group_backward(
         own = sink_gradients(grad_out, kept.out, kept.lse, member.own_heads(sinks))
         member.own_heads(dsinks).copy_(own)
     grads = _backward(member.ring_of_head_group(), grad_out, kept, spec)
-    # Nothing here holds what is given away, so that it is gone before what it becomes is made.
+    # No name here holds the tensors that are sent, so that they are freed before the results are allocated.
     counts = (heads, kv_heads, kv_heads)
     dq, dk, dv = yield from exchange.to_tokens("tokens", *(yield from grads), heads=counts)
     return Gradients(dq, dk, dv, dsinks)
@@ -124,7 +124,7 @@ def _backward(
 
 
 def lse_of_tokens(member: Ring, kept: SavedForBackward, *, heads: int) -> Waits[Tensor]:
-    """Return the lse [T, H] of a member's own tokens, where it does not keep what its set exchanged."""
+    """Return the lse [T, H] of a member's own tokens, for backwards that do not save the exchanged tensors."""
     if member.heads_degree == 1:
         return kept.lse
     (lse,) = yield from member.head_exchange().to_tokens("lse", kept.lse.unsqueeze(-1), heads=(heads,))
@@ -132,7 +132,7 @@ def lse_of_tokens(member: Ring, kept: SavedForBackward, *, heads: int) -> Waits[
 
 
 def exchanged_again(member: Ring, own: SavedForBackward) -> Waits[SavedForBackward]:
-    """Return what `group_forward` kept, from q, k, v, out and lse of the member's own tokens."""
+    """Return the saved tensors of `group_forward`, computed from q, k, v, out and lse of the member's own tokens."""
     if member.heads_degree == 1:
         return own
     exchange = member.head_exchange()
@@ -142,14 +142,14 @@ def exchanged_again(member: Ring, own: SavedForBackward) -> Waits[SavedForBackwa
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out [T, H, D] and lse [T, H] with sinks [H] among what each row attends to; `out` may be changed."""
+    """Return out [T, H, D] and lse [T, H] with sinks [H] added to the softmax of each row; `out` may be changed."""
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
     kept = (lse - total).exp_().unsqueeze(-1)
     return (out.mul_(kept) if out.dtype == lse.dtype else (out * kept).to(out.dtype)), total
 
 
 def sink_gradients(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return [H] the gradient of sinks, in the type of `lse`, from what `with_sinks` returned.
+    """Return [H] the gradient of sinks, in the type of `lse`, from the results of `with_sinks`.
 
     Args:
         grad_out, out: [T, H, D].

@@ -1,4 +1,4 @@
-"""The two passes of attention around a ring: what each member computes and sends, hop by hop.
+"""Forward and backward of attention around a ring: the calls and messages of each member, hop by hop.
 
 Keys and values travel around the ring, one hop per member, while every member computes with those it holds; partial
 results are merged by their log-sum-exp (Liu et al., "Ring Attention with Blockwise Transformers"; zig-zag chunks as
@@ -124,11 +124,11 @@ def kernel_of(q: Tensor, spec: AttentionSpec) -> AttentionKernel:
 
 
 class _Messages:
-    """What travels around the ring, in two buffers: one is sent while the next message arrives in the other.
+    """The messages of a ring, in two buffers: one is sent while the next message arrives in the other.
 
     Message h, which a member sends at hop h, is the keys and values that it holds at that hop and, behind them in the
     same memory, the sums for the gradients of those of the hop before. Both belong to members that the next one meets
-    at its next hop and at that hop, so what has arrived is changed in place and sent on as it is. Keys are not sent
+    at its next hop and at that hop, so a message is changed in place and sent on. Keys are not sent
     home, and sums begin at hop 1: their owner adds its own share in the end.
 
     Keys come first, then their values, whose heads may have another size: each is a block of its own, so that nothing
@@ -233,7 +233,7 @@ class _Sums:
         self._precise = result.new_empty(result.shape, dtype=dtype) if needs_precise else result
 
     def places(self, hop: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return what a fold of `hop` reads, what it writes, and what it writes beside that."""
+        """Return the tensors of the fold of `hop`: its input, its output, and a second output or None."""
         source = self._result if hop == 1 else self._precise
         if hop == self._ring.degree - 1:
             return source, self._result, None
@@ -273,7 +273,7 @@ def _settle(handle: Handle | None) -> Generator[Handle, None, None]:
 def _forward_own(
     kernel: AttentionKernel, ring: Ring, q: Tensor, k: Tensor, v: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the member's own keys, which every row takes part in: one causal call, and what masks add to it.
+    """Attend to the member's own keys, which every row takes part in: one causal call, and the calls that masks add.
 
     Under masks the result is in the type of lse, which calls and hops are folded in.
     """

@@ -1,6 +1,6 @@
 """Read and update some rows of packed tensors: views where the rows are contiguous, cached indices elsewhere.
 
-On CUDA with triton one kernel does each of the updates (`kernels/fused.py`); what is here is the same in torch.
+On CUDA with triton one kernel does each of the updates (`fused.py`); this module has the same in torch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def take_with_lse(
 def add(source: Tensor, into: Tensor, also: Tensor | None, rows: Rows, share: Tensor) -> None:
     """Add `share` [n, H, D] to the rows of `source` and write them to `into`, which may be it, and to `also`.
 
-    All are [T, H, D], in any types; the sum is rounded once, to the type of what it is written to.
+    All are [T, H, D], in any types; the sum is rounded once, to the type of its destination.
     """
     if _fuses(source):
         view, positions = _placed(source, rows)
@@ -138,7 +138,7 @@ def merge(
     weight = torch.sigmoid(part_lse - old_lse).unsqueeze(-1)
     torch.logaddexp(old_lse, part_lse, out=old_lse)
     is_view = rows.span is not None
-    if not is_view:  # what was gathered is a copy; views have changed `lse` already
+    if not is_view:  # gathered rows are a copy; views have changed `lse` already
         put(lse, rows, old_lse)
     in_place = into is source and old.dtype == lse.dtype
     merged = (old.lerp_ if in_place else old.to(lse.dtype).lerp)(part.to(lse.dtype), weight)

@@ -8,7 +8,7 @@ its own tokens. Every query meets all its keys in one kernel call, so that no pa
     edge    the first window - 1 of a chunk, with the halo before them
 
 Both are segments whose last query sees the last keys. Where a mask lets a span of tokens see itself both ways, a window
-still limits how far back a token sees, and what its span lets it see ahead is added by up to two calls more, whose
+still limits how far back a token sees, and the keys of its span ahead are added by up to two calls more, whose
 results are merged with those by their log-sum-exp, as hops of a ring are:
 
     ahead   tokens of a span within a run and those behind them there: a triangle, once both are read backwards
@@ -85,8 +85,8 @@ class WindowCalls:
     """One member's calls; None where no query is of that kind.
 
     Attributes:
-        halo: what it looks at.
-        ahead, beyond: what masks add to causal windows.
+        halo: rows of other members that it attends to.
+        ahead, beyond: calls that masks add to causal windows.
     """
 
     halo: Halo
@@ -194,13 +194,13 @@ def _segments(q_lengths: IntArray, k_lengths: IntArray, window: int | None) -> S
 def window_forward(
     ring: Ring, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, window: int
 ) -> Waits[tuple[Tensor, Tensor]]:
-    """Do what `ring_passes.ring_forward` does where each token attends to the last `window` ones, itself among them,
-    and to those ahead that its mask lets it see.
+    """Run the forward, as `ring_passes.ring_forward` does, if each token attends to the last `window` ones, itself
+    among them, and to those ahead that its mask lets it see.
     """
     kernel, scale, work = kernel_of(q, spec), spec.scale, window_work(ring.ring_layout, ring.index, window)
     fetched = FetchedRows("halo", work.halo, ring.channel, k, v)
     lse = q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
-    # What is merged further is kept in the type of lse, and rounded once.
+    # Results that are merged further stay in the type of lse, and are rounded once.
     out = q.new_empty(
         *q.shape[:2], v.shape[-1], dtype=q.dtype if work.ahead is None and work.beyond is None else lse.dtype
     )
@@ -225,7 +225,7 @@ def window_forward(
 def window_backward(
     ring: Ring, grad_out: Tensor, kept: SavedForBackward, spec: AttentionSpec, window: int
 ) -> Waits[tuple[Tensor, Tensor, Tensor]]:
-    """Do what `ring_passes.ring_backward` does where each token attends to the last `window` tokens, itself among them.
+    """Run the backward, as `ring_passes.ring_backward` does, if each token attends to the last `window` tokens.
 
     Args:
         ring, spec, window: as given to `window_forward`.

@@ -25,7 +25,7 @@ class LocalMicroBatch:
         row: the micro-batch in the plan.
         input_ids, labels: [1, tokens] int64 on the session's device; at least one token.
         position_ids: the same, or [axes, 1, tokens] where `fetch` gave positions of its own.
-        ring: what `attention` runs on; current while the loop body runs, to be passed on where that may be too late.
+        ring: group that `attention` runs on; current while the loop body runs. Pass it on if attention runs later.
         is_last: whether it is this rank's last of the step.
         pack_labels: [tokens of the pack] int64 of a pack of joined sequences, on the host; else None.
     """
@@ -58,8 +58,8 @@ class LocalMicroBatch:
     def loss(self, logits: Tensor) -> Tensor:
         """Return this rank's share of the step's loss, to call backward on.
 
-        It is the sum of its token losses / tokens of the global batch, times what undoes the averaging of DDP and
-        FSDP2.
+        It is the sum of its token losses / tokens of the global batch, times the factor that undoes the averaging of
+        DDP and FSDP2.
 
         Args:
             logits: [1, tokens, vocabulary] for `input_ids`.
@@ -67,10 +67,10 @@ class LocalMicroBatch:
         return self.normalised(token_loss_sum(logits, self.labels))
 
     def loss_of(self, hidden: Tensor, head: nn.Linear | Tensor) -> Tensor:
-        """Return what `loss` returns, without the logits: they are computed and dropped a part at a time.
+        """Return the loss as `loss` does, but without whole logits: they are computed and dropped in blocks.
 
         Args:
-            hidden: [1, tokens, width] for `input_ids`, what the head would be given.
+            hidden: [1, tokens, width] inputs of the head, for `input_ids`.
             head: the model's linear output layer, or its weight [vocabulary, width].
 
         Raises:
@@ -81,7 +81,7 @@ class LocalMicroBatch:
 
     @property
     def loss_factor(self) -> float:
-        """Return the factor in the loss that undoes what the model's wrapper divides gradients by."""
+        """Return the factor in the loss that undoes the model wrapper's division of gradients."""
         return self._guards.sync.loss_factor
 
     @property
@@ -111,7 +111,7 @@ class LocalMicroBatch:
         return token_log_probs(logits, self.labels)
 
     def part_of(self, values: Mapping[int, Tensor]) -> Tensor:
-        """Return [1, tokens] what this rank needs of values per token: log-probabilities of another pass, advantages.
+        """Return [1, tokens] this rank's shard of values per token: log-probabilities of another pass, advantages.
 
         Args:
             values: manifest row -> [length], as `Step.collect` returns them.

@@ -1,4 +1,4 @@
-"""One rank of a job under a plan: what its steps run on."""
+"""One rank of a job under a plan: its transport, clock, guards and metrics."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.runtime.agreement.grad_ring import GradRingDtype, agreed_grad_dtype
+from fcp_cli.runtime.agreement.plan_agreement import agree_on_plan
 from fcp_cli.runtime.communication.connections import Connections, planned_hops, report_to_stderr
 from fcp_cli.runtime.communication.transport import ProcessTransport, Transport
 from fcp_cli.runtime.communication.world import ProcessWorld, World
@@ -58,6 +59,14 @@ class RankJob:
     def __post_init__(self) -> None:
         self.clock = clock_for(self.device)
         self.connections = Connections(self.transport, rank=self.rank, device=self.device, peers=self.peers)
+
+    @staticmethod
+    def agree(
+        plan: Path, device: torch.device, *, tensor_parallel: int = 1, pipeline_parallel: int = 1
+    ) -> PlanMetadata:
+        """Return the metadata of a plan that all processes have; every process calls it first."""
+        world = ProcessWorld()
+        return agree_on_plan(world, plan, device, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel)
 
     @classmethod
     def join(
@@ -114,5 +123,5 @@ class RankJob:
         return range(ranks - (self.metadata.encoder_ranks or 0), ranks)
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        """Copy what the loader prepared, without waiting where it is in page-locked memory."""
+        """Copy a tensor of the loader to the device, without waiting if it is in page-locked memory."""
         return tensor.to(self.device, non_blocking=True)

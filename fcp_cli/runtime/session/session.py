@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,10 @@ from fcp_cli.recipe import Reduce
 from fcp_cli.runtime.agreement.step_agreement import agree_on_first_step
 from fcp_cli.runtime.communication.connections import agree_on_look_back, planned_hops, report_to_stderr
 from fcp_cli.runtime.data.cursor import PlanCursor
-from fcp_cli.runtime.data.loader import Fetch, LoadedStep, fetches_labels, load_steps
+from fcp_cli.runtime.data.loader import Fetch, Shard, begin_shard, fetches_labels, picture_problems
 from fcp_cli.runtime.data.planned_masks import with_planned_masks
 from fcp_cli.runtime.data.prefetch import Prefetched
+from fcp_cli.runtime.data.steps import LoadedStep, load_steps
 from fcp_cli.runtime.gradients import GradientSync, gradient_sync
 from fcp_cli.runtime.guards.finite import LossWatch
 from fcp_cli.runtime.guards.guards import Guards
@@ -48,7 +49,10 @@ class Session(RankJob):
         skip_bad_rows: skip rows whose images fail to decode instead of raising; equal on all ranks.
         owns_process_group: whether `close` destroys the process group.
         steps_ahead: steps that are loaded ahead of the loop.
+        has_begun: of the class: whether this process has made one.
     """
+
+    has_begun: ClassVar[bool] = False
 
     fetch: Fetch | None
     source: StreamSource | None = None
@@ -58,6 +62,7 @@ class Session(RankJob):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        Session.has_begun = True
         self._first_step = 0  # of a loop that begins
 
     def steps(
@@ -145,34 +150,36 @@ class Session(RankJob):
         planned = StreamCursor(self.source, self.rank, first_step=first_step, end_step=lambda: self.next_step)
         return planned, fetches_labels(planned.first(), fetch)
 
-    def _loaded(self, cursor: PlanCursor | StreamCursor, fetch: Fetch, *, labelled: bool) -> Iterator[LoadedStep]:
-        return load_steps(
-            cursor,
-            fetch,
+    def _loaded(
+        self, cursor: PlanCursor | StreamCursor, fetch: Fetch, *, labelled: bool
+    ) -> Iterator[LoadedStep[Shard]]:
+        begin = partial(
+            begin_shard,
+            fetch=fetch,
             rank=self.rank,
             labelled=labelled,
-            device=self.device,
             cache=self.embedding_cache,
             encoders=self.encoders,
-            looks_ahead=self.source is None or self.source.settings.options.ahead > 0,
         )
+        looks_ahead = self.source is None or self.source.settings.options.ahead > 0
+        return load_steps(cursor, begin, device=self.device, looks_ahead=looks_ahead)
 
     def _follow(
         self,
         cursor: PlanCursor | StreamCursor,
-        loaded: Prefetched[LoadedStep],
+        loaded: Prefetched[LoadedStep[Shard]],
         guards: Guards,
         counting: Literal["rows", "labels"] | None,
     ) -> Generator[Step, None, None]:
         try:
             while (found := self._next_loaded(loaded)) is not None:
-                bad = self._bad_rows(found)
-                item = found.without(bad) if bad else found
+                bad = self._bad_rows(picture_problems(found.shards))
+                item = replace(found, shards=tuple(shard.without(bad) for shard in found.shards)) if bad else found
                 tokens: int | Tensor = item.plan.loss_tokens
                 if counting == "rows":
                     tokens = item.plan.sequences
                 elif counting == "labels" or bad:
-                    tokens = torch.tensor(item.labelled_tokens, device=self.device)
+                    tokens = torch.tensor(sum(shard.labelled_tokens for shard in item.shards), device=self.device)
                     self.world.all_reduce_sum(tokens)  # the sum stays on the device: the host does not wait for it
                 step = Step(self, guards, item, tokens, bad)
                 yield step
@@ -181,7 +188,7 @@ class Session(RankJob):
             cursor.close()
             loaded.close()
 
-    def _next_loaded(self, loaded: Prefetched[LoadedStep]) -> LoadedStep | None:
+    def _next_loaded(self, loaded: Prefetched[LoadedStep[Shard]]) -> LoadedStep[Shard] | None:
         """Return the next step; of a stream, let more be planned, and meet the ranks that its rings join first."""
         if self.source is None:
             return next(loaded, None)
@@ -205,7 +212,7 @@ class Session(RankJob):
         if not isinstance(state.get("next_step"), int):
             raise RunError(
                 "the checkpoint's state of the session has no next_step, but "
-                f"{', '.join(map(str, state)) or 'nothing'}; save what session.state_dict() returns"
+                f"{', '.join(map(str, state)) or 'nothing'}; save the result of session.state_dict()"
             )
         self._first_step = self.next_step = state["next_step"]
 
@@ -213,11 +220,11 @@ class Session(RankJob):
         """Return `outside()`: a context in which models run outside the plan, as for evaluation and generation."""
         return outside()
 
-    def _bad_rows(self, item: LoadedStep) -> tuple[int, ...]:
+    def _bad_rows(self, problems: Mapping[int, str]) -> tuple[int, ...]:
         """Return the manifest rows of the step whose pictures some rank could not read; the same on all ranks."""
         if self.skip_bad_rows:
-            return agree_on_bad_rows(self.world, self.device, tuple(item.problems))
-        for problem in item.problems.values():
+            return agree_on_bad_rows(self.world, self.device, tuple(problems))
+        for problem in problems.values():
             raise RunError(problem)
         return ()
 

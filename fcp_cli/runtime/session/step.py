@@ -10,9 +10,10 @@ from torch import Tensor
 
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.data.followed_step import FollowedStep
-from fcp_cli.runtime.data.loader import LoadedStep, Shard
+from fcp_cli.runtime.data.loader import Shard, picture_problems
+from fcp_cli.runtime.data.steps import LoadedStep
 from fcp_cli.runtime.guards.guards import Guards
-from fcp_cli.runtime.metrics.recorder import RunningStep
+from fcp_cli.runtime.metrics.running_step import RunningStep
 from fcp_cli.runtime.metrics.timing import MicroBatchTiming
 from fcp_cli.runtime.pictures.encoder_rank import EncoderAhead
 from fcp_cli.runtime.ring_attention.context import MicroBatchContext
@@ -51,7 +52,7 @@ class Step(FollowedStep):
         self,
         job: RankJob,
         guards: Guards,
-        loaded: LoadedStep,
+        loaded: LoadedStep[Shard],
         tokens: int | Tensor,
         bad_rows: tuple[int, ...] = (),
     ) -> None:
@@ -70,7 +71,7 @@ class Step(FollowedStep):
             shown = [shard.visuals and shard.visuals.map_pixels(job.to_device) for shard in self._shards]
             self._encoder_ahead = EncoderAhead(shown)
         self.bad_rows = bad_rows
-        self.problems = loaded.problems
+        self.problems = picture_problems(loaded.shards)
 
     @property
     def tokens(self) -> int:
@@ -125,7 +126,9 @@ class Step(FollowedStep):
             if same_data is not None:
                 same_data.require()
             self._sync.reduce()
-            self._skip_if_bad()
+            self.is_skipped = self._guards.is_skipped(self._loss_sums, self._job.device)
+            if self.is_skipped:
+                self._sync.drop()
             self._sync.finish()
             if place is not None:
                 place.end = self._job.clock.mark()
@@ -146,11 +149,6 @@ class Step(FollowedStep):
             if self.bad_rows:
                 self.record.facts["bad_rows"] = self.bad_rows
             self.record.is_whole = True
-
-    def _skip_if_bad(self) -> None:
-        self.is_skipped = self._guards.is_skipped(self._loss_sums, self._job.device)
-        if self.is_skipped:
-            self._sync.drop()
 
     def _enter(self, shard: Shard, *, is_last: bool) -> LocalMicroBatch:
         job = self._job

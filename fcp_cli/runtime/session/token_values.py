@@ -1,8 +1,8 @@
 """Values per token, between a step's ranks and whole sequences: log-probabilities out of one pass, into another.
 
-Passes over one rollout have plans of their own, so a rank rarely holds the same tokens twice. What a pass computed is
-collected as one tensor per row, and the next one takes its parts of those. A value stands at the token that predicts,
-beside its label: the last of each sequence says nothing.
+Passes over one rollout have plans of their own, so a rank rarely holds the same tokens twice. The values of a
+pass are collected as one tensor per row, and the next pass takes its parts of those. A value has the index of the token
+that predicts, as its label has: the last one of each sequence means nothing.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def collect(
         for sequence, length in zip(row.sequences, row.lengths, strict=True)
     ]
     facts = torch.zeros((world.size, 3), dtype=torch.int64, device=device)
-    facts[world.rank] = torch.tensor((len(told), _is_double(parts), bool(fault)), device=device)
+    is_double = any(values.dtype == torch.float64 for *_, values in parts)
+    facts[world.rank] = torch.tensor((len(told), is_double, bool(fault)), device=device)
     world.all_reduce_sum(facts)
     if faulty := facts[:, 2].nonzero().flatten().tolist():
         raise RunError(fault or f"values of rank {faulty[0]} are not one per token; its own message says which")
@@ -99,7 +100,7 @@ def collect(
     for sequence, length in table.tolist():
         offsets[sequence] = (total, total + length)
         total += length
-    # Of all ranks: what one with nothing to do was given may be of another type.
+    # Of all ranks: the values of an idle rank may have another type.
     flat = torch.zeros(total, dtype=torch.float64 if facts[:, 1].any() else torch.float32, device=device)
     for row, layout, member, values in parts:
         if layout.tokens(member):
@@ -111,7 +112,7 @@ def collect(
 
 
 def _fault(parts: Sequence[tuple[MicroBatch, ShardLayout, int, Tensor]]) -> str:
-    """Say what is wrong with this rank's values; "" where nothing is."""
+    """Return the fault of this rank's values, or ""."""
     for row, layout, member, values in parts:
         if values.numel() != max(layout.tokens(member), 1):
             return (
@@ -119,7 +120,3 @@ def _fault(parts: Sequence[tuple[MicroBatch, ShardLayout, int, Tensor]]) -> str:
                 f"{layout.tokens(member)} of its tokens; give one value for each"
             )
     return ""
-
-
-def _is_double(parts: Sequence[tuple[MicroBatch, ShardLayout, int, Tensor]]) -> bool:
-    return any(values.dtype == torch.float64 for *_, values in parts)

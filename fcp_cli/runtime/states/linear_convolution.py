@@ -113,8 +113,8 @@ def begin_layer(ring: Ring, batch: int, tokens: int) -> None:
         )
     if ring.layout.masks:
         raise RunError(
-            f"{ring.place}: the pack has masks, and linear attention and state spaces see what comes before a token, "
-            "no more and no less; plan from a manifest without masks, or train a model without such layers"
+            f"{ring.place}: the pack has masks, and linear attention and state spaces see exactly the tokens "
+            "before a token; plan from a manifest without masks, or train a model without such layers"
         )
     ring.begin_forward(tokens)
 

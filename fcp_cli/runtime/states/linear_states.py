@@ -1,16 +1,16 @@
-"""Hand the states of layers that keep one on along the chunks of a ring's sequences, in the order of their tokens.
+"""Pass the states of recurrent layers along the chunks of a ring's sequences, in the order of their tokens.
 
-What a chunk does to a state S [Dk, Dv] of a head is affine: it leaves A S + B, with A [Dk, Dk] the product of its
-tokens' transitions and B what it leaves of an empty state; of a state space A is a number. Chunk j of 2d begins with
-what chunk j - 1 left. Of d members, member r holds chunks r and 2d - 1 - r, so the state goes up the ring and comes
-back down:
+A chunk's update of a head's state S [Dk, Dv] is affine: its final state is A S + B, with A [Dk, Dk] the product of its
+tokens' transitions and B its final state from an empty one; of a state space A is a number. The initial state of chunk
+j of 2d is the final state of chunk j - 1. Of d members, member r holds chunks r and 2d - 1 - r, so the
+state goes up the ring and comes back down:
 
     member           0       1      ...    d - 1
     chunks up        0   ->  1  ->  ...  -> d - 1
     chunks down    2d-1  <- 2d-2 <- ...  <-   d        from d - 1 to d it stays where it is
 
-Gradients go the same way round, with A transposed: what a chunk's leaving state is to be changed by, changes the one
-that it began with by A^T of it. Each member sends at most two states a pass, whatever the degree, where a gathering
+Gradients go the same way round, with A transposed: the gradient of a chunk's initial state is A^T times that of its
+final state. Each member sends at most two states a pass, whatever the degree, where a gathering
 of all A and B would send each of them to everyone, 4 (d - 1) times as much; to make up for the 2 (d - 1) messages that
 follow one another, a state is cut into pieces, and a member passes one on while it receives the next.
 """
@@ -67,7 +67,7 @@ class _States(torch.autograd.Function):
 
 
 def carry(member: Ring, kind: str, transitions: Tensor, updates: Tensor) -> Waits[Tensor]:
-    """Hand states up the ring through each member's first chunks, and down through its second; yield what it waits for.
+    """Pass states up the ring through each member's first chunks, and down through its second; yield the handles.
 
     Args:
         member: its view of the ring.

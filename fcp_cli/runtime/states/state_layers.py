@@ -1,12 +1,12 @@
 """Layers that keep a state of fixed size, over a ring's shards: linear attention and state spaces.
 
-For each head of such a layer a state S [Dk, Dv] goes along a sequence. What a token does to it is affine, and so is
-what all of a chunk together does: S <- A S + B; and what comes out at a token is z_t, and what it reads of the state
-that its chunk began with. A `StateRule` computes A, B, z and what is read by one call of an unmodified kernel, so a
-member computes its chunks before it knows with which states they begin. `linear_states` brings these, and what tokens
-read of them is added. A member alone runs the rule on whole sequences.
+Each head of such a layer carries a state S [Dk, Dv] along a sequence. A token's update of it is affine, and so is a
+whole chunk's: S <- A S + B. The output at a token is z_t plus a readout of the state at the start of its chunk. A
+`StateRule` computes A, B, z and the readout by one call of an unmodified kernel, so a member computes its chunks before
+it knows their initial states. `linear_states` brings these, and the readouts are added. A member of a ring of one runs
+the rule on whole sequences.
 
-Where sets of members share the heads, they exchange tokens for heads of all that a rule takes, as attention does
+If sets of members share the heads (Ulysses), they exchange tokens for heads of all inputs of a rule, as attention does
 (`shared_heads`).
 """
 
@@ -31,21 +31,21 @@ from fcp_cli.runtime.states.linear_convolution import begin_layer
 from fcp_cli.runtime.states.linear_states import states_at_chunks
 
 Tokens: TypeAlias = tuple[Tensor, ...]
-"""What a rule takes of tokens that lie one behind the other: queries and keys [1, T, G, Dk], values [1, T, H, Dv], of
-which H is a multiple of G, and then what else it has of a token and head, [1, T, H] each."""
+"""Inputs of a rule for consecutive tokens: queries and keys [1, T, G, Dk], values [1, T, H, Dv], H a multiple of G,
+then the rule's further inputs per token and head, [1, T, H] each."""
 
 Batch: TypeAlias = Callable[[Tokens], tuple[Tensor, Tensor]]
-"""Returns outputs [N, T, H, Dv] of sequences [N, T, ...] each, and what is left of their states [N, H, ...]."""
+"""Returns outputs [N, T, H, Dv] and final states [N, H, ...] of sequences [N, T, ...]."""
 
 
 class Chunks(NamedTuple):
-    """What a rule computes of runs of tokens that begin with states that it does not know yet.
+    """Results of a rule for runs of tokens whose initial states are not known yet.
 
     Attributes:
-        out: [1, T, H, Dv], of empty states.
-        reads: [T, ...] each, of which `StateRule.read` makes what tokens read of a state.
+        out: [1, T, H, Dv] outputs from empty initial states.
+        reads: [T, ...] each, from which `StateRule.read` computes the readout of an initial state.
         transitions: [runs, H, Dk, Dk] A of each run, or [runs, H, 1, 1] a factor.
-        updates: [runs, H, Dk, Dv] B of each.
+        updates: [runs, H, Dk, Dv] B of each run.
     """
 
     out: Tensor
@@ -55,7 +55,7 @@ class Chunks(NamedTuple):
 
 
 class StateRule(Protocol):
-    """What a kind of layer does to its states."""
+    """The recurrence of one kind of layer."""
 
     @property
     def heads_said(self) -> str:
@@ -67,7 +67,7 @@ class StateRule(Protocol):
         ...
 
     def alone(self, tokens: Tokens, lengths: tuple[int, ...]) -> Tensor:
-        """Return [1, T, H, Dv] what comes out of whole sequences, each at least a token long."""
+        """Return the outputs [1, T, H, Dv] of whole sequences, each at least a token long."""
         ...
 
     def in_chunks(self, tokens: Tokens, lengths: tuple[int, ...]) -> Chunks:
@@ -75,7 +75,7 @@ class StateRule(Protocol):
         ...
 
     def read(self, reads: Tokens, state: Tensor) -> Tensor:
-        """Return [T, H, Dv] what the tokens of a run read of the state [H, Dk, Dv] that it begins with."""
+        """Return [T, H, Dv] the readout of a run's initial state [H, Dk, Dv] at each of its tokens."""
         ...
 
     def idle(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
@@ -115,7 +115,7 @@ def in_batches(tokens: Tokens, lengths: tuple[int, ...], block: int, batch: Batc
         batch: the rule.
 
     Returns:
-        Outputs [1, T, H, Dv], and what is left of states [runs, ...].
+        Outputs [1, T, H, Dv] and final states [runs, ...].
     """
     if len(lengths) == 1:
         return batch(tokens)
@@ -160,7 +160,7 @@ def _rows(tokens: Tokens, start: int, stop: int) -> Tokens:
 
 
 class _Counted(torch.autograd.Function):
-    """Hands on what a layer gives; its backward, the layer's first, is counted, on whatever ring."""
+    """Identity whose backward, the first of the layer's, is counted, on any ring."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, ring: Ring) -> Tensor:
@@ -184,7 +184,7 @@ def _check_heads(rule: StateRule, tokens: Tokens, ring: Ring) -> None:
 
 
 def _in_set(rule: StateRule, own: Tokens, ring: Ring) -> Tensor:
-    """Compute the rule for a member of a group of several, without padding."""
+    """Return a member's outputs [1, T, H, Dv] of the rule, by Ulysses and the ring, without padding."""
     if ring.heads_degree == 1:
         return _around_ring(rule, own, ring)
     exchange, heads = ring.head_exchange(), own[2].shape[2]
@@ -206,10 +206,10 @@ def _of_heads(own: Tokens, exchange: UlyssesExchange) -> Tokens:
 
 
 def _around_ring(rule: StateRule, held: Tokens, member: Ring) -> Tensor:
-    """Compute the rule for what a member of a ring of several holds: fronts and backs of all sequences, by turns."""
+    """Compute the rule on a member's shard of a ring of several: front and back chunk of each sequence in turn."""
     sizes = member.ring_layout.runs(member.index).sizes
     live, value = np.flatnonzero(sizes), held[2]
-    if not live.size:  # of sequences of few tokens; what others send passes through
+    if not live.size:  # sequences of few tokens; the others' states pass through
         passed = [part.expand(len(sizes), -1, -1, -1) for part in rule.idle(held)]
         # The sum of nothing ties both ends into the graph: backward must run here, too.
         states = _arriving(passed[0], passed[1] + value.sum().to(passed[1].dtype), member)

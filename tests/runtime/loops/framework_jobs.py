@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from tests.patience import PATIENCE_SECONDS
 
 RANKS, ROWS, GLOBAL_BATCH, STEPS = 2, 24, 8, 3
 _BIN = Path(sys.executable).parent
+_LAUNCH = ("launch", "--plan", "plan.parquet", "--device", "cpu", "--run-dir")
 
 
 def write_model(folder: Path) -> Path:
@@ -61,21 +64,25 @@ def write_conversations(path: Path) -> None:
 
 def run(*words: str, folder: Path) -> str:
     """Run a command in a folder, offline; return what it wrote. A failure fails the test with its last lines."""
-    environment = {
+    done = subprocess.run(
+        words, cwd=folder, env=_environment(folder), capture_output=True, text=True, timeout=PATIENCE_SECONDS,
+        check=False,
+    )  # fmt: skip
+    written = done.stdout + done.stderr
+    assert done.returncode == 0, written[-6000:]
+    return written
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    return {
         **os.environ,
         "PATH": f"{_BIN}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": "",
+        "PYTHONPATH": str(folder),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "DO_NOT_TRACK": "1",
     }
-    done = subprocess.run(
-        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
-    )
-    written = done.stdout + done.stderr
-    assert done.returncode == 0, written[-6000:]
-    return written
 
 
 def alone(*module: str, folder: Path, ranks: int = RANKS) -> str:
@@ -87,19 +94,50 @@ def fcp(*words: str, folder: Path) -> str:
     return run(str(_BIN / "fcp"), *words, folder=folder)
 
 
-def write_plan(folder: Path, *source: str) -> None:
+def write_plan(folder: Path, *source: str, tokens: int = 256) -> None:
     """Plan rows in the data's order so that the longer ones need both ranks; `source` as of `fcp manifest build`."""
     fcp("manifest", "build", *source, "-o", "lengths.parquet", folder=folder)
     fcp(
         *("plan", "lengths.parquet", "--model", "model", "--ranks", str(RANKS), "--ranks-per-node", str(RANKS)),
-        *("--tokens-per-rank", "256", "--global-batch-size", str(GLOBAL_BATCH), "--no-shuffle", "-o", "plan.parquet"),
+        *(
+            "--tokens-per-rank",
+            str(tokens),
+            "--global-batch-size",
+            str(GLOBAL_BATCH),
+            "--no-shuffle",
+            "-o",
+            "plan.parquet",
+        ),
         folder=folder,
     )
 
 
 def planned(*words: str, folder: Path) -> str:
     """Run a command as users type it, under the folder's plan."""
-    return fcp("launch", "--plan", "plan.parquet", "--device", "cpu", "--run-dir", "run", "--", *words, folder=folder)
+    return fcp(*_LAUNCH, "run", "--", *words, folder=folder)
+
+
+def interrupted(*words: str, folder: Path, after: Path) -> tuple[int, str]:
+    """Run a command under the plan, and press Ctrl-C once a file exists; return its exit status and what it wrote."""
+    written = folder / "interrupted.log"
+    with written.open("wb") as log:
+        started = subprocess.Popen(
+            (str(_BIN / "fcp"), *_LAUNCH, "stopped-run", "--", *words),
+            cwd=folder,
+            env=_environment(folder),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            while not after.exists() and started.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.05)
+            started.send_signal(signal.SIGINT)
+            started.wait(PATIENCE_SECONDS)
+        finally:
+            started.kill()
+            started.wait()
+    return started.returncode, written.read_text(encoding="utf-8", errors="replace")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,43 +10,77 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
+import torch
 
 from fcp_cli.errors import RunError
+from fcp_cli.plan.reader import PlanReader
 from tests.runtime.launch import torchrun
 from tests.runtime.trainer_outcomes import Outcomes, read_outcomes, require_equal
-from tests.runtime.trainer_plans import write_plans
+from tests.runtime.trainer_plans import GLOBAL_BATCH, LOOP_LENGTHS, write_plans
 
 pytestmark = pytest.mark.loops
 pytest.importorskip("lightning", reason="Lightning is not installed")
 
 _REFUSALS = {
     "own loss": "backward was called on a loss that the micro-batch did not make",
-    "head": "Module trains head.weight beside its Qwen3ForCausalLM, which a rank's part of a sequence would train wrong",
+    "head": "Module trains head.weight outside its Qwen3ForCausalLM, which a rank's part of a sequence would train wrong",
     "other batch": "the script trains on 4 sequences a step (batch_size 2 x accumulate_grad_batches 1 x 2 ranks), but the "
     "plan on 8; plan with 'fcp plan --global-batch-size 4', or give the script the plan's",
     "more epochs": "the script trains 6 steps (max_epochs 2), but the plan",
     "fsdp2": "the trainer's strategy is ModelParallelStrategy, with which automatic optimisation cannot follow a plan; use "
     "strategy='ddp', or a loop on Fabric (docs/how-to/training-loop.md)",
+    "changing data module": "row 13 of the training data has other tokens than in the epochs before; the plan was made of",
     "limited": "limit_train_batches and overfit_batches leave rows out that the plan has; leave them out",
 }
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lightning")
     write_plans(folder)
+    (folder / "planning.json").write_text("{}")
     torchrun("-m", "tests.runtime.workers.lightning_fit_worker", str(folder), num_ranks=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> Outcomes:
     return read_outcomes(folder)
 
 
-@pytest.mark.parametrize(("name", "steps"), [("fit", 3), ("fit waves", 3), ("accumulating fit", 3), ("resumed fit", 2)])
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("fit", 3),
+        ("fit waves", 3),
+        ("accumulating fit", 3),
+        ("resumed fit", 2),
+        ("unplanned fit", 6),
+        ("repeated fit", 6),
+        ("unplanned fit of a data module", 6),
+    ],
+)
 def test_losses_norms_rates_and_weights_are_those_of_the_script_without_a_plan(
     outcomes: Outcomes, name: str, steps: int
 ) -> None:
     require_equal(outcomes, name, steps=steps)
     plain, planned = (outcomes(phase, name)[0]["log"] for phase in ("plain", "planned"))
     assert [entry.get("lr") for entry in planned] == [entry.get("lr") for entry in plain]
+
+
+def test_a_script_without_a_plan_follows_one_of_its_lengths_and_epochs_which_repeats_it(
+    folder: Path, outcomes: Outcomes
+) -> None:
+    lengths = pq.read_table(folder / "unplanned-loop.lengths.parquet")["length"]
+    metadata = PlanReader(folder / "unplanned-loop.parquet").metadata
+    assert tuple(lengths.to_pylist()) == LOOP_LENGTHS
+    assert (metadata.global_batch_size, metadata.steps, metadata.epochs) == (GLOBAL_BATCH, 6, 2)
+    made, repeated = (outcomes("planned", name)[0] for name in ("unplanned fit", "repeated fit"))
+    assert made["log"] == repeated["log"]
+    for weight, value in made["weights"].items():
+        assert torch.equal(value, repeated["weights"][weight]), weight
 
 
 def test_what_cannot_be_followed_is_refused_on_every_rank_before_the_first_step(outcomes: Outcomes) -> None:

@@ -139,10 +139,10 @@ SETTINGS: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "recomputed router": ({**_EXPERTS, "moe_z_loss_coeff": 1e-3, "recompute_granularity": "selective",
                            "recompute_modules": ["moe"]}, "a router with a loss is computed again without the rest of "
                           "its layer, where its micro-batch is not known; leave moe out of --recompute-modules"),
-    "capacity": ({**_EXPERTS, "moe_expert_capacity_factor": 1.0}, "experts of limited capacity drop tokens by what "
-                 "else is in the micro-batch, which the plan chooses; leave --moe-expert-capacity-factor out"),
-    "sinkhorn": ({**_EXPERTS, "moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn routing depends on what else is "
-                 "in the micro-batch"),
+    "capacity": ({**_EXPERTS, "moe_expert_capacity_factor": 1.0}, "experts of limited capacity drop tokens by the "
+                 "rest of the micro-batch, which the plan chooses; leave --moe-expert-capacity-factor out"),
+    "sinkhorn": ({**_EXPERTS, "moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn routing depends on the rest of "
+                 "the micro-batch"),
     "jitter": ({**_EXPERTS, "moe_input_jitter_eps": 0.1}, "experts are routed to at random, which no plan repeats"),
     "allgather": ({**_EXPERTS, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"}, "expert "
                   "parallel with the token dispatcher allgather needs equally many tokens on all ranks; set "

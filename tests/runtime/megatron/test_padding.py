@@ -61,7 +61,7 @@ def test_with_a_padded_plan_no_rank_holds_more_than_its_budget(
 ) -> None:
     reader = planned(tmp_path / "plan.parquet", padded_for=tensor_parallel, sync=sync)
     assert most_held(reader, tensor_parallel=tensor_parallel) <= BUDGET
-    assert "padding, within what the plan counts" in padding_report(
+    assert "padding, which the plan counts" in padding_report(
         reader.path, reader.metadata, tensor_parallel=tensor_parallel
     )
     assert most_held(reader, tensor_parallel=1) <= BUDGET, "less padding than was planned for fits, too"

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from fcp_cli.integrations.lightning.hooks import hook_fit_loop
 from tests.runtime.models import hugging_face
 from tests.runtime.trainer_plans import GLOBAL_BATCH
-from tests.runtime.workers.accelerate_worker import ITERATION, WAVES, rows
+from tests.runtime.workers.accelerate_worker import ITERATION, NEW, REPLACED, UNPLANNED, WAVES, made_again, rows
 from tests.runtime.workers.trainer_worker import Cases, collate, main
 
 
@@ -75,9 +75,32 @@ class Log(lightning.Callback):  # type: ignore[misc]
             self.entries.append({"eval_loss": float(trainer.callback_metrics["eval_loss"])})
 
 
+class Reloaded(lightning.LightningDataModule):  # type: ignore[misc]
+    """Makes its data set for every epoch, perhaps with other tokens from the second on."""
+
+    def __init__(self, size: int, *, changes: bool) -> None:
+        super().__init__()
+        self._size, self._changes, self._made = size, changes, 0
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        self._made += 1
+        data = made_again(changed=self._changes and self._made > 1)
+        return DataLoader(data, self._size, collate_fn=collate, sampler=in_order(data))
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(rows().select(range(4)), batch_size=2, collate_fn=collate)
+
+
+def in_order(data: Any) -> Any:
+    return torch.utils.data.DistributedSampler(
+        data, int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]), shuffle=False
+    )
+
+
 def fit(
     folder: Path,
     *,
+    changes: bool | None = None,
     resume: Path | None = None,
     module: dict[str, bool] | None = None,
     batch: int | None = None,
@@ -102,14 +125,16 @@ def fit(
     trainer = lightning.Trainer(**{**given, **settings})
     own = Module(**(module or {}))
     size = batch or GLOBAL_BATCH // updates // ranks
-    data = rows()
-    sampler: Any = torch.utils.data.DistributedSampler(data, ranks, int(os.environ["RANK"]), shuffle=False)
-    trainer.fit(
-        own,
-        DataLoader(data, batch_size=size, collate_fn=collate, sampler=sampler),
-        DataLoader(data.select(range(4)), batch_size=2, collate_fn=collate),
-        ckpt_path=resume,
-    )
+    if changes is None:
+        data = rows()
+        trainer.fit(
+            own,
+            DataLoader(data, batch_size=size, collate_fn=collate, sampler=in_order(data)),
+            DataLoader(data.select(range(4)), batch_size=2, collate_fn=collate),
+            ckpt_path=resume,
+        )
+    else:
+        trainer.fit(own, datamodule=Reloaded(size, changes=changes))
     return {"log": trainer.callbacks[0].entries, "weights": own.model.state_dict()}
 
 
@@ -126,11 +151,15 @@ def resumed(folder: Path) -> dict[str, Any]:
     return {**found, "log": log.entries[-3:]}
 
 
+RELOADED: dict[str, Any] = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
 CASES: Cases = {
     "fit": (ITERATION, fit),
     "fit waves": (WAVES, fit),
     "accumulating fit": (ITERATION, partial(fit, accumulate_grad_batches=2)),
     "resumed fit": (ITERATION, resumed),
+    "unplanned fit": (UNPLANNED, partial(fit, max_epochs=2, accumulate_grad_batches=2)),
+    "repeated fit": (UNPLANNED, partial(fit, max_epochs=2, accumulate_grad_batches=2)),
+    "unplanned fit of a data module": (NEW, partial(fit, **RELOADED, changes=False)),
 }
 REFUSALS: Cases = {
     "own loss": (ITERATION, partial(fit, module={"own_loss": True})),
@@ -138,6 +167,7 @@ REFUSALS: Cases = {
     "other batch": (ITERATION, partial(fit, batch=2)),
     "more epochs": (ITERATION, partial(fit, max_epochs=2)),
     "fsdp2": (ITERATION, lambda folder: fit(folder, strategy=ModelParallelStrategy())),
+    "changing data module": (REPLACED, partial(fit, **RELOADED, changes=True)),
     "limited": (ITERATION, partial(fit, limit_train_batches=0.5)),
 }
 

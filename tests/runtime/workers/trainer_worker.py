@@ -115,6 +115,7 @@ def train(
     evaluates: bool = False,
     kind: type[Trainer] = Trainer,
     lengths: tuple[int, ...] = LENGTHS,
+    data: Any = None,
     collator: Callable[..., dict[str, torch.Tensor]] = collate,
     callbacks: list[TrainerCallback] | None = None,
     **changes: Any,
@@ -122,7 +123,7 @@ def train(
     trainer = kind(
         model=model or hugging_face("qwen3", torch.float32),
         args=TrainingArguments(**common_arguments(folder, **changes)),
-        train_dataset=rows(lengths),
+        train_dataset=rows(lengths) if data is None else data,
         eval_dataset=rows(LENGTHS[:5]) if evaluates else None,
         data_collator=collator,
         callbacks=callbacks,
@@ -158,6 +159,41 @@ class CtrlC(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == 1 and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGINT)
+
+
+class Growing(torch.utils.data.Dataset[Any]):
+    """Rows of which the last has a token more from the second epoch on."""
+
+    def __init__(self, own: Dataset) -> None:
+        self._rows, self._epoch = own, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> Any:
+        found = self._rows[row]
+        if not self._epoch or row < len(self) - 1:
+            return found
+        return {name: [*values[:1], *values] for name, values in found.items()}
+
+
+class Grow(TrainerCallback):
+    """Tells the data set which epoch begins, as curricula are told."""
+
+    def __init__(self, data: Growing) -> None:
+        self._data = data
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._data.set_epoch(int(state.epoch or 0))
+
+
+def growing(folder: Path) -> dict[str, Any]:
+    """With workers, which keep the rows of the first epoch."""
+    data = Growing(rows())
+    return train(folder, data=data, callbacks=[Grow(data)], num_train_epochs=2, dataloader_num_workers=1)
 
 
 def stopped(folder: Path) -> dict[str, Any]:
@@ -238,6 +274,7 @@ REFUSALS: Cases = {
     "longer row": (ITERATION, lambda folder: train(folder, lengths=(*LENGTHS[:20], LENGTHS[20] + 1, *LENGTHS[21:]))),
     "other data on rank 1": (UNPLANNED[2], other_rows_on_rank_1),
     "second trainer": (UNPLANNED[0], lambda folder: train(folder, lengths=LENGTHS[:20])),
+    "changing rows": ("unplanned-growing.parquet", growing),
     "grouped": (ITERATION, lambda folder: train(folder, train_sampling_strategy="group_by_length")),
 }
 
@@ -260,7 +297,7 @@ def main(folder: Path, wanted: list[str], cases: Cases, refusals: Cases, hook: C
             plan, run = known[name]
             os.environ["FCP_PLAN"] = str(folder / plan)
             os.environ.pop("FCP_PLANNING", None)
-            if plan in UNPLANNED:
+            if plan in UNPLANNED or plan.startswith("unplanned-"):
                 os.environ["FCP_PLANNING"] = str(folder / "planning.json")
             own = folder / phase / name
             own.mkdir(parents=True, exist_ok=True)

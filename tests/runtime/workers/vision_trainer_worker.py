@@ -99,9 +99,19 @@ def cases(num_ranks: int) -> Cases:
     def case(family: Family, **changes: Any) -> tuple[str, Any]:
         return f"{family}-{num_ranks}.parquet", partial(train, family=family, **changes)
 
+    def unplanned(family: Family, *, frozen: bool = False) -> tuple[str, Any]:
+        return f"unplanned-{family}{'-frozen' * frozen}.parquet", partial(train, family=family, frozen=frozen)
+
+    made: Cases = {
+        f"unplanned {family}{' frozen' * frozen}": unplanned(family, frozen=frozen)
+        for family in FAMILIES
+        for frozen in (False, True)
+    }
     if num_ranks == 4:
-        return {"qwen3_vl": case("qwen3_vl"), "internvl frozen": case("internvl", frozen=True)}
+        return {"qwen3_vl": case("qwen3_vl"), "internvl frozen": case("internvl", frozen=True), **made}
     return {
+        **made,
+        "repeated qwen3_vl": unplanned("qwen3_vl"),
         "qwen3_vl": case("qwen3_vl"),
         "gemma3": case("gemma3"),
         "qwen3_vl frozen": case("qwen3_vl", frozen=True, per_device_train_batch_size=1, gradient_accumulation_steps=4),

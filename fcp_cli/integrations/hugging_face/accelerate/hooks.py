@@ -79,7 +79,7 @@ def _prepare(accelerator: Any, own: Callable[..., Any], *args: Any, **kwargs: An
     """Prepare as ever; a model that is trained is hooked before, and the loader of the plan's data replaced after."""
     from torch import nn
 
-    from fcp_cli.integrations.hugging_face.accelerate.loop import AcceleratedLoop
+    from fcp_cli.integrations.hugging_face.accelerate.loop import AcceleratedLoop, PlannedBatches
 
     if any(type(found).__name__ == "DummyOptim" for found in args) or str(accelerator.distributed_type).endswith(
         "SPEED"
@@ -95,13 +95,15 @@ def _prepare(accelerator: Any, own: Callable[..., Any], *args: Any, **kwargs: An
     prepared = list(found) if len(args) > 1 else [found]
     for place in trained:
         loop.model = prepared[place]
-    prepared = [loop.planned(one) if hasattr(one, "total_batch_size") else one for one in prepared]
+    prepared = [PlannedBatches(loop, one) if hasattr(one, "total_batch_size") else one for one in prepared]
     return tuple(prepared) if len(args) > 1 else prepared[0]
 
 
 def _backward(accelerator: Any, own: Callable[..., Any], loss: Any, **kwargs: Any) -> Any:
+    loop = getattr(accelerator, _LOOP)
+    loop.require_microbatch()
     own(accelerator, loss, **kwargs)
-    getattr(accelerator, _LOOP).after_backward()
+    loop.after_backward()
 
 
 def _do_sync(accelerator: Any, own: Callable[..., Any]) -> None:
@@ -142,5 +144,5 @@ def _skip_first_batches(accelerator: Any, own: Callable[..., Any], dataloader: A
 
     if not isinstance(dataloader, PlannedBatches):
         return own(accelerator, dataloader, num_batches)
-    getattr(accelerator, _LOOP).check_skipped(num_batches)
+    getattr(accelerator, _LOOP).check_skipped(dataloader.own, num_batches)
     return dataloader

@@ -11,6 +11,7 @@ from torch import Tensor
 from fcp_cli.errors import MaskError, RunError
 from fcp_cli.masks import CAUSAL, Mask, MaskedSequence, of_matrix, token_types
 from fcp_cli.runtime.data.joined import JoinedSequences
+from fcp_cli.runtime.loss.labels import IGNORED
 
 # What collators add that says again what the tokens and the plan say.
 _REDUNDANT = frozenset({"attention_mask", "position_ids", "completion_mask", "seq_idx", "length"})
@@ -68,21 +69,24 @@ def one_sequence(batch: Any, row: int, *, masked: bool = False) -> tuple[Tensor,
 
 
 def one_pair(batch: Any, row: int) -> JoinedSequences:
-    """Return the preferred and the rejected sequence in a batch of one pair, as TRL's collator makes it.
+    """Return the preferred and the rejected sequence in a batch of one pair, with TRL's `completion_mask` or labels.
 
     Raises:
         RunError: it is none.
     """
-    names = ("input_ids", "attention_mask", "completion_mask")
+    answers = "labels" if isinstance(batch, Mapping) and "labels" in batch else "completion_mask"
+    names = ("input_ids", "attention_mask", answers)
     if not isinstance(batch, Mapping) or any(name not in batch for name in names):
         raise RunError(f"the data collator makes of row {row} no pair with {', '.join(names)}, which a plan follows")
-    tokens, mask, completion = (torch.as_tensor(batch[name]) for name in names)
+    tokens, mask, learned = (torch.as_tensor(batch[name]) for name in names)
+    if answers == "labels":
+        learned = learned != IGNORED
     if tokens.dim() != 2 or len(tokens) != 2:
         raise RunError(f"the data collator makes of row {row} input_ids of shape {tuple(tokens.shape)}, not of a pair")
     kept = [own.nonzero().flatten() for own in mask]
     ids = [own[at] for own, at in zip(tokens, kept, strict=True)]
     labels = [
-        own[at].masked_fill(learned[at] == 0, -100) for own, at, learned in zip(tokens, kept, completion, strict=True)
+        own[at].masked_fill(answer[at] == 0, IGNORED) for own, at, answer in zip(tokens, kept, learned, strict=True)
     ]
     return JoinedSequences(tokens=torch.cat(ids), labels=torch.cat(labels), lengths=(len(ids[0]), len(ids[1])))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -13,10 +13,25 @@ from torch import Tensor
 
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.hugging_face.data.batches import one_pair, one_sequence, unpadded
-from fcp_cli.masks import CAUSAL, MaskedSequence
+from fcp_cli.masks import CAUSAL, Mask, MaskedSequence
 from fcp_cli.runtime.data.joined import JoinedSequences
 from fcp_cli.vision.families import FAMILIES
 from fcp_cli.vision.parts import VisualSequence
+
+
+class RowSize(NamedTuple):
+    """A row of the data as a manifest counts it.
+
+    Attributes:
+        patches: that the vision encoder runs.
+        patch_pairs: sum over frames or tiles of patches squared.
+    """
+
+    tokens: int
+    patches: int = 0
+    patch_pairs: int = 0
+    mask: Mask = CAUSAL
+
 
 Collated: TypeAlias = tuple[Tensor, Tensor] | MaskedSequence | VisualSequence | JoinedSequences
 _PIXELS = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
@@ -39,13 +54,38 @@ def one_row(batch: Any, row: int, *, pairs: bool = False, masked: bool = False, 
     """
     if pairs:
         return one_pair(batch, row)
-    if getattr(config, "model_type", None) in FAMILIES and isinstance(batch, Mapping) and "input_ids" in batch:
+    if has_pictures(config) and isinstance(batch, Mapping) and "input_ids" in batch:
         return _visual_row(batch, row, masked, config)
     return one_sequence(batch, row, masked=masked)
 
 
+def has_pictures(config: Any) -> bool:
+    """Return whether a model is of a family whose images and videos follow a plan."""
+    return getattr(config, "model_type", None) in FAMILIES
+
+
+def has_masks_of_types(config: Any) -> bool:
+    """Return whether a model's token types are masks: its images see themselves both ways."""
+    return getattr(config, "model_type", None) in _MASKS_BY_TYPES
+
+
+def size_of_row(batch: Any, row: int, *, pairs: bool = False, config: Any = None) -> RowSize:
+    """Return the size of a row as `one_row` reads it.
+
+    Raises:
+        RunError: it is no such row, or has more than a plan can follow.
+    """
+    found = one_row(batch, row, pairs=pairs, masked=has_masks_of_types(config), config=config)
+    if isinstance(found, tuple):
+        return RowSize(len(found[0]))
+    mask = found.mask if isinstance(found, (MaskedSequence, VisualSequence)) else CAUSAL
+    parts = found.parts if isinstance(found, VisualSequence) else ()
+    patches = [height * width for height, width in (part.grid for part in parts)]
+    return RowSize(len(found.tokens), sum(patches), sum(one**2 for one in patches), mask)
+
+
 def _visual_row(batch: Mapping[Any, Any], row: int, masked: bool, config: Any) -> Collated:
-    has_masks = config.model_type in _MASKS_BY_TYPES
+    has_masks = has_masks_of_types(config)
     types = None if has_masks else batch.get("mm_token_type_ids")
     kept = unpadded(batch, row)
     ids = torch.as_tensor(batch["input_ids"])[0][kept].numpy()
@@ -54,10 +94,11 @@ def _visual_row(batch: Mapping[Any, Any], row: int, masked: bool, config: Any) -
     family: Any = FAMILIES[config.model_type]
     pixels = [name for name in _PIXELS if name in inspect.signature(family.visual_sequence).parameters]
     # Positions of pictures are the model's own, of three axes; those of text must be 0, 1, 2, ... Models that are given
-    # seconds of frames and do not use them ignore them.
+    # seconds of frames and do not use them ignore them; rope_deltas are for generation alone.
     taken = {
         *pixels,
         "second_per_grid_ts",
+        "rope_deltas",
         *(() if has_masks else ("mm_token_type_ids",)),
         *(("position_ids",) if is_visual else ()),
     }

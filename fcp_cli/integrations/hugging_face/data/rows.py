@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,7 @@ class CollatedRows:
                 f"{_remedy(pairs)}"
             )
         self._loader, self._name, self._pairs, self._config = loader, name, pairs, config
+        self._reading = Lock()  # the thread that loads ahead, and each epoch's comparison
         self.learned: dict[int, int] = {}
         self._planned = planned_lengths(plan, metadata) if lengths is None else lengths
         cut = metadata.overlong
@@ -82,7 +84,32 @@ class CollatedRows:
             self(int(row))
 
     def __call__(self, row: int) -> Collated:
-        return self.read(self._loader.collate_fn([self._loader.dataset[row]]), row)
+        with self._reading:
+            return self.read(self._loader.collate_fn([self._loader.dataset[row]]), row)
+
+    def require_lengths(self) -> None:
+        """Raise RunError where a row has another length than in the plan, as far as a few rows tell.
+
+        For data that a script changes between epochs: workers that read ahead keep what they began with.
+        """
+        with torch.random.fork_rng(devices=[]):  # training draws what it would draw without a plan
+            for row in self._spread():
+                self(int(row))
+
+    def require_same(self, loader: Any) -> None:
+        """Raise RunError where another loader of the script gives other rows; it names the first."""
+        own, other = self._loader, loader
+        if len(other.dataset) != len(own.dataset):
+            raise RunError(
+                f"the training data has {len(other.dataset)} rows, but had {len(own.dataset)} in the epochs before; "
+                f"{_remedy(self._pairs)}"
+            )
+        for row in range(len(own.dataset)):
+            before, now = self(row), self.read(other.collate_fn([other.dataset[row]]), row)
+            if not _is_same(before, now):
+                raise RunError(
+                    f"row {row} of the training data has other tokens than in the epochs before; {_remedy(self._pairs)}"
+                )
 
     def ahead(self, sampler: PlanSampler) -> Fetch:
         """Return the same from workers of their own, as many as the script's loader has."""
@@ -138,14 +165,24 @@ class CollatedRows:
 
     def _doubtful(self) -> IntArray:
         """Return the rows to read before the first step: those whose stored tokens are not as many as planned."""
-        planned = np.flatnonzero(self._planned)
         stored = stored_lengths(self._loader.dataset, pairs=self._pairs)
         if stored is None:
-            return planned[np.linspace(0, len(planned) - 1, num=min(_READ_BEFORE, len(planned)), dtype=np.int64)]
+            return self._spread()
+        planned = np.flatnonzero(self._planned)
         expected = stored if self._pairs or self._cut_tokens is None else np.minimum(stored, self._cut_tokens)
         differing = expected[planned] != self._planned[planned]
         doubtful: IntArray = planned[differing][:_READ_BEFORE]
         return doubtful
+
+    def _spread(self) -> IntArray:
+        """Return a few of the planned rows, spread over the data."""
+        planned = np.flatnonzero(self._planned)
+        return planned[np.linspace(0, len(planned) - 1, num=min(_READ_BEFORE, len(planned)), dtype=np.int64)]
+
+
+def _is_same(before: Collated, now: Collated) -> bool:
+    ids, others = (found if isinstance(found, tuple) else (found.tokens, found.labels) for found in (before, now))
+    return all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(ids, others, strict=True))
 
 
 _READ_BEFORE = 8

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fcp_cli.runtime.communication.transport import drive
+from fcp_cli.runtime.loss.labels import IGNORED
 from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.runtime.session.microbatch import LocalMicroBatch
 
@@ -87,6 +88,23 @@ class PairPack:
         }
         return replace(output, loss=None, **found)
 
+    def labels(self) -> Tensor:
+        """Return the labels [2 * pairs, tokens] of that batch for `two_way_logits`: 0 of each learned token."""
+        labels = self.inputs()["completion_mask"] - 1
+        return labels.masked_fill(labels < 0, IGNORED)
+
+    def two_way_logits(self, log_probs: Tensor) -> Tensor:
+        """Return logits [2 * pairs, tokens, 2]: of each token's label, and of all other tokens together.
+
+        Their log-softmax is the log-probability of the label, with its gradient, whatever the size of the vocabulary.
+
+        Args:
+            log_probs: [1, own tokens], 0 of tokens without a label.
+        """
+        [whole] = self._gathered([log_probs])
+        logits = two_way(self._placed(whole), self.labels()[:, 1:] != IGNORED)
+        return torch.cat((logits, torch.zeros_like(logits[:, :1])), dim=1)
+
     def _placed(self, values: Tensor) -> Tensor:
         """Return values [tokens of the pack] in the form of the batch."""
         read, written = self._read.to(values.device), self._written.to(values.device)
@@ -107,6 +125,17 @@ class PairPack:
                 places = torch.from_numpy(layout.index(member)).to(whole.device)
                 whole[:, places] = values[:, : layout.tokens(member)]
         return [whole[place].index_copy(0, index, part[0, :held].to(whole.dtype)) for place, part in enumerate(own)]
+
+
+def two_way(log_probs: Tensor, is_learned: Tensor) -> Tensor:
+    """Return logits [..., 2] whose log-softmax at 0 is a log-probability, where it is learned, with its gradient."""
+    others = torch.log((-torch.expm1(log_probs.masked_fill(~is_learned, -1.0))).clamp(min=1e-12))
+    return torch.stack((log_probs, others), dim=-1).masked_fill(~is_learned[..., None], 0.0)
+
+
+def current_pairs() -> PairPack | None:
+    """Return the micro-batch of pairs that a loss runs on now, or None."""
+    return _current.get()
 
 
 def hook_pairs(model: nn.Module) -> None:

@@ -92,18 +92,13 @@ class PreferenceLoss:
         pass
 
     def of(self, model: Any, microbatch: LocalMicroBatch) -> Tensor:
-        trainer, pack = self._trainer, PairPack(microbatch)
+        pack = PairPack(microbatch)
         with pack.current():
             if not pack.pairs:  # a forward of each model all the same, for the sake of those that others share
-                idle = {"input_ids": microbatch.input_ids, "labels": microbatch.labels, "fused_lm_head": True}
-                if trainer.ref_model is not None:
-                    with torch.no_grad():
-                        trainer.ref_model(**idle)
-                return microbatch.normalised(model(**idle).log_probs.sum() * 0.0)
-            inputs = pack.inputs()
-            weights = _weights(inputs["completion_mask"], degree=microbatch.row.degree)
+                return microbatch.normalised(self._idle(model, microbatch))
+            weights = _weights(pack.inputs()["completion_mask"], degree=microbatch.row.degree)
             with self._collected(weights):
-                loss = self._compute_loss(trainer, model, inputs)
+                loss = self._loss(model, pack)
         share = microbatch.normalised(loss * pack.pairs)
         assert microbatch.loss_sum is not None
         microbatch.loss_sum = microbatch.loss_sum / microbatch.row.degree  # all members of the ring have it
@@ -118,30 +113,57 @@ class PreferenceLoss:
                 total[name][0] += value
                 total[name][1] += weight
         self._logged.clear()
+        self._log({name: value / weight if weight else 0.0 for name, (value, weight) in total.items()}, tokens)
+
+    def _log(self, total: Mapping[str, float], tokens: int) -> None:
         trainer = self._trainer
         trainer._total_train_tokens += tokens
         metrics = trainer._metrics["train"]
-        for name, (value, weight) in total.items():
-            metrics[name].append(value / weight if weight else 0.0)
+        for name, value in total.items():
+            metrics[name].append(value)
         metrics["num_tokens"] = [trainer._total_train_tokens]
+
+    def _idle(self, model: Any, microbatch: LocalMicroBatch) -> Tensor:
+        idle = {"input_ids": microbatch.input_ids, "labels": microbatch.labels, "fused_lm_head": True}
+        if self._trainer.ref_model is not None:
+            with torch.no_grad():
+                self._trainer.ref_model(**idle)
+        log_probs: Tensor = model(**idle).log_probs
+        return log_probs.sum() * 0.0
+
+    def _loss(self, model: Any, pack: PairPack) -> Tensor:
+        loss: Tensor = self._compute_loss(self._trainer, model, pack.inputs())
+        return loss
 
     @contextmanager
     def _collected(self, weights: Mapping[str, float]) -> Iterator[None]:
         """Keep what TRL logs of a micro-batch on this rank: others have other numbers of micro-batches."""
         trainer = self._trainer
-        accelerator, tokens = trainer.accelerator, trainer._total_train_tokens
+        tokens = trainer._total_train_tokens
         kept, trainer._metrics["train"] = trainer._metrics["train"], defaultdict(list)
+        try:
+            with self._own_gathers():
+                yield
+            for name, values in trainer._metrics["train"].items():
+                if name != "num_tokens":
+                    self._add(name, float(values[-1]), weights.get(name, weights["pairs"]))
+        finally:
+            trainer._metrics["train"], trainer._total_train_tokens = kept, tokens
+
+    def _add(self, name: str, value: float, weight: float) -> None:
+        entry = self._logged.setdefault(name, [0.0, 0.0])
+        entry[0] += weight * value
+        entry[1] += weight
+
+    @contextmanager
+    def _own_gathers(self) -> Iterator[None]:
+        """Let accelerate gather this rank's numbers alone."""
+        accelerator = self._trainer.accelerator
         accelerator.gather = accelerator.gather_for_metrics = _own
         try:
             yield
-            for name, values in trainer._metrics["train"].items():
-                if name != "num_tokens":
-                    entry, weight = self._logged.setdefault(name, [0.0, 0.0]), weights.get(name, weights["pairs"])
-                    entry[0] += weight * float(values[-1])
-                    entry[1] += weight
         finally:
             del accelerator.gather, accelerator.gather_for_metrics
-            trainer._metrics["train"], trainer._total_train_tokens = kept, tokens
 
 
 def _weights(completion: Tensor, *, degree: int) -> dict[str, float]:

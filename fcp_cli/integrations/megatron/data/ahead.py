@@ -50,7 +50,7 @@ def look_ahead(
         places: how many to look ahead.
         shard_of: cuts a shard out of whole sequences.
     """
-    masks = [item[mask] if mask in item else torch.ones(_length(item)) for item in items]
+    masks = [item[mask] if mask in item else torch.ones(next(iter(item.values())).shape[-1]) for item in items]
     counts = [[float(_moved(one, place).sum()) for one in masks] for place in range(places + 1)]
     ratios = [
         [one.new_full(one.shape, own / max(ahead, 1.0)) for one, own, ahead in zip(masks, counts[0], row, strict=True)]
@@ -63,10 +63,6 @@ def look_ahead(
     }
     ratio = torch.stack([shard_of(row) for row in ratios])
     return Ahead(values=values, ratio=ratio, counts=tuple(sum(row) / len(items) for row in counts))
-
-
-def _length(item: Mapping[str, Tensor]) -> int:
-    return next(iter(item.values())).shape[-1]
 
 
 def _moved(tensor: Tensor, places: int) -> Tensor:

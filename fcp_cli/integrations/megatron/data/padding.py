@@ -24,6 +24,6 @@ def padding_report(plan: Path, metadata: PlanMetadata, *, tensor_parallel: int) 
         held += int(held_tokens(step, needed).sum())
     share = f"{held / max(tokens, 1) - 1:.1%} padding"
     if metadata.padding_multiple is not None and metadata.padding_multiple % needed == 0:
-        return f"{share}, within what the plan counts"
+        return f"{share}, which the plan counts"
     devices = f" --tensor-parallel {tensor_parallel}" if tensor_parallel > 1 else ""
     return f"{share}, which the plan does not count ('fcp plan --padded-rings{devices}' does)"

@@ -8,10 +8,10 @@ that Megatron's own checkpoint does not have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,8 +22,9 @@ from fcp_cli.integrations.megatron.data.ahead import Ahead, look_ahead
 from fcp_cli.masks import CAUSAL, Mask, MaskRows, segments
 from fcp_cli.plan.padding import padded_tokens, padding_multiple
 from fcp_cli.plan.step import MicroBatch
-from fcp_cli.runtime.data.cursor import RankStep
+from fcp_cli.runtime.data.followed_step import require_length
 from fcp_cli.runtime.data.planned_masks import require_same
+from fcp_cli.runtime.data.steps import LoadedStep
 from fcp_cli.runtime.layouts.layout import ShardLayout, shard_layout
 
 TOKENS = "tokens"
@@ -94,13 +95,17 @@ class LocalShard:
         owners[: held.shape[0]] = held
         return owners.masked_fill(~self.is_planned, count)
 
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> LocalShard:
+        return replace(
+            self,
+            batch={name: function(v) if isinstance(v, Tensor) else v for name, v in self.batch.items()},
+            positions=function(self.positions),
+            is_planned=function(self.is_planned),
+            ahead=None if self.ahead is None else self.ahead.mapped(function),
+        )
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LocalStep:
-    """A step of one rank."""
 
-    plan: RankStep
-    shards: tuple[LocalShard, ...]
+LocalStep: TypeAlias = LoadedStep[LocalShard]
 
 
 def find_samples(data_iterator: Any) -> Samples:
@@ -136,42 +141,6 @@ def _sampler(iterator: Any) -> Any:
     return getattr(index_sampler, "sampler", index_sampler)
 
 
-def load_steps(
-    steps: Iterable[RankStep], samples: Samples, load: Callable[[MicroBatch, Samples], LocalShard]
-) -> Iterator[LocalStep]:
-    """Load a rank's shards, step by step.
-
-    Args:
-        steps: to load.
-        samples: where from.
-        load: `load_shard` for the rank.
-
-    Raises:
-        RunError: an item has no tokens, or fewer than in the plan.
-    """
-    for step in steps:
-        yield LocalStep(plan=step, shards=tuple(load(row, samples) for row in step.rows))
-
-
-def pinned(step: LocalStep) -> LocalStep:
-    """Put a step's tensors into page-locked memory: only from there does a copy to a GPU not keep the host waiting."""
-
-    def pin(value: Any) -> Any:
-        return value.pin_memory() if isinstance(value, Tensor) else value
-
-    shards = (
-        replace(
-            shard,
-            batch={name: pin(value) for name, value in shard.batch.items()},
-            positions=pin(shard.positions),
-            is_planned=pin(shard.is_planned),
-            ahead=None if shard.ahead is None else shard.ahead.mapped(pin),
-        )
-        for shard in step.shards
-    )
-    return replace(step, shards=tuple(shards))
-
-
 def load_shard(
     row: MicroBatch,
     samples: Samples,
@@ -198,9 +167,11 @@ def load_shard(
     items = [sequence for pack, _ in packs for sequence in pack]
     lengths = padded = tuple(item[TOKENS].shape[-1] for item in items)
     if even_chunks:
+        _require_no_mask(row, packs)
         multiple = padding_multiple(multiple)
         padded = tuple(padded_tokens(lengths, row.degree, multiple).tolist())
-    layout = shard_layout(padded, row.degree, row.heads_degree, _masks(row, packs, even_chunks=even_chunks))
+    masks = tuple(mask for pack, mask in packs for _ in pack)
+    layout = shard_layout(padded, row.degree, row.heads_degree, masks)
     positions = torch.from_numpy(layout.position_ids(member))
     index = torch.from_numpy(layout.index(member)) if row.degree > 1 else None
     padding = max(-(-len(positions) // multiple), 1) * multiple - len(positions)
@@ -232,17 +203,13 @@ def load_shard(
     )
 
 
-def _masks(
-    row: MicroBatch, packs: Sequence[tuple[list[dict[str, Tensor]], Mask]], *, even_chunks: bool
-) -> tuple[Mask, ...]:
-    """Return the mask of each sequence of a row's packs; none where all are causal."""
-    masked = [at for at, (_, mask) in zip(row.sequences, packs, strict=True) if not mask.is_causal]
-    if masked and even_chunks:
-        raise RunError(
-            f"row {masked[0]} of the data set has a mask, which rings of equal chunks do not follow; set "
-            "FCP_ATTENTION=ring for fcp's own"
-        )
-    return tuple(mask for pack, mask in packs for _ in pack) if masked else ()
+def _require_no_mask(row: MicroBatch, packs: Sequence[tuple[list[dict[str, Tensor]], Mask]]) -> None:
+    for at, (_, mask) in zip(row.sequences, packs, strict=True):
+        if not mask.is_causal:
+            raise RunError(
+                f"row {at} of the data set has a mask, which rings of equal chunks do not follow; set "
+                "FCP_ATTENTION=ring for fcp's own"
+            )
 
 
 def _ended(tensor: Tensor, end: int) -> Tensor:
@@ -262,11 +229,7 @@ def _sequences(samples: Samples, at: int, length: int) -> tuple[list[dict[str, T
             f"row {at} of the data set has no {TOKENS!r}, only {names}; its items must be dictionaries with it"
         )
     tokens = len(found[TOKENS])
-    if tokens < length:
-        raise RunError(
-            f"row {at} of the data set has {tokens} tokens but {length} in the plan: the plan was made from another "
-            "manifest; build it again with 'fcp manifest build' and 'fcp plan'"
-        )
+    require_length(tokens, length, row=at)
     tensors = {name: torch.as_tensor(value) for name, value in found.items() if name not in (ATTENTION_MASK, MASK)}
     whole = {name: tensor for name, tensor in tensors.items() if tensor.dim() and tensor.shape[-1] == tokens}
     mask = mask_of(found, at, tokens)
@@ -298,7 +261,7 @@ def _spans_by(mask: Tensor, at: int, tokens: int) -> Mask:
     if mask.dtype != torch.bool or mask.shape[-2:] != (tokens, tokens) or mask.numel() != tokens * tokens:
         return CAUSAL
     hidden = mask.reshape(tokens, tokens)
-    seen = hidden if bool(hidden[0, 0]) else ~hidden  # in some masks true is what is seen
+    seen = hidden if bool(hidden[0, 0]) else ~hidden  # in some masks true means visible
     opened = seen.diagonal(1)
     if not opened.any():
         return CAUSAL
@@ -310,7 +273,7 @@ def _spans_by(mask: Tensor, at: int, tokens: int) -> Mask:
     if not torch.equal(seen, expected):
         raise RunError(
             f"row {at} of the data set has an {ATTENTION_MASK} that is not causal, but for spans whose tokens see each "
-            f"other; give the item what it is as {MASK!r}, of fcp_cli.masks"
+            f"other; give the item a mask of fcp_cli.masks as {MASK!r}"
         )
     return segments(spans)
 
@@ -347,7 +310,7 @@ def _ends_in(ends: list[int], at: int, length: int) -> list[int]:
     while ends and ends[-1] == -1:
         ends = ends[:-1]
     if ends[:1] != [0] or ends != sorted(ends):
-        raise RunError(f"row {at} of the data set has {_ENDS} that do not ascend from 0; they are {_short(ends)}")
+        raise RunError(f"row {at} of the data set has {_ENDS} that do not ascend from 0; they begin {ends[:8]}")
     return sorted({min(end, length) for end in (*ends, length)} - {0})
 
 
@@ -357,7 +320,7 @@ def _ends_by(mask: Tensor, at: int, length: int) -> list[int]:
     while True:
         hidden = mask[ends[-1] - 1, : ends[-1]]
         first = int(hidden.sum())  # of the tokens that the document's last one sees
-        if first in (0, len(hidden)):  # in some masks true is what is seen
+        if first in (0, len(hidden)):  # in some masks true means visible
             return ends[::-1]
         if not hidden[:first].all():
             raise RunError(
@@ -365,7 +328,3 @@ def _ends_by(mask: Tensor, at: int, length: int) -> list[int]:
                 "tokens of one document up to itself; a plan's attention is causal, within documents"
             )
         ends.append(first)
-
-
-def _short(values: list[int], most: int = 8) -> str:
-    return ", ".join(map(str, values[:most])) + (", ..." if len(values) > most else "")

@@ -1,0 +1,1 @@
+"""Scripts whose own loop trains an engine of DeepSpeed."""

@@ -1,0 +1,104 @@
+"""Make a loop around an engine of DeepSpeed follow the plan: hook the function that makes engines, and torch's loader.
+
+An engine that is given to `session.steps` is left to that loop.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+from fcp_cli.integrations.requirements import require
+
+KNOWN_TO_WORK = ("0.19.8",)
+
+RELIED_ON: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("DeepSpeedEngine.backward", ()),
+    ("DeepSpeedEngine.gradient_accumulation_steps", ()),
+    ("DeepSpeedEngine.zero_optimization_stage", ()),
+)
+"""Methods of `deepspeed.runtime.engine` that are hooked or called, with the arguments that are given to them."""
+
+
+def hook_deepspeed(deepspeed: ModuleType) -> None:
+    """Hook `deepspeed`, to be called once it has been imported, before its importer sees it.
+
+    Raises:
+        RunError: this version of DeepSpeed lacks what is relied on.
+    """
+    found = f"DeepSpeed {deepspeed.__version__}"
+    advice = f"versions known to work: {', '.join(KNOWN_TO_WORK)}; pip install deepspeed=={KNOWN_TO_WORK[-1]}"
+    require(deepspeed, "initialize", ("model", "config"), found=found, advice=advice)
+    engine = importlib.import_module("deepspeed.runtime.engine")
+    for path, parameters in RELIED_ON:
+        require(engine, path, parameters, found=found, advice=advice)
+    make, loops = deepspeed.initialize, _Loops()
+
+    @wraps(make)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        made = make(*args, **kwargs)
+        loops.add(made[0])
+        return made
+
+    deepspeed.initialize = initialize  # type: ignore[attr-defined]
+
+
+class _Loops:
+    """The engines of a script, of which a loader's first batches begin to train one."""
+
+    def __init__(self) -> None:
+        self._engines: list[Any] = []
+        self._loop: Any = None  # an EngineLoop
+        self._is_reading = False
+
+    def add(self, engine: Any) -> None:
+        """Watch an engine that trains; the loaders of torch are hooked with the first."""
+        if not callable(getattr(engine.optimizer, "step", None)) or hasattr(engine, "train_schedule"):
+            return  # of inference, or a pipeline's
+        if not self._engines:
+            self._hook_loaders()
+        self._engines = [*(one for one in self._engines if one.module.training), engine]
+
+    def _hook_loaders(self) -> None:
+        from torch.utils.data import DataLoader
+
+        own = DataLoader.__iter__
+
+        @wraps(own)
+        def __iter__(loader: Any) -> Any:
+            return self._followed(loader) if self._is_training(loader) else own(loader)
+
+        DataLoader.__iter__ = __iter__  # type: ignore[method-assign]
+
+    def _is_training(self, loader: Any) -> bool:
+        """Return whether a loader is about to give batches to the script's loop, and the script has no loop of fcp."""
+        import torch
+
+        from fcp_cli.runtime.session.session import Session
+
+        # A script that has begun a session of fcp before any batch was asked for writes its loop around that.
+        is_of_fcp = self._loop is None and Session.has_begun
+        return (
+            not (self._is_reading or is_of_fcp)
+            and threading.current_thread() is threading.main_thread()
+            and torch.is_grad_enabled()
+            and any(engine.module.training for engine in self._engines)
+            and type(loader.sampler).__name__ != "PlanSampler"
+        )
+
+    def _followed(self, loader: Any) -> Any:
+        from fcp_cli.integrations.deepspeed.loop import EngineLoop
+
+        self._is_reading = True
+        try:
+            if self._loop is None or [self._loop.engine] != self._engines:
+                if self._loop is not None:
+                    self._loop.close()
+                self._loop = EngineLoop(self._engines)
+            self._loop.follow(loader)
+        finally:
+            self._is_reading = False
+        return self._loop.epoch(loader)

@@ -1,0 +1,76 @@
+"""Follow a plan in a loop around an engine of DeepSpeed: `engine(**batch)`, `engine.backward(loss)`, `engine.step()`.
+
+Whatever loader the loop takes batches from while the engine trains gives the plan's micro-batches: that of
+`deepspeed.initialize(training_data=...)`, or one of torch. The engine's count of steps is the step of the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fcp_cli.errors import RunError
+from fcp_cli.integrations.hugging_face.job_facts import LoopSettings, is_shuffled, recomputes
+from fcp_cli.integrations.hugging_face.planned_model import PlannedModel
+from fcp_cli.integrations.hugging_face.written_loop import WrittenLoop
+
+
+class EngineLoop(WrittenLoop):
+    """One engine's way through the plan. Every rank makes it, when the first batch is asked for.
+
+    Args:
+        engines: of the script that train.
+
+    Raises:
+        RunError: there are several, or the model cannot follow a plan.
+    """
+
+    BACKWARD = "engine.backward"
+
+    def __init__(self, engines: Sequence[Any]) -> None:
+        if len(engines) > 1:
+            raise RunError(
+                f"the script trains {len(engines)} engines of DeepSpeed, and the plan sums the gradients of one; train "
+                "them in a loop of your own (docs/how-to/training-loop.md)"
+            )
+        self.engine = engines[0]
+        super().__init__(self.engine.device)
+        self.model = self.engine
+        self.planned = PlannedModel(self.engine.module)
+        self._next_step = int(self.engine.global_steps)  # of a checkpoint, if one was loaded
+        self._backward = self.engine.backward
+        self.engine.backward = self._run_backward
+
+    @property
+    def accumulates(self) -> int:
+        return int(self.engine.gradient_accumulation_steps())
+
+    def settings(self, loader: Any) -> LoopSettings:
+        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+        if not size:
+            raise RunError(
+                "the loader of the training data has no batch_size, but a plan needs to know how many rows are a "
+                "batch: give torch's DataLoader a batch_size, or deepspeed.initialize the training_data"
+            )
+        return LoopSettings(
+            loop="a loop around DeepSpeed's engine",
+            rows_per_pass=int(size),
+            accumulates=self.accumulates,
+            epochs=None,  # the loop ends with the script
+            max_steps=None,
+            drops_last=bool(loader.drop_last),
+            shuffle=is_shuffled(loader),
+            seed=torch.initial_seed() % 2**31,
+            zero=str(int(self.engine.zero_optimization_stage())),  # type: ignore[arg-type]  # 0 to 3
+            is_mixed=False,  # its 16-bit weights say so themselves
+            recomputes=recomputes(self.engine.module),
+        )
+
+    def _run_backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.engine.module.training:
+            self.require_microbatch()
+        found = self._backward(loss, *args, **kwargs)
+        self.after_backward()
+        return found

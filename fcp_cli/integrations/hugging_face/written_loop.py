@@ -1,0 +1,180 @@
+"""Follow a plan in a training loop that a script writes out: its loader gives the plan's micro-batches, one by one.
+
+The script's `model(**batch).loss` is then this rank's share of the step's loss. The gradients of all ranks are summed
+after the backward of a step's last micro-batch, before the script's optimizer steps.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fcp_cli.errors import RunError
+from fcp_cli.integrations.hugging_face.checks import check_global_batch
+from fcp_cli.integrations.hugging_face.data.rows import CollatedRows
+from fcp_cli.integrations.hugging_face.data.sampler import PlanSampler
+from fcp_cli.integrations.hugging_face.job_facts import LoopSettings, facts_of, rows_of, start_session
+from fcp_cli.integrations.hugging_face.planned_model import PlannedModel
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.runtime.session.microbatch import LocalMicroBatch
+from fcp_cli.runtime.session.session import Session
+from fcp_cli.runtime.session.step import Step
+
+
+class WrittenLoop(ABC):
+    """One loop's way through the plan in FCP_PLAN.
+
+    In a job that was launched without a plan, one is made when the loop's loader first gives batches.
+
+    Args:
+        device: of this rank.
+
+    Attributes:
+        model: with its wrapper, whose gradients are summed.
+        planned: the model of transformers inside, once it is hooked.
+        session: once the plan is followed.
+    """
+
+    BACKWARD: ClassVar[str]
+    """Call by which scripts go backward."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.model: nn.Module | None = None
+        self.planned: PlannedModel | None = None
+        self.session: Session | None = None
+        self._next_step: int | None = None  # None: the plan's first
+        self._steps: Generator[Step, None, None] | None = None
+        self._rest: Iterator[LocalMicroBatch] | None = None
+        self._rows: CollatedRows | None = None
+        self._trained: Any = None  # the loader whose rows are trained
+
+    @abstractmethod
+    def settings(self, loader: Any) -> LoopSettings:
+        """Return the settings of the loop.
+
+        Raises:
+            RunError: it cannot be followed.
+        """
+
+    @property
+    @abstractmethod
+    def accumulates(self) -> int:
+        """Return the batches of an optimizer step of the script."""
+
+    @property
+    def metadata(self) -> PlanMetadata:
+        assert self.session is not None
+        return self.session.metadata
+
+    @property
+    def next_step(self) -> int:
+        return self.metadata.first_step if self._next_step is None else self._next_step
+
+    @property
+    def current(self) -> LocalMicroBatch | None:
+        return None if self.planned is None else self.planned.current
+
+    def follow(self, loader: Any) -> None:
+        """Let the rows of a loader be those of the plan, which is made if the job has none.
+
+        Raises:
+            RunError: they are other rows than the plan's, or than those of the epochs before.
+        """
+        if self._rows is not None:
+            if loader.dataset is not self._trained.dataset:
+                self._rows.require_same(loader)
+            self._rows.require_lengths()
+            return
+        settings = self.settings(loader)
+        assert self.planned is not None
+        model = self.planned.model
+        if self.session is None:
+            self.session = start_session(
+                loader, lambda: facts_of(settings, loader, model, self.device), device=self.device
+            )
+        self._rows = rows_of(self.session, loader)
+        ranks = self.session.world.size
+        check_global_batch(
+            self.metadata,
+            settings.rows_per_pass * settings.accumulates * ranks,
+            f"{settings.rows_per_pass} x {ranks} ranks x gradient_accumulation_steps {settings.accumulates}",
+        )
+        self._trained = loader
+
+    def epoch(self, loader: Any) -> Iterator[dict[str, Tensor]]:
+        """Yield this rank's micro-batches until the plan's epoch ends.
+
+        Raises:
+            RunError: the plan has ended; the data is not the plan's; the loop skipped something.
+        """
+        self.follow(loader)
+        assert self.session is not None
+        end = self.metadata.end_step
+        if self.next_step >= end:
+            raise RunError(
+                f"the plan {self.session.plan} ends after {end} steps, but the script trains on; plan more with "
+                "'fcp plan --epochs'"
+            )
+        per_epoch = self.metadata.steps_per_epoch
+        last = min(end, (self.next_step // per_epoch + 1) * per_epoch)
+        if self._steps is None and self._rows is not None:
+            self.session.fetch = self._rows.ahead(PlanSampler(self.session, first_step=self.next_step))
+            self._steps = self.session.steps(self.model, first_step=self.next_step)
+        assert self._steps is not None
+        while self.next_step < last:
+            step = next(self._steps)
+            self._rest = iter(step)
+            while (microbatch := next(self._rest, None)) is not None:
+                yield self.enter(microbatch)
+                if microbatch.is_last and self.current is not None:
+                    raise RunError(
+                        f"step {step.index}: the script did not call {self.BACKWARD}(loss) for the last "
+                        "micro-batch, after which the gradients of all ranks are summed"
+                    )
+                if microbatch.is_last:
+                    break
+                self._leave()
+        if self.next_step >= end:
+            self._steps.close()  # which writes the metrics of the last step
+
+    def require_microbatch(self) -> None:
+        """Raise RunError where a backward is none of a micro-batch of the plan, whose gradients nothing would sum."""
+        if self.current is None:
+            raise RunError(
+                f"the script calls {self.BACKWARD} on a batch that is none of the plan's: one of a loader that "
+                "was not prepared, one that was read before model.train(), or a second backward after a step's last"
+            )
+
+    def after_backward(self) -> None:
+        """Sum the gradients of all ranks once the backward of a step's last micro-batch has run."""
+        if self.current is not None and self.current.is_last and self._rest is not None:
+            rest = next(self._rest, None)
+            assert rest is None
+            self._leave()
+            self._next_step = self.next_step + 1
+
+    def enter(self, microbatch: LocalMicroBatch, *, divided_by: int = 1) -> dict[str, Tensor]:
+        """Return a micro-batch as the script's loader would give it.
+
+        Args:
+            microbatch: of the plan.
+            divided_by: what the framework divides the loss by, to accumulate gradients, and no wrapper undoes.
+        """
+        assert self.planned is not None and self.session is not None
+        # What scripts log is a mean over ranks, and over the batches that they accumulate.
+        shown = self.session.world.size * self.accumulates
+        return self.planned.enter(microbatch, divided_by=divided_by, shown=shown)
+
+    def close(self) -> None:
+        """Leave the plan, of which the loop asks for no more steps."""
+        if self._steps is not None:
+            self._steps.close()
+
+    def _leave(self) -> None:
+        assert self.planned is not None
+        self.planned.leave()

@@ -1,0 +1,120 @@
+"""The steps of a plan, read from a Megatron script's data set ahead of its schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from megatron.core import parallel_state
+
+from fcp_cli.errors import RunError
+from fcp_cli.integrations.megatron.data.batches import share, shares_data
+from fcp_cli.integrations.megatron.data.samples import LocalShard, LocalStep, Samples, find_samples
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.step import MicroBatch
+from fcp_cli.runtime.data.cursor import PlanCursor
+from fcp_cli.runtime.data.followed_plans import note_follower
+from fcp_cli.runtime.data.prefetch import Prefetched
+from fcp_cli.runtime.data.steps import load_steps
+
+_STEPS_AHEAD = 2
+
+
+class LoadsShards(Protocol):
+    """`load_shard` for this rank and its rings."""
+
+    def __call__(self, row: MicroBatch, samples: Samples) -> LocalShard: ...
+
+
+class PlannedData:
+    """This process's steps of the plan. Every process of a replica calls it, also those whose script gives no data.
+
+    Args:
+        plan, metadata: plan file and its metadata.
+        load: loads one micro-batch.
+        rank: of the plan.
+        device: of this process.
+        ascending: keep the ranks of groups in ascending order.
+    """
+
+    def __init__(
+        self, plan: Path, metadata: PlanMetadata, load: LoadsShards, *, rank: int, device: torch.device, ascending: bool
+    ) -> None:
+        self._plan, self._metadata, self._load = plan, metadata, load
+        self._rank, self._device, self._ascending = rank, device, ascending
+        self._replica = parallel_state.get_model_parallel_group()
+        self._shares_data: bool | None = None
+        self._iterator: Any = None
+        self._steps: Prefetched[LocalStep] | None = None
+        self._current: LocalStep | None = None
+        self._next_step = 0
+
+    def next_step(self, data_iterator: Any) -> LocalStep:
+        """Return the next step, read here or by the process of this replica that the script gives its data to."""
+        if self._shares_data is None:
+            self._shares_data = shares_data(data_iterator, self._replica, self._device)
+        read = partial(self._read, data_iterator)
+        if not self._shares_data:
+            return read()
+        note_follower(self._plan)  # a process that is given the step reads nothing of the plan itself
+        step = share(read, self._replica)
+        return step.pinned() if self._device.type == "cuda" else step
+
+    def _read(self, data_iterator: Any) -> LocalStep:
+        if data_iterator is not self._iterator or self._steps is None:
+            self._open(data_iterator)
+        assert self._steps is not None
+        # Megatron reruns a step to see whether hardware was at fault.
+        if getattr(data_iterator, "replaying", False) and self._current is not None:
+            return self._current
+        step = next(self._steps, None)
+        if step is None:
+            raise RunError(
+                f"the plan {self._plan} ends after {self._metadata.steps} steps, but the script trains on; plan more "
+                "with 'fcp plan --epochs'"
+            )
+        self._current, self._next_step = step, step.plan.step + 1
+        return step
+
+    def _open(self, data_iterator: Any) -> None:
+        """Begin to read where the script's sampler begins, which is where its checkpoint ended."""
+        planned, manifest = self._metadata.masks, self._metadata.manifest
+        masks = None if planned is None else planned.of_rows(manifest.rows)
+        samples = replace(find_samples(data_iterator), masks=masks, manifest=manifest.name)
+        step = self._first_step(samples)
+        if len(samples.dataset) < manifest.rows:
+            raise RunError(
+                f"the script's data set has {len(samples.dataset)} samples, but the plan's manifest "
+                f"{manifest.name} has {manifest.rows} rows; build the manifest from this data set"
+            )
+        if self._steps is not None:
+            self._steps.close()
+        # Read in the thread that loads.
+        cursor = PlanCursor(self._plan, self._rank, first_step=step, ahead=0, ascending=self._ascending)
+
+        def begin(row: MicroBatch, _: Sequence[MicroBatch]) -> Callable[[], LocalShard]:
+            return partial(self._load, row, samples)
+
+        loaded = load_steps(cursor, begin, device=self._device)
+        self._steps = Prefetched(loaded, depth=_STEPS_AHEAD, name="fcp-loader")
+        self._iterator, self._next_step = data_iterator, step
+
+    def _first_step(self, samples: Samples) -> int:
+        """Return the step of the plan that begins after the samples consumed."""
+        size = self._metadata.global_batch_size
+        step, rest = divmod(samples.consumed, size)
+        if rest:
+            raise RunError(
+                f"{samples.consumed} samples were consumed, not a multiple of the plan's global batch of {size}; "
+                "resume from a checkpoint that was trained under this plan"
+            )
+        if self._iterator is not None and step != self._next_step:
+            raise RunError(
+                f"the script's new data loader begins at sample {samples.consumed} (step {step} of the plan), but step "
+                f"{self._next_step} comes next; a plan's epochs are one sequence of steps, so keep counting samples"
+            )
+        return step

@@ -1,0 +1,72 @@
+"""Unmodified loops around DeepSpeed's engines compute under a plan what they compute without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from fcp_cli.plan.reader import PlanReader
+from tests.runtime.launch import torchrun
+from tests.runtime.trainer_outcomes import Outcomes, read_outcomes, require_equal
+from tests.runtime.trainer_plans import GLOBAL_BATCH, LOOP_LENGTHS, write_plans
+
+pytestmark = pytest.mark.loops
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+
+_CASES = {
+    "engine": 3,
+    "engine in waves": 3,
+    "unplanned engine": 6,
+    "repeated engine": 6,
+    "resumed engine": 3,
+    "unplanned engine, zero 3": 6,
+    "unplanned engine, its own loader": 2,
+    "unplanned engine, its data made again": 6,
+}
+_REFUSALS = {
+    "engine that goes back twice": "the script calls engine.backward on a batch that is none of the plan's: one of a",
+    "engine of other data": "row 13 of the training data has other tokens than in the epochs before; the plan was made of",
+    "engine of fewer rows": "the training data has 20 rows, but the plan's manifest lengths.parquet has 24; build the",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("engines")
+    write_plans(folder)
+    (folder / "planning.json").write_text("{}")
+    torchrun("-m", "tests.runtime.workers.engine_worker", str(folder), num_ranks=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> Outcomes:
+    return read_outcomes(folder)
+
+
+@pytest.mark.parametrize("name", _CASES)
+def test_losses_norms_and_weights_are_those_of_the_loop_without_a_plan(outcomes: Outcomes, name: str) -> None:
+    require_equal(outcomes, name, steps=_CASES[name])
+
+
+def test_a_loop_without_a_plan_follows_one_of_its_lengths_and_epochs_which_repeats_it(
+    folder: Path, outcomes: Outcomes
+) -> None:
+    lengths = pq.read_table(folder / "unplanned-engine.lengths.parquet")["length"]
+    metadata = PlanReader(folder / "unplanned-engine.parquet").metadata
+    assert tuple(lengths.to_pylist()) == LOOP_LENGTHS
+    assert (metadata.global_batch_size, metadata.steps, metadata.epochs) == (GLOBAL_BATCH, 6, 2)
+    made, repeated = (outcomes("planned", name)[0] for name in ("unplanned engine", "repeated engine"))
+    assert made["log"] == repeated["log"]
+    for weight, value in made["weights"].items():
+        assert torch.equal(value, repeated["weights"][weight]), weight
+
+
+@pytest.mark.parametrize("name", _REFUSALS)
+def test_what_cannot_be_followed_is_refused_on_every_rank_in_one_line(outcomes: Outcomes, name: str) -> None:
+    for found in outcomes("planned", name):
+        assert found.startswith(_REFUSALS[name])
+        assert "\n" not in found

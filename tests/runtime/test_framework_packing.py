@@ -1,0 +1,50 @@
+"""Frameworks' packing under a plan, and loops that are refused, on stand-ins for the modules that hold them."""
+
+from __future__ import annotations
+
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fcp_cli.errors import RunError
+from fcp_cli.integrations.framework_packing import unpack_axolotl
+from fcp_cli.integrations.own_loops import refuse_verl
+
+
+def test_axolotl_validates_settings_without_packing_and_without_sums_over_ranks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    seen: list[dict[str, Any]] = []
+    module = ModuleType("axolotl.utils.config")
+    module.validate_config = lambda cfg, capabilities=None: seen.append(dict(vars(cfg)))  # type: ignore[attr-defined]
+    unpack_axolotl(module)
+    module.validate_config(SimpleNamespace(sample_packing=True), capabilities={})
+    assert seen == [{"sample_packing": False, "eval_sample_packing": False, "include_tkps": False}]
+    line = "fcp: axolotl's sample_packing is off: the plan packs, and batch sizes count sequences\n"
+    assert capsys.readouterr().err == line
+    module.validate_config(SimpleNamespace(sample_packing=None))
+    assert capsys.readouterr().err == ""
+
+
+def test_an_axolotl_without_the_hooked_function_is_refused() -> None:
+    with pytest.raises(RunError, match=r"this axolotl has no axolotl.utils.config.validate_config; version known"):
+        unpack_axolotl(ModuleType("axolotl.utils.config"))
+
+
+def test_verls_sft_trainer_is_refused_when_it_makes_its_collator(monkeypatch: pytest.MonkeyPatch) -> None:
+    class SFTTensorCollator:
+        def __init__(self, pad_mode: str = "left_right") -> None: ...
+
+        def __call__(self, batch: Any) -> Any: ...
+
+    class Own(SFTTensorCollator):
+        def __call__(self, batch: Any) -> Any: ...
+
+    monkeypatch.setenv("FCP_PLAN", "plan.parquet")
+    module = ModuleType("verl.utils.dataset.dataset_utils")
+    module.SFTTensorCollator = SFTTensorCollator  # type: ignore[attr-defined]
+    refuse_verl(module)
+    with pytest.raises(RunError, match=r"^verl's SFT trainer cuts each .* without the plan plan\.parquet; train"):
+        SFTTensorCollator("no_padding")
+    Own("no_padding")
