@@ -2,7 +2,7 @@
 
 No verb imports anything heavy at its top: `fcp --help` answers in under 0.3 s. Precedence of every setting is
 flag > FCP_<COMMAND>_<FLAG> environment variable > YAML config (`fcp.yaml` or --config) > default,
-which is what click's auto_envvar_prefix and default_map give.
+as click's auto_envvar_prefix and default_map give it.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def main() -> None:
         print_error(f"{error.name} is not installed here, and this command needs it; run: {install}")
         sys.exit(1)
     except MemoryError as error:
-        print_error(f"not enough memory: {first_line(error)}; what was given states or holds too much for this machine")
+        print_error(f"not enough memory: {first_line(error)}; the input states or holds too much for this machine")
         sys.exit(1)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of a pipe is gone

@@ -185,7 +185,7 @@ class _Help:
                 formatter.write("".join(f"  {line}\n" for line in examples_of(self)))
         if self.rare and _EVERYTHING not in ctx.meta:
             formatter.write_paragraph()
-            formatter.write(f"{len(self.rare)} more options, by what they are for: {ctx.command_path} --help-all\n")
+            formatter.write(f"{len(self.rare)} more options, by purpose: {ctx.command_path} --help-all\n")
 
 
 _EVERYTHING: Final = "fcp.help-all"

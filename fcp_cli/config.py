@@ -26,7 +26,7 @@ def read_config(path: Path, group: Any, *, found: bool) -> tuple[dict[str, Any],
     # Imported here, since PyYAML takes a tenth of the time in which `fcp --help` answers.
     from fcp_cli.reading.documents import parse_yaml, read_text
 
-    text = read_text(path, error=UsageError, what="the config ")
+    text = read_text(path, error=UsageError, label="the config ")
     config = parse_yaml(text, name=str(path), error=UsageError)
     file = ConfigFile(path=path, digest=digest_of(text) if found else None)
     if config is None:

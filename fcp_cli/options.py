@@ -66,7 +66,7 @@ class Opt:
         negatable: a switch has a `--no-...`, too.
         commas: a field of type `tuple[int, ...]` is one word of positive numbers, as 1,2,4; they arrive in order.
         trust: an `fcp.yaml` that nobody named sets this option only if it is trusted: always for one that "runs" code
-            or commands, opens connections or shares what containers see; if the path is outside for one that "writes".
+            or commands, opens connections or mounts into containers; if the path is outside for one that "writes".
     """
 
     help: str

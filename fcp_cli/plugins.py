@@ -37,7 +37,7 @@ class Plugin:
     entry: EntryPoint
 
     def load(self) -> Any:
-        """Import what the entry point names.
+        """Import the object that the entry point names.
 
         Raises:
             PluginError: it cannot be imported.

@@ -83,8 +83,7 @@ def compare(options: CompareOptions) -> None:
         note("strategies are compared under the profile's common_ground, without exposed_ring_share; fcp plan uses all")
         inputs = replace(inputs, problem=replace(inputs.problem, profile=inputs.problem.profile.on_common_ground()))
     contenders, batches = _run(inputs, names, syncs, options.milp_seconds, options.stress)
-    beside = replace(inputs, problem=colocated(inputs.problem))
-    verdict = compared_verdict(contenders, beside, options, batches)
+    verdict = compared_verdict(contenders, replace(inputs, problem=colocated(inputs.problem)), options, batches)
     contenders += list(encoder_placements(inputs.table, inputs.problem, inputs.settings))
     if options.json:
         document = comparison_document(contenders, inputs.problem, steps=len(batches))

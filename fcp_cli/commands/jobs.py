@@ -64,7 +64,7 @@ class OneJob:
 @jobs_app.command()
 @takes(OneJob, "fcp jobs log runs/qwen3-tiny-001", "fcp jobs log qwen3-tiny-001")
 def log(options: OneJob) -> None:
-    """Print what a job has printed: its newest log."""
+    """Print the newest log of a job."""
     from fcp_cli.launching.started.jobs import log_of, require_run
     from fcp_cli.launching.started.outside import ThisMachine
 

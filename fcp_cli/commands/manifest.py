@@ -98,7 +98,7 @@ class BuildOptions:
     mask: Annotated[
         str | None,
         Opt(
-            "What the tokens of a sequence see of each other: all of it, or by a column with the tokens of a prefix, "
+            "Attention mask of a sequence: full, or by a column with the tokens of a prefix, "
             "with [start, stop] of spans that see themselves both ways, or with sizes of clean and noisy chunks.",
             metavar="full|prefix:COLUMN|segments:COLUMN|pairs:COLUMN",
             group="Masks",
@@ -275,7 +275,7 @@ def show(options: ShowManifestOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SynthOptions:
-    """Which data set to imitate, and in what size."""
+    """The data set to imitate, and its size."""
 
     name: Annotated[
         Literal["msrvtt", "internvid", "openvid", "mixed"], Arg("The data set to imitate.", metavar="DATASET")

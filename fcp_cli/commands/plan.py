@@ -45,7 +45,8 @@ class PlanOptions(PlanRequest):
     solver: Annotated[str, Opt("Strategy, of 'fcp list solvers'.", common=True, group="Search")] = "fcp"
     resume: Annotated[bool, Opt("Continue the same plan after an interruption.", group="Interrupted work")] = False
     continue_from: Annotated[
-        Path | None, Opt("Plan what a stopped run has left, in the same batches, for other --ranks.", metavar="RUN_DIR")
+        Path | None,
+        Opt("Plan the remaining batches of a stopped run for other --ranks.", metavar="RUN_DIR"),
     ] = None
     max_degree: Annotated[
         int | None,
@@ -66,7 +67,7 @@ class PlanOptions(PlanRequest):
     ] = False
     emit: Annotated[
         Literal["megatron-execution-plan"] | None,
-        Opt("Write the plan in another's form, too, beside it: PLAN.execution.jsonl.", unset="nothing", group="Output"),
+        Opt("Also write the plan in another's form: PLAN.execution.jsonl.", unset="nothing", group="Output"),
     ] = None
     workers: Annotated[
         int | None, Opt("Planning processes.", min=1, max=MOST_WORKERS, unset="as many as pay", group="Search")
@@ -83,7 +84,7 @@ class PlanOptions(PlanRequest):
 def plan(options: PlanOptions) -> None:
     """Plan which ranks run which sequences together in every batch.
 
-    What no option gives comes from fcp.yaml, this folder or what is on this machine; the output names each source.
+    Settings without an option come from fcp.yaml, this folder or this machine; the output names each source.
     """
     from fcp_cli.planning.settings import resolve
 
@@ -92,10 +93,10 @@ def plan(options: PlanOptions) -> None:
         return
     output, origins = options.output or _PLAN, Origins()
     if options.emit is not None and str(output) == "-":
-        raise UsageError("--emit writes beside the plan, which -o - writes to stdout; name a file with -o")
+        raise UsageError("--emit writes next to the plan, which -o - writes to stdout; name a file with -o")
     if options.manifest is None and options.resume:
         if options.emit is not None:
-            raise UsageError("--emit needs the MANIFEST: without it, --resume only ends what a run had planned")
+            raise UsageError("--emit needs the MANIFEST: without it, --resume only completes the plan of a run")
         _finish(output, options)
         return
     if options.manifest is not None and str(output) == "-":

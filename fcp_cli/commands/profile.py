@@ -42,7 +42,7 @@ class ProfileOptions(ProfileRequest):
     share: Annotated[
         Path | None,
         Opt(
-            "Also write what was measured of the device, without names or paths, for others.",
+            "Also write the measurements of the device, without names or paths, for others.",
             metavar="FILE",
             trust="writes",
         ),
@@ -60,9 +60,10 @@ def profile(options: ProfileOptions) -> None:
     """Measure the cost of micro-batches on this machine, for fcp plan.
 
     Alone it measures here, within a minute on a CPU; an interrupted measurement continues where it stopped. With
-    --analytic it computes the coefficients from the figures of a model and a cluster, and lists what it assumes.
+    --analytic it computes the coefficients from the figures of a model and a cluster, and lists its assumptions.
     """
     from fcp_cli.profiling.choices import asked_sync, choose_measurement, computed_profile
+    from fcp_cli.profiling.kept import keep_measured
 
     output, origins = options.output, Origins()
     _refuse_two_documents(output, options.json)
@@ -83,6 +84,8 @@ def profile(options: ProfileOptions) -> None:
             _print_cluster_command(measurement, output, options.fresh)
             return
         found, failure = _measured(measurement, options, origins)
+        if failure is None and (kept := keep_measured(found, measurement.model)) is not None:
+            note(f"kept in {kept}, too, for scripts that 'fcp launch' plans for on this machine")
     _finish(found, output, options.json, origins)
     if options.share is not None:
         _share(found, options.share)
@@ -95,7 +98,7 @@ def _check_share(options: ProfileOptions) -> None:
     if share is None:
         return
     if options.analytic:
-        raise UsageError("--share writes what was measured; leave out --analytic")
+        raise UsageError("--share writes measurements; drop --analytic")
     if share in (options.output, options.samples, options.from_samples):
         raise UsageError(f"--share {share} would overwrite another file of the command; name a new one")
 
@@ -186,7 +189,7 @@ def fit(options: FitOptions) -> None:
     if result.kept:
         note(f"kept as they were, since no micro-batch shows them: {', '.join(result.kept)}")
     if any(run.hides_encoder for run in runs):
-        note("warning: the plan counted no work of the vision encoder: what images took is inside the fitted figures")
+        note("warning: the plan counted no work of the vision encoder: its time is inside the fitted figures")
     _write(result.profile, output)
     if options.json:
         print_json(_refit_document(result, output))
@@ -241,7 +244,7 @@ def _measured(measurement: Measurement, options: ProfileOptions, origins: Origin
     try:
         outcome = _run_with_bar(measurement)
     except KeyboardInterrupt:
-        note(f"what was measured is kept in {measurement.samples}; the same command continues from there")
+        note(f"the measurements so far are in {measurement.samples}; the same command continues from there")
         raise
     try:
         found = profile_from_samples(outcome.samples, request=options.recipe, sync=measurement.sync)

@@ -32,7 +32,7 @@ class TraceOptions:
     output: Annotated[
         Path, Opt("The trace to write; .gz compresses it, - is stdout.", flags=("--output", "-o"), trust="writes")
     ] = Path("trace.json")
-    json: Annotated[bool, Opt("Print what was written as one JSON document on stdout.")] = False
+    json: Annotated[bool, Opt("Print the names of the written files as one JSON document.")] = False
 
 
 @takes(

@@ -1,4 +1,4 @@
-"""`fcp trust`: let a config file of the current folder set what runs commands."""
+"""`fcp trust`: let a config file of the current folder set options that run commands."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ def trust(options: TrustOptions) -> None:
         remove_trust(options.config)
         note(f"{options.config} is trusted no longer")
     else:
-        add_trust(options.config, digest_of(read_text(options.config, error=UsageError, what="the config ")))
+        add_trust(options.config, digest_of(read_text(options.config, error=UsageError, label="the config ")))
         note(f"{options.config} is trusted as it is now; a change asks again")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyOptions:
-    """Which steps to replay, and how small."""
+    """Steps to replay, and limits on their size."""
 
     path: Annotated[Path | None, Arg("The plan to verify.", metavar="PLAN", unset="plan.parquet")] = None
     plan: Annotated[

@@ -73,7 +73,7 @@ def watch(options: WatchOptions) -> None:
 
 
 def _latest() -> Path:
-    """Return the run below `runs` that was launched last, and say which."""
+    """Return the run below `runs` that was launched last, and print its name."""
     from fcp_cli.launching.started.jobs import started_runs
     from fcp_cli.runs.folder import RUNS
 

@@ -45,7 +45,7 @@ def python_program(words: Sequence[str], assumed: Origins, *, python: str = sys.
         UsageError: it is no Python program, or one of another interpreter.
     """
     first, *rest = words
-    if _PYTHON.match(Path(first).name) and not _is_text(Path(first)):
+    if _PYTHON.match(Path(first).name) and not _is_script(Path(first)):
         return python_program(_after_interpreter(first, rest), assumed, python=python)
     if Path(first).name in _LAUNCHERS:
         return _without_launcher(Path(first).name, rest, assumed)
@@ -84,7 +84,7 @@ def _without_launcher(name: str, words: Sequence[str], assumed: Origins) -> tupl
     for at, word in enumerate(words):
         if word in ("-m", "--module") and at + 1 < len(words) and not words[at + 1].startswith("-"):
             found = ("-m", *words[at + 1 :])
-        elif not word.startswith("-") and (Path(word).suffix == ".py" or _interpreter(Path(word))):
+        elif not word.startswith("-") and (Path(word).suffix == ".py" or _interpreter(_head(Path(word)))):
             found = tuple(words[at:])
         else:
             continue
@@ -136,11 +136,12 @@ def _require_python(path: Path, python: str) -> None:
     """Refuse a program that is not Python, or whose interpreter has other packages than the ranks."""
     if path.suffix == ".py":
         return
-    found = _interpreter(path)
-    if found is None and _is_text(path) and not _first_line(path).startswith(b"#!"):
+    head = _head(path)
+    found, is_binary = _interpreter(head), b"\0" in head
+    if found is None and not is_binary and not head.startswith(b"#!"):
         return  # a script without a shebang
     if found is None:
-        kind = "a shell script or a script of another language" if _is_text(path) else "a binary"
+        kind = "a binary" if is_binary else "a shell script or a script of another language"
         raise UsageError(
             f"{path} is {kind}, not a Python script; give the Python script after --, or keep the command, which must "
             "start the ranks itself, with --inject env"
@@ -153,24 +154,20 @@ def _require_python(path: Path, python: str) -> None:
         )
 
 
-def _interpreter(path: Path) -> str | None:
+def _interpreter(head: bytes) -> str | None:
     """Return the Python of a script's first lines, a path or a name; None for other programs."""
-    line = _first_line(path)
+    line, _, rest = head.partition(b"\n")
     if not line.startswith(b"#!"):
         return None
     words = line[2:].decode(errors="replace").split()
     if words and Path(words[0]).name == "sh":  # pip's form for long paths: '''exec' "/long/python" "$0" "$@"
-        words = _head(path).split(b"\n", 2)[1].decode(errors="replace").replace("'''exec'", "").split('"')[1:2]
+        words = rest.partition(b"\n")[0].decode(errors="replace").replace("'''exec'", "").split('"')[1:2]
     elif words and Path(words[0]).name == "env":
         words = [word for word in words[1:] if not word.startswith("-")]
     return words[0] if words and _PYTHON.match(Path(words[0]).name) else None
 
 
-def _first_line(path: Path) -> bytes:
-    return _head(path).partition(b"\n")[0]
-
-
-def _is_text(path: Path) -> bool:
+def _is_script(path: Path) -> bool:
     """Return whether a file is there and is no binary."""
     return path.is_file() and b"\0" not in _head(path)
 

@@ -96,7 +96,9 @@ def _run(command: Sequence[str], options: argparse.Namespace, environment: Mappi
         paths = RunPaths(run_dir=Path(environment[RUN_DIR_VARIABLE]))
         owned.enter_context(_own(paths.run_dir))
         _write_record(paths, Path(environment[PLAN_VARIABLE]), options.record)
-        heartbeat, watcher = paths.heartbeat, RunWatcher(paths, _progress(command))
+        # Of long steps only: the ranks show their steps themselves.
+        progress = None if "--quiet" in command else TrainingProgress(human(), every=0)
+        heartbeat, watcher = paths.heartbeat, RunWatcher(paths, progress)
     with beating(heartbeat) as pulse:
 
         def watch() -> None:
@@ -121,11 +123,6 @@ def _run(command: Sequence[str], options: argparse.Namespace, environment: Mappi
             _print(f"error: {full_disk_line(watcher.paths.run_dir, resume='')}")
             return 1
     return _report(outcome, shows=is_first)
-
-
-def _progress(command: Sequence[str]) -> TrainingProgress | None:
-    """Return the progress of long steps; the ranks show their steps themselves."""
-    return None if "--quiet" in command else TrainingProgress(human(), every=0)
 
 
 def _resumed(command: Sequence[str]) -> Sequence[str]:

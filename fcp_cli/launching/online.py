@@ -15,7 +15,7 @@ from fcp_cli.planning.settings import FOLDER_PROFILE, resolve_problem
 
 
 def online_settings(request: LaunchRequest, target: str, assumed: Origins) -> OnlineSettings:
-    """Return what a script's stream is planned for.
+    """Return the planning settings of a script's stream.
 
     Args:
         request: of the user.

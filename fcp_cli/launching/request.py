@@ -223,7 +223,7 @@ class LaunchRequest:
         ),
     ] = None
     refit_every: Annotated[
-        int | None, Opt("Steps after which an online job plans by what was measured.", min=1, unset="never")
+        int | None, Opt("Steps after which an online job plans by its measurements.", min=1, unset="never")
     ] = None
     nodes: Annotated[
         int | None,
@@ -242,7 +242,7 @@ class LaunchRequest:
     join_timeout: Annotated[
         int, Opt("How long the nodes wait for each other to start.", min=1, max=MOST_WAIT, metavar="SECONDS")
     ] = 300
-    launcher: Annotated[Launcher, Opt("What starts a node's ranks.")] = "torchrun"
+    launcher: Annotated[Launcher, Opt("Program that starts a node's ranks.")] = "torchrun"
     cluster: Annotated[ClusterOptions, OptionGroup(CLUSTERS)] = ClusterOptions()
     training: Annotated[Mapping[str, Any], OptionGroup("Bundled trainer", of=TrainSettings)] = field(
         default_factory=dict

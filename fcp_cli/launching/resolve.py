@@ -197,7 +197,7 @@ def resolve_own_command(request: LaunchRequest) -> OwnCommand:
 
 
 def _probe_variables(request: LaunchRequest, run_dir: Path, metadata: PlanMetadata) -> tuple[Variable, ...]:
-    """Return none for programs without hooks: the bundled trainer, or a script under --inject none."""
+    """Return the variable that requests the probe; empty for programs without hooks."""
     if not request.program or request.inject == "none":
         return ()
     return (probe_variable(request.probe, run_dir=run_dir, plan_hash=metadata.plan_hash, given=os.environ),)

@@ -210,14 +210,14 @@ def _manifest(request: LaunchRequest, plan: Path, metadata: PlanMetadata, assume
     from fcp_cli.training.data import has_tokens
 
     name = metadata.manifest.name
-    beside = (plan.parent / name, Path(name))
-    manifest = request.manifest or next((path for path in beside if path.exists()), None)
+    candidates = (plan.parent / name, Path(name))
+    manifest = request.manifest or next((path for path in candidates if path.exists()), None)
     if manifest is None and is_assumed(metadata):
         assumed.assume("--manifest", name, "not there yet: 'fcp manifest build' makes it")
         return Path(name).absolute()
     if manifest is None:
         raise RunError(
-            f"{plan} was made from {name}, which is not beside it; name it with --manifest, or train on random "
+            f"{plan} was made from {name}, which is not next to it; name it with --manifest, or train on random "
             "tokens with --synthetic"
         )
     length_column = request.training.get("length_column", "length")
@@ -236,7 +236,7 @@ def _manifest(request: LaunchRequest, plan: Path, metadata: PlanMetadata, assume
 
 
 def _check_manifest(manifest: Path, length_column: str, plan: Path, metadata: PlanMetadata) -> None:
-    """Refuse a manifest that the plan was not made from: its rows would be trained in silence."""
+    """Refuse a manifest that the plan was not made from: the run would train on its rows without an error."""
     from fcp_cli.manifest.read import read_manifest
 
     if read_manifest(manifest, length_column=length_column).content_hash() != metadata.manifest.content_hash:

@@ -22,9 +22,9 @@ class Accelerators:
 
     Attributes:
         kind: `cuda` or `npu`.
-        name: as the driver calls them; "" where it does not say.
-        count: those that this process may use.
-        memory_bytes: of the smallest; 0 where it is not known.
+        name: of the driver, or "" if unknown.
+        count: devices that this process may use.
+        memory_bytes: memory of the smallest device, or 0 if unknown.
     """
 
     kind: Literal["cuda", "npu"]

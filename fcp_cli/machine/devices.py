@@ -87,7 +87,7 @@ def find_machine(device: str = "auto") -> LocalDevices:
     counts = _accelerators() if has_driver_files() else {}
     found = next((kind for kind, count in counts.items() if count), "cpu") if device == "auto" else device
     if found != "cpu" and not counts.get(found):
-        raise RunError(f"there is no {found} device here; 'fcp env' lists what there is")
+        raise RunError(f"there is no {found} device here; 'fcp env' lists the devices")
     name = VISIBLE_DEVICES.get(found, "")
     return LocalDevices(
         device=found,
@@ -108,7 +108,7 @@ def find_machine_without_torch(device: str = "auto") -> LocalDevices:
     npus = len(list(Path("/dev").glob("davinci[0-9]*")))
     found = ("npu" if npus else "cpu") if device == "auto" else device
     if found not in ("cpu", "npu") or (found == "npu" and not npus):
-        raise RunError(f"there is no {found} device here that MindSpore could use; 'fcp env' lists what there is")
+        raise RunError(f"there is no {found} device here that MindSpore could use; 'fcp env' lists the devices")
     return LocalDevices(
         device=found,
         num_devices=npus if found == "npu" else 0,

@@ -18,6 +18,7 @@ import pytest
 import typer.main
 
 from fcp_cli import app
+from fcp_cli.console import verbosity
 from tests.patience import PATIENCE_SECONDS
 from tests.planning.examples import PROFILE
 
@@ -34,6 +35,7 @@ def fcp(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[s
         patch.chdir(cwd)
         patch.setattr(typer.main, "get_command", _built)
         patch.setattr(sys, "argv", ["fcp", *arguments])
+        patch.setattr(verbosity, "level", 0)  # of this call: -q must not silence the next test
         for name, value in {"COLUMNS": "80", "NO_COLOR": "1", **env}.items():
             patch.setenv(name, value)
         try:

@@ -68,6 +68,7 @@ def test_every_strategy_is_compared_on_the_same_steps(document: dict[str, Any]) 
         "flexsp",
         "bytescale",
         "karmarkar-karp",
+        "wlb-llm",
         "packing",
         "padded",
     }

@@ -331,7 +331,7 @@ def test_a_plan_is_also_written_as_megatron_s_execution_plan(folder: Path) -> No
     ("more", "message"),
     [
         (("--overlong", "truncate"), "has no field for sequences that are cut (--overlong truncate)"),
-        (("-o", "-"), "--emit writes beside the plan, which -o - writes to stdout; name a file with -o"),
+        (("-o", "-"), "--emit writes next to the plan, which -o - writes to stdout; name a file with -o"),
     ],
 )
 def test_what_an_execution_plan_cannot_say_is_refused_before_planning(

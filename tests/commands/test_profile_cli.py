@@ -44,6 +44,7 @@ def fcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     """Run `fcp` in an empty folder, in this process, 80 columns wide; it must leave with the given status."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(verbosity, "level", 0)
 
     def run(*words: str, status: int = 0) -> Outcome:

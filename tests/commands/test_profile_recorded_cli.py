@@ -101,7 +101,7 @@ def test_what_was_measured_is_shared_without_names_or_paths(tmp_path: Path, fcp:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--analytic", "--share", "a.yaml"), "--share writes what was measured; leave out --analytic"),
+        (("--analytic", "--share", "a.yaml"), "--share writes measurements; drop --analytic"),
         (
             ("-o", "a.yaml", "--share", "a.yaml"),
             "--share a.yaml would overwrite another file of the command; name a new one",

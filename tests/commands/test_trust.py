@@ -13,6 +13,7 @@ from fcp_cli.commands.launch.options import LaunchOptions
 from fcp_cli.options import options_of
 from fcp_cli.trust import _mark
 from tests.commands.planning_folder import fcp, write_dataset
+from tests.syntax import nodes_of
 
 HOSTILE = "launch: {target: slurm, setup: touch pwned, template: evil.j2}\n"
 
@@ -108,7 +109,7 @@ def test_every_output_of_a_command_stays_in_the_folder_of_a_found_file() -> None
     outputs = [
         node
         for path in package.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call) and any("'--output'" in ast.unparse(word) for word in node.keywords)
     ]
     assert len(outputs) >= 9

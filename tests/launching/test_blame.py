@@ -103,7 +103,7 @@ def test_a_log_without_a_summary_blames_nobody() -> None:
         (
             "torch.distributed.DistNetworkError: Ping failed, invalid value returned from server. Expected: 18690",
             snapshot(
-                "what answers at --master-addr and --master-port is not node 0 of this job; give node 0's address and a "
+                "the process at --master-addr and --master-port is not node 0 of this job; give node 0's address and a "
                 "free port"
             ),
         ),

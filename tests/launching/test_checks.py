@@ -544,7 +544,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
         {"programs": {"python3": "/venv/bin/python3"}},
         snapshot(
             [
-                "error: msrun is neither beside this Python nor on PATH; it comes with MindSpore: pip install 'mindspore>=2.7' 'numpy<2' 'pyarrow<26'"
+                "error: msrun is neither next to this Python nor on PATH; it comes with MindSpore: pip install 'mindspore>=2.7' 'numpy<2' 'pyarrow<26'"
             ]
         ),
     ),

@@ -139,7 +139,7 @@ def test_a_host_without_room_for_the_copies_of_checkpoints_is_warned_of() -> Non
     host = on_cpu("qwen3-8b", 600 * 10**9)
     assert warned(host) == snapshot(
         [
-            "checkpoints of qwen3-8b are copied to the memory of this host, 98 GB for 1 rank beside the 534 GB that they train with, but it has 600 GB; give --no-async-save, which writes while training waits"
+            "checkpoints of qwen3-8b are copied to the memory of this host, 98 GB for 1 rank in addition to the 534 GB that they train with, but it has 600 GB; give --no-async-save, which writes while training waits"
         ]
     )
     assert warned(replace(host, settings=settings_of("qwen3-8b", async_save=False))) == []
@@ -204,7 +204,7 @@ def test_what_the_plan_was_not_priced_to_train_is_refused(
 def test_a_run_goes_on_to_train_what_it_did() -> None:
     with refused(
         snapshot(
-            "run was planned for ZeRO-3, bf16, selective recomputation, chunked loss, and what is trained cannot change within a run; leave --lora out"
+            "run was planned for ZeRO-3, bf16, selective recomputation, chunked loss, and the trained weights cannot change within a run; leave --lora out"
         )
     ):
         check_recipe_of_plan(on_gpus(), settings_of("qwen3-8b", lora="r=8", resume=True))

@@ -271,7 +271,7 @@ def test_without_msrun_one_line_says_what_to_install(no_msrun: None, folder: Pat
     done = run_fcp(*launch("--", write_script(folder, _TELL)), folder=folder)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == snapshot(
-        "error: msrun is neither beside this Python nor on PATH; it comes with MindSpore: pip install "
+        "error: msrun is neither next to this Python nor on PATH; it comes with MindSpore: pip install "
         "'mindspore>=2.7' 'numpy<2' 'pyarrow<26'"
     )
     assert not (folder / "runs").exists()

@@ -62,7 +62,7 @@ def _refuse_unused(options: LaunchOptions) -> None:
         raise UsageError("--online is for jobs that fcp starts, --inject env for commands that start their own ranks")
     if options.inject == "env" and (options.explain or options.preflight):
         flag = "--explain" if options.explain else "--preflight"
-        raise UsageError(f"{flag} is for jobs that fcp starts; --inject env sets what --dry-run shows")
+        raise UsageError(f"{flag} is for jobs that fcp starts; --inject env sets variables, which --dry-run shows")
     given = [*options.training, *(name for name in ("manifest", "synthetic", "resume") if getattr(options, name))]
     if options.program and given:
         flag = given[0].replace("_", "-")

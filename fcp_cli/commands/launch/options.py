@@ -12,7 +12,7 @@ from fcp_cli.options import Opt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchOptions(LaunchRequest):
-    """The job, and what to do besides or instead of starting it."""
+    """The job, and actions in addition to or instead of its start."""
 
     preflight: Annotated[
         bool,

@@ -49,8 +49,8 @@ def run_here(job: Job, *, json: bool) -> None:
         write_launch(job.run_dir, launch_record(job))
     where = "this machine" if job.num_nodes == 1 else f"node {node_rank} of {job.num_nodes}"
     count, devices = job.processes_per_node, job.metadata.devices_per_rank
-    what = counted(count, "rank") if devices == 1 else f"{count} processes, {devices} to a rank of the plan,"
-    note(f"starting {what} on {where}; everything goes to {job.run_dir}")
+    processes = counted(count, "rank") if devices == 1 else f"{count} processes, {devices} to a rank of the plan,"
+    note(f"starting {processes} on {where}; everything goes to {job.run_dir}")
     if node_rank == 0 and (expected := predicted_time(job)):
         note(expected)
     outcome, watcher = _run_watched(job, node_rank, json=json)

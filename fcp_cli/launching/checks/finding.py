@@ -27,7 +27,7 @@ def warning(message: str) -> LaunchFinding:
 
 
 def number(facts: Facts, name: str) -> float | None:
-    """Return an environment variable that is a number; None where it is not set, or is none."""
+    """Return the value of a numeric environment variable, or None if it is unset or not a number."""
     try:
         return float(facts.variables[name])
     except (KeyError, ValueError):

@@ -179,13 +179,13 @@ def host_copies(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     held = need.rank.total_bytes(1) * need.holders if need.is_host else 0.0
     if held > host_bytes or held + copies <= host_bytes:
         return
-    beside, remedy = "", "share a copy out over more nodes, without --shard-ranks"
+    other, remedy = "", "share a copy out over more nodes, without --shard-ranks"
     if need.is_host:
-        beside = f" beside the {held / 1e9:.0f} GB that they train with"
+        other = f" in addition to the {held / 1e9:.0f} GB that they train with"
         remedy = "give --no-async-save, which writes while training waits"
     yield warning(
         f"checkpoints of {need.spec.name} are copied to the memory of this host, {copies / 1e9:.0f} GB for "
-        f"{counted(savers, 'rank')}{beside}, but it has {host_bytes / 1e9:.0f} GB; {remedy}"
+        f"{counted(savers, 'rank')}{other}, but it has {host_bytes / 1e9:.0f} GB; {remedy}"
     )
 
 
@@ -228,8 +228,8 @@ def check_recipe_of_plan(job: Job, settings: TrainSettings) -> None:
     if settings.resume and (kept := {"freeze_vision", "lora", "freeze"}.intersection(differing)):
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in sorted(kept))
         raise UsageError(
-            f"{settings.run_dir} was planned for {planned.describe()}, and what is trained cannot change within a run; "
-            f"leave {flags} out"
+            f"{settings.run_dir} was planned for {planned.describe()}, and the trained weights cannot change within a "
+            f"run; leave {flags} out"
         )
     changed = [words for name in differing if (words := flag_words(name, getattr(asked, name)))]
     need = job_memory(job, Facts())

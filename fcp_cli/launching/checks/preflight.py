@@ -1,4 +1,4 @@
-"""Checks before anything is started that make a job impossible: each is one function and raises one line."""
+"""Checks before the start of a job for conditions that make it impossible; each raises an error of one line."""
 
 from __future__ import annotations
 

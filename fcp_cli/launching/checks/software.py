@@ -61,7 +61,7 @@ def msrun(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
         return
     if facts.programs.get("msrun") is None:
         yield error(
-            f"msrun is neither beside this Python nor on PATH; it comes with MindSpore: {pip_install('mindspore')}"
+            f"msrun is neither next to this Python nor on PATH; it comes with MindSpore: {pip_install('mindspore')}"
         )
     name = interpreter_name(facts.python)
     python = facts.programs.get(name)

@@ -61,6 +61,9 @@ def again_command(job: Job) -> str:
     ranks = ["--ranks", str(job.metadata.num_ranks)]  # of a job that was stopped before its plan was made
     plan = ["--plan", str(from_here(job.paths.plan))] if job.paths.plan.is_file() else ranks
     words = ["--online"] if job.online is not None else plan
+    if job.planning is not None and plan == ranks:  # the rest is planned as the beginning was
+        asked = {"--model": job.planning.model, "--profile": job.planning.profile}
+        words += [word for flag, value in asked.items() if value is not None for word in (flag, value)]
     program = without_entry([*job.program, *job.arguments])
     return shlex.join(["fcp", "launch", *words, "--run-dir", str(run_dir), "--", *program])
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 _FULL_WIDTH: Final = 80  # columns of a terminal that has room for the whole table
 _OWN = {
     PLAN_VARIABLE: ("the plan that all ranks follow", "--plan, or the folder"),
-    METRICS_VARIABLE: ("where rank 0 writes what it measured", "the run directory"),
+    METRICS_VARIABLE: ("where rank 0 writes its measurements", "the run directory"),
     RUN_DIR_VARIABLE: ("where everything of the run goes", "--run-dir, or a new one"),
-    ONLINE_VARIABLE: ("what your script plans for while it trains", "--online"),
+    ONLINE_VARIABLE: ("the planning settings of your script's stream", "--online"),
     MODEL_VARIABLE: ("the model, for your script", "--model"),
 }
 

@@ -62,11 +62,8 @@ class JobState:
 
 def started_runs(runs: Path = RUNS) -> list[Path]:
     """Return the run directories that `fcp launch` made, oldest first."""
-    return sorted((path.parent for path in runs.glob("*/launch.json")), key=_launched)
-
-
-def _launched(run_dir: Path) -> tuple[int, str]:
-    return RunPaths(run_dir=run_dir).launch.lstat().st_mtime_ns, run_dir.name
+    launches = sorted(runs.glob("*/launch.json"), key=lambda path: (path.lstat().st_mtime_ns, path.parent.name))
+    return [path.parent for path in launches]
 
 
 def require_run(run_dir: Path) -> Path:

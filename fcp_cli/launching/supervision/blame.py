@@ -148,7 +148,7 @@ _CAUSES = (
     ),
     (
         re.compile(r"DistNetworkError: Ping failed"),
-        "what answers at --master-addr and --master-port is not node 0 of this job; give node 0's address and a free "
+        "the process at --master-addr and --master-port is not node 0 of this job; give node 0's address and a free "
         "port",
     ),
 )

@@ -55,9 +55,9 @@ class NodeMeeting:
         elif self.node_rank:  # node 0 itself may still be reading torch
             self._announce(f"waiting for node 0: nothing listens at {host}:{port} yet; run 'fcp launch' there")
 
-    def _announce(self, what: str) -> None:
+    def _announce(self, state: str) -> None:
         self._check_at = None
-        self.announce(f"{what}; gives up after {self.job.join_timeout_seconds} s (--join-timeout)")
+        self.announce(f"{state}; gives up after {self.job.join_timeout_seconds} s (--join-timeout)")
 
     def _pause_seconds(self) -> float:
         return min(_PATIENCE_SECONDS, (self.job.join_timeout_seconds or 0) / 3)

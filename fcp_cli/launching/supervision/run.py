@@ -191,7 +191,7 @@ def _wait(
     announce: Callable[[str], None],
     grace_seconds: float,
 ) -> int:
-    """Wait for the end; the first signal asks the ranks to stop, the second ends everything, or time does."""
+    """Wait for the end of the ranks. The first signal asks them to stop; the second, or the grace time, kills them."""
     answered, asked_at, ranks_seen_at = 0, 0.0, 0.0
     while (status := process.poll()) is None:
         refresh()

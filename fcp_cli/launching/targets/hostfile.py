@@ -18,7 +18,7 @@ def read_hostfile(path: Path) -> tuple[str, ...]:
     Raises:
         UsageError: unreadable, empty, a host twice, or a name that means another machine on every node.
     """
-    lines = read_text(path, error=UsageError, what="the hostfile ").splitlines()
+    lines = read_text(path, error=UsageError, label="the hostfile ").splitlines()
     hosts: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
         host = (line.split("#")[0].split() or [""])[0]

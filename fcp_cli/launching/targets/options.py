@@ -1,4 +1,4 @@
-"""Completes a job for a cluster with the options that were typed, and notes what it assumed."""
+"""Completes a job for a cluster with the options that were typed, and records its assumptions."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def render(template: Path, values: Mapping[str, Any]) -> str:
     from fcp_cli.reading.sandbox import MOST_TEMPLATE_BYTES, rendered
     from fcp_cli.reading.work_limits import WorkLimitError
 
-    text = read_text(template, error=UsageError, what="the template ", most_bytes=MOST_TEMPLATE_BYTES)
+    text = read_text(template, error=UsageError, label="the template ", most_bytes=MOST_TEMPLATE_BYTES)
     try:
         # Compiled under its own path, so that a traceback through it has its line numbers.
         return rendered(_sandbox(template).compiled(text, name=template.name, file=str(template)), values)
