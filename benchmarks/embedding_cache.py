@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fcp_cli.runtime.layouts.layout import shard_layout
 from fcp_cli.runtime.pictures.embedding_cache import EmbeddingCache
-from fcp_cli.runtime.pictures.visuals import VisualPack, visual_shard
+from fcp_cli.runtime.pictures.visuals import VisualPack, begin_visual_shard
 from fcp_cli.vision import qwen3_vl
 from fcp_cli.vision.parts import VisualPart
 
@@ -83,8 +83,9 @@ def _encode(model: nn.Module, cache: EmbeddingCache, number: int) -> tuple[float
     )
     begun = time.perf_counter()
     pack = VisualPack(parts=[[part]], rows=[number], layout=shard_layout((patches // 4,), 1), ranks=(0,))
-    shard = visual_shard([pack], rank=0, cache=cache)
-    assert shard is not None
+    finish = begin_visual_shard([pack], rank=0, cache=cache)
+    assert finish is not None
+    shard = finish()
     with torch.no_grad():
         found = shard.embeddings(qwen3_vl.encode(model, shard.parts, shard.pixels), cache)
     return time.perf_counter() - begun, found

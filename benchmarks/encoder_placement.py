@@ -28,8 +28,8 @@ from fcp_cli.plan.pricing import planned_sequences, step_prices, without_picture
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.encoder_balance import with_encoder_ranks
-from fcp_cli.planning.parallel import plan_step
 from fcp_cli.planning.problem import Problem
+from fcp_cli.planning.run import plan_step
 from fcp_cli.planning.solvers import make_solver
 from fcp_cli.profiling.analytic import analytic_profile
 from fcp_cli.recipe import Recipe

@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fcp_cli.cost.model import exchange_seconds, halo_seconds, ring_seconds, window_work
+from fcp_cli.cost.model import group_terms, halo_seconds, window_work
 from fcp_cli.cost.profile import Bandwidth
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
@@ -318,12 +318,11 @@ def _priced(u: int, r: int, window: int | None, *, message_seconds: float, bytes
             halo_message_seconds=message_seconds * c.halo_message_seconds,
         ),
     )
-    group: dict[str, Any] = {"tokens": RANK_TOKENS * u * r, "degree": u * r, "heads_degree": u}
-    exchanged = exchange_seconds(profile, **group, sets_cross_nodes=False)
+    terms, tokens = group_terms(profile, degree=u * r, heads_degree=u, crosses_nodes=False), RANK_TOKENS * u * r
+    exchanged = terms.exchange * tokens + terms.messages
     if window is not None:
-        halos = window_work(np.array([RANK_TOKENS * u * r]), profile.coefficients)
-        return float(exchanged + halo_seconds(profile, halos, degree=u * r, heads_degree=u, crosses_nodes=False)[0])
-    return float(exchanged + ring_seconds(profile, **group, crosses_nodes=False))
+        return float(exchanged + halo_seconds(profile, window_work(np.array([tokens]), profile.coefficients), terms)[0])
+    return float(exchanged + terms.ring * tokens + terms.hops)
 
 
 def measure() -> dict[str, Any]:

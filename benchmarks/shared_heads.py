@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks.split_heads import CLUSTERS, MODELS, PER_NODE, alone_seconds, profile_of
-from fcp_cli.cost.model import exchange_seconds
+from fcp_cli.cost.model import group_terms
 from fcp_cli.cost.profile import CostProfile, load_cost_profile
 from fcp_cli.runtime.kernels import select_kernel
 from fcp_cli.runtime.layouts.layout import shard_layout
@@ -123,8 +123,9 @@ def gain_of_halves(profile: CostProfile, tokens: int, degree: int) -> tuple[floa
     shared = min(seconds, key=seconds.__getitem__)
     if shared == 1:
         return None
-    group: dict[str, Any] = {"tokens": tokens, "degree": degree, "heads_degree": shared, "sets_cross_nodes": False}
-    exchange, messages = float(exchange_seconds(profile, **group)), heads.exchange_seconds * (shared - 1)
+    terms = group_terms(profile, degree=degree, crosses_nodes=False, heads_degree=shared)
+    messages = float(terms.messages)
+    exchange = float(terms.exchange) * tokens + messages
     hops = degree // shared - 1
     again = messages + c.ring_hop_seconds * hops + (c.last_hop_seconds if hops else 0.0)
     return ((exchange - messages) / 2 - again) / seconds[shared], exchange / seconds[shared]

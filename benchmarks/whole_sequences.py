@@ -24,8 +24,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.workloads import FAMILIES, MAX_LENGTH, example_profile, family_table, real_table
-from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.cost.model import overlapped_seconds, ring_seconds
+from fcp_cli.arrays import IntArray
+from fcp_cli.cost.formula import overlapped_seconds, pack_parts
+from fcp_cli.cost.model import group_terms, unit_prices
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.pricing import crosses_nodes, planned_sequences, single_rank_work
@@ -116,16 +117,12 @@ def makespan_without(step: StepPlan, whole_tokens: IntArray, problem: Problem) -
     profile = problem.profile
     degrees = step.degrees.astype(np.float64)
     crossing = crosses_nodes(step.rank_offsets, step.ranks, problem.ranks_per_node)
-
-    def rings(tokens: IntArray) -> FloatArray:
-        return ring_seconds(profile, tokens=tokens, degree=degrees, crosses_nodes=crossing)
-
+    terms, prices = group_terms(profile, degree=degrees, crosses_nodes=crossing), unit_prices(profile)
     work = single_rank_work(planned_sequences(step, None), profile, None)
     owner = np.repeat(np.arange(len(step)), np.diff(step.sequence_offsets))
-    attention = np.bincount(owner, work.attention_seconds, len(step)) / degrees
-    exposed = profile.coefficients.exposed_ring_share
+    attention = np.bincount(owner, work.attention_seconds, len(step))
     now, then = (
-        overlapped_seconds(np.zeros(len(step)), attention, rings(tokens), exposed)
+        overlapped_seconds(pack_parts(attention, 0.0, tokens, degrees, terms, prices))
         for tokens in (step.tokens, step.tokens - whole_tokens)
     )
     seconds = step.seconds - np.where(step.is_idle, 0.0, now - then)

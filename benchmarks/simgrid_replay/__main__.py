@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 from benchmarks.workloads import FAMILIES, family_table
-from fcp_cli.cost.model import attention_part, last_hop_seconds, ring_seconds
+from fcp_cli.cost.model import group_terms
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
@@ -110,11 +110,11 @@ def _parts(profile: CostProfile, row: MicroBatch, *, crosses: bool) -> dict[str,
     """Return the parts of the cost model's prediction for a micro-batch, by its own formulas."""
     c, degree, tokens = profile.coefficients, row.degree, row.tokens
     squares = c.attention_seconds_per_token2 * float(sum(length**2 for length in row.lengths))
-    place = {"tokens": tokens, "degree": degree, "crosses_nodes": crosses}
-    home = float(last_hop_seconds(profile, **place))
-    hidden = float(ring_seconds(profile, **place)) - home - c.ring_hop_seconds * (degree - 1)
+    terms = group_terms(profile, degree=degree, crosses_nodes=crosses)
+    home = float(terms.home * tokens + terms.home_hop)
+    hidden = float(terms.ring * tokens + terms.hops) - home - c.ring_hop_seconds * (degree - 1)
     rate = profile.bandwidth.inter_node if crosses else profile.bandwidth.intra_node
-    attention = attention_part(profile, attention_seconds=squares, tokens=tokens, degree=degree)
+    attention = squares / degree + terms.chunk * tokens
     linear = c.linear_seconds_per_token * tokens / degree
     return {"linear": linear, "attention": float(attention), "ring_bytes": max(0.0, hidden) * rate, "home": home}
 

@@ -22,7 +22,7 @@ from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.problem import Problem
 from fcp_cli.profiling.analytic import analytic_profile
 from fcp_cli.recipe import Recipe
-from fcp_cli.vision.processors import QwenVision
+from fcp_cli.vision.qwen_processors import QwenVision
 
 TEXT_MODELS = ("qwen3-1.7b", "qwen3-4b", "qwen3-8b", "llama3.2-1b", "llama3.2-3b", "llama3-8b")
 VISION_MODELS = ("internvl3-2b", "internvl2.5-4b", "internvl3-8b", "qwen3-vl-2b", "qwen3-vl-4b", "qwen3-vl-8b")
