@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# Containers set it; each of the hundreds of processes that tests start would then compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 # A file's tests share what its fixtures made, and so go to one worker.
 WORKERS := -n 2 --dist loadfile
 
@@ -50,9 +52,9 @@ $(LOCKED_STAMP): pyproject.toml constraints.txt requirements-ci.txt
 test-locked: $(LOCKED_STAMP)
 	$(MAKE) --no-print-directory BIN=$(LOCKED_VENV)/bin STAMP=$(LOCKED_STAMP) lint types unit
 
-# The inner loop, under a minute on two cores: the tests that neither start processes nor need PyTorch.
+# The inner loop, under a minute on two cores: the tests that neither start processes nor need PyTorch, of properties a fifth of the examples.
 fast: $(STAMP)
-	$(BIN)/python -m pytest $(WORKERS) --quiet -m "not processes and not torch"
+	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest $(WORKERS) --quiet -m "not processes and not torch"
 
 # The site of docs/, into site/; `make test` builds it, too. Any warning is an error, and nothing is fetched from elsewhere.
 docs: $(STAMP)
@@ -145,11 +147,15 @@ test-loops: $(LOOPS_STAMP) test-frameworks
 	$(LOOPS_VENV)/bin/python -m pytest $(WORKERS) -m loops --durations=20
 
 # Frameworks around transformers' Trainer, each in an environment of its own: they pin releases that exclude each other. The
-# index's torchvision and torchaudio load libraries of CUDA, which torch for CPUs lacks; text needs neither.
-FRAMEWORKS        := llama_factory ms_swift trl_scripts
+# index's torchvision and torchaudio load libraries of CUDA, which torch for CPUs lacks; text needs neither. With pictures,
+# LLaMA-Factory needs a newer transformers than it allows, whose encoders' outputs can be given to the model.
+FRAMEWORKS        := llama_factory llama_factory_pictures ms_swift trl_scripts axolotl
 llama_factory_is  := llamafactory==0.9.5
 ms_swift_is       := ms-swift==4.6.0
 trl_scripts_is    := trl==1.16.0 rich pillow
+axolotl_is        := axolotl==0.19.0
+llama_factory_pictures_is   := $(llama_factory_is)
+llama_factory_pictures_then := transformers==5.23.0
 
 .venv-loops-%/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)
@@ -157,13 +163,15 @@ trl_scripts_is    := trl==1.16.0 rich pillow
 	$(@D)/bin/python -m pip install --quiet --constraint constraints.txt torch setuptools wheel uv
 	$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python --constraint constraints.txt $($*_is) \
 		--editable ".[torch,finetune,report]" --group dev
+	$(if $($*_then),$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python $($*_then))
 	$(@D)/bin/uv pip uninstall --quiet --python $(@D)/bin/python torchvision
 	rm -rf $(@D)/lib/python*/site-packages/torchaudio/lib
 	touch $@
 
 test-frameworks: $(FRAMEWORKS:%=.venv-loops-%/.installed)
 	set -e; for name in $(FRAMEWORKS); do \
-		.venv-loops-$$name/bin/python -m pytest -m loops --durations=5 tests/runtime/loops/test_$$name*.py; done
+		.venv-loops-$$name/bin/python -m pytest -m loops -W default -p no:anyio -k $$name --durations=5 \
+			tests/runtime/loops/test_frameworks.py $$(ls tests/runtime/loops/test_$$name*.py 2>/dev/null); done
 
 # The tests of Megatron on a newer megatron-core, which needs Python 3.12 or newer: make test-megatron-next PYTHON=python3.12
 NEXT_MEGATRON ?= 0.19.2

@@ -1,6 +1,6 @@
 """How tests run: properties with the same examples each time, and other processes only where a marker allows them.
 
-`HYPOTHESIS_PROFILE=search python -m pytest ...` looks for examples that were not tried before.
+`HYPOTHESIS_PROFILE=search python -m pytest ...` looks for examples that were not tried before; `quick` tries a fifth of them.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tests import messages
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("search", settings.get_profile("repeatable"), derandomize=False, max_examples=1000)
+settings.register_profile("quick", settings.get_profile("repeatable"), max_examples=20)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 # A shell has what it starts in the background ignore Ctrl-C, and so would every process that a test interrupts.
@@ -47,6 +48,9 @@ _IMPLY_PROCESSES = ("distributed", "browser", "mindspore", "loops", "slurm")
 _IMPLY_TORCH = ("torch", "hf", "megatron", "loops")
 # Markers of tests that only run where `-m` names them: each has a target of its own in the Makefile.
 _OPT_IN = ("full", "loops", "slurm")
+
+# Where hypothesis keeps the settings of a test; without it all examples are tried.
+_ASKED = "_hypothesis_internal_use_settings"
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -73,9 +77,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for implied, names in (("processes", _IMPLY_PROCESSES), ("torch", _IMPLY_TORCH)):
             if any(item.get_closest_marker(name) for name in names):
                 item.add_marker(implied)
+    if os.environ.get("HYPOTHESIS_PROFILE") == "quick":
+        _try_fewer_examples(items)
     if hasattr(config, "workerinput"):
         long = {item.path for item in items if item.get_closest_marker("processes")}
         items.sort(key=lambda item: item.path not in long)
+
+
+def _try_fewer_examples(items: list[pytest.Item]) -> None:
+    """Divide the number of examples that a test itself asks for, which comes before a profile's."""
+    for function in {item.function for item in items if isinstance(item, pytest.Function)}:
+        if asked := getattr(function, _ASKED, None):
+            setattr(function, _ASKED, settings(asked, max_examples=max(5, asked.max_examples // 5)))
 
 
 def _leave_out_unasked(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -93,10 +106,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if unwanted and _needs_torch(collection_path) else None
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Raise where a module imports PyTorch although no test of it is wanted."""
-    if "not torch" in session.config.option.markexpr and "torch" in sys.modules:
-        raise pytest.UsageError("a test module without `pytestmark = pytest.mark.torch` imports torch at its top")
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Fail the collection of a module that imports PyTorch although no test of it is wanted."""
+    before = "torch" in sys.modules
+    report = yield
+    if "not torch" in collector.config.option.markexpr and "torch" in sys.modules and not before:
+        report.outcome = "failed"
+        report.longrepr = f"{collector.nodeid} imports torch at its top without `pytestmark = pytest.mark.torch`"
+    return report
 
 
 @pytest.fixture(autouse=True)

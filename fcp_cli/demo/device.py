@@ -1,8 +1,8 @@
 """A device and links that take as long as a cost profile says, and the model, kernel and transport that go with them.
 
-What sleeps: matrices, attention, what a micro-batch costs whatever it holds; and a message that gloo delivered sooner
-than the profile's link would have. What is real: the plan's cursor, the loader, rings and their hops over gloo with
-keys, values and their gradients (a head of few numbers), who waits for whom, the gradients' sum.
+Sleeps stand for matrices, attention and the fixed cost of a micro-batch, and delay messages that gloo delivers sooner
+than the profile's link would. Real are the plan's cursor, the loader, rings and their hops over gloo with keys, values
+and their gradients (a small head), the waits between ranks, and the sum of gradients.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _ARRIVED_SECONDS = 1e-3  # a wait that is over sooner had nothing to wait for
 
 
 class Device:
-    """Does what it is given one after the other, as an accelerator's stream does; the host sleeps until it is done.
+    """Runs work in order, as an accelerator's stream does; the host sleeps until it is done.
 
-    The host prepares what comes next while the device is busy, so preparing it costs nothing that is shorter than that.
+    The host prepares the next work while the device is busy, so preparation that is shorter costs nothing.
     A sleep that ends late makes no work longer.
     """
 
@@ -52,13 +52,13 @@ class Device:
         time.sleep(max(0.0, self._free_at - time.perf_counter()))
 
     def hold(self, until: float) -> None:
-        """Begin nothing of what follows before a moment of `time.perf_counter`, when the host learns what it is."""
+        """Begin no further work before a moment of `time.perf_counter`, when the host learns of it."""
         self._free_at, self._last_seconds = max(self._free_at, until), 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class PacedKernel:
-    """Attention that takes its share of the profile's seconds, by the pairs of tokens that it was to meet."""
+    """Attention kernel that sleeps for its share of the profile's seconds, by its pairs of tokens."""
 
     device: Device
     coefficients: Coefficients
@@ -79,7 +79,7 @@ class PacedKernel:
         pairs = 2.0 * self.coefficients.attention_seconds_per_token2 * pairs_of(segments)
         seconds = pairs * forwards / (1.0 + ATTENTION_BACKWARD)
         current = current_ring.get()
-        if current is not None and not segments.causal:  # a hop, which adds to what the member has
+        if current is not None and not segments.causal:  # a hop, which adds to the member's result
             chunk = self.coefficients.chunk_seconds_per_token * current.tokens
             seconds += chunk * chunk_bytes / (CHUNK_BYTES_FORWARD + CHUNK_BYTES_BACKWARD)
         self.device.run(seconds / LAYERS)
@@ -93,14 +93,14 @@ def pairs_of(segments: Segments) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Links:
-    """How long a profile's links take for a message of one rank, whose bytes stand for those of the profile's model."""
+    """Seconds of a message over a profile's links; its bytes stand for those of the profile's model."""
 
     profile: CostProfile
     rank: int
     ranks_per_node: int
 
     def seconds(self, size: int, to: int) -> float:
-        """Return the seconds of `size` bytes to a rank, of this node or of another."""
+        """Return the seconds of a message of `size` bytes to a rank of this node or of another."""
         c, bandwidth = self.profile.coefficients, self.profile.bandwidth
         is_near = to // self.ranks_per_node == self.rank // self.ranks_per_node
         rate = bandwidth.intra_node if is_near else bandwidth.inter_node

@@ -45,7 +45,7 @@ class PacedWork:
 
     Attributes:
         sequences_per_rank: of a step.
-        slower: factor on all seconds of the profile, so that a hop over gloo is short beside them.
+        slower: factor on all seconds of the profile, so that a hop over gloo is short in comparison.
     """
 
     table: LengthTable
@@ -83,7 +83,7 @@ def library_table() -> LengthTable:
 
 
 def paced_profile(num_ranks: int, slower: float) -> CostProfile:
-    """Return the computed profile of Qwen3-8B on H200s, all seconds times `slower`, less what follows micro-batches."""
+    """Return the computed profile of Qwen3-8B on H200s times `slower`, without the work after micro-batches."""
     computed = analytic_profile(
         load_model("qwen3-8b"), load_cluster("h200-8x8"), recipe=Recipe(), sync="iteration", ranks=num_ranks
     )
@@ -102,7 +102,7 @@ def paced_profile(num_ranks: int, slower: float) -> CostProfile:
 
 
 def write_plans(folder: Path, work: PacedWork, *, num_ranks: int, strategies: Sequence[str]) -> dict[str, Path]:
-    """Plan the work by each strategy; strategy -> file of the plan."""
+    """Plan the demo's sequences by each strategy; return the plan file of each."""
     problem = Problem(
         num_ranks=num_ranks,
         ranks_per_node=RANKS_PER_NODE,

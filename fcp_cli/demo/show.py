@@ -172,18 +172,18 @@ class Demo:
         run_fcp(self.folder, "report", plan.name, *measured, "-o", "report.html")
         self.figures["page"] = str(self.folder / "report.html")
         self._title("The page")
-        self._say(f"{self.figures['page']}: plan and run for any browser, planned times beside measured ones.")
+        self._say(f"{self.figures['page']}: plan and run for any browser, planned next to measured times.")
 
     def _close(self, missing: list[str]) -> None:
         if "torch" in missing:
             self._say(f"\nPredicted by the cost model: fcp is {self.figures['predicted_speedup']:.2f}x as quick.")
         else:
-            self._title("What this shows")
+            self._title("Shown")
             self._list(_SHOWN)
-            self._title("What it does not show")
+            self._title("Not shown")
             self._list(_NOT_SHOWN)
         if missing:
-            self._title("What was skipped, since its libraries are not installed here")
+            self._title("Skipped, since its libraries are not installed here")
             self._list(f"{_SKIPPED[extra]}: {pip_install(extra)}" for extra in missing)
 
     @property

@@ -59,7 +59,7 @@ def train(folder: Path, say: Callable[[str], None]) -> DemoLosses:
 
 
 def gradient_difference(document: str) -> float:
-    """Return the largest difference of a gradient from what `fcp verify --json` printed."""
+    """Return the largest difference of a gradient, from the output of `fcp verify --json`."""
     return max(float(step["gradient_difference"]) for step in decode_json(document)["steps"])
 
 

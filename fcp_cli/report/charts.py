@@ -89,7 +89,7 @@ def gantt_chart(
 
     Args:
         bars: rectangles of one step, or of all that can be chosen.
-        ends: where to draw lines, and `what` each of them is; charts of one step share a time axis if they share these.
+        ends: where to draw lines, named by `what`; charts of one step share a time axis if they share these.
         colours: of the degrees.
         shown: the ranks that `bars` are of.
         first: the step to begin with; the page's parameter `chosen` then names the one to draw. None: the only one.
@@ -150,7 +150,7 @@ def _end_rules(ends: Columns, chosen: list[Spec]) -> Spec:
                     "symbolType": "stroke",
                     "symbolSize": 500,
                     "symbolStrokeColor": "currentColor",
-                    "orient": "bottom",  # beside the degrees it would be cut off on a phone
+                    "orient": "bottom",  # next to the degrees it would be cut off on a phone
                 },
             },
             "tooltip": [{"field": "what"}, {"field": "at"}],

@@ -10,6 +10,7 @@ from fcp_cli.console import print_table
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.comparison import Contender
 from fcp_cli.planning.problem import Problem
+from fcp_cli.planning.solvers import strategy
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,7 +35,7 @@ def print_stress(console: Console, contenders: Sequence[Contender]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    found = [(one.name, one.best) for one in ranked(contenders) if one.best is not None]
+    found = [(one.name, one.best) for one in ranked(contenders) if one.best is not None and one.best.stress]
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
     table.caption, table.caption_justify = "seconds per step under its quicker sync, and times the prediction", "left"
     table.add_column("strategy", no_wrap=True)
@@ -52,6 +53,9 @@ def _table(contenders: Sequence[Contender], syncs: Sequence[Sync]) -> Table:
     caption = "over: micro-batches that hold more than the token budget, and would run out of memory"
     if len(syncs) > 1:
         caption = f"seconds per step under each sync; the other columns are under the quicker one\n{caption}"
+    own = [one.name for one in contenders if one.best and strategy(one.name).own_execution]
+    if own:
+        caption += f"\n{', '.join(own)}: an execution of its own, which nothing here runs; against its own bound"
     # Nine columns fit 80 characters with one space between them.
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
     table.caption, table.caption_justify = caption, "left"

@@ -19,7 +19,7 @@ from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.errors import FcpError
 from fcp_cli.extras import pip_install
 from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.report.chart_parts import CONFIG, Spec
+from fcp_cli.report.chart_parts import CONFIG
 from fcp_cli.report.memory import planned_memory
 from fcp_cli.report.page_charts import Speedup, charts_of, has_measured_steps
 from fcp_cli.report.page_data import PlanPicture
@@ -76,7 +76,7 @@ class PageContent:
             source=facts(self._sources()),
             warnings="".join(f'<p class="warning">{html.escape(warning)}</p>' for warning in self.warnings),
             headline=self._headline(),
-            sections="".join(self._sections(specs)),
+            sections="".join(sections_of(self.metadata, self.plan, self.run, self.speedup, frozenset(specs))),
             footer=html.escape(f"{made_by}; manifest {meta.manifest.name}; made {meta.created}"),
             library=javascript_bundle(),
             # A name in the plan that holds "</script" would end the script that the charts stand in.
@@ -97,9 +97,6 @@ class PageContent:
             "measured": measured,
             "warnings": self.warnings,
         }
-
-    def _sections(self, specs: dict[str, Spec]) -> Iterator[str]:
-        return sections_of(self.metadata, self.plan, self.run, self.speedup, frozenset(specs))
 
     def _title(self) -> str:
         ranks = counted(self.metadata.num_ranks, "rank")
@@ -146,15 +143,15 @@ class PageContent:
             figures = table(
                 ("", "planned", "measured", "measured / planned"), self._compared(takes_bytes), name="figures"
             )
-        beside = [
+        others = [
             ("Above the bound under this cost profile", f"{summary.gap:.2%}"),
             ("Groups of degree over 1", f"{meta.distinct_groups:,} distinct"),
         ]
         if summary.peers is not None:
-            beside.append(("Ranks that a rank exchanges with", f"{summary.peers.mean:.1f}, most {summary.peers.most}"))
+            others.append(("Ranks that a rank exchanges with", f"{summary.peers.mean:.1f}, most {summary.peers.most}"))
         if self.run is not None and self.run.warm_up_steps:
-            beside.append(("Left out of both columns", counted(self.run.warm_up_steps, "warm-up step")))
-        return f'<div class="numbers">{figures}{facts(beside)}</div>'
+            others.append(("Left out of both columns", counted(self.run.warm_up_steps, "warm-up step")))
+        return f'<div class="numbers">{figures}{facts(others)}</div>'
 
     def _compared(self, takes_bytes: float | None) -> Iterator[tuple[str, str, str, str]]:
         assert self.run is not None

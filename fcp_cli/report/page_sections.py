@@ -6,7 +6,6 @@ import html
 from collections.abc import Iterator
 
 from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.plan.step import StepPlan
 from fcp_cli.report.memory import memory_sentence, planned_memory
 from fcp_cli.report.page_charts import Speedup, degree_shares, device_bytes, idle_maps
 from fcp_cli.report.page_data import HeatMap, PlanPicture
@@ -40,17 +39,14 @@ def _gain(metadata: PlanMetadata, plan: PlanPicture, speedup: Speedup) -> str:
     )
     ranks = metadata.num_ranks
     parts = (
-        f"<div><h3>{html.escape(_in_figures(name, step, ranks))}</h3>{figure(chart)}</div>"
+        f"<div><h3>{html.escape(name)}: {seconds(step.makespan_seconds)}, "
+        f"ranks wait {step.idle_fraction(ranks):.1%}</h3>{figure(chart)}</div>"
         for name, step, chart in (
             (f"Static, degree {speedup.degree}", static, "chart-static"),
             (f"This plan, by {metadata.solver}", ours, "chart-ours"),
         )
     )
     return section(title, caption, *parts, name="gain")
-
-
-def _in_figures(name: str, step: StepPlan, ranks: int) -> str:
-    return f"{name}: {seconds(step.makespan_seconds)}, ranks wait {step.idle_fraction(ranks):.1%}"
 
 
 def _over_the_steps(metadata: PlanMetadata, plan: PlanPicture, drawn: frozenset[str], run: RunPicture | None) -> str:
@@ -112,8 +108,8 @@ def _waiting(heat: HeatMap, drawn: frozenset[str], most: float) -> str:
     return section("Who waits", caption, legend, side_by_side(planned, part("Measured", measured, "chart-waited")))
 
 
-def _up_to(count: int, what: str) -> str:
-    return f"one {what}" if count == 1 else f"up to {counted(count, what)}"
+def _up_to(count: int, noun: str) -> str:
+    return f"one {noun}" if count == 1 else f"up to {counted(count, noun)}"
 
 
 def _data_and_degrees(plan: PlanPicture) -> str:

@@ -1,4 +1,4 @@
-"""A plan as pictures need it: forgiving of what an editor or a script did to it.
+"""A plan as pictures need it: forgiving of changes by an editor or a script.
 
 `plan.check` proves a plan; this reads the drawable part of any, skips steps that no picture could hold, and
 lists in `problems` edits of the file and skipped steps.
@@ -86,11 +86,11 @@ class PlanFile:
             )
         return table
 
-    def nothing_to_show(self, what: str = "any step") -> PlanError:
-        """Return the error for a plan without `what`, with the reason that was last found."""
+    def nothing_to_show(self, noun: str = "any step") -> PlanError:
+        """Return the error for a plan without `noun`, with the reason that was last found."""
         left_out = [problem.partition("left out ")[2] for problem in self.problems if "left out " in problem]
         reason = f" ({left_out[-1]})" if left_out else ""
-        return PlanError(f"{self.path} does not hold {what} that can be shown{reason}; see: fcp check {self.path}")
+        return PlanError(f"{self.path} does not hold {noun} that can be shown{reason}; see: fcp check {self.path}")
 
 
 def open_plan(path: Path, *, quickly: bool = False) -> PlanFile:

@@ -126,9 +126,9 @@ def _hidden_ring(profile: CostProfile, degree: int) -> str | None:
     )
     if inside is None or across is None:
         return None
-    what = "all but the exposed share of a ring" if profile.coefficients.exposed_ring_share else "a ring"
+    hidden = "all but the exposed share of a ring" if profile.coefficients.exposed_ring_share else "a ring"
     beyond = "" if across == inside else f", across nodes {across:,.0f}"
-    return f"Attention hides {what} of degree {degree} from {inside:,.0f} tokens on{beyond}."
+    return f"Attention hides {hidden} of degree {degree} from {inside:,.0f} tokens on{beyond}."
 
 
 def _formats(profile: CostProfile) -> list[str]:

@@ -97,9 +97,9 @@ class TraceBuilder:
                 continue
             args = {"step": microbatch.step, **_pack_arguments(microbatch), "predicted_seconds": microbatch.seconds}
             name = _name(microbatch.order, microbatch.described_degree)
-            for stage, what, start, seconds in parts(microbatch):
+            for stage, part, start, seconds in parts(microbatch):
                 for rank in microbatch.ranks:
-                    yield self._slice("planned", rank, f"{name}{what}", start, seconds, args, stage)
+                    yield self._slice("planned", rank, f"{name}{part}", start, seconds, args, stage)
             yield from self._flow("planned", [(rank, microbatch.start_seconds) for rank in microbatch.ranks])
 
     def _parts(self, planned: StepPlan) -> Callable[[MicroBatch], Iterator[tuple[int, str, float, float]]]:
@@ -196,10 +196,10 @@ def _pack_arguments(microbatch: MicroBatch) -> dict[str, Any]:
     return args
 
 
-def _named(what: Literal["process", "thread"], pid: int, tid: int, name: str, index: int) -> Iterator[Event]:
+def _named(kind: Literal["process", "thread"], pid: int, tid: int, name: str, index: int) -> Iterator[Event]:
     event = {"ph": "M", "pid": pid, "tid": tid}
-    yield {"name": f"{what}_name", **event, "args": {"name": name}}
-    yield {"name": f"{what}_sort_index", **event, "args": {"sort_index": index}}
+    yield {"name": f"{kind}_name", **event, "args": {"name": name}}
+    yield {"name": f"{kind}_sort_index", **event, "args": {"sort_index": index}}
 
 
 def write_trace(file: TextIO, events: Iterable[Event], *, source: dict[str, Any]) -> int:

@@ -180,8 +180,8 @@ class RunState:
             return f"its launcher on {heartbeat.host} is gone; its ranks may train on without it"
         if self.last is None or self._moves(quiet_seconds):
             return None
-        what = "the run may have stopped" if heartbeat is None else "its launcher is at work"
-        return f"no new step for {clock(quiet_seconds)}: {what}"
+        state = "the run may have stopped" if heartbeat is None else "its launcher is at work"
+        return f"no new step for {clock(quiet_seconds)}: {state}"
 
     def _moves(self, quiet_seconds: float) -> bool:
         """Return whether the last step is no longer ago than five usual ones, or a minute."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from fcp_cli.console import print_table
-from fcp_cli.cost.model import group_seconds, last_hop_seconds, ring_seconds
+from fcp_cli.cost.model import group_seconds, pack_parts
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.pipeline import Pipeline
@@ -188,9 +188,7 @@ def _priced(
     }
     heads_degree = microbatch.heads_degree if degree == microbatch.degree else min(splits, key=splits.__getitem__)
     seconds = splits[heads_degree]
-    at = {"tokens": tokens, "degree": degree, "crosses_nodes": crosses, "heads_degree": heads_degree}
-    ring, home = ring_seconds(problem.profile, **at), last_hop_seconds(problem.profile, **at)
-    exposed = problem.profile.coefficients.exposed_ring_share * (ring - home) + home
+    parts = pack_parts(problem.profile, pack, degree=degree, crosses_nodes=crosses, heads_degree=heads_degree)
     held = -(-tokens // degree)
     return Alternative(
         degree=degree,
@@ -199,7 +197,7 @@ def _priced(
         crosses_nodes=crosses,
         seconds=seconds,
         attention_seconds=float(attention) / degree / slowest,
-        ring_seconds=float(ring - exposed) / slowest,
+        ring_seconds=float(parts.hidden) / slowest,
         end_seconds=microbatch.start_seconds + seconds,
         heads_degree=heads_degree,
         split_seconds=splits,
@@ -230,9 +228,9 @@ def _against_fewer(
     if not fewer.fits:
         text = f"each would hold {fewer.tokens_per_rank:,} tokens, over the budget of {problem.tokens_per_rank:,}"
         return Reason(degree=fewer.degree, bound="memory", text=text)
-    limit, what = _time_limit(microbatch, step, problem)
+    limit, event = _time_limit(microbatch, step, problem)
     if fewer.end_seconds > limit * (1 + 1e-9):
-        text = f"it would end at {fewer.end_seconds:.3f} s, after {what} at {limit:.3f} s"
+        text = f"it would end at {fewer.end_seconds:.3f} s, after {event} at {limit:.3f} s"
         if problem.pipeline is not None:
             text = f"the step would end at {fewer.end_seconds:.3f} s, and not at {limit:.3f} s"
         return Reason(degree=fewer.degree, bound="balance", text=text)
@@ -261,17 +259,17 @@ def _against_more(microbatch: MicroBatch, priced: dict[int, Alternative], step: 
             f"{gain:.3f} s sooner for {extra:.1%} more rank-seconds"
         )
         return Reason(degree=more.degree, bound="topology", text=text)
-    limit, what = _time_limit(microbatch, step, problem)
+    limit, event = _time_limit(microbatch, step, problem)
     slack = limit - own.end_seconds
     text = f"{gain:.3f} s sooner for {extra:.1%} more rank-seconds; "
     if problem.pipeline is not None:
         saved = max(own.end_seconds - more.end_seconds, 0.0)
         text += f"the step would end {saved:.3f} s sooner, if the rank more had nothing else to run"
     elif slack > 1e-3 * limit:
-        text += f"it already ends {slack:.3f} s before {what}"
+        text += f"it already ends {slack:.3f} s before {event}"
     else:
         idle = step.idle_fraction(problem.num_ranks)
-        text += f"it ends with {what}, and one more rank would leave other work; ranks idle {idle:.1%} of the step"
+        text += f"it ends with {event}, and one more rank would leave other work; ranks idle {idle:.1%} of the step"
     return Reason(degree=more.degree, bound="balance", text=text)
 
 
@@ -316,8 +314,8 @@ def _way(stages: Stages | None) -> Iterator[str]:
     """Say when each block of layers has the micro-batch."""
     if stages is None:
         return
-    for what, begun in (("forward", stages.forward_seconds), ("backward", stages.backward_seconds)):
-        yield f"{what} of blocks 0 to {len(begun) - 1} from {', '.join(f'{at:.3f}' for at in begun)} s on"
+    for direction, begun in (("forward", stages.forward_seconds), ("backward", stages.backward_seconds)):
+        yield f"{direction} of blocks 0 to {len(begun) - 1} from {', '.join(f'{at:.3f}' for at in begun)} s on"
     yield f"over at {stages.end_seconds:.3f} s"
 
 

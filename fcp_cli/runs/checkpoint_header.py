@@ -135,8 +135,8 @@ def check_header(header: CheckpointHeader, wanted: CheckpointHeader, plan: PlanM
 
     Args:
         header: of the checkpoint.
-        wanted: of the one that the run would save now.
-        plan: that is to be followed now.
+        wanted: header that the run would save now.
+        plan: plan of the resumed run.
         checkpoint: for messages.
 
     Raises:

@@ -95,8 +95,8 @@ def latest_run_dir(name: str | None, *, runs: Path = RUNS) -> Path:
     for path in sorted(candidates, key=lambda path: RunPaths(run_dir=path).launch.stat().st_mtime_ns, reverse=True):
         if read_launch(path, remedy="name the run to resume with --run-dir").training is not None:
             return path
-    what = f"run of {name}" if name else "run"
-    raise RunError(f"there is no {what} in the folder {runs} to resume; name one with --run-dir")
+    wanted = f"run of {name}" if name else "run"
+    raise RunError(f"there is no {wanted} in the folder {runs} to resume; name one with --run-dir")
 
 
 def has_followed(run_dir: Path, plan_hash: str) -> bool:

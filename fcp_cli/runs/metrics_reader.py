@@ -226,8 +226,8 @@ def _first_start(path: Path) -> RunRecord:
 def _nothing_at(path: Path) -> str:
     if (path / "launch.json").is_file():
         return f"the run {path} has written no metrics yet"
-    what = "has no metrics.jsonl" if path.is_dir() else "does not exist"
-    return f"{path} {what}; name the folder that 'fcp launch' printed"
+    fault = "has no metrics.jsonl" if path.is_dir() else "does not exist"
+    return f"{path} {fault}; name the folder that 'fcp launch' printed"
 
 
 def metrics_path(path: Path) -> Path:
@@ -264,7 +264,7 @@ class MetricsTail:
         Args:
             path: of the file.
             since: ISO time; records of a start before it are passed over: a resumed run keeps those of the first.
-            joins_with: so many of the latest steps at most are parsed on joining, so that it is quick late in a run.
+            joins_with: most steps to parse on joining, the latest ones, so that it is quick late in a run.
         """
         self.path = path
         self.damaged = 0

@@ -28,7 +28,8 @@ def write_record(run_dir: Path, plan: Path, metadata: PlanMetadata) -> None:
     if plan != paths.plan:  # a resumed run follows its own copy
         with replaced_atomically(paths.plan) as temporary:
             shutil.copyfile(plan, temporary)
-    write_text_atomically(paths.profile, metadata.cost_profile)
+    if metadata.cost_profile:  # a job without a plan has its own, written when training began
+        write_text_atomically(paths.profile, metadata.cost_profile)
     write_text_atomically(
         paths.versions, json.dumps(facts_document(collect_facts(asks_torch=has_driver_files())), indent=2) + "\n"
     )

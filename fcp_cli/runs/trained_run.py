@@ -89,6 +89,6 @@ def _manifest(given: Path | None, launched: LaunchRecord, plan: Path, name: str)
     found = next((path for path in places if path.is_file()), None)
     if found is None:
         raise RunError(
-            f"{plan} was made from {name}, which is not beside it; name it: fcp plan {name} --continue-from ..."
+            f"{plan} was made from {name}, which is not next to it; name it: fcp plan {name} --continue-from ..."
         )
     return found

@@ -19,11 +19,11 @@ from fcp_cli.selftest.settings import Settings
 
 
 class Bench:
-    """One rank's place at the test.
+    """Environment of one rank of the self-test.
 
     Attributes:
-        dtype: that the device computes attention in: bf16, on a CPU fp32.
-        degrees: of the rings to look at: all up to 8.
+        dtype: type of attention on the device: bf16, on a CPU fp32.
+        degrees: ring degrees to test, up to 8.
         sharers: ranks whose device is the same, the cores of a host; 1 where each has its own.
         kernels: attention kernels that all ranks' devices can run; (None,) if a device has one alone.
         unavailable: the other kernels, and why this rank cannot run them, or that another cannot.
@@ -48,10 +48,10 @@ class Bench:
     def is_first(self) -> bool:
         return self.world.rank == 0
 
-    def begin(self, what: str) -> None:
+    def begin(self, action: str) -> None:
         """Announce the next action, so that a hang can be named."""
         if self.is_first:
-            self.settings.diary.begin(what)
+            self.settings.diary.begin(action)
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """Return every rank's values, as many on each."""

@@ -88,8 +88,8 @@ class Diary:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def begin(self, what: str) -> None:
-        self._append({"begin": what})
+    def begin(self, action: str) -> None:
+        self._append({"begin": action})
 
     def found(self, finding: Finding) -> None:
         self._append({"found": asdict(finding)})

@@ -15,11 +15,11 @@ OUTPUT = Path("selftest.json")
 class SelftestRequest:
     """Where to test, and how long."""
 
-    device: Annotated[Literal["auto", "cpu", "cuda", "npu"], Opt("What to test on.")] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda", "npu"], Opt("Device to test.")] = "auto"
     ranks: Annotated[
         int | None, Opt("Processes to test with.", min=1, max=MOST_RANKS, unset="one per device, or per core up to 4")
     ] = None
-    nodes: Annotated[int, Opt("With several, print what to run on each node.", min=1, max=MOST_RANKS)] = 1
+    nodes: Annotated[int, Opt("With several, print the command for each node.", min=1, max=MOST_RANKS)] = 1
     devices_per_node: Annotated[int, Opt("Devices of each of several nodes.", min=1, max=MOST_RANKS)] = 8
     quick: Annotated[bool, Opt("Small sizes: seconds on a CPU, a minute on accelerators.")] = False
     model: Annotated[

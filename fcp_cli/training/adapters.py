@@ -41,7 +41,7 @@ def _add_adapters(model: nn.Module, lora: Lora, *, seed: int, only_language_mode
     """Add adapters to linear layers, in their precision; B is 0, so that the model's outputs are unchanged."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    outside = _OUTSIDE_LANGUAGE_MODEL if only_language_model and _has_vision(model) else None
+    outside = _OUTSIDE_LANGUAGE_MODEL if only_language_model and hasattr(model.config, "vision_config") else None
     linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for target in lora.targets:
         if target not in linear and lora.targets != (ALL_LINEAR,):
@@ -58,10 +58,6 @@ def _add_adapters(model: nn.Module, lora: Lora, *, seed: int, only_language_mode
     inject_adapter_in_model(config, model)
 
 
-def _has_vision(model: Any) -> bool:
-    return hasattr(model.config, "vision_config")
-
-
 def describe_frozen(model: nn.Module, recipe: Recipe, name: str) -> str | None:
     """Return a line about the frozen part of a model; None if all of it is trained."""
     parameters = list(model.parameters())
@@ -76,7 +72,7 @@ def describe_frozen(model: nn.Module, recipe: Recipe, name: str) -> str | None:
 
 
 def adapted_names(names: Mapping[str, str], model: nn.Module) -> dict[str, str]:
-    """Return the checkpoint's names of tensors by their names in the model with adapters."""
+    """Return a map from tensor names of the model with adapters to those of the checkpoint."""
     live = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     return {name: names[plain] for name in live if (plain := name.replace(_BASE, ".")) in names}
 

@@ -26,7 +26,7 @@ from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.metrics import EvaluationMeasurement, LengthBucket
 from fcp_cli.runtime import Fetch, LocalMicroBatch, Session
 from fcp_cli.runtime.agreement.plan_agreement import agree_on_plan
-from fcp_cli.runtime.communication.connections import open_connections
+from fcp_cli.runtime.communication.connections import planned_hops
 from fcp_cli.runtime.gradients import GradientSync, gradient_sync
 from fcp_cli.runtime.loss.labels import IGNORED
 from fcp_cli.runtime.loss.token_loss import Labels, head_loss_sum, token_loss_sum
@@ -64,7 +64,7 @@ def open_held_out(settings: TrainSettings, session: Session, open_fetch: Callabl
 
 def held_out_session(plan: Path, metadata: PlanMetadata, session: Session, fetch: Fetch) -> Session:
     """Return a second session for evaluation on the processes of the training. Every rank calls it."""
-    open_connections(plan, session.transport, rank=session.rank, device=session.device)
+    session.connections.open_all(planned_hops(plan))
     return Session(
         plan=plan,
         metadata=metadata,
@@ -177,7 +177,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _forget_forward(module: Any) -> None:
-    """Let go of gathered weights, and of FSDP2's record of forwards, by which the next backward would prefetch."""
+    """Free gathered weights, and clear FSDP2's record of forwards, by which the next backward would prefetch."""
     module.reshard()
     group = module._get_fsdp_state()._fsdp_param_group
     if group is not None:

@@ -197,7 +197,7 @@ class Replica(GradientSync):
             self._gather(bucket, self.shares.shard_group)
 
     def _gather(self, bucket: Sequence[_Weight], group: dist.ProcessGroup) -> None:
-        """Collect the rows that each rank updated into the weights that every rank computes with."""
+        """All-gather the rows that each rank updated into the weights of the forward."""
         count, first = self.shares.count, bucket[0].parameter
         if len(bucket) == 1 and len(first) % count == 0:
             _all_gather(first.data, bucket[0].updated.to(first.dtype), group=group)

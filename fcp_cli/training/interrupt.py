@@ -65,7 +65,7 @@ def _lost_a_rank() -> bool:
 
 
 def _end_by(number: signal.Signals) -> None:
-    """End this process as a signal without a handler does. Python resets handlers in its main thread alone."""
+    """Kill this process by the signal's default action. Python can reset handlers in its main thread only."""
     from ctypes import CDLL
 
     CDLL(None).signal(int(number), 0)

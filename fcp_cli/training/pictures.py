@@ -21,7 +21,9 @@ from fcp_cli.training.decoding import BadPictureError, Values, Wanted
 from fcp_cli.training.pixel_pool import PixelPool
 from fcp_cli.vision import gemma3, internvl, qwen2_5_vl, qwen3_vl
 from fcp_cli.vision.parts import PixelsRead, VisualSequence
-from fcp_cli.vision.processors import GemmaVision, InternVision, Qwen25Vision, VisionProcessor
+from fcp_cli.vision.processor import VisionProcessor
+from fcp_cli.vision.qwen_processors import Qwen25Vision
+from fcp_cli.vision.square_processors import GemmaVision, InternVision
 
 
 class PictureVisuals:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from fcp_cli.errors import RunError
 from fcp_cli.training.decoding import Decoder, Values, Wanted
-from fcp_cli.vision.processors import VisionProcessor
+from fcp_cli.vision.processor import VisionProcessor
 
 _MOST_WORKERS = 8
 

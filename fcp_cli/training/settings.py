@@ -184,7 +184,7 @@ class TrainSettings(RecipeRequest):
         check_recipe(recipe, sync=sync)
         if self.cache_embeddings is not None and not (recipe.freeze_vision or recipe.freeze or recipe.lora):
             raise UsageError(
-                "--cache-embeddings keeps what a frozen vision encoder computes, but this run trains it; add "
+                "--cache-embeddings keeps the outputs of a frozen vision encoder, but this run trains it; add "
                 "--freeze-vision, or leave --cache-embeddings out"
             )
         return recipe

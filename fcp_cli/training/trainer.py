@@ -272,7 +272,8 @@ class Trainer:
     def _loss(self, microbatch: LocalMicroBatch) -> Tensor:
         """Run the forward of a micro-batch; return this rank's share of the step's loss."""
         inputs = {"input_ids": microbatch.input_ids, "position_ids": microbatch.position_ids}
-        with self._precision(), self._offloading(microbatch):
+        offloading = nullcontext() if self.offload is None else self.offload.of(microbatch)
+        with self._precision(), offloading:
             if self.recipe.loss == "chunked":
                 return microbatch.normalised(self.model(**inputs, labels=microbatch.labels).loss)
             logits = self.model(**inputs).logits
@@ -302,9 +303,9 @@ class Trainer:
             self.holding.publish()
         return learning_rate, norm
 
-    def _note_skipped(self, step: Step, what: str) -> None:
+    def _note_skipped(self, step: Step, quantity: str) -> None:
         if self.session.rank == 0:
-            note(f"step {step.index}: left out, since its {what} is not finite")
+            note(f"step {step.index}: skipped, since its {quantity} is not finite")
 
     def _require_finite(self, step: Step, loss: float, grad_norm: float) -> None:
         """Raise RunError, on every rank, if the update was made with numbers that are not finite."""
@@ -317,9 +318,6 @@ class Trainer:
                 f"step {step.index}: the norm of the gradients is {grad_norm}, although the loss is {loss:.4g}; lower "
                 "--learning-rate, or leave such steps out with --on-nan skip-step"
             )
-
-    def _offloading(self, microbatch: LocalMicroBatch) -> AbstractContextManager[Any]:
-        return nullcontext() if self.offload is None else self.offload.of(microbatch)
 
     def _precision(self) -> AbstractContextManager[Any]:
         """Return the context of the forward: autocast, or the weights' own types."""

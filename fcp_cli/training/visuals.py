@@ -29,7 +29,9 @@ from fcp_cli.training.pixel_pool import PixelPool, usual_workers
 from fcp_cli.training.settings import TrainSettings
 from fcp_cli.vision import gemma3, internvl, qwen2_5_vl, qwen3_vl
 from fcp_cli.vision.parts import VisualSequence
-from fcp_cli.vision.processors import GemmaVision, InternVision, Qwen25Vision, QwenVision, Visual
+from fcp_cli.vision.processor import Visual
+from fcp_cli.vision.qwen_processors import Qwen25Vision, QwenVision
+from fcp_cli.vision.square_processors import GemmaVision, InternVision
 
 
 class SyntheticVisuals:
@@ -104,7 +106,8 @@ class SyntheticVisuals:
     def _part_tokens(self, visual: Visual) -> int:
         _, height, width = visual.grid
         if self._config.model_type in _TILED:
-            return _tile_tokens(self._config)
+            is_internvl = self._config.model_type == "internvl"
+            return int(self._config.image_seq_length if is_internvl else self._config.mm_tokens_per_image)
         return height * width // int(self._config.vision_config.spatial_merge_size) ** 2
 
     def _patches(self, row: int, kind: int, start: int, stop: int) -> Tensor:
@@ -119,10 +122,6 @@ class SyntheticVisuals:
 
 _TILED: Mapping[str, Any] = {"internvl": internvl, "gemma3": gemma3}
 """Families whose encoders see squares of one size, by their model types."""
-
-
-def _tile_tokens(config: Any) -> int:
-    return int(config.image_seq_length if config.model_type == "internvl" else config.mm_tokens_per_image)
 
 
 def _grids(visuals: tuple[Visual, ...]) -> IntArray:

@@ -278,7 +278,7 @@ def _replacements_of_qwen(architecture: str) -> list[tuple[Any, str, Any]]:
 
 
 def _windows(function: Any, grids: list[tuple[int, int, int]]) -> Any:
-    """Return a function that gives the windows of remembered sizes: the order of patches, and ends as numbers."""
+    """Return a stand-in for the encoder's windows, by recorded sizes: the order of patches, and ends as numbers."""
 
     def called(grid_thw: Any, *args: Any, **kwargs: Any) -> Any:
         with unset_fake_temporarily():

@@ -1,7 +1,7 @@
 """Check that the operations which the ranks of a run issued cannot deadlock, without running any rank.
 
 A green run over gloo does not show that the same order works on NCCL or HCCL: gloo buffers, they block. This checks
-the recorded operations against what those libraries require: every send meets its receive, first in first out and of
+the recorded operations against the rules of those libraries: every send meets its receive, first in first out and of
 equal size; a batch has at most one send and one receive per peer; every rank issues a group's collectives in the same
 order; and when each batch and each collective blocks until all its peers arrive, every rank gets to its end.
 
@@ -68,8 +68,8 @@ class Operation:
         if self.is_collective:
             return f"{self.verb} on {self.group} ({self.num_bytes} bytes)"
         direction = "to" if self.verb == SEND else "from"
-        what = f"{self.num_bytes} bytes {self.content}".rstrip()
-        return f"{self.verb} {direction} rank {self.peer} on {self.group} ({what})"
+        message = f"{self.num_bytes} bytes {self.content}".rstrip()
+        return f"{self.verb} {direction} rank {self.peer} on {self.group} ({message})"
 
 
 Batch = tuple[Operation, ...]

@@ -31,7 +31,7 @@ _RECEIVE_TIMEOUT_SECONDS = 120.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replayed:
-    """The account of some steps by one rank, or by one process.
+    """Losses and gradients of replayed steps, by one rank or by one process.
 
     Attributes:
         losses: [steps] loss of each step, as one process reports it.

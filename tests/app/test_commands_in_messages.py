@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from fcp_cli.reference import CommandEntry, command_entries
+from tests.syntax import nodes_of
 
 PACKAGE = Path(__file__).parents[2] / "fcp_cli"
 COMMANDS = {command.words: command for command in command_entries()}
@@ -21,7 +22,7 @@ _VALUE = "\0"  # what a message fills in
 
 
 def commands_in(path: Path) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         text = _text(node)
         if text is not None:
             yield from ((getattr(node, "lineno", 0), found[1]) for found in _COMMAND.finditer(text))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fcp_cli.reference import command_entries
+from tests.syntax import nodes_of
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fcp_cli"
@@ -65,7 +66,7 @@ def _imported_folders(folder: Path) -> set[str]:
     """Return the folders of `fcp_cli` that its modules import from, inside functions and for types, too."""
     modules: set[str] = set()
     for path in folder.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom):
                 modules |= {f"{node.module}.{alias.name}" for alias in node.names}
             elif isinstance(node, ast.Import):

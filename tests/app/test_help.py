@@ -49,7 +49,7 @@ def test_help_all_shows_every_option_once(command: str) -> None:
 def test_a_folded_help_ends_with_a_line_that_names_help_all(command: str) -> None:
     shown, total = len(options_in(help_of(command))), len(options_in(help_of(command, "--help-all")))
     left = total - shown - 1  # --help-all itself
-    assert help_of(command)[-1] == f"{left} more options, by what they are for: fcp {command} --help-all"
+    assert help_of(command)[-1] == f"{left} more options, by purpose: fcp {command} --help-all"
 
 
 def test_options_of_the_bundled_trainer_stand_apart_from_those_of_the_job() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from fcp_cli.runtime.injection.integrations import HOOKS
+from tests.syntax import nodes_of, tree_of
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fcp_cli"
@@ -71,9 +72,9 @@ def imported_children(folder: Path, path: Path) -> Iterator[str]:
 
 @cache
 def imported_modules(path: Path) -> tuple[str, ...]:
-    """Modules and names of the package that a file imports; several tests ask for those of every file."""
+    """Modules and names of the package that a file imports."""
     found: list[str] = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "fcp_cli":
             found += (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
@@ -96,7 +97,7 @@ def test_the_core_names_integrations_in_one_file() -> None:
         str(path.relative_to(ROOT))
         for path in PACKAGE.rglob("*.py")
         if not path.is_relative_to(INTEGRATIONS)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes_of(path)
         if isinstance(node, ast.Constant) and re.fullmatch(r"fcp_cli\.integrations[\w.:]*", str(node.value))
     }
     assert found == {str(path.relative_to(ROOT)) for path in (DOOR, RUNTIME_FACE)}
@@ -129,7 +130,7 @@ def test_every_named_integration_exists() -> None:
 def _is_function(target: str) -> bool:
     module, _, name = target.partition(":")
     path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     return any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body)
 
 
@@ -155,7 +156,7 @@ def test_the_core_imports_nothing_that_plugs_in(folder: str) -> None:
 
 
 def test_compiled_functions_call_none_of_other_folders() -> None:
-    """They would outlive a change there: they are kept until a source of their own folder changes."""
+    """They would outlive a change there: they are kept until a source of their own folder or the formula changes."""
     compiled = {path: set(imported_modules(path)) for path in PACKAGE.rglob("*.py")}
     found = {
         f"{path.relative_to(ROOT)}: {module}"
@@ -163,10 +164,69 @@ def test_compiled_functions_call_none_of_other_folders() -> None:
         for module in modules
         if "fcp_cli.compiling.kernel" in modules
         and not module.startswith(
-            (".".join(path.parent.relative_to(ROOT).parts), "fcp_cli.compiling", "fcp_cli.arrays")
+            (
+                ".".join(path.parent.relative_to(ROOT).parts),
+                "fcp_cli.compiling",
+                "fcp_cli.arrays",
+                "fcp_cli.cost.formula",
+            )
         )
     }
     assert found == set()
+
+
+def test_test_modules_without_a_marker_of_pytorch_do_not_import_it() -> None:
+    """`make fast` collects them, and importing PyTorch takes longer than most of its tests."""
+    mark = re.compile(r"^pytestmark = (\[.*?\]|[^\n]*)", re.MULTILINE | re.DOTALL)
+    found: dict[str, str] = {}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        marks = mark.search(path.read_text(encoding="utf-8"))
+        if not (marks and re.search(r"\.(torch|hf|megatron|loops)\b", marks[1])):
+            through = first_importer_of("torch", path)
+            found |= {str(path.relative_to(ROOT)): str(through.relative_to(ROOT))} if through else {}
+    assert found == {}
+
+
+def first_importer_of(package: str, path: Path) -> Path | None:
+    """Return the file that imports the package as soon as `path` is imported, or None."""
+    seen, pending = {path}, [path]
+    while pending:
+        file = pending.pop()
+        if package in packages_at_the_top(file):
+            return file
+        pending += (new := files_at_the_top(file) - seen)
+        seen |= new
+    return None
+
+
+@cache
+def packages_at_the_top(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in names_at_the_top(path)}
+
+
+@cache
+def files_at_the_top(path: Path) -> set[Path]:
+    """Files of this repository that run when `path` is imported, not counting those that they import."""
+    own = {name for name in names_at_the_top(path) if name.startswith(("fcp_cli.", "tests.", "benchmarks."))}
+    modules = {name.rsplit(".", depth)[0] for name in own for depth in range(name.count(".") + 1)}
+    places = [ROOT.joinpath(*module.split(".")) for module in modules]
+    files = [file for place in places for file in (place / "__init__.py", place.with_suffix(".py"))]
+    return {file for file in files if file.is_file()}
+
+
+@cache
+def names_at_the_top(path: Path) -> set[str]:
+    """Modules and names that a file imports outside functions, but for those for types alone."""
+    names: set[str] = set()
+    statements = list(tree_of(path).body)
+    for node in statements:
+        if isinstance(node, (ast.Try, ast.With)):
+            statements += node.body
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
 
 
 # Two classes of one name that are left: both are of the planner's compiled or published code.
@@ -175,10 +235,7 @@ SHARED_CLASS_NAMES = {"Sequences", "_Round"}
 
 def test_a_class_name_means_one_thing() -> None:
     names = Counter(
-        node.name
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ClassDef)
+        node.name for path in PACKAGE.rglob("*.py") for node in nodes_of(path) if isinstance(node, ast.ClassDef)
     )
     assert {name for name, count in names.items() if count > 1} == SHARED_CLASS_NAMES
 
@@ -192,7 +249,7 @@ def functions() -> Iterator[tuple[str, int, int]]:
     """Name, lines and parameters (without self) of every function of the package."""
     for path in sorted(PACKAGE.rglob("*.py")):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno:
                 arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 counted = [argument for argument in arguments if argument.arg not in ("self", "cls")]
@@ -270,7 +327,7 @@ def test_files_of_others_are_opened_with_bounds() -> None:
         str(path.relative_to(ROOT))
         for path in PACKAGE.rglob("*.py")
         if path.parent.name != "reading"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call) and _opens_to_read(node)
     }
     assert found == set(_OPENS_FILES_OF_ITS_OWN)
@@ -292,7 +349,7 @@ def test_no_text_is_taken_for_a_number_that_int_cannot_read() -> None:
     found = {
         str(path.relative_to(ROOT))
         for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes_of(path)
         if isinstance(node, ast.Attribute) and node.attr in ("isdigit", "isnumeric")
     }
     assert found == {"fcp_cli/manifest/sources/shards.py"}
@@ -303,7 +360,7 @@ def test_what_others_wrote_is_read_in_one_folder_alone() -> None:
         f"{path.relative_to(ROOT)}: {ast.unparse(node.func)}"
         for path in PACKAGE.rglob("*.py")
         if path.parent.name != "reading" and str(path.relative_to(ROOT)) not in _OF_OURSELVES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call) and ast.unparse(node.func) in _RAW_READERS
     }
     assert found == set()
@@ -394,7 +451,7 @@ def calls_of(path: Path) -> Iterator[tuple[str, ast.Call, set[str]]]:
         for child in ast.iter_child_nodes(node):
             yield from visit(child, function, atomic)
 
-    yield from visit(ast.parse(path.read_text(encoding="utf-8")), "", set())
+    yield from visit(tree_of(path), "", set())
 
 
 def writes(call: ast.Call) -> bool:

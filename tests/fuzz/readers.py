@@ -6,6 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.syntax import tree_of
+
 ROOT = Path(__file__).parents[2]
 # Functions and methods by which a file is opened or its text read, by the end of their dotted names.
 _OPENING = {
@@ -41,8 +43,7 @@ def readers() -> dict[str, tuple[str, int]]:
 
 def _readers() -> Iterator[tuple[str, tuple[str, int]]]:
     for path in sorted((ROOT / "fcp_cli").rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for function, name in _functions(tree, ""):
+        for function, name in _functions(tree_of(path), ""):
             if any(_opens(node) for node in _own_nodes(function)):
                 first = min([function.lineno, *(one.lineno for one in function.decorator_list)])
                 yield f"{path.relative_to(ROOT)}:{name}", (str(path), first)

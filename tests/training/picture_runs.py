@@ -16,7 +16,7 @@ from fcp_cli.plan.reader import PlanReader
 from fcp_cli.training.decoding import Decoder, Wanted
 from fcp_cli.training.optimizer import clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
 from fcp_cli.training.settings import TrainSettings
-from fcp_cli.vision.processors import Qwen25Vision
+from fcp_cli.vision.qwen_processors import Qwen25Vision
 from tests.manifest.datasets import build, write_jsonl
 from tests.manifest.picture_checkpoint import (
     PATCH,

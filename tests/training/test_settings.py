@@ -86,7 +86,7 @@ def test_embeddings_of_a_trained_encoder_are_not_kept() -> None:
     with pytest.raises(UsageError) as error:
         settings.recipe(None, sync="iteration", device="cpu")
     assert str(error.value) == snapshot(
-        "--cache-embeddings keeps what a frozen vision encoder computes, but this run trains it; add --freeze-vision, or leave --cache-embeddings out"
+        "--cache-embeddings keeps the outputs of a frozen vision encoder, but this run trains it; add --freeze-vision, or leave --cache-embeddings out"
     )
     assert replace(settings, freeze_vision=True).recipe(None, sync="iteration", device="cpu").freeze_vision
 
@@ -95,7 +95,7 @@ def test_adapters_and_frozen_patterns_exclude_each_other() -> None:
     with pytest.raises(UsageError) as error:
         TrainSettings(**REQUIRED, lora="r=8", freeze="visual.*")
     assert str(error.value) == snapshot(
-        "--freeze and --lora exclude each other: beside adapters every weight is frozen; say with target= where adapters go"
+        "--freeze and --lora exclude each other: with adapters every other weight is frozen; say with target= where adapters go"
     )
 
 

@@ -24,7 +24,8 @@ def check(bench: Bench) -> Finding:
     errors: dict[str, float] = {}
     every = [(kernel, case) for kernel in bench.kernels for case in cases(quick=bench.settings.quick)]
     for start in range(0, len(every), bench.sharers):
-        names = [_describe(kernel, case) for kernel, case in every[start : start + bench.sharers]]
+        batch = every[start : start + bench.sharers]
+        names = [case.describe() if kernel is None else f"{kernel}, {case.describe()}" for kernel, case in batch]
         bench.begin(f"kernel: {'; '.join(names)}")
         found = [0.0] * len(names)
         mine = bench.world.rank % bench.sharers  # ranks on the same cores take a case each
@@ -45,10 +46,6 @@ def check(bench: Bench) -> Finding:
         ),
         figures={"bound": bound, "relative_error_by_case": errors, "unavailable_kernels": bench.unavailable},
     )
-
-
-def _describe(kernel: KernelName | None, case: Case) -> str:
-    return case.describe() if kernel is None else f"{kernel}, {case.describe()}"
 
 
 def _error(bench: Bench, kernel: KernelName | None, case: Case) -> float:

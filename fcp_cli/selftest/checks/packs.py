@@ -52,8 +52,8 @@ def _finding(request: Measurement, profile: CostProfile, memory_percent: float |
         for point in points
     ]
     if memory_percent is not None:
-        what = "bytes allocated" if judged else "resident size, which is coarse,"
-        lines.append(f"memory of a token: {what} {memory_percent:+.1f} % beside the estimate")
+        quantity = "bytes allocated" if judged else "resident size, which is coarse,"
+        lines.append(f"memory of a token: {quantity} {memory_percent:+.1f} % against the estimate")
     passed = None
     if judged and mean is not None:
         passed = mean <= _MOST_ERROR_PERCENT and abs(memory_percent or 0.0) <= _MOST_MEMORY_ERROR_PERCENT
