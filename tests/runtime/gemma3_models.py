@@ -20,6 +20,7 @@ from fcp_cli.masks import Mask, MaskRows, prefix, segments
 from fcp_cli.runtime.loss.token_loss import next_token_labels, token_loss_sum
 from fcp_cli.verification.replay import take_gradient
 from tests.masks import Masked, seen
+from tests.runtime.cache_argument import CACHE
 from tests.runtime.families import FAMILIES
 from tests.runtime.plans import Row
 
@@ -54,7 +55,7 @@ def masks_of_transformers(config: Any, row: int) -> dict[str, Tensor]:
     types = torch.tensor([TYPES[row]])
     embeddings = torch.zeros(1, LENGTHS[row], 1, dtype=torch.float64)
     blocks = get_block_sequence_ids_for_mask(types)
-    given = {"attention_mask": None, "past_key_values": None, "position_ids": None, "block_sequence_ids": blocks}
+    given = {"attention_mask": None, CACHE: None, "position_ids": None, "block_sequence_ids": blocks}
     return dict(create_masks_for_vision_model(config=config, inputs_embeds=embeddings, **given))  # type: ignore[arg-type]
 
 

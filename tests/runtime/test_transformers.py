@@ -120,6 +120,7 @@ REFUSED_CALLS: list[tuple[dict[str, Any], str]] = [
         r"was given labels, .*; pass microbatch.labels, or leave them out and use microbatch.loss\(logits\)",
     ),
     ({"past_key_values": ()}, "was given past_key_values"),
+    ({"cache": ()}, "was given cache"),
     ({"is_causal": False}, "asks for attention that is not causal"),
 ]
 
@@ -262,7 +263,8 @@ def test_no_mask_is_built() -> None:
         "inputs_embeds": torch.zeros(1, 4, 32),
         "input_embeds": torch.zeros(1, 4, 32),  # its name before transformers 5
         "attention_mask": None,
-        "past_key_values": None,
+        "cache": None,
+        "past_key_values": None,  # its name before transformers 5.24
         "position_ids": torch.tensor([[0, 1, 0, 1]]),
         "cache_position": torch.arange(4),
     }

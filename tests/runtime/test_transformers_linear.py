@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.hf]
 
 transformers = pytest.importorskip("transformers")
 
+from tests.runtime.cache_argument import CACHE  # noqa: E402
 from tests.runtime.linear_models import (  # noqa: E402
     MAMBA,
     InDouble,
@@ -159,7 +160,7 @@ def test_without_a_ring_a_hooked_layer_does_what_it_did() -> None:
         own = linear_model().eval()
         whole = own(input_ids=ids).logits
         begun = own(input_ids=ids[:, :6], use_cache=True)
-        rest = own(input_ids=ids[:, 6:], past_key_values=begun.past_key_values)
+        rest = own(input_ids=ids[:, 6:], **{CACHE: getattr(begun, CACHE)})
     torch.testing.assert_close(rest.logits, whole[:, 6:], rtol=1e-4, atol=1e-4)
 
 

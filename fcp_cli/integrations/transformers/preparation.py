@@ -209,7 +209,8 @@ def _bind_ring(
             "the model was called outside a micro-batch; call it in the loop over a step, or, to evaluate or generate, "
             "in 'with fcp_cli.runtime.outside():'"
         )
-    given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+    # Names that a forward has given up, which its signature lacks, are among the keywords.
+    given = {**kwargs, **inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments}
     for name, remedy in _REFUSED_ARGUMENTS.items():
         if _is_given(given.get(name)) and not (name in kwargs and takes_labels(module, given[name], ring)):
             raise RunError(f"the model was given {name}, which it cannot use under a plan; {remedy}")
@@ -228,7 +229,8 @@ def _is_given(argument: Any) -> bool:
 _REFUSED_ARGUMENTS = {
     "attention_mask": "leave it out: the plan decides which tokens belong together",
     "labels": "pass microbatch.labels, or leave them out and use microbatch.loss(logits)",
-    "past_key_values": "leave them out: training keeps no cache",
+    "cache": "leave it out: training keeps no cache",
+    "past_key_values": "leave them out: training keeps no cache",  # the cache's name before transformers 5.24
     "pixel_values": "leave them out: fetch gives images with their sequence",
     "pixel_values_videos": "leave them out: fetch gives videos with their sequence",
 }
