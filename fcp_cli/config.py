@@ -19,9 +19,6 @@ def read_config(path: Path, group: Any, *, found: bool) -> tuple[dict[str, Any],
         path: the file.
         group: the commands.
         found: nobody named the file: it stands in the current folder.
-
-    Raises:
-        UsageError: unreadable, not YAML, or it names a command or an option that does not exist.
     """
     # Imported here, since PyYAML takes a tenth of the time in which `fcp --help` answers.
     from fcp_cli.reading.documents import parse_yaml, read_text

@@ -37,9 +37,6 @@ def replaced_atomically(path: Path, *, durable: bool = True) -> Iterator[Path]:
         path: the file to replace.
         durable: flush to disk before the rename, so that a power cut leaves the old file or the new one. False suits
             small files that are written every few seconds, or can be computed again.
-
-    Raises:
-        FcpError: the file cannot be written (no such folder, not a file, no permission, disk full).
     """
     name, path = path, _resolved(path)  # messages name the path as typed
     if path.exists() and not path.is_file():  # renaming over a device would put a file in its place
@@ -104,11 +101,7 @@ def _remove_quietly(path: Path) -> None:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Wait until the disk has a file, or the names in a folder.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Wait until the disk has a file, or the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -128,11 +121,7 @@ def reason_of(error: OSError, folder: Path) -> str:
 
 
 def refuse_to_overwrite(output: Path, *sources: Path | None) -> None:
-    """Keep an input file from being replaced by its own output.
-
-    Raises:
-        UsageError: `output` is one of `sources`.
-    """
+    """Keep an input file from being replaced by its own output."""
     for source in sources:
         if source is not None and output.exists() and source.exists() and output.samefile(source):
             raise UsageError(f"-o {output} would overwrite the source; name another file with -o")

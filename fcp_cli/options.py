@@ -207,11 +207,7 @@ def build(kind: type[T], values: Mapping[str, Any], *, given: Collection[str], t
 
 
 def read_value(option: Option, value: Any) -> Any:
-    """Parse a word of the command line, or a value of YAML, as a number, a choice, or numbers with commas.
-
-    Raises:
-        UsageError: it is of another type, beyond the limits, or none of the choices.
-    """
+    """Parse a word of the command line, or a value of YAML, as a number, a choice, or numbers with commas."""
     if option.commas:
         return _whole_numbers(value, option.flag)
     if option.type in (int, float):
@@ -245,11 +241,7 @@ def _whole_numbers(value: Any, flag: str) -> tuple[int, ...]:
 
 
 def check_limits(instance: Any) -> None:
-    """Refuse numbers beyond the limits of their options, and unknown choices, in a value that no command line made.
-
-    Raises:
-        UsageError: a value that the command line would refuse, too.
-    """
+    """Refuse numbers beyond the limits of their options, and unknown choices, in a value that no command line made."""
     for option in options_of(type(instance)):
         value = getattr(instance, option.name)
         if value is not None and not option.many:

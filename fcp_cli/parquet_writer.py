@@ -15,11 +15,7 @@ from fcp_cli.reading.parquet import END_BYTES, footer_mark, footer_size
 
 @contextmanager
 def parquet_writer(temporary: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
-    """Write a Parquet file to a path of `replaced_atomically`, which must hold it before the rename.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a Parquet file to a path of `replaced_atomically`, which must hold it before the rename."""
     # Without Arrow's own copy of the schema, readers take the footer's key-value metadata for the schema's: so the
     # totals and the hash of a plan, known only at the end, become schema metadata of a streamed file.
     with (

@@ -37,11 +37,7 @@ class Plugin:
     entry: EntryPoint
 
     def load(self) -> Any:
-        """Import the object that the entry point names.
-
-        Raises:
-            PluginError: it cannot be imported.
-        """
+        """Import the object that the entry point names."""
         try:
             return self.entry.load()
         except (Exception, SystemExit) as error:
@@ -78,12 +74,7 @@ class Registry:
         return [*self.own, *sorted(self._added())]
 
     def plugin(self, name: str) -> Plugin:
-        """Return the plug-in of a name that is not fcp's own.
-
-        Raises:
-            UsageError: nothing has this name.
-            PluginError: two packages have it.
-        """
+        """Return the plug-in of a name that is not fcp's own."""
         found = self._added().get(name)
         if not found:
             raise UsageError(f"{self.option} is {name!r}; it must be one of {', '.join(self.names())}")

@@ -42,9 +42,6 @@ def refuse_untrusted(
         options: those that it sets for this command.
         values: of the command's options.
         verb: the command, as "launch".
-
-    Raises:
-        UsageError: it sets some, and is not trusted; the message names them.
     """
     if config is None or config.digest is None:
         return
@@ -75,20 +72,12 @@ def digest_of(text: str) -> str:
 
 
 def add_trust(path: Path, digest: str) -> Path:
-    """Add a file with its content to the user's list, replacing an earlier entry of that name.
-
-    Raises:
-        FcpError: the list cannot be written.
-    """
+    """Add a file with its content to the user's list, replacing an earlier entry of that name."""
     return _write([*_others(path), _line(path, digest)])
 
 
 def remove_trust(path: Path) -> Path:
-    """Take a file from the user's list.
-
-    Raises:
-        FcpError: the list cannot be written.
-    """
+    """Take a file from the user's list."""
     return _write(_others(path))
 
 

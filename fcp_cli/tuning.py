@@ -37,11 +37,7 @@ class Lora:
 
 
 def parse_lora(text: str) -> Lora:
-    """Read "r=16,alpha=32,target=q_proj+v_proj"; omitted fields have `Lora`'s defaults, alpha twice the rank.
-
-    Raises:
-        UsageError: an unknown key, or a value that it cannot have.
-    """
+    """Read "r=16,alpha=32,target=q_proj+v_proj"; omitted fields have `Lora`'s defaults, alpha twice the rank."""
     found: dict[str, str] = {}
     for word in filter(None, (part.strip() for part in text.split(","))):
         key, _, value = word.partition("=")
@@ -83,11 +79,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def frozen_names(names: Iterable[str], freeze: str) -> set[str]:
-    """Return the names of parameters that --freeze takes from training.
-
-    Raises:
-        UsageError: a pattern is of none of them, or nothing is left to train.
-    """
+    """Return the names of parameters that --freeze takes from training."""
     names = list(names)
     frozen: set[str] = set()
     for pattern in patterns_of(freeze):
@@ -112,11 +104,7 @@ def _similar(pattern: str, names: list[str]) -> list[str]:
 
 
 def check_tuning(lora: str | None, freeze: str | None) -> None:
-    """Refuse adapters and patterns that contradict themselves or each other.
-
-    Raises:
-        UsageError: says which.
-    """
+    """Refuse adapters and patterns that contradict themselves or each other."""
     if lora is not None:
         parse_lora(lora)
     if freeze is not None and not patterns_of(freeze):

@@ -62,10 +62,6 @@ def validated(document: Any, kind: type[T], *, where: str, error: type[FcpError]
         where: begins every message; usually the file.
         error: the class to raise.
         remedy: ends every message; the command that helps.
-
-    Raises:
-        FcpError: of the class `error`. It names the first key that is unknown (with the nearest known one), missing, or
-            of a value that is not allowed, by its path.
     """
     places: dict[str, _Place] = {}
     try:
@@ -78,11 +74,7 @@ def validated(document: Any, kind: type[T], *, where: str, error: type[FcpError]
 
 
 def require_shape(document: Any, kind: type[T]) -> T:
-    """Return the values that a dataclass or a TypedDict names, and pass over all others, which others may add.
-
-    Raises:
-        ValueError: one is missing, or is none of its kind; the message is short and has its path.
-    """
+    """Return the values that a dataclass or a TypedDict names, and pass over all others, which others may add."""
     try:
         return msgspec.convert(document, kind)
     except msgspec.ValidationError as failure:

@@ -86,9 +86,6 @@ def fit_profile(samples: Sequence[Sample], prior: CostProfile, *, held_out: Sequ
         samples: measured micro-batches of one model on one cluster.
         prior: gives bytes per token, and the ring's figures where no sample of degree > 1 determines them.
         held_out: decide whether an exposed share predicts better; without rings among them none is fitted.
-
-    Raises:
-        ProfileError: too few samples, or too alike to tell the coefficients apart; the message says which are missing.
     """
     _require_enough(samples, prior)
     terms = _Terms.of(samples, prior)

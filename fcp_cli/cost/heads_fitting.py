@@ -30,9 +30,6 @@ def fit_groups(samples: Sequence[Sample], prior: CostProfile, *, held_out: Seque
     """Fit samples of which some share heads: the rings as `fit_profile` does, then exchanges.
 
     Where rings alone are too few, all samples are fitted with exchanges as the prior has them.
-
-    Raises:
-        ProfileError: see `fit_profile`.
     """
     sharing = [sample for sample in samples if sample.heads_degree > 1]
     try:

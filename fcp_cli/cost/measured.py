@@ -55,11 +55,7 @@ class MeasuredDevice:
 
 
 def read_measured(path: Path) -> MeasuredDevice:
-    """Read a file of `fcp profile --share`.
-
-    Raises:
-        ProfileError: unreadable, or of another format.
-    """
+    """Read a file of `fcp profile --share`."""
     document = parse_yaml(read_text(path, error=ProfileError), name=str(path), error=ProfileError)
     measured = validated(document, MeasuredDevice, where=str(path), error=ProfileError)
     if measured.format != FORMAT:

@@ -259,11 +259,7 @@ class _File(_Costs):
 
 
 def load_cost_profile(path: Path) -> CostProfile:
-    """Read a cost profile.
-
-    Raises:
-        ProfileError: the file cannot be read or breaks the contract; the message names the offending key by its path.
-    """
+    """Read a cost profile."""
     if mistaken := another_kind(path, "cost profile"):
         raise ProfileError(mistaken)
     if not path.exists():
@@ -272,11 +268,7 @@ def load_cost_profile(path: Path) -> CostProfile:
 
 
 def parse_cost_profile(text: str, *, name: str) -> CostProfile:
-    """Parse the YAML of a cost profile; `name` stands for the file in error messages.
-
-    Raises:
-        ProfileError: the text breaks the contract; the message names the offending key by its path.
-    """
+    """Parse the YAML of a cost profile; `name` stands for the file in error messages."""
     document = parse_yaml(text, name=name, error=ProfileError)
     _require_format(document, name)
     file = validated(document, _File, where=name, error=ProfileError, remedy="'fcp profile show' lists a whole profile")

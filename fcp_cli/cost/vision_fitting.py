@@ -41,11 +41,7 @@ class VisionCosts:
 
 
 def fit_vision(samples: Sequence[VisionSample]) -> VisionCosts:
-    """Fit by non-negative least squares, then robustly from there; no coefficient is ever negative.
-
-    Raises:
-        ProfileError: too few samples, or parts too alike in size to tell the coefficients apart.
-    """
+    """Fit by non-negative least squares, then robustly from there; no coefficient is ever negative."""
     if len(samples) < LEAST_SAMPLES:
         raise ProfileError(f"{len(samples)} measurements of the vision encoder are too few: at least {LEAST_SAMPLES}")
     columns, seconds = _columns(samples), np.array([sample.seconds for sample in samples])

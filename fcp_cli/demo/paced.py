@@ -127,11 +127,7 @@ def write_plans(folder: Path, work: PacedWork, *, num_ranks: int, strategies: Se
 
 
 def run(plans: Mapping[str, Path], *, num_ranks: int) -> dict[str, PacedSteps]:
-    """Follow the plans one after the other on paced ranks; strategy -> outcome.
-
-    Raises:
-        RunError: a rank failed, or the ranks took several times as long as predicted.
-    """
+    """Follow the plans one after the other on paced ranks; strategy -> outcome."""
     predicted = sum(step.makespan_seconds for path in plans.values() for step in PlanReader(path).steps())
     most = _START_SECONDS + _MOST_PER_PREDICTED * predicted
     command = [sys.executable, "-m", "fcp_cli.demo.ranks", str(num_ranks), *map(str, plans.values())]

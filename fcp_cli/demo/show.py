@@ -211,11 +211,7 @@ class Demo:
 
 
 def prepare(folder: Path) -> None:
-    """Make the demo's folder, or empty that of an earlier demo.
-
-    Raises:
-        UsageError: the folder holds other files.
-    """
+    """Make the demo's folder, or empty that of an earlier demo."""
     if folder.is_dir() and any(folder.iterdir()) and not (folder / _MARK).is_file():
         raise UsageError(f"--output {folder} holds other files; name a folder for the demo alone")
     if folder.exists() and not folder.is_dir():

@@ -64,11 +64,7 @@ def gradient_difference(document: str) -> float:
 
 
 def run_fcp(folder: Path, *words: str) -> str:
-    """Run a quiet `fcp` in a folder and return its standard output.
-
-    Raises:
-        RunError: it failed; its own line is above.
-    """
+    """Run a quiet `fcp` in a folder and return its standard output."""
     command = [sys.executable, "-m", "fcp_cli", "--no-config", "-q", *words]
     done = subprocess.run(command, cwd=folder, env=without_settings(os.environ), stdout=subprocess.PIPE, text=True)
     if done.returncode:

@@ -20,11 +20,7 @@ _TITAN_LOOP = ("train", "train_step", "forward_backward_step", "_forward_backwar
 
 
 def refuse_torchtitan(trainer: ModuleType) -> None:
-    """Make `torchtitan.trainer`'s Trainer refuse to be made, unless a subclass has its own loop.
-
-    Raises:
-        RunError: this version of torchtitan has no such class.
-    """
+    """Make `torchtitan.trainer`'s Trainer refuse to be made, unless a subclass has its own loop."""
     found = "this torchtitan"
     require(trainer, "Trainer.train", ("self",), found=found, advice="version known to be looked at: 0.3.0")
     _refuse_unless_replaced(
@@ -37,11 +33,7 @@ def refuse_torchtitan(trainer: ModuleType) -> None:
 
 
 def refuse_verl(dataset_utils: ModuleType) -> None:
-    """Make verl's SFT trainers refuse to collate; `verl.utils.dataset.dataset_utils` holds what no other trainer uses.
-
-    Raises:
-        RunError: this version of verl has no such collator.
-    """
+    """Make verl's SFT trainers refuse to collate; `verl.utils.dataset.dataset_utils` holds what no other trainer uses."""
     advice = "version known to be looked at: 0.9.1"
     require(dataset_utils, "SFTTensorCollator", ("pad_mode",), found="this verl", advice=advice)
     _refuse_unless_replaced(
@@ -71,9 +63,6 @@ def refuse_torchtune(parsing: ModuleType) -> None:
     """Make the recipes that torchtune ships refuse to run; `torchtune.config._parse` decorates their main functions.
 
     Copies of them are scripts of their own.
-
-    Raises:
-        RunError: this version of torchtune has no such decorator.
     """
     require(parsing, "parse", ("recipe_main",), found="this torchtune", advice="version known to be looked at: 0.6.1")
     decorate = parsing.parse

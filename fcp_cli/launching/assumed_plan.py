@@ -21,10 +21,6 @@ def assumed_plan(plan: Path, model: str, ranks: int | None, manifest: Path, assu
         ranks: as given, else one per device: of this machine, or of the example cluster where it has none.
         manifest: that it would be made from.
         assumed: receives all of it, with the command that makes the plan.
-
-    Raises:
-        ProfileError: there is no such model.
-        UsageError: the model does not fit so many ranks.
     """
     from fcp_cli.planning.settings import ASSUMED_GLOBAL_BATCH_SIZE, computed_basis  # slow to import, rarely needed
 

@@ -40,9 +40,6 @@ def python_program(words: Sequence[str], assumed: Origins, *, python: str = sys.
         words: typed after `--`.
         assumed: receives a launcher that is skipped.
         python: interpreter of the ranks.
-
-    Raises:
-        UsageError: it is no Python program, or one of another interpreter.
     """
     first, *rest = words
     if _PYTHON.match(Path(first).name) and not _is_script(Path(first)):

@@ -21,9 +21,6 @@ def online_settings(request: LaunchRequest, target: str, assumed: Origins) -> On
         request: of the user.
         target: where the job runs.
         assumed: receives the defaults.
-
-    Raises:
-        FcpError: the profile, the model or the command line is at fault.
     """
     if not request.program:
         raise UsageError(

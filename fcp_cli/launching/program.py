@@ -29,11 +29,7 @@ def is_mindspore(request: LaunchRequest) -> bool:
 
 
 def for_mindspore(request: LaunchRequest, assumed: Origins) -> LaunchRequest:
-    """Leave the hooks out: MindSpore's ranks meet through msrun's scheduler, a process that runs the script, too.
-
-    Raises:
-        UsageError: another launcher is to start it.
-    """
+    """Leave the hooks out: MindSpore's ranks meet through msrun's scheduler, a process that runs the script, too."""
     script = request.program[0]
     if request.launcher != "msrun":
         raise UsageError(f"{script} imports mindspore, whose ranks meet only under msrun; add --launcher msrun")

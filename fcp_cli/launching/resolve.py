@@ -53,9 +53,6 @@ def resolve(request: LaunchRequest, find_machine: Callable[[], LocalDevices], as
         request: of the user.
         find_machine: looks at this machine; called once the plan is known to be good, because it is slow.
         assumed: receives the defaults.
-
-    Raises:
-        FcpError: the plan, the data, the model, the machine or the command line is at fault.
     """
     if request.resume and not request.program:
         request = _as_before(request, assumed)
@@ -184,11 +181,7 @@ def _with_program(request: LaunchRequest, job: Job, assumed: Origins) -> Job:
 
 
 def resolve_own_command(request: LaunchRequest) -> OwnCommand:
-    """Check the plan for a command that starts the ranks itself, and complete its environment.
-
-    Raises:
-        FcpError: the plan or the command line is at fault.
-    """
+    """Check the plan for a command that starts the ranks itself, and complete its environment."""
     plan, metadata = _plan(replace(request, dry_run=False), Origins())
     check_ranks(plan, metadata, request.ranks)
     run_dir = run_dir_of(request, Path(request.program[0]).stem)

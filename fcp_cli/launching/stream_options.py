@@ -11,11 +11,7 @@ STREAM_OPTIONS: Final = ("ahead", "stream_begins", "refit_every")
 
 
 def refuse_without_online(request: LaunchRequest, *, has_profile: bool = False) -> None:
-    """Refuse options of streams; a job whose loop has its plan made may have a profile.
-
-    Raises:
-        UsageError: one was given.
-    """
+    """Refuse options of streams; a job whose loop has its plan made may have a profile."""
     for name in (name for name in (*STREAM_OPTIONS, "reorder_window") if getattr(request, name) is not None):
         raise UsageError(f"--{name.replace('_', '-')} is for --online; a plan is made before its run")
     names = (*(() if has_profile else ("profile",)), "global_batch_size", "global_batch_tokens")

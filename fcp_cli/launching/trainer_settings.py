@@ -43,9 +43,6 @@ def trainer_settings(request: LaunchRequest, job: Job, assumed: Origins) -> Trai
         request: of the user.
         job: with its plan and machines.
         assumed: receives the defaults.
-
-    Raises:
-        FcpError: the model, the data, the run directory or a setting is at fault.
     """
     plan, metadata = job.plan, job.metadata
     runs_here = job.target == LOCAL and not request.dry_run
@@ -103,11 +100,7 @@ def _model(given: str | None, metadata: PlanMetadata, assumed: Origins) -> str:
 
 
 def recorded_settings(training: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """Return the settings in the record of a launch, if each is one of the trainer's and of its type.
-
-    Raises:
-        RunError: one is not.
-    """
+    """Return the settings in the record of a launch, if each is one of the trainer's and of its type."""
     if "warmup_ratio" in training:  # of a run that an earlier version started
         share = training["warmup_ratio"]
         training = {name: value for name, value in training.items() if name != "warmup_ratio"} | {"warmup_steps": share}
@@ -247,11 +240,7 @@ def _check_manifest(manifest: Path, length_column: str, plan: Path, metadata: Pl
 
 
 def run_dir_of(request: LaunchRequest, name: str) -> Path:
-    """Return the run directory that was named, else a new one of this name.
-
-    Raises:
-        RunError: it holds a run, which the bundled trainer would overwrite.
-    """
+    """Return the run directory that was named, else a new one of this name."""
     run_dir = request.run_dir or next_run_dir(name)
     paths = RunPaths(run_dir=run_dir)
     may_exist = request.program or request.resume or request.node_rank  # node 0 may have begun before this one looks

@@ -30,11 +30,7 @@ def has_plan_made(request: LaunchRequest, target: str, plan: Path) -> bool:
 def unplanned_job(
     request: LaunchRequest, find_machine: Callable[[], LocalDevices]
 ) -> tuple[PlanMetadata, PlanningWish, Callable[[], LocalDevices]]:
-    """Return the ranks of a job as metadata of a plan that is not made yet, its options, and its machine.
-
-    Raises:
-        UsageError: nobody knows how many ranks.
-    """
+    """Return the ranks of a job as metadata of a plan that is not made yet, its options, and its machine."""
     machine = find_machine()
     here = request.ranks if machine.device == "cpu" else machine.num_devices
     nodes = request.nodes or 1

@@ -63,11 +63,7 @@ class LocalDevices:
 
 
 def require_torch() -> None:
-    """Check that torch is installed.
-
-    Raises:
-        RunError: torch is missing; the message says how to install it.
-    """
+    """Check that torch is installed."""
     if importlib.util.find_spec("torch") is None:
         raise RunError(f"torch is not installed here, and training needs it; run: {pip_install('hf')}")
 
@@ -78,11 +74,7 @@ def has_driver_files(folder: Path = Path("/dev")) -> bool:
 
 
 def find_machine(device: str = "auto") -> LocalDevices:
-    """Look at this machine; `device` narrows the choice. Without accelerators torch is not imported.
-
-    Raises:
-        RunError: torch is missing or does not import, or there is no device of that kind.
-    """
+    """Look at this machine; `device` narrows the choice. Without accelerators torch is not imported."""
     require_torch()
     counts = _accelerators() if has_driver_files() else {}
     found = next((kind for kind, count in counts.items() if count), "cpu") if device == "auto" else device
@@ -100,11 +92,7 @@ def find_machine(device: str = "auto") -> LocalDevices:
 
 
 def find_machine_without_torch(device: str = "auto") -> LocalDevices:
-    """Look at this machine for programs of MindSpore: NPUs are counted by their files in /dev.
-
-    Raises:
-        RunError: there is no device of that kind.
-    """
+    """Look at this machine for programs of MindSpore: NPUs are counted by their files in /dev."""
     npus = len(list(Path("/dev").glob("davinci[0-9]*")))
     found = ("npu" if npus else "cpu") if device == "auto" else device
     if found not in ("cpu", "npu") or (found == "npu" and not npus):
@@ -140,11 +128,7 @@ def _device_memory_bytes(kind: str, count: int) -> int:
 
 
 def load_torch() -> Any:
-    """Import torch and return it.
-
-    Raises:
-        RunError: torch does not import; the usual reason is named.
-    """
+    """Import torch and return it."""
     try:
         import torch
     except (ImportError, OSError, RuntimeError) as error:

@@ -65,11 +65,7 @@ class ProcessIdentity:
         return [os.fsdecode(word) for word in words] if self.is_running() else []
 
     def send(self, number: signal.Signals) -> bool:
-        """Signal this very process; return False, and signal nothing, if it does not run here.
-
-        Raises:
-            PermissionError: it is another user's, or the machine's first process, which is nobody's to end.
-        """
+        """Signal this very process; return False, and signal nothing, if it does not run here."""
         if self.pid == INIT:
             raise PermissionError(f"process {INIT} is never signalled")
         if not hasattr(os, "pidfd_open"):

@@ -38,9 +38,6 @@ def in_order(
         initializer: called with `arguments` once in every process.
         arguments: that travel to each process.
         noun: of a worker, for messages: "planning process".
-
-    Raises:
-        FcpError: a worker process was killed.
     """
     # Spawned, not forked: a fork of a process that has threads (Arrow's) may hang.
     context = multiprocessing.get_context("spawn")

@@ -40,10 +40,6 @@ def assemble(assignment: Assignment, batch: Batch, problem: Problem, bound_secon
         batch: the global batch that was assigned.
         problem: ranks, token budget, sync, pipelines and cost profile.
         bound_seconds: a lower bound that the caller has already; computed where None.
-
-    Raises:
-        BrokenAssignmentError: the assignment breaks the rules of a plan on token budget, coverage, ranks or waves.
-        StuckError: its pipelines would wait for each other for ever.
     """
     assignment, step = _checked(assignment, batch, problem)
     if bound_seconds is None:
@@ -77,11 +73,7 @@ def step_bound_seconds(batch: Batch, problem: Problem) -> float:
 
 
 def check_assignment(assignment: Assignment, batch: Batch, problem: Problem) -> None:
-    """Check that an assignment keeps the rules of a plan.
-
-    Raises:
-        BrokenAssignmentError: it breaks those on token budget, coverage, ranks or waves.
-    """
+    """Check that an assignment keeps the rules of a plan."""
     _checked(assignment, batch, problem)
 
 

@@ -67,9 +67,6 @@ def choose_fit(spec: ModelSpec, request: PlanRequest, place: Place, *, own: Cost
         request: of the user.
         place: of the plan's ranks.
         own: the profile whose recipe comes first, where it leaves room enough: its times are of that.
-
-    Raises:
-        UsageError: the request contradicts itself or the profile.
     """
     is_forward = request.phase == "forward"
     # Forward passes run under the recipe of their training.
@@ -87,11 +84,7 @@ def choose_fit(spec: ModelSpec, request: PlanRequest, place: Place, *, own: Cost
 
 
 def with_timed_settings(asked: RecipeRequest, profile: CostProfile) -> RecipeRequest:
-    """Return the request with the settings of the profile's times.
-
-    Raises:
-        UsageError: others were asked for.
-    """
+    """Return the request with the settings of the profile's times."""
     assert profile.recipe is not None
     given, timed = asked.given(), {name: getattr(profile.recipe, name) for name in _TIMED}
     if any(given.get(name, timed[name]) != timed[name] for name in _TIMED):
@@ -138,9 +131,6 @@ def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: JobRanks,
 
     The memory of the plan's own ranks, sync and recipe is computed again if the profile names its recipe,
     or one is asked for: a profile made for 64 ranks has another share of the model's state than 8 have.
-
-    Raises:
-        UsageError: nothing fits, or the request contradicts itself or the profile.
     """
     sync: Sync = request.sync or ("iteration" if ranks.virtual_stages == 1 else "microbatch")
     spec = _known_model(profile.model)
@@ -220,11 +210,7 @@ def _room_text(place: Place, fit: FittedRecipe) -> str:
 
 
 def require_room(spec: ModelSpec, request: PlanRequest, place: Place, fit: FittedRecipe) -> None:
-    """Refuse to assume a token budget for ranks that could not hold one token.
-
-    Raises:
-        UsageError: with the recipe that fits, if one does.
-    """
+    """Refuse to assume a token budget for ranks that could not hold one token."""
     if fit.tokens >= 1 or request.tokens_per_rank is not None:  # one that was given is only warned of
         return
     needed = fit.memory.total_bytes(1) / 1e9
@@ -263,11 +249,7 @@ def _tokens_of_block(request: PlanRequest, profile: CostProfile, ranks: JobRanks
 def continued_recipe(
     request: PlanRequest, metadata: PlanMetadata, profile: CostProfile, ranks: JobRanks, origins: Origins
 ) -> Recipe | None:
-    """Return the recipe in which other ranks continue a run: the run's, overridden by the request.
-
-    Raises:
-        UsageError: the run's plan records no recipe to change, or the ranks cannot share a copy out so.
-    """
+    """Return the recipe in which other ranks continue a run: the run's, overridden by the request."""
     planned, asked = metadata.recipe, request.recipe
     if planned is None:
         if asked.given():

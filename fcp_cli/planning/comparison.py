@@ -90,9 +90,6 @@ def compare(
         milp_seconds: time limit of each of FlexSP's integer programs.
         stress: whether each step is also timed under effects that the cost model ignores.
         on_step: called with the strategy's name after each planned step.
-
-    Raises:
-        OverlongError, ManifestError, UsageError: the input is at fault.
     """
     for name in names:
         together = [[sync] for sync in syncs] if strategy(name).knows_sync else [syncs]

@@ -41,11 +41,7 @@ class RemainingSteps:
 
 
 def remaining_steps(reader: PlanReader, first_step: int) -> RemainingSteps:
-    """Read a plan's steps from `first_step` on, and the sequences of that epoch before them.
-
-    Raises:
-        PlanError: the plan is damaged.
-    """
+    """Read a plan's steps from `first_step` on, and the sequences of that epoch before them."""
     metadata = reader.metadata
     trained = _trained_before(reader, first_step)
     steps = list(reader.steps(first_step))
@@ -93,11 +89,7 @@ def settings_of(metadata: PlanMetadata) -> BatchSettings:
 
 
 class RemainingBatches(GlobalBatches):
-    """The global batches of `remaining`: `batch(0)` is the first that is not trained yet.
-
-    Raises:
-        OverlongError: a sequence that is left fits no group of the ranks planned for.
-    """
+    """The global batches of `remaining`: `batch(0)` is the first that is not trained yet."""
 
     def __init__(
         self, table: LengthTable, problem: Problem, settings: BatchSettings, remaining: RemainingSteps
@@ -139,11 +131,7 @@ def batches_to_plan(
     remaining: RemainingSteps | None,
     options_that_hold: Callable[[int], str] | None = None,
 ) -> GlobalBatches:
-    """Return all global batches of a manifest, or those that a trained run has left.
-
-    Raises:
-        OverlongError, ManifestError: some sequences cannot be planned, or none are left.
-    """
+    """Return all global batches of a manifest, or those that a trained run has left."""
     if remaining is None:
         return GlobalBatches(table, problem, settings, options_that_hold)
     return RemainingBatches(table, problem, settings, remaining)

@@ -23,9 +23,6 @@ def balanced_encoder(batches: GlobalBatches, wanted: Wanted, origins: Origins) -
         batches: under a problem in which rings share the encoder's work.
         wanted: the option.
         origins: collects the choice of `auto`.
-
-    Raises:
-        UsageError: waves are wanted where there are none.
     """
     problem = batches.problem
     if wanted == "ring":
@@ -60,9 +57,6 @@ def with_encoder_ranks(batches: GlobalBatches, wanted: str, origins: Origins) ->
         batches: under a problem in which all ranks run the whole model.
         wanted: how many, or `auto`: those that the first step is soonest with.
         origins: collects the choice of `auto`.
-
-    Raises:
-        UsageError: there are no waves, FSDP2 keeps the ranks in step, or too few ranks would be left.
     """
     problem, most = batches.problem, batches.problem.num_ranks - 1
     if problem.sync != "microbatch":
@@ -105,11 +99,7 @@ def _likely_counts(batches: GlobalBatches) -> list[int]:
 
 
 def with_cached_embeddings(problem: Problem, steps_per_epoch: int) -> Problem:
-    """Return the problem of a run that keeps a frozen encoder's embeddings, and reads them from the second epoch on.
-
-    Raises:
-        UsageError: the recipe trains the encoder.
-    """
+    """Return the problem of a run that keeps a frozen encoder's embeddings, and reads them from the second epoch on."""
     recipe = problem.recipe
     if recipe is not None and not (recipe.freeze_vision or recipe.freeze or recipe.lora):
         raise UsageError(

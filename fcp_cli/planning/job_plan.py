@@ -54,11 +54,7 @@ _STOPPED_SECONDS: Final = 3.0  # and if somebody stopped it
 
 
 def planner_of(opening: Message) -> JobPlanner:
-    """Return the planner of the job that an opening message describes.
-
-    Raises:
-        FcpError: the job cannot be planned.
-    """
+    """Return the planner of the job that an opening message describes."""
     facts = opening.facts
     job = validated(facts["job"], JobFacts, where="the job's facts", error=PlanError)
     wish = validated(facts["wish"], PlanningWish, where="the launch", error=PlanError)
@@ -76,9 +72,6 @@ class JobPlanner:
         job: facts of the loop.
         wish: as typed for the launch.
         rows: of the training data, in the columns of a manifest.
-
-    Raises:
-        FcpError: the job cannot be planned.
     """
 
     def __init__(self, plan: Path, job: JobFacts, wish: PlanningWish, rows: pa.Table) -> None:
@@ -126,11 +119,7 @@ class JobPlanner:
         return {**facts, "wants_measurements": self.wants_measurements}
 
     def answer(self, message: Message) -> tuple[Mapping[str, Any], bytes]:
-        """Return the answer to one message.
-
-        Raises:
-            FcpError: it cannot be answered.
-        """
+        """Return the answer to one message."""
         facts = message.facts
         if message.kind == "steps":
             return {"kind": "steps"}, steps_bytes(self.plan(facts["first_step"], facts["steps"]))
@@ -139,11 +128,7 @@ class JobPlanner:
         return {"kind": "closed", "plan_hash": self.close(facts["end_step"], is_stopped=facts["is_stopped"])}, b""
 
     def plan(self, first_step: int, steps: int) -> list[StepPlan]:
-        """Return so many steps, fewer at the end of the plan; those before `first_step` are planned as well.
-
-        Raises:
-            FcpError: the journal cannot be continued or written.
-        """
+        """Return so many steps, fewer at the end of the plan; those before `first_step` are planned as well."""
         for _ in islice(self._steps, max(0, first_step - self._due)):
             self._due += 1
         found = list(islice(self._steps, steps))
@@ -183,9 +168,6 @@ class JobPlanner:
         Args:
             end_step: after the last that was trained.
             is_stopped: whoever ended the loop waits for this.
-
-        Raises:
-            FcpError: it cannot be written.
         """
         steps, metadata = len(self._batches), self.metadata
         if self._job.epochs is None:

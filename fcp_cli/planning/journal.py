@@ -84,11 +84,7 @@ class Journal:
         write_text_atomically(self.folder / "key", self._key)
 
     def resume(self) -> Iterator[StepPlan]:
-        """Read the steps kept by an interrupted run of the same plan; new ones are appended to the same journal.
-
-        Raises:
-            FcpError: there is no journal, it belongs to a plan of other inputs, or it is damaged.
-        """
+        """Read the steps kept by an interrupted run of the same plan; new ones are appended to the same journal."""
         if not self.exists:
             raise FcpError(f"nothing to resume: there is no {self.folder}; run without --resume")
         if read_text(self.folder / "key", error=FcpError, label="the journal ") != self._key:
@@ -104,11 +100,7 @@ class Journal:
         write_text_atomically(self.folder / _REFIT, json.dumps(asdict(refit)))
 
     def read_refit(self) -> None:
-        """Take the refit of an interrupted run into the metadata, if it made one.
-
-        Raises:
-            FcpError: the journal is damaged.
-        """
+        """Take the refit of an interrupted run into the metadata, if it made one."""
         path = self.folder / _REFIT
         if path.is_file():
             kept = validated(read_object(path, error=FcpError), ScheduledRefit, where=str(path), error=FcpError)

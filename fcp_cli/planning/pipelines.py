@@ -25,9 +25,6 @@ def pipeline_of(profile: CostProfile, ranks: JobRanks, recipe: Recipe | None) ->
         profile: gives model, cluster and bandwidths, and the recipe where none is given.
         ranks: gives stages and virtual stages.
         recipe: that is planned for.
-
-    Raises:
-        UsageError: the model has fewer layers than there would be blocks of them.
     """
     if ranks.pipeline_parallel == 1:
         return None

@@ -76,9 +76,6 @@ def problem_of(metadata: PlanMetadata, *, name: str, step: int = 0) -> Problem:
         metadata: of the plan.
         name: stands for the file in messages.
         step: whose times and speeds hold, where they were measured anew while the run planned.
-
-    Raises:
-        ProfileError: the cost profile in the metadata is damaged.
     """
     profile = parse_cost_profile(metadata.cost_profile, name=f"{name}: the plan's cost profile")
     shared = fields_of(PlanSetup, metadata)

@@ -29,9 +29,6 @@ def read_rank_speeds(given: GivenSpeeds, *, num_ranks: int, ranks_per_node: int)
         given: one speed per rank; or speeds by rank (`12`), ranks (`16-23`) or node (`node3`), all others being 1; or
             either as words with commas between; or the name of a YAML or JSON file of either.
         num_ranks, ranks_per_node: of the job.
-
-    Raises:
-        UsageError: a file that cannot be read, a rank that the job does not have, or a speed that none can have.
     """
     where = "--rank-speeds"
     if isinstance(given, str):
@@ -51,11 +48,7 @@ def read_rank_speeds(given: GivenSpeeds, *, num_ranks: int, ranks_per_node: int)
 
 
 def requested_speeds(request: PlanRequest, num_ranks: int, ranks_per_node: int) -> Speeds | None:
-    """Return the speeds of ranks that are asked for; None where all are as the profile says.
-
-    Raises:
-        UsageError: they cannot be read, or ranks share an encoder's work, which knows no speeds.
-    """
+    """Return the speeds of ranks that are asked for; None where all are as the profile says."""
     if request.rank_speeds is None:
         return None
     for flag, given in (("balance", request.encoder_balance != "ring"), ("ranks", request.encoder_ranks is not None)):
@@ -67,11 +60,7 @@ def requested_speeds(request: PlanRequest, num_ranks: int, ranks_per_node: int) 
 def speeds_of_run(
     request: PlanRequest, metadata: PlanMetadata, step: int, num_ranks: int, ranks_per_node: int, origins: Origins
 ) -> Speeds | None:
-    """Return the speeds of the ranks that continue a run: as given, or the run's own where they are as many.
-
-    Raises:
-        UsageError: they cannot be read.
-    """
+    """Return the speeds of the ranks that continue a run: as given, or the run's own where they are as many."""
     if request.rank_speeds is not None:
         return requested_speeds(request, num_ranks, ranks_per_node)
     before = metadata.speeds_at(step)

@@ -15,11 +15,7 @@ from fcp_cli.planning.options import PlanRequest
 
 
 def ranks_under(profile: CostProfile, request: PlanRequest, origins: Origins) -> JobRanks:
-    """Return the ranks of a plan under a profile that names their devices and nodes.
-
-    Raises:
-        UsageError: the profile is of other ranks, or its cluster is too small or unknown.
-    """
+    """Return the ranks of a plan under a profile that names their devices and nodes."""
     tensor_parallel, pipeline_parallel = devices_of_rank(
         profile, request.tensor_parallel, request.pipeline_parallel, origins
     )
@@ -31,11 +27,7 @@ def ranks_under(profile: CostProfile, request: PlanRequest, origins: Origins) ->
 
 
 def require_pipelines(request: PlanRequest, pipeline_parallel: int) -> None:
-    """Refuse virtual stages without a pipeline, or where ranks may run unequal numbers of micro-batches.
-
-    Raises:
-        UsageError: with the remedy.
-    """
+    """Refuse virtual stages without a pipeline, or where ranks may run unequal numbers of micro-batches."""
     if request.virtual_stages == 1:
         return
     if pipeline_parallel == 1:
@@ -52,11 +44,7 @@ def require_pipelines(request: PlanRequest, pipeline_parallel: int) -> None:
 def devices_of_rank(
     profile: CostProfile, tensor_parallel: int | None, pipeline_parallel: int | None, origins: Origins
 ) -> tuple[int, int]:
-    """Return the tensor- and pipeline-parallel devices of a rank: as given, else as the cost profile has them.
-
-    Raises:
-        UsageError: the profile is of ranks of other devices, whose times and memory would be planned with.
-    """
+    """Return the tensor- and pipeline-parallel devices of a rank: as given, else as the cost profile has them."""
     given = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
     known = {name: value for name in given if isinstance(value := profile.measurement.get(name), int)}
     wanted = {name: value or known.get(name, 1) for name, value in given.items()}
@@ -95,9 +83,6 @@ def ranks_on(
 
     As Megatron orders its processes, those of a rank's tensor parallelism are neighbours, and a pipeline's stages lie
     all ranks apart: the ring of a stage meets as many ranks on a node as there are tensor-parallel groups on it.
-
-    Raises:
-        UsageError: the cluster is too small for one rank.
     """
     ranks = request.ranks
     if ranks is None:

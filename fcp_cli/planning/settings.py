@@ -75,11 +75,7 @@ class PlanInputs:
     data: RecipeData | None = None
 
     def batches(self) -> GlobalBatches:
-        """Return the global batches to plan.
-
-        Raises:
-            OverlongError, ManifestError: some sequences cannot be planned, or none are left.
-        """
+        """Return the global batches to plan."""
         return batches_to_plan(self.table, self.problem, self.settings, self.remaining, self._options_that_hold)
 
     def _options_that_hold(self, longest_tokens: int) -> str:
@@ -99,10 +95,6 @@ def resolve_continuation(
         first_step: the first step that is not trained yet.
         manifest: the plan's manifest.
         length_column: its column that was planned.
-
-    Raises:
-        PlanError, ManifestError, ProfileError: a file cannot be used.
-        UsageError: impossible settings.
     """
     reader = PlanReader(plan)
     metadata = reader.metadata
@@ -164,10 +156,6 @@ def resolve(
         origins: collects assumptions.
         most_peers: ranks that one may meet in rings, whose connections take memory; None: no limit.
         max_degree: 1 forbids rings, so that a rank must hold every sequence; None: no limit.
-
-    Raises:
-        ManifestError, ProfileError: a file cannot be used.
-        UsageError: settings that contradict each other or cannot be assumed.
     """
     if request.manifest is None:
         raise UsageError("name the MANIFEST to plan, like 'fcp plan dataset.parquet', or a run with --continue-from")
@@ -208,10 +196,6 @@ def resolve_problem(
     Args:
         request, origins, most_peers: as of `resolve`.
         data: whose steps recipes are compared on; None: the first of a fixed order that leaves room enough.
-
-    Raises:
-        ProfileError: the cost profile cannot be used.
-        UsageError: settings that contradict each other or cannot be assumed.
     """
     profile = _profile_at_hand(request, origins)
     if profile is None:
@@ -232,9 +216,6 @@ def problem_under(request: PlanRequest, inputs: PlanInputs) -> Problem:
     Args:
         request: with the changes.
         inputs: of the plan, which `resolve` made.
-
-    Raises:
-        ProfileError, UsageError: it does not fit, or the plan's profile cannot price it.
     """
     now, origins = inputs.problem, Origins()
     known = inputs.budget
@@ -273,11 +254,7 @@ def _problem(request: PlanRequest, profile: CostProfile, ranks: JobRanks, budget
 
 
 def split_attention(request: PlanRequest, profile: CostProfile) -> SplitAttention | None:
-    """Return how groups may split heads under this profile; None where they are rings.
-
-    Raises:
-        UsageError: they are requested, but the profile does not price them.
-    """
+    """Return how groups may split heads under this profile; None where they are rings."""
     if request.attention == "ring" or (request.attention == "auto" and profile.heads is None):
         return None
     if profile.heads is None:
@@ -345,10 +322,6 @@ def computed_basis(
     Args:
         request, origins, most_peers, data: as of `resolve_problem`.
         cluster: in place of the request's.
-
-    Raises:
-        ProfileError: there is no such model or cluster.
-        UsageError: the model does not fit, or the request contradicts itself.
     """
     spec = load_model(request.model or DEFAULT_MODEL)
     if request.model is None:

@@ -109,10 +109,6 @@ def make_solver(name: str, batches: GlobalBatches, **options: Any) -> Solver:
         name: one of `solver_names()`.
         batches: the batches to plan.
         options: of the solver's factory, by name; None and False stand for options that were not given.
-
-    Raises:
-        UsageError: no such solver, one that does not have such an option, or a value that it cannot keep.
-        PluginError: the solver of another package cannot be used.
     """
     given = {option: value for option, value in options.items() if value is not None and value is not False}
     plugin = None if name in _OWN else REGISTRY.plugin(name)
@@ -127,12 +123,7 @@ def make_solver(name: str, batches: GlobalBatches, **options: Any) -> Solver:
 
 
 def make_planning_solver(name: str, batches: GlobalBatches, **options: Any) -> Solver:
-    """Make the named solver, whose steps are to be trained; see `make_solver`.
-
-    Raises:
-        UsageError: as there, or a strategy that makes no plan.
-        PluginError: as there.
-    """
+    """Make the named solver, whose steps are to be trained; see `make_solver`."""
     if not strategy(name).plans:
         raise UsageError(f"--solver {name} is a baseline without a plan; 'fcp compare --solvers fcp,{name}' prices it")
     return make_solver(name, batches, **options)
@@ -171,11 +162,7 @@ class PluginSolver:
     problem: Problem
 
     def assign(self, batch: Batch) -> Assignment:
-        """Plan one step.
-
-        Raises:
-            PluginError: the solver failed, or its answer breaks the rules of a plan.
-        """
+        """Plan one step."""
         try:
             found = self.solver.assign(batch)
             check_assignment(found, batch, self.problem)

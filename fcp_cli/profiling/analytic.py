@@ -131,9 +131,6 @@ def analytic_profile(
         ranks: of the job.
         cut: of the model over devices of a rank, and of its experts over ranks.
         peers: ranks that one meets in rings, whose channels take memory.
-
-    Raises:
-        UsageError: the model cannot be cut so, it has no encoder to freeze, or the sync rules the recipe out.
     """
     job = _Job(
         spec=spec,

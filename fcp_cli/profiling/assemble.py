@@ -60,11 +60,7 @@ class DegreeError:
 
 
 def recipe_of(samples: SamplesFile, request: RecipeRequest, sync: Sync | None) -> tuple[Recipe, Sync]:
-    """Return the recipe and the sync of a profile: the measured ones, overridden by the request.
-
-    Raises:
-        UsageError: packs take other times under the request, or it contradicts itself.
-    """
+    """Return the recipe and the sync of a profile: the measured ones, overridden by the request."""
     measured = samples.subject
     recipe = request.applied_to(measured.recipe)
     was, asked = timed_settings(measured.recipe), timed_settings(recipe)
@@ -93,10 +89,6 @@ def profile_from_samples(
         request: settings of the recipe to use instead of those that were measured with; those that times depend on
             cannot change.
         sync: of the plans that the profile is for; None: as it was measured for.
-
-    Raises:
-        UsageError: `request` asks for settings that were not measured, or for a frozen encoder of a model without one.
-        ProfileError: nothing was observed, or the worker wrote nothing about its environment.
     """
     subject = samples.subject
     spec = load_model(subject.model)

@@ -31,12 +31,7 @@ _SMALL_MODEL_PARAMETERS = 1e8  # measured within a minute on a CPU
 
 
 def computed_profile(request: ProfileRequest, origins: Origins) -> CostProfile:
-    """Return the analytic profile of a model on a cluster; `origins` collects assumptions.
-
-    Raises:
-        UsageError: a cut that the model does not allow, or a recipe that contradicts itself.
-        ProfileError: unknown model or cluster, or no memory for tokens under the request.
-    """
+    """Return the analytic profile of a model on a cluster; `origins` collects assumptions."""
     spec = load_model(request.model or DEFAULT_MODEL)
     cluster = load_cluster(request.cluster or EXAMPLE_CLUSTER).running(request.attention_kernel)
     _assume(origins, "--model", request.model, spec.name, "--model or --hf-config sets it")
@@ -107,13 +102,7 @@ def _require_room(spec: ModelSpec, request: ProfileRequest, place: Place, fit: F
 
 
 def choose_measurement(request: ProfileRequest, origins: Origins) -> Measurement:
-    """Return the measurements to make, as requested or as suits this machine; `origins` collects assumptions.
-
-    Raises:
-        UsageError: options that contradict each other or this machine.
-        ProfileError: unknown model or cluster, or torch and transformers are not installed.
-        RunError: torch does not import, there is no such device, or the model is not one that the runtime can train.
-    """
+    """Return the measurements to make, as requested or as suits this machine; `origins` collects assumptions."""
     kind, units = _units(request, origins)
     on_cpu = kind == "cpu"
     spec = load_model(request.model or (_CPU_MODEL if on_cpu else DEFAULT_MODEL))

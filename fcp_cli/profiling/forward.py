@@ -114,11 +114,7 @@ def forward_profile(profile: CostProfile) -> CostProfile:
 
 
 def backward_slowdown(profile: CostProfile) -> float:
-    """Return the rate of attention's forward over its backward's, as a computed profile assumes it; 1 if it is unknown.
-
-    Raises:
-        ProfileError: the profile's measurement block has an impossible rate.
-    """
+    """Return the rate of attention's forward over its backward's, as a computed profile assumes it; 1 if it is unknown."""
     rate = profile.measurement.get("attention_rate")
     if rate is None:
         return 1.0

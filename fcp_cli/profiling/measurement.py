@@ -54,11 +54,7 @@ class Subject:
         return self.ranks == 1
 
     def points(self) -> list[Point]:
-        """Return the packs to measure: in rings inside nodes, then across them, then where ranks share heads.
-
-        Raises:
-            UsageError: `max_length` leaves too few lengths to separate the coefficients.
-        """
+        """Return the packs to measure: in rings inside nodes, then across them, then where ranks share heads."""
         if self.emulate:
             return measurement_points(self.max_length, self.degrees)
         inside = [degree for degree in self.degrees if degree <= self.ranks // self.nodes]
@@ -102,11 +98,7 @@ class Measurement(Subject):
 
 
 def read_measurement(path: Path) -> Measurement:
-    """Read the file of `Measurement.write`.
-
-    Raises:
-        ProfileError: unreadable, or its subject is damaged.
-    """
+    """Read the file of `Measurement.write`."""
     document = read_json(path, error=ProfileError)
     budget_seconds, samples = document.pop("budget_seconds"), Path(document.pop("samples"))
     subject = validated(document, Subject, where=str(path), error=ProfileError)

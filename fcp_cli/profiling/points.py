@@ -85,9 +85,6 @@ def measurement_points(max_length: int, degrees: Sequence[int], *, crosses_nodes
 
     Fitted: single sequences of 64, 128, ... max_length tokens and packs of equal sequences. Held out: lengths between
     those, and packs drawn at random (always the same ones).
-
-    Raises:
-        UsageError: `max_length` leaves too few lengths to separate the coefficients.
     """
     if max_length < 8 * LEAST_LENGTH:
         raise UsageError(f"--max-length is {max_length}; it must be at least {8 * LEAST_LENGTH}")

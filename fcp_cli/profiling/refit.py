@@ -77,10 +77,6 @@ def samples_of_run(metrics: Path, *, plan: Path | None, skip_steps: int) -> RunS
         metrics: the run's metrics.jsonl.
         plan: where the plan lies now, if not where the run read it.
         skip_steps: steps to skip after every start, while kernels and caches warm up.
-
-    Raises:
-        RunError: the metrics cannot be read. PlanError: the plan cannot.
-        ProfileError: it is not the plan of the run, or no step is left.
     """
     records = read_metrics(metrics)
     run = records[0]
@@ -169,11 +165,7 @@ def _patches(sample: Sample, planned_seconds: float, planned: CostProfile) -> fl
 
 
 def refit(runs: Sequence[RunSamples], *, before: CostProfile | None = None) -> Refit:
-    """Fit one profile to the micro-batches of all runs; `before` is by default the profile of the first run's plan.
-
-    Raises:
-        ProfileError: too few or too alike micro-batches to separate the coefficients.
-    """
+    """Fit one profile to the micro-batches of all runs; `before` is by default the profile of the first run's plan."""
     if before is None:
         before = runs[0].planned
     samples = [sample for run in runs for sample in run.samples]

@@ -192,12 +192,7 @@ _DESCRIBING_LINES: Final[Mapping[str, type]] = {
 
 
 def prepare_samples(measurement: Measurement, *, fresh: bool) -> bool:
-    """Begin a samples file, or find one to resume; true if it is resumed. One with enough points begins again.
-
-    Raises:
-        ProfileError: the file holds samples of something else.
-        UsageError: `max_length` leaves too few lengths.
-    """
+    """Begin a samples file, or find one to resume; true if it is resumed. One with enough points begins again."""
     measurement.points()  # refuses a `max_length` before anything is written
     path = measurement.samples
     if path.exists() and not fresh:
@@ -211,11 +206,7 @@ def prepare_samples(measurement: Measurement, *, fresh: bool) -> bool:
 
 
 def begin_samples(measurement: Measurement) -> None:
-    """Write the first line of a samples file.
-
-    Raises:
-        FcpError: it cannot be written.
-    """
+    """Write the first line of a samples file."""
     subject = measurement.subject()
     header = {"format": FORMAT, **asdict(subject), "figures": model_figures(subject.model), "emulate": subject.emulate}
     write_text_atomically(measurement.samples, json.dumps(header) + "\n")
@@ -244,11 +235,7 @@ def _short(value: Any) -> str:
 
 
 def read_samples(path: Path) -> SamplesFile:
-    """Read a samples file; a last line truncated by a kill is skipped.
-
-    Raises:
-        ProfileError: unreadable, or not a samples file.
-    """
+    """Read a samples file; a last line truncated by a kill is skipped."""
     if mistaken := another_kind(path, "samples"):
         raise ProfileError(mistaken)
     rows = read_text(path, error=ProfileError, label="the samples ").splitlines()
@@ -280,11 +267,7 @@ def _parse(row: str) -> dict[str, Any] | None:
 
 
 def append_line(path: Path, line: Mapping[str, Any]) -> None:
-    """Add one line and close the file, so that it survives whatever comes next.
-
-    Raises:
-        ProfileError: it cannot be written.
-    """
+    """Add one line and close the file, so that it survives whatever comes next."""
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

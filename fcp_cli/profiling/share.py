@@ -16,11 +16,7 @@ _TIERS = ("intra_node", "inter_node", "inter_node_cross_rail")
 
 
 def shared_text(profile: CostProfile) -> str:
-    """Return the YAML that `profiles/measured` takes.
-
-    Raises:
-        UsageError: nothing was measured.
-    """
+    """Return the YAML that `profiles/measured` takes."""
     found = profile.measurement
     if profile.origin != "measured" or "device_name" not in found:
         raise UsageError("--share writes what was measured, and these samples name no device")

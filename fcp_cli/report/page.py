@@ -178,11 +178,7 @@ def _gigabytes(count_bytes: float | None) -> str:
 
 @cache
 def javascript_bundle() -> str:
-    """Return Vega, Vega-Lite and Vega-Embed as one script.
-
-    Raises:
-        FcpError: vl-convert-python is not installed.
-    """
+    """Return Vega, Vega-Lite and Vega-Embed as one script."""
     try:
         import vl_convert
     except ImportError as error:

@@ -59,11 +59,7 @@ class PlanFile:
                 self.problems.append(f"{self.path}: left out {reason}{more}")
 
     def step(self, wanted: int) -> StepPlan:
-        """Return one step.
-
-        Raises:
-            PlanError: it is not in the file, or cannot be shown.
-        """
+        """Return one step."""
         with closing(self.steps(wanted)) as steps:
             found = next((step for step in steps if step.step == wanted), None)
         if found is None:
@@ -71,11 +67,7 @@ class PlanFile:
         return found
 
     def manifest(self, path: Path | None) -> LengthTable | None:
-        """Read the manifest that this plan was made from, or return None without a path.
-
-        Raises:
-            FcpError: it cannot be read, or has another number of rows.
-        """
+        """Read the manifest that this plan was made from, or return None without a path."""
         if path is None:
             return None
         table, planned = read_manifest(path), self.metadata.manifest
@@ -99,9 +91,6 @@ def open_plan(path: Path, *, quickly: bool = False) -> PlanFile:
     Args:
         path: the plan.
         quickly: do not read a large file whole for that.
-
-    Raises:
-        PlanError: there is no such file, it is no plan, or it is damaged.
     """
     plan = PlanFile(reader=PlanReader(path))
     if quickly and path.stat().st_size > _QUICK_BYTES:

@@ -6,11 +6,7 @@ from fcp_cli.errors import UsageError
 
 
 def parse_steps(text: str | None) -> range:
-    """Read the steps `A` to before `B`; `A:` and `:B` are open, `A` alone is one step, None is all.
-
-    Raises:
-        UsageError: anything else.
-    """
+    """Read the steps `A` to before `B`; `A:` and `:B` are open, `A` alone is one step, None is all."""
     if text is None:
         return range(2**63 - 1)
     first, colon, last = text.partition(":")

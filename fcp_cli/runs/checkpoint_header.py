@@ -60,11 +60,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def read_header(checkpoint: Path) -> CheckpointHeader:
-    """Read the header of a checkpoint.
-
-    Raises:
-        RunError: it is damaged or of another format.
-    """
+    """Read the header of a checkpoint."""
     try:
         return _read(checkpoint)
     except _DamagedHeaderError as error:
@@ -92,11 +88,7 @@ def _read(checkpoint: Path) -> CheckpointHeader:
 
 
 def require_files(checkpoint: Path, header: CheckpointHeader) -> None:
-    """Check, without reading them, that all files of a checkpoint are there with their sizes, and no others.
-
-    Raises:
-        RunError: names the file, and the checkpoint to resume from instead.
-    """
+    """Check, without reading them, that all files of a checkpoint are there with their sizes, and no others."""
     if header.files is None:
         return
     wrong = wrong_size(checkpoint, header.files)
@@ -138,9 +130,6 @@ def check_header(header: CheckpointHeader, wanted: CheckpointHeader, plan: PlanM
         wanted: header that the run would save now.
         plan: plan of the resumed run.
         checkpoint: for messages.
-
-    Raises:
-        RunError: names the difference.
     """
     check_plan_of(header, plan, checkpoint=checkpoint)
     same_plan = header.plan_hash == plan.plan_hash
@@ -154,11 +143,7 @@ def check_header(header: CheckpointHeader, wanted: CheckpointHeader, plan: PlanM
 
 
 def check_plan_of(header: CheckpointHeader, plan: PlanMetadata, *, checkpoint: Path) -> None:
-    """Check that a checkpoint belongs to a plan: the one it was made under, or one that continues from exactly there.
-
-    Raises:
-        RunError: it does not.
-    """
+    """Check that a checkpoint belongs to a plan: the one it was made under, or one that continues from exactly there."""
     if header.plan_hash == plan.plan_hash:
         return
     continues = plan.continues

@@ -122,11 +122,7 @@ def beating(path: Path | None) -> Iterator[Pulse]:
 
 
 def read_heartbeat(path: Path) -> Heartbeat | None:
-    """Read the heartbeat of a run, or return None if there is none, as for a job that `fcp launch` did not start.
-
-    Raises:
-        RunError: it cannot be read, or is damaged.
-    """
+    """Read the heartbeat of a run, or return None if there is none, as for a job that `fcp launch` did not start."""
     found = read_state(path, Heartbeat, format_name=FORMAT)
     if found is None:
         return None

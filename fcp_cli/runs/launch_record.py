@@ -74,11 +74,7 @@ def write_launch(run_dir: Path, record: LaunchRecord) -> None:
 
 
 def read_launch(run_dir: Path, *, remedy: str = "") -> LaunchRecord:
-    """Read how a run was launched last; `remedy` ends messages about a damaged record.
-
-    Raises:
-        RunError: there is no run in `run_dir`, or its record is damaged.
-    """
+    """Read how a run was launched last; `remedy` ends messages about a damaged record."""
     record = read_state(RunPaths(run_dir=run_dir).launch, LaunchRecord, format_name=FORMAT, remedy=remedy)
     if record is None:
         raise RunError(f"{run_dir} is not a run that can be resumed: it has no launch.json")
@@ -86,11 +82,7 @@ def read_launch(run_dir: Path, *, remedy: str = "") -> LaunchRecord:
 
 
 def latest_run_dir(name: str | None, *, runs: Path = RUNS) -> Path:
-    """Return the run of the bundled trainer to resume when none is named: the one launched last, of this name if given.
-
-    Raises:
-        RunError: there is none, or a later one is damaged.
-    """
+    """Return the run of the bundled trainer to resume when none is named: the one launched last, of this name if given."""
     candidates = [path for path in runs.glob(f"{name or '*'}-[0-9]*") if RunPaths(run_dir=path).launch.is_file()]
     for path in sorted(candidates, key=lambda path: RunPaths(run_dir=path).launch.stat().st_mtime_ns, reverse=True):
         if read_launch(path, remedy="name the run to resume with --run-dir").training is not None:

@@ -181,9 +181,6 @@ def drop_steps_from(path: Path, first_step: int) -> None:
     """Remove the records of steps >= `first_step`, and a last line cut short by a kill, before a resumed run appends.
 
     A missing file is left missing.
-
-    Raises:
-        RunError: a line before the last is damaged.
     """
     if not path.is_file():
         return
@@ -196,11 +193,7 @@ def drop_steps_from(path: Path, first_step: int) -> None:
 
 
 def records_of(path: Path) -> Iterator[tuple[str, MetricsRecord | None]]:
-    """Yield each line of a metrics file with its record; a last line that a kill cut short is skipped.
-
-    Raises:
-        RunError: the file cannot be read, or another line is damaged.
-    """
+    """Yield each line of a metrics file with its record; a last line that a kill cut short is skipped."""
     try:
         with open_input(path, seekable=True) as file:
             for number, line in enumerate(bounded_lines(file), start=1):

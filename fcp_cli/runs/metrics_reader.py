@@ -183,9 +183,6 @@ def open_run(path: Path, *, plan: PlanMetadata | None = None) -> RunFile:
     Args:
         path: metrics.jsonl, or the run's folder.
         plan: the plan that the pictures are of.
-
-    Raises:
-        RunError: there is no such file, it is empty, not metrics of a run, or of another plan altogether.
     """
     name, path = path, metrics_path(path)
     if mistaken := another_kind(path, "metrics"):
@@ -236,11 +233,7 @@ def metrics_path(path: Path) -> Path:
 
 
 def read_metrics(path: Path) -> list[MetricsRecord]:
-    """Return all records of a metrics file, in order; the first is of a start.
-
-    Raises:
-        RunError: the file is missing, damaged, or not metrics of a run.
-    """
+    """Return all records of a metrics file, in order; the first is of a start."""
     if mistaken := another_kind(path, "metrics"):
         raise RunError(mistaken)
     try:
@@ -277,9 +270,6 @@ class MetricsTail:
         """Return the whole records since the last call, oldest first, without damaged lines.
 
         Of several new starts only the latest counts, with its steps.
-
-        Raises:
-            RunError: the file is not metrics of a run.
         """
         records: list[MetricsRecord] = []
         for line in self._latest_lines():

@@ -104,11 +104,7 @@ _SHAPES: Final[dict[str, Any]] = {"run": RunRecord, "step": StepRecord, "eval": 
 
 
 def parse_record(line: str | bytes) -> MetricsRecord | None:
-    """Return the record of a line, or None for kinds that later versions may write.
-
-    Raises:
-        ValueError: the line is truncated, or holds values that no run can have written.
-    """
+    """Return the record of a line, or None for kinds that later versions may write."""
     record = decode_record(line)
     if not isinstance(record, dict) or not isinstance(kind := record.get("kind"), str):
         raise ValueError("it is no record")

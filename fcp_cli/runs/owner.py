@@ -117,11 +117,7 @@ def _beats(path: Path) -> bool:
 
 
 def refuse_running(run_dir: Path) -> None:
-    """Refuse a run folder whose job still trains.
-
-    Raises:
-        RunError: it does.
-    """
+    """Refuse a run folder whose job still trains."""
     path = RunPaths(run_dir=run_dir).owner_of(0)
     owner = read_owner(path)
     if path.exists() and is_alive(owner, path):

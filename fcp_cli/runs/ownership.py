@@ -92,10 +92,6 @@ def own(
         must_be_new: raise FileExistsError if the folder exists.
         patience_seconds: time to wait for an owner of another machine to end.
         announce: receives a line before a wait of several seconds.
-
-    Raises:
-        RunError: another job runs there; nothing was changed.
-        FcpError: the folder cannot be written.
     """
     made = _make(run_dir, must_be_new=must_be_new)
     path = RunPaths(run_dir=run_dir).owner_of(node)
@@ -125,11 +121,7 @@ def own(
 
 
 def own_unless_launched(run_dir: Path) -> Ownership | None:
-    """Take a run folder for rank 0; None if this process has it, or the launcher that started this rank.
-
-    Raises:
-        RunError: another job runs there.
-    """
+    """Take a run folder for rank 0; None if this process has it, or the launcher that started this rank."""
     path = RunPaths(run_dir=run_dir).owner_of(0)
     if path.absolute() in _held:
         return None

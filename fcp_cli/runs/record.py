@@ -20,9 +20,6 @@ def write_record(run_dir: Path, plan: Path, metadata: PlanMetadata) -> None:
         run_dir: that is there.
         plan: that the run follows.
         metadata: of the plan.
-
-    Raises:
-        FcpError: the run directory cannot be written.
     """
     paths = RunPaths(run_dir=run_dir)
     if plan != paths.plan:  # a resumed run follows its own copy

@@ -27,9 +27,6 @@ def require_recorded(checkpoint: Path, *, accepts: bool) -> None:
     Args:
         checkpoint: to resume from.
         accepts: whether the user has accepted the gap.
-
-    Raises:
-        RunError: it names the steps that no metrics record, and the checkpoint before them.
     """
     finished, paths = read_header(checkpoint).step, RunPaths(run_dir=checkpoint.parent.parent)
     recorded = recorded_steps(paths.metrics)

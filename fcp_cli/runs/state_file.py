@@ -23,9 +23,6 @@ def read_state(path: Path, kind: type[T], *, format_name: str, remedy: str = "")
         kind: dataclass of everything that it holds besides its format.
         format_name: the format that this fcp reads.
         remedy: ends messages; the command that helps.
-
-    Raises:
-        RunError: it cannot be read, is damaged, or of another format.
     """
     ending = remedy and f"; {remedy}"
     if not os.path.lexists(path):

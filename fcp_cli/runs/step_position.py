@@ -43,11 +43,7 @@ class StepPosition:
 
 
 def write_position(path: Path, position: StepPosition) -> None:
-    """Replace the file of a run.
-
-    Raises:
-        FcpError: it cannot be written.
-    """
+    """Replace the file of a run."""
     write_text_atomically(path, json.dumps({"format": FORMAT, **asdict(position)}) + "\n", durable=False)
 
 

@@ -33,11 +33,7 @@ def note_stopped(run_dir: Path, stopped: StoppedScript) -> None:
 
 
 def read_stopped(run_dir: Path) -> StoppedScript | None:
-    """Return where the stopped training of a run continues; None: it was not stopped, or has ended since.
-
-    Raises:
-        RunError: the file is damaged, or its checkpoint is gone.
-    """
+    """Return where the stopped training of a run continues; None: it was not stopped, or has ended since."""
     path = RunPaths(run_dir=run_dir).stopped
     if not path.is_file():
         return None

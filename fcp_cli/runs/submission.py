@@ -73,30 +73,18 @@ class Submission:
 
 
 def new_submission(*, target: str, name: str, namespace: str = "", job_id: str = "") -> Submission:
-    """Return the submission of a job that is handed to a scheduler now.
-
-    Raises:
-        RunError: it could not be found again by these values.
-    """
+    """Return the submission of a job that is handed to a scheduler now."""
     given = {"target": target, "name": name, "namespace": namespace, "job_id": job_id}
     return validated(given, Submission, where="cannot note the job", error=RunError)
 
 
 def write_submission(run_dir: Path, submission: Submission) -> None:
-    """Write the scheduler and job of a run.
-
-    Raises:
-        FcpError: the run directory cannot be written.
-    """
+    """Write the scheduler and job of a run."""
     write_text_atomically(
         RunPaths(run_dir=run_dir).job, json.dumps({"format": FORMAT, **asdict(submission)}, indent=2) + "\n"
     )
 
 
 def read_submission(run_dir: Path) -> Submission | None:
-    """Read the scheduler and job of a run; None if it ran on the machine that launched it.
-
-    Raises:
-        RunError: the file cannot be read, or is damaged.
-    """
+    """Read the scheduler and job of a run; None if it ran on the machine that launched it."""
     return read_state(RunPaths(run_dir=run_dir).job, Submission, format_name=FORMAT)

@@ -68,11 +68,7 @@ def closing_line(summary: RunSummary, paths: RunPaths) -> str:
 
 
 def summary_of(metrics: Path) -> RunSummary:
-    """Add up a metrics file, of however many starts; damaged lines are skipped, and a missing file has no steps.
-
-    Raises:
-        RunError: the file cannot be read.
-    """
+    """Add up a metrics file, of however many starts; damaged lines are skipped, and a missing file has no steps."""
     summary = RunSummary()
     try:
         with open_input(metrics, seekable=True) as file:

@@ -36,13 +36,7 @@ class TrainedRun:
 
 
 def read_trained_run(run_dir: Path, *, manifest: Path | None = None) -> TrainedRun:
-    """Read a run directory; `manifest` is where the plan's manifest is, if that was given.
-
-    Raises:
-        PlanError: the run's plan is gone, damaged or edited.
-        RunError: it still trains; or it holds no run of the bundled trainer, no checkpoint or nothing that is left, or
-            no manifest is found.
-    """
+    """Read a run directory; `manifest` is where the plan's manifest is, if that was given."""
     refuse_running(run_dir)
     launched = read_launch(run_dir)
     if launched.training is None or launched.model is None:

@@ -51,10 +51,6 @@ class Settings:
 
 
 def read_settings(path: Path) -> Settings:
-    """Read the file of `Settings.write`.
-
-    Raises:
-        RunError: unreadable.
-    """
+    """Read the file of `Settings.write`."""
     document: dict[str, Any] = read_json(path, error=RunError)
     return Settings(**{**document, "folder": Path(document["folder"])})

@@ -13,11 +13,7 @@ _MOST_CPU_RANKS = 4
 
 
 def profile_request(request: SelftestRequest, samples: Path) -> ProfileRequest:
-    """Return the packs to time, as a request of `fcp profile`.
-
-    Raises:
-        RunError: torch is missing, or there is no such device.
-    """
+    """Return the packs to time, as a request of `fcp profile`."""
     ranks, device = request.ranks, request.device
     if request.nodes == 1:
         machine = find_machine(request.device)

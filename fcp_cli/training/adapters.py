@@ -22,11 +22,7 @@ _OUTSIDE_LANGUAGE_MODEL: Final = r"^(?!.*\blanguage_model\.).*$"
 
 
 def choose_trained(model: nn.Module, recipe: Recipe, *, seed: int) -> None:
-    """Add a model's adapters, or freeze the weights that patterns name, by a recipe; frozen weights stay frozen.
-
-    Raises:
-        UsageError: a target or a pattern is nowhere in the model; nothing is left to train.
-    """
+    """Add a model's adapters, or freeze the weights that patterns name, by a recipe; frozen weights stay frozen."""
     if recipe.lora is not None:
         _add_adapters(model, parse_lora(recipe.lora), seed=seed, only_language_model=recipe.freeze_vision)
     elif recipe.freeze is not None:
@@ -97,9 +93,6 @@ def export_adapters(
         dtype: of the adapters in the file.
         base: the checkpoint that they belong to.
         source: a folder whose tokenizer and processor go along.
-
-    Raises:
-        RunError: this rank cannot write.
     """
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file

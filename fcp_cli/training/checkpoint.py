@@ -114,9 +114,6 @@ def write_files(folder: Path, captured: Captured) -> dict[str, FileSums]:
 
     Returns:
         Their checksums, by name: of the bytes in memory, so they detect damage on the way to the disk, too.
-
-    Raises:
-        RunError: names the file that cannot be written.
     """
     return {
         name: _write_file(folder / name, tensors, captured.headers[name]) for name, tensors in captured.tensors.items()
@@ -161,9 +158,6 @@ def load_checkpoint(
 
     A rank that was not there before keeps the random generators that it started with. Ranks that read the same files
     share their verification; one that finds damage ends the job.
-
-    Raises:
-        RunError: a file is missing or damaged, or its tensors are not this model's.
     """
     names, shares = _state_files(header), state.shares
     readers = (rank, num_ranks)

@@ -26,10 +26,6 @@ def open_data(
     """Open the tokens of a manifest's source, or random ones of the plan's lengths.
 
     They are random where `manifest` is None, or was built from sizes of images and videos. `kept` as for `open_tokens`.
-
-    Raises:
-        ManifestError: the manifest has no source with tokens, or the source is gone.
-        RunError: the tokens do not fit the model's vocabulary.
     """
     if manifest is None or open_media(manifest) is not None:
         require_causal(PlanReader(plan).metadata, plan, "random tokens")
@@ -47,9 +43,6 @@ def check_tokenizer(manifest: Path, checkpoint: Path) -> None:
     """Refuse a manifest whose tokens are those of another tokenizer than a checkpoint's.
 
     Files may differ in other fields: only the vocabulary is compared.
-
-    Raises:
-        RunError: with a token that differs.
     """
     source = manifest_source(manifest) or {}
     name, own = source.get("tokenizer"), checkpoint / "tokenizer.json"
@@ -80,11 +73,7 @@ def planned_lengths(plan: Path) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 
 
 def has_tokens(manifest: Path, *, length_column: str = "length", kept: Path | None = None) -> bool:
-    """Return whether training can read tokens through this manifest; it cannot if it was made of lengths alone.
-
-    Raises:
-        ManifestError: it names a source, but that is gone or was changed.
-    """
+    """Return whether training can read tokens through this manifest; it cannot if it was made of lengths alone."""
     try:
         open_tokens(manifest, length_column=length_column, kept=kept)
     except ManifestError:

@@ -43,11 +43,7 @@ class Wanted:
 
 
 class Decoder:
-    """A checkpoint's image processor.
-
-    Raises:
-        RunError: transformers or Pillow is missing, or the folder holds no image processor.
-    """
+    """A checkpoint's image processor."""
 
     def __init__(self, folder: Path, processor: VisionProcessor) -> None:
         try:
@@ -68,11 +64,7 @@ class Decoder:
         self._video_settings = _video_settings(folder)
 
     def __call__(self, wanted: Wanted) -> list[Values]:
-        """Return the rows that are wanted, in order.
-
-        Raises:
-            BadPictureError: the picture cannot be read, or has changed since the manifest was built.
-        """
+        """Return the rows that are wanted, in order."""
         try:
             if wanted.size.frames is None:
                 rows = self._image(wanted)

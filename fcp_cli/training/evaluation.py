@@ -42,9 +42,6 @@ def open_held_out(settings: TrainSettings, session: Session, open_fetch: Callabl
         settings: of the run, with an evaluation manifest.
         session: of the training.
         open_fetch: opens the data that settings name.
-
-    Raises:
-        FcpError: the manifest or the plan is at fault, or cannot be followed by these ranks.
     """
     assert settings.eval_manifest is not None
     plan = settings.eval_plan or _planned(settings, session)

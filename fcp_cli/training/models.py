@@ -37,11 +37,7 @@ class BuiltModel:
 
 
 def model_vocab_size(name: str) -> int:
-    """Return how many entries the model's vocabulary has.
-
-    Raises:
-        ProfileError: there is no such model.
-    """
+    """Return how many entries the model's vocabulary has."""
     return load_model(name).vocab_size
 
 
@@ -64,10 +60,6 @@ def build_model(
         freeze_vision: train the language model only; no effect on a model without an encoder.
         is_filled: False leaves the weights as they come, for `draw_weights` or a checkpoint to fill: on the host,
             memory that nothing has written to takes no room, so that a model that is sharded next never does.
-
-    Raises:
-        ProfileError: there is no such model.
-        RunError: it attends in a way that a plan cannot follow.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -103,9 +95,6 @@ def model_config(name: str) -> Any:
     """Return the transformers configuration: a config.json as it stands, or the figures of a description.
 
     A vision-language model that fcp cannot take apart gives its language model alone.
-
-    Raises:
-        ProfileError: there is no such model.
     """
     from transformers import AutoConfig
 

@@ -11,11 +11,7 @@ from fcp_cli.training.settings import TrainSettings
 
 
 def require_libraries(recipe: Recipe, settings: TrainSettings) -> None:
-    """Check that the packages of a run's settings can be imported.
-
-    Raises:
-        UsageError: a library is missing; the message says how to install it.
-    """
+    """Check that the packages of a run's settings can be imported."""
     if recipe.lora is not None:
         _require("peft", flag="--lora", install=pip_install("finetune", "peft"))
     if settings.wandb is not None:

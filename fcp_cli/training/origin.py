@@ -22,9 +22,6 @@ def keep_origin(target: Path, *, model: str, source: Path, names: Mapping[str, s
         model: as it was named; where that is a folder or a config.json, its configuration counts.
         source: the checkpoint that training begins with.
         names: the checkpoint's name of each tensor, as `match_weights` returned them.
-
-    Raises:
-        RunError: it cannot be written.
     """
     given = Path(model)
     config = given / "config.json" if given.is_dir() else given

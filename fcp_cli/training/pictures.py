@@ -158,11 +158,7 @@ def _found(wait: Callable[[], list[Values]]) -> list[Values] | str:
 
 
 def content_digest(picture: Picture) -> str:
-    """Return a digest of the bytes of a picture; a file that has not changed is read once.
-
-    Raises:
-        RunError: they cannot be read.
-    """
+    """Return a digest of the bytes of a picture; a file that has not changed is read once."""
     try:
         content = picture.content()
         if isinstance(content, Path):

@@ -52,12 +52,7 @@ class PixelPool:
             self._pool.submit(os.getpid)  # starts them now: they import while the model is built
 
     def begin(self, wanted: Wanted) -> Callable[[], list[Values]]:
-        """Start decoding a picture; return a function that waits for its rows.
-
-        Raises:
-            BadPictureError: from the returned function: the picture cannot be read.
-            RunError: the same: the processes ended.
-        """
+        """Start decoding a picture; return a function that waits for its rows."""
         if self._decoder is not None:
             return partial(self._decoder, wanted)
         assert self._pool is not None

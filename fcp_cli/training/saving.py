@@ -66,11 +66,7 @@ class CheckpointSaver:
         self._pending: _Writing | None = None
 
     def save(self, header: CheckpointHeader, state: TrainState) -> None:
-        """Save the state of a finished step, once the checkpoint before is whole.
-
-        Raises:
-            RunError: this rank cannot write (disk full, no permission), now or the checkpoint before.
-        """
+        """Save the state of a finished step, once the checkpoint before is whole."""
         self.finish()
         final = self._folder / f"{PREFIX}{header.step:08d}"
         partial = self._folder / f".{final.name}{_PARTIAL}"
@@ -92,11 +88,7 @@ class CheckpointSaver:
 
     @property
     def is_writing(self) -> bool:
-        """Return whether files of this rank are not on disk yet.
-
-        Raises:
-            RunError: they cannot be written.
-        """
+        """Return whether files of this rank are not on disk yet."""
         return self._pending is not None and not self._pending.is_done()
 
     def publish(self) -> None:
@@ -116,11 +108,7 @@ class CheckpointSaver:
         self._saved(pending.final, pending.header.step)
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is whole.
-
-        Raises:
-            RunError: this rank could not write its files.
-        """
+        """Wait until the last checkpoint is whole."""
         if self._pending is None:
             return
         self._pending.wait()

@@ -176,9 +176,6 @@ class TrainSettings(RecipeRequest):
             planned: that the plan records.
             sync: of the plan.
             device: kind of device that the ranks run on.
-
-        Raises:
-            UsageError: the plan's sync rules it out.
         """
         recipe = self.applied_to(recipe_to_follow(planned, sync=sync, device=device))
         check_recipe(recipe, sync=sync)

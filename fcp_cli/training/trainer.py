@@ -69,9 +69,6 @@ def train(settings: TrainSettings, stop: StopRequest) -> bool:
 
     Returns:
         Whether the run came to its end; False if it was asked to stop, after saving a checkpoint.
-
-    Raises:
-        FcpError: the plan, the data, the model, the run directory or a checkpoint is at fault.
     """
     with ExitStack() as stack:
         if os.environ.get("RANK", "0") == "0":

@@ -42,9 +42,6 @@ class SyntheticVisuals:
         lengths: [rows] tokens of each sequence.
         config: of the whole model.
         seed: of text and pixels.
-
-    Raises:
-        RunError: the manifest was counted for a model with other patches.
     """
 
     def __init__(self, records: MediaRecords, lengths: IntArray, config: Any, *, seed: int) -> None:
@@ -134,10 +131,6 @@ def open_visuals(settings: TrainSettings, config: Any) -> SyntheticVisuals | Pic
     Args:
         settings: of the run.
         config: of the whole model.
-
-    Raises:
-        ManifestError: the data or the checkpoint's processor is gone or changed.
-        RunError: the model takes other pictures, or none, or would train its weights on made-up ones.
     """
     if settings.manifest is None:
         return None

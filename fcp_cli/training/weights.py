@@ -42,11 +42,7 @@ _COMPANIONS: Final = (
 
 
 def match_weights(model: nn.Module, weights: WeightFiles) -> dict[str, str]:
-    """Return the checkpoint's name of each parameter and saved buffer of a model.
-
-    Raises:
-        RunError: the checkpoint has none for some of them; the message names the first.
-    """
+    """Return the checkpoint's name of each parameter and saved buffer of a model."""
     live = _live_tensors(model)
     names = _checkpoint_names(model, weights, live)
     missing = [name for name in live if name not in names]
@@ -65,9 +61,6 @@ def load_weights(model: nn.Module, weights: WeightFiles, names: Mapping[str, str
         model: a transformers model, plain or sharded by rows; its parameters are on a device, not `meta`.
         weights: as found by `find_weights`.
         names: as `match_weights` returned them.
-
-    Raises:
-        RunError: a tensor is of another shape than the model's, or of a quantised type.
     """
     with ExitStack() as stack, torch.no_grad():
         opened = {
@@ -191,9 +184,6 @@ def export_model(
         dtype: of the weights in the files.
         names: the names to give the tensors, as `match_weights` returned them; None: the model's own.
         source: a folder whose tokenizer and processor go along.
-
-    Raises:
-        RunError: this rank cannot write.
     """
     live = _live_tensors(model)
     names = names or {name: name for name in live}
@@ -209,11 +199,7 @@ def export_model(
 
 @contextmanager
 def published_folder(folder: Path, *, rank: int, barrier: Callable[[], None]) -> Iterator[Path]:
-    """Yield a folder that all ranks write into, and that takes another's place when the block ends on every rank.
-
-    Raises:
-        RunError: this rank cannot write.
-    """
+    """Yield a folder that all ranks write into, and that takes another's place when the block ends on every rank."""
     partial = folder.with_name(f".{folder.name}.partial")
     try:
         if rank == 0:

@@ -191,11 +191,7 @@ class ThreadWorld:
 
 
 def run_ranks(size: int, run: Callable[[Meeting, int], Result]) -> list[Result]:
-    """Call `run(meeting, rank)` on one thread per rank; return the results in rank order.
-
-    Raises:
-        Exception: of the first failing rank; the others are released from their collectives.
-    """
+    """Call `run(meeting, rank)` on one thread per rank; return the results in rank order."""
     meeting = Meeting(size)
     results: dict[int, Result] = {}
     errors: list[BaseException] = []

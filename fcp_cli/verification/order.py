@@ -82,9 +82,6 @@ def check_order(operations: Mapping[int, Sequence[Operation]], groups: Groups | 
     Args:
         operations: global rank -> its operations, in the order it issued them.
         groups: group -> its ranks, for the collectives; all ranks where it is not named.
-
-    Raises:
-        RunError: names the first rank and operation at fault, and on which devices it waits.
     """
     batches = _batches(operations)
     for rank, issued in batches.items():

@@ -85,10 +85,6 @@ def verify(plan: Path, *, num_steps: int = 3, first_step: int = 0, max_length: i
         first_step: the first of them.
         max_length: if a sequence is longer, all are scaled down by one factor until none is, and their masks with them;
             at least 1 token remains, and 1 of each chunk of a pair.
-
-    Raises:
-        PlanError: the plan is missing, damaged or was edited.
-        RunError: no such steps, more ranks than can be emulated, or a rank failed.
     """
     metadata = read_proven(plan)
     if metadata.num_ranks > MOST_THREADS:

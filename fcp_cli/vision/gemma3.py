@@ -30,9 +30,6 @@ def visual_sequence(
         labels: [tokens], -100 where a token is not to be learned; None learns every token.
         pixel_values: [images and crops, channels, height, width]; a function is called only on the rank that encodes
             them.
-
-    Raises:
-        RunError: placeholders that do not fit the images.
     """
     made = tiled_sequence(
         input_ids,

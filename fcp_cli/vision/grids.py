@@ -32,9 +32,6 @@ def grid_parts(
         grid_thw: [images or videos, 3] patches in time, height and width; None for none.
         pixels: of them, [patches, values]; None where there are none.
         work: of the encoder for one part, of its height and width in patches.
-
-    Raises:
-        RunError: placeholders that do not fit the grids.
     """
     places = np.flatnonzero(ids == (config.image_token_id if kind == "image" else config.video_token_id))
     grids = np.zeros((0, 3), dtype=np.int64) if grid_thw is None else np.asarray(grid_thw, dtype=np.int64)

@@ -26,9 +26,6 @@ def visual_sequence(
         labels: [tokens], -100 where a token is not to be learned; None learns every token.
         pixel_values: the tiles [tiles, channels, height, width] of its images and frames; a function is called
             only on the rank that encodes them.
-
-    Raises:
-        RunError: placeholders that do not fit the tiles.
     """
     size = config.image_seq_length
     return tiled_sequence(

@@ -47,11 +47,7 @@ class KeyedReader(PixelReader, Protocol):
     """One that can tell pictures apart without preprocessing them."""
 
     def content_key(self, start: int, stop: int) -> str:
-        """Return a key of rows start to stop: the picture's content, its processor, and the rows' place in it.
-
-        Raises:
-            RunError: the picture cannot be read.
-        """
+        """Return a key of rows start to stop: the picture's content, its processor, and the rows' place in it."""
 
 
 Pixels: TypeAlias = "Tensor | Callable[[int, int], Tensor] | PixelReader"
@@ -67,11 +63,7 @@ class PixelRows:
     stop: int
 
     def __call__(self) -> Tensor:
-        """Return the rows.
-
-        Raises:
-            RunError: their picture cannot be read.
-        """
+        """Return the rows."""
         if isinstance(self.pixels, PixelReader):
             read = self.pixels.begin([(self.start, self.stop)])()
             if read.problem is not None:

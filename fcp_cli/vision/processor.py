@@ -96,18 +96,10 @@ class VisionProcessor(Protocol):
         """Return every setting, for the manifest."""
 
     def image(self, height: int, width: int) -> Visual:
-        """Return the visual of one image of this size in pixels.
-
-        Raises:
-            ValueError: the processor would refuse it.
-        """
+        """Return the visual of one image of this size in pixels."""
 
     def video(self, frames: int, height: int, width: int, fps: float | None) -> Visual:
-        """Return the visual of a video of so many frames of this size in pixels, at `fps` frames per second.
-
-        Raises:
-            ValueError: the processor would refuse it.
-        """
+        """Return the visual of a video of so many frames of this size in pixels, at `fps` frames per second."""
 
     def frame_indices(self, frames: int, fps: float | None) -> IntArray:
         """Return [sampled] which frames of a video the model sees."""

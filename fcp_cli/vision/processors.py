@@ -41,11 +41,7 @@ _PUBLISHED: Final[Mapping[str, VisionProcessor]] = {
 
 
 def open_processor(name: str) -> VisionProcessor:
-    """Return one of the published checkpoints' sizes by its name, or a checkpoint folder's with its own.
-
-    Raises:
-        ManifestError: neither, or a folder whose processor is of another family.
-    """
+    """Return one of the published checkpoints' sizes by its name, or a checkpoint folder's with its own."""
     if name in _PUBLISHED:
         return _PUBLISHED[name]
     folder = Path(name)

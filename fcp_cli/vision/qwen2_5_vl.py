@@ -46,9 +46,6 @@ def visual_sequence(
         second_per_grid_ts: [videos] seconds from one pair of frames to the next; None for 1, as transformers takes it.
         pixel_values, pixel_values_videos: their pixels [patches, values]; a function is called only on the
             rank that encodes them.
-
-    Raises:
-        RunError: placeholders that do not fit the grids, or not as many seconds as videos.
     """
     ids, vision = np.asarray(input_ids, dtype=np.int64), config.vision_config
     work = partial(_work, vision)

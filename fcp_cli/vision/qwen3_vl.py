@@ -43,9 +43,6 @@ def visual_sequence(
         image_grid_thw, video_grid_thw: [images or videos, 3] patches in time, height and width.
         pixel_values, pixel_values_videos: their pixels [patches, values]; a function is called only on the
             rank that encodes them.
-
-    Raises:
-        RunError: placeholders that do not fit the grids.
     """
     ids = np.asarray(input_ids, dtype=np.int64)
     vision = config.vision_config

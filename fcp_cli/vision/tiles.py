@@ -23,9 +23,6 @@ def tiled_sequence(
         placeholder: token of images.
         tokens_per_tile: that a tile becomes.
         side: of a tile, in patches.
-
-    Raises:
-        RunError: placeholders that do not fit the tiles.
     """
     ids = np.asarray(input_ids, dtype=np.int64)
     places = np.flatnonzero(ids == placeholder)

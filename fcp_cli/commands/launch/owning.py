@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 def owned_job(
     options: LaunchOptions, resolve: Callable[[LaunchOptions], Job]
 ) -> Iterator[tuple[Job, Callable[[], None]]]:
-    """Yield the job of the options, whose run folder this process owns, and a function that releases it early.
-
-    Raises:
-        RunError: another job runs there; nothing was changed.
-    """
+    """Yield the job of the options, whose run folder this process owns, and a function that releases it early."""
     from fcp_cli.runs.ownership import own
 
     with ExitStack() as stack:

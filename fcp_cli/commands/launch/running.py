@@ -24,12 +24,7 @@ if TYPE_CHECKING:
 
 
 def run_here(job: Job, *, json: bool) -> None:
-    """Start this machine's ranks, show them until all have ended, and report the end.
-
-    Raises:
-        Interrupted: the job was stopped before its time.
-        RunError: a rank failed.
-    """
+    """Start this machine's ranks, show them until all have ended, and report the end."""
     from fcp_cli.files import write_text_atomically
     from fcp_cli.launching.checks.preflight import check_run_dir
     from fcp_cli.launching.job.document import launch_record, resume_command

@@ -24,11 +24,7 @@ RELIED_ON: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def hook_deepspeed(deepspeed: ModuleType) -> None:
-    """Hook `deepspeed`, to be called once it has been imported, before its importer sees it.
-
-    Raises:
-        RunError: this version of DeepSpeed lacks what is relied on.
-    """
+    """Hook `deepspeed`, to be called once it has been imported, before its importer sees it."""
     found = f"DeepSpeed {deepspeed.__version__}"
     advice = f"versions known to work: {', '.join(KNOWN_TO_WORK)}; pip install deepspeed=={KNOWN_TO_WORK[-1]}"
     require(deepspeed, "initialize", ("model", "config"), found=found, advice=advice)

@@ -22,9 +22,6 @@ class EngineLoop(WrittenLoop):
 
     Args:
         engines: of the script that train.
-
-    Raises:
-        RunError: there are several, or the model cannot follow a plan.
     """
 
     BACKWARD = "engine.backward"

@@ -41,9 +41,6 @@ class LightningFit:
     Args:
         trainer: of Lightning; its module optimises automatically.
         loader: of the training data, of which the data set, the collator and the workers are used.
-
-    Raises:
-        FcpError: the plan, the data or a setting of the script cannot be followed.
     """
 
     def __init__(self, trainer: Any, loader: Any) -> None:
@@ -85,11 +82,7 @@ class LightningFit:
         return facts_of(settings, loader, model, device)
 
     def follow(self, loader: Any) -> None:
-        """Go on with a loader that the script makes anew for an epoch, if its rows are the same.
-
-        Raises:
-            RunError: they are others.
-        """
+        """Go on with a loader that the script makes anew for an epoch, if its rows are the same."""
         if loader.dataset is not self._loader.dataset:
             self._rows.require_same(loader)
 

@@ -18,11 +18,7 @@ _FIT = "_fcp_fit"
 
 
 def hook_fit_loop(fit_loop: ModuleType) -> None:
-    """Hook `lightning.pytorch.loops.fit_loop` (or `pytorch_lightning`'s), right after its import.
-
-    Raises:
-        RunError: this version of Lightning lacks a hooked function.
-    """
+    """Hook `lightning.pytorch.loops.fit_loop` (or `pytorch_lightning`'s), right after its import."""
     package = fit_loop.__name__.removesuffix(".loops.fit_loop")
     automatic = importlib.import_module(f"{package}.loops.optimization.automatic")
     found = f"Lightning {importlib.import_module(package).__version__}"

@@ -22,11 +22,7 @@ _WITH_STATE = ("MambaMixer", "GatedDeltaNet")
 
 
 def check_schedules(schedules: ModuleType) -> None:
-    """Check the version, and the functions that are called in `megatron.core.pipeline_parallel.schedules`.
-
-    Raises:
-        RunError: too old, or changed.
-    """
+    """Check the version, and the functions that are called in `megatron.core.pipeline_parallel.schedules`."""
     found = megatron_version()
     numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:3] if part.isdecimal())
     if numbers < _OLDEST:
@@ -38,11 +34,7 @@ def check_schedules(schedules: ModuleType) -> None:
 
 
 def check_model_classes() -> None:
-    """Check the classes and methods that are hooked in models.
-
-    Raises:
-        RunError: a class or an argument is missing.
-    """
+    """Check the classes and methods that are hooked in models."""
     from megatron.core import packed_seq_params, parallel_state
     from megatron.core.models.common.embeddings import rotary_pos_embedding
     from megatron.core.models.gpt import gpt_model
@@ -86,11 +78,7 @@ def _advice() -> str:
 
 
 def check_chunks(model: Any) -> list[Any]:
-    """Return the model's chunks that the schedule is given: one, or one for each virtual stage of a pipeline.
-
-    Raises:
-        RunError: they are sharded with FSDP.
-    """
+    """Return the model's chunks that the schedule is given: one, or one for each virtual stage of a pipeline."""
     chunks = list(model) if isinstance(model, list) else [model]
     sharding = next(filter(None, (None if is_sharded(chunk) else _fsdp_class(chunk) for chunk in chunks)), None)
     if sharding is not None:
@@ -110,9 +98,6 @@ def check_interleaving(config: Any, chunks: int, planned: int, *, stages: int, i
         planned: of the plan.
         stages: of a pipeline.
         is_sharded: with Megatron-FSDP.
-
-    Raises:
-        RunError: the plan cannot be followed.
     """
     if chunks != planned:
         raise RunError(
@@ -158,11 +143,7 @@ def _fsdp_class(chunk: Any) -> str | None:
 
 
 def check_config(config: Any) -> None:
-    """Check the transformer's configuration.
-
-    Raises:
-        RunError: it asks for something that a plan cannot follow.
-    """
+    """Check the transformer's configuration."""
     hybrid = bool(getattr(config, "hybrid_context_parallel", False))
     if config.context_parallel_size != 1 or hybrid:
         raise RunError(
@@ -304,11 +285,7 @@ def _balancing_losses(setting: Callable[[str], Any]) -> list[str]:
 
 
 def check_routers() -> None:
-    """Check the hooks in routers that have losses.
-
-    Raises:
-        RunError: a function or an argument is missing.
-    """
+    """Check the hooks in routers that have losses."""
     from megatron.core.transformer.moe import router
 
     counted = ("probs", "scores_for_aux_loss", "routing_map")
@@ -319,11 +296,7 @@ def check_routers() -> None:
 
 
 def check_layers(model: Any) -> None:
-    """Check the attention layers of a language model.
-
-    Raises:
-        RunError: one is of a kind whose calls are not hooked.
-    """
+    """Check the attention layers of a language model."""
     for layer in attention_layers(model):
         core = type(layer.core_attention).__name__
         if core not in ("DotProductAttention", "TEDotProductAttention"):
@@ -331,11 +304,7 @@ def check_layers(model: Any) -> None:
 
 
 def attention_layers(model: Any) -> list[Any]:
-    """Return the attention layers of a language model, or of a part of one, which may have none.
-
-    Raises:
-        RunError: one is not plain causal self-attention, or a whole model has none.
-    """
+    """Return the attention layers of a language model, or of a part of one, which may have none."""
     from megatron.core.transformer.attention import Attention, SelfAttention
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.multi_latent_attention import MultiLatentAttention

@@ -46,9 +46,6 @@ class Follower:
         plan: plan file.
         arguments: of the schedule's first call.
         stack: of the model.
-
-    Raises:
-        FcpError: the plan, the model, its configuration or the data cannot be followed; on every process.
     """
 
     def __init__(self, plan: Path, arguments: Mapping[str, Any], stack: Stack) -> None:
@@ -150,11 +147,7 @@ class Follower:
         return self.stack.totals(reports)
 
     def planned(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the schedule's arguments for the next step of the plan, given those of the script.
-
-        Raises:
-            RunError: the plan is at its end, or the script's global batch is not the plan's.
-        """
+        """Return the schedule's arguments for the next step of the plan, given those of the script."""
         given = arguments["data_iterator"]
         # Of an interleaved pipeline each chunk has one, and None where it neither begins nor ends the model.
         iterators = given if isinstance(given, list) else [given]
@@ -251,11 +244,7 @@ class Follower:
         return tensor.to(self._device, non_blocking=True)
 
     def check_forward(self, microbatch: PlannedMicroBatch, chunk: int, *, read: int) -> None:
-        """Check that the forward of a chunk of the model that just ended followed the plan.
-
-        Raises:
-            RunError: it did not.
-        """
+        """Check that the forward of a chunk of the model that just ended followed the plan."""
         place = f"step {microbatch.row.step}, micro-batch {microbatch.row.order}"
         is_first = parallel_state.is_pipeline_first_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
         if is_first and not chunk and not read:

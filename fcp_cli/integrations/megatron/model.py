@@ -167,11 +167,7 @@ def _count_tokens(router: Any, args: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def unwrapped(chunk: nn.Module) -> Any:
-    """Return the GPTModel or HybridModel inside DDP and precision wrappers.
-
-    Raises:
-        RunError: there is none, or it is another kind of model.
-    """
+    """Return the GPTModel or HybridModel inside DDP and precision wrappers."""
     inner: Any = chunk
     while isinstance(getattr(inner, "module", None), nn.Module):
         inner = inner.module

@@ -34,11 +34,7 @@ _ARGUMENTS = {TOKENS: "input_ids", POSITIONS: "position_ids", LABELS: "labels", 
 
 
 def check_multi_token() -> None:
-    """Check the functions of multi-token prediction that are hooked.
-
-    Raises:
-        RunError: one is missing, or an argument of it.
-    """
+    """Check the functions of multi-token prediction that are hooked."""
     require(multi_token_prediction, _ROLL, ("tensor", _PARAMS))
     require(multi_token_prediction, "MultiTokenPredictionLayer.forward", ("input_ids", "position_ids", _PARAMS))
     require(gpt_model, "GPTModel.forward", tuple(_ARGUMENTS.values()))

@@ -58,9 +58,6 @@ def probe(
 
     Returns:
         Largest relative L2 difference of a rank's output, and of the gradient of its hidden states.
-
-    Raises:
-        RunError: it is more than rounding.
     """
     device = device_of(models)
     model = next((model for model in models if attention_layers(model)), None)

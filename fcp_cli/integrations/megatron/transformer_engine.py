@@ -87,9 +87,6 @@ def wants_rings(
         is_latent: whether heads of values have another size than those of keys (MLA), which run there, too.
         has_masks: whether the plan was made for sequences with masks, which run there unless the variable says that
             they are packs of causal ones.
-
-    Raises:
-        RunError: the variable requests a missing back end.
     """
     wanted = os.environ.get(_VARIABLE) or None
     if wanted not in (None, _ENGINE, _OWN):
@@ -128,9 +125,6 @@ def make_rings(
         plan: plan file.
         peers: the process of each rank of the plan that holds the same part of the model as this one.
         device: of this process.
-
-    Raises:
-        RunError: a process is in more groups than its device has memory for.
     """
     rows = (row for step in PlanReader(plan).steps() for row in step.microbatches())
     # In one order for all processes: new_group is collective, and would wait for ever where they differ.

@@ -33,11 +33,7 @@ def _advice() -> str:
 
 
 def check_schedules(schedules: ModuleType) -> None:
-    """Check the functions that are called in `megatron.core.pipeline_parallel.schedules`.
-
-    Raises:
-        RunError: changed.
-    """
+    """Check the functions that are called in `megatron.core.pipeline_parallel.schedules`."""
     _require(schedules, "get_forward_backward_func", ())
     wanted = ("forward_step_func", "data_iterator", "model", "num_microbatches", "micro_batch_size", "forward_only")
     for function in ("forward_backward_no_pipelining", "forward_backward_pipelining_without_interleaving"):
@@ -45,11 +41,7 @@ def check_schedules(schedules: ModuleType) -> None:
 
 
 def check_targets() -> None:
-    """Check everything that is hooked, or relied on, in Megatron and MindSpeed, but for MindSpeed's ring.
-
-    Raises:
-        RunError: a module, a function or an argument is missing.
-    """
+    """Check everything that is hooked, or relied on, in Megatron and MindSpeed, but for MindSpeed's ring."""
     from megatron.core import packed_seq_params, parallel_state
     from megatron.core.models.common.embeddings import rotary_pos_embedding
     from megatron.core.models.gpt import gpt_model
@@ -94,11 +86,7 @@ def _has_ring() -> bool:
 
 
 def check_ring() -> None:
-    """Check MindSpeed's ring attention.
-
-    Raises:
-        RunError: a module, a function or an argument is missing.
-    """
+    """Check MindSpeed's ring attention."""
     ring = ("q", "k", "v", "n", "cp_para", "softmax_scale", "attn_mask", "dropout_p", "packed_seq_params")
     _require(_module(f"{_RING}.ring_context_parallel"), "ringattn_context_parallel", ring)
     policy = ("layer_number", "cache_policy_init", "cache_interval")
@@ -125,11 +113,7 @@ def _require(module: ModuleType, path: str, parameters: tuple[str, ...]) -> None
 
 
 def check_config(config: Any) -> None:
-    """Check the transformer's configuration, into which MindSpeed copies its own settings.
-
-    Raises:
-        RunError: it asks for something that a plan cannot follow.
-    """
+    """Check the transformer's configuration, into which MindSpeed copies its own settings."""
     for is_refused, reason in _refusals(config):
         if is_refused:
             raise RunError(reason)
@@ -164,11 +148,7 @@ def _refusals(config: Any) -> Iterable[tuple[bool, str]]:
 
 
 def check_layers(model: Any) -> None:
-    """Check the attention layers of a GPTModel.
-
-    Raises:
-        RunError: one attends with a module of neither Megatron nor MindSpeed.
-    """
+    """Check the attention layers of a GPTModel."""
     for layer in megatron.attention_layers(model):
         core = type(layer.core_attention)
         if core.__module__.split(".")[0] not in ("megatron", "mindspeed"):

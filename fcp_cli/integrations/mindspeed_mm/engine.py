@@ -22,11 +22,7 @@ _STEPS = "_fcp_steps"
 
 
 def hook_sharding(torch_parallelize: ModuleType) -> None:
-    """Hook `mindspeed_mm.fsdp.distributed.torch_parallelize`, through which every model is sharded.
-
-    Raises:
-        RunError: this version of MindSpeed-MM has no such class.
-    """
+    """Hook `mindspeed_mm.fsdp.distributed.torch_parallelize`, through which every model is sharded."""
     require(torch_parallelize, "ParallelApplier.__call__", ("model",), found=_FOUND, advice=_ADVICE)
     kind: Any = torch_parallelize.ParallelApplier
     shard = kind.__call__
@@ -40,11 +36,7 @@ def hook_sharding(torch_parallelize: ModuleType) -> None:
 
 
 def hook_engine(train_engine: ModuleType) -> None:
-    """Hook `mindspeed_mm.fsdp.train.train_engine`; a subclass with a step of its own keeps it.
-
-    Raises:
-        RunError: this version of MindSpeed-MM has no such class.
-    """
+    """Hook `mindspeed_mm.fsdp.train.train_engine`; a subclass with a step of its own keeps it."""
     for name, parameters in (("train_step", ("self", "train_dataloader_iter")), ("evaluate", ("self",))):
         require(train_engine, f"TrainEngine.{name}", parameters, found=_FOUND, advice=_ADVICE)
     kind: Any = train_engine.TrainEngine

@@ -76,11 +76,7 @@ class MindSporeRanks:
 
 
 def join() -> MindSporeRanks:
-    """Join the job that msrun started. In msrun's scheduler process this does not return before the job is over.
-
-    Raises:
-        RunError: the process was not started by msrun.
-    """
+    """Join the job that msrun started. In msrun's scheduler process this does not return before the job is over."""
     if "MS_ROLE" not in os.environ:
         raise RunError("this process is not a rank of a MindSpore job; start it with 'fcp launch --launcher msrun'")
     if not GlobalComm.INITED:

@@ -93,10 +93,6 @@ class MindSporeSession:
         """Yield the plan's steps from `first_step` on, each to be iterated to its end before the next.
 
         A step is measured when the next one is asked for, where FCP_METRICS names a file (`fcp launch` does).
-
-        Raises:
-            RunError: a step beyond the plan; while iterating, a loop that leaves out micro-batches or does not run
-                `attention`, data that is shorter than in the plan.
         """
         measured = MeasuredSteps(self.plan, self.metadata, self.ranks, first_step)
         cursor = PlanCursor(self.plan, self.rank, first_step=first_step)
@@ -184,11 +180,7 @@ class MindSporeStep(FollowedStep):
         self._grads = [total + grad for total, grad in zip(self._grads, grads, strict=True)]
 
     def summed(self) -> tuple[float, tuple[Tensor, ...]]:
-        """Sum loss and gradients over all ranks. Every rank calls it, after its last micro-batch.
-
-        Raises:
-            RunError: micro-batches are left, or none was added.
-        """
+        """Sum loss and gradients over all ranks. Every rank calls it, after its last micro-batch."""
         self.require_finished()
         if self._loss is None:
             raise RunError(f"step {self.index} has no gradients; call step.add(loss, grads) for every micro-batch")

@@ -57,9 +57,6 @@ def prepare(model: transformers.PreTrainedModel) -> None:
     Of a vision-language model, freeze the encoder before or after; it then runs without a graph.
 
     Inside `fcp_cli.runtime.outside()`, to evaluate or generate, it runs with the attention that it had before.
-
-    Raises:
-        RunError: the model attends in a way that a ring of shards cannot follow, or mixes tokens elsewhere, too.
     """
     own = model.config.get_text_config()._attn_implementation
     text = _run_on_rings(model)
@@ -72,9 +69,6 @@ class SwitchedAttention:
     """A decoder whose attention runs on rings within `on_rings` alone, and elsewhere as the script chose.
 
     Its loss and its head are left as they are. Make it before DDP or `fully_shard`.
-
-    Raises:
-        RunError: the model attends in a way that a ring of shards cannot follow, or lets nobody replace its attention.
     """
 
     def __init__(self, model: transformers.PreTrainedModel) -> None:

@@ -208,11 +208,7 @@ def _model_words(job: Job, spec: ModelSpec) -> list[str]:
 
 
 def check_recipe_of_plan(job: Job, settings: TrainSettings) -> None:
-    """Refuse settings under which the bundled trainer would not run the recipe of the plan's prices.
-
-    Raises:
-        UsageError: with the difference, its memory, and the command that plans for it.
-    """
+    """Refuse settings under which the bundled trainer would not run the recipe of the plan's prices."""
     job = replace(job, settings=settings, model=settings.model)
     metadata, device = job.metadata, job.machine.device
     if metadata.phase == "forward":

@@ -29,11 +29,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "127.0.1.1", "::1")
 
 
 def check_plan(plan: Path) -> PlanMetadata:
-    """Read a plan's metadata and prove that the file was not edited since it was made.
-
-    Raises:
-        PlanError: missing, damaged, foreign, of another format, or edited.
-    """
+    """Read a plan's metadata and prove that the file was not edited since it was made."""
     reader = PlanReader(plan)
     if reader.content_hash() != reader.metadata.plan_hash:
         raise PlanError(
@@ -44,11 +40,7 @@ def check_plan(plan: Path) -> PlanMetadata:
 
 
 def check_trainer(metadata: PlanMetadata, plan: Path, *, needs_transformers: bool) -> None:
-    """Check the bundled trainer's requirements.
-
-    Raises:
-        RunError: transformers is missing, or the plan's ranks are made of several devices.
-    """
+    """Check the bundled trainer's requirements."""
     if needs_transformers and importlib.util.find_spec("transformers") is None:
         raise RunError(
             f"transformers is not installed here, and the bundled trainer needs it; run: {pip_install('hf')}"
@@ -85,9 +77,6 @@ def check_resumable(
         metadata: of the plan to continue with.
         steps: where it is to stop now; None: at the end of the plan.
         accepts_unrecorded: whether a checkpoint of steps that no metrics record will do.
-
-    Raises:
-        RunError: it has not, the plan is another, or the metrics end before the newest checkpoint does.
     """
     saved = checkpoints(RunPaths(run_dir=run_dir).checkpoints)
     if saved:
@@ -124,20 +113,12 @@ def check_beginning(plan: Path, metadata: PlanMetadata) -> None:
 
 
 def check_space(job: Job) -> None:
-    """Check as `check_run_dir` does, but make nothing: the nearest folder that exists stands for one that does not yet.
-
-    Raises:
-        FcpError: no permission, not a folder, or too little space.
-    """
+    """Check as `check_run_dir` does, but make nothing: the nearest folder that exists stands for one that does not yet."""
     _check_folder(next(folder for folder in (job.run_dir, *job.run_dir.parents) if folder.exists()), job)
 
 
 def check_run_dir(job: Job) -> None:
-    """Make the run directory and prove that it can be written and holds the checkpoints; else leave no new folder.
-
-    Raises:
-        FcpError: no permission, not a folder, or too little space.
-    """
+    """Make the run directory and prove that it can be written and holds the checkpoints; else leave no new folder."""
     made = not job.run_dir.exists()
     try:
         _check_folder(job.run_dir, job)
@@ -170,11 +151,7 @@ def _check_folder(folder: Path, job: Job) -> None:
 
 
 def check_nodes(num_nodes: int, node_rank: int | None, master_addr: str | None, run_dir: Path | None) -> None:
-    """Check that several nodes can find each other, and write to one place.
-
-    Raises:
-        UsageError: an address or the node's number is missing or cannot be right.
-    """
+    """Check that several nodes can find each other, and write to one place."""
     if num_nodes == 1:
         return
     if not master_addr:

@@ -110,11 +110,7 @@ def own_command(argv: Sequence[str], *, plan: Path, run_dir: Path, probe: Variab
 
 
 def become(command: OwnCommand) -> None:
-    """Replace this process by the command: its output, its signals and its exit status are its own.
-
-    Raises:
-        RunError: it cannot be started.
-    """
+    """Replace this process by the command: its output, its signals and its exit status are its own."""
     try:
         os.execvpe(command.argv[0], command.argv, {**os.environ, **command.environment})
     except OSError as error:

@@ -15,11 +15,7 @@ THIS_MACHINE = "this-machine"
 
 
 def check_ranks(plan: Path, metadata: PlanMetadata, ranks: int | None) -> None:
-    """Check --ranks against the plan, which alone decides how many ranks there are.
-
-    Raises:
-        RunError: `ranks` is given and differs from the plan's.
-    """
+    """Check --ranks against the plan, which alone decides how many ranks there are."""
     if ranks is not None and ranks != metadata.num_ranks:
         raise RunError(
             f"{plan} is for {metadata.num_ranks} ranks, but --ranks is {ranks}; make a plan for {ranks} with: "
@@ -70,10 +66,6 @@ def place(
         machine: this one.
         nodes: as given, or None.
         must_fit: whether this machine will run a part; else the nodes that the plan was made for are taken, too.
-
-    Raises:
-        RunError: this machine cannot hold its part.
-        UsageError: the ranks do not divide over so many nodes.
     """
     processes = metadata.num_devices
     if nodes is None:

@@ -49,11 +49,7 @@ class Cancellation:
 
 
 def find_cancellation(run_dir: Path, outside: Outside) -> Cancellation:
-    """Return the processes or jobs that cancelling would end, without ending them.
-
-    Raises:
-        RunError: it is over, whoever runs it cannot be asked, or is not known for certain.
-    """
+    """Return the processes or jobs that cancelling would end, without ending them."""
     job, submission = job_state(run_dir, outside), read_submission(run_dir)
     if job.is_over:
         raise RunError(f"{run_dir} is {job.state}: there is nothing to cancel")
@@ -88,11 +84,7 @@ def _launcher(run_dir: Path, heartbeat: Heartbeat, outside: Outside) -> ProcessI
 
 
 def end(cancellation: Cancellation, outside: Outside) -> str:
-    """End a job; return the actions taken. Ranks of a local run and of Slurm's save a checkpoint first.
-
-    Raises:
-        RunError: whoever runs it refused, or it has ended meanwhile.
-    """
+    """End a job; return the actions taken. Ranks of a local run and of Slurm's save a checkpoint first."""
     runs, job = cancellation.runs, cancellation.job
     if isinstance(runs, ProcessIdentity):
         try:

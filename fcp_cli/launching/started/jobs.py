@@ -67,11 +67,7 @@ def started_runs(runs: Path = RUNS) -> list[Path]:
 
 
 def require_run(run_dir: Path) -> Path:
-    """Return the directory of a run, named by its path or by its name below `runs`.
-
-    Raises:
-        RunError: it is none that `fcp launch` made.
-    """
+    """Return the directory of a run, named by its path or by its name below `runs`."""
     for found in (run_dir, RUNS / run_dir):
         if RunPaths(run_dir=found).launch.is_file():
             return found
@@ -87,11 +83,7 @@ def listed_state(run_dir: Path, outside: Outside) -> JobState:
 
 
 def job_state(run_dir: Path, outside: Outside) -> JobState:
-    """Ask how a job stands; without an answer of the scheduler, the run's own files decide.
-
-    Raises:
-        RunError: a file of the run is damaged.
-    """
+    """Ask how a job stands; without an answer of the scheduler, the run's own files decide."""
     submission, own = read_submission(run_dir), _own_state(run_dir)
     last = summary_of(RunPaths(run_dir=run_dir).metrics).last
     steps = 0 if last is None else last["step"] + 1  # those that a resumed run trained again count once
@@ -172,11 +164,7 @@ def _namespace(submission: Submission) -> tuple[str, ...]:
 
 
 def log_of(run_dir: Path, outside: Outside) -> Iterator[str]:
-    """Return the output of a job, in pieces: its newest log, or that of node 0's pod if the run has none.
-
-    Raises:
-        RunError: there is none yet, or the run's files are damaged.
-    """
+    """Return the output of a job, in pieces: its newest log, or that of node 0's pod if the run has none."""
     paths, submission = RunPaths(run_dir=run_dir), read_submission(run_dir)
     own = f"slurm-{submission.job_id}*.log" if submission is not None and submission.target == "slurm" else ""
     files = [path for path in paths.logs.glob(own) if path.is_file()] if own else []

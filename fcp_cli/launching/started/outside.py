@@ -20,19 +20,11 @@ class Outside(Protocol):
     def host(self) -> str: ...
 
     def run(self, argv: Sequence[str]) -> str:
-        """Return a program's output.
-
-        Raises:
-            RunError: it is not there, or fails; its own words are passed on.
-        """
+        """Return a program's output."""
         ...
 
     def stop(self, process: ProcessIdentity) -> bool:
-        """Ask a process of this machine to end; return False if it no longer runs.
-
-        Raises:
-            PermissionError: it is another user's.
-        """
+        """Ask a process of this machine to end; return False if it no longer runs."""
         ...
 
 

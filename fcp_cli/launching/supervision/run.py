@@ -133,9 +133,6 @@ def run_command(
         grace_seconds: from SIGTERM or SIGHUP to the end of everything.
         stop_file: once it is there, the job is stopped as by SIGTERM.
         runner: starts the process.
-
-    Raises:
-        RunError: the command cannot be started.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     mark = started_by.mark_of(os.getpid())

@@ -144,12 +144,7 @@ REGISTRY = Registry("fcp.targets", "target", "--target", (LOCAL, *TARGETS, *ALSO
 
 
 def target_of(name: str) -> Target:
-    """Return a target other than `LOCAL` by its name.
-
-    Raises:
-        UsageError: nothing has this name.
-        PluginError: the target of another package cannot be used.
-    """
+    """Return a target other than `LOCAL` by its name."""
     if name in TARGETS:
         return TARGETS[name]
     plugin = REGISTRY.plugin(name)
@@ -166,9 +161,6 @@ def job_files(target: Target, job: Job, *, template: Path | None = None) -> dict
         target: where it runs.
         job: to launch.
         template: a site's own, instead of the target's.
-
-    Raises:
-        UsageError: a template has a mistake, or a word cannot be written in UTF-8.
     """
     with _faults_named(job.target):
         values = template_values(job, target.node(job), target.ready)

@@ -13,11 +13,7 @@ _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 def read_hostfile(path: Path) -> tuple[str, ...]:
-    """Return host names or addresses in order, without their attributes (`slots=8`) and without `#` lines.
-
-    Raises:
-        UsageError: unreadable, empty, a host twice, or a name that means another machine on every node.
-    """
+    """Return host names or addresses in order, without their attributes (`slots=8`) and without `#` lines."""
     lines = read_text(path, error=UsageError, label="the hostfile ").splitlines()
     hosts: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):

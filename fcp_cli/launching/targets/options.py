@@ -44,12 +44,7 @@ _MEMORY_SIZE = re.compile(r"[1-9][0-9]*([KMGT]i?)?")
 
 
 def choose_target(request: ClusterOptions) -> str:
-    """Return the target that was named, or that an option belongs to; else `local`.
-
-    Raises:
-        UsageError: there is no such target, or an option has no meaning for it.
-        PluginError: the target of another package cannot be used.
-    """
+    """Return the target that was named, or that an option belongs to; else `local`."""
     meant = next((target for name, target in _DECISIVE.items() if getattr(request, name)), LOCAL)
     target = ALSO_CALLED.get(request.target or "", request.target or meant)
     takes = frozenset[str]() if target == LOCAL else target_of(target).options | _OF_ALL
@@ -61,11 +56,7 @@ def choose_target(request: ClusterOptions) -> str:
 
 
 def refuse_local_options(target: str, *, node_rank: int | None, master_addr: str | None) -> None:
-    """Refuse options that would do nothing: they are a misunderstanding.
-
-    Raises:
-        UsageError: one was given.
-    """
+    """Refuse options that would do nothing: they are a misunderstanding."""
     given = {"--node-rank": node_rank, "--master-addr": master_addr}
     for flag, value in given.items():
         if value is not None:
@@ -73,11 +64,7 @@ def refuse_local_options(target: str, *, node_rank: int | None, master_addr: str
 
 
 def hosts_of(request: ClusterOptions, num_nodes: int | None) -> tuple[str, ...]:
-    """Return the nodes that were listed; empty where none were.
-
-    Raises:
-        UsageError: the hostfile has a mistake, or another number of lines than there are nodes.
-    """
+    """Return the nodes that were listed; empty where none were."""
     if request.hostfile is None:
         return ()
     hosts = read_hostfile(request.hostfile)
@@ -123,9 +110,6 @@ def for_cluster(request: ClusterOptions, job: Job, assumed: Origins) -> Job:
         request: of the user.
         job: whose `target` is not `LOCAL`.
         assumed: receives the defaults.
-
-    Raises:
-        UsageError: an option cannot be used as it is.
     """
     target = target_of(job.target)
     if target.is_container and request.image is None:

@@ -34,9 +34,6 @@ def render(template: Path, values: Mapping[str, Any]) -> str:
     Args:
         template: jinja2, in UTF-8.
         values: by the names that it uses.
-
-    Raises:
-        UsageError: it cannot be read, has a mistake, or uses a name that is not in `values`; the line is named.
     """
     import jinja2
 

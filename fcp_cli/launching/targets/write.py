@@ -12,11 +12,7 @@ from fcp_cli.files import write_text_atomically
 
 
 def write_files(folder: Path, files: Mapping[str, str], *, overwrite: bool) -> None:
-    """Write all files, each whole, into a folder that is made if it is not there.
-
-    Raises:
-        FcpError: a file is there already and `overwrite` is off, or the folder cannot be written; nothing was written.
-    """
+    """Write all files, each whole, into a folder that is made if it is not there."""
     for name in files:
         if not overwrite and (folder / name).exists():
             raise FcpError(f"{folder / name} is there already; replace it with --force, or choose another folder")
@@ -35,11 +31,7 @@ def require_sbatch() -> None:
 
 
 def submit(argv: Sequence[str]) -> str:
-    """Run sbatch; return its answer.
-
-    Raises:
-        RunError: it refused the job; its own words are passed on.
-    """
+    """Run sbatch; return its answer."""
     result = subprocess.run(argv, capture_output=True, text=True, check=False)
     if result.returncode:
         words = (result.stderr.strip() or result.stdout.strip() or f"status {result.returncode}").splitlines()

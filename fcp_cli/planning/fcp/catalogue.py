@@ -35,9 +35,6 @@ def choose_groups(
         max_groups: the limit.
         num_ranks, ranks_per_node: the machine.
         trial: plans the sample with the given groups (widest first) only.
-
-    Raises:
-        UsageError: no group is allowed, yet a sequence may need more than one rank.
     """
     best = tree_groups(max_groups, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
     if num_ranks > _CHOOSING_RANKS:
@@ -61,9 +58,6 @@ def tree_groups(max_groups: int, *, num_ranks: int, ranks_per_node: int) -> list
     """Return at most `max_groups` blocks of a tree over nodes and ranks, and of three, six, ... nodes; widest first.
 
     The tree is walked level by level from the top, so that wherever the limit falls wide rings can run on all nodes.
-
-    Raises:
-        UsageError: see `choose_groups`.
     """
     if max_groups < 1:
         raise UsageError(f"--max-groups is {max_groups}; at least one group, of all ranks, is needed")

@@ -15,9 +15,6 @@ def make_solver(batches: GlobalBatches, *, robust: bool = False, **limits: int |
         batches: the batches to plan.
         robust: of answers that are as quick choose the one that suffers least from noise and contention.
         limits: `max_degree`, `max_groups` or `max_peers`; see `solver.make_solver`.
-
-    Raises:
-        UsageError: a limit that cannot be kept, several of them, or one besides `robust`.
     """
     if not robust:
         return solver.make_solver(batches, **limits)

@@ -18,11 +18,7 @@ _COUNTED_NODES = 10  # the pairs of nodes repeat with every fourth, and reach tw
 
 
 def needs_whole_nodes(max_peers: int, *, num_ranks: int, ranks_per_node: int) -> bool:
-    """Return whether groups across nodes must be of whole nodes so that no rank has more peers.
-
-    Raises:
-        UsageError: rings of all degrees need more.
-    """
+    """Return whether groups across nodes must be of whole nodes so that no rank has more peers."""
     least = num_ranks - 1
     for whole_nodes in (False, True):
         if whole_nodes and num_ranks % ranks_per_node:

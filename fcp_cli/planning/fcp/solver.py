@@ -69,10 +69,6 @@ def make_solver(
         max_degree: 1 forbids rings; None: no limit.
         max_groups: most groups of degree > 1 over the whole plan; None: no limit.
         max_peers: most distinct ring neighbours per rank over the whole plan; None: no limit.
-
-    Raises:
-        UsageError: max_degree is not 1 or a sequence needs a ring, max_groups < 1, max_peers is fewer than rings need,
-            or several limits are given.
     """
     problem = batches.problem
     if problem.attention == "ulysses":
@@ -111,9 +107,6 @@ def solver_of(problem: Problem, *, max_degree: int | None = None, max_peers: int
         problem: to plan for.
         max_degree: 1 forbids rings, and then no sequence may be longer than a rank holds; None: no limit.
         max_peers: most distinct ring neighbours per rank; None: no limit.
-
-    Raises:
-        UsageError: max_degree is not 1, max_peers is fewer than rings need, or both are given.
     """
     if max_degree is not None and max_peers is not None:
         raise UsageError(_TWO_LIMITS)
@@ -133,11 +126,7 @@ def _require_alike(problem: Problem) -> None:
 
 
 def require_heads_to_hold(batches: GlobalBatches) -> None:
-    """Check that as many ranks as may share the heads hold every sequence.
-
-    Raises:
-        UsageError: they do not.
-    """
+    """Check that as many ranks as may share the heads hold every sequence."""
     problem = batches.problem
     assert problem.profile.heads is not None, "a problem splits heads under a profile that prices it"
     most = max((1, *problem.profile.heads.degrees(problem.num_ranks)))

@@ -72,9 +72,6 @@ class OnlineJournal:
 
         Returns:
             Lengths and factors of the sequences that these steps train.
-
-        Raises:
-            FcpError: there are not so many steps, they were planned for something else, or nothing can be written.
         """
         if first_step == 0:
             self.remove()
@@ -95,20 +92,12 @@ class OnlineJournal:
         return kept
 
     def note_refit(self, refit: ScheduledRefit) -> None:
-        """Record the refit from a step on.
-
-        Raises:
-            FcpError: it cannot be written.
-        """
+        """Record the refit from a step on."""
         self.metadata = replace(self.metadata, refits=(*(self.metadata.refits or ()), refit))
         self._write_metadata()
 
     def append(self, lengths: pa.Table, steps: list[StepPlan]) -> None:
-        """Add a window: the sequences that follow, and their steps.
-
-        Raises:
-            FcpError: it cannot be written.
-        """
+        """Add a window: the sequences that follow, and their steps."""
         try:
             part = self.folder / f"{self._part:06}.windows"
             if not self._has_begun:
@@ -129,9 +118,6 @@ class OnlineJournal:
 
         Returns:
             The plan's metadata, with totals and hash.
-
-        Raises:
-            FcpError: nothing was planned, or the files cannot be written.
         """
         metadata = self._metadata()
         if metadata.batching is not None and metadata.batching.reorder_window and end_step is not None:
@@ -154,11 +140,7 @@ class OnlineJournal:
         return writer.metadata
 
     def steps(self, end_step: int | None = None) -> Iterator[StepPlan]:
-        """Yield the steps that count, in order, up to `end_step`.
-
-        Raises:
-            PlanError: the journal is damaged.
-        """
+        """Yield the steps that count, in order, up to `end_step`."""
         due = 0
         for start in self._starts():
             if start.begins.first_step > due:
@@ -349,11 +331,7 @@ def length_columns(table: LengthTable) -> pa.Table:
 
 
 def table_of_columns(columns: pa.Table, *, name: str) -> LengthTable:
-    """Return the lengths that `length_columns` encoded.
-
-    Raises:
-        ManifestError: a value that no sequence can have.
-    """
+    """Return the lengths that `length_columns` encoded."""
     factors = {factor: columns.column(factor).to_numpy() for factor in FACTORS if factor in columns.schema.names}
     return checked_table(name, "length", columns.column("length").to_numpy(), factors)
 

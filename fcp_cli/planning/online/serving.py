@@ -90,11 +90,7 @@ class Service:
         }
 
     def answer(self, message: Message) -> tuple[dict[str, Any], bytes] | None:
-        """Return the answer to one message, or None if it needs none.
-
-        Raises:
-            FcpError: it cannot be answered.
-        """
+        """Return the answer to one message, or None if it needs none."""
         if message.kind == "window":
             return self._plan(message)
         if message.kind == "measured":

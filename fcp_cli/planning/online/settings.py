@@ -12,11 +12,7 @@ from fcp_cli.planning.problem import Problem, Solver
 def stream_batching(
     global_batch_size: int | None, global_batch_tokens: int | None, reorder_window: int | None
 ) -> Batching | None:
-    """Return how the batches of a stream are formed; None: of so many sequences, in order.
-
-    Raises:
-        UsageError: both sizes are given, or one is not positive.
-    """
+    """Return how the batches of a stream are formed; None: of so many sequences, in order."""
     given = {"global_batch_size": global_batch_size, "global_batch_tokens": global_batch_tokens}
     for name, value in {**given, "reorder_window": reorder_window}.items():
         if value is not None and value < 1:
@@ -32,11 +28,7 @@ def stream_batching(
 
 
 def require_fitting(batching: Batching | None, options: OnlineOptions) -> None:
-    """Refuse options that contradict each other.
-
-    Raises:
-        UsageError: they do.
-    """
+    """Refuse options that contradict each other."""
     if batching is not None and batching.reorder_window is not None:
         if options.stream_begins == "here":
             raise UsageError(
@@ -50,11 +42,7 @@ def require_fitting(batching: Batching | None, options: OnlineOptions) -> None:
 def stream_metadata(
     problem: Problem, solver: Solver, global_batch_size: int | None, batching: Batching | None
 ) -> PlanMetadata:
-    """Return the metadata of a stream's plan, before totals, manifest and hash.
-
-    Raises:
-        UsageError: groups shall split heads alone, which may not hold a sequence that is yet to come.
-    """
+    """Return the metadata of a stream's plan, before totals, manifest and hash."""
     if problem.attention == "ulysses":
         raise UsageError("--attention ulysses holds no sequence longer than all heads' ranks do; give a stream 2d")
     return PlanMetadata(

@@ -42,11 +42,7 @@ class Window:
 
 
 class StreamPlanner:
-    """Plans windows under the problem that a plan's metadata states.
-
-    Raises:
-        ProfileError: the cost profile in the metadata is damaged.
-    """
+    """Plans windows under the problem that a plan's metadata states."""
 
     def __init__(self, metadata: PlanMetadata) -> None:
         self.metadata = metadata
@@ -68,13 +64,7 @@ class StreamPlanner:
         self._solver: FcpSolver = solver_of(self._problem, max_degree=self.metadata.solver_options.get("max_degree"))
 
     def plan(self, window: Window) -> list[StepPlan]:
-        """Plan the steps of a window.
-
-        Raises:
-            ManifestError: a length or a work factor that no sequence can have.
-            OverlongError: a sequence that the ranks cannot hold.
-            PlanError: a batch without sequences.
-        """
+        """Plan the steps of a window."""
         for place, size in enumerate(window.sizes):
             if not size:
                 raise PlanError(f"batch {window.first_step + place} of the stream is empty; a step needs a sequence")

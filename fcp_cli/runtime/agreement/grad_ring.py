@@ -26,9 +26,6 @@ def agreed_grad_dtype(world: World, device: torch.device, given: GradRingDtype |
         world: all processes.
         device: where their collectives want tensors.
         given: by the script; the same on every rank.
-
-    Raises:
-        RunError: on every rank, where one cannot read its variable or ranks differ: their messages would not fit.
     """
     import torch
 

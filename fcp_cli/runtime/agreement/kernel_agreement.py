@@ -41,11 +41,7 @@ class KernelAgreement:
 
 
 def prefer_agreed_kernels(world: World, device: torch.device, metadata: PlanMetadata) -> None:
-    """Let CUDA kernels be chosen alike on all ranks, whose devices are CUDA's. Collective: every rank calls it.
-
-    Raises:
-        RunError: see `agree_on_kernels`.
-    """
+    """Let CUDA kernels be chosen alike on all ranks, whose devices are CUDA's. Collective: every rank calls it."""
     profile = parse_cost_profile(metadata.cost_profile, name="the plan's cost profile")
     agreement = agree_on_kernels(world, device, profile)
     prefer(agreement.preference)
@@ -54,12 +50,7 @@ def prefer_agreed_kernels(world: World, device: torch.device, metadata: PlanMeta
 
 
 def agree_on_kernels(world: World, device: torch.device, profile: CostProfile) -> KernelAgreement:
-    """Run each kernel's test call on every rank; a kernel that fails anywhere is used nowhere.
-
-    Raises:
-        RunError: FCP_ATTENTION_KERNEL names no kernel, differs between ranks, or names a kernel that the device, the
-            release or a missing package rules out on some rank; on all ranks.
-    """
+    """Run each kernel's test call on every rank; a kernel that fails anywhere is used nowhere."""
     value = os.environ.get(VARIABLE) or "auto"
     known = ("auto", *KERNELS)
     table = _table_of(profile, device)

@@ -57,10 +57,6 @@ def agree_on_plan(
 
     Returns:
         The plan's metadata, the same on every rank.
-
-    Raises:
-        PlanError: this rank's file is missing, damaged, or was edited.
-        RunError: another rank's file is; ranks have different plans; or the plan is for another number of ranks.
     """
     import torch
 
@@ -83,9 +79,6 @@ def agree_by(
         path: of the plan.
         gather: returns [processes, words], the words of every process, from this one's [words].
         tensor_parallel, pipeline_parallel: of the job.
-
-    Raises:
-        FcpError: as `agree_on_plan`.
     """
     mine = _fingerprint(path)
     return _require_agreement(path, mine, gather(mine.words), tensor_parallel, pipeline_parallel)
@@ -123,11 +116,7 @@ def _require_agreement(
 
 
 def read_proven(path: Path) -> PlanMetadata:
-    """Read the metadata of a plan, and prove the plan's content by its hash.
-
-    Raises:
-        PlanError: the file is missing, damaged, or was edited.
-    """
+    """Read the metadata of a plan, and prove the plan's content by its hash."""
     reader = PlanReader(path)
     if reader.content_hash() != reader.metadata.plan_hash:
         raise PlanError(f"{path} was edited: its content does not match its plan hash; make it again with 'fcp plan'")

@@ -55,11 +55,7 @@ def digest(tensors: Iterable[Tensor]) -> int:
 
 
 def agree_on_first_step(world: World, first_step: int) -> None:
-    """Make sure that all ranks begin with the same step. Every rank calls it.
-
-    Raises:
-        RunError: they do not; on every rank.
-    """
+    """Make sure that all ranks begin with the same step. Every rank calls it."""
     begun = torch.zeros(world.size, dtype=torch.int64, device="cpu")
     begun[world.rank] = first_step + 1
     world.start_sum(begun).wait()

@@ -78,9 +78,6 @@ def planned_hops(plan: Path, *, look_back: LookBack = "no") -> set[Hop]:
     Args:
         plan: plan file.
         look_back: of layers that do so, too.
-
-    Raises:
-        PlanError: the file is missing or damaged.
     """
     reader = PlanReader(plan)
     if reader.metadata.encoder_balance is not None:

@@ -133,11 +133,7 @@ def local_device() -> torch.device:
 
 
 def rank_timeout() -> timedelta | None:
-    """Return how long ranks are to wait for each other; None: as long as torch does by itself.
-
-    Raises:
-        RunError: the variable is no number of seconds.
-    """
+    """Return how long ranks are to wait for each other; None: as long as torch does by itself."""
     text = os.environ.get(_TIMEOUT_VARIABLE)
     if not text:
         return None

@@ -68,11 +68,7 @@ class RankView:
     ascending: bool = False
 
     def step(self, plan: StepPlan) -> RankStep:
-        """Return a planned step as the rank runs it.
-
-        Raises:
-            RunError: the step has no row for the rank.
-        """
+        """Return a planned step as the rank runs it."""
         rows = orders_of_rank(plan, self.rank)
         if not len(rows):
             raise RunError(
@@ -114,10 +110,6 @@ class PlanCursor:
         first_step: optimizer step to begin with, for a resumed run.
         ahead: steps read ahead; 0 reads in the calling thread.
         ascending: leave the ranks of groups ascending, as torch has them in a process group, for rings that run in one.
-
-    Raises:
-        PlanError: the file is missing or damaged; also while iterating.
-        RunError: `first_step` lies beyond the plan; while iterating, a step is missing or has no row for this rank.
     """
 
     def __init__(

@@ -13,11 +13,7 @@ from fcp_cli.runtime.layouts.ring_member import RingMember
 
 
 def plan_path(given: str | Path | None) -> Path:
-    """Return the plan that a script names, else the one that `fcp launch` put into FCP_PLAN.
-
-    Raises:
-        RunError: neither, or the job was launched without a plan.
-    """
+    """Return the plan that a script names, else the one that `fcp launch` put into FCP_PLAN."""
     path = given or os.environ.get("FCP_PLAN")
     if not path:
         raise RunError(

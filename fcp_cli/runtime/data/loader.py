@@ -140,10 +140,6 @@ def begin_shard(
         labelled: whether `fetch` returns labels; the same on every rank.
         cache: embeddings of the encoder, or None.
         encoders: ranks that only encode; empty if all ranks that share the work do.
-
-    Raises:
-        RunError: a sequence is shorter than in the plan; its labels are not as long as its tokens, or contradict
-            `labelled`.
     """
     member = row.ranks.index(rank)
     sequences = [_sequence(fetch, at, length, labelled) for at, length in zip(row.sequences, row.lengths, strict=True)]

@@ -26,11 +26,7 @@ class _Planned:
         self._fetch, self._masks, self._name = fetch, masks, name
 
     def __call__(self, row: int) -> Any:
-        """Return the fetched sequence with its planned mask.
-
-        Raises:
-            RunError: it has another one already, or can have none.
-        """
+        """Return the fetched sequence with its planned mask."""
         found, mask = self._fetch(row), self._masks.mask(int(row))
         if isinstance(found, MaskedSequence) or (isinstance(found, VisualSequence) and not found.mask.is_causal):
             require_same(found.mask, mask, row, len(found.tokens), self._name)

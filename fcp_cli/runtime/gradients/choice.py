@@ -32,9 +32,6 @@ def gradient_sync(
         sync: of the plan.
         reduce: when a reducer that shards gradients reduces them; see `fsdp.FsdpWaveSync`.
         phase: of the plan; in `forward` there are no gradients.
-
-    Raises:
-        RunError: the model is wrapped by something that cannot follow this plan.
     """
     if phase == "forward":
         return forward_sync(model, world, sync)

@@ -34,9 +34,6 @@ def engine_sync(engine: Any, world: World, sync: Sync, reduce: Reduce) -> Engine
         world: all ranks.
         sync: of the plan.
         reduce: when ZeRO 2 and 3 reduce gradients in waves: in every `wave`, or once a `step`.
-
-    Raises:
-        RunError: it is configured in a way that cannot follow this plan.
     """
     _check_engine(engine, world)
     stage = int(engine.zero_optimization_stage())

@@ -53,11 +53,7 @@ class ForwardSync(GradientSync):
 
 
 def forward_sync(model: nn.Module | GradientSync | None, world: World, sync: Sync) -> ForwardSync:
-    """Return the preparation of a model for a step of forward passes.
-
-    Raises:
-        RunError: the model gathers its weights in every forward, of which ranks run different numbers.
-    """
+    """Return the preparation of a model for a step of forward passes."""
     if model is None or isinstance(model, GradientSync):
         return ForwardSync()
     part = reducing_module(model)

@@ -28,9 +28,6 @@ def fsdp_sync(model: nn.Module, world: World, sync: Sync, reduce: Reduce) -> Gra
         world: all ranks.
         sync: of the plan.
         reduce: when layers that let go of their weights reduce gradients; see `FsdpWaveSync`.
-
-    Raises:
-        RunError: it cannot follow this plan.
     """
     _check_covers(model, world)
     gathering = _layer_that_gathers_again(model)

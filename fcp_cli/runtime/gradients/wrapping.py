@@ -20,11 +20,7 @@ _WITHOUT_IT = "give steps() the model that it wraps, or wrap it in DistributedDa
 
 
 def reducing_module(model: nn.Module) -> nn.Module:
-    """Return the part of a model that reduces the gradients of all that is trained; the model itself if none does.
-
-    Raises:
-        RunError: a part that fcp does not drive, or one that leaves other trained parameters alone.
-    """
+    """Return the part of a model that reduces the gradients of all that is trained; the model itself if none does."""
     found = [(name, part) for name, part in _outermost(model) if any(p.requires_grad for p in part.parameters())]
     if not found:
         _check_is_whole(model)

@@ -45,9 +45,6 @@ class LossWatch:
             place: step, micro-batch and rank, for the message.
             rows: of the data in the micro-batch.
             loss_sum: sum of this rank's token losses.
-
-        Raises:
-            RunError: it is NaN or infinite.
         """
         if loss_sum.device.type == "cpu":
             _require_finite(place, rows, loss_sum)

@@ -44,9 +44,6 @@ class FirstPasses:
             ring: of the micro-batch.
             kind: `forward`, `backward` or `recomputed forward`.
             number: of the pass, among those of its kind on this ring.
-
-        Raises:
-            RunError: the rank before begins another one.
         """
         mine = (self._orders[ring] + 1, _KINDS.index(kind), number)
         before = ring.ranks[ring.index - 1]

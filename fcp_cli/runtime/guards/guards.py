@@ -100,9 +100,6 @@ class Guards:
             place, row: of the micro-batch.
             loss_sum: sum of its token losses (0-d, detached).
             loss: this rank's share of the step's loss.
-
-        Raises:
-            RunError: it is not finite, or it trains parameters whose gradients are not summed over ranks.
         """
         if self.on_nan == "stop":
             self._watch.note(place, row.sequences, loss_sum)

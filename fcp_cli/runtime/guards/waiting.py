@@ -136,11 +136,7 @@ def _and(ranks: Iterable[int]) -> str:
 
 
 def watch_for(rank: int, clock: Clock, device: torch.device) -> Watch:
-    """Return a watch that speaks before the job's time-out, on standard error.
-
-    Raises:
-        RunError: FCP_RANK_TIMEOUT is no number of seconds.
-    """
+    """Return a watch that speaks before the job's time-out, on standard error."""
     given = rank_timeout()
     torch_seconds = _TORCH_SECONDS.get(device.type, _TORCH_DEVICE_SECONDS)
     seconds = torch_seconds if given is None else given.total_seconds()

@@ -26,10 +26,6 @@ def install(environment: MutableMapping[str, str]) -> None:
 
     Args:
         environment: of this process; gets torch's variables where msrun started it.
-
-    Raises:
-        UsageError: no plan is named.
-        RunError: it cannot be known which rank this is.
     """
     if not environment.get(PLAN_VARIABLE):
         raise UsageError(f"{PLAN_VARIABLE} names no plan; set it, or start the script with 'fcp launch --plan PLAN'")

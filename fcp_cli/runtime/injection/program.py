@@ -22,11 +22,7 @@ class Program:
 
 
 def parse_program(words: Sequence[str]) -> Program:
-    """Parse the words after `python -m fcp_cli.runtime`. A `--` before them is optional: torchrun swallows one.
-
-    Raises:
-        UsageError: neither a script nor a module is named.
-    """
+    """Parse the words after `python -m fcp_cli.runtime`. A `--` before them is optional: torchrun swallows one."""
     rest = list(words[1:] if words and words[0] == "--" else words)
     is_module = bool(rest) and rest[0] == "-m"
     if is_module:
@@ -37,11 +33,7 @@ def parse_program(words: Sequence[str]) -> Program:
 
 
 def run_program(program: Program) -> None:
-    """Run a program as `__main__`, with `sys.argv` and `sys.path[0]` as Python sets them. Its exceptions come through.
-
-    Raises:
-        UsageError: there is no such script.
-    """
+    """Run a program as `__main__`, with `sys.argv` and `sys.path[0]` as Python sets them. Its exceptions come through."""
     sys.argv = [program.name, *program.arguments]
     keeps_path = getattr(sys.flags, "safe_path", False)  # python -P, from 3.11 on
     if program.is_module:

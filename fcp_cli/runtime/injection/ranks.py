@@ -30,9 +30,6 @@ def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that torch.distributed needs in a worker of msrun; none for any other process.
 
     Ranks meet at the port after the scheduler's, which is taken.
-
-    Raises:
-        RunError: msrun did not set which rank this is.
     """
     if environment.get(_ROLE) != _WORKER:
         return {}

@@ -91,11 +91,7 @@ def is_rocm() -> bool:
 
 @cache
 def kernels_of(name: KernelName) -> tuple[NamedKernel, ...]:
-    """Return the forms of a kernel, the preferred one first.
-
-    Raises:
-        UnavailableError: the device, the release or a missing package rules it out.
-    """
+    """Return the forms of a kernel, the preferred one first."""
     if name == "fa2":
         active = _active_implementation()
         if active is not None:

@@ -94,11 +94,7 @@ class ChosenKernel:
         return self._run(q, k, v, segments, lambda kernel: kernel.backward(dout, q, k, v, out, lse, segments, scale))
 
     def of(self, signature: Signature, segments: Segments, device: torch.device) -> NamedKernel:
-        """Return the kernel of a call.
-
-        Raises:
-            RunError: no kernel can take it.
-        """
+        """Return the kernel of a call."""
         key = (self, signature, len(self._dropped))  # layouts outlive a change of preference
         return segments.derived(key, lambda: self._choose(signature, segments, device))
 
@@ -243,11 +239,7 @@ def _forms(name: KernelName) -> tuple[NamedKernel, ...]:
 
 
 def asked_kernel(value: str | None) -> KernelName | None:
-    """Return the kernel that the environment asks for; None for auto.
-
-    Raises:
-        RunError: an unknown name.
-    """
+    """Return the kernel that the environment asks for; None for auto."""
     if value in (None, "", "auto"):
         return None
     for name in KERNELS:

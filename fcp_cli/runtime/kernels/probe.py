@@ -48,11 +48,7 @@ def signature_of(q: Tensor, k: Tensor, v: Tensor) -> Signature:
 
 
 def failure(kernel: NamedKernel, signature: Signature, device: torch.device) -> str | None:
-    """Run the test calls that the kernel does not refuse; return why it cannot be used, or None. Waits for the device.
-
-    Raises:
-        torch.OutOfMemoryError, or an error of the device itself: no other kernel would help.
-    """
+    """Run the test calls that the kernel does not refuse; return why it cannot be used, or None. Waits for the device."""
     for segments in PACKS:
         fresh = Segments(segments.q_lengths, segments.k_lengths, segments.causal)
         if kernel.refusal(fresh) is not None:

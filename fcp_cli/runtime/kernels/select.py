@@ -24,11 +24,7 @@ _FLOATING = (*_HALF, torch.float32, torch.float64)
 
 @lru_cache(maxsize=32)
 def capped_kernel(device_type: str, dtype: torch.dtype, softcap: float) -> AttentionKernel:
-    """Return the kernel for tensors whose scores have a soft cap: plain matrix products.
-
-    Raises:
-        RunError: the fused kernel of the device and type has no soft caps, or the type is none of attention's.
-    """
+    """Return the kernel for tensors whose scores have a soft cap: plain matrix products."""
     if softcap <= 0:
         raise RunError(f"attention was given softcap={softcap}; scores are capped at a number above 0")
     if device_type != "cpu" and dtype in _HALF:
@@ -45,9 +41,6 @@ def select_kernel(device_type: str, dtype: torch.dtype) -> AttentionKernel:
     """Return the kernel for tensors of `dtype` on a device of `device_type`: "cpu", "cuda" or "npu".
 
     fp32 and fp64 on an accelerator run as plain matrix products (see `DenseKernel`).
-
-    Raises:
-        RunError: no kernel for this device or type.
     """
     if dtype not in _FLOATING:
         raise RunError(f"attention takes bf16, fp16, fp32 or fp64 tensors, not {dtype}")

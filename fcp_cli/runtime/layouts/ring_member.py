@@ -62,9 +62,6 @@ class RingMember:
         """Check that queries, keys and values [1, heads, tokens, head_dim] of any framework are this member's shard.
 
         Heads of values may have a size of their own.
-
-        Raises:
-            RunError: they are not.
         """
         if q.ndim != 4 or q.shape[0] != 1:
             raise RunError(

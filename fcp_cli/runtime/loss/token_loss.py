@@ -52,9 +52,6 @@ def head_loss_sum(hidden: Tensor, head: nn.Linear | Tensor, labels: Labels) -> T
         hidden: [1, tokens, width], input of the head.
         head: a linear layer, or its weight [vocabulary, width]; it may be frozen, or tied to the embedding.
         labels: of the tokens.
-
-    Raises:
-        RunError: the head's weight is a shard of it.
     """
     weight, bias = (head, None) if isinstance(head, Tensor) else (head.weight, head.bias)
     if hasattr(weight, "device_mesh"):

@@ -37,11 +37,7 @@ class MetricsMailbox:
         self._store.set(_key(rank, measured.step), measured.encode())
 
     def collect(self, step: int) -> dict[int, RankMeasurement] | None:
-        """Return all ranks' messages of a step, by rank; None while one is missing. Steps come in order.
-
-        Raises:
-            MessageLostError: that of a rank is there no more, and never will be.
-        """
+        """Return all ranks' messages of a step, by rank; None while one is missing. Steps come in order."""
         if step != self._step:
             self._step, self._found = step, {}
         missing = [rank for rank in range(self._num_ranks) if rank not in self._found]

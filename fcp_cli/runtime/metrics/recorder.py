@@ -105,9 +105,6 @@ class Recorder:
         Args:
             first_step: optimizer step.
             facts: for the run's record, overriding the recorder's own.
-
-        Raises:
-            RunError: the file cannot be written, or is damaged.
         """
         if first_step == self._next_step:
             return

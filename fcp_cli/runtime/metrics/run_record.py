@@ -22,9 +22,6 @@ def begin_metrics(path: Path, first_step: int) -> None:
     """Begin or resume the metrics of a run: own its folder, and drop the records of steps that will run again.
 
     Rank 0 calls it, also for a job that fcp prepared and another launcher started.
-
-    Raises:
-        RunError: another job runs in the folder, or the file is damaged or cannot be written.
     """
     _own_folder_of(path)
     drop_steps_from(path, first_step)

@@ -25,11 +25,7 @@ class PlansStreams(Protocol):
 
 
 def online_settings(planner: PlansStreams | OnlineSettings | None) -> OnlineSettings:
-    """Return the planning settings of a stream: by the planner, or by `fcp launch --online`.
-
-    Raises:
-        FcpError: there is no planner, or it cannot be used.
-    """
+    """Return the planning settings of a stream: by the planner, or by `fcp launch --online`."""
     if isinstance(planner, OnlineSettings):
         return planner
     if planner is not None:
@@ -55,9 +51,6 @@ class StreamCursor:
         rank: global rank.
         first_step: optimizer step to begin with.
         end_step: says the step that comes after the last one that was trained.
-
-    Raises:
-        RunError: the stream cannot be planned, on all ranks alike; also while iterating.
     """
 
     def __init__(self, source: StreamSource, rank: int, *, first_step: int, end_step: Callable[[], int]) -> None:

@@ -37,11 +37,7 @@ class Item:
 
 
 def item_of(given: Any, number: int) -> Item:
-    """Parse item `number` of a stream.
-
-    Raises:
-        RunError: it is neither an id with a length nor a row with tokens.
-    """
+    """Parse item `number` of a stream."""
     if _is_id_with_length(given):
         given = {"id": given[0], "length": given[1]}
     if isinstance(given, Mapping) and "length" in given and "input_ids" not in given:
@@ -95,11 +91,7 @@ class ReadWindow:
         return [len(batch) for batch in self.batches]
 
     def columns(self) -> pa.Table:
-        """Return the planner process's message about the sequences.
-
-        Raises:
-            RunError: ids of two kinds, or a factor that is no number.
-        """
+        """Return the planner process's message about the sequences."""
         items = self.items
         try:
             columns: dict[str, Any] = {"length": np.array([item.length for item in items], dtype=np.int64)}
@@ -116,11 +108,7 @@ class ReadWindow:
 
 
 def read_windows(stream: Iterable[Any], settings: OnlineSettings, *, step: int, sequence: int) -> Iterator[ReadWindow]:
-    """Read a stream in whole windows; the first has the number `step`, and its first sequence `sequence`.
-
-    Raises:
-        RunError: something in it is no sequence, or an empty batch.
-    """
+    """Read a stream in whole windows; the first has the number `step`, and its first sequence `sequence`."""
     batches = _batches(iter(stream), settings, sequence)
     while window := list(islice(batches, settings.window)):
         yield ReadWindow(first_step=step, first_sequence=sequence, batches=window)

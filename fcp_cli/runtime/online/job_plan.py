@@ -49,9 +49,6 @@ def job_source(plan: Path, control: Control, lengths: Lengths, facts: Callable[[
         control: all ranks.
         lengths: of this rank's training data.
         facts: of the loop; may refuse it.
-
-    Raises:
-        FcpError: the loop or its data cannot be planned, or ranks have different data; on all ranks.
     """
     job = _together(control, facts)
     found = _agreed_rows(control, lengths)

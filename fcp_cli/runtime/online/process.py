@@ -28,9 +28,6 @@ class PlanningProcess:
 
     Attributes:
         opened: the recorded `refits`, the step that earlier starts have `planned_to`, and facts of a subclass's own.
-
-    Raises:
-        RunError: it cannot begin.
     """
 
     def __init__(self, opening: Mapping[str, Any], table: bytes = b"") -> None:
@@ -44,9 +41,6 @@ class PlanningProcess:
         Args:
             first_step: next step to plan.
             measured: table of the micro-batches trained since the last refit.
-
-        Raises:
-            RunError: it cannot be kept.
         """
         self._tell("measured", {"first_step": first_step}, measured)
         return self._answer().facts
@@ -57,9 +51,6 @@ class PlanningProcess:
         Args:
             end_step: of the loop.
             is_stopped: the loop was ended early, so that only what is soon planned is.
-
-        Raises:
-            RunError: it cannot be written; its journal is kept next to it.
         """
         try:
             self._tell("close", {"end_step": end_step, "is_stopped": is_stopped})
@@ -108,11 +99,7 @@ class StreamProcess(PlanningProcess):
         super().__init__(opening)
 
     def plan(self, window: ReadWindow) -> list[StepPlan]:
-        """Return the planned steps of a window.
-
-        Raises:
-            RunError: it cannot be planned.
-        """
+        """Return the planned steps of a window."""
         self._tell("window", _facts_of(window), table_bytes(window.columns()))
         return steps_of(self._answer().table)
 
@@ -139,11 +126,7 @@ class JobProcess(PlanningProcess):
         super().__init__(opening, table_bytes(rows))
 
     def plan(self, first_step: int, steps: int) -> list[StepPlan]:
-        """Return so many planned steps, fewer at the end of the plan.
-
-        Raises:
-            RunError: one cannot be planned.
-        """
+        """Return so many planned steps, fewer at the end of the plan."""
         self._tell("steps", {"first_step": first_step, "steps": steps})
         return steps_of(self._answer().table)
 

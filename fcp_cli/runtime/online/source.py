@@ -78,11 +78,7 @@ class StreamSource:
         self._reads: Callable[[], None] | None = None
 
     def open(self, first_step: int) -> None:
-        """Begin with a step; every rank calls it, with the same one.
-
-        Raises:
-            RunError: ranks plan for different things, or this step cannot be begun with; on all ranks.
-        """
+        """Begin with a step; every rank calls it, with the same one."""
         self._agree_on_settings()
         window = self.settings.window
         begins = first_step - first_step % window
@@ -106,11 +102,7 @@ class StreamSource:
             self._changed.notify_all()
 
     def steps(self) -> Iterator[StepPlan]:
-        """Yield the steps as they are planned.
-
-        Raises:
-            RunError: one cannot be planned, or ranks differ.
-        """
+        """Yield the steps as they are planned."""
         while (found := self._planned.get()) is not None:
             if isinstance(found, BaseException):
                 raise found
@@ -118,11 +110,7 @@ class StreamSource:
             yield found
 
     def rows_ahead(self) -> Iterator[int | None]:
-        """Yield the manifest rows that this rank needs, in order; None where the next is not planned yet.
-
-        Raises:
-            RunError: its sequences are no rows of a manifest.
-        """
+        """Yield the manifest rows that this rank needs, in order; None where the next is not planned yet."""
         raise RunError("a PlanSampler reads rows of a manifest, which a stream lacks; pass fetch=...")
 
     def fetch(self, sequence: int) -> Any:

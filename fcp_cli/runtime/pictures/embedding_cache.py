@@ -58,9 +58,6 @@ class EmbeddingCache:
     Args:
         folder: made where it is not there.
         about: whatever else decides the embeddings: the precision that the model computes in.
-
-    Raises:
-        RunError: the folder cannot be made.
     """
 
     def __init__(self, folder: Path, *, about: str = "") -> None:
@@ -75,11 +72,7 @@ class EmbeddingCache:
             raise RunError(f"cannot make the folder of cached embeddings {folder}: {error.strerror}") from error
 
     def bind(self, model: nn.Module) -> None:
-        """Take the encoder whose embeddings these are. Collective where its weights are sharded.
-
-        Raises:
-            RunError: the model has no vision encoder, or trains it.
-        """
+        """Take the encoder whose embeddings these are. Collective where its weights are sharded."""
         towers = dict(encoder_modules(model))
         trained = [
             f"{tower}.{name}"
@@ -99,11 +92,7 @@ class EmbeddingCache:
         self._of_model = digest.hexdigest()
 
     def key(self, part: VisualPart) -> str:
-        """Return the name of a part's embeddings; may read its picture.
-
-        Raises:
-            RunError: the picture cannot be read.
-        """
+        """Return the name of a part's embeddings; may read its picture."""
         text = f"{self._of_model} {part.kind} {part.grid} {part.num_tokens} {content_key(part)}"
         return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
 

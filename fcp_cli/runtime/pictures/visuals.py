@@ -113,9 +113,6 @@ def begin_visual_shard(
 
     Returns:
         A function that waits for the pixels and returns the rank's share.
-
-    Raises:
-        RunError: parts that lie beyond their sequence's start or overlap.
     """
     ranks = tuple(chain.from_iterable(pack.ranks for pack in packs))
     index = ranks.index(rank)

@@ -43,9 +43,6 @@ def part_of(values: Mapping[int, Tensor], row: MicroBatch, layout: ShardLayout, 
     Args:
         values: manifest row -> [length].
         row, layout, member: the micro-batch, and the rank's place in it.
-
-    Raises:
-        RunError: a sequence has no values, or not as many as tokens.
     """
     for sequence, length in zip(row.sequences, row.lengths, strict=True):
         found = values.get(sequence)
@@ -73,9 +70,6 @@ def collect(
         parts: of this rank's micro-batches: the row, its layout, the rank's place, and [1, tokens] the values.
         device: where ranks exchange, and the values then are.
         fault: why this rank has no parts, where it has none.
-
-    Raises:
-        RunError: values of a rank are not one per token; on every rank, since the others would wait for it.
     """
     fault = fault or _fault(parts)
     # Rank 0 of each ring tells of its sequences; then all put their tokens at their places, and the rest is zero.

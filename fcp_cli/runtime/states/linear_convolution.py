@@ -73,9 +73,6 @@ def short_convolution(convolve: Callable[[Tensor], Tensor], rows: Tensor, kernel
 
     Returns:
         [1, channels, tokens]
-
-    Raises:
-        RunError: the shard does not fit the ring.
     """
     stage = attention_stage.get()
     if stage is None:
@@ -101,9 +98,6 @@ def begin_layer(ring: Ring, batch: int, tokens: int) -> None:
     Args:
         ring: of the micro-batch.
         batch, tokens: that the layer was given.
-
-    Raises:
-        RunError: they are not the ring's shard, the pack has masks, or the forward must not run.
     """
     if batch != 1 or tokens < ring.tokens:
         raise RunError(

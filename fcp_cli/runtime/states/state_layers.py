@@ -96,9 +96,6 @@ def run_rule(rule: StateRule, tokens: Tokens, ring: Ring) -> Tensor:
 
     Returns:
         [1, tokens, H, Dv], like the values.
-
-    Raises:
-        RunError: the shard does not fit the ring, or heads cannot be shared as the plan says.
     """
     stage = attention_stage.get()
     return _compute(rule, tokens, ring) if stage is None else stage.attend(lambda: _compute(rule, tokens, ring))

@@ -109,11 +109,7 @@ LocalStep: TypeAlias = LoadedStep[LocalShard]
 
 
 def find_samples(data_iterator: Any) -> Samples:
-    """Find the data set behind a data iterator, and how far training has come.
-
-    Raises:
-        RunError: the iterator hides its data set, or its sampler does not show how many samples were consumed.
-    """
+    """Find the data set behind a data iterator, and how far training has come."""
     inner = data_iterator
     while hasattr(inner, "iterable"):  # megatron.core.rerun_state_machine.RerunDataIterator
         inner = inner.iterable
@@ -247,11 +243,7 @@ def _sequences(samples: Samples, at: int, length: int) -> tuple[list[dict[str, T
 
 
 def mask_of(item: Mapping[str, Any], at: int, tokens: int) -> Mask:
-    """Return the mask of an item: its `mask`, or the spans that its attention mask opens; else the causal one.
-
-    Raises:
-        RunError: an attention mask is no mask of spans.
-    """
+    """Return the mask of an item: its `mask`, or the spans that its attention mask opens; else the causal one."""
     mask: Mask | None = item.get(MASK)
     return _spans_by(torch.as_tensor(item.get(ATTENTION_MASK, ())), at, tokens) if mask is None else mask
 
@@ -283,9 +275,6 @@ def sequence_ends(item: Mapping[str, Any], at: int, tokens: int, length: int) ->
 
     An item may be a pack: its `cu_seqlens` say so, as of conversations under `--sft`, or an attention mask in which
     documents do not see each other (`--reset-attention-mask`).
-
-    Raises:
-        RunError: positions restart, but no mask says which tokens see each other; or the mask is inconsistent.
     """
     if not length:
         return [0]
