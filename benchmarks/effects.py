@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from benchmarks.disturbances import EFFECTS, stressed_seconds
 from benchmarks.workloads import FAMILIES, family_table
 from fcp_cli.cost.profile import CostProfile, StepTerms
 from fcp_cli.errors import PlanError
@@ -27,10 +28,8 @@ from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.bounds import lower_bound_seconds
 from fcp_cli.planning.problem import Assignment, Problem
 from fcp_cli.planning.solvers import make_solver
-from fcp_cli.planning.stress import stressed_seconds
 from fcp_cli.profiling.analytic import analytic_profile
 from fcp_cli.recipe import Recipe
-from fcp_cli.simulation.effects import EFFECTS
 
 CLUSTERS = ("h100-8x8", "ascend910b-8x8")
 RANKS, PER_NODE, SEQUENCES = 64, 8, 512
@@ -174,7 +173,8 @@ def stress_rows(sync: Sync, tables: Mapping[str, LengthTable], tokens: int) -> I
             case = Case(table=table, sync=sync, tokens=tokens)
             batches = case.batches(profile)
             batch, base = batches.batch(0), 0.0
-            for name in ("fcp", "fcp --robust", "fcp-paper", "static"):
+            names = ("fcp", "fcp --robust", "fcp-paper", "static")
+            for name in names if sync == "microbatch" else names[::2] + names[3:]:
                 answer = case.planned(name.partition(" ")[0], profile, robust="--robust" in name)
                 seconds = makespan_seconds(answer, batch, batches.problem)
                 base = base or seconds

@@ -1,27 +1,28 @@
-"""Options that were merged into others: a user who still sets one is told its replacement."""
+"""Options that are gone: a user who still sets one is told its replacement, or why there is none."""
 
 from __future__ import annotations
 
 from typing import Final
 
 RETIRED: Final[dict[tuple[str, str], str]] = {
-    ("launch", "--random-weights"): "--weights random",
-    ("launch", "--warmup-ratio"): "--warmup-steps X, which below 1 is a share of the schedule",
-    ("manifest build", "--text-field"): "--column",
-    ("profile", "--hf-config"): "--model, which takes a config.json",
+    ("compare", "--stress"): "no effect it simulated changed which strategy is ahead",
+    ("launch", "--random-weights"): "write --weights random",
+    ("launch", "--warmup-ratio"): "write --warmup-steps X, which below 1 is a share of the schedule",
+    ("manifest build", "--text-field"): "write --column",
+    ("profile", "--hf-config"): "write --model, which takes a config.json",
 }
-"""Command and flag -> the option that took its place."""
+"""Command and flag -> what to write instead, or why nothing replaces it."""
 
 
 def replacement(command: str, flag: str) -> str | None:
-    """Return the end of a message that no such option exists: the option to use instead, or None.
+    """Return the end of a message that no such option exists, or None if there never was one.
 
     Args:
         command: words behind `fcp`, as "manifest build".
         flag: long flag, as typed.
     """
     instead = RETIRED.get((command, flag))
-    return instead and f" any more; write {instead}"
+    return instead and f" any more; {instead}"
 
 
 def replacement_of_variable(name: str) -> str | None:

@@ -45,12 +45,6 @@ class CompareOptions(PlanRequest):
             common=True,
         ),
     ] = None
-    stress: Annotated[
-        bool,
-        Opt(
-            "Also time each strategy under noise, a slow rank, links that rings share, and slow launches.", common=True
-        ),
-    ] = False
     milp_seconds: Annotated[
         float, Opt("Time limit of each of flexsp's integer programs, as its authors have it.", min=0.01)
     ] = 5.0
@@ -67,22 +61,20 @@ def compare(options: CompareOptions) -> None:
     from fcp_cli.planning.comparison import SYNCS, colocated, encoder_placements
     from fcp_cli.planning.settings import resolve
     from fcp_cli.planning.verdict import compared_verdict
-    from fcp_cli.report.compare_table import comparison_document, print_comparison, print_stress
+    from fcp_cli.report.compare_table import comparison_document, print_comparison
     from fcp_cli.report.verdict_lines import verdict_lines
 
     origins = Origins()
     _names(options.solvers)  # a mistyped name is told before files are read
     inputs = resolve(options, origins)
     names = _names(options.solvers, inputs.problem.profile)
-    if options.stress and inputs.problem.pipeline is not None:
-        raise UsageError("--stress knows no pipelines; leave it out, or compare without --pipeline-parallel")
     origins.report()
     is_open = options.sync is None and options.virtual_stages == 1
     syncs = SYNCS if is_open else (inputs.problem.sync,)
     if inputs.problem.profile.common_ground is not None:
         note("strategies are compared under the profile's common_ground, without exposed_ring_share; fcp plan uses all")
         inputs = replace(inputs, problem=replace(inputs.problem, profile=inputs.problem.profile.on_common_ground()))
-    contenders, batches = _run(inputs, names, syncs, options.milp_seconds, options.stress)
+    contenders, batches = _run(inputs, names, syncs, options.milp_seconds)
     verdict = compared_verdict(contenders, replace(inputs, problem=colocated(inputs.problem)), options, batches)
     contenders += list(encoder_placements(inputs.table, inputs.problem, inputs.settings))
     if options.json:
@@ -91,8 +83,6 @@ def compare(options: CompareOptions) -> None:
         return
     print_result(_headline(inputs, len(batches)))
     print_comparison(results(), contenders, syncs)
-    if options.stress:
-        print_stress(results(), contenders)
     for line in verdict_lines(verdict) if verdict is not None else ():
         print_result(line)
     if "flexsp" in names:
@@ -118,7 +108,7 @@ def _names(solvers: str | None, profile: CostProfile | None = None) -> list[str]
 
 
 def _run(
-    inputs: PlanInputs, names: list[str], syncs: Sequence[Sync], milp_seconds: float, stress: bool
+    inputs: PlanInputs, names: list[str], syncs: Sequence[Sync], milp_seconds: float
 ) -> tuple[list[Contender], GlobalBatches]:
     """Return the outcome of each strategy, and the batches that were compared on."""
     from fcp_cli.planning.batches import GlobalBatches
@@ -137,7 +127,6 @@ def _run(
                 names=names,
                 syncs=syncs,
                 milp_seconds=milp_seconds,
-                stress=stress,
                 on_step=lambda name: bar.update(task, advance=1, description=f"planning: {name}"),
             )
         )

@@ -61,7 +61,7 @@ class PlanOptions(PlanRequest):
     robust: Annotated[
         bool,
         Opt(
-            "Of answers within 0.5 % choose the one that noise, a slow rank and shared links hurt least.",
+            "Spread the rings of a wave that cross nodes, for nodes with one network link, if it costs at most 0.5 %.",
             group="Search",
         ),
     ] = False

@@ -33,7 +33,7 @@ def refuse_torchtitan(trainer: ModuleType) -> None:
 
 
 def refuse_verl(dataset_utils: ModuleType) -> None:
-    """Make verl's SFT trainers refuse to collate; `verl.utils.dataset.dataset_utils` holds what no other trainer uses."""
+    """Make verl's SFT trainers refuse to collate; no other trainer uses `verl.utils.dataset.dataset_utils`."""
     advice = "version known to be looked at: 0.9.1"
     require(dataset_utils, "SFTTensorCollator", ("pad_mode",), found="this verl", advice=advice)
     _refuse_unless_replaced(

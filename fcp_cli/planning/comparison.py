@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,7 +20,6 @@ from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.padded import Padded
 from fcp_cli.planning.problem import Assignment, Batch, PricedStep, Pricer, Problem
 from fcp_cli.planning.solvers import DEFAULT, make_solver, strategy
-from fcp_cli.planning.stress import stressed_seconds
 
 SYNCS: tuple[Sync, ...] = ("microbatch", "iteration")
 
@@ -39,7 +37,6 @@ class Outcome:
         over_budget: micro-batches with more tokens than their ranks may hold.
         setup_seconds: tuning ahead of the first step.
         planning_seconds: per step, the median, which excludes the first call's compilation.
-        stress: name of an effect to the mean step time under it / the predicted; empty where nobody asked.
     """
 
     sync: Sync
@@ -51,7 +48,6 @@ class Outcome:
     over_budget: int
     setup_seconds: float
     planning_seconds: float
-    stress: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +72,6 @@ def compare(
     names: Sequence[str],
     syncs: Sequence[Sync] = SYNCS,
     milp_seconds: float,
-    stress: bool = False,
     on_step: Callable[[str], None] | None = None,
 ) -> Iterator[Contender]:
     """Let strategies plan the same steps.
@@ -88,7 +83,6 @@ def compare(
         names: of solvers.
         syncs: each strategy plans for all of them.
         milp_seconds: time limit of each of FlexSP's integer programs.
-        stress: whether each step is also timed under effects that the cost model ignores.
         on_step: called with the strategy's name after each planned step.
     """
     for name in names:
@@ -100,7 +94,7 @@ def compare(
             of_name = replace(colocated(problem), sync=same[0], attention=attention)
             batches = GlobalBatches(table, of_name, settings)
             try:
-                outcomes |= _run(name, batches, same, milp_seconds, stress, on_step)
+                outcomes |= _run(name, batches, same, milp_seconds, on_step)
             except StuckError as error:  # the other sync may do
                 refusal = refusal or str(error)
             except (PlanError, PluginError) as error:
@@ -129,7 +123,7 @@ def encoder_placements(table: LengthTable, problem: Problem, settings: BatchSett
         placements[f"fcp, {problem.encoder_ranks} encode"] = problem
     for name, placed in placements.items():
         batches = GlobalBatches(table, placed, settings)
-        yield Contender(name=name, outcomes=_run("fcp", batches, ["microbatch"], 1.0, False, None))
+        yield Contender(name=name, outcomes=_run("fcp", batches, ["microbatch"], 1.0, None))
 
 
 def _run(
@@ -137,7 +131,6 @@ def _run(
     batches: GlobalBatches,
     syncs: Sequence[Sync],
     milp_seconds: float,
-    stress: bool,
     on_step: Callable[[str], None] | None,
 ) -> dict[Sync, Outcome]:
     """Plan all batches under their sync, which is the first of `syncs`; the others keep the same micro-batches."""
@@ -145,7 +138,7 @@ def _run(
     options = {"milp_seconds": milp_seconds} if "milp_seconds" in strategy(name).options else {}
     solver = make_solver(name, batches, **options)
     setup_seconds = time.perf_counter() - started
-    tallies = {sync: _Tally(replace(batches.problem, sync=sync), stress) for sync in syncs}
+    tallies = {sync: _Tally(replace(batches.problem, sync=sync)) for sync in syncs}
     planning_seconds = []
     for batch in batches:
         started = time.perf_counter()
@@ -170,7 +163,6 @@ def _run(
             over_budget=tally.over_budget,
             setup_seconds=setup_seconds,
             planning_seconds=statistics.median(planning_seconds),
-            stress={name: seconds / tally.summary.makespan_seconds for name, seconds in tally.stressed.items()},
         )
         for sync, tally in tallies.items()
     }
@@ -179,9 +171,8 @@ def _run(
 class _Tally:
     """Totals over the steps of one strategy under one sync."""
 
-    def __init__(self, problem: Problem, stress: bool) -> None:
-        self._problem, self._stress = problem, stress
-        self.stressed = Counter[str]()
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
         self.summary = PlanSummary(num_ranks=problem.all_ranks, padding_multiple=problem.padding_multiple)
         self.groups: set[bytes] = set()
         self.over_budget = 0
@@ -199,8 +190,6 @@ class _Tally:
             assignment = replace(assignment, wave=np.full_like(assignment.wave, -1))
         step = assemble(assignment, runs, self._problem, step_bound_seconds(batch, self._problem))
         self.summary.add(step)
-        if self._stress:
-            self.stressed.update(stressed_seconds(assignment, runs, self._problem))
         # Counted from the planned step, whatever its strategy believed.
         held = held_tokens(step, self._problem.padding_multiple)
         self.over_budget += int((held > step.degrees * self._problem.tokens_per_rank).sum())

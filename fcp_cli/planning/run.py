@@ -80,7 +80,7 @@ def make_plan(
         on_step: called after each planned step, for progress.
         workers: processes that plan; None: as many as pay. The plan does not depend on it.
         resume: continue from the journal of an interrupted run with the same inputs; the plan is the same.
-        robust: of answers that are as quick choose the one that suffers least from noise and contention.
+        robust: spread the rings of a wave that cross nodes.
         limits: over the whole plan: max_degree, max_groups or max_peers; see `solvers.make_solver`.
 
     Raises:

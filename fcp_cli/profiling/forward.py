@@ -114,7 +114,7 @@ def forward_profile(profile: CostProfile) -> CostProfile:
 
 
 def backward_slowdown(profile: CostProfile) -> float:
-    """Return the rate of attention's forward over its backward's, as a computed profile assumes it; 1 if it is unknown."""
+    """Return the rate of attention's forward over its backward's that a computed profile assumes, or 1."""
     rate = profile.measurement.get("attention_rate")
     if rate is None:
         return 1.0

@@ -30,22 +30,6 @@ def print_comparison(console: Console, contenders: Sequence[Contender], syncs: S
             console.print(contender.refusal, markup=False, soft_wrap=True)
 
 
-def print_stress(console: Console, contenders: Sequence[Contender]) -> None:
-    """Print the seconds per step of each strategy under each effect, and their ratio to its prediction."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    found = [(one.name, one.best) for one in ranked(contenders) if one.best is not None and one.best.stress]
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
-    table.caption, table.caption_justify = "seconds per step under its quicker sync, and times the prediction", "left"
-    table.add_column("strategy", no_wrap=True)
-    for name in found[0][1].stress if found else ():
-        table.add_column(name, justify="right", no_wrap=True)
-    for name, best in found:
-        table.add_row(name, *(f"{best.step_seconds * ratio:#.4g} {ratio:.2f}x" for ratio in best.stress.values()))
-    print_table(console, table)
-
-
 def _table(contenders: Sequence[Contender], syncs: Sequence[Sync]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table

@@ -143,7 +143,7 @@ def check_header(header: CheckpointHeader, wanted: CheckpointHeader, plan: PlanM
 
 
 def check_plan_of(header: CheckpointHeader, plan: PlanMetadata, *, checkpoint: Path) -> None:
-    """Check that a checkpoint belongs to a plan: the one it was made under, or one that continues from exactly there."""
+    """Check that a checkpoint was made under this plan, or that the plan continues from exactly there."""
     if header.plan_hash == plan.plan_hash:
         return
     continues = plan.continues

@@ -82,7 +82,7 @@ def read_launch(run_dir: Path, *, remedy: str = "") -> LaunchRecord:
 
 
 def latest_run_dir(name: str | None, *, runs: Path = RUNS) -> Path:
-    """Return the run of the bundled trainer to resume when none is named: the one launched last, of this name if given."""
+    """Return the newest run of the bundled trainer, which is resumed if none is named; of this name if given."""
     candidates = [path for path in runs.glob(f"{name or '*'}-[0-9]*") if RunPaths(run_dir=path).launch.is_file()]
     for path in sorted(candidates, key=lambda path: RunPaths(run_dir=path).launch.stat().st_mtime_ns, reverse=True):
         if read_launch(path, remedy="name the run to resume with --run-dir").training is not None:

@@ -67,8 +67,10 @@ def test_every_option_of_a_long_command_has_a_group(entry: CommandEntry) -> None
 
 
 @pytest.mark.parametrize(("command", "flag"), RETIRED)
-def test_a_retired_option_is_answered_with_its_replacement(command: str, flag: str, tmp_path: Path) -> None:
-    instead = f" any more; write {RETIRED[command, flag]}"
+def test_a_retired_option_is_answered_with_its_replacement_or_why_there_is_none(
+    command: str, flag: str, tmp_path: Path
+) -> None:
+    instead = f" any more; {RETIRED[command, flag]}"
     typed = CliRunner().invoke(app, [*command.split(), flag, "x"])
     assert isinstance(typed.exception, UsageError)
     assert str(typed.exception) == f"there is no option {flag}{instead}; see 'fcp {command} --help'"
@@ -90,4 +92,5 @@ def test_a_retired_option_names_one_that_the_command_has() -> None:
     for (command, flag), instead in RETIRED.items():
         flags = {each for option in COMMANDS[command].options for each in option.flags}
         assert flag not in flags
-        assert instead.split()[0].strip(",") in flags
+        named = instead.removeprefix("write ").split()[0].strip(",")
+        assert named in flags or "write" not in instead

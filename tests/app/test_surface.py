@@ -89,7 +89,7 @@ SURFACE = {
         --tensor-parallel --pipeline-parallel --virtual-stages --padded-rings --no-padded-rings --phase --global-batch-tokens --step-column --encoder-balance
         --encoder-ranks --embeddings-cached --zero --shard-ranks --reduce
         --precision --recompute --loss --offload --freeze-vision --lora --freeze --global-batch-size --steps --epochs --seed
-        --shuffle --no-shuffle --max-length --overlong --last-batch --length-column --solvers --stress --milp-seconds --json
+        --shuffle --no-shuffle --max-length --overlong --last-batch --length-column --solvers --milp-seconds --json
         --device-hour-price
     """,
     "verify": """

@@ -113,7 +113,7 @@ def check_beginning(plan: Path, metadata: PlanMetadata) -> None:
 
 
 def check_space(job: Job) -> None:
-    """Check as `check_run_dir` does, but make nothing: the nearest folder that exists stands for one that does not yet."""
+    """Check as `check_run_dir` does, but make nothing: the nearest existing folder stands for a missing one."""
     _check_folder(next(folder for folder in (job.run_dir, *job.run_dir.parents) if folder.exists()), job)
 
 

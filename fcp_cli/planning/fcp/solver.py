@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -26,6 +26,7 @@ from fcp_cli.planning.bounds import lower_bound_seconds, simple_bound_seconds
 from fcp_cli.planning.compiled import iteration, microbatch
 from fcp_cli.planning.compiled.core import Machine, Sequences
 from fcp_cli.planning.compiled.one_degree import quickest
+from fcp_cli.planning.fcp.apart import SpreadRings
 from fcp_cli.planning.fcp.catalogue import Trial, choose_groups
 from fcp_cli.planning.fcp.peer_limit import needs_whole_nodes
 from fcp_cli.planning.fcp.pipelines import (
@@ -39,7 +40,7 @@ from fcp_cli.planning.fcp.searches import CLOSE_ENOUGH, Candidate, Found, assign
 from fcp_cli.planning.fcp.speeds import assign_at_speeds
 from fcp_cli.planning.fcp.tiny import assign_tiny, is_tiny
 from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, machine_of, repriced, without_splits
-from fcp_cli.planning.problem import Assignment, Batch, Problem, whole_budget
+from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver, whole_budget
 from fcp_cli.planning.static import PACKINGS, StaticSolver, static_degrees
 
 _SYNCS: tuple[Sync, ...] = ("iteration", "microbatch")
@@ -61,7 +62,8 @@ def make_solver(
     max_degree: int | None = None,
     max_groups: int | None = None,
     max_peers: int | None = None,
-) -> FcpSolver:
+    robust: bool = False,
+) -> Solver:
     """Make the solver for these batches.
 
     Args:
@@ -69,8 +71,13 @@ def make_solver(
         max_degree: 1 forbids rings; None: no limit.
         max_groups: most groups of degree > 1 over the whole plan; None: no limit.
         max_peers: most distinct ring neighbours per rank over the whole plan; None: no limit.
+        robust: spread the rings of a wave that cross nodes; see `apart.SpreadRings`.
     """
     problem = batches.problem
+    if robust:
+        limits = {"--max-degree": max_degree, "--max-groups": max_groups, "--max-peers": max_peers}
+        _require_free_placement(problem, [flag for flag, limit in limits.items() if limit is not None])
+        return SpreadRings(problem=problem, plain=solver_of(problem))
     if problem.attention == "ulysses":
         require_heads_to_hold(batches)
     if max_groups is None:
@@ -98,6 +105,16 @@ def make_solver(
             trial=lambda groups: _trial(limited_to(groups), sample),
         )
     )
+
+
+def _require_free_placement(problem: Problem, limits: Sequence[str]) -> None:
+    """Check that rings of waves may be placed anew."""
+    for flag in limits:
+        raise UsageError(f"--robust moves rings to any ranks, which {flag} limits; drop one of the two")
+    if problem.pipeline is not None:
+        raise UsageError("--robust does not support pipelines; drop it, or plan without --pipeline-parallel")
+    if problem.sync == "iteration":
+        raise UsageError("--robust spreads the rings of a wave, and --sync iteration plans no waves; drop --robust")
 
 
 def solver_of(problem: Problem, *, max_degree: int | None = None, max_peers: int | None = None) -> FcpSolver:

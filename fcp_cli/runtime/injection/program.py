@@ -33,7 +33,7 @@ def parse_program(words: Sequence[str]) -> Program:
 
 
 def run_program(program: Program) -> None:
-    """Run a program as `__main__`, with `sys.argv` and `sys.path[0]` as Python sets them. Its exceptions come through."""
+    """Run a program as `__main__`, with `sys.argv` and `sys.path[0]` as Python sets them."""
     sys.argv = [program.name, *program.arguments]
     keeps_path = getattr(sys.flags, "safe_path", False)  # python -P, from 3.11 on
     if program.is_module:

@@ -48,7 +48,7 @@ def signature_of(q: Tensor, k: Tensor, v: Tensor) -> Signature:
 
 
 def failure(kernel: NamedKernel, signature: Signature, device: torch.device) -> str | None:
-    """Run the test calls that the kernel does not refuse; return why it cannot be used, or None. Waits for the device."""
+    """Run the test calls that the kernel does not refuse, and wait; return why it cannot be used, or None."""
     for segments in PACKS:
         fresh = Segments(segments.q_lengths, segments.k_lengths, segments.causal)
         if kernel.refusal(fresh) is not None:

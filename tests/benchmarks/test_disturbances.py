@@ -7,7 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fcp_cli.simulation.effects import EFFECTS, LAUNCH_SECONDS, Execution, step_seconds
+from benchmarks.disturbances import EFFECTS, LAUNCH_SECONDS, Execution, execution_of, step_seconds
+from benchmarks.workloads import family_table
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.planning.assemble import makespan_seconds
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.solvers import make_solver
+from tests.planning.examples import example_problem
 
 
 def an_execution(groups: list[list[int]], *, ring: list[float], waves: bool = False, other: float = 1.0) -> Execution:
@@ -69,3 +75,15 @@ def test_effects_slow_what_they_say() -> None:
     assert 1.02 < found["noise"] < 1.15
     rings = an_execution([[0, 1, 2, 3]], ring=[0.0])
     assert EFFECTS["launches"](rings) == pytest.approx(1.0 + 4 * LAUNCH_SECONDS)
+
+
+@pytest.mark.parametrize("sync", ["iteration", "microbatch"])
+def test_without_an_effect_a_step_takes_what_was_predicted(sync: Sync) -> None:
+    problem = example_problem(sync, num_ranks=64, ranks_per_node=8)
+    table = family_table("github", sequences=512, seed=0)
+    batches = GlobalBatches(table, problem, BatchSettings(global_batch_size=512, shuffle=False))
+    batch = batches.batch(0)
+    for name in ("fcp", "static"):
+        answer = make_solver(name, batches).assign(batch)
+        predicted = makespan_seconds(answer, batch, problem)
+        assert step_seconds(execution_of(answer, batch, problem)) == pytest.approx(predicted, rel=1e-12)
