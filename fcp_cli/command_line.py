@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from fcp_cli.console import verbosity
 from fcp_cli.errors import FcpError, Interrupted, UsageError
-from fcp_cli.known import OF_OPTION, known_names
+from fcp_cli.known_names import OF_OPTION, known_names
 from fcp_cli.options import Opt, Option, build, options_of, read_value
 from fcp_cli.retired import replacement
 from fcp_cli.trust import refuse_untrusted

@@ -34,8 +34,8 @@ def jobs(options: JobsOptions) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from fcp_cli.launching.started.backend import ThisMachine
     from fcp_cli.launching.started.jobs import listed_state, started_runs
-    from fcp_cli.launching.started.outside import ThisMachine
 
     found = [listed_state(run_dir, ThisMachine()) for run_dir in started_runs(options.runs)]
     if options.json:
@@ -65,8 +65,8 @@ class OneJob:
 @takes(OneJob, "fcp jobs log runs/qwen3-tiny-001", "fcp jobs log qwen3-tiny-001")
 def log(options: OneJob) -> None:
     """Print the newest log of a job."""
+    from fcp_cli.launching.started.backend import ThisMachine
     from fcp_cli.launching.started.jobs import log_of, require_run
-    from fcp_cli.launching.started.outside import ThisMachine
 
     sys.stdout.writelines(log_of(require_run(options.run_dir), ThisMachine()))
 
@@ -83,9 +83,9 @@ class CancelOptions(OneJob):
 @takes(CancelOptions, "fcp jobs cancel runs/qwen3-tiny-001", "fcp jobs cancel qwen3-tiny-001 --yes")
 def cancel(options: CancelOptions) -> None:
     """End a job, after showing it and asking; here and under Slurm its ranks finish their step and save first."""
+    from fcp_cli.launching.started.backend import ThisMachine
     from fcp_cli.launching.started.cancel import end, find_cancellation
     from fcp_cli.launching.started.jobs import require_run
-    from fcp_cli.launching.started.outside import ThisMachine
 
     found = find_cancellation(require_run(options.run_dir), ThisMachine())
     asks = "yes" not in options.typed  # a file that lies in the current folder must not answer for the user

@@ -74,7 +74,7 @@ def ring_hops(ranks: tuple[int, ...], ranks_per_node: int, heads_degree: int = 1
     return hops
 
 
-def look_back_hops(
+def halo_hops(
     ranks: tuple[int, ...], ranks_per_node: int, heads_degree: int = 1, *, whole_heads: bool = False
 ) -> list[tuple[int, int]]:
     """Return (from, to) of the messages of layers with windows or states, not of rings.

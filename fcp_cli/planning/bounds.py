@@ -15,7 +15,7 @@ from fcp_cli.plan.pipeline import Pipeline
 from fcp_cli.plan.speeds import Speeds
 from fcp_cli.planning.compiled.alone import alone_by_degree, least_alone, longest_alone, work_in_rings
 from fcp_cli.planning.compiled.certificate import area_bound, crowd_bound, wave_bound
-from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, machine_of
+from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, planner_inputs
 from fcp_cli.planning.problem import Problem
 
 _MOST_ABREAST = 16  # sequences of which more fit side by side are left to the work's bound
@@ -57,7 +57,7 @@ def _bound_at_speeds(work: Work, problem: Problem, speeds: Speeds) -> float:
 
 def _work_bound(work: Work, problem: Problem) -> float:
     simple = simple_bound_seconds(work, problem)
-    machine = machine_of(problem)
+    machine = planner_inputs(problem)
     _order, sequences = by_falling_work(work)
     waves = problem.sync == "microbatch"
     bound = max(simple, area_bound(simple, waves, sequences, machine))
@@ -105,7 +105,7 @@ def _longest_path_seconds(work: Work, even: FloatArray, problem: Problem, pipeli
     others_seconds = float(others.sum() - others[longest])
     degree = np.arange(max(1, -(-int(work.tokens[longest]) // problem.tokens_per_rank)), n + 1)
     messages = 2 * (stages * pipeline.virtual_stages - 1) * pipeline.send_seconds
-    way = stages * alone_by_degree(longest, in_batch_order(work), machine_of(problem))[degree] + messages
+    way = stages * alone_by_degree(longest, in_batch_order(work), planner_inputs(problem))[degree] + messages
     step = (degree * way + others_seconds) / (degree + share * (n - degree))
     best = stages * longest_sequence_bound_seconds(work, problem) + messages
     return max(best, float(np.maximum(way, step).min()))
@@ -140,7 +140,7 @@ def longest_sequence_bound_seconds(work: Work, problem: Problem) -> float:
 
     A group of d ranks is no quicker than the d-th quickest rank.
     """
-    return float(longest_alone(_quickest_first(problem), in_batch_order(work), machine_of(problem)))
+    return float(longest_alone(_quickest_first(problem), in_batch_order(work), planner_inputs(problem)))
 
 
 def abreast_bound_seconds(work: Work, problem: Problem) -> float:
@@ -157,7 +157,7 @@ def abreast_bound_seconds(work: Work, problem: Problem) -> float:
     if not len(longest):
         return 0.0
     abreast = np.maximum(1, room // work.tokens[longest])
-    least = least_alone(longest, _quickest_first(problem), in_batch_order(work), machine_of(problem))
+    least = least_alone(longest, _quickest_first(problem), in_batch_order(work), planner_inputs(problem))
     return float((np.cumsum(least) / abreast).max()) * (1.0 - _MARGIN)
 
 

@@ -9,26 +9,26 @@ import numpy as np
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.cost.model import Work, token_in_window_seconds, unit_prices
-from fcp_cli.planning.compiled.core import Machine, Sequences, Splits
+from fcp_cli.planning.compiled.core import PlannerInputs, Sequences, Splits
 from fcp_cli.planning.compiled.ways import tabulated
 from fcp_cli.planning.problem import Problem
 
 
-def changed(machine: Machine, **fields: Any) -> Machine:
-    """Return a machine on which something costs otherwise, or ranks hold other numbers of tokens."""
-    machine = machine._replace(**fields)
-    return machine._replace(splits=tabulated(machine))
+def changed(inputs: PlannerInputs, **fields: Any) -> PlannerInputs:
+    """Return inputs with other prices, or with another token budget."""
+    inputs = inputs._replace(**fields)
+    return inputs._replace(splits=tabulated(inputs))
 
 
-def repriced(machine: Machine, **prices: Any) -> Machine:
-    """Return a machine with other unit prices."""
-    return changed(machine, prices=machine.prices._replace(**prices))
+def repriced(inputs: PlannerInputs, **prices: Any) -> PlannerInputs:
+    """Return inputs with other unit prices."""
+    return changed(inputs, prices=inputs.prices._replace(**prices))
 
 
-_last: tuple[Problem, Machine] | None = None
+_last: tuple[Problem, PlannerInputs] | None = None
 
 
-def machine_of(problem: Problem, groups: list[range] | None = None, *, whole_nodes: bool = False) -> Machine:
+def planner_inputs(problem: Problem, groups: list[range] | None = None, *, whole_nodes: bool = False) -> PlannerInputs:
     """Return ranks, token budget and cost of a problem.
 
     Rings may use the given groups only (widest first), or all groups of neighbouring ranks; with `whole_nodes` those
@@ -44,11 +44,11 @@ def machine_of(problem: Problem, groups: list[range] | None = None, *, whole_nod
     return last[1]
 
 
-def _made(problem: Problem, groups: list[range], whole_nodes: bool) -> Machine:
+def _made(problem: Problem, groups: list[range], whole_nodes: bool) -> PlannerInputs:
     c = problem.profile.coefficients
     allowed = np.zeros(problem.num_ranks + 1, dtype=np.int64)
     allowed[[1, *map(len, groups)] if groups else slice(None)] = 1
-    machine = Machine(
+    inputs = PlannerInputs(
         num_ranks=problem.num_ranks,
         ranks_per_node=min(problem.ranks_per_node, problem.num_ranks),
         tokens_per_rank=problem.tokens_per_rank,
@@ -63,12 +63,12 @@ def _made(problem: Problem, groups: list[range], whole_nodes: bool) -> Machine:
         whole_nodes=int(whole_nodes),
         splits=_splits_of(problem),
     )
-    return changed(machine)
+    return changed(inputs)
 
 
-def without_splits(machine: Machine) -> Machine:
-    """Return the machine on which groups are rings."""
-    return changed(machine, splits=_untabulated([], only=False))
+def without_splits(inputs: PlannerInputs) -> PlannerInputs:
+    """Return inputs whose groups are rings."""
+    return changed(inputs, splits=_untabulated([], only=False))
 
 
 def _splits_of(problem: Problem) -> Splits:

@@ -48,7 +48,7 @@ class Strategy:
 _PUBLISHED: Final = "fcp_cli.planning.published"
 _OWN: Final[Mapping[str, Strategy]] = {
     "fcp": Strategy(
-        factory="fcp_cli.planning.fcp.solver:make_solver",
+        factory="fcp_cli.planning.fcp.solver:solver_with_options",
         options=frozenset({"max_degree", "max_groups", "max_peers", "robust"}),
     ),
     "bytescale": Strategy(factory=f"{_PUBLISHED}.bytescale:make_solver"),

@@ -17,14 +17,14 @@ import numpy as np
 from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batches import GlobalBatches, spread_steps
-from fcp_cli.planning.compiled.one_degree import laid_out
-from fcp_cli.planning.kernel_inputs import in_batch_order, machine_of
+from fcp_cli.planning.compiled.static_schedules import laid_out
+from fcp_cli.planning.kernel_inputs import in_batch_order, planner_inputs
 from fcp_cli.planning.packing import members_by_pack
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 from fcp_cli.planning.work import work_on
 
 Packing = Literal["full", "even", "level"]
-PACKINGS: Final[tuple[Packing, ...]] = ("full", "even", "level")  # as `one_degree` numbers them
+PACKINGS: Final[tuple[Packing, ...]] = ("full", "even", "level")  # as `static_schedules` numbers them
 _TUNING_STEPS = 32  # evenly spaced steps on which degree and packing are tuned
 
 
@@ -50,7 +50,7 @@ class StaticSolver:
     def assign(self, batch: Batch) -> Assignment:
         """Pack, sort the packs by cost, share them out over the groups."""
         sequences = in_batch_order(work_on(batch.work, self.degree, self.problem))
-        machine = machine_of(self.problem)
+        machine = planner_inputs(self.problem)
         waves = self.problem.sync == "microbatch"
         packing = PACKINGS.index(self.packing)
         packs, by, group, turn = laid_out(packing, self.degree, waves, sequences, machine)

@@ -40,7 +40,6 @@ from fcp_cli.training.adapters import adapted_names, choose_trained, describe_fr
 from fcp_cli.training.checkpoint import TrainState, load_checkpoint, saved_buffers
 from fcp_cli.training.data import open_data
 from fcp_cli.training.evaluation import evaluate, open_held_out
-from fcp_cli.training.holding import Holding, Replica, ShardedModel
 from fcp_cli.training.initial import draw_weights
 from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.models import build_model, has_vision, model_config, model_vocab_size, shard_model
@@ -51,6 +50,7 @@ from fcp_cli.training.origin import keep_origin, kept_names
 from fcp_cli.training.report import TrainingReport, run_facts
 from fcp_cli.training.saving import CheckpointSaver, remove_leftovers
 from fcp_cli.training.settings import TrainSettings
+from fcp_cli.training.sharded_weights import Replica, ShardedModel, ShardedWeights
 from fcp_cli.training.shares import open_shares
 from fcp_cli.training.utilisation import peak_of, utilisation
 from fcp_cli.training.visuals import open_visuals
@@ -163,12 +163,12 @@ class Trainer:
         self.names = None if names is None else adapted_names(names, self.model)
         if not self.is_sharded:
             self._fill(weights)
-        self.holding = self._hold()
+        self.sharded = self._hold()
         if self.is_sharded:
             self._fill(weights)
         self._keep_embeddings()
         self.offload = open_offload(self.recipe, settings.model, metadata, session.device)
-        self.optimizer = make_optimizer(self.holding.trained, settings)
+        self.optimizer = make_optimizer(self.sharded.trained, settings)
         self.saver = CheckpointSaver(
             self.paths.checkpoints,
             rank=session.rank,
@@ -193,7 +193,7 @@ class Trainer:
         elif self.starts_whole:
             draw_weights(self.model, self.settings.seed)
 
-    def _hold(self) -> Holding:
+    def _hold(self) -> ShardedWeights:
         """Shard the model, or its optimizer state, by the recipe. Every rank calls it."""
         session, recipe = self.session, self.recipe
         shares = open_shares(
@@ -240,7 +240,7 @@ class Trainer:
     def _steps(self) -> Iterator[Step]:
         """Yield this rank's steps."""
         steps = self.session.steps(
-            self.holding.followed,
+            self.sharded.followed,
             first_step=self.first_step,
             reduce=self.recipe.reduce,
             on_nan=self.settings.on_nan,
@@ -278,14 +278,14 @@ class Trainer:
 
     def _update(self, step: Step) -> tuple[float, Tensor]:
         """Clip the gradients, update the weights and let go of the gradients; return learning rate and norm []."""
-        shares = self.holding.shares
+        shares = self.sharded.shares
         learning_rate = learning_rate_at(step.index, settings=self.settings, plan_steps=self.session.metadata.end_step)
         set_learning_rate(self.optimizer, learning_rate)
         if step.is_skipped:
             self._note_skipped(step, "loss")
             return learning_rate, torch.tensor(math.nan)
         norm = clip_gradients(
-            self.holding.trained,
+            self.sharded.trained,
             self.settings.max_grad_norm,
             group=None if self.is_sharded else shares.shard_group,  # FSDP2's gradients know that they are shards
         )
@@ -297,7 +297,7 @@ class Trainer:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if not is_skipped:
-            self.holding.publish()
+            self.sharded.gather()
         return learning_rate, norm
 
     def _note_skipped(self, step: Step, quantity: str) -> None:
@@ -327,7 +327,7 @@ class Trainer:
         if self.held_out is None:
             return
         measured = evaluate(
-            self.held_out, self.model, self.holding.followed, self.recipe, step=step, precision=self._precision
+            self.held_out, self.model, self.sharded.followed, self.recipe, step=step, precision=self._precision
         )
         if self.session.recorder is not None:
             self.session.recorder.write(measured.record())
@@ -383,7 +383,7 @@ class Trainer:
             note(f"{found} has no checksums, as an earlier fcp saved it: it is loaded unverified")
         ranks = self.session.metadata.num_ranks
         load_checkpoint(found, self._state, header=header, rank=self.session.rank, num_ranks=ranks)
-        self.holding.publish(frozen=True)
+        self.sharded.gather(frozen=True)
         return header.step
 
     @property
@@ -391,14 +391,14 @@ class Trainer:
         # Resuming reads frozen weights from the origin again, so only adapters are saved, which are far smaller.
         from_elsewhere = self.settings.weights is not None
         kept = {
-            name: weight for name, weight in self.holding.weights.items() if weight.requires_grad or not from_elsewhere
+            name: weight for name, weight in self.sharded.weights.items() if weight.requires_grad or not from_elsewhere
         }
         return TrainState(
             weights=kept,
             buffers=saved_buffers(self.model),
             optimizer=self.optimizer,
             device=self.session.device,
-            shares=self.holding.shares,
+            shares=self.sharded.shares,
         )
 
     def _header(self, step: int) -> CheckpointHeader:
@@ -408,7 +408,7 @@ class Trainer:
             plan_hash=metadata.plan_hash,
             num_ranks=metadata.num_ranks,
             sharding="replicated" if self.recipe.zero_stage == 0 else "sharded",
-            shards=self.holding.shares.count,
+            shards=self.sharded.shares.count,
             model=self.settings.model,
             torch=torch.__version__,
         )

@@ -7,8 +7,8 @@ from typing import cast
 
 import pytest
 
+from fcp_cli.launching.started.backend import JobBackend
 from fcp_cli.launching.started.jobs import job_state
-from fcp_cli.launching.started.outside import Outside
 from fcp_cli.runs.submission import new_submission, write_submission
 from tests.commands.planning_folder import fcp
 from tests.plugin_packages import install
@@ -103,7 +103,7 @@ def test_no_package_replaces_a_target_of_fcp(tmp_path: Path, monkeypatch: pytest
 
 def test_a_job_of_such_a_target_is_known_by_its_own_files(tmp_path: Path) -> None:
     write_submission(tmp_path, new_submission(target="pbs", name="mine"))
-    state = job_state(tmp_path, cast(Outside, _Nobody()))
+    state = job_state(tmp_path, cast(JobBackend, _Nobody()))
     assert (state.where, state.state) == ("pbs mine", "unknown")
 
 

@@ -16,9 +16,9 @@ from fcp_cli.plan.step import RingGroup
 from fcp_cli.runtime.communication import connections
 from fcp_cli.runtime.communication.connections import (
     Connections,
-    LookBack,
+    HaloPattern,
     contacts_of,
-    expect_look_back,
+    expect_halo_pattern,
     hops_of,
     planned_hops,
     rounds_of,
@@ -105,7 +105,7 @@ def test_layers_that_look_back_use_no_way_that_was_not_opened(
     group = RingGroup(np.array(ranks, dtype=np.int32).tobytes(), heads_degree)
     order = ring_order(ranks, per_node, heads_degree)
     of_rings, up_and_down, opened = (
-        hops_of([group], per_node, look_back=how) for how in ("no", "rings", "whole heads")
+        hops_of([group], per_node, halo_pattern=how) for how in ("no", "rings", "whole heads")
     )
     windows = run_recorded(make_example((90, 700), (8, 4), window=7), order, heads_degree=heads_degree)[1]
     layout = shard_layout((90, 700), len(ranks), heads_degree)
@@ -131,21 +131,21 @@ def test_layers_that_look_back_use_no_way_that_was_not_opened(
 
 def test_a_session_opens_ways_back_where_any_model_looks_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = write_plan(tmp_path / "plan.parquet", [[Row([0, 1, 2], [40])]], num_ranks=3)
-    assert planned_hops(plan, look_back="rings") > planned_hops(plan)
+    assert planned_hops(plan, halo_pattern="rings") > planned_hops(plan)
     monkeypatch.setattr(connections, "_expected", set())
-    kinds: tuple[LookBack, ...] = "no", "rings", "whole heads"
+    kinds: tuple[HaloPattern, ...] = "no", "rings", "whole heads"
     for kind in kinds:
-        expect_look_back(kind)
+        expect_halo_pattern(kind)
 
         def run(meeting: Meeting, rank: int) -> set[tuple[int, int]]:
             transport = RecordingTransport(ThreadTransport(meeting.mailbox, rank, timeout_seconds=20.0))
             met = Connections(transport, rank=rank, device=CPU)
             met.open_all(planned_hops(plan))
-            met.look_back = connections.agree_on_look_back(ThreadWorld(meeting, rank))
-            met.open_all(planned_hops(plan, look_back=met.look_back))
+            met.halo_pattern = connections.agree_on_halo_pattern(ThreadWorld(meeting, rank))
+            met.open_all(planned_hops(plan, halo_pattern=met.halo_pattern))
             return {(rank, operation.peer) for operation in transport.operations if operation.verb == "send"}
 
-        assert set().union(*run_ranks(3, run)) == planned_hops(plan, look_back=kind)
+        assert set().union(*run_ranks(3, run)) == planned_hops(plan, halo_pattern=kind)
 
 
 @pytest.mark.distributed

@@ -14,8 +14,8 @@ from fcp_cli.recipe import Recipe
 from fcp_cli.runtime.communication.world import ProcessWorld
 from fcp_cli.runtime.session.outside import outside
 from fcp_cli.training.adapters import choose_trained
-from fcp_cli.training.holding import Replica
 from fcp_cli.training.models import build_model, shard_model
+from fcp_cli.training.sharded_weights import Replica
 from fcp_cli.training.shares import Shares, open_shares
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]

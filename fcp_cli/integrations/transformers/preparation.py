@@ -36,7 +36,7 @@ from fcp_cli.integrations.transformers.linear import hook_linear_layers, linear_
 from fcp_cli.integrations.transformers.loss import prepare_loss, takes_labels
 from fcp_cli.integrations.transformers.probe import probe
 from fcp_cli.recipe import Recompute
-from fcp_cli.runtime.communication.connections import expect_look_back
+from fcp_cli.runtime.communication.connections import expect_halo_pattern
 from fcp_cli.runtime.communication.exchange import exchange
 from fcp_cli.runtime.pictures.visuals import VisualShard
 from fcp_cli.runtime.recomputation.recompute import recomputed
@@ -116,9 +116,9 @@ def _run_on_rings(model: transformers.PreTrainedModel) -> Any:
     hook_linear_layers(model)
     layers = (module for module in model.modules() if hasattr(module, "layer_idx"))
     if any(_window_of(layer) is not None for layer in layers):
-        expect_look_back("rings")
+        expect_halo_pattern("rings")
     if linear_layers(model):
-        expect_look_back("whole heads")
+        expect_halo_pattern("whole heads")
     probe(model, text, _check_call)
     transformers.AttentionInterface.register(NAME, _attention_forward)
     model.set_attn_implementation(NAME if text is model.config else {"text_config": NAME})

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fcp_cli.errors import RunError
+from fcp_cli.launching.started.backend import JobBackend
 from fcp_cli.launching.started.jobs import JobState, job_state, kubectl
-from fcp_cli.launching.started.outside import Outside
 from fcp_cli.machine.identity import INIT, ProcessIdentity
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.heartbeat import Heartbeat, read_heartbeat
@@ -48,9 +48,9 @@ class Cancellation:
         return f"{self.runs.target} {self.runs.name} in {namespace}"
 
 
-def find_cancellation(run_dir: Path, outside: Outside) -> Cancellation:
+def find_cancellation(run_dir: Path, backend: JobBackend) -> Cancellation:
     """Return the processes or jobs that cancelling would end, without ending them."""
-    job, submission = job_state(run_dir, outside), read_submission(run_dir)
+    job, submission = job_state(run_dir, backend), read_submission(run_dir)
     if job.is_over:
         raise RunError(f"{run_dir} is {job.state}: there is nothing to cancel")
     if submission is not None and submission.has_scheduler:
@@ -58,12 +58,12 @@ def find_cancellation(run_dir: Path, outside: Outside) -> Cancellation:
     heartbeat = read_heartbeat(RunPaths(run_dir=run_dir).heartbeat)
     if heartbeat is None:
         raise RunError(f"{run_dir} has not been started: there is nothing to cancel")
-    return Cancellation(job=job, runs=_launcher(run_dir, heartbeat, outside))
+    return Cancellation(job=job, runs=_launcher(run_dir, heartbeat, backend))
 
 
-def _launcher(run_dir: Path, heartbeat: Heartbeat, outside: Outside) -> ProcessIdentity:
+def _launcher(run_dir: Path, heartbeat: Heartbeat, backend: JobBackend) -> ProcessIdentity:
     """Return the process that launched a run of this machine."""
-    if heartbeat.host != outside.host:
+    if heartbeat.host != backend.host:
         raise RunError(f"{run_dir} runs on {heartbeat.host}; cancel it there")
     launcher, pid = heartbeat.launcher, heartbeat.pid
     if pid == INIT:
@@ -83,12 +83,12 @@ def _launcher(run_dir: Path, heartbeat: Heartbeat, outside: Outside) -> ProcessI
     return launcher
 
 
-def end(cancellation: Cancellation, outside: Outside) -> str:
+def end(cancellation: Cancellation, backend: JobBackend) -> str:
     """End a job; return the actions taken. Ranks of a local run and of Slurm's save a checkpoint first."""
     runs, job = cancellation.runs, cancellation.job
     if isinstance(runs, ProcessIdentity):
         try:
-            signalled = outside.stop(runs)
+            signalled = backend.stop(runs)
         except PermissionError as error:
             raise RunError(
                 f"{job.run_dir} was launched by another user as process {runs.pid}; ask that user to cancel it"
@@ -98,7 +98,7 @@ def end(cancellation: Cancellation, outside: Outside) -> str:
         return f"asked process {runs.pid} to end its step and save"
     if runs.target == "slurm":
         saves = ("--signal=TERM", "--batch") if job.state.startswith("RUNNING") else ()
-        outside.run(("scancel", *saves, "--", runs.job_id))
+        backend.run(("scancel", *saves, "--", runs.job_id))
         return f"asked Slurm to end job {runs.job_id}"
-    outside.run(kubectl(runs, "delete"))
+    backend.run(kubectl(runs, "delete"))
     return f"deleted the {runs.target} {runs.name}"

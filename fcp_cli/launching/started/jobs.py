@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fcp_cli.errors import FcpError, RunError
-from fcp_cli.launching.started.outside import Outside
+from fcp_cli.launching.started.backend import JobBackend
 from fcp_cli.reading.documents import decode_json
 from fcp_cli.runs.folder import RUNS, RunPaths
 from fcp_cli.runs.heartbeat import read_heartbeat
@@ -74,15 +74,15 @@ def require_run(run_dir: Path) -> Path:
     raise RunError(f"{run_dir} is no run that 'fcp launch' started; 'fcp jobs' lists those below {RUNS}")
 
 
-def listed_state(run_dir: Path, outside: Outside) -> JobState:
+def listed_state(run_dir: Path, backend: JobBackend) -> JobState:
     """Ask how a job stands; a run whose files are damaged is `unreadable`, so that others are listed all the same."""
     try:
-        return job_state(run_dir, outside)
+        return job_state(run_dir, backend)
     except RunError as error:
         return JobState(run_dir=run_dir, where="", state="unreadable", steps=0, problem=str(error))
 
 
-def job_state(run_dir: Path, outside: Outside) -> JobState:
+def job_state(run_dir: Path, backend: JobBackend) -> JobState:
     """Ask how a job stands; without an answer of the scheduler, the run's own files decide."""
     submission, own = read_submission(run_dir), _own_state(run_dir)
     last = summary_of(RunPaths(run_dir=run_dir).metrics).last
@@ -93,7 +93,7 @@ def job_state(run_dir: Path, outside: Outside) -> JobState:
     state = own
     if own not in _OVER and submission.has_scheduler:
         with suppress(FcpError):
-            state = _asked(submission, outside)
+            state = _asked(submission, backend)
     return JobState(run_dir=run_dir, where=where, state=state or "unknown", steps=steps)
 
 
@@ -105,14 +105,14 @@ def _own_state(run_dir: Path) -> str | None:
     return heartbeat.ended or ("dead" if heartbeat.is_gone else "running")
 
 
-def _asked(submission: Submission, outside: Outside) -> str:
+def _asked(submission: Submission, backend: JobBackend) -> str:
     if submission.target != "slurm":
-        return _state_on_kubernetes(outside.run(kubectl(submission, "get", "--output=json")))
-    queued = outside.run(("squeue", f"--jobs={submission.job_id}", "--noheader", "--states=all", "--format=%T %r"))
+        return _state_on_kubernetes(backend.run(kubectl(submission, "get", "--output=json")))
+    queued = backend.run(("squeue", f"--jobs={submission.job_id}", "--noheader", "--states=all", "--format=%T %r"))
     if queued.strip():
         state, _, reason = one_line(queued.strip().splitlines()[0]).partition(" ")
         return f"{state} ({reason})" if reason not in ("", "None") else state
-    ended = outside.run(
+    ended = backend.run(
         ("sacct", f"--jobs={submission.job_id}", "--allocations", "--noheader", "--parsable2", "-oState")
     )
     return one_line(ended.strip().splitlines()[0]) if ended.strip() else "unknown"
@@ -163,7 +163,7 @@ def _namespace(submission: Submission) -> tuple[str, ...]:
     return (f"--namespace={submission.namespace}",) if submission.namespace else ()
 
 
-def log_of(run_dir: Path, outside: Outside) -> Iterator[str]:
+def log_of(run_dir: Path, backend: JobBackend) -> Iterator[str]:
     """Return the output of a job, in pieces: its newest log, or that of node 0's pod if the run has none."""
     paths, submission = RunPaths(run_dir=run_dir), read_submission(run_dir)
     own = f"slurm-{submission.job_id}*.log" if submission is not None and submission.target == "slurm" else ""
@@ -175,7 +175,7 @@ def log_of(run_dir: Path, outside: Outside) -> Iterator[str]:
     if submission is None or submission.target not in _LABELS:
         raise RunError(f"{run_dir} has printed nothing yet: there is no log in {paths.logs}")
     label = _LABELS[submission.target].format(name=submission.name)
-    return iter([outside.run(("kubectl", "logs", f"--selector={label}", "--tail=-1", *_namespace(submission)))])
+    return iter([backend.run(("kubectl", "logs", f"--selector={label}", "--tail=-1", *_namespace(submission)))])
 
 
 def _pieces(log: Path) -> Iterator[str]:

@@ -6,88 +6,88 @@ import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.compiling import inlined, kernel
-from fcp_cli.planning.compiled.core import UNPLACED, Machine, Sequences, faster_tier, pack_seconds, sequence_load
+from fcp_cli.planning.compiled.core import UNPLACED, PlannerInputs, Sequences, faster_tier, pack_seconds, sequence_load
 
 
 @inlined
-def at_best(degree: int, machine: Machine) -> int:
+def at_best(degree: int, inputs: PlannerInputs) -> int:
     """Return `across` of a group of this degree where it costs least."""
-    return UNPLACED if degree > machine.ranks_per_node or faster_tier(machine) else 0
+    return UNPLACED if degree > inputs.ranks_per_node or faster_tier(inputs) else 0
 
 
 @inlined
-def alone_at_best(i: int, degree: int, sequences: Sequences, machine: Machine) -> float:
+def alone_at_best(i: int, degree: int, sequences: Sequences, inputs: PlannerInputs) -> float:
     """Return the seconds of sequence i alone on a group of this degree, placed at best, without more padding."""
-    return pack_seconds(sequence_load(i, sequences, machine), degree, at_best(degree, machine), machine)
+    return pack_seconds(sequence_load(i, sequences, inputs), degree, at_best(degree, inputs), inputs)
 
 
 @kernel
-def alone_by_degree(i: int, sequences: Sequences, machine: Machine) -> FloatArray:
+def alone_by_degree(i: int, sequences: Sequences, inputs: PlannerInputs) -> FloatArray:
     """Return [num_ranks + 1] the least seconds of sequence i on each degree; infinite where it does not fit."""
-    seconds = np.full(machine.num_ranks + 1, np.inf)
-    lowest = max(1, (sequences.tokens[i] + machine.tokens_per_rank - 1) // machine.tokens_per_rank)
-    for degree in range(lowest, machine.num_ranks + 1):
-        seconds[degree] = alone_at_best(i, degree, sequences, machine)
+    seconds = np.full(inputs.num_ranks + 1, np.inf)
+    lowest = max(1, (sequences.tokens[i] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank)
+    for degree in range(lowest, inputs.num_ranks + 1):
+        seconds[degree] = alone_at_best(i, degree, sequences, inputs)
     return seconds
 
 
 @kernel
-def least_alone(members: IntArray, speeds: FloatArray, sequences: Sequences, machine: Machine) -> FloatArray:
+def least_alone(members: IntArray, speeds: FloatArray, sequences: Sequences, inputs: PlannerInputs) -> FloatArray:
     """Return [members] the seconds of each of these sequences on the degree that suits it best.
 
     Args:
         members: positions of sequences.
         speeds: [num_ranks] of the ranks, the quickest first: a group is as fast as its slowest.
-        sequences, machine: of `members`.
+        sequences, inputs: of `members`.
     """
     least = np.full(len(members), np.inf)
     for k in range(len(members)):
-        least[k] = _least(members[k], 0.0, speeds, sequences, machine)
+        least[k] = _least(members[k], 0.0, speeds, sequences, inputs)
     return least
 
 
 @kernel
-def longest_alone(speeds: FloatArray, sequences: Sequences, machine: Machine) -> float:
+def longest_alone(speeds: FloatArray, sequences: Sequences, inputs: PlannerInputs) -> float:
     """Return the most that any sequence takes on the degree that suits it best; the arguments are `least_alone`'s."""
     longest = 0.0
     for i in range(len(sequences.tokens)):
-        longest = max(longest, _least(i, longest, speeds, sequences, machine))
+        longest = max(longest, _least(i, longest, speeds, sequences, inputs))
     return longest
 
 
 @kernel
-def _least(i: int, enough: float, speeds: FloatArray, sequences: Sequences, machine: Machine) -> float:
+def _least(i: int, enough: float, speeds: FloatArray, sequences: Sequences, inputs: PlannerInputs) -> float:
     """Return the least seconds of a sequence, or some that are no more than `enough`."""
     least = np.inf
-    lowest = max(1, (sequences.tokens[i] + machine.tokens_per_rank - 1) // machine.tokens_per_rank)
+    lowest = max(1, (sequences.tokens[i] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank)
     # Every degree: the seconds jump where a group begins to cross nodes, so the first minimum need not be the least.
-    for degree in range(lowest, machine.num_ranks + 1):
-        least = min(least, alone_at_best(i, degree, sequences, machine) / speeds[degree - 1])
+    for degree in range(lowest, inputs.num_ranks + 1):
+        least = min(least, alone_at_best(i, degree, sequences, inputs) / speeds[degree - 1])
         if least <= enough:  # the maximum over sequences asks for no more
             break
     return float(least)
 
 
 @kernel
-def traffic_seconds(degree: int, sets: int, machine: Machine) -> float:
+def traffic_seconds(degree: int, sets: int, inputs: PlannerInputs) -> float:
     """Return the rank-seconds of ring traffic per token on a group of this degree whose ring has so many sets."""
-    return least_of_tiers(machine.prices.ring, degree, machine) * (sets - 1)
+    return least_of_tiers(inputs.prices.ring, degree, inputs) * (sets - 1)
 
 
 @inlined
-def home_seconds(degree: int, machine: Machine) -> float:
+def home_seconds(degree: int, inputs: PlannerInputs) -> float:
     """Return the part of `traffic_seconds` that nothing hides, if there is a ring."""
-    return least_of_tiers(machine.prices.home, degree, machine)
+    return least_of_tiers(inputs.prices.home, degree, inputs)
 
 
 @inlined
-def least_of_tiers(prices: FloatArray, degree: int, machine: Machine) -> float:
+def least_of_tiers(prices: FloatArray, degree: int, inputs: PlannerInputs) -> float:
     """Return the price across nodes if a group of this degree has to lie across them, else the less of both."""
-    return float(prices[1] if degree > machine.ranks_per_node else min(prices[0], prices[1]))
+    return float(prices[1] if degree > inputs.ranks_per_node else min(prices[0], prices[1]))
 
 
 @kernel
-def work_in_rings(sequences: Sequences, machine: Machine) -> FloatArray:
+def work_in_rings(sequences: Sequences, inputs: PlannerInputs) -> FloatArray:
     """Return [sequences] rank-seconds that each adds to any pack that holds it, at least.
 
     Its work, and, where it needs a ring of d ranks or more, t (k (d - 1) + e (c_d (d - 1) - g_d) + g_d): see
@@ -96,9 +96,9 @@ def work_in_rings(sequences: Sequences, machine: Machine) -> FloatArray:
     least = np.zeros(len(sequences.work))
     for i in range(len(least)):
         least[i] = sequences.work[i]
-        degree = (sequences.tokens[i] + machine.tokens_per_rank - 1) // machine.tokens_per_rank
-        if degree > 1 and not len(machine.splits.heads):
-            home = home_seconds(degree, machine)
-            exposed = machine.prices.exposed * (traffic_seconds(degree, degree, machine) - home) + home
-            least[i] += (machine.prices.chunk * (degree - 1) + exposed) * sequences.tokens[i]
+        degree = (sequences.tokens[i] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank
+        if degree > 1 and not len(inputs.splits.heads):
+            home = home_seconds(degree, inputs)
+            exposed = inputs.prices.exposed * (traffic_seconds(degree, degree, inputs) - home) + home
+            least[i] += (inputs.prices.chunk * (degree - 1) + exposed) * sequences.tokens[i]
     return least

@@ -20,7 +20,7 @@ from fcp_cli.compiling import inlined, kernel, leaf
 from fcp_cli.planning.compiled.alone import alone_at_best, at_best, home_seconds, least_of_tiers, traffic_seconds
 from fcp_cli.planning.compiled.core import (
     Load,
-    Machine,
+    PlannerInputs,
     Sequences,
     falling_order,
     group_terms,
@@ -40,16 +40,16 @@ _MARGIN = 1e-9  # relative; keeps rounding on the safe side
 
 
 @inlined
-def _exchange(k: int, machine: Machine) -> float:
+def _exchange(k: int, inputs: PlannerInputs) -> float:
     """Return the least rank-seconds per token in which sets of the k-th heads degree exchange."""
-    heads = machine.splits.heads[k]
-    inside = group_terms(heads, heads, 0, 0, machine.prices).exchange
-    across = group_terms(heads, heads, 0, 1, machine.prices).exchange
+    heads = inputs.splits.heads[k]
+    inside = group_terms(heads, heads, 0, 0, inputs.prices).exchange
+    across = group_terms(heads, heads, 0, 1, inputs.prices).exchange
     return float(heads * min(inside, across))
 
 
 @kernel
-def _least_area(i: int, makespan: float, outlasting: float, sequences: Sequences, machine: Machine) -> float:
+def _least_area(i: int, makespan: float, outlasting: float, sequences: Sequences, inputs: PlannerInputs) -> float:
     """Return the least rank-seconds, without beta, of sequence i if its micro-batch must end within makespan.
 
     A pack of degree d takes its ranks sum l + max(sum (a + k (d - 1) t), (1 - e) x) + e x + sum g_d t + h' d, with k
@@ -66,43 +66,43 @@ def _least_area(i: int, makespan: float, outlasting: float, sequences: Sequences
     """
     least, first = np.inf, 0
     tokens = sequences.tokens[i]
-    lowest = max(1, (sequences.tokens[i] + machine.tokens_per_rank - 1) // machine.tokens_per_rank)
-    for degree in range(lowest, machine.num_ranks + 1):
-        if alone_at_best(i, degree, sequences, machine) > makespan:
+    lowest = max(1, (sequences.tokens[i] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank)
+    for degree in range(lowest, inputs.num_ranks + 1):
+        if alone_at_best(i, degree, sequences, inputs) > makespan:
             continue
         first = first if first else degree
-        if machine.splits.only and degree > 1:
+        if inputs.splits.only and degree > 1:
             break
-        area, hidden = _ring_area(i, degree, degree, outlasting, sequences, machine)
+        area, hidden = _ring_area(i, degree, degree, outlasting, sequences, inputs)
         least = min(least, area)
-        if hidden or machine.prices.ring[1] >= machine.prices.ring[0]:
+        if hidden or inputs.prices.ring[1] >= inputs.prices.ring[0]:
             break  # traffic only grows from here on
-    for k in range(len(machine.splits.heads) if first > 1 else 0):
-        sets = (first + machine.splits.heads[k] - 1) // machine.splits.heads[k]
-        if machine.splits.only and sets > 1:
+    for k in range(len(inputs.splits.heads) if first > 1 else 0):
+        sets = (first + inputs.splits.heads[k] - 1) // inputs.splits.heads[k]
+        if inputs.splits.only and sets > 1:
             continue
-        area, _hidden = _ring_area(i, first, sets, outlasting, sequences, machine)
-        least = min(least, area + _exchange(k, machine) * tokens)
+        area, _hidden = _ring_area(i, first, sets, outlasting, sequences, inputs)
+        least = min(least, area + _exchange(k, inputs) * tokens)
     return float(least)
 
 
 @inlined
-def _ring_area(i: int, degree: int, sets: int, outlasting: float, sequences: Sequences, machine: Machine) -> Any:
+def _ring_area(i: int, degree: int, sets: int, outlasting: float, sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Return the least rank-seconds of sequence i in packs of this degree whose ring has so many sets.
 
     And whether attention hides the part of the ring that may hide.
     """
     if sets == 1:
         return sequences.work[i], True
-    tokens, home = sequences.tokens[i], home_seconds(degree, machine)
-    traffic = traffic_seconds(degree, sets, machine) - home
-    prices = machine.prices
+    tokens, home = sequences.tokens[i], home_seconds(degree, inputs)
+    traffic = traffic_seconds(degree, sets, inputs) - home
+    prices = inputs.prices
     longer = prices.chunk * (sets - 1)
-    messages = prices.home_hop * tokens / machine.tokens_per_rank
-    hops = prices.hop * (sets - 1) * tokens / machine.tokens_per_rank
+    messages = prices.home_hop * tokens / inputs.tokens_per_rank
+    hops = prices.hop * (sets - 1) * tokens / inputs.tokens_per_rank
     if prices.reach:
-        messages += least_of_tiers(prices.halo, degree, machine) * (sets - 1) * min(tokens, 2 * prices.reach)
-        messages += 2.0 * prices.halo_message * tokens / machine.tokens_per_rank
+        messages += least_of_tiers(prices.halo, degree, inputs) * (sets - 1) * min(tokens, 2 * prices.reach)
+        messages += 2.0 * prices.halo_message * tokens / inputs.tokens_per_rank
     if (1.0 - prices.exposed) * traffic < outlasting + longer:
         beside = prices.exposed * hops + messages
         return sequences.work[i] + (longer + prices.exposed * traffic + home) * tokens + beside, True
@@ -110,28 +110,28 @@ def _ring_area(i: int, degree: int, sets: int, outlasting: float, sequences: Seq
 
 
 @kernel
-def _microbatches(makespan: float, tokens: float, linear_per_token: float, machine: Machine) -> float:
+def _microbatches(makespan: float, tokens: float, linear_per_token: float, inputs: PlannerInputs) -> float:
     """Return the least mean number of micro-batches per rank that hold so many tokens per rank; infinite if none can.
 
     A rank that runs m micro-batches holds at most m E tokens in them, and, since it works on them for at most
     makespan - m beta seconds, at most (makespan - m beta) / min(l / t). The ranks' mean (m, tokens) lies in the convex
     hull of these points.
     """
-    if machine.prices.beta + linear_per_token == 0.0:
-        return tokens / machine.tokens_per_rank
-    whole = np.floor(makespan / (machine.prices.beta + machine.tokens_per_rank * linear_per_token))
-    if tokens <= whole * machine.tokens_per_rank:
-        return tokens / machine.tokens_per_rank
-    low = whole * machine.tokens_per_rank
-    high = (makespan - (whole + 1.0) * machine.prices.beta) / linear_per_token if linear_per_token > 0.0 else np.inf
-    high = min(high, (whole + 1.0) * machine.tokens_per_rank)
+    if inputs.prices.beta + linear_per_token == 0.0:
+        return tokens / inputs.tokens_per_rank
+    whole = np.floor(makespan / (inputs.prices.beta + inputs.tokens_per_rank * linear_per_token))
+    if tokens <= whole * inputs.tokens_per_rank:
+        return tokens / inputs.tokens_per_rank
+    low = whole * inputs.tokens_per_rank
+    high = (makespan - (whole + 1.0) * inputs.prices.beta) / linear_per_token if linear_per_token > 0.0 else np.inf
+    high = min(high, (whole + 1.0) * inputs.tokens_per_rank)
     if tokens > high:
         return np.inf
     return float(whole + (tokens - low) / (high - low))
 
 
 @kernel
-def area_bound(simple: float, waves: bool, sequences: Sequences, machine: Machine) -> float:
+def area_bound(simple: float, waves: bool, sequences: Sequences, inputs: PlannerInputs) -> float:
     """Return the makespan below which not even the areas of all micro-batches fit into N ranks.
 
     If a schedule of makespan T exists, every micro-batch ends within T, so each sequence takes its least area for T
@@ -140,7 +140,7 @@ def area_bound(simple: float, waves: bool, sequences: Sequences, machine: Machin
     ceil(tokens / (N E)). Their sum over N must be <= T; bisection keeps the largest T that is refuted.
     """
     n = len(sequences.work)
-    tokens = total_of(sequences.tokens) / machine.num_ranks
+    tokens = total_of(sequences.tokens) / inputs.num_ranks
     outlasting, linear_per_token = 0.0, np.inf
     for i in range(n):
         outlasting = max(outlasting, sequences.attention[i] / sequences.tokens[i])
@@ -152,13 +152,13 @@ def area_bound(simple: float, waves: bool, sequences: Sequences, machine: Machin
             makespan = refuted * 1.25
         total = 0.0
         for i in range(n):
-            if machine.prices.beta + sequences.work[i] <= makespan and sequences.tokens[i] <= machine.tokens_per_rank:
+            if inputs.prices.beta + sequences.work[i] <= makespan and sequences.tokens[i] <= inputs.tokens_per_rank:
                 total += sequences.work[i]
             else:
-                total += _least_area(i, makespan, outlasting, sequences, machine)
-        count = _microbatches(makespan, tokens, linear_per_token, machine)
-        count = max(1.0, np.ceil(tokens / machine.tokens_per_rank - _MARGIN) if waves else count)
-        if total / machine.num_ranks + machine.prices.beta * count <= makespan:
+                total += _least_area(i, makespan, outlasting, sequences, inputs)
+        count = _microbatches(makespan, tokens, linear_per_token, inputs)
+        count = max(1.0, np.ceil(tokens / inputs.tokens_per_rank - _MARGIN) if waves else count)
+        if total / inputs.num_ranks + inputs.prices.beta * count <= makespan:
             held = makespan
             if _step == 0:
                 break
@@ -190,7 +190,7 @@ def _wave_of(
     thin: float,
     by_density: IntArray,
     sequences: Sequences,
-    machine: Machine,
+    inputs: PlannerInputs,
 ) -> float:
     """Return the least makespan under waves, seen from the wave that runs j, over all degrees d that j may have.
 
@@ -203,17 +203,17 @@ def _wave_of(
     linear in delta: its least value lies at delta = 0 or where Y stops growing. Where X could grow by more than N per
     second, only T(j, d) and the other waves' beta are counted.
     """
-    num_ranks, beta = machine.num_ranks, machine.prices.beta
+    num_ranks, beta = inputs.num_ranks, inputs.prices.beta
     least = np.inf
     for degree in range(
-        max(1, (sequences.tokens[j] + machine.tokens_per_rank - 1) // machine.tokens_per_rank), num_ranks + 1
+        max(1, (sequences.tokens[j] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank), num_ranks + 1
     ):
-        if alone_at_best(j, degree, sequences, machine) + more_waves >= least:
+        if alone_at_best(j, degree, sequences, inputs) + more_waves >= least:
             continue
         others = num_ranks - degree
-        held = _densest(float(others * machine.tokens_per_rank), j, by_density, sequences)
-        for k in range(-1, len(machine.splits.heads) if degree > 1 else 0):
-            shortest, growth = _growth(k, j, degree, dense, thin, sequences, machine)
+        held = _densest(float(others * inputs.tokens_per_rank), j, by_density, sequences)
+        for k in range(-1, len(inputs.splits.heads) if degree > 1 else 0):
+            shortest, growth = _growth(k, j, degree, dense, thin, sequences, inputs)
             if shortest + more_waves >= least:
                 continue
             if growth > num_ranks:
@@ -233,22 +233,22 @@ def _wave_of(
 
 
 @kernel
-def _growth(k: int, j: int, degree: int, dense: float, thin: float, sequences: Sequences, machine: Machine) -> Any:
+def _growth(k: int, j: int, degree: int, dense: float, thin: float, sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Return T(j, d) with the k-th heads degree, -1 for a ring, and how much work j's pack gains for a second more."""
-    load = sequence_load(j, sequences, machine)
+    load = sequence_load(j, sequences, inputs)
     if degree == 1:
-        return machine.prices.beta + load.linear + load.attention, 1.0
-    across, sets, exchange = at_best(degree, machine), degree, 0.0
+        return inputs.prices.beta + load.linear + load.attention, 1.0
+    across, sets, exchange = at_best(degree, inputs), degree, 0.0
     shortest = np.inf
-    if is_way(k, degree, across, machine):
-        shortest = seconds_by(way_terms(k, degree, across, machine), load, degree, machine)
+    if is_way(k, degree, across, inputs):
+        shortest = seconds_by(way_terms(k, degree, across, inputs), load, degree, inputs)
     if k >= 0:
-        sets, exchange = degree // machine.splits.heads[k], _exchange(k, machine)
-    traffic = traffic_seconds(degree, sets, machine)
-    hidden = traffic - home_seconds(degree, machine)
-    copies = max(1.0, machine.splits.heads[k] / machine.prices.key_value_heads) if k >= 0 else 1.0
-    hides = sets <= 1 or load.attention >= (1.0 - machine.prices.exposed) * (
-        hidden * copies * load.tokens + machine.prices.hop * (sets - 1) * degree
+        sets, exchange = degree // inputs.splits.heads[k], _exchange(k, inputs)
+    traffic = traffic_seconds(degree, sets, inputs)
+    hidden = traffic - home_seconds(degree, inputs)
+    copies = max(1.0, inputs.splits.heads[k] / inputs.prices.key_value_heads) if k >= 0 else 1.0
+    hides = sets <= 1 or load.attention >= (1.0 - inputs.prices.exposed) * (
+        hidden * copies * load.tokens + inputs.prices.hop * (sets - 1) * degree
     )
     growth = 1.0 * degree
     if not hides:
@@ -267,18 +267,18 @@ def _densities(sequences: Sequences) -> Any:
 
 
 @kernel
-def wave_bound(sequences: Sequences, machine: Machine) -> float:
+def wave_bound(sequences: Sequences, inputs: PlannerInputs) -> float:
     """Return the largest of `_wave_of` over the sequences with the most work."""
     n = len(sequences.work)
     total, tokens = total_of(sequences.work), total_of(sequences.tokens)
-    more_waves = machine.prices.beta * max(0, (tokens - 1) // (machine.num_ranks * machine.tokens_per_rank))
+    more_waves = inputs.prices.beta * max(0, (tokens - 1) // (inputs.num_ranks * inputs.tokens_per_rank))
     density, thin = _densities(sequences)
     by_density, dense = falling_order(density), most_of(density)
     best = 0.0
     for j in range(min(_LONGEST, n)):
         if j and sequences.work[j] == sequences.work[j - 1]:
             continue
-        best = max(best, _wave_of(j, total, more_waves, dense, thin, by_density, sequences, machine))
+        best = max(best, _wave_of(j, total, more_waves, dense, thin, by_density, sequences, inputs))
     return float(best * (1.0 - _MARGIN))
 
 
@@ -305,7 +305,7 @@ class Crowd(NamedTuple):
 
 
 @kernel
-def _make_crowd(count: int, by_density: IntArray, thin: float, sequences: Sequences, machine: Machine) -> Any:
+def _make_crowd(count: int, by_density: IntArray, thin: float, sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Make a crowd of the `count` sequences with the most work; the others are len(by_density) - count >= 0."""
     others = len(by_density) - count
     held_tokens, held_work = np.zeros(others + 1), np.zeros(others + 1)
@@ -319,7 +319,7 @@ def _make_crowd(count: int, by_density: IntArray, thin: float, sequences: Sequen
         count,
         total_of(sequences.work[:count]),
         float(total_of(sequences.tokens[:count])),
-        _least_load(count, sequences, machine),
+        _least_load(count, sequences, inputs),
         held_work[1] / held_tokens[1] if others else 0.0,
         held_tokens,
         held_work,
@@ -328,26 +328,26 @@ def _make_crowd(count: int, by_density: IntArray, thin: float, sequences: Sequen
 
 
 @kernel
-def _least_load(count: int, sequences: Sequences, machine: Machine) -> Any:
+def _least_load(count: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Return the least of the first `count` sequences in every respect; the more tokens the shortest has, the less."""
     attention, linear = sequences.attention[0], sequences.linear[0]
     fewest, most = sequences.tokens[0], sequences.tokens[0]
     for i in range(1, count):
         attention, linear = min(attention, sequences.attention[i]), min(linear, sequences.linear[i])
         fewest, most = min(fewest, sequences.tokens[i]), max(most, sequences.tokens[i])
-    return Load(attention, linear, fewest, min(fewest, 2 * machine.prices.reach), most)
+    return Load(attention, linear, fewest, min(fewest, 2 * inputs.prices.reach), most)
 
 
 @kernel
-def _least_member(degree: int, crowd: Crowd, machine: Machine) -> float:
+def _least_member(degree: int, crowd: Crowd, inputs: PlannerInputs) -> float:
     """Return the least seconds of a pack of this degree with one of the crowd, or more; infinite over the budget."""
-    if degree * machine.tokens_per_rank < crowd.least.tokens:
+    if degree * inputs.tokens_per_rank < crowd.least.tokens:
         return np.inf
-    return pack_seconds(crowd.least, degree, at_best(degree, machine), machine)
+    return pack_seconds(crowd.least, degree, at_best(degree, inputs), inputs)
 
 
 @kernel
-def _most_done(makespan: float, crowd: Crowd, machine: Machine) -> float:
+def _most_done(makespan: float, crowd: Crowd, inputs: PlannerInputs) -> float:
     """Return the most work of a wave that holds the whole crowd and ends by `makespan`; -1 where none can.
 
     A pack of degree d ends in time only with at most t(d) = min(d E, d (makespan - beta - hops) / (thin + c_d (d - 1)))
@@ -359,13 +359,13 @@ def _most_done(makespan: float, crowd: Crowd, machine: Machine) -> float:
     some of the crowd adds at most densest t(d) to the work and takes S'(x0) d E of it; its best degree bounds the sum.
     No wave does more than N (makespan - beta).
     """
-    num_ranks, tokens_per_rank = machine.num_ranks, machine.tokens_per_rank
+    num_ranks, tokens_per_rank = inputs.num_ranks, inputs.tokens_per_rank
     narrowest, most_tokens = 0, 0.0
     for degree in range(1, num_ranks + 1):
-        if narrowest == 0 and _least_member(degree, crowd, machine) <= makespan:
+        if narrowest == 0 and _least_member(degree, crowd, inputs) <= makespan:
             narrowest = degree
         if narrowest:
-            most_tokens = max(most_tokens, _most_tokens(degree, makespan, crowd.thin, machine))
+            most_tokens = max(most_tokens, _most_tokens(degree, makespan, crowd.thin, inputs))
     together = int(most_tokens / crowd.least.tokens * (1.0 + _MARGIN))
     if narrowest == 0 or together == 0:
         return -1.0
@@ -380,12 +380,12 @@ def _most_done(makespan: float, crowd: Crowd, machine: Machine) -> float:
         held -= slope * (crowd.held_tokens[k] - room)
     best = -np.inf
     for degree in range(narrowest, num_ranks + 1):
-        if _least_member(degree, crowd, machine) <= makespan:
-            tokens = _most_tokens(degree, makespan, crowd.thin, machine)
+        if _least_member(degree, crowd, inputs) <= makespan:
+            tokens = _most_tokens(degree, makespan, crowd.thin, inputs)
             best = max(best, crowd.densest * tokens - slope * degree * tokens_per_rank)
     done = crowd.work - crowd.densest * crowd.tokens + held + slope * packs * narrowest * tokens_per_rank
     done += best * (crowd.members if best > 0.0 else packs)
-    return float(min(done, num_ranks * (makespan - machine.prices.beta)))
+    return float(min(done, num_ranks * (makespan - inputs.prices.beta)))
 
 
 @leaf
@@ -402,25 +402,25 @@ def _first_not_below(value: float, rising: FloatArray) -> int:
 
 
 @inlined
-def _most_tokens(degree: int, makespan: float, thin: float, machine: Machine) -> float:
+def _most_tokens(degree: int, makespan: float, thin: float, inputs: PlannerInputs) -> float:
     """Return t(d) of `_most_done`: the tokens that a pack of this degree can hold and end in time."""
     most = 0.0
-    for k in range(-1, len(machine.splits.heads) if degree > 1 else 0):
+    for k in range(-1, len(inputs.splits.heads) if degree > 1 else 0):
         sets, exchange = degree, 0.0
         if k >= 0:
-            if degree % machine.splits.heads[k]:
+            if degree % inputs.splits.heads[k]:
                 continue
-            sets, exchange = degree // machine.splits.heads[k], _exchange(k, machine)
-        per_token = thin + traffic_seconds(degree, sets, machine) + exchange
-        held = float(degree * machine.tokens_per_rank)
+            sets, exchange = degree // inputs.splits.heads[k], _exchange(k, inputs)
+        per_token = thin + traffic_seconds(degree, sets, inputs) + exchange
+        held = float(degree * inputs.tokens_per_rank)
         if per_token > 0.0:
-            held = min(held, degree * (makespan - machine.prices.beta - machine.prices.hop * (sets - 1)) / per_token)
+            held = min(held, degree * (makespan - inputs.prices.beta - inputs.prices.hop * (sets - 1)) / per_token)
         most = max(most, held)
     return most
 
 
 @kernel
-def crowd_bound(at_least: float, sequences: Sequences, machine: Machine) -> float:
+def crowd_bound(at_least: float, sequences: Sequences, inputs: PlannerInputs) -> float:
     """Return the least makespan under waves, seen from the sequences with most work; `at_least` if that is no better.
 
     Take the `count` sequences with the most work. Either two waves hold some of them: these last at least as long as
@@ -431,32 +431,32 @@ def crowd_bound(at_least: float, sequences: Sequences, machine: Machine) -> floa
     """
     n = len(sequences.work)
     total, tokens = total_of(sequences.work), total_of(sequences.tokens)
-    more_waves = (tokens - 1) // (machine.num_ranks * machine.tokens_per_rank)
+    more_waves = (tokens - 1) // (inputs.num_ranks * inputs.tokens_per_rank)
     density, thin = _densities(sequences)
     by_density = falling_order(density)
     longest = np.inf
     for degree in range(
-        (sequences.tokens[0] + machine.tokens_per_rank - 1) // machine.tokens_per_rank, machine.num_ranks + 1
+        (sequences.tokens[0] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank, inputs.num_ranks + 1
     ):
-        longest = min(longest, alone_at_best(0, degree, sequences, machine))
+        longest = min(longest, alone_at_best(0, degree, sequences, inputs))
     best, count = at_least, 2
     while count <= n:
-        crowd = _make_crowd(count, by_density, thin, sequences, machine)
+        crowd = _make_crowd(count, by_density, thin, sequences, inputs)
         count *= 2
         shortest = np.inf
-        for degree in range(1, machine.num_ranks + 1):
-            shortest = min(shortest, _least_member(degree, crowd, machine))
-        bound = longest + shortest + machine.prices.beta * max(0, more_waves - 1)
+        for degree in range(1, inputs.num_ranks + 1):
+            shortest = min(shortest, _least_member(degree, crowd, inputs))
+        bound = longest + shortest + inputs.prices.beta * max(0, more_waves - 1)
         if bound <= best:
             break  # more sequences are only shorter
         makespan = longest
-        while bound > best and makespan + machine.prices.beta * more_waves < bound:
+        while bound > best and makespan + inputs.prices.beta * more_waves < bound:
             step_end = makespan * _GRID
-            done = _most_done(step_end, crowd, machine)
+            done = _most_done(step_end, crowd, inputs)
             if done >= 0.0:
                 rest = total - done
                 waves = max(more_waves, 1 if rest > _MARGIN * total else 0)
-                bound = min(bound, makespan + machine.prices.beta * waves + max(0.0, rest) / machine.num_ranks)
+                bound = min(bound, makespan + inputs.prices.beta * waves + max(0.0, rest) / inputs.num_ranks)
             makespan = step_end
         best = max(best, bound * (1.0 - _MARGIN))
     return float(best)

@@ -1,7 +1,7 @@
 """Shared by both searches: sequences and ranks as arrays, the price of a pack, a tree that finds the first with room.
 
 The price is `cost.formula`, compiled here for the floats of one pack: numba compiles functions that call nothing of
-their own file. The terms of all groups that there may be are tabulated once for a machine (`ways`), since the searches
+their own file. The terms of all groups that there may be are tabulated once for the ranks (`ways`), since the searches
 price the same few hundred kinds of groups millions of times.
 """
 
@@ -68,19 +68,19 @@ class Splits(NamedTuple):
     Attributes:
         heads: [heads degrees that there may be] ranks of a set that shares the heads; empty where groups are rings.
         only: 1 where all ranks of a group are one set, which may then lie across nodes.
-        lies: [ranks_per_node + 2] the row of `first` for `across` = UNPLACED, 0, 1, and so on.
+        row_of_span: [ranks_per_node + 2] the row of `first` for `across` = UNPLACED, 0, 1, and so on.
         first: [rows, num_ranks + 2] where the ways to run a pack on each degree begin in `ways`.
         ways: [ways, 9] the `GroupTerms` of each; `ways.tabulated` skips those that are never the quickest.
     """
 
     heads: IntArray
     only: int
-    lies: IntArray
+    row_of_span: IntArray
     first: IntArray
     ways: FloatArray
 
 
-class Machine(NamedTuple):
+class PlannerInputs(NamedTuple):
     """The ranks and their prices.
 
     Attributes:
@@ -125,28 +125,28 @@ class Tree(NamedTuple):
 
 
 @inlined
-def sequence_load(i: int, sequences: Sequences, machine: Machine) -> Any:
+def sequence_load(i: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Return the load of a sequence without more padding."""
     tokens = sequences.tokens[i]
-    return Load(sequences.attention[i], sequences.linear[i], tokens, min(tokens, 2 * machine.prices.reach), tokens)
+    return Load(sequences.attention[i], sequences.linear[i], tokens, min(tokens, 2 * inputs.prices.reach), tokens)
 
 
 @inlined
-def padded_load(i: int, degree: int, sequences: Sequences, machine: Machine) -> Any:
+def padded_load(i: int, degree: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Return the load of a sequence padded for this degree: `planning.work.work_on`.
 
     A group has whole multiples of `padding` x degree tokens left: sequences that fit without more padding fit with it.
     """
-    if machine.padding == 0 or degree == 1:
-        return sequence_load(i, sequences, machine)
-    tokens, unit = sequences.tokens[i], machine.padding * degree
+    if inputs.padding == 0 or degree == 1:
+        return sequence_load(i, sequences, inputs)
+    tokens, unit = sequences.tokens[i], inputs.padding * degree
     padded = (tokens + unit - 1) // unit * unit
     growth = padded / tokens
     return Load(
         sequences.attention[i] * growth * growth,
-        sequences.linear[i] + machine.padding_seconds * (padded - tokens),
+        sequences.linear[i] + inputs.padding_seconds * (padded - tokens),
         padded,
-        min(padded, 2 * machine.prices.reach),
+        min(padded, 2 * inputs.prices.reach),
         padded,
     )
 
@@ -212,28 +212,28 @@ def terms_at(way: int, ways: FloatArray) -> Any:
 
 
 @inlined
-def pack_seconds(load: Load, degree: int, across: int, machine: Machine) -> float:
+def pack_seconds(load: Load, degree: int, across: int, inputs: PlannerInputs) -> float:
     """Return the predicted seconds of a pack, the quickest way: `cost.model.group_seconds`.
 
     Args:
         load: of the pack, on one rank.
         degree: ranks of the group.
         across: 0 inside a node; else a number that divides how many ranks it has on every node, UNPLACED any.
-        machine: the ranks and their cost.
+        inputs: the ranks and their cost.
     """
     if degree == 1:  # the commonest by far, and the same sum
-        return machine.prices.beta + load.linear + load.attention
-    splits, best = machine.splits, np.inf
-    row = splits.lies[across + 1]  # `across` begins at UNPLACED, -1
+        return inputs.prices.beta + load.linear + load.attention
+    splits, best = inputs.splits, np.inf
+    row = splits.row_of_span[across + 1]  # `across` begins at UNPLACED, -1
     for way in range(splits.first[row, degree], splits.first[row, degree + 1]):
-        best = min(best, seconds_by(terms_at(way, splits.ways), load, degree, machine))
+        best = min(best, seconds_by(terms_at(way, splits.ways), load, degree, inputs))
     return best
 
 
 @inlined
-def seconds_by(terms: Any, load: Load, degree: int, machine: Machine) -> float:
+def seconds_by(terms: Any, load: Load, degree: int, inputs: PlannerInputs) -> float:
     """Return the predicted seconds of a pack on a group of these terms."""
-    prices = machine.prices
+    prices = inputs.prices
     seconds = overlapped_seconds(pack_parts(load.attention, load.linear, load.tokens, degree, terms, prices))
     if prices.reach:
         messages = halo_messages(terms.sets, load.shortest, prices.reach)
@@ -242,47 +242,47 @@ def seconds_by(terms: Any, load: Load, degree: int, machine: Machine) -> float:
 
 
 @inlined
-def is_way(k: int, degree: int, across: int, machine: Machine) -> bool:
+def is_way(k: int, degree: int, across: int, inputs: PlannerInputs) -> bool:
     """Return whether groups may be sets of the k-th heads degree, -1 for rings of single ranks.
 
     Sets fill the group, and lie inside nodes unless they are all of it.
     """
     if k < 0:
-        return not machine.splits.only
-    heads = machine.splits.heads[k]
-    if machine.splits.only:
+        return not inputs.splits.only
+    heads = inputs.splits.heads[k]
+    if inputs.splits.only:
         return bool(degree == heads)
-    return bool(degree % heads == 0 and not _spans(heads, across, machine))
+    return bool(degree % heads == 0 and not _spans(heads, across, inputs))
 
 
 @inlined
-def _spans(heads: int, across: int, machine: Machine) -> bool:
+def _spans(heads: int, across: int, inputs: PlannerInputs) -> bool:
     """Return whether sets of so many ranks lie across nodes."""
-    return bool(heads > machine.ranks_per_node or (across > 0 and across % heads != 0))
+    return bool(heads > inputs.ranks_per_node or (across > 0 and across % heads != 0))
 
 
 @inlined
-def way_terms(k: int, degree: int, across: int, machine: Machine) -> Any:
+def way_terms(k: int, degree: int, across: int, inputs: PlannerInputs) -> Any:
     """Return the terms of groups of sets of the k-th heads degree, -1 for rings of single ranks; see `is_way`."""
-    heads = machine.splits.heads[k] if k >= 0 else 1
-    spans = 1 if _spans(heads, across, machine) else 0
-    if across == UNPLACED and machine.splits.only and not spans:
-        spans = faster_tier(machine)
-    return group_terms(degree, heads, 1 if across else 0, spans, machine.prices)
+    heads = inputs.splits.heads[k] if k >= 0 else 1
+    spans = 1 if _spans(heads, across, inputs) else 0
+    if across == UNPLACED and inputs.splits.only and not spans:
+        spans = faster_tier(inputs)
+    return group_terms(degree, heads, 1 if across else 0, spans, inputs.prices)
 
 
 @inlined
-def faster_tier(machine: Machine) -> int:
+def faster_tier(inputs: PlannerInputs) -> int:
     """Return 1 if bytes travel faster across nodes than inside one, else 0."""
-    prices = machine.prices
+    prices = inputs.prices
     across = prices.ring[1] + prices.exchange[1] + prices.key_value_exchange[1]
     return 1 if across < prices.ring[0] + prices.exchange[0] + prices.key_value_exchange[0] else 0
 
 
 @inlined
-def alone_seconds(i: int, degree: int, across: int, sequences: Sequences, machine: Machine) -> float:
+def alone_seconds(i: int, degree: int, across: int, sequences: Sequences, inputs: PlannerInputs) -> float:
     """Return the predicted seconds of one sequence alone on a group, with its padding."""
-    return pack_seconds(padded_load(i, degree, sequences, machine), degree, across, machine)
+    return pack_seconds(padded_load(i, degree, sequences, inputs), degree, across, inputs)
 
 
 @inlined
@@ -294,15 +294,15 @@ def common_divisor(one: int, other: int) -> int:
 
 
 @inlined
-def across_at_best(degree: int, machine: Machine) -> int:
+def across_at_best(degree: int, inputs: PlannerInputs) -> int:
     """Return `across` of a group on whole nodes and a rest of one more."""
-    return common_divisor(degree, machine.ranks_per_node) if degree > machine.ranks_per_node else 0
+    return common_divisor(degree, inputs.ranks_per_node) if degree > inputs.ranks_per_node else 0
 
 
 @inlined
-def across_of(first: int, degree: int, machine: Machine) -> int:
+def across_of(first: int, degree: int, inputs: PlannerInputs) -> int:
     """Return `across` of the group of `degree` neighbouring ranks from `first` on."""
-    per_node = machine.ranks_per_node
+    per_node = inputs.ranks_per_node
     head = min(per_node - first % per_node, degree)
     if head == degree:
         return 0

@@ -1,4 +1,4 @@
-"""`sync: iteration`: the smallest target for which rings and sand fit, then balanced.
+"""`sync: iteration`: the smallest target for which rings and single-rank packs fit, then balanced.
 
 `schedule` knows a target that nothing can beat, and looks for the smallest one above it that works:
 
@@ -6,14 +6,14 @@
     double the gap to the lower bound until everything fits            _attempt
     bisect between the last gap that did not fit and the first that did
     try that target and three lower ones, where some sequences end late;
-        balance each, and keep the one that then ends first            sand.balance
+        balance each, and keep the one that then ends first            single_rank_packs.balance
     lay it once more, and balance it
 
 An attempt for one target:
 
     sequences that no single rank can run by then become rings         _split
     rings take ranks on the timelines                                  rings.place_rings
-    all else is sand, laid into the time that rings leave              sand.fill
+    all else is single-rank work, laid into the time that rings leave  single_rank_packs.fill
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ import numpy as np
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.compiling import kernel, leaf
-from fcp_cli.planning.compiled.core import Machine, Sequences, total_of
+from fcp_cli.planning.compiled.core import PlannerInputs, Sequences, total_of
 from fcp_cli.planning.compiled.rings import Rings, Timeline, make_rings, make_timeline, place_rings
-from fcp_cli.planning.compiled.sand import Sand, balance, fill, make_sand
+from fcp_cli.planning.compiled.single_rank_packs import SingleRankPacks, balance, fill, make_single_rank_packs
 
-_MOST_SLOTS = 1 << 26  # of all bins together, 512 MB; more only where the sand itself needs them
+_MOST_SLOTS = 1 << 26  # of all bins together, 512 MB; more only if the packs themselves need them
 
 
 @leaf
-def _split(target: float, sequences: Sequences, machine: Machine, rings: Rings, sand_order: IntArray) -> int:
-    """Make rings of the sequences that no single rank can run by target; return how many are left, in sand_order."""
+def _split(target: float, sequences: Sequences, inputs: PlannerInputs, rings: Rings, single_order: IntArray) -> int:
+    """Make rings of the sequences that no single rank can run by target; return how many are left, in single_order."""
     count = 0
     n = 0
     for i in range(len(sequences.work)):
-        if sequences.tokens[i] > machine.tokens_per_rank or machine.prices.beta + sequences.work[i] > target:
+        if sequences.tokens[i] > inputs.tokens_per_rank or inputs.prices.beta + sequences.work[i] > target:
             rings.sequence[count] = i
             count += 1
         else:
-            sand_order[n] = i
+            single_order[n] = i
             n += 1
     rings.placed[0] = count
     return n
@@ -52,43 +52,46 @@ def _attempt(
     target: float,
     ride: bool,
     sequences: Sequences,
-    machine: Machine,
+    inputs: PlannerInputs,
     timeline: Timeline,
     rings: Rings,
-    sand: Sand,
-    sand_order: IntArray,
+    singles: SingleRankPacks,
+    single_order: IntArray,
 ) -> int:
-    """Lay rings and sand by target; return how many sequences end too late, or -1 if a ring does not fit."""
-    n = _split(target, sequences, machine, rings, sand_order)
-    if not place_rings(target, sequences, machine, timeline, rings):
+    """Lay rings, then single-rank work; return how many sequences end too late, or -1 if a ring does not fit."""
+    n = _split(target, sequences, inputs, rings, single_order)
+    if not place_rings(target, sequences, inputs, timeline, rings):
         return -1
-    return int(fill(target, sand_order[:n], ride, sequences, machine, timeline, rings, sand))
+    return int(fill(target, single_order[:n], ride, sequences, inputs, timeline, rings, singles))
 
 
 @leaf
-def _slots(bins: int, sequences: Sequences, machine: Machine) -> int:
-    """Return how many slots each bin of sand gets: enough that `fill` never lacks one in every bin at once.
+def _slots(bins: int, sequences: Sequences, inputs: PlannerInputs) -> int:
+    """Return how many slots each bin gets: enough that `fill` never lacks one in every bin at once.
 
     A slot is opened only where no open slot of its bin has the tokens, so any two slots of a bin hold more than one
     budget, and all bins together open fewer than 2 x tokens / budget + bins slots. Four times the mean of the ranks,
-    and 8, are more than that. No bin can use more slots than there is sand. Where rings hold so many tokens that bins x
-    slots would fill the memory, only the tokens of sand count, which keeps it linear in sequences and ranks.
+    and 8, are more than that. No bin can use more slots than there are single-rank sequences. If rings hold so many
+    tokens that bins x slots would fill the memory, only the tokens of those count: it stays linear in sequences and
+    ranks.
     """
-    sand, sand_tokens = 0, 0
+    singles, single_tokens = 0, 0
     for i in range(len(sequences.tokens)):
-        if sequences.tokens[i] <= machine.tokens_per_rank:
-            sand += 1
-            sand_tokens += sequences.tokens[i]
-    step_tokens = machine.num_ranks * machine.tokens_per_rank
+        if sequences.tokens[i] <= inputs.tokens_per_rank:
+            singles += 1
+            single_tokens += sequences.tokens[i]
+    step_tokens = inputs.num_ranks * inputs.tokens_per_rank
     slots = int(4 * (total_of(sequences.tokens) / step_tokens)) + 8
-    return int(min(slots, sand + 1, max(_MOST_SLOTS // bins, int(4 * (sand_tokens / step_tokens)) + 8)))
+    return int(min(slots, singles + 1, max(_MOST_SLOTS // bins, int(4 * (single_tokens / step_tokens)) + 8)))
 
 
 @kernel
-def schedule(lower: float, limit: float, ride: bool, work_limit: int, sequences: Sequences, machine: Machine) -> Any:
-    """Return the best schedule found: rings, sand and timelines; and whether it is worth a look.
+def schedule(
+    lower: float, limit: float, ride: bool, work_limit: int, sequences: Sequences, inputs: PlannerInputs
+) -> Any:
+    """Return the best schedule found: rings, single-rank packs and timelines; and whether it is worth a look.
 
-    It is not where rings and sand do not fit by the limit.
+    It is not if rings and packs do not fit by the limit.
 
     Args:
         lower: seconds that no schedule can beat.
@@ -96,30 +99,30 @@ def schedule(lower: float, limit: float, ride: bool, work_limit: int, sequences:
         ride: whether short sequences may ride in rings.
         work_limit: comparisons of each balancing.
         sequences: by falling work.
-        machine: the ranks and their prices.
+        inputs: the ranks and their prices.
     """
     n = len(sequences.work)
-    bins = machine.num_ranks + min(4 * machine.num_ranks, n)
-    timeline = make_timeline(machine.num_ranks, bins - machine.num_ranks)
+    bins = inputs.num_ranks + min(4 * inputs.num_ranks, n)
+    timeline = make_timeline(inputs.num_ranks, bins - inputs.num_ranks)
     rings = make_rings(n)
-    sand = make_sand(n, bins, _slots(bins, sequences, machine), n)
-    sand_order = np.zeros(n, dtype=np.int64)
+    singles = make_single_rank_packs(n, bins, _slots(bins, sequences, inputs), n)
+    single_order = np.zeros(n, dtype=np.int64)
     if limit < np.inf:
-        late = _attempt(limit, ride, sequences, machine, timeline, rings, sand, sand_order)
+        late = _attempt(limit, ride, sequences, inputs, timeline, rings, singles, single_order)
         if late != 0:
-            return rings, sand, timeline, False
+            return rings, singles, timeline, False
     # The gap to the lower bound that fits, and the largest known not to. All ends late enough fit, so this ends.
     # It begins small and doubles: an attempt far above the first fit would lay a step that nobody wants.
     gap, infeasible = 0.002, 0.0
     while True:
-        late = _attempt(lower * (1.0 + gap), ride, sequences, machine, timeline, rings, sand, sand_order)
+        late = _attempt(lower * (1.0 + gap), ride, sequences, inputs, timeline, rings, singles, single_order)
         if late == 0:
             break
         infeasible = gap
         gap *= 2.0
     while gap - infeasible > 0.0005:
         middle = 0.5 * (gap + infeasible)
-        late = _attempt(lower * (1.0 + middle), ride, sequences, machine, timeline, rings, sand, sand_order)
+        late = _attempt(lower * (1.0 + middle), ride, sequences, inputs, timeline, rings, singles, single_order)
         if late == 0:
             gap = middle
         else:
@@ -128,13 +131,13 @@ def schedule(lower: float, limit: float, ride: bool, work_limit: int, sequences:
     best, best_target = np.inf, 0.0
     for k in range(4):
         target = lower * (1.0 + gap * (1.0 - k / 4.0))
-        late = _attempt(target, ride, sequences, machine, timeline, rings, sand, sand_order)
+        late = _attempt(target, ride, sequences, inputs, timeline, rings, singles, single_order)
         if late < 0:
             break  # lower targets make rings wider still
-        end = balance(target, timeline.gaps[0], work_limit, sequences, machine, sand)
+        end = balance(target, timeline.gaps[0], work_limit, sequences, inputs, singles)
         if end < best:
             best, best_target = end, target
     # The arrays hold the last attempt: to run the best one again is cheaper than a copy of each quicker one.
-    late = _attempt(best_target, ride, sequences, machine, timeline, rings, sand, sand_order)
-    balance(best_target, timeline.gaps[0], work_limit, sequences, machine, sand)
-    return rings, sand, timeline, True
+    late = _attempt(best_target, ride, sequences, inputs, timeline, rings, singles, single_order)
+    balance(best_target, timeline.gaps[0], work_limit, sequences, inputs, singles)
+    return rings, singles, timeline, True

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.compiling import kernel, leaf
 from fcp_cli.planning.compiled.core import (
-    Machine,
+    PlannerInputs,
     Sequences,
     across_at_best,
     alone_seconds,
@@ -66,11 +66,11 @@ class Waves(NamedTuple):
 
 
 @leaf
-def _bound(work: float, tokens: int, machine: Machine) -> float:
+def _bound(work: float, tokens: int, inputs: PlannerInputs) -> float:
     """Return the least seconds for so much work and so many tokens: all ranks busy, waves as few as tokens allow."""
-    wave_tokens = machine.num_ranks * machine.tokens_per_rank
+    wave_tokens = inputs.num_ranks * inputs.tokens_per_rank
     waves = (tokens + wave_tokens - 1) // wave_tokens
-    return float(max(work / machine.num_ranks + machine.prices.beta * waves, machine.floor * waves))
+    return float(max(work / inputs.num_ranks + inputs.prices.beta * waves, inputs.floor * waves))
 
 
 @leaf
@@ -84,55 +84,55 @@ def _totals(members: IntArray, count: int, pool: Pool, sequences: Sequences) -> 
 
 
 @leaf
-def _alone(i: int, degree: int, sequences: Sequences, machine: Machine) -> float:
+def _alone(i: int, degree: int, sequences: Sequences, inputs: PlannerInputs) -> float:
     """Return the seconds of sequence i alone on one of the allowed degrees, placed at best."""
-    if not machine.allowed[degree]:
+    if not inputs.allowed[degree]:
         return np.inf
-    return alone_seconds(i, degree, across_at_best(degree, machine), sequences, machine)
+    return alone_seconds(i, degree, across_at_best(degree, inputs), sequences, inputs)
 
 
 @leaf
-def _shortest(i: int, sequences: Sequences, machine: Machine) -> float:
+def _shortest(i: int, sequences: Sequences, inputs: PlannerInputs) -> float:
     """Return the seconds of a wave of sequence i alone, on the degree that suits it best."""
     best = np.inf
-    lowest = (sequences.tokens[i] + machine.tokens_per_rank - 1) // machine.tokens_per_rank
-    for degree in range(lowest, machine.num_ranks + 1):
-        best = min(best, _alone(i, degree, sequences, machine))
-    return float(max(best, machine.floor))
+    lowest = (sequences.tokens[i] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank
+    for degree in range(lowest, inputs.num_ranks + 1):
+        best = min(best, _alone(i, degree, sequences, inputs))
+    return float(max(best, inputs.floor))
 
 
 @leaf
 def _least_for_rest(
-    work: float, tokens: int, longest: int, pool: Pool, sequences: Sequences, machine: Machine
+    work: float, tokens: int, longest: int, pool: Pool, sequences: Sequences, inputs: PlannerInputs
 ) -> float:
     """Return the seconds expected for the rest after a wave; `longest` is its longest sequence, -1 if there is none."""
     if longest < 0:
         return 0.0
     if pool.shortest[longest] == 0.0:  # asked for again by every target of every wave that leaves this sequence
-        pool.shortest[longest] = _shortest(longest, sequences, machine)
-    least = _bound(work, tokens, machine)
+        pool.shortest[longest] = _shortest(longest, sequences, inputs)
+    least = _bound(work, tokens, inputs)
     # Whole waves make every target equal until it spares one more; a mean fill prices each token that is left.
-    if machine.fill > 0.0:
-        waves = max(1.0, tokens / (machine.fill * machine.num_ranks * machine.tokens_per_rank))
-        least = max(work / machine.num_ranks + machine.prices.beta * waves, machine.floor * waves)
+    if inputs.fill > 0.0:
+        waves = max(1.0, tokens / (inputs.fill * inputs.num_ranks * inputs.tokens_per_rank))
+        least = max(work / inputs.num_ranks + inputs.prices.beta * waves, inputs.floor * waves)
     return float(max(least, pool.shortest[longest]))
 
 
 @leaf
-def _densest(count: int, pool: Pool, sequences: Sequences, machine: Machine) -> float:
+def _densest(count: int, pool: Pool, sequences: Sequences, inputs: PlannerInputs) -> float:
     """Return the seconds of a wave whose ranks are all full of the longest sequences, spread evenly."""
-    work, room = 0.0, machine.num_ranks * machine.tokens_per_rank
+    work, room = 0.0, inputs.num_ranks * inputs.tokens_per_rank
     for k in range(count):
         tokens = sequences.tokens[pool.waiting[k]]
         work += min(1.0, room / tokens) * sequences.work[pool.waiting[k]]
         room -= tokens
         if room <= 0:
             break
-    return machine.prices.beta + work / machine.num_ranks
+    return inputs.prices.beta + work / inputs.num_ranks
 
 
 @leaf
-def candidates(count: int, out: FloatArray, pool: Pool, sequences: Sequences, machine: Machine) -> int:
+def candidates(count: int, out: FloatArray, pool: Pool, sequences: Sequences, inputs: PlannerInputs) -> int:
     """Write targets worth trying for the next wave to `out`, and return how many: all that there is space for.
 
     The first half at most are those at which the longest sequence just ends, on each degree that is a few percent
@@ -140,13 +140,13 @@ def candidates(count: int, out: FloatArray, pool: Pool, sequences: Sequences, ma
     """
     longest = pool.waiting[0]
     work, _tokens = _totals(pool.waiting, count, pool, sequences)
-    lowest = _shortest(longest, sequences, machine)
-    even = machine.prices.beta + 1.02 * work / machine.num_ranks
-    highest = max(1.3 * lowest, min(even, 1.6 * _densest(count, pool, sequences, machine)))
+    lowest = _shortest(longest, sequences, inputs)
+    even = inputs.prices.beta + 1.02 * work / inputs.num_ranks
+    highest = max(1.3 * lowest, min(even, 1.6 * _densest(count, pool, sequences, inputs)))
     n, previous = 0, np.inf
-    first = (sequences.tokens[longest] + machine.tokens_per_rank - 1) // machine.tokens_per_rank
-    for degree in range(first, machine.num_ranks + 1):
-        seconds = max(_alone(longest, degree, sequences, machine), machine.floor)
+    first = (sequences.tokens[longest] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank
+    for degree in range(first, inputs.num_ranks + 1):
+        seconds = max(_alone(longest, degree, sequences, inputs), inputs.floor)
         # A degree that is hardly quicker than the one before would only fill the same wave again.
         if seconds <= highest + 1e-12 and seconds < previous * 0.97 and n < len(out) // 2:
             out[n] = seconds
@@ -170,18 +170,18 @@ def last_wave(
     count: int,
     pool: Pool,
     sequences: Sequences,
-    machine: Machine,
+    inputs: PlannerInputs,
     wave: Wave,
 ) -> float:
     """Return the smallest target found by which all that waits fits in one wave, or infinity if it exceeds `limit`."""
     work, tokens = _totals(pool.waiting, count, pool, sequences)
     # Exact bounds first: a target below one of them cannot fit, and each `fill_wave` costs a pass over all that waits.
-    low = max(_bound(work, tokens, machine), _shortest(pool.waiting[0], sequences, machine))
+    low = max(_bound(work, tokens, inputs), _shortest(pool.waiting[0], sequences, inputs))
     # Not every batch within the budget of all ranks can be packed into it: give up well above the bound.
     limit = min(limit, 4.0 * low)
     # Doubling steps: the first fit is usually a fraction of a percent above the bound, seldom far away.
     high, step = low, 0.0025
-    while fill_wave(high, pair, count, pool, sequences, machine, wave):
+    while fill_wave(high, pair, count, pool, sequences, inputs, wave):
         low = high
         high *= 1.0 + step
         step *= 2.0
@@ -189,7 +189,7 @@ def last_wave(
             return np.inf
     while high - low > tolerance:
         middle = 0.5 * (low + high)
-        if fill_wave(middle, pair, count, pool, sequences, machine, wave):
+        if fill_wave(middle, pair, count, pool, sequences, inputs, wave):
             low = middle
         else:
             high = middle
@@ -197,31 +197,31 @@ def last_wave(
 
 
 @leaf
-def _rate(count: int, targets: Targets, pool: Pool, sequences: Sequences, machine: Machine, wave: Wave) -> int:
+def _rate(count: int, targets: Targets, pool: Pool, sequences: Sequences, inputs: PlannerInputs, wave: Wave) -> int:
     """List the candidate targets of the next wave with their ratings; return how many there are."""
-    found = candidates(count, targets.seconds, pool, sequences, machine)
+    found = candidates(count, targets.seconds, pool, sequences, inputs)
     for c in range(found):
-        work, tokens, refused, longest = outlook(targets.seconds[c], count, pool, sequences, machine, wave)
-        targets.penalty[c] = _REFUSAL * refused / machine.num_ranks
-        rest = _least_for_rest(work, tokens, longest, pool, sequences, machine)
+        work, tokens, refused, longest = outlook(targets.seconds[c], count, pool, sequences, inputs, wave)
+        targets.penalty[c] = _REFUSAL * refused / inputs.num_ranks
+        rest = _least_for_rest(work, tokens, longest, pool, sequences, inputs)
         targets.value[c] = targets.seconds[c] + targets.penalty[c] + rest
     return found
 
 
 @kernel
 def _fill_and_rate(
-    target: float, pair: bool, count: int, pool: Pool, sequences: Sequences, machine: Machine, wave: Wave
+    target: float, pair: bool, count: int, pool: Pool, sequences: Sequences, inputs: PlannerInputs, wave: Wave
 ) -> Any:
     """Fill a wave; return its seconds, and the least seconds and number of the sequences that it leaves.
 
     A wave that takes nothing lasts forever.
     """
-    left = fill_wave(target, pair, count, pool, sequences, machine, wave)
+    left = fill_wave(target, pair, count, pool, sequences, inputs, wave)
     if left == count:
         return np.inf, 0.0, left
     work, tokens = _totals(pool.left_over, left, pool, sequences)
     longest = pool.left_over[0] if left else -1
-    return wave_seconds(machine, wave), _least_for_rest(work, tokens, longest, pool, sequences, machine), left
+    return wave_seconds(inputs, wave), _least_for_rest(work, tokens, longest, pool, sequences, inputs), left
 
 
 @leaf
@@ -233,7 +233,7 @@ def _copy(values: IntArray, count: int, to: IntArray) -> None:
 
 @kernel
 def _choose_wave(
-    fills: int, count: int, targets: Targets, pool: Pool, sequences: Sequences, machine: Machine, wave: Wave
+    fills: int, count: int, targets: Targets, pool: Pool, sequences: Sequences, inputs: PlannerInputs, wave: Wave
 ) -> Any:
     """Choose the next wave among the `fills` best rated targets, and keep its remainder in `pool.kept`.
 
@@ -243,7 +243,7 @@ def _choose_wave(
     Returns:
         The target, whether single ranks go in pairs, and how many sequences are left, or -1 where nothing fits.
     """
-    found = _rate(count, targets, pool, sequences, machine, wave)
+    found = _rate(count, targets, pool, sequences, inputs, wave)
     for c in range(found):
         targets.worth[c] = -targets.value[c]
     by_value = falling_order(targets.worth[:found])
@@ -254,7 +254,7 @@ def _choose_wave(
         c = by_value[x] if pair else chosen
         if pair and targets.value[c] >= least:  # rated as if small sequences were a fluid, which real ones seldom beat
             continue
-        seconds, rest, left = _fill_and_rate(targets.seconds[c], pair, count, pool, sequences, machine, wave)
+        seconds, rest, left = _fill_and_rate(targets.seconds[c], pair, count, pool, sequences, inputs, wave)
         value = seconds + targets.penalty[c] + rest
         if value < least:
             least, chosen, chosen_pair, kept = value, c, pair, left
@@ -263,7 +263,7 @@ def _choose_wave(
 
 
 @kernel
-def search(limit: float, tries: int, fills: int, sequences: Sequences, machine: Machine) -> Any:
+def search(limit: float, tries: int, fills: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Search greedily over waves, as the module says.
 
     Args:
@@ -271,30 +271,30 @@ def search(limit: float, tries: int, fills: int, sequences: Sequences, machine: 
         tries: candidate targets rated for each wave.
         fills: of which so many are filled.
         sequences: by falling work.
-        machine: the ranks and their prices.
+        inputs: the ranks and their prices.
 
     Returns:
         Seconds of the step, the target of each wave, and whether its single ranks go in pairs; no waves where none of
         these steps is quicker than the limit.
     """
     n = len(sequences.work)
-    wave, pool, count = make_wave(n, machine), make_pool(sequences, machine), n
+    wave, pool, count = make_wave(n, inputs), make_pool(sequences, inputs), n
     options = Targets(np.zeros(tries), np.zeros(tries), np.zeros(tries), np.zeros(tries))
     targets, pairs = np.zeros(n), np.zeros(n, dtype=np.bool_)
     total, _ = _totals(pool.waiting, count, pool, sequences)
-    tolerance = 5e-4 * total / machine.num_ranks
+    tolerance = 5e-4 * total / inputs.num_ranks
     done = 0.0
     best, best_wave, best_target, best_pair = limit, -1, 0.0, True
     for w in range(n):
         work, tokens = _totals(pool.waiting, count, pool, sequences)
-        if done + _bound(work, tokens, machine) >= best:
+        if done + _bound(work, tokens, inputs) >= best:
             break
-        if tokens <= machine.num_ranks * machine.tokens_per_rank:
+        if tokens <= inputs.num_ranks * inputs.tokens_per_rank:
             for pair in (True, False):
-                last = last_wave(pair, best - done, tolerance, count, pool, sequences, machine, wave)
+                last = last_wave(pair, best - done, tolerance, count, pool, sequences, inputs, wave)
                 if done + last < best:
                     best, best_wave, best_target, best_pair = done + last, w, last, pair
-        target, pair, left = _choose_wave(fills, count, options, pool, sequences, machine, wave)
+        target, pair, left = _choose_wave(fills, count, options, pool, sequences, inputs, wave)
         if left < 0:
             break
         targets[w], pairs[w] = target, pair
@@ -311,34 +311,34 @@ def search(limit: float, tries: int, fills: int, sequences: Sequences, machine: 
 
 
 @kernel
-def plan(limit: float, tries: int, fills: int, is_last: bool, sequences: Sequences, machine: Machine) -> Any:
+def plan(limit: float, tries: int, fills: int, is_last: bool, sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Search, and write down the waves that were found: all, or where more sequences follow all but the last.
 
     Returns:
         The targets, none where no step is quicker than the limit; and the waves as `replay` returns them.
     """
-    _seconds, targets, pairs = search(limit, tries, fills, sequences, machine)
+    _seconds, targets, pairs = search(limit, tries, fills, sequences, inputs)
     kept = len(targets) if is_last else max(0, len(targets) - 1)
-    return targets, replay(targets[:kept], pairs[:kept], sequences, machine)
+    return targets, replay(targets[:kept], pairs[:kept], sequences, inputs)
 
 
 @kernel
-def replay(targets: FloatArray, pairs: BoolArray, sequences: Sequences, machine: Machine) -> Any:
+def replay(targets: FloatArray, pairs: BoolArray, sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Fill the waves once more and write down the sequences of each group.
 
     Returns:
         The waves, the number of groups, and how many sequences are left over.
     """
     n = len(sequences.work)
-    wave, pool, count = make_wave(n, machine), make_pool(sequences, machine), n
+    wave, pool, count = make_wave(n, inputs), make_pool(sequences, inputs), n
     # Every group holds a sequence, so there are at most as many groups.
     wave_of, degree_of = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
     first_of, group_of = np.zeros(n, dtype=np.int64), np.full(n, -1)
-    number_of = np.zeros(machine.num_ranks, dtype=np.int64)  # among all groups, of each group of the wave
+    number_of = np.zeros(inputs.num_ranks, dtype=np.int64)  # among all groups, of each group of the wave
     groups = 0
     for w in range(len(targets)):
         wave.group_of[:] = -1
-        left = fill_wave(targets[w], pairs[w], count, pool, sequences, machine, wave)
+        left = fill_wave(targets[w], pairs[w], count, pool, sequences, inputs, wave)
         for g in range(wave.groups[0]):
             if wave.loads.tokens[g] == 0:
                 continue

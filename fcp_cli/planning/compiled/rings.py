@@ -14,7 +14,7 @@ import numpy as np
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.compiling import kernel, leaf
 from fcp_cli.planning.compiled.core import (
-    Machine,
+    PlannerInputs,
     Sequences,
     across_at_best,
     across_of,
@@ -85,24 +85,24 @@ def make_timeline(num_ranks: int, gaps: int) -> Any:
 
 @leaf
 def _inside_a_node(
-    i: int, target: float, bound: float, sequences: Sequences, machine: Machine, timeline: Timeline
+    i: int, target: float, bound: float, sequences: Sequences, inputs: PlannerInputs, timeline: Timeline
 ) -> Any:
     """Find the least waste of sequence i on neighbours inside one node: waste, degree, first rank."""
     attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
-    lowest = max(2, (tokens + machine.tokens_per_rank - 1) // machine.tokens_per_rank)
+    lowest = max(2, (tokens + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank)
     best, best_degree, best_first = bound, 0, -1
-    for degree in range(lowest, min(machine.ranks_per_node, machine.num_ranks) + 1):
-        seconds = alone_seconds(i, degree, 0, sequences, machine)
+    for degree in range(lowest, min(inputs.ranks_per_node, inputs.num_ranks) + 1):
+        seconds = alone_seconds(i, degree, 0, sequences, inputs)
         if seconds > target:
             continue
         extra = degree * seconds - attention - linear
         # Of rings alone a wider one wastes more, so the first that cannot win ends the search.
         if extra >= best:
-            if len(machine.splits.heads):
+            if len(inputs.splits.heads):
                 continue  # a wider group may split more heads
             break
-        for base in range(0, machine.num_ranks, machine.ranks_per_node):
-            for first in range(base, min(base + machine.ranks_per_node, machine.num_ranks) - degree + 1):
+        for base in range(0, inputs.num_ranks, inputs.ranks_per_node):
+            for first in range(base, min(base + inputs.ranks_per_node, inputs.num_ranks) - degree + 1):
                 if max(timeline.free[first], timeline.free[first + degree - 1]) + seconds > target:
                     continue
                 start, total = 0.0, 0.0
@@ -113,7 +113,7 @@ def _inside_a_node(
                 if left < 0.0:
                     continue
                 # Behind an end so close to the target no further micro-batch fits: the ranks lose that time, too.
-                waste = extra + degree * start - total + (degree * left if left < 1.5 * machine.prices.beta else 0.0)
+                waste = extra + degree * start - total + (degree * left if left < 1.5 * inputs.prices.beta else 0.0)
                 if waste < best:
                     best, best_degree, best_first = waste, degree, first
             if best <= extra:  # nobody waits: no other node can waste less at this degree
@@ -122,11 +122,11 @@ def _inside_a_node(
 
 
 @kernel
-def _taken_seconds(machine: Machine, timeline: Timeline) -> Any:
+def _taken_seconds(inputs: PlannerInputs, timeline: Timeline) -> Any:
     """Return [whole nodes] from when all ranks of each are free, and [ranks + 1] sums of seconds before each rank."""
-    per_node = machine.ranks_per_node
-    free_from, before = np.zeros(machine.num_ranks // per_node), np.zeros(machine.num_ranks + 1)
-    for rank in range(machine.num_ranks):
+    per_node = inputs.ranks_per_node
+    free_from, before = np.zeros(inputs.num_ranks // per_node), np.zeros(inputs.num_ranks + 1)
+    for rank in range(inputs.num_ranks):
         before[rank + 1] = before[rank] + timeline.free[rank]
         if rank // per_node < len(free_from):
             free_from[rank // per_node] = max(free_from[rank // per_node], timeline.free[rank])
@@ -135,7 +135,7 @@ def _taken_seconds(machine: Machine, timeline: Timeline) -> Any:
 
 @kernel
 def _across_nodes(
-    i: int, target: float, bound: float, sequences: Sequences, machine: Machine, timeline: Timeline
+    i: int, target: float, bound: float, sequences: Sequences, inputs: PlannerInputs, timeline: Timeline
 ) -> Any:
     """Find the least waste of sequence i on whole neighbouring nodes and the first ranks of the next one.
 
@@ -143,23 +143,23 @@ def _across_nodes(
         Waste, degree (0 where `bound` is less) and first rank.
     """
     attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
-    per_node = machine.ranks_per_node
-    nodes = machine.num_ranks // per_node
+    per_node = inputs.ranks_per_node
+    nodes = inputs.num_ranks // per_node
     # Filled once a degree needs them: most rings are placed inside a node, where no wider one can waste less.
     free_from, before = np.zeros(0), np.zeros(0)
-    lowest = max(per_node + 1, (tokens + machine.tokens_per_rank - 1) // machine.tokens_per_rank)
+    lowest = max(per_node + 1, (tokens + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank)
     best, best_degree, best_first = bound, 0, -1
     degree = lowest
-    if machine.whole_nodes:
+    if inputs.whole_nodes:
         degree = (lowest + per_node - 1) // per_node * per_node
-    while degree <= machine.num_ranks:
-        seconds = alone_seconds(i, degree, across_at_best(degree, machine), sequences, machine)
+    while degree <= inputs.num_ranks:
+        seconds = alone_seconds(i, degree, across_at_best(degree, inputs), sequences, inputs)
         if seconds <= target:
             extra = degree * seconds - attention - linear
             if extra >= best:
                 break
             if len(before) == 0:
-                free_from, before = _taken_seconds(machine, timeline)
+                free_from, before = _taken_seconds(inputs, timeline)
             latest = np.zeros(
                 nodes, dtype=np.int64
             )  # the window's nodes that later ones do not outlast, by falling seconds
@@ -173,7 +173,7 @@ def _across_nodes(
                 if latest[head] <= node - whole:
                     head += 1
                 first = (node - whole + 1) * per_node
-                if first < 0 or first + degree > machine.num_ranks:
+                if first < 0 or first + degree > inputs.num_ranks:
                     continue
                 start = free_from[latest[head]]
                 for rank in range(first + whole * per_node, first + degree):
@@ -182,32 +182,32 @@ def _across_nodes(
                 if left < 0.0:
                     continue
                 waste = extra + degree * start - (before[first + degree] - before[first])
-                waste += degree * left if left < 1.5 * machine.prices.beta else 0.0
+                waste += degree * left if left < 1.5 * inputs.prices.beta else 0.0
                 if waste < best:
                     best, best_degree, best_first = waste, degree, first
         # One rank more matters for narrow rings; of wide ones only whole nodes are tried, which keeps the search short.
-        stepwise = degree < lowest + per_node and not machine.whole_nodes
+        stepwise = degree < lowest + per_node and not inputs.whole_nodes
         degree = degree + 1 if stepwise else (degree // per_node + 1) * per_node
     return best, best_degree, best_first
 
 
 @leaf
-def _from_catalogue(i: int, target: float, sequences: Sequences, machine: Machine, timeline: Timeline) -> int:
+def _from_catalogue(i: int, target: float, sequences: Sequences, inputs: PlannerInputs, timeline: Timeline) -> int:
     """Return the group of the catalogue that wastes least if it runs sequence i by target, or -1."""
     attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
     best, best_group = np.inf, -1
-    for group in range(len(machine.group_first)):
-        first, degree = machine.group_first[group], machine.group_degree[group]
-        if degree * machine.tokens_per_rank < tokens:
+    for group in range(len(inputs.group_first)):
+        first, degree = inputs.group_first[group], inputs.group_degree[group]
+        if degree * inputs.tokens_per_rank < tokens:
             break  # the widest come first
-        seconds = alone_seconds(i, degree, across_at_best(degree, machine), sequences, machine)
+        seconds = alone_seconds(i, degree, across_at_best(degree, inputs), sequences, inputs)
         start = 0.0
         for rank in range(first, first + degree):
             start = max(start, timeline.free[rank])
         left = target - start - seconds
         if left < 0.0:
             continue
-        waste = degree * seconds - attention - linear + (degree * left if left < 1.5 * machine.prices.beta else 0.0)
+        waste = degree * seconds - attention - linear + (degree * left if left < 1.5 * inputs.prices.beta else 0.0)
         for rank in range(first, first + degree):
             waste += start - timeline.free[rank]
         if waste < best:
@@ -216,47 +216,47 @@ def _from_catalogue(i: int, target: float, sequences: Sequences, machine: Machin
 
 
 @kernel
-def _least_waste(i: int, target: float, sequences: Sequences, machine: Machine, timeline: Timeline) -> Any:
+def _least_waste(i: int, target: float, sequences: Sequences, inputs: PlannerInputs, timeline: Timeline) -> Any:
     """Return first rank and degree of the group that wastes least if it runs sequence i by target; degree 0: none."""
-    if len(machine.group_first):
-        group = _from_catalogue(i, target, sequences, machine, timeline)
-        return (machine.group_first[group], machine.group_degree[group]) if group >= 0 else (0, 0)
-    waste, degree, first = _inside_a_node(i, target, np.inf, sequences, machine, timeline)
-    if machine.num_ranks > machine.ranks_per_node:
-        _waste, wide_degree, wide_first = _across_nodes(i, target, waste, sequences, machine, timeline)
+    if len(inputs.group_first):
+        group = _from_catalogue(i, target, sequences, inputs, timeline)
+        return (inputs.group_first[group], inputs.group_degree[group]) if group >= 0 else (0, 0)
+    waste, degree, first = _inside_a_node(i, target, np.inf, sequences, inputs, timeline)
+    if inputs.num_ranks > inputs.ranks_per_node:
+        _waste, wide_degree, wide_first = _across_nodes(i, target, waste, sequences, inputs, timeline)
         if wide_degree > 0:
             return wide_first, wide_degree
     return first, degree
 
 
 @kernel
-def place_rings(target: float, sequences: Sequences, machine: Machine, timeline: Timeline, rings: Rings) -> bool:
+def place_rings(target: float, sequences: Sequences, inputs: PlannerInputs, timeline: Timeline, rings: Rings) -> bool:
     """Place the sequences rings.sequence[:rings.placed[0]], in that order, to end by target; return whether all fit."""
     timeline.free[:] = 0.0
     timeline.gaps[0] = 0
     for g in range(rings.placed[0]):
         # Greedy in the order of falling work: placed rings stay, so that an attempt is linear in rings.
-        first, degree = _least_waste(rings.sequence[g], target, sequences, machine, timeline)
+        first, degree = _least_waste(rings.sequence[g], target, sequences, inputs, timeline)
         if degree == 0:
             return False
         rings.first[g], rings.degree[g] = first, degree
-        _enter_ring(g, sequences, machine, timeline, rings)
+        _enter_ring(g, sequences, inputs, timeline, rings)
     return True
 
 
 @leaf
-def _enter_ring(g: int, sequences: Sequences, machine: Machine, timeline: Timeline, rings: Rings) -> None:
+def _enter_ring(g: int, sequences: Sequences, inputs: PlannerInputs, timeline: Timeline, rings: Rings) -> None:
     """Enter ring g, whose ranks are chosen, into the timelines."""
     first, degree = rings.first[g], rings.degree[g]
     start = 0.0
     for rank in range(first, first + degree):
         start = max(start, timeline.free[rank])
-    across = across_of(first, degree, machine)
-    end = start + alone_seconds(rings.sequence[g], degree, across, sequences, machine)
+    across = across_of(first, degree, inputs)
+    end = start + alone_seconds(rings.sequence[g], degree, across, sequences, inputs)
     rings.across[g], rings.start[g], rings.end[g] = across, start, end
     for rank in range(first, first + degree):
         gap = timeline.gaps[0]
-        if start - timeline.free[rank] > 1.5 * machine.prices.beta and gap < len(timeline.gap_rank):
+        if start - timeline.free[rank] > 1.5 * inputs.prices.beta and gap < len(timeline.gap_rank):
             timeline.gap_rank[gap] = rank
             timeline.gap_start[gap] = timeline.free[rank]
             timeline.gap_end[gap] = start

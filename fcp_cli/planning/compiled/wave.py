@@ -17,7 +17,7 @@ from fcp_cli.planning.compiled.alone import work_in_rings
 from fcp_cli.planning.compiled.core import (
     NONE,
     Loads,
-    Machine,
+    PlannerInputs,
     Sequences,
     Tree,
     across_at_best,
@@ -93,7 +93,7 @@ class Pool(NamedTuple):
 
 
 @kernel
-def make_pool(sequences: Sequences, machine: Machine) -> Any:
+def make_pool(sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Make a pool in which all sequences wait."""
     n = len(sequences.work)
     return Pool(
@@ -102,15 +102,15 @@ def make_pool(sequences: Sequences, machine: Machine) -> Any:
         np.zeros(n, dtype=np.int64),
         np.zeros(n, dtype=np.int64),
         np.zeros(n),
-        work_in_rings(sequences, machine),
+        work_in_rings(sequences, inputs),
     )
 
 
 @kernel
-def make_wave(sequences: int, machine: Machine) -> Any:
+def make_wave(sequences: int, inputs: PlannerInputs) -> Any:
     """Make the arrays of a wave; `place_rings` empties them."""
-    num_ranks = machine.num_ranks
-    nodes = (num_ranks + machine.ranks_per_node - 1) // machine.ranks_per_node
+    num_ranks = inputs.num_ranks
+    nodes = (num_ranks + inputs.ranks_per_node - 1) // inputs.ranks_per_node
     return Wave(
         np.zeros(num_ranks, dtype=np.int64),
         np.zeros(num_ranks, dtype=np.int64),
@@ -119,7 +119,7 @@ def make_wave(sequences: int, machine: Machine) -> Any:
         np.zeros(sequences, dtype=np.int64),
         np.zeros(nodes, dtype=np.int64),
         np.zeros(nodes, dtype=np.int64),
-        np.zeros(machine.ranks_per_node + 1, dtype=np.int64),
+        np.zeros(inputs.ranks_per_node + 1, dtype=np.int64),
         np.zeros(nodes, dtype=np.int64),
         np.zeros(num_ranks, dtype=np.int64),
         np.zeros(num_ranks + 1, dtype=np.int64),
@@ -129,16 +129,16 @@ def make_wave(sequences: int, machine: Machine) -> Any:
 
 
 @leaf
-def _reset(machine: Machine, wave: Wave) -> None:
+def _reset(inputs: PlannerInputs, wave: Wave) -> None:
     """Empty the wave: no group, all ranks free."""
     wave.groups[0] = 0
-    wave.too_wide[0] = machine.num_ranks + 1
+    wave.too_wide[0] = inputs.num_ranks + 1
     wave.used[:] = 0
     wave.used_before[:] = 0
     wave.bucket[:] = -1
     for node in range(len(wave.free) - 1, -1, -1):  # backwards, so that lists begin with the first node
-        wave.start[node] = node * machine.ranks_per_node
-        wave.free[node] = min(machine.ranks_per_node, machine.num_ranks - node * machine.ranks_per_node)
+        wave.start[node] = node * inputs.ranks_per_node
+        wave.free[node] = min(inputs.ranks_per_node, inputs.num_ranks - node * inputs.ranks_per_node)
         _list_by_free_ranks(node, wave)
 
 
@@ -150,9 +150,9 @@ def _list_by_free_ranks(node: int, wave: Wave) -> None:
 
 
 @leaf
-def _best_fit(degree: int, machine: Machine, wave: Wave) -> int:
+def _best_fit(degree: int, inputs: PlannerInputs, wave: Wave) -> int:
     """Return the smallest number of free ranks >= degree that some node has, or 0."""
-    for free in range(degree, machine.ranks_per_node + 1):
+    for free in range(degree, inputs.ranks_per_node + 1):
         if wave.bucket[free] >= 0:
             return free
     return 0
@@ -170,23 +170,23 @@ def _first_inside(degree: int, free: int, wave: Wave) -> int:
 
 
 @leaf
-def _first_across(degree: int, machine: Machine, wave: Wave) -> int:
+def _first_across(degree: int, inputs: PlannerInputs, wave: Wave) -> int:
     """Return the first rank for a group on the shortest run of free ranks that holds it, or NONE."""
-    per_node = machine.ranks_per_node
-    if degree >= wave.too_wide[0] or (machine.whole_nodes and degree % per_node):
+    per_node = inputs.ranks_per_node
+    if degree >= wave.too_wide[0] or (inputs.whole_nodes and degree % per_node):
         return NONE
-    chosen, shortest = NONE, machine.num_ranks + 1
+    chosen, shortest = NONE, inputs.num_ranks + 1
     run, stop = 0, 0  # the run that ends before rank `stop`
     for node in range(len(wave.free) + 1):
         free = wave.free[node] if node < len(wave.free) else 0
-        if machine.whole_nodes and free < per_node:
+        if inputs.whole_nodes and free < per_node:
             free = 0
         if free and wave.start[node] == stop:
             stop += free
             continue
         if degree <= stop - run < shortest:
             shortest = stop - run
-            chosen = _first_in_run(run, stop, degree, machine)
+            chosen = _first_in_run(run, stop, degree, inputs)
         if free:
             run, stop = wave.start[node], wave.start[node] + free
         else:
@@ -197,22 +197,22 @@ def _first_across(degree: int, machine: Machine, wave: Wave) -> int:
 
 
 @inlined
-def _first_in_run(run: int, stop: int, degree: int, machine: Machine) -> int:
+def _first_in_run(run: int, stop: int, degree: int, inputs: PlannerInputs) -> int:
     """Return where in the free ranks run..stop a group begins: at a node if it fills whole nodes, else at the left end.
 
     So a group that breaks a node anyway also takes the ranks that another one left, and free ranks stay in few pieces.
     """
-    per_node = machine.ranks_per_node
+    per_node = inputs.ranks_per_node
     node = (run + per_node - 1) // per_node * per_node
     return node if degree % per_node == 0 and node + degree <= stop else run
 
 
 @leaf
-def _take(first: int, degree: int, machine: Machine, wave: Wave) -> None:
+def _take(first: int, degree: int, inputs: PlannerInputs, wave: Wave) -> None:
     """Take free ranks, at either end of those of each node, from the nodes that they are on."""
     stop = first + degree
     while first < stop:
-        node = first // machine.ranks_per_node
+        node = first // inputs.ranks_per_node
         taken = min(stop, wave.start[node] + wave.free[node]) - first
         _unlist(node, wave)
         if first == wave.start[node]:
@@ -236,79 +236,79 @@ def _unlist(node: int, wave: Wave) -> None:
 
 
 @leaf
-def _open_group(first: int, degree: int, machine: Machine, wave: Wave) -> int:
+def _open_group(first: int, degree: int, inputs: PlannerInputs, wave: Wave) -> int:
     """Make a group of the ranks from `first` on."""
     g = wave.groups[0]
-    wave.first[g], wave.degree[g], wave.across[g] = first, degree, across_of(first, degree, machine)
+    wave.first[g], wave.degree[g], wave.across[g] = first, degree, across_of(first, degree, inputs)
     enter_empty(g, wave.loads)
     wave.groups[0] = g + 1
     return int(g)
 
 
 @leaf
-def _add(i: int, g: int, sequences: Sequences, machine: Machine, wave: Wave) -> None:
+def _add(i: int, g: int, sequences: Sequences, inputs: PlannerInputs, wave: Wave) -> None:
     """Let group g run sequence i, too."""
-    enter_load(g, together(load_at(g, wave.loads), padded_load(i, wave.degree[g], sequences, machine)), wave.loads)
+    enter_load(g, together(load_at(g, wave.loads), padded_load(i, wave.degree[g], sequences, inputs)), wave.loads)
     wave.group_of[i] = g
 
 
 @leaf
-def _place_ring(i: int, target: float, left: int, sequences: Sequences, machine: Machine, wave: Wave) -> int:
+def _place_ring(i: int, target: float, left: int, sequences: Sequences, inputs: PlannerInputs, wave: Wave) -> int:
     """Put a long sequence on the smallest degree that ends by target; return it, or 0 where no rank is left for it."""
     attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
-    lowest = max(2, (tokens + machine.tokens_per_rank - 1) // machine.tokens_per_rank)
+    lowest = max(2, (tokens + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank)
     # Fewer ranks could not do the work in time; the small term keeps rounding from asking for one rank more.
-    lowest = max(lowest, int(np.ceil((attention + linear) / (target - machine.prices.beta) - 1e-9)))
+    lowest = max(lowest, int(np.ceil((attention + linear) / (target - inputs.prices.beta) - 1e-9)))
     # Degrees far above the work's share only pay where the ring is exposed: a matter for the wave's first ring alone.
     highest = left if wave.groups[0] == 0 else min(left, 12 * lowest + 8)
     for degree in range(lowest, highest + 1):
-        inside = _best_fit(degree, machine, wave)
-        at_best = 0 if inside else max(across_at_best(degree, machine), 1)
-        if alone_seconds(i, degree, at_best, sequences, machine) > target + _SLACK:
+        inside = _best_fit(degree, inputs, wave)
+        at_best = 0 if inside else max(across_at_best(degree, inputs), 1)
+        if alone_seconds(i, degree, at_best, sequences, inputs) > target + _SLACK:
             continue
-        first = _first_inside(degree, inside, wave) if inside else _first_across(degree, machine, wave)
+        first = _first_inside(degree, inside, wave) if inside else _first_across(degree, inputs, wave)
         if first == NONE:
             if degree >= wave.too_wide[0]:
                 return 0
             continue
-        across = across_of(first, degree, machine)
+        across = across_of(first, degree, inputs)
         # Only groups that split heads cost more where they lie less well than at best.
-        if across != at_best and alone_seconds(i, degree, across, sequences, machine) > target + _SLACK:
+        if across != at_best and alone_seconds(i, degree, across, sequences, inputs) > target + _SLACK:
             continue
-        _take(first, degree, machine, wave)
-        _add(i, _open_group(first, degree, machine, wave), sequences, machine, wave)
+        _take(first, degree, inputs, wave)
+        _add(i, _open_group(first, degree, inputs, wave), sequences, inputs, wave)
         return degree
     return 0
 
 
 @leaf
-def _place_in_catalogue(i: int, target: float, sequences: Sequences, machine: Machine, wave: Wave) -> int:
+def _place_in_catalogue(i: int, target: float, sequences: Sequences, inputs: PlannerInputs, wave: Wave) -> int:
     """Put a long sequence on the narrowest free group of the catalogue that ends by target; return its degree, or 0.
 
     Of several groups of one degree it takes the one that leaves the shortest runs of free ranks on either side.
     """
     tokens, chosen, degree, tightest = sequences.tokens[i], -1, 0, 0
-    for group in range(len(machine.group_first) - 1, -1, -1):
-        first, width = machine.group_first[group], machine.group_degree[group]
+    for group in range(len(inputs.group_first) - 1, -1, -1):
+        first, width = inputs.group_first[group], inputs.group_degree[group]
         if chosen >= 0 and width > degree:
             break
-        if width * machine.tokens_per_rank < tokens:
+        if width * inputs.tokens_per_rank < tokens:
             continue
-        if alone_seconds(i, width, across_at_best(width, machine), sequences, machine) > target + _SLACK:
+        if alone_seconds(i, width, across_at_best(width, inputs), sequences, inputs) > target + _SLACK:
             continue
         if wave.used_before[first + width] > wave.used_before[first]:
             continue
-        low, high = 0, machine.num_ranks
-        if width <= machine.ranks_per_node:
-            low = first - first % machine.ranks_per_node
-            high = min(high, low + machine.ranks_per_node)
+        low, high = 0, inputs.num_ranks
+        if width <= inputs.ranks_per_node:
+            low = first - first % inputs.ranks_per_node
+            high = min(high, low + inputs.ranks_per_node)
         before, after = _free_beside(first, first + width, low, high, wave.used)
-        run = (before + after) * machine.num_ranks + min(before, after)
+        run = (before + after) * inputs.num_ranks + min(before, after)
         if chosen < 0 or run < tightest:
             chosen, degree, tightest = first, width, run
     if chosen >= 0:
-        _add(i, _open_in_catalogue(chosen, degree, machine, wave), sequences, machine, wave)
-        for rank in range(chosen, machine.num_ranks):
+        _add(i, _open_in_catalogue(chosen, degree, inputs, wave), sequences, inputs, wave)
+        for rank in range(chosen, inputs.num_ranks):
             wave.used_before[rank + 1] = wave.used_before[rank] + wave.used[rank]
     return degree
 
@@ -325,50 +325,50 @@ def _free_beside(first: int, stop: int, low: int, high: int, used: IntArray) -> 
 
 
 @leaf
-def _open_in_catalogue(first: int, degree: int, machine: Machine, wave: Wave) -> int:
+def _open_in_catalogue(first: int, degree: int, inputs: PlannerInputs, wave: Wave) -> int:
     """Make a group of the catalogue."""
     for rank in range(first, first + degree):
         wave.used[rank] = 1
-    return int(_open_group(first, degree, machine, wave))
+    return int(_open_group(first, degree, inputs, wave))
 
 
 @inlined
-def _free_seconds(g: int, target: float, machine: Machine, wave: Wave) -> float:
+def _free_seconds(g: int, target: float, inputs: PlannerInputs, wave: Wave) -> float:
     """Return the rank-seconds that group g has left, with as much of its ring hidden as may hide."""
     degree, tokens, across = wave.degree[g], wave.loads.tokens[g], wave.across[g]
-    exposed = least_of_packs(1.0, tokens, 1.0, degree, across, machine) if degree > 1 else 0.0
-    computed = degree * (target - machine.prices.beta - exposed)
+    exposed = least_of_packs(1.0, tokens, 1.0, degree, across, inputs) if degree > 1 else 0.0
+    computed = degree * (target - inputs.prices.beta - exposed)
     return float(computed - wave.loads.attention[g] - wave.loads.linear[g])
 
 
 @leaf
-def _update_room(g: int, target: float, machine: Machine, tree: Tree, wave: Wave) -> None:
+def _update_room(g: int, target: float, inputs: PlannerInputs, tree: Tree, wave: Wave) -> None:
     """Update the free seconds and tokens of group g in the tree."""
     set_room(
         tree,
         g,
-        _free_seconds(g, target, machine, wave),
-        wave.degree[g] * machine.tokens_per_rank - wave.loads.tokens[g],
+        _free_seconds(g, target, inputs, wave),
+        wave.degree[g] * inputs.tokens_per_rank - wave.loads.tokens[g],
     )
 
 
 @leaf
-def _group_for(i: int, target: float, sequences: Sequences, machine: Machine, tree: Tree, wave: Wave) -> int:
+def _group_for(i: int, target: float, sequences: Sequences, inputs: PlannerInputs, tree: Tree, wave: Wave) -> int:
     """Return the first group that can take sequence i and still end by target, or NONE."""
     work, tokens = sequences.work[i], sequences.tokens[i]
     g = first_with_room(tree, work - _SLACK, tokens, 0)
     while g != NONE:
         if wave.degree[g] == 1:  # the tree's seconds are exact for single ranks, and a bound for rings
             return g
-        pack = together(load_at(g, wave.loads), padded_load(i, wave.degree[g], sequences, machine))
-        if pack_seconds(pack, wave.degree[g], wave.across[g], machine) <= target + _SLACK:
+        pack = together(load_at(g, wave.loads), padded_load(i, wave.degree[g], sequences, inputs))
+        if pack_seconds(pack, wave.degree[g], wave.across[g], inputs) <= target + _SLACK:
             return g
         g = first_with_room(tree, work - _SLACK, tokens, g + 1)
     return NONE
 
 
 @leaf
-def place_rings(target: float, count: int, pool: Pool, sequences: Sequences, machine: Machine, wave: Wave) -> Any:
+def place_rings(target: float, count: int, pool: Pool, sequences: Sequences, inputs: PlannerInputs, wave: Wave) -> Any:
     """Begin a wave: give the sequences that no single rank can run by the target rings, as far as ranks last.
 
     Refused is work of sequences for which there were ranks enough, only not at a degree that ends by the target: they
@@ -377,79 +377,79 @@ def place_rings(target: float, count: int, pool: Pool, sequences: Sequences, mac
     Returns:
         How many sequences are in `pool.left_over`, and in `pool.small`; ranks left; work refused.
     """
-    _reset(machine, wave)
-    ranks_left = machine.num_ranks
+    _reset(inputs, wave)
+    ranks_left = inputs.num_ranks
     rest, small = 0, 0
     refused = 0.0
     for k in range(count):
         i = pool.waiting[k]
-        seconds = machine.prices.beta + sequences.work[i]
-        if sequences.tokens[i] <= machine.tokens_per_rank and seconds <= target + _SLACK:
+        seconds = inputs.prices.beta + sequences.work[i]
+        if sequences.tokens[i] <= inputs.tokens_per_rank and seconds <= target + _SLACK:
             pool.small[small] = i
             small += 1
             continue
         if ranks_left < 2:
             degree = 0
-        elif len(machine.group_first):
-            degree = _place_in_catalogue(i, target, sequences, machine, wave)
+        elif len(inputs.group_first):
+            degree = _place_in_catalogue(i, target, sequences, inputs, wave)
         else:
-            degree = _place_ring(i, target, ranks_left, sequences, machine, wave)
+            degree = _place_ring(i, target, ranks_left, sequences, inputs, wave)
         ranks_left -= degree
         if degree == 0:
             pool.left_over[rest] = i
             rest += 1
-            if ranks_left * machine.tokens_per_rank >= sequences.tokens[i] and (
-                ranks_left * (target - machine.prices.beta) >= sequences.work[i]
+            if ranks_left * inputs.tokens_per_rank >= sequences.tokens[i] and (
+                ranks_left * (target - inputs.prices.beta) >= sequences.work[i]
             ):
                 refused += sequences.work[i]
     return rest, small, ranks_left, refused
 
 
 @leaf
-def _group_free_ranks(pair: bool, machine: Machine, wave: Wave) -> None:
+def _group_free_ranks(pair: bool, inputs: PlannerInputs, wave: Wave) -> None:
     """Make groups of two, or of one, of the ranks that rings left."""
-    for free in range(machine.ranks_per_node, 0, -1):
+    for free in range(inputs.ranks_per_node, 0, -1):
         while wave.bucket[free] >= 0:
             node_free = free
             while node_free:
                 degree = 2 if pair and node_free >= 2 else 1
                 first = _first_inside(degree, node_free, wave)
-                _take(first, degree, machine, wave)
-                _open_group(first, degree, machine, wave)
+                _take(first, degree, inputs, wave)
+                _open_group(first, degree, inputs, wave)
                 node_free -= degree
 
 
 @leaf
-def _group_free_ranks_of_catalogue(pair: bool, machine: Machine, wave: Wave) -> None:
+def _group_free_ranks_of_catalogue(pair: bool, inputs: PlannerInputs, wave: Wave) -> None:
     """Do the same where rings keep to a catalogue, which says which two ranks may be a group."""
     if pair:
-        for group in range(len(machine.group_first)):
-            first = machine.group_first[group]
-            if machine.group_degree[group] == 2 and wave.used[first] == 0 and wave.used[first + 1] == 0:
-                _open_in_catalogue(first, 2, machine, wave)
-    for rank in range(machine.num_ranks):
+        for group in range(len(inputs.group_first)):
+            first = inputs.group_first[group]
+            if inputs.group_degree[group] == 2 and wave.used[first] == 0 and wave.used[first + 1] == 0:
+                _open_in_catalogue(first, 2, inputs, wave)
+    for rank in range(inputs.num_ranks):
         if wave.used[rank] == 0:
-            _open_in_catalogue(rank, 1, machine, wave)
+            _open_in_catalogue(rank, 1, inputs, wave)
 
 
 @leaf
-def outlook(target: float, count: int, pool: Pool, sequences: Sequences, machine: Machine, wave: Wave) -> Any:
+def outlook(target: float, count: int, pool: Pool, sequences: Sequences, inputs: PlannerInputs, wave: Wave) -> Any:
     """Return the remainder of a wave if small sequences were a fluid: work, tokens, refused work, longest or -1."""
-    rest, small, ranks_left, refused = place_rings(target, count, pool, sequences, machine, wave)
+    rest, small, ranks_left, refused = place_rings(target, count, pool, sequences, inputs, wave)
     work, tokens = 0.0, 0
     longest = pool.left_over[0] if rest else -1
     for k in range(rest):
         work += pool.least[pool.left_over[k]]
         tokens += sequences.tokens[pool.left_over[k]]
-    seconds = ranks_left * (target - machine.prices.beta)
-    room = ranks_left * machine.tokens_per_rank
+    seconds = ranks_left * (target - inputs.prices.beta)
+    room = ranks_left * inputs.tokens_per_rank
     for g in range(wave.groups[0]):
         degree = wave.degree[g]
-        free_tokens = degree * machine.tokens_per_rank - wave.loads.tokens[g]
-        ring = machine.prices.ring[1 if wave.across[g] else 0]
-        hidden = (1.0 - machine.prices.exposed) * ring * (degree - 1) * wave.loads.tokens[g]
-        if hidden < wave.loads.attention[g] or len(machine.splits.heads):
-            seconds += _free_seconds(g, target, machine, wave)
+        free_tokens = degree * inputs.tokens_per_rank - wave.loads.tokens[g]
+        ring = inputs.prices.ring[1 if wave.across[g] else 0]
+        hidden = (1.0 - inputs.prices.exposed) * ring * (degree - 1) * wave.loads.tokens[g]
+        if hidden < wave.loads.attention[g] or len(inputs.splits.heads):
+            seconds += _free_seconds(g, target, inputs, wave)
             room += free_tokens
     for k in range(small):
         i = pool.small[k]
@@ -466,26 +466,33 @@ def outlook(target: float, count: int, pool: Pool, sequences: Sequences, machine
 
 @leaf
 def _fill_groups(
-    target: float, rest: int, small: int, tree: Tree, pool: Pool, sequences: Sequences, machine: Machine, wave: Wave
+    target: float,
+    rest: int,
+    small: int,
+    tree: Tree,
+    pool: Pool,
+    sequences: Sequences,
+    inputs: PlannerInputs,
+    wave: Wave,
 ) -> int:
     """Lay the sequences that a single rank could run where they fit first; return how many are left over."""
     for g in range(wave.groups[0]):
-        _update_room(g, target, machine, tree, wave)
+        _update_room(g, target, inputs, tree, wave)
     for k in range(small):
         i = pool.small[k]
-        g = _group_for(i, target, sequences, machine, tree, wave)
+        g = _group_for(i, target, sequences, inputs, tree, wave)
         if g == NONE:
             pool.left_over[rest] = i
             rest += 1
         else:
-            _add(i, g, sequences, machine, wave)
-            _update_room(g, target, machine, tree, wave)
+            _add(i, g, sequences, inputs, wave)
+            _update_room(g, target, inputs, tree, wave)
     return rest
 
 
 @kernel
 def fill_wave(
-    target: float, pair: bool, count: int, pool: Pool, sequences: Sequences, machine: Machine, wave: Wave
+    target: float, pair: bool, count: int, pool: Pool, sequences: Sequences, inputs: PlannerInputs, wave: Wave
 ) -> int:
     """Fill a wave from the sequences that wait: rings, then the others by falling work, each where it fits first.
 
@@ -497,20 +504,20 @@ def fill_wave(
     Returns:
         How many sequences are left over, in `pool.left_over`.
     """
-    rest, small, _ranks_left, _refused = place_rings(target, count, pool, sequences, machine, wave)
-    if len(machine.group_first):
-        _group_free_ranks_of_catalogue(pair, machine, wave)
+    rest, small, _ranks_left, _refused = place_rings(target, count, pool, sequences, inputs, wave)
+    if len(inputs.group_first):
+        _group_free_ranks_of_catalogue(pair, inputs, wave)
     else:
-        _group_free_ranks(pair, machine, wave)
-    return _fill_groups(target, rest, small, make_tree(wave.groups[0]), pool, sequences, machine, wave)
+        _group_free_ranks(pair, inputs, wave)
+    return _fill_groups(target, rest, small, make_tree(wave.groups[0]), pool, sequences, inputs, wave)
 
 
 @leaf
-def wave_seconds(machine: Machine, wave: Wave) -> float:
+def wave_seconds(inputs: PlannerInputs, wave: Wave) -> float:
     """Return the seconds of the slowest group of the wave, or the least that a wave takes."""
-    slowest = machine.floor
+    slowest = inputs.floor
     for g in range(wave.groups[0]):
         if wave.loads.tokens[g]:
-            seconds = pack_seconds(load_at(g, wave.loads), wave.degree[g], wave.across[g], machine)
+            seconds = pack_seconds(load_at(g, wave.loads), wave.degree[g], wave.across[g], inputs)
             slowest = max(slowest, seconds)
     return slowest

@@ -1,4 +1,4 @@
-"""The ways in which a group of each degree may share heads and make rings, tabulated once for a machine.
+"""The ways in which a group of each degree may share heads and make rings, tabulated once for the ranks.
 
 The seconds of a pack of t tokens and a of attention are, fixed and linear seconds aside, the larger of a / d + A(t) and
 B(t), both linear in t (`ends`). A way whose A and B are no less than those of another way, at no tokens and at as many
@@ -14,34 +14,34 @@ import numpy as np
 
 from fcp_cli.arrays import FloatArray
 from fcp_cli.compiling import inlined, kernel, leaf
-from fcp_cli.planning.compiled.core import UNPLACED, Machine, Splits, is_way, pack_parts, terms_at, way_terms
+from fcp_cli.planning.compiled.core import UNPLACED, PlannerInputs, Splits, is_way, pack_parts, terms_at, way_terms
 
 
 @kernel
-def tabulated(machine: Machine) -> Any:
-    """Return the splits of a machine with their tables, `lies`, `first` and `ways`."""
-    splits = machine.splits
-    lies, acrosses = _lies(machine)
-    first = np.zeros((len(acrosses), machine.num_ranks + 2), dtype=np.int64)
-    ways, count = np.zeros((len(acrosses) * (machine.num_ranks + 2), 9)), 0
+def tabulated(inputs: PlannerInputs) -> Any:
+    """Return the splits with their tables, `row_of_span`, `first` and `ways`."""
+    splits = inputs.splits
+    row_of_span, acrosses = _lies(inputs)
+    first = np.zeros((len(acrosses), inputs.num_ranks + 2), dtype=np.int64)
+    ways, count = np.zeros((len(acrosses) * (inputs.num_ranks + 2), 9)), 0
     for row in range(len(acrosses)):
-        for degree in range(2, machine.num_ranks + 1):
+        for degree in range(2, inputs.num_ranks + 1):
             first[row, degree] = count
             if count + len(splits.heads) + 1 > len(ways):  # one more than may be kept
                 grown = np.zeros((2 * len(ways) + len(splits.heads) + 1, 9))
                 grown[:count] = ways[:count]
                 ways = grown
-            count = _enter(degree, acrosses[row], count, ways, machine)
-        first[row, machine.num_ranks + 1] = count
-    return Splits(splits.heads, splits.only, lies, first, ways[:count].copy())
+            count = _enter(degree, acrosses[row], count, ways, inputs)
+        first[row, inputs.num_ranks + 1] = count
+    return Splits(splits.heads, splits.only, row_of_span, first, ways[:count].copy())
 
 
 @kernel
-def _lies(machine: Machine) -> Any:
+def _lies(inputs: PlannerInputs) -> Any:
     """Return [across + 1] row of each `across`, and [rows] one `across` of each: those with the same sets share one."""
-    heads = machine.splits.heads
-    lies, acrosses = np.zeros(machine.ranks_per_node + 2, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    for across in range(UNPLACED, machine.ranks_per_node + 1):
+    heads = inputs.splits.heads
+    row_of_span, acrosses = np.zeros(inputs.ranks_per_node + 2, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    for across in range(UNPLACED, inputs.ranks_per_node + 1):
         row = 0
         while row < len(acrosses):
             alike = acrosses[row] > 0 and across > 0
@@ -52,29 +52,29 @@ def _lies(machine: Machine) -> Any:
             row += 1
         if row == len(acrosses):
             acrosses = np.append(acrosses, across)
-        lies[across + 1] = row
-    return lies, acrosses
+        row_of_span[across + 1] = row
+    return row_of_span, acrosses
 
 
 @leaf
-def _enter(degree: int, across: int, first: int, ways: FloatArray, machine: Machine) -> int:
+def _enter(degree: int, across: int, first: int, ways: FloatArray, inputs: PlannerInputs) -> int:
     """Write the ways of one degree from `first` on, of equals the one with the fewest heads; return where they end."""
-    count, most = first, degree * machine.tokens_per_rank
-    for k in range(-1, len(machine.splits.heads)):
-        if not is_way(k, degree, across, machine):
+    count, most = first, degree * inputs.tokens_per_rank
+    for k in range(-1, len(inputs.splits.heads)):
+        if not is_way(k, degree, across, inputs):
             continue
-        terms = way_terms(k, degree, across, machine)
+        terms = way_terms(k, degree, across, inputs)
         ways[count, 0], ways[count, 1], ways[count, 2] = terms.chunk, terms.ring, terms.hops
         ways[count, 3], ways[count, 4], ways[count, 5] = terms.home, terms.home_hop, terms.exchange
         ways[count, 6], ways[count, 7], ways[count, 8] = terms.messages, terms.halo, terms.sets
         beaten = False
         for other in range(first, count):
-            beaten = beaten or _is_no_quicker(terms, terms_at(other, ways), degree, most, machine)
+            beaten = beaten or _is_no_quicker(terms, terms_at(other, ways), degree, most, inputs)
         if beaten:
             continue
         kept = first
         for other in range(first, count + 1):
-            if other == count or not _is_no_quicker(terms_at(other, ways), terms, degree, most, machine):
+            if other == count or not _is_no_quicker(terms_at(other, ways), terms, degree, most, inputs):
                 for term in range(9):
                     ways[kept, term] = ways[other, term]
                 kept += 1
@@ -83,29 +83,31 @@ def _enter(degree: int, across: int, first: int, ways: FloatArray, machine: Mach
 
 
 @inlined
-def _ends(terms: Any, tokens: float, degree: int, machine: Machine) -> Any:
+def _ends(terms: Any, tokens: float, degree: int, inputs: PlannerInputs) -> Any:
     """Return A and B of a way for a pack of so many tokens."""
-    parts = pack_parts(0.0, 0.0, tokens, degree, terms, machine.prices)
-    always = parts.other - machine.prices.beta + parts.exposed
+    parts = pack_parts(0.0, 0.0, tokens, degree, terms, inputs.prices)
+    always = parts.other - inputs.prices.beta + parts.exposed
     return always + parts.attention, always + parts.hidden
 
 
 @leaf
-def _is_no_quicker(one: Any, other: Any, degree: int, most: int, machine: Machine) -> bool:
+def _is_no_quicker(one: Any, other: Any, degree: int, most: int, inputs: PlannerInputs) -> bool:
     """Return whether a way takes at least as long as another one for every pack of up to `most` tokens."""
-    if machine.prices.reach and (one.halo < other.halo or one.sets < other.sets):
+    if inputs.prices.reach and (one.halo < other.halo or one.sets < other.sets):
         return False
     # Both ends are enough: A and B are linear in the tokens.
     for tokens in (0, most):
-        computed, moved = _ends(one, tokens, degree, machine)
-        other_computed, other_moved = _ends(other, tokens, degree, machine)
+        computed, moved = _ends(one, tokens, degree, inputs)
+        other_computed, other_moved = _ends(other, tokens, degree, inputs)
         if computed < other_computed or moved < other_moved:
             return False
     return True
 
 
 @inlined
-def least_of_packs(hiding: float, tokens: float, packs: float, degree: int, across: int, machine: Machine) -> float:
+def least_of_packs(
+    hiding: float, tokens: float, packs: float, degree: int, across: int, inputs: PlannerInputs
+) -> float:
     """Bound the seconds of so many packs, without beta, linear work and a share `hiding` of attention, on one degree.
 
     The larger of a / d + A(t) and B(t) is at least any mean of them, h (a / d + A(t)) + (1 - h) B(t), h from 0 to 1.
@@ -117,13 +119,13 @@ def least_of_packs(hiding: float, tokens: float, packs: float, degree: int, acro
         hiding: h.
         tokens: of all packs.
         packs: as few as hold them, in fractions; 1 at least.
-        degree, across, machine: as for `pack_seconds`.
+        degree, across, inputs: as for `pack_seconds`.
     """
-    splits, least = machine.splits, np.inf
-    row = splits.lies[across + 1]
+    splits, least = inputs.splits, np.inf
+    row = splits.row_of_span[across + 1]
     for way in range(splits.first[row, degree], splits.first[row, degree + 1]):
-        computed, moved = _ends(terms_at(way, splits.ways), tokens, degree, machine)
-        computed_empty, moved_empty = _ends(terms_at(way, splits.ways), 0.0, degree, machine)
+        computed, moved = _ends(terms_at(way, splits.ways), tokens, degree, inputs)
+        computed_empty, moved_empty = _ends(terms_at(way, splits.ways), 0.0, degree, inputs)
         fixed = hiding * computed_empty + (1.0 - hiding) * moved_empty
         least = min(least, hiding * computed + (1.0 - hiding) * moved + fixed * (packs - 1.0))
     return least

@@ -31,7 +31,7 @@ from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.prices import Prices
 from fcp_cli.plan.step import StepPlan, offsets_of, sizes_of
 from fcp_cli.planning.assemble import assignment_prices, with_idle_rows
-from fcp_cli.planning.compiled.core import Machine
+from fcp_cli.planning.compiled.core import PlannerInputs
 from fcp_cli.planning.fcp.catalogue import tree_blocks
 from fcp_cli.planning.fcp.wave_orders import reordered, wave_orders
 from fcp_cli.planning.problem import Assignment, Batch, Problem
@@ -53,18 +53,18 @@ _REACH = 3  # waves: how far away a neighbour may be
 _RUNS, _LEAST_RUNS = 60_000, 20  # of micro-batches, in runs of the timeline for each of those answers
 
 
-def replicas_of(problem: Problem, machine: Machine) -> Replicas:
-    """Return the ranks, with blocks that halve them again and again, those alone that the machine lets be groups.
+def replicas_of(problem: Problem, inputs: PlannerInputs) -> Replicas:
+    """Return the ranks, with blocks that halve them again and again, those alone that may be groups.
 
     Where any neighbours may be a group, there are blocks of three, five, six and seven eighths, too, from either end.
     """
     n, unit = problem.num_ranks, problem.ranks_per_node if problem.num_ranks > problem.ranks_per_node else 1
     found: dict[int, list[int]] = {1: list(range(n))}
-    allowed = set(zip(machine.group_first.tolist(), machine.group_degree.tolist(), strict=True))
+    allowed = set(zip(inputs.group_first.tolist(), inputs.group_degree.tolist(), strict=True))
     for block in tree_blocks(n, problem.ranks_per_node):
         if not allowed or (block.start, len(block)) in allowed:
             found.setdefault(len(block), []).append(block.start)
-    if not allowed and not machine.whole_nodes:
+    if not allowed and not inputs.whole_nodes:
         for eighths in (3, 5, 6, 7):
             degree = n * eighths // 8 // unit * unit
             if degree > 1:

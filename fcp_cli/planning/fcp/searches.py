@@ -11,8 +11,8 @@ from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.compiled import iteration, microbatch
-from fcp_cli.planning.compiled.core import Machine, Sequences
-from fcp_cli.planning.compiled.sand import CLOSED
+from fcp_cli.planning.compiled.core import PlannerInputs, Sequences
+from fcp_cli.planning.compiled.single_rank_packs import CLOSED
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 
 # Amounts of work, counted so that no result depends on how fast the machine is.
@@ -79,7 +79,7 @@ def best_of(candidates: Iterable[Candidate], bound_seconds: Callable[[], float],
 
 
 def assign_waves(
-    order: IntArray, sequences: Sequences, machine: Machine, limit_seconds: float = np.inf
+    order: IntArray, sequences: Sequences, inputs: PlannerInputs, limit_seconds: float = np.inf
 ) -> Assignment | None:
     """Plan waves; None where that takes as long as a step that is known.
 
@@ -88,7 +88,7 @@ def assign_waves(
     """
     found, held, waves = [], np.empty(0, dtype=np.int64), 0
     seconds, work = 0.0, float(sequences.work.sum())  # planned, and not yet planned
-    parts = wave_parts(sequences, machine)
+    parts = wave_parts(sequences, inputs)
     limit = limit_seconds if len(parts) == 1 else np.inf
     for number, part in enumerate(parts, 1):
         members = np.sort(np.concatenate((held, part)))
@@ -99,7 +99,7 @@ def assign_waves(
             tokens=sequences.tokens[members],
         )
         is_last = number == len(parts)
-        targets, written = microbatch.plan(limit, _TARGETS_PER_WAVE, _FILLS_PER_WAVE, is_last, own, machine)
+        targets, written = microbatch.plan(limit, _TARGETS_PER_WAVE, _FILLS_PER_WAVE, is_last, own, inputs)
         if len(targets) == 0:
             return None
         last = len(targets) if is_last else len(targets) - 1
@@ -110,7 +110,7 @@ def assign_waves(
         waves += last
         seconds += float(targets[:last].sum())
         work -= float(own.work[one.group_of >= 0].sum())
-        if seconds + work / machine.num_ranks >= limit_seconds:
+        if seconds + work / inputs.num_ranks >= limit_seconds:
             return None
     firsts = np.cumsum([0, *(groups for _, _, groups, _ in found)])
     group_of = np.empty(len(order), dtype=np.int64)
@@ -126,13 +126,13 @@ def assign_waves(
     )
 
 
-def wave_parts(sequences: Sequences, machine: Machine) -> list[IntArray]:
+def wave_parts(sequences: Sequences, inputs: PlannerInputs) -> list[IntArray]:
     """Cut a step, by falling work, into parts of some dozens of waves, of like work.
 
     The longest sequences, with half of the work, are cut into runs, so that sequences that take equally long stay
     together; the rest is dealt out, so that all parts can fill their waves.
     """
-    n, count = len(sequences.work), int(sequences.tokens.sum()) // (machine.num_ranks * machine.tokens_per_rank)
+    n, count = len(sequences.work), int(sequences.tokens.sum()) // (inputs.num_ranks * inputs.tokens_per_rank)
     count //= _WAVES_PER_PART
     if count < 2:
         return [np.arange(n)]
@@ -144,23 +144,23 @@ def wave_parts(sequences: Sequences, machine: Machine) -> list[IntArray]:
 
 
 def assign_timelines(
-    lower: float, order: IntArray, sequences: Sequences, machine: Machine, limit_seconds: float = np.inf
+    lower: float, order: IntArray, sequences: Sequences, inputs: PlannerInputs, limit_seconds: float = np.inf
 ) -> Assignment | None:
     """Plan timelines; None where that takes as long as a step that is known."""
     exchanges = _EXCHANGES * (1 if len(order) <= 1024 else len(order) // 64)
-    rings, sand, timeline, found = iteration.schedule(lower, limit_seconds, True, exchanges, sequences, machine)
+    rings, singles, timeline, found = iteration.schedule(lower, limit_seconds, True, exchanges, sequences, inputs)
     if not found:
         return None
     count, gaps = int(rings.placed[0]), int(timeline.gaps[0])
-    slots = sand.slot_tokens.shape[1]
-    bins, slot = np.nonzero(sand.slot_tokens[: machine.num_ranks + gaps] != CLOSED)
-    group_of_slot = np.full((machine.num_ranks + gaps, slots), -1)
+    slots = singles.slot_tokens.shape[1]
+    bins, slot = np.nonzero(singles.slot_tokens[: inputs.num_ranks + gaps] != CLOSED)
+    group_of_slot = np.full((inputs.num_ranks + gaps, slots), -1)
     group_of_slot[bins, slot] = count + np.arange(len(bins))
-    in_slot = sand.bin_of >= 0
-    group_of = -2 - sand.bin_of  # riders
-    group_of[in_slot] = group_of_slot[sand.bin_of[in_slot], sand.slot_of[in_slot]]
+    in_slot = singles.bin_of >= 0
+    group_of = -2 - singles.bin_of  # riders
+    group_of[in_slot] = group_of_slot[singles.bin_of[in_slot], singles.slot_of[in_slot]]
     group_of[rings.sequence[:count]] = np.arange(count)
-    bin_rank = np.concatenate((np.arange(machine.num_ranks), timeline.gap_rank[:gaps]))
+    bin_rank = np.concatenate((np.arange(inputs.num_ranks), timeline.gap_rank[:gaps]))
     bin_start = np.concatenate((timeline.free, timeline.gap_start[:gaps]))
     return gather(
         order=order,

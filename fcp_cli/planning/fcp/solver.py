@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -24,8 +24,8 @@ from fcp_cli.planning.assemble import assemble, makespan_seconds
 from fcp_cli.planning.batches import GlobalBatches, batch_of, spread_steps
 from fcp_cli.planning.bounds import lower_bound_seconds, simple_bound_seconds
 from fcp_cli.planning.compiled import iteration, microbatch
-from fcp_cli.planning.compiled.core import Machine, Sequences
-from fcp_cli.planning.compiled.one_degree import quickest
+from fcp_cli.planning.compiled.core import PlannerInputs, Sequences
+from fcp_cli.planning.compiled.static_schedules import quickest
 from fcp_cli.planning.fcp.apart import SpreadRings
 from fcp_cli.planning.fcp.catalogue import Trial, choose_groups
 from fcp_cli.planning.fcp.peer_limit import needs_whole_nodes
@@ -39,7 +39,7 @@ from fcp_cli.planning.fcp.pipelines import (
 from fcp_cli.planning.fcp.searches import CLOSE_ENOUGH, Candidate, Found, assign_timelines, assign_waves, best_of
 from fcp_cli.planning.fcp.speeds import assign_at_speeds
 from fcp_cli.planning.fcp.tiny import assign_tiny, is_tiny
-from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, machine_of, repriced, without_splits
+from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, planner_inputs, repriced, without_splits
 from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver, whole_budget
 from fcp_cli.planning.static import PACKINGS, StaticSolver, static_degrees
 
@@ -52,8 +52,29 @@ _EXPECTED_FILL = 0.92  # of waves to come: a wave that leaves few tokens more th
 _CHOOSING_STEPS = 16  # planned again and again to choose groups under a limit
 _PRICED_STEPS = 16  # planned with and without a limit
 _NEVER_PAYS_SECONDS = 1e9  # of a hop: far above any step, and small enough that sums keep their seconds
-_Search: TypeAlias = Callable[[Work, IntArray, Sequences, Machine, float], Assignment | None]
+_Search: TypeAlias = Callable[[Work, IntArray, Sequences, PlannerInputs, float], Assignment | None]
 _TWO_LIMITS = "--max-degree forbids rings, which --max-groups and --max-peers limit; give one of them"
+
+
+def solver_with_options(batches: GlobalBatches, *, robust: bool = False, **limits: int | None) -> Solver:
+    """Make the solver for these batches, with every option that `--solver fcp` takes.
+
+    Args:
+        batches: to plan.
+        robust: spread the rings of a wave that cross nodes; see `apart.SpreadRings`.
+        limits: see `make_solver`.
+    """
+    if not robust:
+        return make_solver(batches, **limits)
+    for limit in limits:
+        flag = f"--{limit.replace('_', '-')}"
+        raise UsageError(f"--robust moves rings to any ranks, which {flag} limits; drop one of the two")
+    problem = batches.problem
+    if problem.pipeline is not None:
+        raise UsageError("--robust does not support pipelines; drop it, or plan without --pipeline-parallel")
+    if problem.sync == "iteration":
+        raise UsageError("--robust spreads the rings of a wave, and --sync iteration plans no waves; drop --robust")
+    return SpreadRings(problem=problem, plain=solver_of(problem))
 
 
 def make_solver(
@@ -62,8 +83,7 @@ def make_solver(
     max_degree: int | None = None,
     max_groups: int | None = None,
     max_peers: int | None = None,
-    robust: bool = False,
-) -> Solver:
+) -> FcpSolver:
     """Make the solver for these batches.
 
     Args:
@@ -71,13 +91,8 @@ def make_solver(
         max_degree: 1 forbids rings; None: no limit.
         max_groups: most groups of degree > 1 over the whole plan; None: no limit.
         max_peers: most distinct ring neighbours per rank over the whole plan; None: no limit.
-        robust: spread the rings of a wave that cross nodes; see `apart.SpreadRings`.
     """
     problem = batches.problem
-    if robust:
-        limits = {"--max-degree": max_degree, "--max-groups": max_groups, "--max-peers": max_peers}
-        _require_free_placement(problem, [flag for flag, limit in limits.items() if limit is not None])
-        return SpreadRings(problem=problem, plain=solver_of(problem))
     if problem.attention == "ulysses":
         require_heads_to_hold(batches)
     if max_groups is None:
@@ -95,7 +110,7 @@ def make_solver(
 
     def limited_to(groups: list[range]) -> FcpSolver:
         degrees = np.array([degree for degree in static_degrees(problem) if _tiled(problem.num_ranks, degree, groups)])
-        return FcpSolver(problem=problem, machine=machine_of(problem, groups), degrees=degrees, options=options)
+        return FcpSolver(problem=problem, inputs=planner_inputs(problem, groups), degrees=degrees, options=options)
 
     return limited_to(
         choose_groups(
@@ -105,16 +120,6 @@ def make_solver(
             trial=lambda groups: _trial(limited_to(groups), sample),
         )
     )
-
-
-def _require_free_placement(problem: Problem, limits: Sequence[str]) -> None:
-    """Check that rings of waves may be placed anew."""
-    for flag in limits:
-        raise UsageError(f"--robust moves rings to any ranks, which {flag} limits; drop one of the two")
-    if problem.pipeline is not None:
-        raise UsageError("--robust does not support pipelines; drop it, or plan without --pipeline-parallel")
-    if problem.sync == "iteration":
-        raise UsageError("--robust spreads the rings of a wave, and --sync iteration plans no waves; drop --robust")
 
 
 def solver_of(problem: Problem, *, max_degree: int | None = None, max_peers: int | None = None) -> FcpSolver:
@@ -132,7 +137,7 @@ def solver_of(problem: Problem, *, max_degree: int | None = None, max_peers: int
     if max_peers is not None:
         _require_alike(problem)
         return _with_few_peers(problem, max_peers)
-    return FcpSolver(problem=problem, machine=machine_of(problem), degrees=np.array(static_degrees(problem)))
+    return FcpSolver(problem=problem, inputs=planner_inputs(problem), degrees=np.array(static_degrees(problem)))
 
 
 def _require_alike(problem: Problem) -> None:
@@ -168,10 +173,10 @@ def _require_no_long(batches: GlobalBatches) -> None:
 def _without_rings(problem: Problem, max_degree: int) -> FcpSolver:
     if max_degree != 1:
         raise UsageError(f"--max-degree is {max_degree}; 1, which forbids rings, is the only limit")
-    machine = machine_of(problem)
+    inputs = planner_inputs(problem)
     if problem.num_ranks > 1:  # the search knows rings of a catalogue, here of one ring that never pays
-        machine = repriced(machine_of(problem, [range(problem.num_ranks)]), hop=_NEVER_PAYS_SECONDS)
-    return FcpSolver(problem=problem, machine=machine, degrees=np.array([1]), options={"max_degree": 1})
+        inputs = repriced(planner_inputs(problem, [range(problem.num_ranks)]), hop=_NEVER_PAYS_SECONDS)
+    return FcpSolver(problem=problem, inputs=inputs, degrees=np.array([1]), options={"max_degree": 1})
 
 
 def _with_few_peers(problem: Problem, max_peers: int) -> FcpSolver:
@@ -182,7 +187,7 @@ def _with_few_peers(problem: Problem, max_peers: int) -> FcpSolver:
         degrees = [degree for degree in degrees if per_node % degree == 0 or degree % per_node == 0]
     return FcpSolver(
         problem=problem,
-        machine=machine_of(problem, whole_nodes=whole_nodes),
+        inputs=planner_inputs(problem, whole_nodes=whole_nodes),
         degrees=np.array(degrees),
         options={"max_peers": max_peers},
     )
@@ -245,12 +250,12 @@ class FcpSolver:
     """Plans whole steps by predicted cost, under either sync.
 
     Attributes:
-        machine: the ranks, and the groups that rings may use.
+        inputs: the ranks, and the groups that rings may use.
         degrees: ascending; those that all groups of a step may have at once.
     """
 
     problem: Problem
-    machine: Machine
+    inputs: PlannerInputs
     degrees: IntArray
     name: str = "fcp"
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -292,26 +297,26 @@ class FcpSolver:
         """Yield everything that is tried for a step."""
         yield from self._searches(batch)
         if self.problem.attention == "2d":  # a plan of rings may be quicker than the greedy search among all ways
-            rings = replace(self, machine=without_splits(self.machine))
+            rings = replace(self, inputs=without_splits(self.inputs))
             nested = partial(best_of, rings._searches(batch, "rings, "), self._bound(batch.work))
             yield Candidate("rings", nested, CLOSE_ENOUGH)
-        for name, machine, work in self._perturbed_inputs(batch.work):
-            other = replace(self, machine=machine)
+        for name, inputs, work in self._perturbed_inputs(batch.work):
+            other = replace(self, inputs=inputs)
             yield Candidate(name, partial(self._perturbed, other, name, replace(batch, work=work), batch), CLOSE_ENOUGH)
         if not self.options and is_tiny(batch, self.problem):
             yield Candidate("exact", partial(self._exact, batch), 0.0)
 
     def _searches(self, batch: Batch, prefix: str = "") -> Iterator[Candidate]:
-        """Yield the searches of one machine for the step, and the schedules of one degree."""
+        """Yield the searches of these inputs for the step, and the schedules of one degree."""
         order, sequences = by_falling_work(batch.work)
-        search = partial(self._search, batch, order, sequences, self.machine)
+        search = partial(self._search, batch, order, sequences, self.inputs)
         if self.problem.sync == "iteration":
             yield Candidate(f"{prefix}timelines", partial(search, f"{prefix}timelines", assign=self._timelines))
         yield Candidate(f"{prefix}waves", partial(search, f"{prefix}waves", assign=self._waves))
         # Under `ulysses` the widest group may need every token.
-        reduced = () if self.problem.attention == "ulysses" else reduced_budgets(self.machine, sequences)
-        for name, machine in reduced:
-            again = partial(self._search, batch, order, sequences, machine, f"{prefix}{name}", assign=self._again)
+        reduced = () if self.problem.attention == "ulysses" else reduced_budgets(self.inputs, sequences)
+        for name, inputs in reduced:
+            again = partial(self._search, batch, order, sequences, inputs, f"{prefix}{name}", assign=self._again)
             yield Candidate(f"{prefix}{name}", again, CLOSE_ENOUGH)
         yield Candidate(f"{prefix}one degree", partial(self._one_degree, batch, f"{prefix}one degree"))
 
@@ -320,7 +325,7 @@ class FcpSolver:
         batch: Batch,
         order: IntArray,
         sequences: Sequences,
-        machine: Machine,
+        inputs: PlannerInputs,
         name: str,
         found: Found,
         *,
@@ -328,36 +333,36 @@ class FcpSolver:
     ) -> Found:
         # The compiled core knows no seconds after the last micro-batch.
         limit = found.seconds - self.problem.profile.step.closing_seconds(self.problem.sync)
-        return found.quicker(name, assign(batch.work, order, sequences, machine, limit), batch, self.problem)
+        return found.quicker(name, assign(batch.work, order, sequences, inputs, limit), batch, self.problem)
 
     def _timelines(
-        self, work: Work, order: IntArray, sequences: Sequences, machine: Machine, limit: float
+        self, work: Work, order: IntArray, sequences: Sequences, inputs: PlannerInputs, limit: float
     ) -> Assignment | None:
         least = simple_bound_seconds(work, self.problem) if limit == np.inf else 0.9 * limit
-        return assign_timelines(least, order, sequences, machine, limit)
+        return assign_timelines(least, order, sequences, inputs, limit)
 
     def _waves(
-        self, work: Work, order: IntArray, sequences: Sequences, machine: Machine, limit: float
+        self, work: Work, order: IntArray, sequences: Sequences, inputs: PlannerInputs, limit: float
     ) -> Assignment | None:
-        waves = assign_waves(order, sequences, machine, limit)
+        waves = assign_waves(order, sequences, inputs, limit)
         if waves is None or self.problem.sync == "microbatch":
             return waves
         return _without_waves(waves)  # a valid order of timelines, too
 
     def _again(
-        self, work: Work, order: IntArray, sequences: Sequences, machine: Machine, limit: float
+        self, work: Work, order: IntArray, sequences: Sequences, inputs: PlannerInputs, limit: float
     ) -> Assignment | None:
-        """Search on another machine for a step that takes fewer seconds than the limit."""
+        """Search other inputs for a step that takes fewer seconds than the limit."""
         if self.problem.sync == "microbatch":
-            return assign_waves(order, sequences, machine, limit)
+            return assign_waves(order, sequences, inputs, limit)
         if len(order) > _FEW_SEQUENCES:
             return None
-        even = float(sequences.work.sum()) / machine.num_ranks + machine.prices.beta
-        return assign_timelines(max(even, 0.9 * limit), order, sequences, machine)
+        even = float(sequences.work.sum()) / inputs.num_ranks + inputs.prices.beta
+        return assign_timelines(max(even, 0.9 * limit), order, sequences, inputs)
 
-    def _perturbed(self, other: FcpSolver, name: str, inputs: Batch, batch: Batch, found: Found) -> Found:
+    def _perturbed(self, other: FcpSolver, name: str, perturbed: Batch, batch: Batch, found: Found) -> Found:
         """Plan other inputs from the start; their answer counts by the real ones."""
-        answer = best_of(other._searches(inputs, f"{name}, "), self._bound(inputs.work), Found())
+        answer = best_of(other._searches(perturbed, f"{name}, "), self._bound(perturbed.work), Found())
         return found.quicker(answer.name, answer.assignment, batch, self.problem)
 
     def _exact(self, batch: Batch, found: Found) -> Found:
@@ -383,33 +388,33 @@ class FcpSolver:
         alike = replace(self.problem, num_ranks=num_ranks, rank_speeds=None)
         is_whole = num_ranks == self.problem.num_ranks
         solver = self if is_whole else solver_of(alike, max_degree=self.options.get("max_degree"))
-        machine = repriced(solver.machine, hop=solver.machine.prices.hop + dearer_hop_seconds)
-        return replace(solver, problem=alike, machine=machine).assign(batch)
+        inputs = repriced(solver.inputs, hop=solver.inputs.prices.hop + dearer_hop_seconds)
+        return replace(solver, problem=alike, inputs=inputs).assign(batch)
 
-    def _perturbed_inputs(self, work: Work) -> Iterator[tuple[str, Machine, Work]]:
-        """Yield machines and work by which the greedy search goes other ways."""
+    def _perturbed_inputs(self, work: Work) -> Iterator[tuple[str, PlannerInputs, Work]]:
+        """Yield inputs and work by which the greedy search goes other ways."""
         if self.problem.sync == "iteration":
             return
         encoder = encoder_seconds(work, self.problem.profile)
         if self.problem.profile.step.lockstep and encoder.any():
             # Waves wait for the slowest encoder and then for the slowest rest: more even in the one, or in the other.
-            yield "even without encoder", self.machine, replace(work, linear_seconds=work.linear_seconds - encoder)
-            yield "even encoder", self.machine, replace(work, linear_seconds=work.linear_seconds + encoder)
-        filled = self.machine._replace(fill=_EXPECTED_FILL)
+            yield "even without encoder", self.inputs, replace(work, linear_seconds=work.linear_seconds - encoder)
+            yield "even encoder", self.inputs, replace(work, linear_seconds=work.linear_seconds + encoder)
+        filled = self.inputs._replace(fill=_EXPECTED_FILL)
         yield f"waves to come {_EXPECTED_FILL:g} full", filled, work
-        if self.machine.floor:
+        if self.inputs.floor:
             for share in _FLOOR_SHARES:
-                beta = self.machine.prices.beta + share * self.machine.floor
-                yield f"micro-batches dearer by {share:g} of the floor", repriced(self.machine, beta=beta), work
+                beta = self.inputs.prices.beta + share * self.inputs.floor
+                yield f"micro-batches dearer by {share:g} of the floor", repriced(self.inputs, beta=beta), work
                 yield f"the same, waves to come {_EXPECTED_FILL:g} full", repriced(filled, beta=beta), work
 
     def _for_pipelines(self, batch: Batch) -> Iterator[PipelineStep]:
         """Yield steps for pipelines: of micro-batches of like length, and as waves or timelines alone would have it."""
         if self.options.get("max_degree") != 1:
-            yield from equal_length_candidates(batch, self.problem, replicas_of(self.problem, self.machine))
+            yield from equal_length_candidates(batch, self.problem, replicas_of(self.problem, self.inputs))
         for plain in plain_problems(self.problem, int(batch.work.tokens.max())):
-            machine = self.machine._replace(tokens_per_rank=plain.tokens_per_rank)
-            found = FcpSolver(problem=plain, machine=machine, degrees=self.degrees).assign(batch)
+            inputs = self.inputs._replace(tokens_per_rank=plain.tokens_per_rank)
+            found = FcpSolver(problem=plain, inputs=inputs, degrees=self.degrees).assign(batch)
             yield PipelineStep.of(found, batch, self.problem)
 
     def _one_degree(self, batch: Batch, name: str, found: Found) -> Found:
@@ -419,7 +424,7 @@ class FcpSolver:
         if not self.options and ranks <= _FEW_RANKS:  # the ranks that a degree leaves over may wait
             degrees = np.array([degree for degree in range(1, ranks + 1) if ranks % degree <= _LEFT_OVER * ranks])
         for sync in _SYNCS if self.problem.sync == "iteration" else _SYNCS[1:]:
-            least, degree, packing = quickest(seconds, degrees, sync == "microbatch", sequences, self.machine)
+            least, degree, packing = quickest(seconds, degrees, sync == "microbatch", sequences, self.inputs)
             if degree:
                 problem = replace(self.problem, sync=sync)
                 seconds, chosen = least, StaticSolver(problem=problem, degree=degree, packing=PACKINGS[packing])
@@ -431,17 +436,17 @@ class FcpSolver:
         return found.quicker(name, assignment, batch, self.problem)
 
 
-def reduced_budgets(machine: Machine, sequences: Sequences) -> Iterator[tuple[str, Machine]]:
-    """Yield machines with fewer tokens a rank, whose steps are legal on this one, too.
+def reduced_budgets(inputs: PlannerInputs, sequences: Sequences) -> Iterator[tuple[str, PlannerInputs]]:
+    """Yield inputs with fewer tokens a rank, whose steps are legal with more, too.
 
     The searches are greedy, and may find better ways where they have less; so that more does not make a step slower,
     these steps compete.
     """
-    ranks, tokens, longest = machine.num_ranks, machine.tokens_per_rank, int(sequences.tokens.max())
+    ranks, tokens, longest = inputs.num_ranks, inputs.tokens_per_rank, int(sequences.tokens.max())
     for share in _LESS_TOKENS:
-        fewer = whole_budget(int(share * tokens), machine.padding or None)
+        fewer = whole_budget(int(share * tokens), inputs.padding or None)
         if fewer and longest <= ranks * fewer and (longest > fewer or int(sequences.tokens.sum()) > fewer):
-            yield f"{share:g} of the token budget", machine._replace(tokens_per_rank=fewer)
+            yield f"{share:g} of the token budget", inputs._replace(tokens_per_rank=fewer)
 
 
 def _without_waves(assignment: Assignment) -> Assignment:

@@ -62,7 +62,7 @@ def assign_at_speeds(batch: Batch, problem: Problem, speeds: Speeds, solve: Solv
         step_seconds = step_seconds or makespan_seconds(even, batch, problem)
         solve_even = partial(solve, num_ranks=problem.num_ranks, dearer_hop_seconds=share * step_seconds)
         tried = _candidates(even, batch, problem, each, solve_even)
-        for one in chain(_of_quick_ranks(batch, problem, each, solve), tried) if not share else tried:
+        for one in chain(_fast_ranks_only(batch, problem, each, solve), tried) if not share else tried:
             if (takes := makespan_seconds(one, batch, problem)) < seconds:
                 best, seconds = one, takes
         if seconds <= enough or problem.pipeline is not None:
@@ -71,7 +71,7 @@ def assign_at_speeds(batch: Batch, problem: Problem, speeds: Speeds, solve: Solv
     return best
 
 
-def _of_quick_ranks(batch: Batch, problem: Problem, speeds: FloatArray, solve: Solve) -> Iterator[Assignment]:
+def _fast_ranks_only(batch: Batch, problem: Problem, speeds: FloatArray, solve: Solve) -> Iterator[Assignment]:
     """Yield steps of the quick ranks, without the slow ones, and with work moved to the slow ones."""
     slow = np.flatnonzero(speeds < speeds.max())
     num_ranks = problem.num_ranks - len(slow)
@@ -98,12 +98,12 @@ def _candidates(
     if problem.sync == "iteration":
         alike = replace(problem, rank_speeds=None)
         target = makespan_seconds(even, batch, alike) * problem.num_ranks / float((speeds / speeds.max()).sum())
-        for one in _beside_nothing(batch, problem, speeds, target, solve):
+        for one in _with_dummy_packs(batch, problem, speeds, target, solve):
             yield one
             yield exchanged(one, batch, problem, speeds)
 
 
-def _beside_nothing(
+def _with_dummy_packs(
     batch: Batch, problem: Problem, speeds: FloatArray, target: float, solve: Callable[[Batch], Assignment]
 ) -> Iterator[Assignment]:
     """Yield steps in which slow ranks have as much less to do as a step of `target` seconds asks for."""

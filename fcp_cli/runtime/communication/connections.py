@@ -8,8 +8,8 @@ from the plan and goes through its own in order, waiting for each. This cannot d
 those of the earliest round wait for nobody but each other.
 
 Rings use each way of theirs in one direction. Layers in which tokens look back (windows, linear attention) use them in
-both, and some others (`plan.ring_order.look_back_hops`): where a rank's model has such layers, as who hooks it knows
-(`expect_look_back`), all ranks open these ways, too, once they are about to follow the plan.
+both, and some others (`plan.ring_order.halo_hops`): where a rank's model has such layers, as who hooks it knows
+(`expect_halo_pattern`), all ranks open these ways, too, once they are about to follow the plan.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Final, Literal
 import torch
 
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.plan.ring_order import look_back_hops, ring_hops
+from fcp_cli.plan.ring_order import halo_hops, ring_hops
 from fcp_cli.plan.step import RingGroup, StepPlan
 from fcp_cli.runtime.communication.transport import Transport
 from fcp_cli.runtime.communication.world import World
@@ -37,21 +37,21 @@ _REPORT_SECONDS = 10.0
 Hop = tuple[int, int]
 
 # How layers look back: up and down rings, and before ranks have exchanged tokens for heads.
-LookBack = Literal["no", "rings", "whole heads"]
-_LOOK_BACKS: Final[tuple[LookBack, ...]] = "no", "rings", "whole heads"
-_expected: set[LookBack] = set()
+HaloPattern = Literal["no", "rings", "whole heads"]
+_HALO_PATTERNS: Final[tuple[HaloPattern, ...]] = "no", "rings", "whole heads"
+_expected: set[HaloPattern] = set()
 
 
-def expect_look_back(how: LookBack) -> None:
+def expect_halo_pattern(how: HaloPattern) -> None:
     """Say how layers of this process's model look back; before `Session.steps`."""
     _expected.add(how)
 
 
-def agree_on_look_back(world: World) -> LookBack:
+def agree_on_halo_pattern(world: World) -> HaloPattern:
     """Return how layers of any rank's model look back. Every rank calls it."""
-    told = torch.tensor([how in _expected for how in _LOOK_BACKS], dtype=torch.int64, device="cpu")
+    told = torch.tensor([how in _expected for how in _HALO_PATTERNS], dtype=torch.int64, device="cpu")
     world.start_sum(told).wait()
-    return next((how for how, ranks in zip(_LOOK_BACKS[:0:-1], told.tolist()[:0:-1], strict=True) if ranks), "no")
+    return next((how for how, ranks in zip(_HALO_PATTERNS[:0:-1], told.tolist()[:0:-1], strict=True) if ranks), "no")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,27 +70,27 @@ class Contact:
     receives: bool
 
 
-def planned_hops(plan: Path, *, look_back: LookBack = "no") -> set[Hop]:
+def planned_hops(plan: Path, *, halo_pattern: HaloPattern = "no") -> set[Hop]:
     """Return (from, to) of every message that groups of a plan send; its whole rows are read.
 
     Where all ranks of a wave share the encoder's work, any two may meet.
 
     Args:
         plan: plan file.
-        look_back: of layers that do so, too.
+        halo_pattern: of layers that do so, too.
     """
     reader = PlanReader(plan)
     if reader.metadata.encoder_balance is not None:
         return set(permutations(range(reader.metadata.num_ranks), 2))
     groups = {group for step in reader.steps() for group in step.ring_groups()}
-    return hops_of(groups, reader.metadata.ranks_per_node, look_back=look_back)
+    return hops_of(groups, reader.metadata.ranks_per_node, halo_pattern=halo_pattern)
 
 
-def hops_of(groups: Iterable[RingGroup], ranks_per_node: int, *, look_back: LookBack = "no") -> set[Hop]:
+def hops_of(groups: Iterable[RingGroup], ranks_per_node: int, *, halo_pattern: HaloPattern = "no") -> set[Hop]:
     """Return (from, to) of every message of groups, as `StepPlan.ring_groups` gives them."""
     kinds: list[Callable[..., list[Hop]]] = [ring_hops]
-    if look_back != "no":
-        kinds.append(partial(look_back_hops, whole_heads=look_back == "whole heads"))
+    if halo_pattern != "no":
+        kinds.append(partial(halo_hops, whole_heads=halo_pattern == "whole heads"))
     return {
         hop for group in set(groups) for hops in kinds for hop in hops(group.ranks, ranks_per_node, group.heads_degree)
     }
@@ -137,7 +137,7 @@ class Connections:
             process r.
 
     Attributes:
-        look_back: way in which layers look back.
+        halo_pattern: way in which layers look back.
         peers_met: contacted ranks; a rank counts again for each way that is opened later.
     """
 
@@ -146,12 +146,12 @@ class Connections:
     ) -> None:
         self._transport, self._rank, self._device, self._peers = transport, rank, device, peers
         self._met: set[Hop] = set()
-        self.look_back: LookBack = "no"
+        self.halo_pattern: HaloPattern = "no"
         self.peers_met = 0
 
     def open_for(self, step: StepPlan, ranks_per_node: int) -> None:
         """Meet over the ways that a step's rings are the first to use. Every rank calls it, before the step."""
-        self.open_all(hops_of(step.ring_groups(), ranks_per_node, look_back=self.look_back))
+        self.open_all(hops_of(step.ring_groups(), ranks_per_node, halo_pattern=self.halo_pattern))
 
     def open_all(self, hops: set[Hop], *, report: Callable[[str], None] | None = None) -> None:
         """Send one number over each way that was not used before. Every rank calls it, with the same ways.

@@ -16,7 +16,7 @@ from fcp_cli.masks import CAUSAL, Mask, MaskedSequence
 from fcp_cli.plan.step import MicroBatch, StepPlan
 from fcp_cli.runtime.agreement.step_agreement import PackDigest, digest
 from fcp_cli.runtime.data.followed_step import require_length
-from fcp_cli.runtime.data.joined import JoinedSequences
+from fcp_cli.runtime.data.joined_sequences import JoinedSequences
 from fcp_cli.runtime.layouts.layout import ShardLayout, shard_layout
 from fcp_cli.runtime.loss.labels import IGNORED
 from fcp_cli.runtime.loss.token_loss import labelled_rows, next_token_labels

@@ -17,9 +17,9 @@ from fcp_cli.runtime.communication.world import World
 from fcp_cli.runtime.data.loader import Shard
 from fcp_cli.runtime.gradients import GradientSync
 from fcp_cli.runtime.guards.finite import LossWatch
-from fcp_cli.runtime.guards.first_passes import FirstPasses
 from fcp_cli.runtime.guards.on_nan import OnNan
-from fcp_cli.runtime.guards.trained import require_summed
+from fcp_cli.runtime.guards.pass_agreement import PassAgreement
+from fcp_cli.runtime.guards.summed_weights import require_summed
 from fcp_cli.runtime.ring_attention.ring import Ring
 
 NO_BACKWARD = (
@@ -54,7 +54,7 @@ class Guards:
         self._world = world
         self._watch = watch
         self._most_forwards = self._most_backwards = 0
-        self._first_passes: FirstPasses | None = FirstPasses(world)
+        self._passes: PassAgreement | None = PassAgreement(world)
         self._is_model_missing = model is None
         self._is_walked = world.size == 1  # then there is nothing to sum
 
@@ -75,8 +75,8 @@ class Guards:
             ring, order: of a micro-batch.
         """
         ring.context.most_forwards, ring.context.most_backwards = self._most_forwards, self._most_backwards
-        if self._first_passes is not None:
-            self._first_passes.watch(ring, order)
+        if self._passes is not None:
+            self._passes.watch(ring, order)
 
     def note_forwards(self, ring: Ring) -> None:
         """Note the forwards of a micro-batch that is over."""
@@ -84,9 +84,9 @@ class Guards:
 
     def note_backwards(self, rings: Iterable[Ring]) -> None:
         """Note the backwards of a step that is over: a loop may hold them back until its last micro-batch."""
-        if self._first_passes is not None:
-            self._first_passes.end_step()
-            self._first_passes = None
+        if self._passes is not None:
+            self._passes.end_step()
+            self._passes = None
         self._most_backwards = max(self._most_backwards, *(ring.context.backward_calls for ring in rings))
 
     def look(self) -> None:

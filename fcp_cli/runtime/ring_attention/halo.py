@@ -99,7 +99,7 @@ def halo_of(layout: RingLayout, index: int, reach: int) -> Halo:
         index: place in the ring.
         reach: rows, >= 0.
     """
-    return _Lanes(layout, reach).halo(index)
+    return HaloRoutes(layout, reach).halo(index)
 
 
 class FetchedRows:
@@ -201,7 +201,7 @@ def _messages(halo: Halo, number: int) -> tuple[HaloMessage, ...]:
     return halo.rounds[number] if halo.rounds else ()
 
 
-class _Lanes:
+class HaloRoutes:
     """Which rows of a pack travel to which member in which round."""
 
     def __init__(self, layout: RingLayout, reach: int) -> None:

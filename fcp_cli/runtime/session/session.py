@@ -17,7 +17,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.recipe import Reduce
 from fcp_cli.runtime.agreement.step_agreement import agree_on_first_step
-from fcp_cli.runtime.communication.connections import agree_on_look_back, planned_hops, report_to_stderr
+from fcp_cli.runtime.communication.connections import agree_on_halo_pattern, planned_hops, report_to_stderr
 from fcp_cli.runtime.data.cursor import PlanCursor
 from fcp_cli.runtime.data.loader import Fetch, Shard, begin_shard, fetches_labels, picture_problems
 from fcp_cli.runtime.data.planned_masks import with_planned_masks
@@ -101,7 +101,7 @@ class Session(RankJob):
         fetch = with_planned_masks(fetch, self.metadata)
         first_step = self._first_step if first_step is None else first_step
         agree_on_first_step(self.world, first_step)
-        self._connect_for_look_back()
+        self._connect_for_halos()
         say_if_begun_again(first_step, self.metadata.first_step, self.rank)
         planned = self.metadata.recipe
         reduce = reduce or (planned.reduce if planned is not None else "wave")
@@ -112,11 +112,11 @@ class Session(RankJob):
         # A stream may have nothing yet: its first step is waited for when the loop asks for it.
         return self._recorded(follow() if self.source is None else _when_asked(follow), first_step)
 
-    def _connect_for_look_back(self) -> None:
+    def _connect_for_halos(self) -> None:
         """Open the ways of layers that look back, where the model has any; those of a stream before each step."""
-        self.connections.look_back = agree_on_look_back(self.world)
-        if self.connections.look_back != "no" and self.source is None:
-            hops = planned_hops(self.plan, look_back=self.connections.look_back)
+        self.connections.halo_pattern = agree_on_halo_pattern(self.world)
+        if self.connections.halo_pattern != "no" and self.source is None:
+            hops = planned_hops(self.plan, halo_pattern=self.connections.halo_pattern)
             self.connections.open_all(hops, report=report_to_stderr(self.rank, self.device))
 
     def _begun(

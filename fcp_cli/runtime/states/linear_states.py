@@ -83,7 +83,7 @@ def carry(member: Ring, kind: str, transitions: Tensor, updates: Tensor) -> Wait
     before, after = member.index - 1, member.index + 1
     is_first, is_last = before < 0, after == member.degree
 
-    def left(part: int) -> Callable[[slice], Tensor]:
+    def outgoing(part: int) -> Callable[[slice], Tensor]:
         """Return a function for slices of the outgoing state of the member's first or second chunks."""
         times, plus = transitions[part].flatten(0, 1), updates[part].flatten(0, 1)
         if times.shape[-1] == 1:
@@ -92,38 +92,38 @@ def carry(member: Ring, kind: str, transitions: Tensor, updates: Tensor) -> Wait
 
     pieces = _pieces(flat[0])
     up, down = (None if is_first else flat[0]), (None if is_last else flat[1])
-    yield from _relay(member, kind, pieces, _Way(up, before, left(0), None if is_last else after))
+    yield from _relay(member, kind, pieces, _Direction(up, before, outgoing(0), None if is_last else after))
     if is_last:
-        flat[1].copy_(left(0)(slice(None)))
-    yield from _relay(member, kind, pieces, _Way(down, after, left(1), None if is_first else before))
+        flat[1].copy_(outgoing(0)(slice(None)))
+    yield from _relay(member, kind, pieces, _Direction(down, after, outgoing(1), None if is_first else before))
     return arriving
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """One of the two ways of states through a member.
+class _Direction:
+    """One of the two directions of states through a member.
 
     Attributes:
         arriving: [sequences * H, Dk, Dv] to fill from member `source`; None where nothing arrives.
-        left: returns a slice of the state for member `to`; None: it goes nowhere.
+        outgoing: returns a slice of the state for member `to`; None: it goes nowhere.
     """
 
     arriving: Tensor | None
     source: int
-    left: Callable[[slice], Tensor]
+    outgoing: Callable[[slice], Tensor]
     to: int | None
 
 
-def _relay(member: Ring, kind: str, pieces: list[slice], way: _Way) -> Waits[None]:
+def _relay(member: Ring, kind: str, pieces: list[slice], direction: _Direction) -> Waits[None]:
     """Receive slices, and forward each after its update while the next one arrives."""
     # An end of the ring has one neighbour only: nothing goes to or from the other, for which it stands itself.
-    to = member.index if way.to is None else way.to
+    to = member.index if direction.to is None else direction.to
     sent = None
     for piece in (*pieces, None):
-        receive = None if piece is None or way.arriving is None else way.arriving[piece]
-        if (handle := member.channel.start(kind, sent, to, receive, way.source)) is not None:
+        receive = None if piece is None or direction.arriving is None else direction.arriving[piece]
+        if (handle := member.channel.start(kind, sent, to, receive, direction.source)) is not None:
             yield handle
-        sent = None if piece is None or way.to is None else way.left(piece)
+        sent = None if piece is None or direction.to is None else direction.outgoing(piece)
 
 
 def _pieces(states: Tensor) -> list[slice]:

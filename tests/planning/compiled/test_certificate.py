@@ -21,7 +21,7 @@ from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.bounds import lower_bound_seconds, simple_bound_seconds
 from fcp_cli.planning.compiled.certificate import crowd_bound, wave_bound
 from fcp_cli.planning.fcp.solver import make_solver
-from fcp_cli.planning.kernel_inputs import by_falling_work, machine_of
+from fcp_cli.planning.kernel_inputs import by_falling_work, planner_inputs
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.work import work_on
 from tests.planning.examples import example_problem, table_of
@@ -254,8 +254,8 @@ def test_no_schedule_beats_the_bound_and_the_planner_is_one_of_them(sync: Sync, 
     assert bound <= optimum * (1 + 1e-9)
     if sync == "microbatch":
         _order, sequences = by_falling_work(batch.work)
-        assert wave_bound(sequences, machine_of(problem)) <= optimum * (1 + 1e-9)
-        assert crowd_bound(0.0, sequences, machine_of(problem)) <= optimum * (1 + 1e-9)
+        assert wave_bound(sequences, planner_inputs(problem)) <= optimum * (1 + 1e-9)
+        assert crowd_bound(0.0, sequences, planner_inputs(problem)) <= optimum * (1 + 1e-9)
     assert optimum <= planned * (1 + 1e-9)
 
 
@@ -265,7 +265,7 @@ def test_long_sequences_that_crowd_into_one_wave_raise_the_bound_to_what_can_be_
     batches = GlobalBatches(table_of(lengths), problem, BatchSettings(global_batch_size=len(lengths), shuffle=False))
     batch = batches.batch(0)
     _order, sequences = by_falling_work(batch.work)
-    one_by_one = max(simple_bound_seconds(batch.work, problem), wave_bound(sequences, machine_of(problem)))
+    one_by_one = max(simple_bound_seconds(batch.work, problem), wave_bound(sequences, planner_inputs(problem)))
     step = assemble(make_solver(batches).assign(batch), batch, problem)
     assert step.makespan_seconds > 1.05 * one_by_one
     assert step.gap < 0.03

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fcp_cli.cost.model import Work, group_seconds, window_work
 from fcp_cli.cost.profile import Heads
 from fcp_cli.planning.compiled import core
-from fcp_cli.planning.kernel_inputs import in_batch_order, machine_of
+from fcp_cli.planning.kernel_inputs import in_batch_order, planner_inputs
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.work import work_on
 from tests.planning.examples import example_problem
@@ -100,7 +100,7 @@ def quickest_on_arrays(problem: Problem, padded: Work, degree: int, crosses: boo
 @given(pack=packs())
 def test_the_compiled_price_of_a_pack_is_the_cost_models_to_the_last_bit(pack: tuple[Problem, Work, int, bool]) -> None:
     problem, work, degree, crosses = pack
-    machine, padded = machine_of(problem), work_on(work, degree, problem)
+    machine, padded = planner_inputs(problem), work_on(work, degree, problem)
 
     load = core.sequence_load(0, in_batch_order(padded), machine)
 
@@ -114,7 +114,7 @@ def test_the_compiled_search_pads_as_the_cost_model_does(pack: tuple[Problem, Wo
     problem, work, degree, _crosses = pack
 
     load, expected = (
-        core.padded_load(0, degree, in_batch_order(work), machine_of(problem)),
+        core.padded_load(0, degree, in_batch_order(work), planner_inputs(problem)),
         work_on(work, degree, problem),
     )
 

@@ -18,7 +18,7 @@ from fcp_cli.planning.assemble import assemble, makespan_seconds
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.fcp.searches import wave_parts
 from fcp_cli.planning.fcp.solver import make_solver, solver_of
-from fcp_cli.planning.kernel_inputs import by_falling_work, machine_of
+from fcp_cli.planning.kernel_inputs import by_falling_work, planner_inputs
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.published import karmarkar_karp
 from fcp_cli.planning.static import static_candidates
@@ -176,7 +176,7 @@ def test_hundreds_of_waves_are_planned_in_parts_near_the_bound() -> None:
     problem = a_problem("microbatch", num_ranks=4, ranks_per_node=4, budget=3072)
     batches = one_batch(lengths, problem)
     _order, sequences = by_falling_work(batches.batch(0).work)
-    assert len(wave_parts(sequences, machine_of(problem))) > 2
+    assert len(wave_parts(sequences, planner_inputs(problem))) > 2
     assert planned(lengths, problem).gap < 0.02
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fcp_cli.errors import MaskError, RunError
 from fcp_cli.masks import CAUSAL, Mask, MaskedSequence, of_matrix, token_types
-from fcp_cli.runtime.data.joined import JoinedSequences
+from fcp_cli.runtime.data.joined_sequences import JoinedSequences
 from fcp_cli.runtime.loss.labels import IGNORED
 
 # What collators add that says again what the tokens and the plan say.

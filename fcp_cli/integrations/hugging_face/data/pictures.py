@@ -14,7 +14,7 @@ from torch import Tensor
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.hugging_face.data.batches import one_pair, one_sequence, unpadded
 from fcp_cli.masks import CAUSAL, Mask, MaskedSequence
-from fcp_cli.runtime.data.joined import JoinedSequences
+from fcp_cli.runtime.data.joined_sequences import JoinedSequences
 from fcp_cli.vision.families import FAMILIES
 from fcp_cli.vision.parts import VisualSequence
 

@@ -21,7 +21,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _BUCKET_NUMBERS = 8 << 20  # 32 MiB in fp32: large enough to fill a link, small enough for a copy
 
 
-class Holding(Protocol):
+class ShardedWeights(Protocol):
     """A model's weights as one rank holds them.
 
     Attributes:
@@ -38,7 +38,7 @@ class Holding(Protocol):
     @property
     def followed(self) -> nn.Module | GradientSync: ...
 
-    def publish(self, *, frozen: bool = False) -> None:
+    def gather(self, *, frozen: bool = False) -> None:
         """Copy the weights that the optimizer updated, or a checkpoint loaded, to the model on all ranks.
 
         Args:
@@ -56,7 +56,7 @@ class ShardedModel:
         self.trained: Sequence[nn.Parameter] = [p for p in model.parameters() if p.requires_grad]
         self.followed = model
 
-    def publish(self, *, frozen: bool = False) -> None:
+    def gather(self, *, frozen: bool = False) -> None:
         """Do nothing: FSDP2 gathers the weights before they are used."""
 
 
@@ -187,16 +187,16 @@ class Replica(GradientSync):
         return flat.view(-1)
 
     @torch.no_grad()
-    def publish(self, *, frozen: bool = False) -> None:
+    def gather(self, *, frozen: bool = False) -> None:
         if self.shares.shard_group is None:
             for weight in self._trained:
                 if weight.updated is not weight.parameter:
                     weight.parameter.copy_(weight.updated)
             return
         for bucket in _buckets(self._held) if frozen else self._messages:
-            self._gather(bucket, self.shares.shard_group)
+            self._gather_bucket(bucket, self.shares.shard_group)
 
-    def _gather(self, bucket: Sequence[_Weight], group: dist.ProcessGroup) -> None:
+    def _gather_bucket(self, bucket: Sequence[_Weight], group: dist.ProcessGroup) -> None:
         """All-gather the rows that each rank updated into the weights of the forward."""
         count, first = self.shares.count, bucket[0].parameter
         if len(bucket) == 1 and len(first) % count == 0:

@@ -14,7 +14,7 @@ from fcp_cli.compiling import inlined, kernel
 from fcp_cli.planning.compiled.alone import alone_at_best, at_best
 from fcp_cli.planning.compiled.core import (
     NONE,
-    Machine,
+    PlannerInputs,
     Sequences,
     across_of,
     common_divisor,
@@ -100,19 +100,19 @@ def even_packs(packs: int, group_tokens: int, by_tokens: IntArray, sequences: Se
 
 
 @kernel
-def _padded_for_all(degree: int, sequences: Sequences, machine: Machine) -> Any:
+def _padded_for_all(degree: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Return the sequences with the padding that groups of this degree need."""
     n = len(sequences.work)
     padded = Sequences(np.empty(n), np.empty(n), np.empty(n), np.empty(n, dtype=np.int64))
     for i in range(n):
-        load = padded_load(i, degree, sequences, machine)
+        load = padded_load(i, degree, sequences, inputs)
         padded.attention[i], padded.linear[i], padded.tokens[i] = load.attention, load.linear, load.tokens
         padded.work[i] = load.attention + load.linear
     return padded
 
 
 @kernel
-def share_out(degree: int, waves: bool, packs: Packs, sequences: Sequences, machine: Machine) -> Any:
+def share_out(degree: int, waves: bool, packs: Packs, sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Give the packs to the groups, longest first: under waves in turns, else each to the group that is free first.
 
     Group g has the ranks from g * degree on; the sequences are padded for that degree. Packs that have a group keep it.
@@ -124,24 +124,24 @@ def share_out(degree: int, waves: bool, packs: Packs, sequences: Sequences, mach
     loads = make_loads(count)
     for i in range(len(packs.of)):
         p = packs.of[i]
-        enter_load(p, together(load_at(p, loads), sequence_load(i, sequences, machine)), loads)
+        enter_load(p, together(load_at(p, loads), sequence_load(i, sequences, inputs)), loads)
     # Groups of a degree that does not divide a node lie partly across two: packs are ranked as if all did.
-    lies = common_divisor(machine.ranks_per_node, degree) if machine.ranks_per_node % degree else 0
+    row_of_span = common_divisor(inputs.ranks_per_node, degree) if inputs.ranks_per_node % degree else 0
     seconds = np.empty(count)
     for p in range(count):
-        seconds[p] = pack_seconds(load_at(p, loads), degree, lies, machine)
+        seconds[p] = pack_seconds(load_at(p, loads), degree, row_of_span, inputs)
     by = falling_order(seconds)
     group_of, turn_of = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
-    groups = machine.num_ranks // degree
+    groups = inputs.num_ranks // degree
     across = np.empty(groups, dtype=np.int64)
     for group in range(groups):
-        across[group] = across_of(group * degree, degree, machine)
+        across[group] = across_of(group * degree, degree, inputs)
     ends, turns, expected = np.zeros(groups), np.zeros(groups, dtype=np.int64), make_tree(groups)
     for group in range(groups):
         set_room(expected, group, 0.0, 0)
     longest = np.empty(count)  # by turn
     for turn in range(count):
-        longest[turn] = machine.floor
+        longest[turn] = inputs.floor
     for k in range(count):
         p = by[k]
         group = k % groups if waves else roomiest(expected)
@@ -149,7 +149,7 @@ def share_out(degree: int, waves: bool, packs: Packs, sequences: Sequences, mach
             group = packs.group_of[p]
         group_of[k], turn_of[k] = group, turns[group]
         turns[group] += 1
-        taken = pack_seconds(load_at(p, loads), degree, across[group], machine)
+        taken = pack_seconds(load_at(p, loads), degree, across[group], inputs)
         longest[turn_of[k]] = max(longest[turn_of[k]], taken)
         ends[group] += taken
         set_room(expected, group, expected.seconds[(len(expected.seconds) >> 1) + group] - seconds[p], 0)
@@ -157,7 +157,7 @@ def share_out(degree: int, waves: bool, packs: Packs, sequences: Sequences, mach
 
 
 @kernel
-def level_packs(degree: int, waves: bool, group_tokens: int, sequences: Sequences, machine: Machine) -> Any:
+def level_packs(degree: int, waves: bool, group_tokens: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Spread the sequences over the groups by work, then each group's over as few packs as its tokens need.
 
     As verl balances (`published.karmarkar_karp`), but greedily: most work first, to whom has the least. Under waves all
@@ -166,7 +166,7 @@ def level_packs(degree: int, waves: bool, group_tokens: int, sequences: Sequence
     Returns:
         The packs, with their groups.
     """
-    groups = machine.num_ranks // degree
+    groups = inputs.num_ranks // degree
     by_work = falling_order(sequences.work)
     group_of, load = np.empty(len(by_work), dtype=np.int64), np.zeros(groups)
     room = make_tree(groups)
@@ -269,19 +269,19 @@ def _pack_level(
 
 
 @inlined
-def _at_least(degree: int, attention: float, linear: float, tokens: int, machine: Machine) -> float:
+def _at_least(degree: int, attention: float, linear: float, tokens: int, inputs: PlannerInputs) -> float:
     """Return the least seconds of so much work on groups of one degree: all busy, packs as few as tokens allow."""
-    packs = max(1.0, tokens / (degree * machine.tokens_per_rank))
+    packs = max(1.0, tokens / (degree * inputs.tokens_per_rank))
     overlapped = 0.0 if degree > 1 else attention
     for step in range(_HIDING + 1 if degree > 1 else 0):
         hiding = step / _HIDING
-        least = least_of_packs(hiding, tokens, packs, degree, at_best(degree, machine), machine)
+        least = least_of_packs(hiding, tokens, packs, degree, at_best(degree, inputs), inputs)
         overlapped = max(overlapped, hiding * attention / degree + least)
-    return (machine.prices.beta * packs + linear / degree + overlapped) * degree / machine.num_ranks
+    return (inputs.prices.beta * packs + linear / degree + overlapped) * degree / inputs.num_ranks
 
 
 @kernel
-def quickest(seconds: float, degrees: IntArray, waves: bool, sequences: Sequences, machine: Machine) -> Any:
+def quickest(seconds: float, degrees: IntArray, waves: bool, sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Return the degree that takes fewer than these seconds and fewest of all: seconds, degree, how it is packed.
 
     Degree 0: none does. A degree is left out unseen where its work, or its longest sequence, takes as long.
@@ -290,50 +290,52 @@ def quickest(seconds: float, degrees: IntArray, waves: bool, sequences: Sequence
     by_tokens = longest_first(sequences)
     attention, linear, tokens = total_of(sequences.attention), total_of(sequences.linear), total_of(sequences.tokens)
     for degree in degrees:
-        group_tokens = degree * machine.tokens_per_rank
+        group_tokens = degree * inputs.tokens_per_rank
         if sequences.tokens[by_tokens[0]] > group_tokens:
             continue
-        least = _at_least(degree, attention, linear, tokens, machine)
-        least = max(least, alone_at_best(by_tokens[0], degree, sequences, machine))
+        least = _at_least(degree, attention, linear, tokens, inputs)
+        least = max(least, alone_at_best(by_tokens[0], degree, sequences, inputs))
         if least * (1.0 - _MARGIN) >= seconds:
             continue
         padded, longest = sequences, by_tokens
-        if machine.padding:
-            padded = _padded_for_all(degree, sequences, machine)
+        if inputs.padding:
+            padded = _padded_for_all(degree, sequences, inputs)
             longest = longest_first(padded)
         for packing in (FULL, EVEN, LEVEL):
-            packs = packed(packing, degree, waves, longest, padded, machine)
+            packs = packed(packing, degree, waves, longest, padded, inputs)
             if packs.number == 0:
                 continue
-            found, _by, _group_of, _turn_of = share_out(degree, waves, packs, padded, machine)
+            found, _by, _group_of, _turn_of = share_out(degree, waves, packs, padded, inputs)
             if found < seconds:
                 seconds, best_degree, best_packing = found, degree, packing
     return seconds, best_degree, best_packing
 
 
 @kernel
-def laid_out(packing: int, degree: int, waves: bool, sequences: Sequences, machine: Machine) -> Any:
+def laid_out(packing: int, degree: int, waves: bool, sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Pack sequences, padded for this degree, and share them out; first-fit decreasing where even packs overflow.
 
     Returns:
         The packs, and the arrays of `share_out` without the seconds.
     """
     by_tokens = longest_first(sequences)
-    packs = packed(packing, degree, waves, by_tokens, sequences, machine)
+    packs = packed(packing, degree, waves, by_tokens, sequences, inputs)
     if packs.number == 0:
-        packs = packed(FULL, degree, waves, by_tokens, sequences, machine)
-    _seconds, by, group_of, turn_of = share_out(degree, waves, packs, sequences, machine)
+        packs = packed(FULL, degree, waves, by_tokens, sequences, inputs)
+    _seconds, by, group_of, turn_of = share_out(degree, waves, packs, sequences, inputs)
     return packs, by, group_of, turn_of
 
 
 @kernel
-def packed(packing: int, degree: int, waves: bool, by_tokens: IntArray, sequences: Sequences, machine: Machine) -> Any:
+def packed(
+    packing: int, degree: int, waves: bool, by_tokens: IntArray, sequences: Sequences, inputs: PlannerInputs
+) -> Any:
     """Pack sequences, padded for this degree, in one of three ways: FULL, EVEN or LEVEL; 0 packs if one overflows."""
-    group_tokens = degree * machine.tokens_per_rank
+    group_tokens = degree * inputs.tokens_per_rank
     if packing == LEVEL:
-        return level_packs(degree, waves, group_tokens, sequences, machine)
+        return level_packs(degree, waves, group_tokens, sequences, inputs)
     pack_of, count = full_packs(group_tokens, by_tokens, sequences)
     if packing == EVEN:
-        count = even_count(count, machine.num_ranks // degree)
+        count = even_count(count, inputs.num_ranks // degree)
         pack_of, count = even_packs(count, group_tokens, by_tokens, sequences)
     return Packs(pack_of, count, np.empty(0, dtype=np.int64))

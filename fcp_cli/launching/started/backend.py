@@ -1,4 +1,4 @@
-"""The world outside that is asked about jobs: other programs, and processes of this machine."""
+"""Where jobs run and can be asked about: programs of schedulers, and processes of this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.machine.identity import ProcessIdentity
 
 
-class Outside(Protocol):
+class JobBackend(Protocol):
     """Queries of schedulers and of this machine; tests bring their own."""
 
     @property

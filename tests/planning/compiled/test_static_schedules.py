@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fcp_cli.planning.compiled.core import Sequences
-from fcp_cli.planning.compiled.one_degree import even_count, even_packs, full_packs, level_packs, longest_first
-from fcp_cli.planning.kernel_inputs import machine_of
+from fcp_cli.planning.compiled.static_schedules import even_count, even_packs, full_packs, level_packs, longest_first
+from fcp_cli.planning.kernel_inputs import planner_inputs
 from fcp_cli.planning.packing import first_fit_decreasing, spread_evenly
 from tests.planning.fcp.test_solver import a_problem
 
@@ -60,7 +60,7 @@ def test_level_packs_stay_within_budget_and_group_and_leave_no_group_that_could_
 ) -> None:
     degree, budget = 2, 1000
     sequences = of_lengths(lengths)
-    machine = machine_of(a_problem("iteration", num_ranks=degree * groups, ranks_per_node=degree, budget=budget))
+    machine = planner_inputs(a_problem("iteration", num_ranks=degree * groups, ranks_per_node=degree, budget=budget))
     packs = level_packs(degree, waves, degree * budget, sequences, machine)
 
     assert np.bincount(packs.of, weights=sequences.tokens, minlength=packs.number).max() <= degree * budget

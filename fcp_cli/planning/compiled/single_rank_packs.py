@@ -1,4 +1,4 @@
-"""Single-rank work ("sand") in the time that rings leave on ranks: first-fit decreasing, then balancing.
+"""Single-rank packs in the time that rings leave on ranks: first-fit decreasing, then balancing.
 
 A bin is an interval of one rank's time: from its last ring to the target, or a wait before a ring. Its sequences lie in
 slots, one slot per micro-batch, each within the token budget; every open slot costs the bin a micro-batch's fixed
@@ -29,7 +29,7 @@ from fcp_cli.compiling import kernel, leaf
 from fcp_cli.planning.compiled.core import (
     NONE,
     Loads,
-    Machine,
+    PlannerInputs,
     Sequences,
     Tree,
     enter_load,
@@ -54,7 +54,7 @@ _EPSILON = 1e-9  # seconds: an exchange must gain more than rounding does, or ba
 _EVEN = 5e-5  # of the target; ranks that end as close to their mean are not balanced further
 
 
-class Sand(NamedTuple):
+class SingleRankPacks(NamedTuple):
     """Bins (ranks first, then gaps), the slots in them, and where each sequence lies.
 
     Attributes:
@@ -98,9 +98,9 @@ class Exchange(NamedTuple):
 
 
 @kernel
-def make_sand(sequences: int, bins: int, slots: int, rings: int) -> Any:
+def make_single_rank_packs(sequences: int, bins: int, slots: int, rings: int) -> Any:
     """Make empty bins with `slots` slots each."""
-    return Sand(
+    return SingleRankPacks(
         np.zeros(bins),
         np.full((bins, slots), CLOSED),
         np.full(bins, END),
@@ -113,104 +113,119 @@ def make_sand(sequences: int, bins: int, slots: int, rings: int) -> Any:
 
 
 @leaf
-def _put(i: int, b: int, slot: int, sequences: Sequences, machine: Machine, sand: Sand) -> None:
+def _put(i: int, b: int, slot: int, sequences: Sequences, inputs: PlannerInputs, singles: SingleRankPacks) -> None:
     """Lay sequence i into a slot, opening it if need be."""
-    if sand.slot_tokens[b, slot] == CLOSED:
-        sand.slot_tokens[b, slot] = machine.tokens_per_rank
-        sand.free[b] -= machine.prices.beta
-    sand.slot_tokens[b, slot] -= sequences.tokens[i]
-    sand.free[b] -= sequences.work[i]
-    sand.bin_of[i] = b
-    sand.slot_of[i] = slot
-    sand.before[i] = END
-    sand.after[i] = sand.head[b]
-    if sand.head[b] != END:
-        sand.before[sand.head[b]] = i
-    sand.head[b] = i
+    if singles.slot_tokens[b, slot] == CLOSED:
+        singles.slot_tokens[b, slot] = inputs.tokens_per_rank
+        singles.free[b] -= inputs.prices.beta
+    singles.slot_tokens[b, slot] -= sequences.tokens[i]
+    singles.free[b] -= sequences.work[i]
+    singles.bin_of[i] = b
+    singles.slot_of[i] = slot
+    singles.before[i] = END
+    singles.after[i] = singles.head[b]
+    if singles.head[b] != END:
+        singles.before[singles.head[b]] = i
+    singles.head[b] = i
 
 
 @leaf
-def _take(i: int, sequences: Sequences, machine: Machine, sand: Sand) -> None:
+def _take(i: int, sequences: Sequences, inputs: PlannerInputs, singles: SingleRankPacks) -> None:
     """Take sequence i out of its slot, closing the slot if nothing is left in it."""
-    b, slot = sand.bin_of[i], sand.slot_of[i]
-    sand.slot_tokens[b, slot] += sequences.tokens[i]
-    sand.free[b] += sequences.work[i]
-    if sand.slot_tokens[b, slot] == machine.tokens_per_rank:
-        sand.slot_tokens[b, slot] = CLOSED
-        sand.free[b] += machine.prices.beta
-    if sand.before[i] != END:
-        sand.after[sand.before[i]] = sand.after[i]
+    b, slot = singles.bin_of[i], singles.slot_of[i]
+    singles.slot_tokens[b, slot] += sequences.tokens[i]
+    singles.free[b] += sequences.work[i]
+    if singles.slot_tokens[b, slot] == inputs.tokens_per_rank:
+        singles.slot_tokens[b, slot] = CLOSED
+        singles.free[b] += inputs.prices.beta
+    if singles.before[i] != END:
+        singles.after[singles.before[i]] = singles.after[i]
     else:
-        sand.head[b] = sand.after[i]
-    if sand.after[i] != END:
-        sand.before[sand.after[i]] = sand.before[i]
+        singles.head[b] = singles.after[i]
+    if singles.after[i] != END:
+        singles.before[singles.after[i]] = singles.before[i]
 
 
 @leaf
-def _slot_with_room(b: int, tokens: int, sand: Sand) -> int:
+def _slot_with_room(b: int, tokens: int, singles: SingleRankPacks) -> int:
     """Return the first open slot of a bin with so many tokens left, or NONE."""
-    for slot in range(sand.slot_tokens.shape[1]):
-        if sand.slot_tokens[b, slot] >= tokens:
+    for slot in range(singles.slot_tokens.shape[1]):
+        if singles.slot_tokens[b, slot] >= tokens:
             return slot
     return NONE
 
 
 @leaf
-def _closed_slot(b: int, sand: Sand) -> int:
+def _closed_slot(b: int, singles: SingleRankPacks) -> int:
     """Return the first slot of a bin that is not in use, or NONE."""
-    for slot in range(sand.slot_tokens.shape[1]):
-        if sand.slot_tokens[b, slot] == CLOSED:
+    for slot in range(singles.slot_tokens.shape[1]):
+        if singles.slot_tokens[b, slot] == CLOSED:
             return slot
     return NONE
 
 
 @leaf
-def _reset(target: float, sequences: Sequences, machine: Machine, timeline: Timeline, rings: Rings, sand: Sand) -> None:
+def _reset(
+    target: float,
+    sequences: Sequences,
+    inputs: PlannerInputs,
+    timeline: Timeline,
+    rings: Rings,
+    singles: SingleRankPacks,
+) -> None:
     """Empty the bins, and give them and the rings the time that the timelines leave until `target`."""
-    sand.slot_tokens[:] = CLOSED
-    sand.head[:] = END
-    sand.bin_of[:] = NONE
-    for rank in range(machine.num_ranks):
-        sand.free[rank] = target - timeline.free[rank]
+    singles.slot_tokens[:] = CLOSED
+    singles.head[:] = END
+    singles.bin_of[:] = NONE
+    for rank in range(inputs.num_ranks):
+        singles.free[rank] = target - timeline.free[rank]
     for gap in range(timeline.gaps[0]):
-        sand.free[machine.num_ranks + gap] = timeline.gap_end[gap] - timeline.gap_start[gap]
+        singles.free[inputs.num_ranks + gap] = timeline.gap_end[gap] - timeline.gap_start[gap]
     for g in range(rings.placed[0]):
-        enter_load(g, padded_load(rings.sequence[g], rings.degree[g], sequences, machine), sand.rings)
+        enter_load(g, padded_load(rings.sequence[g], rings.degree[g], sequences, inputs), singles.rings)
 
 
 @leaf
-def _ring_room(g: int, timeline: Timeline, rings: Rings, sand: Sand) -> float:
+def _ring_room(g: int, timeline: Timeline, rings: Rings, singles: SingleRankPacks) -> float:
     """Return the seconds by which ring g may grow; 0 where something follows it on one of its ranks."""
     room = np.inf
     for r in range(rings.first[g], rings.first[g] + rings.degree[g]):
         if timeline.free[r] > rings.end[g]:
             return 0.0
-        room = min(room, sand.free[r])
+        room = min(room, singles.free[r])
     return room
 
 
 @leaf
 def _ride(
-    i: int, tree: Tree, sequences: Sequences, machine: Machine, timeline: Timeline, rings: Rings, sand: Sand
+    i: int,
+    tree: Tree,
+    sequences: Sequences,
+    inputs: PlannerInputs,
+    timeline: Timeline,
+    rings: Rings,
+    singles: SingleRankPacks,
 ) -> int:
     """Let sequence i ride in the first ring that can take it; return the ring, or NONE."""
     g = first_with_room(tree, sequences.work[i], sequences.tokens[i], 0)
     while g != NONE:
         degree, across = rings.degree[g], rings.across[g]
-        held = load_at(g, sand.rings)
-        more = together(held, padded_load(i, degree, sequences, machine))
-        before = pack_seconds(held, degree, across, machine)
-        after = pack_seconds(more, degree, across, machine)
-        room = _ring_room(g, timeline, rings, sand)
+        held = load_at(g, singles.rings)
+        more = together(held, padded_load(i, degree, sequences, inputs))
+        before = pack_seconds(held, degree, across, inputs)
+        after = pack_seconds(more, degree, across, inputs)
+        room = _ring_room(g, timeline, rings, singles)
         # Riding saves a micro-batch's beta, but may lengthen the ring for all its ranks: by 2 % of the work at most.
         if after - before <= room and degree * (after - before) <= sequences.work[i] * 1.02:
-            enter_load(g, more, sand.rings)
+            enter_load(g, more, singles.rings)
             for r in range(rings.first[g], rings.first[g] + rings.degree[g]):
-                sand.free[r] -= after - before
-            sand.bin_of[i] = -2 - g
-            set_room(tree, g, degree * (room - after + before), degree * machine.tokens_per_rank - sand.rings.tokens[g])
+                singles.free[r] -= after - before
+            singles.bin_of[i] = -2 - g
+            set_room(
+                tree, g, degree * (room - after + before), degree * inputs.tokens_per_rank - singles.rings.tokens[g]
+            )
             return g
-        set_room(tree, g, degree * room, degree * machine.tokens_per_rank - sand.rings.tokens[g])
+        set_room(tree, g, degree * room, degree * inputs.tokens_per_rank - singles.rings.tokens[g])
         g = first_with_room(tree, sequences.work[i], sequences.tokens[i], g + 1)
     return NONE
 
@@ -221,10 +236,10 @@ def fill(
     order: IntArray,
     ride: bool,
     sequences: Sequences,
-    machine: Machine,
+    inputs: PlannerInputs,
     timeline: Timeline,
     rings: Rings,
-    sand: Sand,
+    singles: SingleRankPacks,
 ) -> int:
     """Lay sequences into the bins, as the module says.
 
@@ -232,22 +247,24 @@ def fill(
         target: seconds by which the ranks should end.
         order: the sequences, by falling work.
         ride: whether they may ride in rings.
-        sequences, machine, timeline, rings, sand: the state of the step; rings are placed.
+        sequences, inputs, timeline, rings, singles: the state of the step; rings are placed.
 
     Returns:
         How many sequences end too late, or -1 where a slot is lacking.
     """
-    _reset(target, sequences, machine, timeline, rings, sand)
-    bins, count = machine.num_ranks + timeline.gaps[0], rings.placed[0]
+    _reset(target, sequences, inputs, timeline, rings, singles)
+    bins, count = inputs.num_ranks + timeline.gaps[0], rings.placed[0]
     tree, closed = make_tree(bins), make_tree(bins)
     for b in range(bins):
-        set_room(closed, b, sand.free[b] - machine.prices.beta, 0)
+        set_room(closed, b, singles.free[b] - inputs.prices.beta, 0)
     rides = make_tree(max(count, 1))
     if ride:
         for g in range(count):
-            room = _ring_room(g, timeline, rings, sand)
-            set_room(rides, g, rings.degree[g] * room, rings.degree[g] * machine.tokens_per_rank - sand.rings.tokens[g])
-    return int(_lay(order, ride, Trees(tree, closed, rides), sequences, machine, timeline, rings, sand))
+            room = _ring_room(g, timeline, rings, singles)
+            set_room(
+                rides, g, rings.degree[g] * room, rings.degree[g] * inputs.tokens_per_rank - singles.rings.tokens[g]
+            )
+    return int(_lay(order, ride, Trees(tree, closed, rides), sequences, inputs, timeline, rings, singles))
 
 
 @leaf
@@ -256,10 +273,10 @@ def _lay(
     ride: bool,
     trees: Trees,
     sequences: Sequences,
-    machine: Machine,
+    inputs: PlannerInputs,
     timeline: Timeline,
     rings: Rings,
-    sand: Sand,
+    singles: SingleRankPacks,
 ) -> int:
     """Lay sequences into bins that are empty; see `fill`."""
     tree, closed, rides = trees.open, trees.closed, trees.rides
@@ -269,135 +286,139 @@ def _lay(
         # Open slots first: they cost no beta. Then rings, which cost none either, then a new slot.
         b = first_with_room(tree, work, tokens, 0)
         if b == NONE and ride:
-            g = _ride(i, rides, sequences, machine, timeline, rings, sand)
+            g = _ride(i, rides, sequences, inputs, timeline, rings, singles)
             if g != NONE:
                 for r in range(rings.first[g], rings.first[g] + rings.degree[g]):
-                    _update_trees(r, tree, closed, machine, sand)
+                    _update_trees(r, tree, closed, inputs, singles)
                 continue
         if b == NONE:
             b = roomiest(
                 closed
             )  # also if late: balancing may still move it, while a lost sequence could not be planned
             late += closed.seconds[1] < work
-        slot = _slot_with_room(b, tokens, sand)
+        slot = _slot_with_room(b, tokens, singles)
         if slot == NONE:
-            slot = _closed_slot(b, sand)
+            slot = _closed_slot(b, singles)
         if slot == NONE:
             return -1
-        _put(i, b, slot, sequences, machine, sand)
-        _update_trees(b, tree, closed, machine, sand)
+        _put(i, b, slot, sequences, inputs, singles)
+        _update_trees(b, tree, closed, inputs, singles)
     return late
 
 
 @leaf
-def _update_trees(b: int, tree: Tree, closed: Tree, machine: Machine, sand: Sand) -> None:
+def _update_trees(b: int, tree: Tree, closed: Tree, inputs: PlannerInputs, singles: SingleRankPacks) -> None:
     """Bring the trees of open and of closed slots up to date with bin b."""
     most = 0
     can_open = False
-    for slot in range(sand.slot_tokens.shape[1]):
-        if sand.slot_tokens[b, slot] == CLOSED:
+    for slot in range(singles.slot_tokens.shape[1]):
+        if singles.slot_tokens[b, slot] == CLOSED:
             can_open = True
             break
-        most = max(most, sand.slot_tokens[b, slot])
-    set_room(tree, b, sand.free[b], most)
-    set_room(closed, b, sand.free[b] - machine.prices.beta if can_open else -1e300, 0)
+        most = max(most, singles.slot_tokens[b, slot])
+    set_room(tree, b, singles.free[b], most)
+    set_room(closed, b, singles.free[b] - inputs.prices.beta if can_open else -1e300, 0)
 
 
 @leaf
-def balance(target: float, gaps: int, work_limit: int, sequences: Sequences, machine: Machine, sand: Sand) -> float:
+def balance(
+    target: float, gaps: int, work_limit: int, sequences: Sequences, inputs: PlannerInputs, singles: SingleRankPacks
+) -> float:
     """Move and swap sequences so that the rank that ends last ends sooner; return its end.
 
     Args:
         target: seconds that the bins count their free seconds from.
         gaps: number of further bins, after those of the ranks.
         work_limit: comparisons after which no further exchange is sought.
-        sequences, machine, sand: the bins to balance.
+        sequences, inputs, singles: the bins to balance.
     """
-    bins = machine.num_ranks + gaps
+    bins = inputs.num_ranks + gaps
     evaluations, sample, in_vain = 0, 0, 0
-    worst = _last_to_end(machine, sand)
+    worst = _last_to_end(inputs, singles)
     # Exchanges move work about, so that the ranks' mean stays; it is out of reach where they end as good as together.
-    even = total_of(sand.free[: machine.num_ranks]) / machine.num_ranks - _EVEN * target
+    even = total_of(singles.free[: inputs.num_ranks]) / inputs.num_ranks - _EVEN * target
     while (
-        sand.free[worst] < even
+        singles.free[worst] < even
         and evaluations < work_limit
         and in_vain * _SAMPLE < min(bins, _SAMPLES_IN_VAIN * _SAMPLE)
     ):
-        found = _best_exchange(worst, sample, bins, sequences, machine, sand)
+        found = _best_exchange(worst, sample, bins, sequences, inputs, singles)
         evaluations += found.evaluations
         sample += 1
         if found.i == END:
             in_vain += 1
             continue
         in_vain = 0
-        _exchange(found.i, found.j, found.bin, sequences, machine, sand)
-        worst = _last_to_end(machine, sand)
-    return float(target - sand.free[worst])
+        _exchange(found.i, found.j, found.bin, sequences, inputs, singles)
+        worst = _last_to_end(inputs, singles)
+    return float(target - singles.free[worst])
 
 
 @leaf
-def _last_to_end(machine: Machine, sand: Sand) -> int:
+def _last_to_end(inputs: PlannerInputs, singles: SingleRankPacks) -> int:
     """Return the rank with the fewest seconds left; gaps do not count, since something ends them anyway."""
     worst = 0
-    for rank in range(1, machine.num_ranks):
-        if sand.free[rank] < sand.free[worst]:
+    for rank in range(1, inputs.num_ranks):
+        if singles.free[rank] < singles.free[worst]:
             worst = rank
     return worst
 
 
 @leaf
-def _best_exchange(worst: int, sample: int, bins: int, sequences: Sequences, machine: Machine, sand: Sand) -> Any:
+def _best_exchange(
+    worst: int, sample: int, bins: int, sequences: Sequences, inputs: PlannerInputs, singles: SingleRankPacks
+) -> Any:
     """Find the exchange of the worst bin with one of a sample that leaves the fuller of the two the most seconds.
 
     Neighbouring bins hold much the same, so that a sample is spread over all of them, and shifted from call to call.
     """
     stride, evaluations = max(1, bins // _SAMPLE), 0
-    best, best_i, best_j, best_bin = sand.free[worst] + _EPSILON, END, END, NONE
-    i = sand.head[worst]
+    best, best_i, best_j, best_bin = singles.free[worst] + _EPSILON, END, END, NONE
+    i = singles.head[worst]
     while i != END:
         work, tokens = sequences.work[i], sequences.tokens[i]
-        at = sand.slot_tokens[worst, sand.slot_of[i]]
-        alone = machine.prices.beta if at + tokens == machine.tokens_per_rank else 0.0
+        at = singles.slot_tokens[worst, singles.slot_of[i]]
+        alone = inputs.prices.beta if at + tokens == inputs.tokens_per_rank else 0.0
         for k in range(min(bins, _SAMPLE)):
             c = (sample + k * stride) % bins
-            if c == worst or sand.free[c] <= best:
+            if c == worst or singles.free[c] <= best:
                 continue
             evaluations += 1
-            score = min(sand.free[worst] + work + alone, sand.free[c] - work)
+            score = min(singles.free[worst] + work + alone, singles.free[c] - work)
             if score > best:
-                if _slot_with_room(c, tokens, sand) == NONE:
-                    score = min(score, sand.free[c] - work - machine.prices.beta)
-                    if score > best and _closed_slot(c, sand) == NONE:
+                if _slot_with_room(c, tokens, singles) == NONE:
+                    score = min(score, singles.free[c] - work - inputs.prices.beta)
+                    if score > best and _closed_slot(c, singles) == NONE:
                         score = best
                 if score > best:
                     best, best_i, best_j, best_bin = score, i, END, c
-            j = sand.head[c]
+            j = singles.head[c]
             while j != END:
                 evaluations += 1
                 less = work - sequences.work[j]
-                score = min(sand.free[worst] + less, sand.free[c] - less)
+                score = min(singles.free[worst] + less, singles.free[c] - less)
                 if score > best:
                     fewer = tokens - sequences.tokens[j]
-                    if at + fewer >= 0 and sand.slot_tokens[c, sand.slot_of[j]] >= fewer:
+                    if at + fewer >= 0 and singles.slot_tokens[c, singles.slot_of[j]] >= fewer:
                         best, best_i, best_j, best_bin = score, i, j, c
-                j = sand.after[j]
-        i = sand.after[i]
+                j = singles.after[j]
+        i = singles.after[i]
     return Exchange(best_i, best_j, best_bin, evaluations)
 
 
 @leaf
-def _exchange(i: int, j: int, c: int, sequences: Sequences, machine: Machine, sand: Sand) -> None:
+def _exchange(i: int, j: int, c: int, sequences: Sequences, inputs: PlannerInputs, singles: SingleRankPacks) -> None:
     """Move i to bin c, or swap it with j there."""
-    b, slot = sand.bin_of[i], sand.slot_of[i]
+    b, slot = singles.bin_of[i], singles.slot_of[i]
     if j == END:
-        _take(i, sequences, machine, sand)
-        to = _slot_with_room(c, sequences.tokens[i], sand)
+        _take(i, sequences, inputs, singles)
+        to = _slot_with_room(c, sequences.tokens[i], singles)
         if to == NONE:
-            to = _closed_slot(c, sand)
-        _put(i, c, to, sequences, machine, sand)
+            to = _closed_slot(c, singles)
+        _put(i, c, to, sequences, inputs, singles)
         return
-    other = sand.slot_of[j]
-    _take(i, sequences, machine, sand)
-    _take(j, sequences, machine, sand)
-    _put(j, b, slot, sequences, machine, sand)
-    _put(i, c, other, sequences, machine, sand)
+    other = singles.slot_of[j]
+    _take(i, sequences, inputs, singles)
+    _take(j, sequences, inputs, singles)
+    _put(j, b, slot, sequences, inputs, singles)
+    _put(i, c, other, sequences, inputs, singles)

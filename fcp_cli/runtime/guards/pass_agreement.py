@@ -20,7 +20,7 @@ _END = "end"
 _KINDS = ("forward", "backward", "recomputed forward", _END)
 
 
-class FirstPasses:
+class PassAgreement:
     """The passes of one rank in the first step of a loop.
 
     Args:
