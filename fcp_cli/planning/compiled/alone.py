@@ -26,6 +26,7 @@ def alone_by_degree(i: int, sequences: Sequences, inputs: PlannerInputs) -> Floa
     """Return [num_ranks + 1] the least seconds of sequence i on each degree; infinite where it does not fit."""
     seconds = np.full(inputs.num_ranks + 1, np.inf)
     lowest = max(1, (sequences.tokens[i] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank)
+    # Degrees that cannot hold the sequence stay infinite, so callers need no test of their own.
     for degree in range(lowest, inputs.num_ranks + 1):
         seconds[degree] = alone_at_best(i, degree, sequences, inputs)
     return seconds
@@ -51,6 +52,7 @@ def longest_alone(speeds: FloatArray, sequences: Sequences, inputs: PlannerInput
     """Return the most that any sequence takes on the degree that suits it best; the arguments are `least_alone`'s."""
     longest = 0.0
     for i in range(len(sequences.tokens)):
+        # `longest` is enough for the next sequence: it can only raise the maximum by taking more.
         longest = max(longest, _least(i, longest, speeds, sequences, inputs))
     return longest
 
@@ -97,6 +99,7 @@ def work_in_rings(sequences: Sequences, inputs: PlannerInputs) -> FloatArray:
     for i in range(len(least)):
         least[i] = sequences.work[i]
         degree = (sequences.tokens[i] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank
+        # If sets may share heads, a ring of fewer sets costs less, so that nothing is certain.
         if degree > 1 and not len(inputs.splits.heads):
             home = home_seconds(degree, inputs)
             exposed = inputs.prices.exposed * (traffic_seconds(degree, degree, inputs) - home) + home

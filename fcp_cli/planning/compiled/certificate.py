@@ -68,9 +68,11 @@ def _least_area(i: int, makespan: float, outlasting: float, sequences: Sequences
     tokens = sequences.tokens[i]
     lowest = max(1, (sequences.tokens[i] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank)
     for degree in range(lowest, inputs.num_ranks + 1):
+        # A degree that ends too late cannot hold the sequence in any schedule of this makespan.
         if alone_at_best(i, degree, sequences, inputs) > makespan:
             continue
         first = first if first else degree
+        # Groups that only share heads move no ring at all; the loop below prices them.
         if inputs.splits.only and degree > 1:
             break
         area, hidden = _ring_area(i, degree, degree, outlasting, sequences, inputs)
@@ -92,6 +94,7 @@ def _ring_area(i: int, degree: int, sets: int, outlasting: float, sequences: Seq
 
     And whether attention hides the part of the ring that may hide.
     """
+    # One set passes no ring; the caller adds what it exchanges.
     if sets == 1:
         return sequences.work[i], True
     tokens, home = sequences.tokens[i], home_seconds(degree, inputs)
@@ -125,6 +128,7 @@ def _microbatches(makespan: float, tokens: float, linear_per_token: float, input
     low = whole * inputs.tokens_per_rank
     high = (makespan - (whole + 1.0) * inputs.prices.beta) / linear_per_token if linear_per_token > 0.0 else np.inf
     high = min(high, (whole + 1.0) * inputs.tokens_per_rank)
+    # Not even whole + 1 micro-batches a rank hold so many tokens in the time.
     if tokens > high:
         return np.inf
     return float(whole + (tokens - low) / (high - low))
@@ -147,7 +151,9 @@ def area_bound(simple: float, waves: bool, sequences: Sequences, inputs: Planner
         linear_per_token = min(linear_per_token, sequences.linear[i] / sequences.tokens[i])
     refuted, held = simple * (1.0 - _MARGIN), np.inf
     for _step in range(_STEPS):
+        # The simple bound first: where it holds, one pass over the sequences is all.
         makespan = simple * (1.0 + _MARGIN) if _step == 0 else 0.5 * (refuted + held)
+        # No upper end is known yet: grow by a quarter until a makespan is not refuted.
         if held == np.inf and _step:
             makespan = refuted * 1.25
         total = 0.0
@@ -157,6 +163,7 @@ def area_bound(simple: float, waves: bool, sequences: Sequences, inputs: Planner
             else:
                 total += _least_area(i, makespan, outlasting, sequences, inputs)
         count = _microbatches(makespan, tokens, linear_per_token, inputs)
+        # The margin keeps a step that fills its waves exactly from counting one wave more.
         count = max(1.0, np.ceil(tokens / inputs.tokens_per_rank - _MARGIN) if waves else count)
         if total / inputs.num_ranks + inputs.prices.beta * count <= makespan:
             held = makespan
@@ -211,15 +218,18 @@ def _wave_of(
         if alone_at_best(j, degree, sequences, inputs) + more_waves >= least:
             continue
         others = num_ranks - degree
+        # Without j: it would be counted twice, here and as the work of its own pack.
         held = _densest(float(others * inputs.tokens_per_rank), j, by_density, sequences)
         for k in range(-1, len(inputs.splits.heads) if degree > 1 else 0):
             shortest, growth = _growth(k, j, degree, dense, thin, sequences, inputs)
             if shortest + more_waves >= least:
                 continue
+            # Delta then pays more than it costs, without end: keep the parts that need no delta.
             if growth > num_ranks:
                 least = min(least, shortest + more_waves)
                 continue
             value = np.inf
+            # Convex and piecewise linear: the least value is at one of its two corners.
             for corner in range(2):
                 delta = 0.0
                 if corner:
@@ -246,6 +256,7 @@ def _growth(k: int, j: int, degree: int, dense: float, thin: float, sequences: S
         sets, exchange = degree // inputs.splits.heads[k], _exchange(k, inputs)
     traffic = traffic_seconds(degree, sets, inputs)
     hidden = traffic - home_seconds(degree, inputs)
+    # Sets wider than the key-value heads repeat them, and so move that much more.
     copies = max(1.0, inputs.splits.heads[k] / inputs.prices.key_value_heads) if k >= 0 else 1.0
     hides = sets <= 1 or load.attention >= (1.0 - inputs.prices.exposed) * (
         hidden * copies * load.tokens + inputs.prices.hop * (sets - 1) * degree
@@ -276,6 +287,7 @@ def wave_bound(sequences: Sequences, inputs: PlannerInputs) -> float:
     by_density, dense = falling_order(density), most_of(density)
     best = 0.0
     for j in range(min(_LONGEST, n)):
+        # An equal sequence gives an equal bound.
         if j and sequences.work[j] == sequences.work[j - 1]:
             continue
         best = max(best, _wave_of(j, total, more_waves, dense, thin, by_density, sequences, inputs))
@@ -311,6 +323,7 @@ def _make_crowd(count: int, by_density: IntArray, thin: float, sequences: Sequen
     held_tokens, held_work = np.zeros(others + 1), np.zeros(others + 1)
     k = 0
     for i in by_density:
+        # By falling work the crowd are the first `count`; by density they are anywhere.
         if i >= count:
             held_tokens[k + 1] = held_tokens[k] + sequences.tokens[i]
             held_work[k + 1] = held_work[k] + sequences.work[i]
@@ -370,6 +383,7 @@ def _most_done(makespan: float, crowd: Crowd, inputs: PlannerInputs) -> float:
     if narrowest == 0 or together == 0:
         return -1.0
     packs = (crowd.members + together - 1) // together
+    # The crowd's packs alone need more ranks than there are: not in one wave.
     if packs * narrowest > num_ranks:
         return -1.0
     room = float((num_ranks - packs * narrowest) * tokens_per_rank)
@@ -384,6 +398,7 @@ def _most_done(makespan: float, crowd: Crowd, inputs: PlannerInputs) -> float:
             tokens = _most_tokens(degree, makespan, crowd.thin, inputs)
             best = max(best, crowd.densest * tokens - slope * degree * tokens_per_rank)
     done = crowd.work - crowd.densest * crowd.tokens + held + slope * packs * narrowest * tokens_per_rank
+    # A gain is taken by as many packs as there can be, a loss by as few as there must be.
     done += best * (crowd.members if best > 0.0 else packs)
     return float(min(done, num_ranks * (makespan - inputs.prices.beta)))
 
@@ -442,6 +457,7 @@ def crowd_bound(at_least: float, sequences: Sequences, inputs: PlannerInputs) ->
     best, count = at_least, 2
     while count <= n:
         crowd = _make_crowd(count, by_density, thin, sequences, inputs)
+        # Any count gives a valid bound; doubling takes log n passes.
         count *= 2
         shortest = np.inf
         for degree in range(1, inputs.num_ranks + 1):

@@ -137,12 +137,14 @@ def padded_load(i: int, degree: int, sequences: Sequences, inputs: PlannerInputs
 
     A group has whole multiples of `padding` x degree tokens left: sequences that fit without more padding fit with it.
     """
+    # One rank runs its sequence as it is: only rings pad, so that all members get equal chunks.
     if inputs.padding == 0 or degree == 1:
         return sequence_load(i, sequences, inputs)
     tokens, unit = sequences.tokens[i], inputs.padding * degree
     padded = (tokens + unit - 1) // unit * unit
     growth = padded / tokens
     return Load(
+        # Attention grows with the square, as if the padding were tokens; the kernels do run them.
         sequences.attention[i] * growth * growth,
         sequences.linear[i] + inputs.padding_seconds * (padded - tokens),
         padded,
@@ -266,6 +268,7 @@ def way_terms(k: int, degree: int, across: int, inputs: PlannerInputs) -> Any:
     """Return the terms of groups of sets of the k-th heads degree, -1 for rings of single ranks; see `is_way`."""
     heads = inputs.splits.heads[k] if k >= 0 else 1
     spans = 1 if _spans(heads, across, inputs) else 0
+    # Unplaced groups count as placed at best: a bound may not be too high.
     if across == UNPLACED and inputs.splits.only and not spans:
         spans = faster_tier(inputs)
     return group_terms(degree, heads, 1 if across else 0, spans, inputs.prices)
@@ -303,6 +306,7 @@ def across_at_best(degree: int, inputs: PlannerInputs) -> int:
 def across_of(first: int, degree: int, inputs: PlannerInputs) -> int:
     """Return `across` of the group of `degree` neighbouring ranks from `first` on."""
     per_node = inputs.ranks_per_node
+    # Ranks on the first node; whole nodes follow, and a rest on the last.
     head = min(per_node - first % per_node, degree)
     if head == degree:
         return 0
@@ -356,6 +360,7 @@ def falling_order(values: FloatArray | IntArray) -> IntArray:
 @kernel
 def make_tree(bins: int) -> Any:
     """Make a tree whose bins all have no room."""
+    # A power of two: leaf b is then node size + b, and parents are a shift away.
     size = 1
     while size < bins:
         size *= 2
@@ -407,5 +412,6 @@ def roomiest(tree: Tree) -> int:
     size = len(tree.seconds) >> 1
     node = 1
     while node < size:
+        # Ties go left, to the first bin, as a scan of all bins would have it.
         node = 2 * node if tree.seconds[2 * node] >= tree.seconds[2 * node + 1] else 2 * node + 1
     return node - size

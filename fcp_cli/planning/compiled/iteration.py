@@ -37,6 +37,7 @@ def _split(target: float, sequences: Sequences, inputs: PlannerInputs, rings: Ri
     count = 0
     n = 0
     for i in range(len(sequences.work)):
+        # Only what must: a ring costs its ranks communication and a micro-batch each.
         if sequences.tokens[i] > inputs.tokens_per_rank or inputs.prices.beta + sequences.work[i] > target:
             rings.sequence[count] = i
             count += 1
@@ -102,6 +103,7 @@ def schedule(
         inputs: the ranks and their prices.
     """
     n = len(sequences.work)
+    # Waits beyond the space for them are lost to planning, so that memory stays linear in ranks.
     bins = inputs.num_ranks + min(4 * inputs.num_ranks, n)
     timeline = make_timeline(inputs.num_ranks, bins - inputs.num_ranks)
     rings = make_rings(n)

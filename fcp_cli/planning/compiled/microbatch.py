@@ -96,6 +96,7 @@ def _shortest(i: int, sequences: Sequences, inputs: PlannerInputs) -> float:
     """Return the seconds of a wave of sequence i alone, on the degree that suits it best."""
     best = np.inf
     lowest = (sequences.tokens[i] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank
+    # All degrees: seconds jump where a group begins to cross nodes.
     for degree in range(lowest, inputs.num_ranks + 1):
         best = min(best, _alone(i, degree, sequences, inputs))
     return float(max(best, inputs.floor))
@@ -124,6 +125,7 @@ def _densest(count: int, pool: Pool, sequences: Sequences, inputs: PlannerInputs
     work, room = 0.0, inputs.num_ranks * inputs.tokens_per_rank
     for k in range(count):
         tokens = sequences.tokens[pool.waiting[k]]
+        # The last one in fractions: this is a bound, not a packing.
         work += min(1.0, room / tokens) * sequences.work[pool.waiting[k]]
         room -= tokens
         if room <= 0:
@@ -287,14 +289,17 @@ def search(limit: float, tries: int, fills: int, sequences: Sequences, inputs: P
     best, best_wave, best_target, best_pair = limit, -1, 0.0, True
     for w in range(n):
         work, tokens = _totals(pool.waiting, count, pool, sequences)
+        # No end from here on can win any more.
         if done + _bound(work, tokens, inputs) >= best:
             break
         if tokens <= inputs.num_ranks * inputs.tokens_per_rank:
+            # Pairs hold longer sequences, single ranks waste less: neither is always better.
             for pair in (True, False):
                 last = last_wave(pair, best - done, tolerance, count, pool, sequences, inputs, wave)
                 if done + last < best:
                     best, best_wave, best_target, best_pair = done + last, w, last, pair
         target, pair, left = _choose_wave(fills, count, options, pool, sequences, inputs, wave)
+        # No target took anything: the best step so far stands.
         if left < 0:
             break
         targets[w], pairs[w] = target, pair
@@ -340,6 +345,7 @@ def replay(targets: FloatArray, pairs: BoolArray, sequences: Sequences, inputs: 
         wave.group_of[:] = -1
         left = fill_wave(targets[w], pairs[w], count, pool, sequences, inputs, wave)
         for g in range(wave.groups[0]):
+            # A group that nothing came to is idle, and gets no row of the plan.
             if wave.loads.tokens[g] == 0:
                 continue
             wave_of[groups], degree_of[groups], first_of[groups] = w, wave.degree[g], wave.first[g]

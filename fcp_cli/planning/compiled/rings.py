@@ -93,6 +93,7 @@ def _inside_a_node(
     best, best_degree, best_first = bound, 0, -1
     for degree in range(lowest, min(inputs.ranks_per_node, inputs.num_ranks) + 1):
         seconds = alone_seconds(i, degree, 0, sequences, inputs)
+        # Such a ring ends too late even on ranks that are free from the start.
         if seconds > target:
             continue
         extra = degree * seconds - attention - linear
@@ -103,6 +104,7 @@ def _inside_a_node(
             break
         for base in range(0, inputs.num_ranks, inputs.ranks_per_node):
             for first in range(base, min(base + inputs.ranks_per_node, inputs.num_ranks) - degree + 1):
+                # The two ends first: all ranks are read only for places that these allow.
                 if max(timeline.free[first], timeline.free[first + degree - 1]) + seconds > target:
                     continue
                 start, total = 0.0, 0.0
@@ -160,9 +162,8 @@ def _across_nodes(
                 break
             if len(before) == 0:
                 free_from, before = _taken_seconds(inputs, timeline)
-            latest = np.zeros(
-                nodes, dtype=np.int64
-            )  # the window's nodes that later ones do not outlast, by falling seconds
+            # The window's nodes that later ones do not outlast, by falling seconds: its maximum in constant time.
+            latest = np.zeros(nodes, dtype=np.int64)
             whole = degree // per_node
             head, tail = 0, 0
             for node in range(nodes):
@@ -222,6 +223,7 @@ def _least_waste(i: int, target: float, sequences: Sequences, inputs: PlannerInp
         group = _from_catalogue(i, target, sequences, inputs, timeline)
         return (inputs.group_first[group], inputs.group_degree[group]) if group >= 0 else (0, 0)
     waste, degree, first = _inside_a_node(i, target, np.inf, sequences, inputs, timeline)
+    # Last: the waste inside a node is its bound, which often ends the search at the first degree.
     if inputs.num_ranks > inputs.ranks_per_node:
         _waste, wide_degree, wide_first = _across_nodes(i, target, waste, sequences, inputs, timeline)
         if wide_degree > 0:
@@ -256,6 +258,7 @@ def _enter_ring(g: int, sequences: Sequences, inputs: PlannerInputs, timeline: T
     rings.across[g], rings.start[g], rings.end[g] = across, start, end
     for rank in range(first, first + degree):
         gap = timeline.gaps[0]
+        # A shorter wait holds a micro-batch with half as much work as its fixed seconds at most.
         if start - timeline.free[rank] > 1.5 * inputs.prices.beta and gap < len(timeline.gap_rank):
             timeline.gap_rank[gap] = rank
             timeline.gap_start[gap] = timeline.free[rank]

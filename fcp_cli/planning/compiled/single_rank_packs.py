@@ -179,6 +179,7 @@ def _reset(
     singles.bin_of[:] = NONE
     for rank in range(inputs.num_ranks):
         singles.free[rank] = target - timeline.free[rank]
+    # Gaps are bins behind those of the ranks: both are filled by one rule.
     for gap in range(timeline.gaps[0]):
         singles.free[inputs.num_ranks + gap] = timeline.gap_end[gap] - timeline.gap_start[gap]
     for g in range(rings.placed[0]):
@@ -190,6 +191,7 @@ def _ring_room(g: int, timeline: Timeline, rings: Rings, singles: SingleRankPack
     """Return the seconds by which ring g may grow; 0 where something follows it on one of its ranks."""
     room = np.inf
     for r in range(rings.first[g], rings.first[g] + rings.degree[g]):
+        # What follows a ring would start later, and with it every rank of that ring.
         if timeline.free[r] > rings.end[g]:
             return 0.0
         room = min(room, singles.free[r])
@@ -225,6 +227,7 @@ def _ride(
                 tree, g, degree * (room - after + before), degree * inputs.tokens_per_rank - singles.rings.tokens[g]
             )
             return g
+        # Its ranks' bins were filled since its room was entered.
         set_room(tree, g, degree * room, degree * inputs.tokens_per_rank - singles.rings.tokens[g])
         g = first_with_room(tree, sequences.work[i], sequences.tokens[i], g + 1)
     return NONE
@@ -255,6 +258,7 @@ def fill(
     _reset(target, sequences, inputs, timeline, rings, singles)
     bins, count = inputs.num_ranks + timeline.gaps[0], rings.placed[0]
     tree, closed = make_tree(bins), make_tree(bins)
+    # A new slot costs a micro-batch's fixed seconds, which the tree takes off beforehand.
     for b in range(bins):
         set_room(closed, b, singles.free[b] - inputs.prices.beta, 0)
     rides = make_tree(max(count, 1))
@@ -292,9 +296,8 @@ def _lay(
                     _update_trees(r, tree, closed, inputs, singles)
                 continue
         if b == NONE:
-            b = roomiest(
-                closed
-            )  # also if late: balancing may still move it, while a lost sequence could not be planned
+            # Also if late: balancing may still move it, while a lost sequence could not be planned.
+            b = roomiest(closed)
             late += closed.seconds[1] < work
         slot = _slot_with_room(b, tokens, singles)
         if slot == NONE:
@@ -317,6 +320,7 @@ def _update_trees(b: int, tree: Tree, closed: Tree, inputs: PlannerInputs, singl
             break
         most = max(most, singles.slot_tokens[b, slot])
     set_room(tree, b, singles.free[b], most)
+    # Finite: more than the leaves beyond the bins have, so that `roomiest` always answers a bin.
     set_room(closed, b, singles.free[b] - inputs.prices.beta if can_open else -1e300, 0)
 
 
@@ -344,6 +348,7 @@ def balance(
     ):
         found = _best_exchange(worst, sample, bins, sequences, inputs, singles)
         evaluations += found.evaluations
+        # Shifted even without a find: the next sample is of other bins.
         sample += 1
         if found.i == END:
             in_vain += 1
@@ -378,9 +383,11 @@ def _best_exchange(
     while i != END:
         work, tokens = sequences.work[i], sequences.tokens[i]
         at = singles.slot_tokens[worst, singles.slot_of[i]]
+        # The last sequence of a slot takes the slot's fixed seconds along when it leaves.
         alone = inputs.prices.beta if at + tokens == inputs.tokens_per_rank else 0.0
         for k in range(min(bins, _SAMPLE)):
             c = (sample + k * stride) % bins
+            # A bin that is as full as that can only end later than the best exchange so far.
             if c == worst or singles.free[c] <= best:
                 continue
             evaluations += 1

@@ -92,6 +92,7 @@ def even_packs(packs: int, group_tokens: int, by_tokens: IntArray, sequences: Se
     for i in by_tokens:
         pack = roomiest(tree)
         left = tree.seconds[leaf + pack] - sequences.tokens[i]
+        # The emptiest pack has no room, so nor has any other.
         if -left > group_tokens:
             return pack_of, 0
         pack_of[i] = pack
@@ -126,24 +127,27 @@ def share_out(degree: int, waves: bool, packs: Packs, sequences: Sequences, inpu
         p = packs.of[i]
         enter_load(p, together(load_at(p, loads), sequence_load(i, sequences, inputs)), loads)
     # Groups of a degree that does not divide a node lie partly across two: packs are ranked as if all did.
-    row_of_span = common_divisor(inputs.ranks_per_node, degree) if inputs.ranks_per_node % degree else 0
+    span = common_divisor(inputs.ranks_per_node, degree) if inputs.ranks_per_node % degree else 0
     seconds = np.empty(count)
     for p in range(count):
-        seconds[p] = pack_seconds(load_at(p, loads), degree, row_of_span, inputs)
+        seconds[p] = pack_seconds(load_at(p, loads), degree, span, inputs)
     by = falling_order(seconds)
     group_of, turn_of = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
     groups = inputs.num_ranks // degree
     across = np.empty(groups, dtype=np.int64)
     for group in range(groups):
         across[group] = across_of(group * degree, degree, inputs)
+    # Order by expected seconds, charge the real ones: a group's span is known only once it has the pack.
     ends, turns, expected = np.zeros(groups), np.zeros(groups, dtype=np.int64), make_tree(groups)
     for group in range(groups):
         set_room(expected, group, 0.0, 0)
+    # A turn is a wave, which lasts no less than the floor.
     longest = np.empty(count)  # by turn
     for turn in range(count):
         longest[turn] = inputs.floor
     for k in range(count):
         p = by[k]
+        # In turns, since a wave waits for all groups; else the group that is free first, which levels their ends.
         group = k % groups if waves else roomiest(expected)
         if len(packs.group_of):
             group = packs.group_of[p]
@@ -177,6 +181,7 @@ def level_packs(degree: int, waves: bool, group_tokens: int, sequences: Sequence
         group_of[i] = group
         load[group] += sequences.work[i]
         set_room(room, group, -load[group], 0)
+    # Greedy leaves groups apart by up to a sequence; exchanges level them.
     _exchange(load, group_of, sequences)
     held = np.zeros(groups, dtype=np.int64)
     for i in by_work:
@@ -185,6 +190,7 @@ def level_packs(degree: int, waves: bool, group_tokens: int, sequences: Sequence
     for group in range(groups):
         counts[group] = -(-held[group] // group_tokens)
     pack_of = np.empty(len(by_work), dtype=np.int64)
+    # Packing by work may fail at the least number of packs: one more for that group, and again.
     while True:
         if waves:
             most = most_of(counts)
@@ -223,6 +229,7 @@ def _exchange(load: FloatArray, group_of: IntArray, sequences: Sequences) -> Non
         for i in range(len(group_of)):
             if group_of[i] != busiest:
                 continue
+            # Counted, not timed: the answer may not depend on the speed of a processor.
             left -= len(group_of)
             work = sequences.work[i]
             if max(load[busiest] - work, load[idlest] + work) < best:
@@ -293,11 +300,13 @@ def quickest(seconds: float, degrees: IntArray, waves: bool, sequences: Sequence
         group_tokens = degree * inputs.tokens_per_rank
         if sequences.tokens[by_tokens[0]] > group_tokens:
             continue
+        # A bound costs a few sums; packing and sharing out a degree costs a pass over all sequences.
         least = _at_least(degree, attention, linear, tokens, inputs)
         least = max(least, alone_at_best(by_tokens[0], degree, sequences, inputs))
         if least * (1.0 - _MARGIN) >= seconds:
             continue
         padded, longest = sequences, by_tokens
+        # Padded once a degree, for all three packings.
         if inputs.padding:
             padded = _padded_for_all(degree, sequences, inputs)
             longest = longest_first(padded)

@@ -68,6 +68,7 @@ def least(nodes: Nodes) -> Any:
         for degree in range(1, degrees):
             cheapest[mask] = min(cheapest[mask], degree * nodes.seconds[mask, degree].min())
     for mask in range(1, masks):
+        # Every split has one pack with the first sequence: fixing it avoids counting splits twice.
         low, pack = mask & -mask, mask
         alone[mask] = max(alone[mask ^ low], nodes.seconds[low].min())
         area[mask] = np.inf
@@ -100,14 +101,17 @@ def quickest(mask: int, upper: float, last_start: float, branches: int, nodes: N
     best, found, depth = upper, 0, 0
     best_packs, best_starts, best_counts = at.packs.copy(), at.starts.copy(), at.counts.copy()
     while depth >= 0 and branches > 0:
+        # Equal answers in another order of sums are no better, and would be searched again.
         limit = best * (1.0 - _ROUNDING)
         if not _next_choice(depth, last_start, limit, at, nodes, least_of):
             depth -= 1
             continue
         end = _taken(depth, limit, at, nodes)
         left = at.masks[depth] ^ at.packs[depth]
+        # All ranks together must have the rank-seconds of what is left, or this branch cannot win.
         if end < 0.0 or least_of.area[left] + _spent(at.starts[depth], at.free[depth + 1]) >= limit * at.free.shape[1]:
             continue
+        # Counted before the leaf test, so that a search with many answers ends as well.
         branches -= 1
         if left == 0:
             best, found = max(at.ends[depth], end), depth + 1
@@ -122,6 +126,7 @@ def quickest(mask: int, upper: float, last_start: float, branches: int, nodes: N
 @kernel
 def _first_branch(mask: int, nodes: Nodes) -> Any:
     depths, num_nodes = 2, len(nodes.first) - 1
+    # One micro-batch a sequence at most, and the state after the last.
     while 1 << (depths - 1) <= nodes.seconds.shape[0]:
         depths += 1
     branch = Branch(
@@ -147,6 +152,7 @@ def _next_choice(depth: int, last_start: float, limit: float, at: Branch, nodes:
             return True
         at.ways[depth] = 1
         at.packs[depth] = (at.packs[depth] - 1) & at.masks[depth]
+        # All packs were tried: the next start at which anything changes is when another rank gets free.
         if at.packs[depth] == 0:
             later = np.inf
             for free in at.free[depth]:
@@ -164,6 +170,7 @@ def _ranks_of(depth: int, at: Branch, nodes: Nodes) -> bool:
         available = 0
         for rank in range(nodes.first[node], nodes.first[node + 1]):
             available += at.free[depth, rank] <= at.starts[depth]
+        # The choice is one number in a mixed radix, so that a depth keeps an integer and no array.
         at.counts[depth, node] = rest % (available + 1)
         rest //= available + 1
     return bool(rest == 0)
@@ -177,6 +184,7 @@ def _taken(depth: int, limit: float, at: Branch, nodes: Nodes) -> float:
     """
     pack, start, free, after = at.packs[depth], at.starts[depth], at.free[depth], at.free[depth + 1]
     begins_with_last = depth > 0 and start == at.starts[depth - 1]
+    # Micro-batches with one start may be placed in any order: only the falling one is searched.
     if begins_with_last and pack > at.packs[depth - 1]:
         return -1.0
     degree, used = 0, 0
@@ -192,12 +200,14 @@ def _taken(depth: int, limit: float, at: Branch, nodes: Nodes) -> float:
         first, stop, count = nodes.first[node], nodes.first[node], at.counts[depth, node]
         if count == 0:
             continue
+        # Nodes alike are interchangeable: only the order in which earlier ones give no fewer is searched.
         if _has_twin_with_fewer(node, depth, at, nodes):
             return -1.0
         while stop < nodes.first[node + 1] and free[stop] <= start:
             stop += 1
         waits = waits or free[stop - 1] == start
         after[stop - count : stop] = end
+        # Ascending again: by that the ranks that got free last are found.
         after[first : nodes.first[node + 1]].sort()
     return end if waits else -1.0
 

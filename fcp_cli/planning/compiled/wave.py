@@ -132,6 +132,7 @@ def make_wave(sequences: int, inputs: PlannerInputs) -> Any:
 def _reset(inputs: PlannerInputs, wave: Wave) -> None:
     """Empty the wave: no group, all ranks free."""
     wave.groups[0] = 0
+    # Nothing was looked for in vain yet.
     wave.too_wide[0] = inputs.num_ranks + 1
     wave.used[:] = 0
     wave.used_before[:] = 0
@@ -152,6 +153,7 @@ def _list_by_free_ranks(node: int, wave: Wave) -> None:
 @leaf
 def _best_fit(degree: int, inputs: PlannerInputs, wave: Wave) -> int:
     """Return the smallest number of free ranks >= degree that some node has, or 0."""
+    # The tightest node first: it leaves the roomiest ones to groups that are wider still.
     for free in range(degree, inputs.ranks_per_node + 1):
         if wave.bucket[free] >= 0:
             return free
@@ -177,8 +179,10 @@ def _first_across(degree: int, inputs: PlannerInputs, wave: Wave) -> int:
         return NONE
     chosen, shortest = NONE, inputs.num_ranks + 1
     run, stop = 0, 0  # the run that ends before rank `stop`
+    # One node more than there is, so that the last run ends like any other.
     for node in range(len(wave.free) + 1):
         free = wave.free[node] if node < len(wave.free) else 0
+        # A node in use breaks the run: a limit of peers lets groups cross nodes only as whole ones.
         if inputs.whole_nodes and free < per_node:
             free = 0
         if free and wave.start[node] == stop:
@@ -264,10 +268,12 @@ def _place_ring(i: int, target: float, left: int, sequences: Sequences, inputs: 
     for degree in range(lowest, highest + 1):
         inside = _best_fit(degree, inputs, wave)
         at_best = 0 if inside else max(across_at_best(degree, inputs), 1)
+        # Price before place: a price is a few sums, a place has to be searched for.
         if alone_seconds(i, degree, at_best, sequences, inputs) > target + _SLACK:
             continue
         first = _first_inside(degree, inside, wave) if inside else _first_across(degree, inputs, wave)
         if first == NONE:
+            # Wider groups find no place either.
             if degree >= wave.too_wide[0]:
                 return 0
             continue
@@ -290,6 +296,7 @@ def _place_in_catalogue(i: int, target: float, sequences: Sequences, inputs: Pla
     tokens, chosen, degree, tightest = sequences.tokens[i], -1, 0, 0
     for group in range(len(inputs.group_first) - 1, -1, -1):
         first, width = inputs.group_first[group], inputs.group_degree[group]
+        # Narrowest first: a wider group could only take ranks that another sequence needs.
         if chosen >= 0 and width > degree:
             break
         if width * inputs.tokens_per_rank < tokens:
@@ -299,15 +306,18 @@ def _place_in_catalogue(i: int, target: float, sequences: Sequences, inputs: Pla
         if wave.used_before[first + width] > wave.used_before[first]:
             continue
         low, high = 0, inputs.num_ranks
+        # A group inside a node leaves runs to groups of that node alone.
         if width <= inputs.ranks_per_node:
             low = first - first % inputs.ranks_per_node
             high = min(high, low + inputs.ranks_per_node)
         before, after = _free_beside(first, first + width, low, high, wave.used)
+        # The total first, then the shorter side: one long run holds more groups than two short ones.
         run = (before + after) * inputs.num_ranks + min(before, after)
         if chosen < 0 or run < tightest:
             chosen, degree, tightest = first, width, run
     if chosen >= 0:
         _add(i, _open_in_catalogue(chosen, degree, inputs, wave), sequences, inputs, wave)
+        # Prefix sums: whether a group is free is then one difference, not a walk over its ranks.
         for rank in range(chosen, inputs.num_ranks):
             wave.used_before[rank + 1] = wave.used_before[rank] + wave.used[rank]
     return degree
@@ -336,6 +346,7 @@ def _open_in_catalogue(first: int, degree: int, inputs: PlannerInputs, wave: Wav
 def _free_seconds(g: int, target: float, inputs: PlannerInputs, wave: Wave) -> float:
     """Return the rank-seconds that group g has left, with as much of its ring hidden as may hide."""
     degree, tokens, across = wave.degree[g], wave.loads.tokens[g], wave.across[g]
+    # A lower bound of the ring's share, so that the tree never hides a group that has room.
     exposed = least_of_packs(1.0, tokens, 1.0, degree, across, inputs) if degree > 1 else 0.0
     computed = degree * (target - inputs.prices.beta - exposed)
     return float(computed - wave.loads.attention[g] - wave.loads.linear[g])
@@ -383,6 +394,7 @@ def place_rings(target: float, count: int, pool: Pool, sequences: Sequences, inp
     refused = 0.0
     for k in range(count):
         i = pool.waiting[k]
+        # What a single rank can do needs no ring: those are laid last, where they fit.
         seconds = inputs.prices.beta + sequences.work[i]
         if sequences.tokens[i] <= inputs.tokens_per_rank and seconds <= target + _SLACK:
             pool.small[small] = i
@@ -448,6 +460,7 @@ def outlook(target: float, count: int, pool: Pool, sequences: Sequences, inputs:
         free_tokens = degree * inputs.tokens_per_rank - wave.loads.tokens[g]
         ring = inputs.prices.ring[1 if wave.across[g] else 0]
         hidden = (1.0 - inputs.prices.exposed) * ring * (degree - 1) * wave.loads.tokens[g]
+        # If the ring outlasts its attention, more tokens lengthen the pack: it has no seconds to spare.
         if hidden < wave.loads.attention[g] or len(inputs.splits.heads):
             seconds += _free_seconds(g, target, inputs, wave)
             room += free_tokens
@@ -459,6 +472,7 @@ def outlook(target: float, count: int, pool: Pool, sequences: Sequences, inputs:
         else:
             work += pool.least[i]
             tokens += sequences.tokens[i]
+            # By falling work, so the first that is left is the longest that is left.
             if longest < 0:
                 longest = i
     return work, tokens, refused, longest
@@ -476,6 +490,7 @@ def _fill_groups(
     wave: Wave,
 ) -> int:
     """Lay the sequences that a single rank could run where they fit first; return how many are left over."""
+    # Rings were made first: small sequences fill the room that they leave before single ranks.
     for g in range(wave.groups[0]):
         _update_room(g, target, inputs, tree, wave)
     for k in range(small):

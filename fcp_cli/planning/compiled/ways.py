@@ -21,29 +21,33 @@ from fcp_cli.planning.compiled.core import UNPLACED, PlannerInputs, Splits, is_w
 def tabulated(inputs: PlannerInputs) -> Any:
     """Return the splits with their tables, `row_of_span`, `first` and `ways`."""
     splits = inputs.splits
-    row_of_span, acrosses = _lies(inputs)
+    row_of_span, acrosses = _rows_of_spans(inputs)
+    # One degree more than there is, so that `first` also says where the last one's ways end.
     first = np.zeros((len(acrosses), inputs.num_ranks + 2), dtype=np.int64)
     ways, count = np.zeros((len(acrosses) * (inputs.num_ranks + 2), 9)), 0
     for row in range(len(acrosses)):
         for degree in range(2, inputs.num_ranks + 1):
             first[row, degree] = count
             if count + len(splits.heads) + 1 > len(ways):  # one more than may be kept
+                # Doubled, since numba has no growing array of rows.
                 grown = np.zeros((2 * len(ways) + len(splits.heads) + 1, 9))
                 grown[:count] = ways[:count]
                 ways = grown
             count = _enter(degree, acrosses[row], count, ways, inputs)
         first[row, inputs.num_ranks + 1] = count
+    # A copy, since a slice would keep the whole doubled array.
     return Splits(splits.heads, splits.only, row_of_span, first, ways[:count].copy())
 
 
 @kernel
-def _lies(inputs: PlannerInputs) -> Any:
+def _rows_of_spans(inputs: PlannerInputs) -> Any:
     """Return [across + 1] row of each `across`, and [rows] one `across` of each: those with the same sets share one."""
     heads = inputs.splits.heads
     row_of_span, acrosses = np.zeros(inputs.ranks_per_node + 2, dtype=np.int64), np.zeros(0, dtype=np.int64)
     for across in range(UNPLACED, inputs.ranks_per_node + 1):
         row = 0
         while row < len(acrosses):
+            # Only divisibility by a heads degree matters: two spans that agree on it have equal prices.
             alike = acrosses[row] > 0 and across > 0
             for k in range(len(heads)):
                 alike = alike and (across % heads[k] == 0) == (acrosses[row] % heads[k] == 0)
@@ -67,6 +71,7 @@ def _enter(degree: int, across: int, first: int, ways: FloatArray, inputs: Plann
         ways[count, 0], ways[count, 1], ways[count, 2] = terms.chunk, terms.ring, terms.hops
         ways[count, 3], ways[count, 4], ways[count, 5] = terms.home, terms.home_hop, terms.exchange
         ways[count, 6], ways[count, 7], ways[count, 8] = terms.messages, terms.halo, terms.sets
+        # Pareto front: a way stays only if some pack may be quicker by it.
         beaten = False
         for other in range(first, count):
             beaten = beaten or _is_no_quicker(terms, terms_at(other, ways), degree, most, inputs)
