@@ -224,7 +224,7 @@ def metavar_of(parameter: Any) -> str:
 
 
 def default_text(parameter: Any, context: Any) -> str:
-    """Return how the help writes a default; the config's, where it has one."""
+    """Return how the help writes a default; the config's, if it has one."""
     value = parameter.get_default(context, call=False)
     if value is None:
         return parameter.show_default if isinstance(parameter.show_default, str) else ""

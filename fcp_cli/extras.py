@@ -19,7 +19,7 @@ def pip_install(extra: str, *only: str) -> str:
 
 
 def pip_install_module(module: str) -> str | None:
-    """Return the command that installs a module that some extra asks for; None where none does."""
+    """Return the command that installs a module that some extra asks for; None if none does."""
     name = {"vl_convert": "vl-convert-python", "PIL": "pillow"}.get(module, module.replace("_", "-"))
     extra = next((extra for extra, lines in _of_extras().items() if name in lines), None)
     return None if extra is None else pip_install(extra, name)

@@ -52,7 +52,7 @@ def another_kind(path: Path, wanted: Kind, *, may_be_text: bool = False) -> str 
         may_be_text: whether lengths or records in text of no format of ours will do, too.
 
     Returns:
-        One line without a full stop; None where the file is of the wanted kind, is not recognized, or cannot be read:
+        One line without a full stop; None if the file is of the wanted kind, is not recognized, or cannot be read:
         then only the reader knows the fault.
     """
     if not path.is_file():  # bytes read from a pipe here would be missing later

@@ -269,7 +269,7 @@ def _check_limit(option: Option, value: Any, *, shown: Any) -> None:
 
 
 def _marked_fields(kind: type, defaults: Any) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield name, type, mark and default of each field; the mark is None where there is none."""
+    """Yield name, type, mark and default of each field; the mark is None if there is none."""
     hints = get_type_hints(kind, include_extras=True)
     for field in fields(kind):
         hint, mark = hints[field.name], None

@@ -21,7 +21,7 @@ class OptionEntry:
         name: of the field that holds its value.
         flags: every spelling, `--no-...` too; empty for an argument.
         metavar: placeholder of the value; empty for a switch.
-        default: as the help shows it; empty where there is none to name.
+        default: as the help shows it; empty if there is none to name.
         help: of the option.
         group: its heading in the help.
         rare: --help-all alone shows it.

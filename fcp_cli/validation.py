@@ -158,7 +158,7 @@ def _wanted(place: _Place) -> str:
 
 
 def _limits(rules: types.Type) -> Any:
-    """Return the kind of number that a value may be, with its limits; None where it may be none."""
+    """Return the kind of number that a value may be, with its limits; None if it may be none."""
     if isinstance(rules, types.Metadata):
         return _limits(rules.type)
     if isinstance(rules, types.UnionType):

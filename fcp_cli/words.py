@@ -37,7 +37,7 @@ def first_sentence(error: BaseException) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known word that a misspelt one most resembles, or None where none does."""
+    """Return the known word that a misspelt one most resembles, or None if none does."""
     return next(iter(nearest_words(word, known)), None)
 
 

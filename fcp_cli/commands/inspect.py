@@ -26,7 +26,7 @@ class InspectOptions:
     why: Annotated[
         int | None, Opt("With --step: explain the degree of this micro-batch.", min=0, metavar="MICROBATCH")
     ] = None
-    manifest: Annotated[Path | None, Opt("The plan's manifest, where it has mask or vision columns.")] = None
+    manifest: Annotated[Path | None, Opt("The plan's manifest, if it has mask or vision columns.")] = None
     json: Annotated[bool, Opt("Print one JSON document on stdout.")] = False
 
 

@@ -136,7 +136,7 @@ def show(options: ShowProfileOptions) -> None:
 
 
 def _named(path: Path) -> CostProfile:
-    """Return the profile of a file; where there is none of that name, the one that travels with fcp for that model."""
+    """Return the profile of a file; if there is none of that name, the one that travels with fcp for that model."""
     from fcp_cli.cost.profile import load_cost_profile
     from fcp_cli.models.shipped import EXAMPLE_CLUSTER, shipped_profile_path
 

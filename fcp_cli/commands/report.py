@@ -38,7 +38,7 @@ class ReportOptions:
         Path | None, Opt("metrics.jsonl of a run that followed the plan, or its folder.", metavar="RUN_DIR")
     ] = None
     output: Annotated[Path, Opt("The page to write.", flags=("--output", "-o"), trust="writes")] = Path("report.html")
-    manifest: Annotated[Path | None, Opt("The plan's manifest, where it has mask or vision columns.")] = None
+    manifest: Annotated[Path | None, Opt("The plan's manifest, if it has mask or vision columns.")] = None
     json: Annotated[bool, Opt("Print its figures as one JSON document on stdout.")] = False
 
 

@@ -91,7 +91,7 @@ def _print_commands(options: SelftestRequest) -> None:
 
 
 def _finish(report: SelftestReport, options: SelftestRequest) -> None:
-    """Print the block, or the document, write the document, and leave with status 1 where a check failed."""
+    """Print the block, or the document, write the document, and leave with status 1 if a check failed."""
     import json
 
     from fcp_cli.files import write_text_atomically

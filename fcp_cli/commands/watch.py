@@ -43,7 +43,7 @@ class WatchOptions:
 def watch(options: WatchOptions) -> None:
     """Follow a run: loss, tokens/s, step time against plan, idle time.
 
-    Ends when the run ends: exit status 0 where it finished, 1 where it was interrupted, failed, or died without a word.
+    Ends when the run ends: exit status 0 if it finished, 1 if it was interrupted, failed, or died without a word.
     Through a pipe it prints plain lines.
     """
     from fcp_cli.report.watch import WINDOW_STEPS, RunState

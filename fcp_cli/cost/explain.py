@@ -76,12 +76,12 @@ def figures_of(profile: CostProfile) -> list[Figure]:
 
 
 def break_even_tokens(profile: CostProfile) -> float | None:
-    """Return the length at which attention takes as long as linear work; None where it never does."""
+    """Return the length at which attention takes as long as linear work; None if it never does."""
     return _reached_by_attention(profile.coefficients, per_token=profile.coefficients.linear_seconds_per_token)
 
 
 def _reached_by_attention(c: Coefficients, *, per_token: float, fixed: float = 0.0) -> float | None:
-    """Return the length from which attention takes `per_token` L + `fixed` seconds or more; None where there is none.
+    """Return the length from which attention takes `per_token` L + `fixed` seconds or more; None if there is none.
 
     Beyond a window of w tokens, its pairs are 2 w L - w^2.
     """
@@ -98,7 +98,7 @@ def _reached_by_attention(c: Coefficients, *, per_token: float, fixed: float = 0
 
 
 def hidden_ring_tokens(profile: CostProfile, *, degree: int, tier: Tier) -> float | None:
-    """Return the length from which attention hides all that may hide of a single sequence's ring; None where none may.
+    """Return the length from which attention hides all that may hide of a single sequence's ring; None if none may.
 
     alpha1 L^2 / d = (1 - exposed share) * ring seconds of L tokens.
     """
@@ -143,7 +143,7 @@ class Difference:
 
     @property
     def ratio(self) -> float | None:
-        """second / first; None where the first is 0."""
+        """second / first; None if the first is 0."""
         return self.second / self.first if self.first else None
 
 

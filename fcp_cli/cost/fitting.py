@@ -7,7 +7,7 @@ With A = sum (1 + eta) length^2 / d, T = tokens / d and hops = r - 1 (d - 1 in a
 
 with s = 0 where attention may hide the whole ring, and s = `exposed_ring_share` where that predicts held-out samples
 better. P = patches / d is the vision encoder's work, with pairs of patches as the patches that take as long by the
-prior. Where halos travel in place of rings, A has none of attention in windows: that stands outside the maximum, in
+prior. If halos travel in place of rings, A has none of attention in windows: that stands outside the maximum, in
 proportion to alpha1 by the prior, with the halos, which go at the ring's bandwidth. Exchanges of ranks that share heads
 are as the prior has them; `heads_fitting` fits these. Bytes and bandwidth only ever appear as their quotient: alpha3 is
 counted from the model, r is fitted, and the bandwidth follows. A non-negative least-squares fit without the maximum
@@ -84,7 +84,7 @@ def fit_profile(samples: Sequence[Sample], prior: CostProfile, *, held_out: Sequ
 
     Args:
         samples: measured micro-batches of one model on one cluster.
-        prior: gives bytes per token, and the ring's figures where no sample of degree > 1 determines them.
+        prior: gives bytes per token, and the ring's figures if no sample of degree > 1 determines them.
         held_out: decide whether an exposed share predicts better; without rings among them none is fitted.
     """
     _require_enough(samples, prior)
@@ -184,7 +184,7 @@ class _Terms:
     ring: FloatArray
     halo: FloatArray
     hops: FloatArray
-    intra: FloatArray  # 1 where the sample has a ring inside a node
+    intra: FloatArray  # 1 if the sample has a ring inside a node
     inter: FloatArray
     seconds: FloatArray
 
@@ -349,7 +349,7 @@ def _robust_fit(terms: _Terms, tiers: Sequence[str], start: FloatArray) -> tuple
 
     lower, upper = np.zeros(len(start)), np.full(len(start), np.inf)
     # Bounds are multiples of the start. A ring's figures stay above zero, since a bandwidth is the inverse of one; the
-    # exposed share, the last parameter where there is one, ends at 1.
+    # exposed share, the last parameter if there is one, ends at 1.
     lower[ring] = 1e-3
     upper[ring.stop :] = 1.0 / _START_SHARE
     parameters = robust_least_squares(residuals, start, (lower * start, upper * start))

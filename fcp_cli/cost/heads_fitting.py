@@ -29,7 +29,7 @@ _PRIOR_WEIGHT = 0.002
 def fit_groups(samples: Sequence[Sample], prior: CostProfile, *, held_out: Sequence[Sample] = ()) -> Fit:
     """Fit samples of which some share heads: the rings as `fit_profile` does, then exchanges.
 
-    Where rings alone are too few, all samples are fitted with exchanges as the prior has them.
+    If rings alone are too few, all samples are fitted with exchanges as the prior has them.
     """
     sharing = [sample for sample in samples if sample.heads_degree > 1]
     try:

@@ -9,7 +9,7 @@ exchange  = (q + c k) * tokens / d * (u - 1) / u / (share bandwidth) + exchange_
 T         = microbatch_seconds + linear + max(attention, ring - exposed) + exposed + exchange
 
 Of a sequence of L tokens, pairs = L^2 - max(L - w, 0)^2 lie within windows of w tokens, in the units of alpha1.
-Where the profile has halo_bytes_per_token b, rings carry the other layers alone, and these add
+If the profile has halo_bytes_per_token b, rings carry the other layers alone, and these add
 
 windows   = sum_k (1 + eta_k) alphaw pairs_k / d
 halos     = 0 if r = 1 else b c * sum_k min(length_k, 2 (w - 1)) * (r - 1)/d / bandwidth + halo_message_seconds * m
@@ -77,7 +77,7 @@ class Work:
         attention_seconds: [n] alpha1 (1 + eta) length^2.
         linear_seconds: [n] alpha2 length plus the vision encoder's terms.
         tokens: [n] int64.
-        windows: of layers whose halos travel; None where there are none: attention in windows is part of the other.
+        windows: of layers whose halos travel; None if there are none: attention in windows is part of the other.
     """
 
     attention_seconds: FloatArray
@@ -191,7 +191,7 @@ def attention_seconds(coefficients: Coefficients, lengths: FloatArray) -> FloatA
 
 
 def windowed_pairs(lengths: FloatArray, window_tokens: float) -> FloatArray:
-    """Return twice the pairs of tokens of causal sequences that lie within windows; L^2 where all do."""
+    """Return twice the pairs of tokens of causal sequences that lie within windows; L^2 if all do."""
     return lengths * lengths - np.square(np.maximum(lengths - window_tokens, 0.0))
 
 

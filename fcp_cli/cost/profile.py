@@ -87,7 +87,7 @@ class Heads:
     def degrees(self, most: int) -> tuple[int, ...]:
         """Return the heads degrees from 2 to `most`: each rank has as many query heads, of whole key/value heads.
 
-        Where there are more ranks than key/value heads, neighbours hold the same one.
+        If there are more ranks than key/value heads, neighbours hold the same one.
         """
         return heads_degrees(self.query_heads, self.key_value_heads, most)
 
@@ -143,7 +143,7 @@ class Memory:
     capacity_bytes: NonNegative = 0.0
 
     def tokens_per_rank(self) -> int | None:
-        """Return the most tokens a rank may hold in one micro-batch, or None where the figures are unknown."""
+        """Return the most tokens a rank may hold in one micro-batch, or None if the figures are unknown."""
         if not self.bytes_per_token or not self.capacity_bytes:
             return None
         return math.floor((self.capacity_bytes - self.model_state_bytes) / self.bytes_per_token)
@@ -165,7 +165,7 @@ class CostProfile:
         common_ground: given exactly where `coefficients` may have an `exposed_ring_share`.
         step: seconds of a step outside its micro-batches.
         heads: prices groups that split heads; None: they are rings.
-        recipe: that the times and the memory are of; None where nobody said.
+        recipe: that the times and the memory are of; None if nobody said.
         sync: of the memory figures, which depend on gathered and kept tensors; None if unknown.
         phase: `forward` where the times are of forward passes alone; None: of training.
         attention_kernels: measured kernels of the device, or None.
@@ -190,7 +190,7 @@ class CostProfile:
 
     @property
     def expert_parallel(self) -> int:
-        """Ranks that share out the experts of a layer, as the measurement block says; 1 where it says nothing."""
+        """Ranks that share out the experts of a layer, as the measurement block says; 1 if it says nothing."""
         found = self.measurement.get("expert_parallel", 1)
         return found if isinstance(found, int) and found > 0 else 1
 

@@ -18,7 +18,7 @@ def assumed_plan(plan: Path, model: str, ranks: int | None, manifest: Path, assu
     Args:
         plan: where the plan would be.
         model: shipped name, or a description.
-        ranks: as given, else one per device: of this machine, or of the example cluster where it has none.
+        ranks: as given, else one per device: of this machine, or of the example cluster if it has none.
         manifest: that it would be made from.
         assumed: receives all of it, with the command that makes the plan.
     """

@@ -45,7 +45,7 @@ _LOOK_UP_SECONDS = 5.0  # a resolver under the load of a whole job's start may f
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status: 0, 1 where it failed, 128 + the signal that stopped it."""
+    """Run the command; returns the exit status: 0, 1 if it failed, 128 + the signal that stopped it."""
     words = list(sys.argv[1:] if argv is None else argv)
     at = words.index("--") if "--" in words else len(words)
     command = words[at + 1 :]
@@ -128,7 +128,7 @@ def _run(command: Sequence[str], options: argparse.Namespace, environment: Mappi
 def _resumed(command: Sequence[str]) -> Sequence[str]:
     """Return the bundled trainer's command with --resume where Slurm has started this job before.
 
-    The trainer then continues from the newest checkpoint, or begins again where there is none.
+    The trainer then continues from the newest checkpoint, or begins again if there is none.
     """
     restarts = os.environ.get(_RESTARTS_VARIABLE, "")
     is_restart = restarts.isdecimal() and int(restarts) > 0

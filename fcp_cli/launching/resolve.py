@@ -239,7 +239,7 @@ def _as_before(request: LaunchRequest, assumed: Origins) -> LaunchRequest:
 
 
 def _plan(request: LaunchRequest, assumed: Origins) -> tuple[Path, PlanMetadata]:
-    """Return the plan that was named or lies here; a dry run does without one where the model is given."""
+    """Return the plan that was named or lies here; a dry run does without one if the model is given."""
     if request.plan is not None or DEFAULT_PLAN.is_file():
         plan = request.plan or DEFAULT_PLAN
         return plan, preflight.check_plan(plan)

@@ -176,7 +176,7 @@ def _evaluation(request: LaunchRequest) -> dict[str, Path]:
 
 
 def _note_vision(metadata: PlanMetadata, settings: TrainSettings, assumed: Origins) -> None:
-    """Note where the plan was priced with a trained encoder and the run's is frozen, or the other way round."""
+    """Note if the plan was priced with a trained encoder and the run's is frozen, or the other way round."""
     planned = (_planned_profile(metadata).get("measurement") or {}).get("freeze_vision")
     if planned is not None and planned != settings.freeze_vision:
         kinds = ("a trained", "a frozen")
@@ -189,7 +189,7 @@ def _note_vision(metadata: PlanMetadata, settings: TrainSettings, assumed: Origi
 
 
 def _planned_profile(metadata: PlanMetadata) -> dict[str, Any]:
-    """Return the cost profile that the plan carries, as it was written; empty where it carries none."""
+    """Return the cost profile that the plan carries, as it was written; empty if it carries none."""
     try:
         profile = parse_yaml(metadata.cost_profile, name="the plan's cost profile", error=PlanError)
     except PlanError:

@@ -19,7 +19,7 @@ def has_plan_made(request: LaunchRequest, target: str, plan: Path) -> bool:
     Args:
         request: of the user.
         target: where the job runs.
-        plan: that would be followed where none is named.
+        plan: that would be followed if none is named.
     """
     given = request.plan is not None or request.online or request.manifest is not None
     if not request.program or given or plan.is_file():

@@ -34,9 +34,9 @@ class LocalDevices:
         device: `cpu`, `cuda` or `npu`; `unknown` where torch is missing.
         num_devices: accelerators, or 0 on a CPU.
         num_cores: cores that this process may use.
-        memory_bytes: of the host; 0 where it is not known.
-        device_memory_bytes: of the smallest accelerator; 0 on a CPU, or where it is not known.
-        visible: the setting that hides other devices, like `CUDA_VISIBLE_DEVICES=0`; "" where there is none.
+        memory_bytes: of the host; 0 if it is not known.
+        device_memory_bytes: of the smallest accelerator; 0 on a CPU, or if it is not known.
+        visible: the setting that hides other devices, like `CUDA_VISIBLE_DEVICES=0`; "" if there is none.
     """
 
     device: str
@@ -120,7 +120,7 @@ def _accelerators() -> dict[str, int]:
 
 
 def _device_memory_bytes(kind: str, count: int) -> int:
-    """Return the memory of the smallest device of a kind; 0 where there is none."""
+    """Return the memory of the smallest device of a kind; 0 if there is none."""
     module = getattr(load_torch(), kind, None) if count else None
     if module is None:
         return 0

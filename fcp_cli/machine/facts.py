@@ -71,13 +71,13 @@ class Facts:
     """This machine, and its view of the nodes of a job (the last five; `launching.checks` fills them in).
 
     Attributes:
-        packages, programs: name to version or path; None where it is not there.
+        packages, programs: name to version or path; None if it is not there.
         machine: devices of one kind; None where torch is missing or broken, and then `machine_error` names the reason.
         device_names, device_memory_bytes: of every accelerator, and of the smallest.
         cann_home: exported by CANN's set_env.sh; `has_hccl`: whether its library is found.
-        open_files: most files and sockets that a process may have open; 0 where it is not known.
+        open_files: most files and sockets that a process may have open; 0 if it is not known.
         variables: those of the environment that change how a job starts or communicates.
-        master_addresses, master_is_here: of the job's node 0, where there are several nodes.
+        master_addresses, master_is_here: of the job's node 0, if there are several nodes.
         way_problem: why this node, if it is not node 0, cannot reach node 0.
         port_problem: why node 0 cannot listen where the nodes shall meet.
         hosts_here: which of the job's listed hosts are this machine.
@@ -177,7 +177,7 @@ def _devices(machine: LocalDevices | None) -> dict[str, Any]:
 
 
 def _communication() -> dict[str, str | None]:
-    """Return the back ends of torch.distributed, with versions where they have one."""
+    """Return the back ends of torch.distributed, with versions if they have one."""
     try:
         torch = load_torch()
     except FcpError:

@@ -13,7 +13,7 @@ def usable_cores() -> int:
 
 
 def host_memory_bytes() -> int:
-    """Return the physical memory of this host in bytes; 0 where the system does not report it."""
+    """Return the physical memory of this host in bytes; 0 if the system does not report it."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):

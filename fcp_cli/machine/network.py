@@ -30,7 +30,7 @@ def is_host(text: str) -> bool:
 
 
 def addresses_of(host: str) -> tuple[str, ...]:
-    """Return the addresses that a host name means here; empty where it means nothing."""
+    """Return the addresses that a host name means here; empty if it means nothing."""
     with suppress(OSError, UnicodeError):
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
@@ -45,7 +45,7 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the interface that traffic to another host leaves by; None where there is no way out, or it is unknown."""
+    """Return the interface that traffic to another host leaves by; None if there is no way out, or it is unknown."""
     local = _local_address_towards(host)
     if local is None or is_loopback(local):
         return None
@@ -102,7 +102,7 @@ def port_problem(port: int) -> str:
 
 
 def free_ports(first: int, count: int) -> int:
-    """Return the first of `count` unused ports in a row, from `first` on; `first` where there are none."""
+    """Return the first of `count` unused ports in a row, from `first` on; `first` if there are none."""
     for port in range(first, _LAST_PORT - count):
         if all(_is_unused(port + i) for i in range(count)):
             return port

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def descendants(pid: int) -> list[int]:
-    """Return every live process below `pid`, children first; empty where there is no /proc."""
+    """Return every live process below `pid`, children first; empty if there is no /proc."""
     parents = _parents()
     found: list[int] = []
     generation = [pid]
@@ -59,7 +59,7 @@ def started_ticks(pid: int) -> int | None:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """Return the environment a process was started with; empty where it cannot be read."""
+    """Return the environment a process was started with; empty if it cannot be read."""
     try:
         entries = (Path("/proc") / str(pid) / "environ").read_bytes().split(b"\0")
     except OSError:
@@ -68,7 +68,7 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def command_of(pid: int) -> list[str]:
-    """Return the command line of a process; empty where it cannot be read."""
+    """Return the command line of a process; empty if it cannot be read."""
     try:
         words = (Path("/proc") / str(pid) / "cmdline").read_bytes().split(b"\0")
     except OSError:

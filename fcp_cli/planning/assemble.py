@@ -166,7 +166,7 @@ def _require(holds: bool, otherwise: str) -> None:
 def with_idle_rows(assignment: Assignment, batch: Batch, problem: Problem) -> StepPlan:
     """Make the rows of a step, with one without sequences for every rank that a wave (or the step) has no work for.
 
-    Where pipelines are interleaved, whole waves of idle rows follow until their number is a multiple of the stages.
+    If pipelines are interleaved, whole waves of idle rows follow until their number is a multiple of the stages.
 
     Times are left at 0. The idle rows of a wave follow its others, by rank.
     """

@@ -35,7 +35,7 @@ def static_speedup(
         manifest: gives `eta` and vision columns.
 
     Returns:
-        None where the steps' times do not follow from lengths alone and no manifest was given.
+        None if the steps' times do not follow from lengths alone and no manifest was given.
     """
     if not all(_follows_profile(step, problem, manifest) for step in steps):
         return None

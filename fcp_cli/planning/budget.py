@@ -33,10 +33,10 @@ class Budget:
     Attributes:
         tokens_per_rank: before head-room.
         sync: of the plan.
-        recipe: that the tokens are of; None where the profile knows none.
+        recipe: that the tokens are of; None if the profile knows none.
         room: memory under other recipes; None if the model or its device are unknown, and for forward
             passes, whose recipe is that of their training.
-        cluster: that the profile was computed for; None where there was a profile.
+        cluster: that the profile was computed for; None if there was a profile.
         tried: recipes that were compared by their predicted time; 0: the recipe was not chosen by time.
         other_sync: as `RecipeChoice.other_sync`.
     """

@@ -109,7 +109,7 @@ def colocated(problem: Problem) -> Problem:
 
 
 def encoder_placements(table: LengthTable, problem: Problem, settings: BatchSettings) -> Iterator[Contender]:
-    """Plan the same steps by fcp with the encoder's work placed in other ways; nothing where it stays with the rings.
+    """Plan the same steps by fcp with the encoder's work placed in other ways; nothing if it stays with the rings.
 
     Args:
         table, settings: as for `compare`.

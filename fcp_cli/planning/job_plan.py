@@ -273,7 +273,7 @@ def _request(manifest: Path, plan: Path, job: JobFacts, wish: PlanningWish) -> P
 def _with_kept_times(
     request: PlanRequest, inputs: PlanInputs, job: JobFacts, before: Path | None
 ) -> tuple[PlanInputs, KeptKey | None, str]:
-    """Return the inputs under times that are kept for this model on this hardware, where none were given.
+    """Return the inputs under times that are kept for this model on this hardware, if none were given.
 
     Args:
         request, inputs: of the plan.

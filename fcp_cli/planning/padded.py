@@ -1,7 +1,7 @@
 """`padded`: a loader's batches, each padded to its longest sequence and dealt to data-parallel ranks in turn.
 
 It is how scripts train by default (transformers' Trainer, PyTorch's DataLoader), and so a baseline that `fcp compare`
-prices; plans pad nothing. Where a choice was left, the kinder one was made:
+prices; plans pad nothing. If a choice was left, the kinder one was made:
 
 - Rows a batch: the power of two that takes least over the plan, of those of which a rank holds a batch of the longest.
 - If no rank holds the longest sequence, all batches run on rings of the smallest degree that does.

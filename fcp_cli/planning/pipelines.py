@@ -19,10 +19,10 @@ from fcp_cli.recipe import Recipe
 
 
 def pipeline_of(profile: CostProfile, ranks: JobRanks, recipe: Recipe | None) -> Pipeline | None:
-    """Return the pipeline of each rank; None where a rank has no stages.
+    """Return the pipeline of each rank; None if a rank has no stages.
 
     Args:
-        profile: gives model, cluster and bandwidths, and the recipe where none is given.
+        profile: gives model, cluster and bandwidths, and the recipe if none is given.
         ranks: gives stages and virtual stages.
         recipe: that is planned for.
     """

@@ -72,7 +72,7 @@ class _Nodes:
         return len(self._next)
 
     def take(self, node: int, degree: int) -> list[int]:
-        """Take the next `degree` ranks of a node; none where there is no such node."""
+        """Take the next `degree` ranks of a node; none if there is no such node."""
         if node == len(self._next):
             return []
         first = self._next[node]

@@ -26,7 +26,7 @@ class Problem(PlanSetup):
     Under a `padding_multiple` the token budget is a multiple of it (`whole_budget`), which loses nothing. A `Batch`
     holds the work and the tokens of sequences padded for one rank; `work` has the padding of wider groups.
 
-    Where all ranks of a wave share the encoder's work (`encoder_balance`), a `Batch` holds it apart: packs and rings
+    If all ranks of a wave share the encoder's work (`encoder_balance`), a `Batch` holds it apart: packs and rings
     are chosen for the language model alone, since packing does not change the pictures that a rank encodes.
 
     Attributes:

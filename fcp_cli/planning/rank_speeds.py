@@ -23,7 +23,7 @@ GivenSpeeds: TypeAlias = str | Sequence[float] | Mapping[Any, float]
 
 
 def read_rank_speeds(given: GivenSpeeds, *, num_ranks: int, ranks_per_node: int) -> Speeds | None:
-    """Return [num_ranks] the speeds of ranks against the cost profile; None where all are 1.
+    """Return [num_ranks] the speeds of ranks against the cost profile; None if all are 1.
 
     Args:
         given: one speed per rank; or speeds by rank (`12`), ranks (`16-23`) or node (`node3`), all others being 1; or
@@ -48,7 +48,7 @@ def read_rank_speeds(given: GivenSpeeds, *, num_ranks: int, ranks_per_node: int)
 
 
 def requested_speeds(request: PlanRequest, num_ranks: int, ranks_per_node: int) -> Speeds | None:
-    """Return the speeds of ranks that are asked for; None where all are as the profile says."""
+    """Return the speeds of ranks that are asked for; None if all are as the profile says."""
     if request.rank_speeds is None:
         return None
     for flag, given in (("balance", request.encoder_balance != "ring"), ("ranks", request.encoder_ranks is not None)):

@@ -50,7 +50,7 @@ def best_remedy(
         sequences: a few of its global batches, which are planned again under each setting.
 
     Returns:
-        None as remedy where nothing that was tried is quicker by 2 %; 0 tried where nothing could be.
+        None as remedy if nothing that was tried is quicker by 2 %; 0 tried if nothing could be.
     """
     if not sequences or inputs.budget is None or not is_compiled(inputs.problem.sync):
         return None, 0

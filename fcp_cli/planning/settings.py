@@ -254,7 +254,7 @@ def _problem(request: PlanRequest, profile: CostProfile, ranks: JobRanks, budget
 
 
 def split_attention(request: PlanRequest, profile: CostProfile) -> SplitAttention | None:
-    """Return how groups may split heads under this profile; None where they are rings."""
+    """Return how groups may split heads under this profile; None if they are rings."""
     if request.attention == "ring" or (request.attention == "auto" and profile.heads is None):
         return None
     if profile.heads is None:

@@ -52,7 +52,7 @@ class Verdict:
         rivals: those that can run the data at all.
         remedy: the setting under which fcp would be quickest by far; None: none that was tried.
         tried: settings that were tried for that.
-        device_hour_price: in any currency; None where nobody said.
+        device_hour_price: in any currency; None if nobody said.
         enough_ranks: the fewest ranks that would take as long; None: all of `num_ranks` are needed.
     """
 

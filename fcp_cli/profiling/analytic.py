@@ -1,4 +1,4 @@
-"""Computes coefficients from the figures of a model and a cluster, where nothing can be measured (`--analytic`).
+"""Computes coefficients from the figures of a model and a cluster, if nothing can be measured (`--analytic`).
 
 `models.operations` counts a forward pass. A backward pass costs twice the matrices and, since it computes the scores
 again, 2.5 times the attention. Recomputing activations adds one more forward: of the matrices alone where attention's

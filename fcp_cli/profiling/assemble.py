@@ -46,7 +46,7 @@ _ACROSS_NODES = ("inter_node", "inter_node_cross_rail")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DegreeError:
-    """Mean absolute error of the prediction at one degree, in per cent; None where nothing was held out.
+    """Mean absolute error of the prediction at one degree, in per cent; None if nothing was held out.
 
     Of the degree, sets of `heads_degree` ranks share heads.
     """
@@ -81,7 +81,7 @@ def profile_from_samples(
 ) -> CostProfile:
     """Fit a cost profile; its measurement block holds hardware, versions, points, errors and warnings.
 
-    Whatever was observed becomes a profile. Where the packs are too few or too alike for a fit, the model's own figures
+    Whatever was observed becomes a profile. If the packs are too few or too alike for a fit, the model's own figures
     are scaled to them; where the recipe leaves no room for tokens, a warning names one that does.
 
     Args:
@@ -282,7 +282,7 @@ def _transfer_figures(samples: SamplesFile, tier: str) -> tuple[float, float] | 
 def _memory_readings(samples: SamplesFile, spec: ModelSpec) -> list[dict[str, Any]]:
     """Compare peak bytes of the language model's activations on one rank with the line fitted to them.
 
-    Where two layer counts were measured, the readings are those of the larger, and none is compared: the line is the
+    If two layer counts were measured, the readings are those of the larger, and none is compared: the line is the
     whole model's.
     """
     layers = samples.subject.layers

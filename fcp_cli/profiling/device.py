@@ -21,7 +21,7 @@ class Stopwatch:
 
     On an accelerator these are events on its stream. On a CPU, Linux counts how long the thread stood in the run
     queue (schedstat); elsewhere the wall clock has to do. A result is never below the time that the thread
-    computed: clocks of different cores make the queue's time exceed the truth now and then. Where the ranks themselves
+    computed: clocks of different cores make the queue's time exceed the truth now and then. If the ranks themselves
     share cores (`shares_cores`), waiting for a core is part of a job's time, and the wall clock counts.
     """
 
@@ -69,7 +69,7 @@ class Stopwatch:
 
 
 def run_queue_seconds() -> float:
-    """Return how long this thread has stood in the run queue since it began; 0 where the system does not count it."""
+    """Return how long this thread has stood in the run queue since it began; 0 if the system does not count it."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
@@ -148,7 +148,7 @@ class PeakMemory:
             torch.get_device_module(self._device).reset_peak_memory_stats(self._device)
 
     def peak_bytes(self) -> float | None:
-        """Return the peak since `reset`; None where the system does not count it."""
+        """Return the peak since `reset`; None if the system does not count it."""
         if self._device.type != "cpu":
             return float(torch.get_device_module(self._device).max_memory_allocated(self._device))
         with suppress(OSError):

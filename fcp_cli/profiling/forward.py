@@ -91,7 +91,7 @@ def forward_shares(spec: ModelSpec, recipe: Recipe, *, backward_slowdown: float 
 def forward_profile(profile: CostProfile) -> CostProfile:
     """Return the profile of forward passes under the same model, cluster and recipe; one of forward passes unchanged.
 
-    Where the profile does not say its recipe, nothing is recomputed; where its model is not known, the shares are those
+    If the profile does not say its recipe, nothing is recomputed; where its model is not known, the shares are those
     of the default model, which differ from others' for adapters and frozen weights alone. The memory stays that of
     training, which holds more.
     """

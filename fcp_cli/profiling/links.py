@@ -106,7 +106,7 @@ class FirstMessageSeconds:
 
     Attributes:
         seconds: that the host was held up.
-        device_bytes: of memory for each rank that was met; None where the device does not say.
+        device_bytes: of memory for each rank that was met; None if the device does not say.
     """
 
     seconds: list[float]

@@ -34,7 +34,7 @@ class MeasureResult:
 
     Attributes:
         samples: all that was measured, in this run and in those before it.
-        failure: why the worker ended before it was done; None where it was.
+        failure: why the worker ended before it was done; None if it was.
     """
 
     samples: SamplesFile

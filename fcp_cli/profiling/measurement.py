@@ -33,7 +33,7 @@ class Subject:
         recipe: that packs run under: its precision, recomputation, loss and offloading; the rest of it is of memory.
         sync: of the plans that the profile is for.
         layers: layer counts to measure with: the whole model's, or two smaller ones to extrapolate from.
-        vision_layers: block counts of the vision encoder, as `layers`; none where the model has none.
+        vision_layers: block counts of the vision encoder, as `layers`; none if the model has none.
     """
 
     model: NonEmptyText
@@ -50,7 +50,7 @@ class Subject:
 
     @property
     def emulate(self) -> bool:
-        """True where one rank stands for a member of every ring; its peers are silent."""
+        """True if one rank stands for a member of every ring; its peers are silent."""
         return self.ranks == 1
 
     def points(self) -> list[Point]:
@@ -66,7 +66,7 @@ class Subject:
         ]
 
     def vision_points(self) -> list[VisionPoint]:
-        """Return the calls of the vision encoder to measure; none where the model has none."""
+        """Return the calls of the vision encoder to measure; none if the model has none."""
         vision = load_model(self.model).vision
         if vision is None or not self.vision_layers:
             return []

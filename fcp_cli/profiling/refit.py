@@ -43,7 +43,7 @@ class RunSamples:
 
     @property
     def hides_encoder(self) -> bool:
-        """True where a vision encoder may have run whose work the plan did not count."""
+        """True if a vision encoder may have run whose work the plan did not count."""
         if self.planned.coefficients.vision_seconds_per_patch:
             return False
         try:

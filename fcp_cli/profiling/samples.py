@@ -143,7 +143,7 @@ class SamplesFile:
 
     @property
     def shares_cores(self) -> bool:
-        """True where the ranks shared CPU cores while they were measured."""
+        """True if the ranks shared CPU cores while they were measured."""
         return any(line.get("shares_cores") for line in self.of_kind("environment"))
 
     @property

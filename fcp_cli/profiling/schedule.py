@@ -49,7 +49,7 @@ class Schedule(Generic[P]):
         self._rounds[position] += 1
 
     def next(self, remaining_seconds: float) -> int | None:
-        """Return the position of the next task, or None where nothing is left or affordable."""
+        """Return the position of the next task, or None if nothing is left or affordable."""
         affordable = [
             position
             for position in range(len(self.tasks))
@@ -67,7 +67,7 @@ class Schedule(Generic[P]):
         return rounds >= self.MOST_REPEATS or (middle - low) / low <= self.TIGHT_SPREAD
 
     def estimate(self, position: int) -> float:
-        """Return the seconds that a task may take; 0 where nothing was run yet."""
+        """Return the seconds that a task may take; 0 if nothing was run yet."""
         # A task that was never run takes the time of the nearest in work, scaled up but never down: work is a guide.
         if self.seconds[position]:
             return min(self.seconds[position])

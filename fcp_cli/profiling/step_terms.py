@@ -46,7 +46,7 @@ class StepCollectives:
 
 
 def analytic_step_terms(state: State, cluster: ClusterSpec, *, ranks: int) -> StepTerms:
-    """Compute floor, tail and update; all 0 where the cluster does not say how many links a node has.
+    """Compute floor, tail and update; all 0 if the cluster does not say how many links a node has.
 
     Args:
         state: memory of a rank under the recipe.

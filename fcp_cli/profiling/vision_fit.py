@@ -31,7 +31,7 @@ class VisionFit:
     predicted_seconds: tuple[float, ...]
 
     def error_percent(self, *, held_out: bool) -> float | None:
-        """Return the mean absolute error in per cent; None where no such point was observed."""
+        """Return the mean absolute error in per cent; None if no such point was observed."""
         errors = [
             predicted / measured.seconds - 1.0
             for measured, predicted in zip(self.points, self.predicted_seconds, strict=True)
@@ -101,7 +101,7 @@ def with_vision(profile: CostProfile, costs: VisionCosts) -> CostProfile:
 
 
 def measured_bytes_per_patch(samples: SamplesFile) -> float | None:
-    """Return a trained encoder's bytes per patch, from peaks of growing calls; None where they do not show it."""
+    """Return a trained encoder's bytes per patch, from peaks of growing calls; None if they do not show it."""
     return slope_of_peaks([(line["patches"], line["peak_bytes"]) for line in samples.of_kind("vision_memory")])
 
 

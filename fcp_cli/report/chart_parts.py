@@ -51,7 +51,7 @@ CONFIG: Spec = {
 
 
 class DegreeColours:
-    """One colour per degree, or per range of degrees where there are more than colours."""
+    """One colour per degree, or per range of degrees if there are more than colours."""
 
     def __init__(self, degrees: Iterable[int]) -> None:
         found = sorted(set(degrees))

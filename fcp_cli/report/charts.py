@@ -38,7 +38,7 @@ _SERIES = {"planned": PLANNED, _BOUND_NAME: BOUND, "measured": MEASURED}
 
 
 def loss_chart(losses: Columns, held_out: Columns | None) -> Spec:
-    """Draw the training loss over the steps, and that of held-out rows where the run was evaluated."""
+    """Draw the training loss over the steps, and that of held-out rows if the run was evaluated."""
     colours = {"training": MEASURED, "held out": "currentColor"}
     lines = {"training": losses, **({"held out": held_out} if held_out is not None else {})}
     scale = {"domain": [*lines], "range": [colours[name] for name in lines]}
@@ -266,7 +266,7 @@ def memory_chart(bars: Columns, *, most: float, unit: str, ranks: RanksShown) ->
     """Draw the peak memory of each rank, planned as bars and measured as dashes, against its limit.
 
     Args:
-        bars: `rank`, `rank_end`, `most`, and where it is known `measured`.
+        bars: `rank`, `rank_end`, `most`, and if it is known `measured`.
         most: of the device, or of the plan's token budget.
         unit: of both.
         ranks: of the job.

@@ -27,7 +27,7 @@ class Speedup:
     """Predicted gain over the best static plan.
 
     Attributes:
-        factor: None where it is not known, as `remark` explains.
+        factor: None if it is not known, as `remark` explains.
         remark: describes it.
         degree: of the static plan.
         ours, static: a typical step as it was planned, and under the static degree.

@@ -37,7 +37,7 @@ def evenly_spaced(total: int, count: int) -> list[int]:
 def bars_of(step: StepPlan, shown: RanksShown, metadata: PlanMetadata | None = None) -> Columns:
     """Return a step as rectangles: one per micro-batch and run of neighbouring rows, without idle ones.
 
-    Where `metadata` is that of a plan of pipelines, one per forward and backward of every stage: see `stage_bars`.
+    If `metadata` is that of a plan of pipelines, one per forward and backward of every stage: see `stage_bars`.
     """
     if metadata is not None and metadata.pipeline is not None:
         return {**stage_bars(step, shown, metadata, metadata.pipeline)}
@@ -192,7 +192,7 @@ class PlanPicture:
         return ends | {step.step: (step.makespan_seconds, step.bound_seconds) for step in self.worst_steps()}
 
     def step_series(self) -> Columns:
-        """Return makespan and bound over the steps, averaged where there are more steps than points."""
+        """Return makespan and bound over the steps, averaged if there are more steps than points."""
         table = np.array(self.series)
         parts = np.array_split(table, min(len(table), _SERIES_POINTS))
         means = np.array([part.mean(axis=0) for part in parts])

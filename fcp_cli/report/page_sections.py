@@ -51,7 +51,7 @@ def _gain(metadata: PlanMetadata, plan: PlanPicture, speedup: Speedup) -> str:
 
 def _over_the_steps(metadata: PlanMetadata, plan: PlanPicture, drawn: frozenset[str], run: RunPicture | None) -> str:
     caption = (
-        "The bound is what no schedule can beat under this cost profile. Where the cluster is quicker than its profile "
+        "The bound is what no schedule can beat under this cost profile. If the cluster is quicker than its profile "
         "says, a measured step may lie below it."
     )
     if plan.every > 1:

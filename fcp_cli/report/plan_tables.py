@@ -186,7 +186,7 @@ def _step_cells(microbatch: MicroBatch, has_waves: bool) -> Iterator[str]:
 
 
 def _rank_table(step: StepPlan, num_ranks: int, ascii_only: bool) -> Table:
-    """Tabulate how long each rank computes; only the idlest where there are too many to show."""
+    """Tabulate how long each rank computes; only the idlest if there are too many to show."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 

@@ -119,7 +119,7 @@ _TIERS = {
 
 
 def _hidden_ring(profile: CostProfile, degree: int) -> str | None:
-    """Describe from which length on a ring costs nothing; None where none does."""
+    """Describe from which length on a ring costs nothing; None if none does."""
     inside, across = (
         hidden_ring_tokens(profile, degree=degree, tier="intra_node"),
         hidden_ring_tokens(profile, degree=degree, tier="inter_node"),
@@ -144,7 +144,7 @@ def _formats(profile: CostProfile) -> list[str]:
 
 
 def print_errors(console: Console, profile: CostProfile) -> None:
-    """Print the error table of a measured profile; nothing where nothing was measured."""
+    """Print the error table of a measured profile; nothing if nothing was measured."""
     rows: Any = profile.measurement.get("error_by_degree")
     if not rows:
         return

@@ -50,7 +50,7 @@ class RanksShown:
         return np.asarray(node * self.ranks_per_node + ranks % self.ranks_per_node, dtype=np.int64)
 
     def node_lines(self) -> list[int]:
-        """Return the rows at which another node begins; none where there are too many to tell apart."""
+        """Return the rows at which another node begins; none if there are too many to tell apart."""
         lines = list(range(self.ranks_per_node, self.count, self.ranks_per_node))
         return lines if len(lines) < _MOST_NODE_LINES else []
 

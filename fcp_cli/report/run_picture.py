@@ -96,7 +96,7 @@ class RunPicture:
         }
 
     def losses(self) -> Columns | None:
-        """Return the loss over the steps, averaged where there are more steps than points; None: it is not known."""
+        """Return the loss over the steps, averaged if there are more steps than points; None: it is not known."""
         return _over_steps(self._losses) if len(self._losses) > 1 else None
 
     def held_out_losses(self) -> Columns | None:

@@ -60,7 +60,7 @@ class RunState:
 
     @property
     def started(self) -> float:
-        """Return the Unix time of the latest start; 0 where it is not known."""
+        """Return the Unix time of the latest start; 0 if it is not known."""
         try:
             return datetime.fromisoformat(self._started_text).timestamp()
         except (ValueError, OverflowError):
@@ -72,7 +72,7 @@ class RunState:
 
     @property
     def steps(self) -> int:
-        """Return the step that the run stops at; 0 where it did not record one."""
+        """Return the step that the run stops at; 0 if it did not record one."""
         return 0 if self.run is None else self.run.get("steps", 0)
 
     @property
@@ -80,7 +80,7 @@ class RunState:
         return self.last is not None and 0 < self.steps <= self.last["step"] + 1
 
     def _paced(self) -> list[StepRecord]:
-        """Return the steps to average over: warm-up only where there is nothing else."""
+        """Return the steps to average over: warm-up only if there is nothing else."""
         return [record for record in self.window if not record.get("warm_up")] or list(self.window)
 
     def mean(self, name: Literal["tokens", "seconds", "predicted_seconds", "idle_fraction"]) -> float:

@@ -70,7 +70,7 @@ class RunPaths:
 
     @property
     def evaluation_plan(self) -> Path:
-        """The plan over the held-out rows, where the run made it."""
+        """The plan over the held-out rows, if the run made it."""
         return self.run_dir / "eval-plan.parquet"
 
     @property

@@ -42,15 +42,15 @@ class StepMeasurement:
     """The measurements of a step that all ranks have finished.
 
     Attributes:
-        loss: summed token loss / tokens of the global batch; NaN where it is not known, too.
+        loss: summed token loss / tokens of the global batch; NaN if it is not known, too.
         seconds: wall-clock time from the end of the step before to the end of this one, on rank 0.
         predicted_seconds: the plan's makespan.
         ranks: [num_ranks] the micro-batches that each rank ran, in order.
         warm_up: the first step after a start: it also pays for compilation, caches and connections.
         bad_rows: manifest rows of which nothing was learned, since a picture of theirs could not be read.
-        mfu: share of all devices' peak that the model's arithmetic came to; None where the peak is not known.
+        mfu: share of all devices' peak that the model's arithmetic came to; None if the peak is not known.
         peak_bytes: [num_ranks] the most that each rank has had of its device since its start, or of a host's memory.
-        grad_norm, learning_rate: None where only the script knows them.
+        grad_norm, learning_rate: None if only the script knows them.
     """
 
     step: int

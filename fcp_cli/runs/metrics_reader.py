@@ -35,10 +35,10 @@ class RunStep:
     Attributes:
         step: optimizer step.
         seconds, predicted_seconds: wall-clock time, and the plan's makespan.
-        tokens, loss, idle_fraction, warm_up: as in the record; `loss` is None where it was not finite.
+        tokens, loss, idle_fraction, warm_up: as in the record; `loss` is None if it was not finite.
         ranks, orders, degrees, pack_tokens: which micro-batch ran where.
         planned_seconds, start_seconds, busy_seconds: of each micro-batch on each rank.
-        peak_bytes: [num_ranks] the most memory that each rank has had; empty where it was not measured.
+        peak_bytes: [num_ranks] the most memory that each rank has had; empty if it was not measured.
     """
 
     step: int

@@ -24,7 +24,7 @@ class Bench:
     Attributes:
         dtype: type of attention on the device: bf16, on a CPU fp32.
         degrees: ring degrees to test, up to 8.
-        sharers: ranks whose device is the same, the cores of a host; 1 where each has its own.
+        sharers: ranks whose device is the same, the cores of a host; 1 if each has its own.
         kernels: attention kernels that all ranks' devices can run; (None,) if a device has one alone.
         unavailable: the other kernels, and why this rank cannot run them, or that another cannot.
     """

@@ -19,7 +19,7 @@ class Finding:
 
     Attributes:
         name: of the check.
-        passed: None where there is nothing to pass: figures of this machine.
+        passed: None if there is nothing to pass: figures of this machine.
         lines: for the block, one sentence or figure each.
         figures: for the JSON document.
     """

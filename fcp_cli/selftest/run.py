@@ -51,7 +51,7 @@ def watch(
     limit_seconds: float,
     on_progress: Callable[[str], None],
 ) -> SelftestReport:
-    """Run a program that keeps the settings' diary, and end it where nothing happens for too long."""
+    """Run a program that keeps the settings' diary, and end it if nothing happens for too long."""
     log = settings.folder / "ranks.log"
     with log.open("wb") as output:
         process = subprocess.Popen(argv, stdout=output, stderr=output, env={**os.environ, **environment})

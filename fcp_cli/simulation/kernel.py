@@ -45,7 +45,7 @@ class Graph(NamedTuple):
 def longest_paths(graph: Graph, limit: float) -> Any:
     """Return for each operation, [microbatches x 2 L], its start, its idle wait, and its last dependency.
 
-    The last is the number of an operation, i * 2 L + c; -1 where one begins at once. A step that takes more than
+    The last is the number of an operation, i * 2 L + c; -1 if one begins at once. A step that takes more than
     `limit` is given up, with the operation that shows it begun at infinity.
     """
     rank_offsets, base, rank_first, turns = graph.rank_offsets, graph.base, graph.rank_first, graph.turns
@@ -90,7 +90,7 @@ def longest_paths(graph: Graph, limit: float) -> Any:
 
 @kernel
 def seconds_of(graph: Graph, limit: float) -> float:
-    """Return the end of a step; infinite where it never ends, or takes more than `limit`."""
+    """Return the end of a step; infinite if it never ends, or takes more than `limit`."""
     per = len(graph.following)
     start, missing, _cause = longest_paths(graph, limit)
     last = 0.0

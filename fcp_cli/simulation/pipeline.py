@@ -54,7 +54,7 @@ class Run:
     Attributes:
         forward_start, backward_start: [microbatches, L] seconds from the start of the step.
         makespan_seconds: when the last operation ends; infinite where replicas wait for each other for ever.
-        stuck: micro-batches that never end; empty where none waits for ever.
+        stuck: micro-batches that never end; empty if none waits for ever.
     """
 
     forward_start: FloatArray

@@ -134,7 +134,7 @@ class Decoder:
 
 
 def _video_settings(folder: Path) -> dict[str, Any]:
-    """Return how the checkpoint's video processor changes pixels; empty where it has none."""
+    """Return how the checkpoint's video processor changes pixels; empty if it has none."""
     file, newer = folder / "video_preprocessor_config.json", folder / "processor_config.json"
     document = read_json(file, error=RunError) if file.is_file() else None
     if document is None and newer.is_file():

@@ -36,7 +36,7 @@ _BUCKETS = 48  # bucket b holds sequences of more than 2^(b-1) and up to 2^b tok
 
 
 def open_held_out(settings: TrainSettings, session: Session, open_fetch: Callable[[TrainSettings], Fetch]) -> Session:
-    """Open the held-out rows under their plan, which is made here where none was given. Every rank calls it.
+    """Open the held-out rows under their plan, which is made here if none was given. Every rank calls it.
 
     Args:
         settings: of the run, with an evaluation manifest.

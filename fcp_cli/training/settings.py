@@ -64,7 +64,7 @@ class TrainSettings(RecipeRequest):
         async_save: copy the state, and write the checkpoint in the background.
         cache_embeddings: cache folder of a frozen vision encoder's outputs, for all epochs and runs.
         wandb: project of Weights & Biases for the curves, in addition to TensorBoard.
-        log_every: steps between two lines of progress where there is no terminal.
+        log_every: steps between two lines of progress if there is no terminal.
         quiet: no progress; whoever started the run shows it from the metrics.
     """
 

@@ -18,7 +18,7 @@ class Shares:
         index: of the share that this rank keeps.
         count: shares that make up one copy; 1: every rank keeps everything.
         copy: of how many ranks' worth before this one is a copy: 0 on the ranks of the first.
-        mesh: of all ranks, for `fully_shard`: `shard`, or `replicate` and `shard`; None where nothing is shared out.
+        mesh: of all ranks, for `fully_shard`: `shard`, or `replicate` and `shard`; None if nothing is shared out.
     """
 
     index: int = 0

@@ -31,7 +31,7 @@ class Peak:
 
 
 def peak_of(device_name: str, recipe: Recipe) -> Peak | None:
-    """Return the peak of a device; None where it is not known, or the recipe multiplies in other types than 16 bits."""
+    """Return the peak of a device; None if it is not known, or the recipe multiplies in other types than 16 bits."""
     name = known_cluster(device_name)
     if name is None or recipe.precision not in _HALF_PRECISIONS:
         return None
@@ -61,7 +61,7 @@ def model_flops(spec: ModelSpec, recipe: Recipe, lengths: np.ndarray) -> float:
 def utilisation(
     spec: ModelSpec, recipe: Recipe, plan: StepPlan, *, seconds: float, peak: Peak | None, ranks: int
 ) -> float | None:
-    """Return the share of all devices' peak that a step's arithmetic came to; None where that is not known."""
+    """Return the share of all devices' peak that a step's arithmetic came to; None if that is not known."""
     if peak is None:
         return None
     return model_flops(spec, recipe, plan.lengths) / (seconds * ranks * peak.flops)

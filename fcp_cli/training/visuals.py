@@ -126,7 +126,7 @@ def _grids(visuals: tuple[Visual, ...]) -> IntArray:
 
 
 def open_visuals(settings: TrainSettings, config: Any) -> SyntheticVisuals | PictureVisuals | None:
-    """Open the images and videos of a run's manifest; None where it has none.
+    """Open the images and videos of a run's manifest; None if it has none.
 
     Args:
         settings: of the run.

@@ -281,7 +281,7 @@ def _write_config(folder: Path, model: Any, dtype: torch.dtype) -> None:
 
 
 def copy_companions(source: Path | None, folder: Path) -> None:
-    """Copy tokenizer and processor of a checkpoint, where it has them."""
+    """Copy tokenizer and processor of a checkpoint, if it has them."""
     for name in _COMPANIONS:
         if source is not None and (source / name).is_file():
             shutil.copyfile(source / name, folder / name)

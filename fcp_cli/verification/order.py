@@ -214,7 +214,7 @@ class _RankQueues:
             self.queues[self.queue_of[batch[0].group]].append(_Launch(number, batch))
 
     def ready(self, group: str) -> _Launch | None:
-        """Return the batch that stands at the head of the group's queue, with its data there; None where none does."""
+        """Return the batch that stands at the head of the group's queue, with its data there; None if none does."""
         queue = self.queues[self.queue_of[group]] if group in self.queue_of else None
         head = queue[0] if queue else None
         if head is None or head.batch is None or head.batch[0].group != group or head.number > self.computed:

@@ -50,7 +50,7 @@ def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Te
     Args:
         model: the `Gemma3Model`.
         parts: to encode; unused, since all have one size.
-        pixels: [images, channels, height, width] of all of them; None where there are none.
+        pixels: [images, channels, height, width] of all of them; None if there are none.
     """
     tower, config = model.vision_tower, model.config
     if pixels is None:

@@ -30,7 +30,7 @@ def grid_parts(
         ids: [tokens] with placeholders.
         kind: whether images or videos.
         grid_thw: [images or videos, 3] patches in time, height and width; None for none.
-        pixels: of them, [patches, values]; None where there are none.
+        pixels: of them, [patches, values]; None if there are none.
         work: of the encoder for one part, of its height and width in patches.
     """
     places = np.flatnonzero(ids == (config.image_token_id if kind == "image" else config.video_token_id))
@@ -69,14 +69,14 @@ def grid_parts(
 
 
 def run_tower(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Any:
-    """Return the output of a model's tower for this member's parts; for a blank patch where it has none.
+    """Return the output of a model's tower for this member's parts; for a blank patch if it has none.
 
     The blank one keeps every rank in step with the hooks of DDP and FSDP; its embedding is not used.
 
     Args:
         model: the base model, whose `visual` is the tower.
         parts: to encode.
-        pixels: [patches, values] of all of them; None where there are none.
+        pixels: [patches, values] of all of them; None if there are none.
     """
     visual = model.visual
     grids = [(1, *part.grid) for part in parts]

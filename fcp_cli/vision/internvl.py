@@ -39,12 +39,12 @@ def visual_sequence(
 
 
 def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Tensor:
-    """Return [embeddings, 1, hidden] of this member's tiles; of a blank one, as small as can be, where it has none.
+    """Return [embeddings, 1, hidden] of this member's tiles; of a blank one, as small as can be, if it has none.
 
     Args:
         model: the `InternVLModel`.
         parts: to encode; unused, since all tiles have one size.
-        pixels: [tiles, channels, height, width] of all of them; None where there are none.
+        pixels: [tiles, channels, height, width] of all of them; None if there are none.
     """
     tower = model.vision_tower
     if pixels is None:

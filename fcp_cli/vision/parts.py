@@ -27,7 +27,7 @@ class PixelsRead:
 
     Attributes:
         rows: [rows, ...] each.
-        problem: why a picture could not be read, whose rows are blank then; None where all could.
+        problem: why a picture could not be read, whose rows are blank then; None if all could.
     """
 
     rows: Sequence[Tensor]

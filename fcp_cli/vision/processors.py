@@ -187,7 +187,7 @@ def _gemma(folder: Path, images: dict[str, Any]) -> GemmaVision:
 
 
 def _patch_of(folder: Path, usual: int) -> int:
-    """Return the encoder's patch size, which only the model's own file has; where there is none, the published one."""
+    """Return the encoder's patch size, which only the model's own file has; if there is none, the published one."""
     if not (folder / "config.json").is_file():
         return usual
     size = _block(_config(folder, "config.json"), "vision_config").get("patch_size", usual)

@@ -63,12 +63,12 @@ def visual_sequence(
 
 
 def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Tensor:
-    """Return [embeddings, 1, hidden] of this member's parts; of a blank patch where it has none.
+    """Return [embeddings, 1, hidden] of this member's parts; of a blank patch if it has none.
 
     Args:
         model: the `Qwen2_5_VLModel`.
         parts: to encode.
-        pixels: [patches, values] of all of them; None where there are none.
+        pixels: [patches, values] of all of them; None if there are none.
     """
     found: Tensor = run_tower(model, parts, pixels).pooler_output
     return found.unsqueeze(1)

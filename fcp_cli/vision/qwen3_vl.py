@@ -54,14 +54,14 @@ def visual_sequence(
 
 
 def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Tensor:
-    """Return [embeddings, 1 + deepstack levels, hidden] of this member's parts; of a blank patch where it has none.
+    """Return [embeddings, 1 + deepstack levels, hidden] of this member's parts; of a blank patch if it has none.
 
     The blank one keeps every rank in step with the hooks of DDP and FSDP; its embedding is not used.
 
     Args:
         model: the `Qwen3VLModel`.
         parts: to encode.
-        pixels: [patches, values] of all of them; None where there are none.
+        pixels: [patches, values] of all of them; None if there are none.
     """
     found = run_tower(model, parts, pixels)
     return torch.stack((found.pooler_output, *found.deepstack_features), dim=1)

@@ -34,7 +34,7 @@ class PlannedSteps:
     Args:
         session: of `fcp_cli.runtime.start`.
         model: argument of `Session.steps`: in a LightningModule, `self.trainer.strategy.model`, with its wrapper.
-        first_step: optimizer step to begin with, where no checkpoint of Lightning's says it.
+        first_step: optimizer step to begin with, if no checkpoint of Lightning's says it.
     """
 
     def __init__(self, session: Session, model: nn.Module, *, first_step: int = 0) -> None:

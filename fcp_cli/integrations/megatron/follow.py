@@ -149,7 +149,7 @@ class Follower:
     def planned(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the schedule's arguments for the next step of the plan, given those of the script."""
         given = arguments["data_iterator"]
-        # Of an interleaved pipeline each chunk has one, and None where it neither begins nor ends the model.
+        # Of an interleaved pipeline each chunk has one, and None if it neither begins nor ends the model.
         iterators = given if isinstance(given, list) else [given]
         step = self._data.next_step(next((each for each in iterators if each is not None), None))
         self._check_batch(step, arguments)

@@ -54,7 +54,7 @@ class ScheduleRecorder:
         self._first = None
 
     def go_on(self, row: MicroBatch, *, is_last_chunk: bool) -> None:
-        """Note that a micro-batch's forward begins; its backward runs before the next forward, where there is one."""
+        """Note that a micro-batch's forward begins; its backward runs before the next forward, if there is one."""
         if self._recorder is None or self._record is None:
             return
         now = self._clock.mark()

@@ -103,7 +103,7 @@ class TokensAhead:
 
     @property
     def _base(self) -> float:
-        """Return the tokens with a loss of one of the row's sequences, in the mean; 1 where there are none."""
+        """Return the tokens with a loss of one of the row's sequences, in the mean; 1 if there are none."""
         return self._ahead.counts[0] or 1.0
 
     def _identify(self, tensor: Tensor) -> tuple[str, int]:

@@ -76,7 +76,7 @@ class PlanProcessGroups:
 def wants_rings(
     models: Iterable[nn.Module], *, shares_heads: bool = False, is_latent: bool = False, has_masks: bool = False
 ) -> bool:
-    """Return whether Transformer Engine attends: it does where the model has it, unless FCP_ATTENTION forbids it.
+    """Return whether Transformer Engine attends: it does if the model has it, unless FCP_ATTENTION forbids it.
 
     Collective: a stage of a pipeline may have no attention.
 

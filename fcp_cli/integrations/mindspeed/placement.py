@@ -95,7 +95,7 @@ def _answering(answer: Callable[[Placement], Any]) -> Callable[[Callable[..., An
 def wrap_everywhere(path: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace the function at `path` by `wrapper` of it, in its module and in all that have imported it by name.
 
-    MindSpeed's own patch manager does it where there is one, so that it knows of it; it takes a function for a
+    MindSpeed's own patch manager does it if there is one, so that it knows of it; it takes a function for a
     wrapper if its name ends in `wrapper`.
     """
     manager = getattr(sys.modules.get("mindspeed.patch_utils"), "MindSpeedPatchesManager", None)

@@ -23,7 +23,7 @@ from fcp_cli.runtime.layouts.layout import Hop, Rows, ShardLayout
 from fcp_cli.runtime.layouts.ring_member import RingMember
 
 Held: TypeAlias = Any
-"""A tensor, or None where a member holds no token. (MindSpore has no types.)"""
+"""A tensor, or None if a member holds no token. (MindSpore has no types.)"""
 
 _PRECISE = mindspore.float32  # of sums over keys, and of gradients that travel
 _PRODUCT = ops.BatchMatMul()

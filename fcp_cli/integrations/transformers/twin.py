@@ -33,7 +33,7 @@ _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 def twin_of(model: transformers.PreTrainedModel) -> Any:
     """Return a model of a few thousand weights that computes as a given one does: with its kinds of layers and experts,
-    its rotations and scales, in another width; None where its class or its config does not allow to make one.
+    its rotations and scales, in another width; None if its class or its config does not allow to make one.
     """
     if any(isinstance(parameter, FakeTensor) for parameter in model.parameters()):
         return None  # nothing is real where it is made

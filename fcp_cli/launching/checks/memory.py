@@ -36,7 +36,7 @@ class JobMemory:
         rank: item by item.
         tokens: the plan's token budget.
         holders: ranks that share the capacity: on hosts all that run here, else one.
-        capacity_bytes: of a device, or of the host; 0 where it is not known.
+        capacity_bytes: of a device, or of the host; 0 if it is not known.
         is_host: the ranks run on a host.
         place: for the memory under other recipes.
     """

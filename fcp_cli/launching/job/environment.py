@@ -35,7 +35,7 @@ def job_variables(job: Job, given: Mapping[str, str], *, interface: str | None =
     Args:
         job: to launch.
         given: the user's environment, which wins.
-        interface: this machine's network interface towards node 0, where there are several nodes.
+        interface: this machine's network interface towards node 0, if there are several nodes.
     """
     of_stack = {"cuda": _cuda, "npu": _ascend}.get(job.stack)
     wanted = [*_common(job, interface), *(of_stack(job, interface) if of_stack else ())]

@@ -57,7 +57,7 @@ def explanation_document(job: Job) -> dict[str, Any]:
 
 
 def explanation_table(job: Job, width: int) -> Table:
-    """Return three columns that fit 80 characters, two where there are fewer; a long value is folded below its name."""
+    """Return three columns that fit 80 characters, two if there are fewer; a long value is folded below its name."""
     from rich.box import SIMPLE_HEAD
     from rich.markup import escape
     from rich.table import Table

@@ -40,7 +40,7 @@ def without_entry(words: Sequence[str]) -> list[str]:
 
 
 def is_mindspore_script(script: Path) -> bool:
-    """Return whether a script imports MindSpore and not torch, anywhere in it; False where it does not parse."""
+    """Return whether a script imports MindSpore and not torch, anywhere in it; False if it does not parse."""
     try:
         tree = ast.parse(script.read_bytes())
     except (OSError, SyntaxError, ValueError):

@@ -139,11 +139,11 @@ class Job:
         run_dir: absolute path, shared by all nodes.
         num_nodes: machines; 1 runs here.
         processes_per_node: devices used on each.
-        node_rank: this machine's number; None where it is not one of the nodes (a dry run, a cluster).
+        node_rank: this machine's number; None if it is not one of the nodes (a dry run, a cluster).
         program: started by the launcher: ("script.py",) or ("-m", "package.module"); by default the bundled trainer.
         arguments: of the program.
         settings: of the bundled trainer; None for a script.
-        model: that is trained; None where only the user's script knows.
+        model: that is trained; None if only the user's script knows.
         needs_torch: whether the ranks run torch; MindSpore's own scripts do not.
         environment: of the job, in addition to FCP_PLAN, FCP_METRICS and FCP_RUN_DIR.
         variables: the environment of the job's stack, with reasons.
@@ -219,12 +219,12 @@ class Job:
 
     @property
     def profile(self) -> CostProfile | None:
-        """The plan's cost profile; None where it has none that can be read."""
+        """The plan's cost profile; None if it has none that can be read."""
         return _profile(self.metadata.cost_profile)
 
     @property
     def hop_bytes(self) -> int | None:
-        """The largest message of a ring in bytes; None where the model is not known.
+        """The largest message of a ring in bytes; None if the model is not known.
 
         It is the keys and values that a device of a rank holds of its token budget: one layer, in bfloat16.
         """

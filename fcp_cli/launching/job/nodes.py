@@ -38,7 +38,7 @@ def planned_nodes(metadata: PlanMetadata) -> int:
 
 
 def planned_cluster(metadata: PlanMetadata) -> str:
-    """Return the cluster that the plan's cost profile names; "" where there is none."""
+    """Return the cluster that the plan's cost profile names; "" if there is none."""
     try:
         profile = parse_yaml(metadata.cost_profile, name="the plan's cost profile", error=PlanError)
     except PlanError:
@@ -47,7 +47,7 @@ def planned_cluster(metadata: PlanMetadata) -> str:
 
 
 def _devices_per_node(metadata: PlanMetadata) -> int | None:
-    """Return those of the plan's cluster; None where it is unknown, or this machine: one node whatever its cores."""
+    """Return those of the plan's cluster; None if it is unknown, or this machine: one node whatever its cores."""
     try:
         cluster = load_cluster(planned_cluster(metadata))
     except ProfileError:

@@ -9,7 +9,7 @@ from fcp_cli.words import counted, duration
 
 
 def predicted_time(job: Job) -> str | None:
-    """Return a line about a step and the steps that are left to run; None where the plan predicts nothing."""
+    """Return a line about a step and the steps that are left to run; None if the plan predicts nothing."""
     try:
         steps, seconds = PlanReader(job.plan).predicted_seconds()
     except PlanError:  # an assumed plan, which is not there yet

@@ -98,7 +98,7 @@ def job_state(run_dir: Path, backend: JobBackend) -> JobState:
 
 
 def _own_state(run_dir: Path) -> str | None:
-    """Return how a run stands by its heartbeat; None where there is none yet."""
+    """Return how a run stands by its heartbeat; None if there is none yet."""
     heartbeat = read_heartbeat(RunPaths(run_dir=run_dir).heartbeat)
     if heartbeat is None:
         return None

@@ -22,7 +22,7 @@ class Failure:
     """A rank or launcher that failed, and its error.
 
     Attributes:
-        rank: global rank, or None where the launcher itself failed.
+        rank: global rank, or None if the launcher itself failed.
         status: exit status of the rank; negative: the signal that ended it.
         message: the one line that fcp's own code ended with, or why the nodes did not meet; else "".
         last_lines: the end of its standard error.

@@ -75,7 +75,7 @@ def main() -> None:
     ranks = ranks_of(launcher["argv"], Path(launcher["log_dir"]))
 
     def is_there() -> bool:
-        """Return whether it runs, and no other process of its number; always False where there is no /proc."""
+        """Return whether it runs, and no other process of its number; always False if there is no /proc."""
         return started is not None and processes.started_ticks(pid) == started
 
     if is_there():

@@ -64,7 +64,7 @@ def refuse_local_options(target: str, *, node_rank: int | None, master_addr: str
 
 
 def hosts_of(request: ClusterOptions, num_nodes: int | None) -> tuple[str, ...]:
-    """Return the nodes that were listed; empty where none were."""
+    """Return the nodes that were listed; empty if none were."""
     if request.hostfile is None:
         return ()
     hosts = read_hostfile(request.hostfile)
@@ -81,7 +81,7 @@ def cluster_machine(
     Args:
         device: as given; `auto` takes that of the cluster that the plan was made for.
         metadata: of the plan.
-        find_machine: looks at this machine, where the plan was made for it.
+        find_machine: looks at this machine, if the plan was made for it.
         assumed: receives the choices.
     """
     if device == "auto":

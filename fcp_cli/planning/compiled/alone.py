@@ -23,7 +23,7 @@ def alone_at_best(i: int, degree: int, sequences: Sequences, inputs: PlannerInpu
 
 @kernel
 def alone_by_degree(i: int, sequences: Sequences, inputs: PlannerInputs) -> FloatArray:
-    """Return [num_ranks + 1] the least seconds of sequence i on each degree; infinite where it does not fit."""
+    """Return [num_ranks + 1] the least seconds of sequence i on each degree; infinite if it does not fit."""
     seconds = np.full(inputs.num_ranks + 1, np.inf)
     lowest = max(1, (sequences.tokens[i] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank)
     # Degrees that cannot hold the sequence stay infinite, so callers need no test of their own.

@@ -55,12 +55,12 @@ def _least_area(i: int, makespan: float, outlasting: float, sequences: Sequences
     A pack of degree d takes its ranks sum l + max(sum (a + k (d - 1) t), (1 - e) x) + e x + sum g_d t + h' d, with k
     the seconds by which attention is longer for a token and hop, x = sum (c_d (d - 1) - g_d) t + h (d - 1) d the ring
     but for its last hop, g_d and h' that hop. It holds at most d E tokens, so that each of them bears 1 / E of what is
-    h d or h' d. Where (1 - e) (c_d (d - 1) - g_d) >= outlasting + k (d - 1), outlasting = max over sequences of a / t,
+    h d or h' d. If (1 - e) (c_d (d - 1) - g_d) >= outlasting + k (d - 1), outlasting = max over sequences of a / t,
     the part of the ring that may hide outlasts attention in every pack, which takes at least sum (l + c_d (d - 1) t)
     and the hops. Elsewhere it takes at least sum (w + k (d - 1) t) and the exposed part. All of this grows with d.
     Halos add y_d (d - 1) for each token of theirs, and two messages, of which each token bears 2 z / E.
 
-    Where u ranks share heads the same holds of the ring of r = d / u sets, of which each member moves at least as much
+    If u ranks share heads the same holds of the ring of r = d / u sets, of which each member moves at least as much
     per token and hop; and all tokens are exchanged, for x_u each. Be d0 the least degree that ends in time: then
     r >= d0 / u, which bounds every d from there on.
     """
@@ -205,9 +205,9 @@ def _wave_of(
     most (N - d)(tau - beta), and at most the densest (N - d) E tokens without j. X, more sequences in j's own pack, is
     at most d delta if attention hides all of j's ring that may hide; if not, they bring x tokens with
     (c_d (d - 1) + thin) x <= d delta and work <= dense x (thin, dense: least l / t and greatest w / t of any sequence).
-    Where u ranks share heads, T and c are those of the ring of d / u sets, and x tokens are exchanged as well.
+    If u ranks share heads, T and c are those of the ring of d / u sets, and x tokens are exchanged as well.
     Other waves do the rest of the work, at least rest / N seconds, and pay beta each. The sum is convex and piecewise
-    linear in delta: its least value lies at delta = 0 or where Y stops growing. Where X could grow by more than N per
+    linear in delta: its least value lies at delta = 0 or where Y stops growing. If X could grow by more than N per
     second, only T(j, d) and the other waves' beta are counted.
     """
     num_ranks, beta = inputs.num_ranks, inputs.prices.beta
@@ -361,7 +361,7 @@ def _least_member(degree: int, crowd: Crowd, inputs: PlannerInputs) -> float:
 
 @kernel
 def _most_done(makespan: float, crowd: Crowd, inputs: PlannerInputs) -> float:
-    """Return the most work of a wave that holds the whole crowd and ends by `makespan`; -1 where none can.
+    """Return the most work of a wave that holds the whole crowd and ends by `makespan`; -1 if none can.
 
     A pack of degree d ends in time only with at most t(d) = min(d E, d (makespan - beta - hops) / (thin + c_d (d - 1)))
     tokens, since its linear seconds and its ring's follow each other. With some of the crowd in it, M, it does at most

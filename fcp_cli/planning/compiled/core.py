@@ -41,7 +41,7 @@ class Load(NamedTuple):
 
     Attributes:
         attention, linear, tokens: as of `Sequences`, summed.
-        halo: tokens that layers with windows look back at, summed; 0 where rings carry all layers.
+        halo: tokens that layers with windows look back at, summed; 0 if rings carry all layers.
         shortest: tokens of its shortest sequence.
     """
 
@@ -67,7 +67,7 @@ class Splits(NamedTuple):
 
     Attributes:
         heads: [heads degrees that there may be] ranks of a set that shares the heads; empty where groups are rings.
-        only: 1 where all ranks of a group are one set, which may then lie across nodes.
+        only: 1 if all ranks of a group are one set, which may then lie across nodes.
         row_of_span: [ranks_per_node + 2] the row of `first` for `across` = UNPLACED, 0, 1, and so on.
         first: [rows, num_ranks + 2] where the ways to run a pack on each degree begin in `ways`.
         ways: [ways, 9] the `GroupTerms` of each; `ways.tabulated` skips those that are never the quickest.

@@ -70,7 +70,7 @@ def _attempt(
 def _slots(bins: int, sequences: Sequences, inputs: PlannerInputs) -> int:
     """Return how many slots each bin gets: enough that `fill` never lacks one in every bin at once.
 
-    A slot is opened only where no open slot of its bin has the tokens, so any two slots of a bin hold more than one
+    A slot is opened only if no open slot of its bin has the tokens, so any two slots of a bin hold more than one
     budget, and all bins together open fewer than 2 x tokens / budget + bins slots. Four times the mean of the ranks,
     and 8, are more than that. No bin can use more slots than there are single-rank sequences. If rings hold so many
     tokens that bins x slots would fill the memory, only the tokens of those count: it stays linear in sequences and

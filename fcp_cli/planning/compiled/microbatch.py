@@ -243,7 +243,7 @@ def _choose_wave(
     no target took anything that is the first one, by which the longest sequence ends.
 
     Returns:
-        The target, whether single ranks go in pairs, and how many sequences are left, or -1 where nothing fits.
+        The target, whether single ranks go in pairs, and how many sequences are left, or -1 if nothing fits.
     """
     found = _rate(count, targets, pool, sequences, inputs, wave)
     for c in range(found):
@@ -276,7 +276,7 @@ def search(limit: float, tries: int, fills: int, sequences: Sequences, inputs: P
         inputs: the ranks and their prices.
 
     Returns:
-        Seconds of the step, the target of each wave, and whether its single ranks go in pairs; no waves where none of
+        Seconds of the step, the target of each wave, and whether its single ranks go in pairs; no waves if none of
         these steps is quicker than the limit.
     """
     n = len(sequences.work)
@@ -320,7 +320,7 @@ def plan(limit: float, tries: int, fills: int, is_last: bool, sequences: Sequenc
     """Search, and write down the waves that were found: all, or where more sequences follow all but the last.
 
     Returns:
-        The targets, none where no step is quicker than the limit; and the waves as `replay` returns them.
+        The targets, none if no step is quicker than the limit; and the waves as `replay` returns them.
     """
     _seconds, targets, pairs = search(limit, tries, fills, sequences, inputs)
     kept = len(targets) if is_last else max(0, len(targets) - 1)

@@ -87,7 +87,7 @@ class Exchange(NamedTuple):
     """The next move of balancing: sequence `i` of the rank that ends last moves to `bin`, or swaps with `j` there.
 
     Attributes:
-        i, j, bin: as above; `j` is END for a move, and `i` is END where nothing helps.
+        i, j, bin: as above; `j` is END for a move, and `i` is END if nothing helps.
         evaluations: pairs of sequences, and sequences with bins, that were compared.
     """
 
@@ -253,7 +253,7 @@ def fill(
         sequences, inputs, timeline, rings, singles: the state of the step; rings are placed.
 
     Returns:
-        How many sequences end too late, or -1 where a slot is lacking.
+        How many sequences end too late, or -1 if a slot is lacking.
     """
     _reset(target, sequences, inputs, timeline, rings, singles)
     bins, count = inputs.num_ranks + timeline.gaps[0], rings.placed[0]

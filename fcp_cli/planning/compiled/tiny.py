@@ -1,7 +1,7 @@
 """Exact answers for tiny steps: every way to split a few sequences into packs on a few ranks, by branch and bound.
 
 Prices come as a table, so that this file knows nothing of the cost model: [2^n, ranks + 1, 2] seconds of the sequences
-of a bit mask as one pack on a group of some degree, inside a node or across nodes; inf where the pack does not fit.
+of a bit mask as one pack on a group of some degree, inside a node or across nodes; inf if the pack does not fit.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def quickest(mask: int, upper: float, last_start: float, branches: int, nodes: N
 
     Returns:
         (seconds, [packs] masks, [packs] starts, [packs, nodes] ranks of each node, whether nothing was left out); no
-        packs where none is better.
+        packs if none is better.
     """
     at = _first_branch(mask, nodes)
     best, found, depth = upper, 0, 0
@@ -144,7 +144,7 @@ def _first_branch(mask: int, nodes: Nodes) -> Any:
 
 @kernel
 def _next_choice(depth: int, last_start: float, limit: float, at: Branch, nodes: Nodes, least_of: Least) -> bool:
-    """Move on to the next choice of ranks, else of a pack, else of a start; return False where none is left."""
+    """Move on to the next choice of ranks, else of a pack, else of a start; return False if none is left."""
     at.ways[depth] += 1
     latest = min(last_start, limit - least_of.alone[at.masks[depth]])
     while at.starts[depth] <= latest and at.starts[depth] < np.inf:
@@ -164,7 +164,7 @@ def _next_choice(depth: int, last_start: float, limit: float, at: Branch, nodes:
 
 @kernel
 def _ranks_of(depth: int, at: Branch, nodes: Nodes) -> bool:
-    """Turn the number of a choice into ranks of each node; return False where the numbers have run out."""
+    """Turn the number of a choice into ranks of each node; return False if the numbers have run out."""
     rest = at.ways[depth]
     for node in range(len(nodes.first) - 1):
         available = 0
@@ -178,7 +178,7 @@ def _ranks_of(depth: int, at: Branch, nodes: Nodes) -> bool:
 
 @kernel
 def _taken(depth: int, limit: float, at: Branch, nodes: Nodes) -> float:
-    """Take the chosen ranks, those of a node that are free last, and return the end; -1 where there is no need to look.
+    """Take the chosen ranks, those of a node that are free last, and return the end; -1 if there is no need to look.
 
     That is: it ends too late, it could begin sooner, or nodes or packs that are alike stand in another order.
     """

@@ -258,7 +258,7 @@ def _add(i: int, g: int, sequences: Sequences, inputs: PlannerInputs, wave: Wave
 
 @leaf
 def _place_ring(i: int, target: float, left: int, sequences: Sequences, inputs: PlannerInputs, wave: Wave) -> int:
-    """Put a long sequence on the smallest degree that ends by target; return it, or 0 where no rank is left for it."""
+    """Put a long sequence on the smallest degree that ends by target; return it, or 0 if no rank is left for it."""
     attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
     lowest = max(2, (tokens + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank)
     # Fewer ranks could not do the work in time; the small term keeps rounding from asking for one rank more.

@@ -56,7 +56,7 @@ _RUNS, _LEAST_RUNS = 60_000, 20  # of micro-batches, in runs of the timeline for
 def replicas_of(problem: Problem, inputs: PlannerInputs) -> Replicas:
     """Return the ranks, with blocks that halve them again and again, those alone that may be groups.
 
-    Where any neighbours may be a group, there are blocks of three, five, six and seven eighths, too, from either end.
+    If any neighbours may be a group, there are blocks of three, five, six and seven eighths, too, from either end.
     """
     n, unit = problem.num_ranks, problem.ranks_per_node if problem.num_ranks > problem.ranks_per_node else 1
     found: dict[int, list[int]] = {1: list(range(n))}
@@ -265,7 +265,7 @@ def _ring_columns(table: FloatArray, ring: float, near: float) -> IntArray:
 
 
 def _seconds_by_degree(batch: Batch, problem: Problem, replicas: Replicas) -> FloatArray:
-    """Return [sequences, degrees] the seconds of each sequence alone on a block; infinite where it does not fit."""
+    """Return [sequences, degrees] the seconds of each sequence alone on a block; infinite if it does not fit."""
     columns = []
     for degree in replicas.degrees.tolist():
         work = work_on(batch.work, degree, problem)

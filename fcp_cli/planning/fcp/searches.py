@@ -81,7 +81,7 @@ def best_of(candidates: Iterable[Candidate], bound_seconds: Callable[[], float],
 def assign_waves(
     order: IntArray, sequences: Sequences, inputs: PlannerInputs, limit_seconds: float = np.inf
 ) -> Assignment | None:
-    """Plan waves; None where that takes as long as a step that is known.
+    """Plan waves; None if that takes as long as a step that is known.
 
     A step of very many waves is planned in parts, each with the last wave of the part before: the search looks
     at all that waits for every wave, so that its time grows with the square of the waves.
@@ -146,7 +146,7 @@ def wave_parts(sequences: Sequences, inputs: PlannerInputs) -> list[IntArray]:
 def assign_timelines(
     lower: float, order: IntArray, sequences: Sequences, inputs: PlannerInputs, limit_seconds: float = np.inf
 ) -> Assignment | None:
-    """Plan timelines; None where that takes as long as a step that is known."""
+    """Plan timelines; None if that takes as long as a step that is known."""
     exchanges = _EXCHANGES * (1 if len(order) <= 1024 else len(order) // 64)
     rings, singles, timeline, found = iteration.schedule(lower, limit_seconds, True, exchanges, sequences, inputs)
     if not found:

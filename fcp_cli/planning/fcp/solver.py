@@ -218,7 +218,7 @@ def is_compiled(sync: Sync) -> bool:
 def limit_price(limited: FcpSolver, batches: GlobalBatches) -> float:
     """Return the price of a limit: predicted seconds with it / without it - 1, over steps spread over the plan.
 
-    Where the plan is long enough, other steps than those that the groups were chosen on.
+    If the plan is long enough, other steps than those that the groups were chosen on.
     """
     free = make_solver(batches)
     sample = [batches.batch(step) for step in spread_steps(len(batches), _PRICED_STEPS, phase=0.5)]
@@ -439,7 +439,7 @@ class FcpSolver:
 def reduced_budgets(inputs: PlannerInputs, sequences: Sequences) -> Iterator[tuple[str, PlannerInputs]]:
     """Yield inputs with fewer tokens a rank, whose steps are legal with more, too.
 
-    The searches are greedy, and may find better ways where they have less; so that more does not make a step slower,
+    The searches are greedy, and may find better ways if they have less; so that more does not make a step slower,
     these steps compete.
     """
     ranks, tokens, longest = inputs.num_ranks, inputs.tokens_per_rank, int(sequences.tokens.max())

@@ -3,7 +3,7 @@
 The compiled search knows no speeds. A rank of speed s does in T seconds the work of another in s T, so next to a pack
 of (1 - s) T seconds that nobody runs it would be like the others: under `iteration` the batch gets such a pack for each
 slow rank, and whichever rank the search gives it to becomes the slow one. Under `microbatch`, where waves are of
-different lengths, each wave's lightest packs go to its slowest ranks. Where few ranks are slow, the quick ones are also
+different lengths, each wave's lightest packs go to its slowest ranks. If few ranks are slow, the quick ones are also
 planned for by themselves. Either way sequences are then exchanged between the rank that ends last and others, at their
 real speeds, and the answer that ends first by the cost model is taken.
 """
@@ -258,7 +258,7 @@ class _Bins:
     """Who runs which sequences, as they are exchanged.
 
     Attributes:
-        group: [sequences] of each; -1 where it stays: under `iteration` in a ring, or before one.
+        group: [sequences] of each; -1 if it stays: under `iteration` in a ring, or before one.
         bin: [groups] who runs it: under `iteration` a rank, else itself; -1 as above.
         scope: [bins] the wave of each.
         load: [bins] when each ends.
@@ -352,7 +352,7 @@ def _bins(found: Assignment, group_of: IntArray, batch: Batch, problem: Problem,
 
 
 def _relieve(worst: int, bins: _Bins, work: Work, problem: Problem) -> bool:
-    """Move a sequence away from the bin that ends last, or change it for a lighter one; False where that gains nothing.
+    """Move a sequence away from the bin that ends last, or change it for a lighter one; False if that gains nothing.
 
     Other waves than its own may take it as far as they do not become longer by more than its own becomes shorter.
     """

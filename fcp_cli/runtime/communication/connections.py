@@ -73,7 +73,7 @@ class Contact:
 def planned_hops(plan: Path, *, halo_pattern: HaloPattern = "no") -> set[Hop]:
     """Return (from, to) of every message that groups of a plan send; its whole rows are read.
 
-    Where all ranks of a wave share the encoder's work, any two may meet.
+    If all ranks of a wave share the encoder's work, any two may meet.
 
     Args:
         plan: plan file.

@@ -50,7 +50,7 @@ def route(producers: IntArray, consumers: IntArray, *, ranks: tuple[int, ...], i
 
     Args:
         producers: [rows] place in `ranks` of who computes each row; a producer's input holds its rows in this order.
-        consumers: [rows] place of who needs each row, -1 where none does; a consumer's output holds
+        consumers: [rows] place of who needs each row, -1 if none does; a consumer's output holds
             its rows in this order.
         ranks: global ranks of all that take part; the same on all of them.
         index: this rank's place among them.

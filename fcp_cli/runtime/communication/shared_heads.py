@@ -11,7 +11,7 @@ part then travel around the ring of those with the same part in other sets (Fang
 
 Heads of values, and with them those of out, may have another size than D.
 
-Member a has query heads a H / u to (a + 1) H / u - 1 and the key/value heads that serve them. Where u exceeds G, u / G
+Member a has query heads a H / u to (a + 1) H / u - 1 and the key/value heads that serve them. If u exceeds G, u / G
 neighbours have the same key/value head, and its gradients are summed by the member whose tokens they are.
 
 A backward kernel needs of a row's output only its product with the output's gradient. The row's owner, where the model

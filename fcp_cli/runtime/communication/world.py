@@ -118,9 +118,9 @@ def _msrun_store(rank: int, size: int, seconds: int) -> Any:
 
 
 def local_device() -> torch.device:
-    """Return the device of this process: its local rank's CUDA or NPU device where there is one, else the CPU.
+    """Return the device of this process: its local rank's CUDA or NPU device if there is one, else the CPU.
 
-    Where the script has already set up torch.distributed, its back end decides.
+    If the script has already set up torch.distributed, its back end decides.
     """
     if dist.is_initialized() and dist.get_backend() == "gloo":
         return torch.device("cpu")

@@ -14,7 +14,7 @@ from fcp_cli.vision.parts import VisualSequence
 
 
 def with_planned_masks(fetch: Fetch, metadata: PlanMetadata) -> Fetch:
-    """Return a fetch whose sequences have the plan's masks; the same one where the plan keeps none."""
+    """Return a fetch whose sequences have the plan's masks; the same one if the plan keeps none."""
     masks = metadata.mask_rows
     return fetch if masks is None else _Planned(fetch, masks, metadata.manifest.name)
 

@@ -121,7 +121,7 @@ class NpuKernel:
 def tokens_first(stats: Tensor, lengths: tuple[int, ...]) -> Tensor:
     """Turn statistics [T, H] that are stored as [H, rows] per segment into the layout of their shape.
 
-    Segments are copied as blocks, whose rows are contiguous; where there are too many for the host to name each, one
+    Segments are copied as blocks, whose rows are contiguous; if there are too many for the host to name each, one
     gather takes the elements.
     """
     heads = stats.shape[1]

@@ -169,7 +169,7 @@ class RingLayout(ShardLayout):
         return self._places(index) + np.repeat(bases, self.owned(index))
 
     def hops(self, member: int, source: int, *, packed: bool = True) -> tuple[Hop, ...]:
-        """Return the work of `member` with the keys and values of `source`; none where no query meets a key.
+        """Return the work of `member` with the keys and values of `source`; none if no query meets a key.
 
         Zig-zag chunks are ordered in time: those of an earlier source's front come before all of the member's tokens,
         those of a later source come between the member's front and its back. Only the member's own chunks need a
@@ -252,7 +252,7 @@ class ZigZagLayout(RingLayout):
         k_starts = _offsets(owned[source])
         # A sequence of fewer than 2d tokens has empty chunks, which kernels do not take.
         live = np.flatnonzero((q_sizes > 0) & (k_sizes > 0))
-        # One call for all live sequences, or one for each; where none is live, both give no call.
+        # One call for all live sequences, or one for each; if none is live, both give no call.
         calls = [live] if packed and live.size else live[:, None]
         # Hops of later members meet the same queries: as one object, which is gathered once for all of them.
         key = (member, source > member, packed, live.tobytes())

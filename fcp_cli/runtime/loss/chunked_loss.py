@@ -38,7 +38,7 @@ _COLUMNS = 256  # blocks of a multiple of so many columns: kernels of matrix pro
 def chunked_token_loss_sum(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor | None = None
 ) -> Tensor:
-    """Return the sum of cross entropies of hidden weight^T + bias, 0-d in at least fp32; 0 where nothing is labelled.
+    """Return the sum of cross entropies of hidden weight^T + bias, 0-d in at least fp32; 0 if nothing is labelled.
 
     Its gradient is that of the loss over whole logits. Under autocast the products are in its type.
 
@@ -46,7 +46,7 @@ def chunked_token_loss_sum(
         hidden: [n, W].
         weight: [V, W]; frozen or not.
         bias: [V].
-        labels: [n] int64, `IGNORED` where there is nothing to predict.
+        labels: [n] int64, `IGNORED` if there is nothing to predict.
         weights: [n] factors on the cross entropies; None: all 1.
     """
     dtype = product_dtype(hidden)

@@ -44,7 +44,7 @@ def linear_token_loss_sum(
 
 
 def _attempt(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor | None:
-    """Return a library's sum in fp32, or None, and never again, where it fails: by device, version or compiler."""
+    """Return a library's sum in fp32, or None, and never again, if it fails: by device, version or compiler."""
     try:
         return _installed()[name](hidden, weight, bias, labels).float()
     except torch.OutOfMemoryError:

@@ -24,7 +24,7 @@ class Labels:
     """The labels of one rank's tokens.
 
     Attributes:
-        values: [1, tokens] int64, `IGNORED` where there is nothing to predict.
+        values: [1, tokens] int64, `IGNORED` if there is nothing to predict.
         rows: [labelled] int64, the tokens that have one; None where nearly all have.
         weights: [1, tokens] factors on the tokens' losses; None: all 1.
     """
@@ -35,11 +35,11 @@ class Labels:
 
 
 def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the sum of the labelled tokens' cross entropies, in at least fp32; 0 (with zero gradients) where none is.
+    """Return the sum of the labelled tokens' cross entropies, in at least fp32; 0 (with zero gradients) if none is.
 
     Args:
         logits: [1, tokens, vocabulary].
-        labels: [1, tokens] int64, `IGNORED` where there is nothing to predict.
+        labels: [1, tokens] int64, `IGNORED` if there is nothing to predict.
     """
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return functional.cross_entropy(precise.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")

@@ -75,6 +75,6 @@ def _key(rank: int, step: int) -> str:
 
 
 def job_store() -> Any:
-    """Return the store of torch.distributed's default process group; None where this version of torch hides it."""
+    """Return the store of torch.distributed's default process group; None if this version of torch hides it."""
     find = getattr(dist.distributed_c10d, "_get_default_store", None)
     return None if find is None else find()

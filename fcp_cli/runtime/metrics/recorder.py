@@ -70,7 +70,7 @@ class Recorder:
     Attributes:
         listeners: called on rank 0 with each record that was written.
         followed: steps of a stream, as they are followed; None: they are read from the plan.
-        utilisation: on rank 0, from a step's plan and seconds to the share of the devices' peak, where it is known.
+        utilisation: on rank 0, from a step's plan and seconds to the share of the devices' peak, if it is known.
     """
 
     def __init__(

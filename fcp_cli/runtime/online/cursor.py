@@ -60,7 +60,7 @@ class StreamCursor:
         self._steps = source.steps()
 
     def first(self) -> Iterator[StepPlan]:
-        """Yield the first step, which is still to come when iterating; nothing where the stream has none."""
+        """Yield the first step, which is still to come when iterating; nothing if the stream has none."""
         step = next(self._steps, None)
         if step is not None:
             self._steps = chain([step], self._steps)

@@ -48,7 +48,7 @@ class JobSource(StreamSource):
         self._rows: deque[int] | None = None  # of this rank, in the order of its micro-batches
 
     def rows_ahead(self) -> Iterator[int | None]:
-        """Yield the rows that this rank needs, in order, without end; None where the next is not planned yet.
+        """Yield the rows that this rank needs, in order, without end; None if the next is not planned yet.
 
         To be called before the first step is planned.
         """

@@ -110,7 +110,7 @@ class StreamSource:
             yield found
 
     def rows_ahead(self) -> Iterator[int | None]:
-        """Yield the manifest rows that this rank needs, in order; None where the next is not planned yet."""
+        """Yield the manifest rows that this rank needs, in order; None if the next is not planned yet."""
         raise RunError("a PlanSampler reads rows of a manifest, which a stream lacks; pass fetch=...")
 
     def fetch(self, sequence: int) -> Any:
@@ -256,7 +256,7 @@ class StreamSource:
             self._process.adopt(refit)
 
     def _next_window(self, due: int) -> list[StepPlan] | None:
-        """Return the next window's steps; None where the stream has ended or the loop was left. Every rank calls it."""
+        """Return the next window's steps; None if the stream has ended or the loop was left. Every rank calls it."""
         told = self._plan_window(due) if self._control.plans else b""
         facts, table = _split(self._control.spread(told))
         state, fault = int(facts["state"]), str(facts.get("fault", ""))

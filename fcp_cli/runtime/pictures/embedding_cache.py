@@ -56,7 +56,7 @@ class EmbeddingCache:
     """A folder of embeddings.
 
     Args:
-        folder: made where it is not there.
+        folder: made if it is not there.
         about: whatever else decides the embeddings: the precision that the model computes in.
     """
 
@@ -97,7 +97,7 @@ class EmbeddingCache:
         return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
     def read(self, key: str) -> Tensor | None:
-        """Return the embeddings [tokens, levels, hidden] of this name; None where they are not there, or damaged."""
+        """Return the embeddings [tokens, levels, hidden] of this name; None if they are not there, or damaged."""
         try:
             content = self._path(key).read_bytes()
         except OSError:

@@ -34,9 +34,9 @@ class VisualShard:
 
     Attributes:
         parts: to encode, in order.
-        cached: embeddings of further parts that it need not compute, and where they belong; None where there are none.
-        keys: of `parts`, under which their embeddings are kept; None of those that are not, empty where nothing is.
-        pixels: their input, [patches, ...]; None where it encodes nothing.
+        cached: embeddings of further parts that it need not compute, and where they belong; None if there are none.
+        keys: of `parts`, under which their embeddings are kept; None of those that are not, empty if nothing is.
+        pixels: their input, [patches, ...]; None if it encodes nothing.
         kinds: kind of each of the visual tokens that it holds, in the order of its tokens.
         route: takes the embeddings of its parts [their tokens, ...] to those of its tokens [len(kinds), ...].
         problems: why the pictures of a sequence could not be read, by its row of the data; they are blank then.
@@ -58,7 +58,7 @@ class VisualShard:
         """Return the embeddings of all of this rank's parts, and cache new ones.
 
         Args:
-            computed: of `parts` [their tokens, ...]; of a blank patch where there are none.
+            computed: of `parts` [their tokens, ...]; of a blank patch if there are none.
             cache: where to keep them; None: nowhere.
         """
         if cache is not None and self.parts:
@@ -103,7 +103,7 @@ class VisualPack:
 def begin_visual_shard(
     packs: Sequence[VisualPack], *, rank: int, cache: EmbeddingCache | None = None, encoders: Sequence[int] = ()
 ) -> Callable[[], VisualShard] | None:
-    """Begin to read the pixels that one rank encodes; None where there is no part.
+    """Begin to read the pixels that one rank encodes; None if there is no part.
 
     Args:
         packs: of all rings whose ranks share the work, in an order that is the same on all of them; no rank is in two.

@@ -10,7 +10,7 @@ Shapes. T tokens of this member, H query heads, G key/value heads (H is a multip
 
 Heads of values, and with them those of `out`, may have another size than D (latent attention).
 
-Where u members share the heads, the last two have the tokens of all u, H / u query heads, and G / u key/value heads or
+If u members share the heads, the last two have the tokens of all u, H / u query heads, and G / u key/value heads or
 one.
 """
 

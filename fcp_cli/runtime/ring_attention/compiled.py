@@ -69,7 +69,7 @@ def _attention_backward_operator(
     window: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and sinks, that of sinks empty where there are none."""
+    """Return the gradients of q, k, v and sinks, that of sinks empty if there are none."""
     ring = ring_of_handle(int(handle))
     ring.begin_backward()
     tokens = ring.tokens

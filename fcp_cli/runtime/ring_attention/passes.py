@@ -1,7 +1,7 @@
 """The two passes of attention on any group, whatever mixes its tokens.
 
 Keys and values go around a ring (`ring_passes`). Attention in sliding windows runs no ring, but brings each chunk the
-rows before it (`windows`). Learned sinks enter when all of a row's keys have. Where sets of members share the
+rows before it (`windows`). Learned sinks enter when all of a row's keys have. If sets of members share the
 heads (`shared_heads`), the members of a set exchange tokens for heads, and those of one place in all sets run a ring
 for their part of the heads.
 

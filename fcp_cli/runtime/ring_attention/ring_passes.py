@@ -132,7 +132,7 @@ class _Messages:
     home, and sums begin at hop 1: their owner adds its own share in the end.
 
     Keys come first, then their values, whose heads may have another size: each is a block of its own, so that nothing
-    is padded. Where the sizes are equal, the two blocks are one [2, tokens, G, D].
+    is padded. If the sizes are equal, the two blocks are one [2, tokens, G, D].
 
     Two buffers are enough: a member waits for message h - 1 to settle before it issues message h, while the next one
     arrives in the buffer that message h - 1 was sent from.

@@ -1,13 +1,13 @@
 """Attention in sliding windows: no ring, but the rows that a member's chunks look back at.
 
-Where a token attends to the `window` last ones, itself among them, a chunk needs of other members the keys and values
+If a token attends to the `window` last ones, itself among them, a chunk needs of other members the keys and values
 of the window - 1 tokens before it, its halo (`halo`), and a member's work and bytes do not grow with the pack beyond
 its own tokens. Every query meets all its keys in one kernel call, so that no partial results are merged:
 
     inner   queries that see the member's own rows alone; they are computed while the halo travels
     edge    the first window - 1 of a chunk, with the halo before them
 
-Both are segments whose last query sees the last keys. Where a mask lets a span of tokens see itself both ways, a window
+Both are segments whose last query sees the last keys. If a mask lets a span of tokens see itself both ways, a window
 still limits how far back a token sees, and the keys of its span ahead are added by up to two calls more, whose
 results are merged with those by their log-sum-exp, as hops of a ring are:
 
@@ -82,7 +82,7 @@ class HaloCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class WindowCalls:
-    """One member's calls; None where no query is of that kind.
+    """One member's calls; None if no query is of that kind.
 
     Attributes:
         halo: rows of other members that it attends to.

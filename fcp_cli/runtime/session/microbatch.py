@@ -103,7 +103,7 @@ class LocalMicroBatch:
         return loss
 
     def log_probs(self, logits: Tensor) -> Tensor:
-        """Return [1, tokens] the log-probability of each label, 0 where a token has none.
+        """Return [1, tokens] the log-probability of each label, 0 if a token has none.
 
         Args:
             logits: [1, tokens, vocabulary] for `input_ids`.

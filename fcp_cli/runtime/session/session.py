@@ -113,7 +113,7 @@ class Session(RankJob):
         return self._recorded(follow() if self.source is None else _when_asked(follow), first_step)
 
     def _connect_for_halos(self) -> None:
-        """Open the ways of layers that look back, where the model has any; those of a stream before each step."""
+        """Open the ways of layers that look back, if the model has any; those of a stream before each step."""
         self.connections.halo_pattern = agree_on_halo_pattern(self.world)
         if self.connections.halo_pattern != "no" and self.source is None:
             hops = planned_hops(self.plan, halo_pattern=self.connections.halo_pattern)

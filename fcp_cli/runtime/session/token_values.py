@@ -23,11 +23,11 @@ _BLOCK_TOKENS = 1024  # whose logits are held in fp32 at a time
 
 
 def token_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the log-probability of each label, in at least fp32; 0 where a token has none.
+    """Return the log-probability of each label, in at least fp32; 0 if a token has none.
 
     Args:
         logits: [1, tokens, vocabulary].
-        labels: [1, tokens] int64, `IGNORED` where there is nothing to predict.
+        labels: [1, tokens] int64, `IGNORED` if there is nothing to predict.
     """
     kind = torch.promote_types(logits.dtype, torch.float32)
     parts = [
@@ -69,7 +69,7 @@ def collect(
         world: all ranks.
         parts: of this rank's micro-batches: the row, its layout, the rank's place, and [1, tokens] the values.
         device: where ranks exchange, and the values then are.
-        fault: why this rank has no parts, where it has none.
+        fault: why this rank has no parts, if it has none.
     """
     fault = fault or _fault(parts)
     # Rank 0 of each ring tells of its sequences; then all put their tokens at their places, and the rest is zero.

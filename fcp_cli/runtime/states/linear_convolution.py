@@ -1,7 +1,7 @@
 """Short causal convolutions over a ring's shards, as linear attention and state spaces have before their states.
 
 A convolution of kernel K needs the K - 1 rows before each run of tokens that a member holds on end: of the same
-sequence, where there are so many, whoever holds them. They arrive by an `exchange`, of which backward is the exchange
+sequence, if there are so many, whoever holds them. They arrive by an `exchange`, of which backward is the exchange
 back. Runs are then laid one behind the other, each behind its rows or zeros, so that one call of an unmodified kernel
 computes all of them and none sees another.
 """
@@ -155,7 +155,7 @@ def _starts(rows: IntArray, firsts: IntArray) -> IntArray:
 
 
 def _looked_back_at(rows: IntArray, firsts: IntArray, reach: int) -> IntArray:
-    """Return [runs * reach] the rows of the pack before each run of a member's, -1 where its sequence has none."""
+    """Return [runs * reach] the rows of the pack before each run of a member's, -1 if its sequence has none."""
     heads = rows[_starts(rows, firsts)]
     before = heads[:, None] + np.arange(-reach, 0)
     return np.where(before >= firsts[heads][:, None], before, -1).ravel()

@@ -104,7 +104,7 @@ class _Direction:
     """One of the two directions of states through a member.
 
     Attributes:
-        arriving: [sequences * H, Dk, Dv] to fill from member `source`; None where nothing arrives.
+        arriving: [sequences * H, Dk, Dv] to fill from member `source`; None if nothing arrives.
         outgoing: returns a slice of the state for member `to`; None: it goes nowhere.
     """
 

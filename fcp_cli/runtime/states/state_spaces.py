@@ -51,7 +51,7 @@ class Scan:
         call: by the signature that `mamba_ssm` and transformers share.
         takes_packs: whether it keeps sequences apart by their numbers (`seq_idx`).
         decay: [H], A.
-        skip: [H] or [H, P], D; None where nothing passes states by.
+        skip: [H] or [H, P], D; None if nothing passes states by.
         chunk_size: tokens that the kernel takes at once.
     """
 

@@ -71,7 +71,7 @@ def held_out(profile: CostProfile) -> list[dict[str, Any]]:
 
 
 def memory_error_percent(samples: SamplesFile, request: Measurement) -> float | None:
-    """Return by how much a token's measured bytes, alone on a rank, exceed the estimate; None where none were seen."""
+    """Return by how much a token's measured bytes, alone on a rank, exceed the estimate; None if none were seen."""
     spec = load_model(request.model)
     measured = text_bytes_per_token(samples, spec)
     if measured is None:

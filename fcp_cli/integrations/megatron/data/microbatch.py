@@ -24,9 +24,9 @@ class PlannedMicroBatch:
         ring: on which its attention runs.
         positions: [tokens] int64, of each token within its own sequence.
         is_planned: [tokens] bool; padding is not.
-        longest_tokens: of the row's longest sequence, with its padding; 1 where there is none.
+        longest_tokens: of the row's longest sequence, with its padding; 1 if there is none.
         lengths: tokens of each sequence, without padding.
-        owners: [tokens] int64, which of the sequences a token belongs to, and their number for padding; None where no
+        owners: [tokens] int64, which of the sequences a token belongs to, and their number for padding; None if no
             loss is made of them.
         ahead: the tokens after each token, if the model predicts several.
         packed: the same for Transformer Engine, where that attends: Megatron's PackedSeqParams with a process group.

@@ -50,7 +50,7 @@ class Samples:
         dataset: random access by manifest row; an item is a mapping with "tokens" and tensors as long as they are.
         collate: the data loader's own, from a list of items to a batch.
         consumed: samples that were trained on before.
-        masks: of all rows, where the plan keeps them.
+        masks: of all rows, if the plan keeps them.
         manifest: name of the plan's manifest, for messages.
     """
 
