@@ -47,11 +47,9 @@ def trace(options: TraceOptions) -> None:
     track per stage, with an event per forward and backward.
     Given a plan and the run that followed it, planned and measured tracks stand side by side. Times are microseconds.
     """
-    from fcp_cli.report.step_range import parse_steps
-
     output = options.output
     refuse_to_overwrite(output, *options.inputs)
-    wanted = parse_steps(options.steps)
+    wanted = _steps_of(options.steps)
     if options.json and str(output) == "-":
         raise UsageError("--json and -o - both want stdout; name a file with -o")
     plan, run, problems = _open(options.inputs)
@@ -83,6 +81,21 @@ def _document(output: Path, source: _Source, events: int, problems: list[str]) -
         "seconds": source.builder.clock_seconds,
         "warnings": problems,
     }
+
+
+def _steps_of(text: str | None) -> range:
+    """Read the steps `A` to before `B`; `A:` and `:B` are open, `A` alone is one step, None is all."""
+    if text is None:
+        return range(2**63 - 1)
+    first, colon, last = text.partition(":")
+    try:
+        start = int(first or 0)
+        stop = int(last) if last else 2**63 - 1 if colon else start + 1
+    except ValueError:
+        start, stop = 0, 0
+    if start < 0 or stop <= start:
+        raise UsageError(f"--steps is {text!r}; write A:B for the steps from A to before B, or one step")
+    return range(start, stop)
 
 
 def _open(inputs: Sequence[Path]) -> tuple[PlanFile | None, RunFile | None, list[str]]:

@@ -7,11 +7,10 @@ from typing import Any, cast
 from fcp_cli.console import human
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.metrics_record import MetricsRecord
+from fcp_cli.training.curves import Scalars, WandbRun
 from fcp_cli.training.progress import TrainingProgress
 from fcp_cli.training.settings import TrainSettings
-from fcp_cli.training.tensorboard import Scalars
 from fcp_cli.training.utilisation import Peak
-from fcp_cli.training.weights_and_biases import WandbRun
 
 
 def run_facts(settings: TrainSettings, *, steps: int, parameters: int, peak: Peak | None = None) -> dict[str, Any]:

@@ -16,10 +16,9 @@ from inline_snapshot import snapshot
 
 from fcp_cli.console import Origins
 from fcp_cli.errors import UsageError
-from fcp_cli.launching.checks.memory import check_recipe_of_plan, host_copies, job_memory, rank_memory
+from fcp_cli.launching.checks.memory import check_recipe_of_plan, host_copies, job_memory, memory_table, rank_memory
 from fcp_cli.launching.checks.plan import profile_model
 from fcp_cli.launching.job.job import Job
-from fcp_cli.launching.memory_table import memory_table
 from fcp_cli.machine.accelerators import Accelerators
 from fcp_cli.machine.devices import LocalDevices
 from fcp_cli.machine.facts import Facts

@@ -9,7 +9,7 @@ import torch
 from fcp_cli.memory.trained import backward_of
 from fcp_cli.models.model import load_model
 from fcp_cli.recipe import Recipe
-from fcp_cli.runtime.metrics.memory import peak_memory_bytes
+from fcp_cli.runtime.metrics.running_step import peak_memory_bytes
 from fcp_cli.training.utilisation import model_flops, peak_of
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]

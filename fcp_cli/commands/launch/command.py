@@ -171,16 +171,15 @@ def _find_machine(device: str, *, dry_run: bool) -> LocalDevices:
 
 def _findings(job: Job) -> tuple[list[LaunchFinding], JobMemory | None]:
     """Return the findings that would make the job fail or be slow, here and in its environment, and a rank's memory."""
-    from fcp_cli.launching.checks import check_launch
+    from fcp_cli.launching.checks import check_launch, collect_job_facts
     from fcp_cli.launching.checks.memory import job_memory
-    from fcp_cli.launching.checks.reach import collect_job_facts
 
     facts = collect_job_facts(job)
     return check_launch(job, facts), job_memory(job, facts)
 
 
 def _show_memory(memory: JobMemory | None) -> None:
-    from fcp_cli.launching.memory_table import memory_table
+    from fcp_cli.launching.checks.memory import memory_table
 
     if memory is not None:
         print_result(f"memory of {memory.title()}")

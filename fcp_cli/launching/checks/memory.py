@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 from fcp_cli.errors import ProfileError, UsageError
 from fcp_cli.launching.assumed_plan import is_assumed
@@ -25,6 +25,11 @@ from fcp_cli.plan.setup import RankShape, fields_of
 from fcp_cli.recipe import Recipe, RecipeRequest, flag_words, recipe_to_follow
 from fcp_cli.training.settings import TrainSettings
 from fcp_cli.words import counted
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_LEAST_BYTES: Final = 5e6  # smaller items would show as 0.00 GB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -244,3 +249,25 @@ def check_recipe_of_plan(job: Job, settings: TrainSettings) -> None:
         f"{job.plan} was priced for {planned.describe()}, not for {', '.join(map(shlex.join, changed))}{needs}; "
         f"leave them out, or plan for them with: {again}"
     )
+
+
+def memory_table(need: JobMemory) -> Table:
+    """Return the table, largest items first."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    capacity = need.capacity_bytes
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("item")
+    table.add_column("GB", justify="right")
+    table.add_column("share" if capacity else "", justify="right")
+    seen = [(name, size) for name, size in need.items.items() if size >= _LEAST_BYTES]
+    for name, size in [*seen, ("in all", need.total_bytes)]:
+        table.add_row(name, f"{size / 1e9:.2f}", _share_of(size, capacity) if capacity else "")
+    where = "the host" if need.is_host else "a device"
+    table.add_row(f"of {where}", f"{capacity / 1e9:.2f}" if capacity else "unknown", "")
+    return table
+
+
+def _share_of(size: float, capacity: float) -> str:
+    return f"{size / capacity:.1%}" if size <= capacity else f"{size / capacity:.1f}x"

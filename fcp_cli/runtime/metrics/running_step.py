@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcp_cli.runtime.metrics.memory import peak_memory_bytes
 from fcp_cli.runtime.metrics.message import RankMeasurement
 from fcp_cli.runtime.metrics.timing import Clock
 
@@ -70,3 +70,11 @@ def _on_host(value: Tensor) -> Tensor:
         return value
     copy = torch.empty_like(value, device="cpu", pin_memory=value.device.type == "cuda")
     return copy.copy_(value, non_blocking=True)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory that this rank has had allocated on its device, or on a host all that it has had."""
+    if device.type == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    most: int = torch.get_device_module(device).max_memory_allocated(device)
+    return most

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from fcp_cli.errors import RunError
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.recipe import Reduce
-from fcp_cli.runtime.agreement.step_agreement import agree_on_first_step
+from fcp_cli.runtime.agreement.step_agreement import agree_on_bad_rows, agree_on_first_step
 from fcp_cli.runtime.communication.connections import agree_on_halo_pattern, planned_hops, report_to_stderr
 from fcp_cli.runtime.data.cursor import PlanCursor
 from fcp_cli.runtime.data.loader import Fetch, Shard, begin_shard, fetches_labels, picture_problems
@@ -30,13 +32,12 @@ from fcp_cli.runtime.guards.on_nan import OnNan
 from fcp_cli.runtime.online.cursor import StreamCursor
 from fcp_cli.runtime.online.source import StreamSource
 from fcp_cli.runtime.pictures.encoder_rank import require_ranks_apart
-from fcp_cli.runtime.session.bad_rows import agree_on_bad_rows
 from fcp_cli.runtime.session.outside import outside
 from fcp_cli.runtime.session.rank_job import RankJob
-from fcp_cli.runtime.session.restarts import say_if_begun_again
 from fcp_cli.runtime.session.step import Step
 
 _STEPS_AHEAD = 2
+_RESTARTS = "SLURM_RESTART_COUNT"  # set by Slurm from the second start of a job on
 
 
 @dataclass(kw_only=True, eq=False)
@@ -102,7 +103,7 @@ class Session(RankJob):
         first_step = self._first_step if first_step is None else first_step
         agree_on_first_step(self.world, first_step)
         self._connect_for_halos()
-        say_if_begun_again(first_step, self.metadata.first_step, self.rank)
+        _warn_if_begun_again(first_step, self.metadata.first_step, self.rank)
         planned = self.metadata.recipe
         reduce = reduce or (planned.reduce if planned is not None else "wave")
         sync = gradient_sync(model, self.world, self.metadata.sync, reduce, self.metadata.phase)
@@ -248,3 +249,21 @@ class Session(RankJob):
 
 def _when_asked(begin: Callable[[], Generator[Step, None, None]]) -> Generator[Step, None, None]:
     yield from begin()
+
+
+def _warn_if_begun_again(first_step: int, begins_with: int, rank: int) -> None:
+    """Print one line on rank 0 if Slurm has requeued this job and its script has loaded no checkpoint.
+
+    Args:
+        first_step: step that the script begins with.
+        begins_with: step that the plan begins with.
+        rank: of this process.
+    """
+    restarts = os.environ.get(_RESTARTS, "")
+    if rank == 0 and restarts.isdecimal() and int(restarts) and first_step == begins_with:
+        print(
+            f"fcp: Slurm has started this job before ({_RESTARTS} {restarts}), and it begins with step {first_step} "
+            "again; a script that resumes loads its checkpoint first, with session.load_state_dict",
+            file=sys.stderr,
+            flush=True,
+        )
