@@ -7,7 +7,6 @@ import torch
 
 from fcp_cli.runtime.layouts.layout import shard_layout
 from fcp_cli.runtime.ring_attention.ring import Ring
-from fcp_cli.runtime.states.group_sums import summed_over_members
 from fcp_cli.verification.emulation import LockstepTransport, Mailbox, run_lockstep
 from fcp_cli.verification.order import Operation, check_order
 from fcp_cli.verification.recording import RecordingTransport
@@ -30,7 +29,7 @@ def test_every_member_gets_the_same_sum_from_members_that_it_meets_in_attention(
     layout = shard_layout((30, 5), len(RANKS), shared)
     members = [Ring(layout, i, RANKS, recorder) for i, recorder in enumerate(recorders)]
     own = [torch.randn(2, 4, dtype=torch.float64) for _ in RANKS]
-    found = run_lockstep([summed_over_members(*pair) for pair in zip(members, own, strict=True)])
+    found = run_lockstep([member.summed(part) for member, part in zip(members, own, strict=True)])
     for total in found:
         torch.testing.assert_close(total, torch.stack(own).sum(0), rtol=0, atol=1e-14)
     operations = {rank: recorder.operations for rank, recorder in zip(RANKS, recorders, strict=True)}
@@ -41,5 +40,5 @@ def test_every_member_gets_the_same_sum_from_members_that_it_meets_in_attention(
 
 def test_a_member_alone_sends_nothing() -> None:
     own = torch.ones(3)
-    (found,) = run_lockstep([summed_over_members(Ring(shard_layout((4,), 1)), own)])
+    (found,) = run_lockstep([Ring(shard_layout((4,), 1)).summed(own)])
     assert found is own

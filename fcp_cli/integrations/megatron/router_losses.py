@@ -30,7 +30,6 @@ from torch import Tensor
 
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.communication.transport import drive
-from fcp_cli.runtime.states.group_sums import summed_over_members
 
 _current: ContextVar[Any] = ContextVar("layer_sequences", default=None)
 """Sequences of the call in which a layer runs now: `model.RingSequences`."""
@@ -135,7 +134,7 @@ def _balancing_loss(
     counts = counts.index_add_(0, owners, routing_map.to(counts))[:-1]
     if router.config.sequence_parallel:
         dist.all_reduce(counts, group=parallel_state.get_tensor_model_parallel_group())
-    counts = drive(summed_over_members(sequences.ring, counts.contiguous()))
+    counts = drive(sequences.ring.summed(counts.contiguous()))
     tokens = torch.tensor(lengths, dtype=scores.dtype).clamp_min(1).to(scores.device).unsqueeze(1)
     weights = torch.cat((experts * counts / (router.topk * tokens), scores.new_zeros(1, experts)))
     by_token = torch.cat((weights[:-1] / tokens, weights[-1:]))

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.kernels import lse_dtype
 from fcp_cli.runtime.states.linear_attention import DeltaRule, DeltaTokens
 from fcp_cli.runtime.states.linear_convolution import short_convolution
 from fcp_cli.runtime.states.state_layers import run_rule
@@ -131,7 +130,7 @@ def _steps(
     **_: Any,
 ) -> Tensor:
     """Return the time steps as the kernels compute them from their arguments, in the same precision."""
-    wide = dt.to(lse_dtype(dt.dtype))
+    wide = dt.to(torch.promote_types(dt.dtype, torch.float32))
     wide = wide if dt_bias is None else wide + dt_bias.to(wide.dtype)
     return (functional.softplus(wide) if dt_softplus else wide).clamp(*dt_limit)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.agreement.grad_ring import GradRingDtype
 from fcp_cli.runtime.communication.shared_heads import UlyssesExchange
-from fcp_cli.runtime.communication.transport import GroupChannel, Transport
+from fcp_cli.runtime.communication.transport import GroupChannel, Transport, Waits
 from fcp_cli.runtime.layouts.layout import ShardLayout
 from fcp_cli.runtime.layouts.ring_member import RingMember
 from fcp_cli.runtime.ring_attention.context import MicroBatchContext
@@ -117,6 +117,21 @@ class Ring(RingMember):
         tokens = [self.layout.tokens(member) for member in members]
         return UlyssesExchange(GroupChannel(ranks, place, self.transport), tokens)
 
+    def summed(self, own: Tensor) -> Waits[Tensor]:
+        """Return the sum over all members of a small tensor, equal on each; yield the handles it waits for. Collective.
+
+        Around the set of those that share heads, then around the ring of sets: members that do not meet in attention
+        do not meet here. Each sends a tensor's bytes d - 1 times at most.
+
+        Args:
+            own: this member's tensor, equally large on all.
+        """
+        shared, place = self.heads_degree, self.index % self.heads_degree
+        ranks = self.ranks[self.index - place : self.index - place + shared]
+        own = yield from _summed(GroupChannel(ranks, place, self.transport), own)
+        ring = self.ring_of_head_group() if shared > 1 else self
+        return (yield from _summed(ring.channel, own))
+
     def begin_forward(self, tokens: int) -> None:
         """Count a forward of a layer that mixes tokens; raise RunError if it must not run."""
         self.context.begin_forward(tokens, degree=self.degree, attention_calls=self.attention_calls)
@@ -145,6 +160,12 @@ class Ring(RingMember):
         self.check_shapes(q, k, v)
         self.begin_forward(q.shape[2])
         self.attention_calls += 1
+
+
+def _summed(channel: GroupChannel, own: Tensor) -> Waits[Tensor]:
+    if len(channel.ranks) == 1:
+        return own
+    return torch.sum((yield from channel.gather("sums", own)), dim=0)  # in the same order on all members
 
 
 current_ring: ContextVar[Ring | None] = ContextVar("current_ring", default=None)
