@@ -8,4 +8,4 @@ KernelName: TypeAlias = Literal["cudnn", "fa2", "fa3", "fa4"]
 KernelChoice: TypeAlias = Literal["auto", "cudnn", "fa2", "fa3", "fa4"]
 KERNELS: Final[tuple[KernelName, ...]] = get_args(KernelName)
 VARIABLE: Final = "FCP_ATTENTION_KERNEL"
-"""Variable by which a job's ranks are told a `KernelChoice`."""
+"""Variable that carries a `KernelChoice` to a job's ranks."""

@@ -40,7 +40,7 @@ class Kernel(CPUDispatcher):
         kinds = tuple(by_reference(kind) for kind in args)
         if kinds not in self._parts:
             part = self._part_compiler.compile(kinds, None)
-            if has_reference(part.signature.return_type):  # its arrays may be gone before whoever called reads them
+            if has_reference(part.signature.return_type):  # its arrays may be gone before the caller reads them
                 raise TypingError(f"{self.py_func.__name__} returns a tuple that it was given, to a compiled function")
             self._parts[kinds] = part
             self.targetctx.insert_user_function(part.fndesc, part.fndesc, [part.library])

@@ -2,7 +2,7 @@
 
 numba passes a tuple member by member, and an array is seven of them: to type, lower and optimise that took most of the
 time of compiling. Nothing changes for the functions: a tuple that one makes is its own, and goes by reference to those
-that it calls; Python's are kept by whoever called. Nobody writes to a tuple, so that members are read where they lie.
+that it calls; Python's are kept by the caller. Nobody writes to a tuple, so that members are read where they lie.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _refer(context: Any, builder: Any, kind: Any, to: Any, value: Any) -> Any:
 
 @lower_cast(Reference, types.BaseNamedTuple)
 def _copy(context: Any, builder: Any, kind: Any, to: Any, value: Any) -> Any:
-    return builder.load(value)  # whoever keeps it counts its arrays
+    return builder.load(value)  # the function that keeps it counts its arrays
 
 
 @unbox(Reference)

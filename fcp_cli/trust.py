@@ -1,4 +1,4 @@
-"""Trust in an `fcp.yaml` that stands in the current folder: whoever wrote the folder wrote it, not always the user.
+"""Trust in an `fcp.yaml` that stands in the current folder: the folder's author wrote it, not always the user.
 
 Settings that become code or commands, or write elsewhere, are taken from it only once `fcp trust` was typed there. The
 list of trusted files belongs to the user and names each by its content: a changed file asks again.

@@ -65,7 +65,7 @@ def compare(options: CompareOptions) -> None:
     from fcp_cli.report.verdict_lines import verdict_lines
 
     origins = Origins()
-    _names(options.solvers)  # a mistyped name is told before files are read
+    _names(options.solvers)  # a mistyped name is refused before files are read
     inputs = resolve(options, origins)
     names = _names(options.solvers, inputs.problem.profile)
     origins.report()

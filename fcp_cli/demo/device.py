@@ -108,7 +108,7 @@ class Links:
 
 
 class PacedTransport:
-    """A real transport, whose messages are late by as much as links would delay them; then the device goes on."""
+    """A real transport, whose messages arrive as late as links would deliver them; then the device continues."""
 
     def __init__(self, transport: Transport, device: Device, links: Links) -> None:
         self._transport, self._device, self._links = transport, device, links

@@ -128,7 +128,7 @@ def _run(command: Sequence[str], options: argparse.Namespace, environment: Mappi
 def _resumed(command: Sequence[str]) -> Sequence[str]:
     """Return the bundled trainer's command with --resume where Slurm has started this job before.
 
-    The trainer then continues from the newest checkpoint, or begins again if there is none.
+    The trainer then continues from the newest checkpoint, or starts over if there is none.
     """
     restarts = os.environ.get(_RESTARTS_VARIABLE, "")
     is_restart = restarts.isdecimal() and int(restarts) > 0
@@ -192,7 +192,7 @@ def _report(outcome: JobOutcome, *, shows: bool) -> int:
 
 
 def _print(message: str) -> None:
-    """Print in one piece: the nodes of a job share the terminal of whoever started it."""
+    """Print in one piece: the nodes of a job share one terminal."""
     sys.stderr.write(f"{message}\n")
     sys.stderr.flush()
 

@@ -167,7 +167,7 @@ class JobPlanner:
 
         Args:
             end_step: after the last that was trained.
-            is_stopped: whoever ended the loop waits for this.
+            is_stopped: the loop was ended early, and its job waits for this.
         """
         steps, metadata = len(self._batches), self.metadata
         if self._job.epochs is None:

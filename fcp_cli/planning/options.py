@@ -114,7 +114,7 @@ class PlanRequest:
     ] = False
     attention: Annotated[
         Literal["ring", "ulysses", "2d", "auto"],
-        Opt("How groups split attention: by tokens, by heads, by what takes least, or so if the profile knows heads."),
+        Opt("How groups split attention: by tokens, heads or both. auto: 2d if the profile prices heads."),
     ] = "ring"
     encoder_balance: Annotated[
         Literal["ring", "wave", "auto"],

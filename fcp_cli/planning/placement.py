@@ -1,6 +1,6 @@
 """Give the groups of one wave their ranks: inside a node where a group fits in one, else on whole nodes.
 
-First-fit decreasing over nodes. Within a node ranks are handed out from the left, so that powers of two come to lie
+First-fit decreasing over nodes. Within a node ranks are taken from the left, so that powers of two come to lie
 aligned and the same groups come back in many waves, which bounds the number of distinct groups.
 """
 

@@ -192,7 +192,7 @@ _DESCRIBING_LINES: Final[Mapping[str, type]] = {
 
 
 def prepare_samples(measurement: Measurement, *, fresh: bool) -> bool:
-    """Begin a samples file, or find one to resume; true if it is resumed. One with enough points begins again."""
+    """Begin a samples file, or find one to resume; true if it is resumed. One with enough points is started over."""
     measurement.points()  # refuses a `max_length` before anything is written
     path = measurement.samples
     if path.exists() and not fresh:

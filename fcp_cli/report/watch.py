@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 WINDOW_STEPS = 20  # over which pace, rates and idle shares are averaged
-_DRIFT_STEPS = 5  # at either end of a run, of which the median is told
+_DRIFT_STEPS = 5  # at either end of a run, whose median is shown
 _SHOWN_DRIFT = 1.05
 _SLOW, _SLOW_SHOWN = 1.1, 4  # how much longer than others a rank takes to be named, and how many are
 _RANKS_SHOWN = 16

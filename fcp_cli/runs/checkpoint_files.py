@@ -1,7 +1,7 @@
 """Checksums of the files of a checkpoint: CRC-32 of every chunk, so that ranks can share the verification of a file.
 
-CRC-32 detects damage by disks and copies, at several GB/s on a core. It is no protection against intent: whoever can
-change a file can change its checksum, too.
+CRC-32 detects damage by disks and copies, at several GB/s on a core. It is no protection against intent: a program that
+can change a file can change its checksum, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where rank 0 is within a step: one small file that a long step replaces every few seconds, for whoever watches."""
+"""Progress of rank 0 within a step: one small file that a long step replaces every few seconds, for displays."""
 
 from __future__ import annotations
 

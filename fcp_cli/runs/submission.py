@@ -73,7 +73,7 @@ class Submission:
 
 
 def new_submission(*, target: str, name: str, namespace: str = "", job_id: str = "") -> Submission:
-    """Return the submission of a job that is handed to a scheduler now."""
+    """Return the submission of a job that a scheduler gets now."""
     given = {"target": target, "name": name, "namespace": namespace, "job_id": job_id}
     return validated(given, Submission, where="cannot note the job", error=RunError)
 

@@ -37,7 +37,7 @@ def run_selftest(
         ranks: processes.
         environment: variables that a job would get, on top of this process's.
         limit_seconds: that a check, or a case of one, may take.
-        on_progress: is told each check that begins.
+        on_progress: called with the name of each check as it begins.
     """
     argv = [*torchrun_argv(ranks), *WORKER, str(settings.write())]
     return watch(settings, argv, environment=environment, limit_seconds=limit_seconds, on_progress=on_progress)
@@ -73,7 +73,7 @@ def _hangs(
     limit_seconds: float,
     on_progress: Callable[[str], None],
 ) -> bool:
-    """Wait for the end; return whether nothing was told for so long that there will be none."""
+    """Wait for the end; return True if the diary stopped growing before it."""
     heard, told, shown = time.monotonic(), 0, ""
     while process.poll() is None:
         size = _told(settings)

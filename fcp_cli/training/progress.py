@@ -1,6 +1,6 @@
 """Show a run while it trains: one live line on a terminal, one plain line every few steps through a pipe.
 
-It is fed with metrics records, so the trainer and whoever watches it from outside show the same.
+It is fed with metrics records, so the trainer and `fcp watch` show the same.
 """
 
 from __future__ import annotations

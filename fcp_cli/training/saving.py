@@ -1,7 +1,7 @@
 """Save checkpoints asynchronously: state is copied to the host, and a thread writes the copy.
 
 A checkpoint is a folder that exists whole or not at all. Ranks write into a hidden one; it gets its name from rank 0
-once every rank has said that its files are on disk, which they say in the exchange at the end of each step
+once every rank has reported that its files are on disk, which it does in the exchange at the end of each step
 (`trainer.tell_all`), so that no thread ever takes part in a collective. Then rank 0 gathers the checksums of all files
 into `checkpoint.json`. Killed at any moment, a run keeps the
 checkpoints before.

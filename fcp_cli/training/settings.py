@@ -65,7 +65,7 @@ class TrainSettings(RecipeRequest):
         cache_embeddings: cache folder of a frozen vision encoder's outputs, for all epochs and runs.
         wandb: project of Weights & Biases for the curves, in addition to TensorBoard.
         log_every: steps between two lines of progress if there is no terminal.
-        quiet: no progress; whoever started the run shows it from the metrics.
+        quiet: no progress; the launcher shows it from the metrics.
     """
 
     plan: Path
@@ -95,9 +95,9 @@ class TrainSettings(RecipeRequest):
         Opt("Last step, counted from the run's start.", min=1, unset="the plan's", common=True, group="optimizer"),
     ] = None
     learning_rate: Annotated[float, Opt("Peak of the schedule.", min=0, common=True)] = 3e-4
-    lr_schedule: Annotated[
-        LrSchedule, Opt("How the learning rate goes on after its warm-up, as transformers has it.")
-    ] = "cosine"
+    lr_schedule: Annotated[LrSchedule, Opt("Learning rate schedule after the warm-up, by transformers' names.")] = (
+        "cosine"
+    )
     warmup_steps: Annotated[
         float, Opt("Steps of linear warm-up; below 1: its share of the schedule.", metavar="N|X", min=0)
     ] = 10
@@ -108,7 +108,7 @@ class TrainSettings(RecipeRequest):
     max_grad_norm: Annotated[float, Opt("Clip gradients to this norm; 0: never.", min=0)] = 1.0
     on_nan: Annotated[
         OnNan,
-        Opt("At a loss or gradient norm that is NaN or infinite: stop, leave the step out on all ranks, or go on."),
+        Opt("At a loss or gradient norm that is NaN or infinite: stop, skip the step on all ranks, or continue."),
     ] = "stop"
     grad_ring_dtype: Annotated[
         GradRingDtype,
@@ -123,11 +123,9 @@ class TrainSettings(RecipeRequest):
     ] = 100
     keep: Annotated[int, Opt("Newest checkpoints that stay.", min=1)] = 2
     accept_unrecorded: Annotated[bool, Opt("Resume from a checkpoint of steps that the metrics do not record.")] = False
-    async_save: Annotated[bool, Opt("Write checkpoints while training goes on.", negatable=True)] = True
+    async_save: Annotated[bool, Opt("Write checkpoints in the background.", negatable=True)] = True
     length_column: Annotated[str, Opt("Column of the manifest with lengths.", group="data")] = "length"
-    bad_rows: Annotated[
-        BadRows, Opt("End at a row whose picture cannot be read, or learn nothing of it and count it.")
-    ] = "error"
+    bad_rows: Annotated[BadRows, Opt("At a row whose picture cannot be read: stop, or skip and count it.")] = "error"
     decode_workers: Annotated[
         int | None,
         Opt(

@@ -35,7 +35,7 @@ class Mailbox:
     def between(self, sender: int, receiver: int) -> queue.SimpleQueue[Tensor]:
         """Return the queue of messages from one rank to another."""
         messages = self._queues.setdefault((sender, receiver), queue.SimpleQueue())
-        if self._aborted:  # a queue made since then: whoever waits at it must not either
+        if self._aborted:  # a queue made since then: nothing may wait at it, either
             messages.put(torch.empty(0))
         return messages
 

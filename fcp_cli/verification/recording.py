@@ -1,7 +1,7 @@
 """Record the operations that a rank issues, for `order.check_order` to prove free of deadlocks.
 
 Ranks that are processes are recorded below torch.distributed: `ProcessRecorder.register` makes a back end of it whose
-groups pass everything on to gloo and write it down, whoever issues it (rings, exchanges, DDP's reducer, FSDP2,
+groups forward every operation to gloo and record it, whatever issues it (rings, exchanges, DDP's reducer, FSDP2,
 barriers, the script), and when the rank waits for it. Ranks that are threads have no process group; their transport
 and their world are recorded instead.
 """

@@ -152,7 +152,7 @@ def begin_reading(parts: Sequence[VisualPart]) -> Callable[[], PixelsRead]:
 def share_out(work: Sequence[float], members: int, homes: Sequence[range] | None = None) -> IntArray:
     """Return [parts] the member that encodes each part; the same on every rank.
 
-    The heaviest first, each to whoever has least so far: the most loaded member then has at most 4/3 - 1/(3 members) of
+    The heaviest first, each to the least loaded member: the most loaded member then has at most 4/3 - 1/(3 members) of
     the least possible (Graham, 1969). Then its parts and those of another member are divided again between the
     two, as evenly as can be, as long as that lowers the larger load.
 

@@ -3,7 +3,7 @@
     loss = microbatch.normalised(model(..., labels=microbatch.labels).loss)
 
 Inside, because there the head's weight is whole, whatever shards the model, and the hooks of DDP and FSDP2 that belong
-to the head run as ever. The head is told before each call which labels belong to it and answers with the sum of their
+to the head run as ever. Before each call the head gets its labels and answers with the sum of their
 losses in place of logits; without labels it is the linear layer that it was.
 """
 
@@ -28,7 +28,7 @@ class LossHead(nn.Linear):
 
     @classmethod
     def of(cls, head: nn.Linear) -> LossHead:
-        """Return a linear head as one of these: the same module, with the hooks of whoever shards it."""
+        """Return a linear head as one of these: the same module, with the hooks that shard it."""
         found: Any = head
         found.__class__ = cls
         found.labels = found.loss_sum = None

@@ -137,7 +137,7 @@ def recompute_layers(model: transformers.PreTrainedModel, how: Recompute) -> Non
 
     Args:
         model: of transformers; given to `prepare` before or after.
-        how: `selective` keeps the results of attention, `full` only the inputs of layers; `none` leaves it as it is.
+        how: `selective` keeps the results of attention, `full` only the inputs of layers; `none` changes nothing.
     """
     if how == "none":
         return

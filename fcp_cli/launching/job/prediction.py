@@ -1,4 +1,4 @@
-"""How long a job will take by its plan's prediction, said before it starts."""
+"""Predicted duration of a job, printed before it starts."""
 
 from __future__ import annotations
 

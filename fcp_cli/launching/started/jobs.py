@@ -1,4 +1,4 @@
-"""Find started jobs by their run directories, and ask whoever runs them: this machine, Slurm or Kubernetes."""
+"""Find started jobs by their run directories, and ask their backend: this machine, Slurm or Kubernetes."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ SUFFIX = ".j2"
 
 
 def shipped_template(name: str) -> Path:
-    """Return the template that fcp brings along."""
+    """Return the template that is shipped with fcp."""
     return shipped("launchers") / f"{name}{SUFFIX}"
 
 

@@ -155,7 +155,7 @@ def _with_packs(batch: Batch, seconds: FloatArray, tokens_per_rank: int) -> Batc
 
 
 def _without(found: Assignment, group_of: IntArray) -> Assignment:
-    """Return the same groups, without those that have none of the sequences of which `group_of` is told."""
+    """Return the same groups without the empty ones, which hold no sequence of `group_of`."""
     return _gathered(found.wave, sizes_of(found.rank_offsets), found.ranks, group_of)
 
 
@@ -277,7 +277,7 @@ class _Bins:
 
 
 def exchanged(found: Assignment, batch: Batch, problem: Problem, speeds: FloatArray) -> Assignment:
-    """Exchange sequences between whoever ends last, and others of the same wave or step, while that pays."""
+    """Exchange sequences between the group that ends last and others of its wave or step, while that pays."""
     found = _with_room(found, problem)
     degree = sizes_of(found.rank_offsets)
     group_of = np.empty(len(batch.rows), dtype=np.int64)

@@ -60,7 +60,7 @@ class Contact:
 
     Attributes:
         round: from 0.
-        peer: the rank that it meets.
+        peer: the other rank.
         sends, receives: which ways rings will use the connection.
     """
 
@@ -112,7 +112,7 @@ def rounds_of(hops: Iterable[Hop]) -> Mapping[Hop, int]:
 
 
 def contacts_of(rank: int, hops: set[Hop]) -> list[Contact]:
-    """Return whom a rank meets, round by round."""
+    """Return the contacts of a rank, round by round."""
     contacts = []
     for pair, number in rounds_of(hops).items():
         if rank in pair:

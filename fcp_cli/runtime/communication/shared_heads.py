@@ -15,7 +15,8 @@ Member a has query heads a H / u to (a + 1) H / u - 1 and the key/value heads th
 neighbours have the same key/value head, and its gradients are summed by the member whose tokens they are.
 
 A backward kernel needs of a row's output only its product with the output's gradient. The row's owner, where the model
-keeps the output, sends that number; whoever attended keeps no output, and gives its kernel one with the same product.
+keeps the output, sends that number; the member that attended keeps no output, and gives its kernel one with the same
+product.
 
 Messages go over the rings' communicator, in the rounds of `GroupChannel.exchange`. Sizes follow from the layout, and
 messages are whole rows of a buffer, so that they arrive in place.

@@ -64,7 +64,7 @@ def _outermost(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _reduces(module: nn.Module) -> bool:
-    """Return whether a module sums gradients in its own backward; whoever wrote it, it can be kept from that."""
+    """Return whether a module sums gradients in its own backward; any such module can be kept from it."""
     switches = (getattr(type(module), name, None) for name in ("no_sync", "set_requires_gradient_sync"))
     return isinstance(module, DataParallel) or type(module).__name__ == _FSDP1 or any(map(callable, switches))
 

@@ -127,7 +127,7 @@ def _one_line_errors(kind: type[BaseException], error: BaseException, traceback:
     """Print fcp's own errors as one line, since they name their remedy, and others with their traceback."""
     record_error(error)
     if isinstance(error, KeyboardInterrupt):
-        return  # whoever stopped the job knows why
+        return  # the process that stopped the job knows why
     if isinstance(error, FcpError):
         print(f"error: {error}", file=sys.stderr)
     else:

@@ -12,7 +12,7 @@ from fcp_cli.plan.messages import table_bytes
 
 
 class Measured:
-    """The micro-batches of steps that all ranks have trained; noted by the loop, taken by whoever plans."""
+    """The micro-batches of steps that all ranks have trained; noted by the loop, taken by the planner."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, int, int, float]] = []

@@ -50,7 +50,7 @@ class StreamSource:
     Attributes:
         follows_manifest: whether its sequences are rows of a manifest, which the session itself fetches.
         lengths: [rows] tokens of the manifest's rows, if it follows one.
-        followed: steps that the loop has asked for, oldest first, for whoever measures them; nobody else takes them.
+        followed: steps that the loop has asked for, oldest first; only the recorder of measured times takes them.
         measured: on rank 0 the measured steps of all ranks.
         is_stopped: whether somebody ends the loop early, so that the rest of a plan is left to the next start.
     """

@@ -53,7 +53,7 @@ def attention(
         ring: the micro-batch's ring; by default the one in `current_ring`. Pass it where activations are recomputed.
         scale: factor on the scores; 1 / sqrt(D) by default.
         window: tokens that a token attends to, itself among them; None for all before it. The same on all members.
-        sinks: [H] a learned logit for each head, which takes its part of the softmax and adds nothing; None for none.
+        sinks: [H] a learned logit per head that enters the softmax's denominator only, or None.
             Its gradient is of the member's own tokens, like that of any weight.
         softcap: scores s become softcap * tanh(s / softcap), as in Gemma 2; None: they stay. Plain matrix products
             compute it, on the CPU, and in fp32 and fp64 elsewhere.

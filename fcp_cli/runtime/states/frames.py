@@ -1,8 +1,8 @@
 """Encode the frames of a video on all ranks of a group: each its own, and the few before that a causal encoder needs.
 
 The encoder of a video's latents (a causal VAE) looks back in time through each of its convolutions: a kernel of K
-frames needs the K - 1 before, whoever has them. So a rank that encodes a run of frames brings, before each such layer,
-the last frames of the ranks before it, by an `exchange` whose backward takes their gradients home.
+frames needs the K - 1 before, from whichever rank has them. So a rank that encodes a run of frames gathers, before
+each such layer, the last frames of the ranks before it, by an `exchange` whose backward returns their gradients.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class DeltaRule:
     Attributes:
         call: by the signature that `fla` and transformers share, without `g`, `beta` and the arguments after them here.
         takes_packs: whether it keeps sequences apart by their boundaries (`cu_seqlens`).
-        options: handed on to it.
+        options: passed to it.
     """
 
     call: Callable[..., tuple[Tensor, Tensor | None]]

@@ -79,7 +79,7 @@ class StateRule(Protocol):
         ...
 
     def idle(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Return A and B of a run without tokens, which leaves a state as it is."""
+        """Return A and B of a run without tokens, which keeps a state unchanged."""
         ...
 
 
@@ -105,7 +105,7 @@ def in_batches(tokens: Tokens, lengths: tuple[int, ...], block: int, batch: Batc
     """Run a rule on runs of tokens, of which those that need equally many blocks make a batch.
 
     Args:
-        tokens: all runs, one behind the other; of zeros, a token leaves the state as it is, so that padding changes
+        tokens: all runs, one behind the other; of zeros, a token keeps the state unchanged, so that padding changes
             nothing.
         lengths: of the runs.
         block: tokens to which the rule pads.
