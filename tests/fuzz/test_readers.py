@@ -41,7 +41,7 @@ EXCEPTIONS = {
     "fcp_cli/manifest/sources/picture_records.py:_samples": _NOT_YET,
     "fcp_cli/models/weights.py:_conversion": _NOT_YET,
     "fcp_cli/plan/messages.py:table_of": _OWN,
-    "fcp_cli/planning/journal.py:Journal.read_refit": _NOT_YET,
+    "fcp_cli/planning/journal.py:Journal.read_refit": _RANKS,
     "fcp_cli/planning/online/journal.py:OnlineJournal._take_over_plan": _NOT_YET,
     "fcp_cli/profiling/device.py:PeakMemory.peak_bytes": _SYSTEM,
     "fcp_cli/profiling/device.py:run_queue_seconds": _SYSTEM,
