@@ -53,6 +53,17 @@ _OPT_IN = ("full", "loops", "slurm")
 _ASKED = "_hypothesis_internal_use_settings"
 
 
+_UNMARKED = "it starts a process: mark it with @pytest.mark.processes"
+
+
+class UnmarkedProcessError(BaseException):
+    """A test that may not start a process does.
+
+    No `pytest.fail`: raised between two phases of a test, that ends a worker in silence, and pytest-xdist then fails on the
+    tests that it had left. No `Exception` either, which programs catch.
+    """
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Do once for all workers what each would do: compile the planner, for most of a minute, and import for jobs."""
     whole_suite = session.config.args_source is pytest.Config.ArgsSource.TESTPATHS
@@ -150,11 +161,11 @@ def _refused_processes() -> Iterator[None]:
 
     def start_look_ups_only(*args: Any, **kwargs: Any) -> None:
         if not any(frame.f_globals.get("__name__") in _LOOK_UPS for frame, _ in traceback.walk_stack(None)):
-            pytest.fail("it starts a process: mark it with @pytest.mark.processes")
+            raise UnmarkedProcessError(_UNMARKED)
         start(*args, **kwargs)
 
     def refuse(_: BaseProcess) -> None:
-        pytest.fail("it starts a process: mark it with @pytest.mark.processes")
+        raise UnmarkedProcessError(_UNMARKED)
 
     with (
         mock.patch.object(subprocess.Popen, "__init__", start_look_ups_only),

@@ -9,10 +9,9 @@ from fcp_cli.masks import CAUSAL, segments
 
 pytest.importorskip("transformers")
 
-from fcp_cli.vision.gemma3 import encode, visual_sequence
-from tests.runtime.gemma3_vision_models import config, model
+from fcp_cli.vision.gemma3 import visual_sequence
+from tests.runtime.gemma3_vision_models import config
 from tests.runtime.grid_inputs import IMAGE
-from tests.runtime.vision_models import assert_exchange_keeps_encoder_gradients
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
 
@@ -26,11 +25,3 @@ def test_the_tokens_of_each_image_see_each_other() -> None:
     assert [(part.start_token, part.num_tokens, part.grid) for part in found.parts] == [(1, 4, (4, 4)), (6, 4, (4, 4))]
     assert visual_sequence(config(), [1, 2]).mask == CAUSAL
     assert visual_sequence(config(), [*TILE, *TILE], pixel_values=pixels).mask == segments([(0, 8)])  # as transformers
-
-
-def test_a_rank_without_images_encodes_a_patch() -> None:
-    assert encode(model().model, (), None).shape == (4, 1, 32)
-
-
-def test_the_exchange_keeps_the_gradient_of_every_parameter_of_encoder_and_projector() -> None:
-    assert_exchange_keeps_encoder_gradients("gemma3", range(5), members=3)

@@ -12,10 +12,9 @@ from tests.messages import raises
 
 pytest.importorskip("transformers")
 
-from fcp_cli.vision.internvl import encode, visual_sequence
+from fcp_cli.vision.internvl import visual_sequence
 from tests.runtime.grid_inputs import IMAGE
-from tests.runtime.internvl_models import config, model
-from tests.runtime.vision_models import assert_exchange_keeps_encoder_gradients
+from tests.runtime.internvl_models import config
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
 
@@ -38,15 +37,6 @@ def test_every_tile_is_a_part_and_read_when_asked() -> None:
     assert found.position_ids is None
     found.parts[2].pixels()
     assert asked == [(2, 3)]
-
-
-def test_a_rank_without_tiles_encodes_as_little_as_can_be() -> None:
-    """One merged patch: its embedding is there, and nobody asks for it."""
-    assert encode(model().model, (), None).shape == (1, 1, 32)
-
-
-def test_the_exchange_keeps_the_gradient_of_every_parameter_of_encoder_and_projector() -> None:
-    assert_exchange_keeps_encoder_gradients("internvl", range(5), members=3)
 
 
 @pytest.mark.parametrize(
