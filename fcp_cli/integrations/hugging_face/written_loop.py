@@ -141,6 +141,9 @@ class WrittenLoop(ABC):
                 self._leave()
         if self.next_step >= end:
             self._steps.close()  # which writes the metrics of the last step
+        elif self.session.recorder is not None:  # perhaps the loop's last epoch: only the script knows
+            self.session.recorder.end()
+            self.session.recorder.flush()
 
     def require_microbatch(self) -> None:
         """Raise RunError where a backward is none of a micro-batch of the plan, whose gradients nothing would sum."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -129,4 +130,5 @@ REFUSALS: Cases = {
 
 
 if __name__ == "__main__":
+    gc.disable()  # a loop that its script leaves writes its metrics at once, not when a collection closes it
     main(Path(sys.argv[1]), sys.argv[2:], CASES, REFUSALS, hook=lambda: hook_accelerator(accelerate.accelerator))
