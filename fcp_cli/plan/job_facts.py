@@ -42,6 +42,8 @@ class JobFacts:
         device: kind of device that the ranks run on.
         rows_per_pass: rows of a rank's forward in the loop without a plan, which pads them to the longest.
         global_batch_size: rows of an optimizer step, over all ranks.
+        packs_to: tokens of the rows that the loop without a plan packs its sequences into, 0 if only its longest
+            sequence tells; None: it pads.
         epochs: passes over the data; None: only the loop knows, and is planned for until it ends.
         steps: where training stops; None: after the epochs.
         recipe: settings of a `RecipeRequest`.
@@ -62,6 +64,7 @@ class JobFacts:
     sync: Sync
     recipe: Mapping[str, Any]
     config: Mapping[str, Any]
+    packs_to: NonNegativeCount | None = None
 
 
 def is_launched_without_plan() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -33,11 +33,11 @@ from fcp_cli.plan.writer import plan_writer
 from fcp_cli.planning.batches import GlobalBatches
 from fcp_cli.planning.journal import Journal, is_begun
 from fcp_cli.planning.options import PlanRequest
-from fcp_cli.planning.padded import Padded
 from fcp_cli.planning.problem import problem_of
 from fcp_cli.planning.refitting import Refitter
 from fcp_cli.planning.remedies import best_remedy
 from fcp_cli.planning.run import kept_steps, plan_metadata, plan_step
+from fcp_cli.planning.script_batches import comparison
 from fcp_cli.planning.settings import PlanInputs, resolve, split_attention
 from fcp_cli.planning.solvers import make_solver
 from fcp_cli.profiling.kept import KeptKey, keep, kept_profile, key_of, under_kept_times
@@ -47,7 +47,6 @@ from fcp_cli.words import counted, duration
 
 _SHOWN_STEPS: Final = 16  # whose prediction is shown
 _AHEAD: Final = 16
-_AS_GOOD: Final = 0.02  # predictions that differ by less are called equal
 _ENDLESS_EPOCHS: Final = 1_000_000  # of a loop whose epochs nobody knows
 _PATIENCE_SECONDS: Final = 60.0  # for the rest of a plan whose loop has ended early
 _STOPPED_SECONDS: Final = 3.0  # and if somebody stopped it
@@ -342,29 +341,11 @@ def _found(job: JobFacts, table: LengthTable, batches: GlobalBatches) -> str:
 def _decided(job: JobFacts, batches: GlobalBatches, steps: list[StepPlan]) -> str:
     profile = batches.problem.profile
     mean = float(np.mean([step.makespan_seconds for step in steps]))
-    padded = padded_seconds(batches, job, [step.step for step in steps]) if job.loop != "DPOTrainer" else None
+    compared = comparison(job, batches, mean, [step.step for step in steps])
     return (
-        f"{duration(mean)} a step predicted for the first {len(steps)}"
-        f"{'' if padded is None else _against(mean, padded)}; times of {profile.model} on {profile.cluster}"
+        f"{duration(mean)} a step predicted for the first {len(steps)}{compared}; times of {profile.model} on "
+        f"{profile.cluster}"
     )
-
-
-def _against(planned: float, padded: float) -> str:
-    of_script = f"the script's own padded batches ({duration(padded)})"
-    if planned < padded * (1 - _AS_GOOD):
-        return f", {1 - planned / padded:.0%} less than {of_script}"
-    if planned <= padded * (1 + _AS_GOOD):
-        return f", as long as {of_script}: a plan gains nothing here"
-    return f", {planned / padded - 1:.0%} more than {of_script}: start the script without fcp"
-
-
-def padded_seconds(batches: GlobalBatches, job: JobFacts, steps: Sequence[int]) -> float:
-    """Return the mean seconds of steps of the loop without a plan: batches padded to their longest, data parallel.
-
-    Rows are in the plan's order, which is as random as the loop's own. Batches that would not fit are priced, too.
-    """
-    loader = Padded(batches.problem, batches.table, degree=1, rows_per_pass=job.rows_per_pass)
-    return float(np.mean([loader.seconds(batches.batch(step)) for step in steps]))
 
 
 def _say(line: str) -> None:

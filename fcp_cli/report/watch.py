@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
+from pathlib import PurePath
 from statistics import median, median_low
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -201,7 +202,8 @@ def _lines(state: RunState, ascii_only: bool) -> Iterator[str]:
     run = state.run
     if run is not None:
         device = run.get("device_name") or run.get("device", "")
-        yield one_line(f"{run.get('model', 'run')} on {counted(run['num_ranks'], 'rank')}, {device}")
+        name = run.get("model") or PurePath(run.get("program", "run")).name
+        yield one_line(f"{name} on {counted(run['num_ranks'], 'rank')}, {device}")
     if state.last is None:
         yield "no step was measured so far"
         return

@@ -97,6 +97,7 @@ class RunRecord(_Run, total=False):
     device_name: str | None
     sync: str
     torch: str | None
+    program: str
 
 
 MetricsRecord = RunRecord | StepRecord | EvalRecord

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,9 +23,10 @@ from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning import job_plan, journal, settings
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.job_plan import JobPlanner, padded_seconds
+from fcp_cli.planning.job_plan import JobPlanner
 from fcp_cli.planning.problem import Batch, Problem, Solver, problem_of
 from fcp_cli.planning.run import make_plan, plan_step
+from fcp_cli.planning.script_batches import packed_step, padded_seconds
 
 _CONFIG = {
     "model_type": "qwen3",
@@ -104,6 +106,32 @@ def test_the_scripts_own_batches_are_priced_as_padded_to_their_longest(tmp_path:
     found = padded_seconds(batches, replace(JOB, global_batch_size=4), [0])
 
     assert found == pytest.approx(float(group_seconds(problem.profile, both, degree=1, crosses_nodes=False)[0]))
+
+
+def test_the_scripts_own_packing_is_priced_for_as_many_sequences_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = replace(JOB, global_batch_size=4, packs_to=1000)
+    metadata = plan_job(tmp_path / "plan.parquet", job, PlanningWish(), LENGTHS)
+    assert re.search(
+        r"than the script's own packing \(.* for as many sequences\); its steps had \d+ sequences: turn packing off and "
+        r"give batches of \d+ rows a rank for as many; times of mine",
+        capsys.readouterr().err,
+    )
+    profile = problem_of(metadata, name="the plan").profile
+
+    def seconds(lengths: list[int]) -> float:
+        work = causal_work(np.array(lengths), profile.coefficients).packed(np.array([0]))
+        return float(group_seconds(profile, work, degree=1, crosses_nodes=False)[0])
+
+    table = read_manifest(tmp_path / "plan.lengths.parquet")
+    equal = table.take(np.array([1, 1, 1, 1]))
+    batches = GlobalBatches(equal, problem_of(metadata, name="the plan"), BatchSettings(global_batch_size=4))
+    assert packed_step(batches, job) == (pytest.approx(seconds([900, 900])), 4)
+    shorter = table.take(np.array([3] * 32))  # 16 rows of two of 60 tokens, four a step, two a pass
+    batches = GlobalBatches(shorter, batches.problem, BatchSettings(global_batch_size=4))
+    assert packed_step(batches, replace(job, packs_to=130)) == (pytest.approx(seconds([60] * 4)), 8)
+    assert packed_step(batches, replace(job, packs_to=0)) == (pytest.approx(seconds([60] * 2)), 4)
 
 
 def test_a_model_that_fcp_cannot_describe_is_refused_with_the_flags_that_help(tmp_path: Path) -> None:

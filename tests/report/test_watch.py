@@ -275,3 +275,14 @@ def test_the_view_fits_80_columns(lines: list[str], tmp_path: Path, ascii_only: 
         "idle per rank",
     ):
         assert part in text
+
+
+def test_a_script_whose_model_nobody_named_is_shown_by_its_own_name(lines: list[str], tmp_path: Path) -> None:
+    from rich.console import Console
+
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps({**json.loads(lines[0]), "model": None, "program": "/home/me/train.py"}) + "\n")
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(run_view(state_of(path), None, ascii_only=True))
+    assert capture.get().startswith("train.py on ")

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from fcp_cli.errors import RunError
-from fcp_cli.integrations.framework_packing import unpack_axolotl
+from fcp_cli.integrations import framework_packing
+from fcp_cli.integrations.framework_packing import replaced_packing, unpack_axolotl, unpack_swift
 from fcp_cli.integrations.own_loops import refuse_verl
 
 
@@ -25,6 +26,26 @@ def test_axolotl_validates_settings_without_packing_and_without_sums_over_ranks(
     assert capsys.readouterr().err == line
     module.validate_config(SimpleNamespace(sample_packing=None))
     assert capsys.readouterr().err == ""
+
+
+def test_the_rows_of_replaced_packing_are_known_to_whoever_prices_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class SftArguments:
+        def __init__(self, **given: Any) -> None:
+            vars(self).update(given)
+            self.__post_init__()
+
+        def __post_init__(self) -> None: ...
+
+    monkeypatch.setattr(framework_packing, "_replaced", [])
+    module = ModuleType("swift.arguments.sft_args")
+    module.SftArguments = SftArguments  # type: ignore[attr-defined]
+    unpack_swift(module)
+    module.SftArguments(packing=False, packing_length=None, max_length=512)
+    assert replaced_packing() is None
+    module.SftArguments(packing=True, packing_length=None, max_length=512)
+    assert replaced_packing() == 512
+    module.SftArguments(packing=True, packing_length=None, max_length=None)
+    assert replaced_packing() == 0
 
 
 def test_an_axolotl_without_the_hooked_function_is_refused() -> None:

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 
 from fcp_cli.errors import RunError
 from fcp_cli.files import replaced_atomically
+from fcp_cli.integrations.framework_packing import replaced_packing
 from fcp_cli.integrations.hugging_face.data.pictures import RowSize, has_masks_of_types, has_pictures
 from fcp_cli.integrations.hugging_face.data.row_sizes import RowSizes
 from fcp_cli.integrations.hugging_face.data.rows import CollatedRows, stored_lengths
@@ -57,6 +58,7 @@ class LoopSettings:
         zero: ZeRO stage that shards as the loop's wrapper does.
         is_mixed: whether 16-bit copies of fp32 weights are computed with.
         recomputes: whether activations are computed again in backward.
+        packs_to: see `JobFacts`.
     """
 
     loop: str
@@ -70,6 +72,7 @@ class LoopSettings:
     zero: Literal["0", "1", "2", "3"] = "0"
     is_mixed: bool
     recomputes: bool
+    packs_to: int | None = None
 
 
 def facts_of(settings: LoopSettings, loader: Any, model: Any, device: torch.device) -> JobFacts:
@@ -110,6 +113,7 @@ def facts_of(settings: LoopSettings, loader: Any, model: Any, device: torch.devi
         sync="microbatch" if settings.zero == "3" else "iteration",
         recipe=_recipe(settings, model),
         config=_config(model),
+        packs_to=settings.packs_to,
     )
 
 
@@ -134,6 +138,7 @@ def trainer_settings(trainer: Any, kind: str, loader: Any) -> LoopSettings:
         zero=fsdp_stage(trainer.accelerator),
         is_mixed=args.bf16 or args.fp16,
         recomputes=args.gradient_checkpointing,
+        packs_to=replaced_packing(),
     )
 
 
