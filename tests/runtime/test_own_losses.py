@@ -12,7 +12,7 @@ from tests.runtime.trainer_plans import write_plans
 
 pytestmark = [pytest.mark.hf, pytest.mark.distributed]
 
-_FOLLOWED = ("Delegating", "PerToken", "PerTokenLogits", "WithFunction", "PerToken of adapters")
+_FOLLOWED = ("Delegating", "PerToken", "PerTokenLogits", "WhileOthersMeet", "WithFunction", "PerToken of adapters")
 _HERE = r"\(tests/runtime/workers/own_loss_worker.py:\d+\)"
 _REFUSED = {
     "Scaling": rf"Scaling.compute_loss {_HERE} changes the loss of the Trainer's own compute_loss \([\d.]+ became [\d.]+\); a ",

@@ -8,6 +8,7 @@ micro-batch on several ranks that fits on one, by one process.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -384,12 +385,16 @@ def _answer(model: Any, batch: _Batch, logits: Tensor) -> Any:
 
 @contextmanager
 def _no_collectives(judged: Override | str, batch: _Batch) -> Iterator[None]:
-    """Refuse collectives of the script's method: ranks call it for different numbers of micro-batches."""
+    """Refuse collectives of the script's method: ranks call it for different numbers of micro-batches.
+
+    Other threads of this process, as the one that agrees on planned steps, have collectives of their own.
+    """
     own = {name: getattr(dist, name) for name in _COLLECTIVES}
+    caller = threading.get_ident()
 
     def refusing(name: str) -> Callable[..., Any]:
         def collective(*args: Any, **kwargs: Any) -> Any:
-            if batch.is_planned:
+            if batch.is_planned or threading.get_ident() != caller:
                 return own[name](*args, **kwargs)
             raise RunError(
                 f"{judged} calls torch.distributed.{name}, which ranks with fewer micro-batches would not call; "

@@ -18,6 +18,7 @@ from tests.runtime.loops.framework_jobs import (
     write_model,
     write_plan,
 )
+from tests.runtime.loops.frameworks import write_pairs
 
 pytestmark = pytest.mark.loops
 pytest.importorskip("trl.scripts.sft", reason="TRL is not installed (make test-loops)")
@@ -32,6 +33,20 @@ def options(name: str, *changes: str) -> tuple[str, ...]:
         "gradient_checkpointing": "false",
     }  # fmt: skip
     return (*(word for key, value in given.items() for word in (f"--{key}", value)), "--use_cpu", *changes)
+
+
+def test_preferences_without_a_plan_are_those_of_the_command_alone(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    write_pairs(tmp_path)
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "pairs" / "lists.jsonl").rename(tmp_path / "rows" / "train.jsonl")
+    alone("-m", "trl.scripts.dpo", *options("alone"), folder=tmp_path)
+    started = ("launch", "--ranks", str(RANKS), "--device", "cpu", "--run-dir", "run", "--", "trl", "dpo")
+    written = fcp(*started, *options("full"), folder=tmp_path)
+    assert "fcp: no plan was given: DPOTrainer trains 24 rows" in written
+    found, expected = (read_checkpoint(tmp_path / name / "checkpoint-3") for name in ("full", "alone"))
+    assert max(differences(found, expected).values()) <= 5e-6
+    assert found.logged("rewards/margins") == pytest.approx(expected.logged("rewards/margins"), rel=1e-4, abs=1e-6)
 
 
 def test_fine_tuning_is_that_of_the_command_alone_and_its_packing_is_replaced(tmp_path: Path) -> None:

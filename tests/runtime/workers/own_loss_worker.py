@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,20 @@ class PerTokenLogits(PerToken):
     ) -> Any:
         loss = model(**inputs).loss * ((inputs["labels"][:, 1:] != -100).sum() / num_items_in_batch)
         return loss * self.accelerator.num_processes
+
+
+class WhileOthersMeet(PerToken):
+    """Another thread's collective at the same time, as of the one that agrees on steps that are planned ahead."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+        self.alone = groups[dist.get_rank()]
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(dist.all_reduce, torch.ones(1), group=self.alone).result()
+        return super().compute_loss(*args, **kwargs)
 
 
 class Averaging(Trainer):
@@ -216,7 +231,7 @@ def _with_adapters(folder: Path) -> Any:
 
 
 CASES: Cases = {
-    **{kind.__name__: _train(kind) for kind in (Delegating, PerToken, PerTokenLogits, WithFunction)},
+    **{kind.__name__: _train(kind) for kind in (Delegating, PerToken, PerTokenLogits, WhileOthersMeet, WithFunction)},
     "PerToken of adapters": (ITERATION, _with_adapters),
 }
 REFUSALS: Cases = {
