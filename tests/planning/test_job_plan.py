@@ -127,11 +127,11 @@ def test_the_scripts_own_packing_is_priced_for_as_many_sequences_and_named(
     table = read_manifest(tmp_path / "plan.lengths.parquet")
     equal = table.take(np.array([1, 1, 1, 1]))
     batches = GlobalBatches(equal, problem_of(metadata, name="the plan"), BatchSettings(global_batch_size=4))
-    assert packed_step(batches, job) == (pytest.approx(seconds([900, 900])), 4)
+    assert packed_step(batches, job) == pytest.approx((seconds([900, 900]), 4))
     shorter = table.take(np.array([3] * 32))  # 16 rows of two of 60 tokens, four a step, two a pass
     batches = GlobalBatches(shorter, batches.problem, BatchSettings(global_batch_size=4))
-    assert packed_step(batches, replace(job, packs_to=130)) == (pytest.approx(seconds([60] * 4)), 8)
-    assert packed_step(batches, replace(job, packs_to=0)) == (pytest.approx(seconds([60] * 2)), 4)
+    assert packed_step(batches, replace(job, packs_to=130)) == pytest.approx((seconds([60] * 4), 8))
+    assert packed_step(batches, replace(job, packs_to=0)) == pytest.approx((seconds([60] * 2), 4))
 
 
 def test_a_model_that_fcp_cannot_describe_is_refused_with_the_flags_that_help(tmp_path: Path) -> None:

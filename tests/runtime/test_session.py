@@ -229,7 +229,9 @@ def test_a_session_goes_on_after_the_last_step_whose_micro_batches_were_all_run(
     second.load_state_dict(first.state_dict())
     assert next(second.steps()).index == 1
     assert next(second.steps(first_step=0)).index == 0
-    with pytest.raises(RunError, match=r"has no next_step, but model, optimizer; save the result of session\.state_dict\(\)"):
+    with pytest.raises(
+        RunError, match=r"has no next_step, but model, optimizer; save the result of session\.state_dict\(\)"
+    ):
         second.load_state_dict({"model": {}, "optimizer": {}})
 
 

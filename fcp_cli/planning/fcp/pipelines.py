@@ -12,7 +12,7 @@ bubbles, but each costs its fixed seconds, and a ring its messages. For each of 
 A rank of a long ring waits for it P - 1 times; either that is forgotten, and all ranks run equally many micro-batches,
 or it counts, and other work there counts by half, since it runs in that time. Blocks of ranks lie within each other
 (halves of halves), so that replicas that meet in a ring have met in the same rings before: no two ever wait for each
-other in a circle. Blocks of three eighths and the like, which leave the others to replicas outside the longest sequence,
+other in a circle. Blocks of three eighths and the like, which leave others to replicas outside the longest sequence,
 are tried, too. Whatever else is planned for the same batch competes. The quickest answers are tried in other
 orders (`wave_orders`); then micro-batches on the critical path change places with their neighbours while that helps.
 """
