@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # A file's tests share what its fixtures made, and so go to one worker.
 WORKERS := -n 2 --dist loadfile
 
-.PHONY: chaos demo fast fuzz test lock test-bounds test-frameworks test-full test-locked test-loops test-matrix test-megatron-next test-msrun test-slurm test-targets lint types unit docs browser pace pictures release-check simgrid study wheel clean
+.PHONY: chaos demo fast fuzz test lock test-bounds test-frameworks test-full test-locked test-loops test-matrix test-megatron-next test-msrun test-slurm test-stores test-targets lint types unit docs browser pace pictures release-check simgrid study wheel clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -130,6 +130,19 @@ $(TARGETS_STAMP): pyproject.toml
 test-targets: $(TARGETS_STAMP)
 	$(TARGETS_VENV)/bin/python -m pytest tests/launching/test_real_tools.py
 
+# Manifests from a real server of S3 with faults, and by real Ray with a worker killed; started and ended by the tests.
+STORES_VENV  ?= .venv-stores
+STORES_STAMP := $(STORES_VENV)/.installed
+
+$(STORES_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(STORES_VENV)
+	$(STORES_VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(STORES_VENV)/bin/python -m pip install --quiet --editable ".[remote]" tokenizers --group dev --group stores
+	touch $(STORES_STAMP)
+
+test-stores: $(STORES_STAMP)
+	$(STORES_VENV)/bin/python -m pytest -m stores tests/manifest --durations=20
+
 # Training loops of other projects under a plan. DeepSpeed builds no kernels: CPU ranks need none. By uv, since pip takes hours
 # to find releases that all of them allow.
 LOOPS_VENV  ?= .venv-loops
@@ -220,4 +233,4 @@ chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos $(CHAOS)
 
 clean:
-	rm -rf $(VENV) $(LOCKED_VENV) $(LOOPS_VENV) $(MATRIX_VENVS) $(MSRUN_VENV) $(NEXT_VENV) fcp-demo site
+	rm -rf $(VENV) $(LOCKED_VENV) $(LOOPS_VENV) $(MATRIX_VENVS) $(MSRUN_VENV) $(NEXT_VENV) $(STORES_VENV) fcp-demo site

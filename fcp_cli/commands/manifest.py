@@ -39,8 +39,12 @@ class BuildOptions:
     """Where the sequences are, and the tokenizer that counts them."""
 
     source: Annotated[
-        Path,
-        Arg("Folder of text files; JSONL, Parquet, Arrow or tar file, or folder of them; Megatron .idx; .txt lengths."),
+        tuple[str, ...],
+        Arg(
+            "Folder of text files; JSONL (.gz, .zst), Parquet, Arrow or tar files, or a folder of them; Megatron .idx; "
+            ".txt lengths. Paths, globs, or URLs as s3://bucket/shards/*.jsonl.zst.",
+            metavar="SOURCE",
+        ),
     ]
     output: Annotated[Path, Opt("The manifest to write.", flags=("--output", "-o"), trust="writes", common=True)] = (
         Path("lengths.parquet")
@@ -146,12 +150,14 @@ def build(options: BuildOptions) -> None:
     """
     from fcp_cli.manifest.parts import CountedByWorkers, default_workers, divisible, parse_part
     from fcp_cli.manifest.sources.base import WHOLE, DivisibleSource
-    from fcp_cli.manifest.sources.detect import SourceOptions, detect_kind, open_source
+    from fcp_cli.manifest.sources.detect import LISTED_KINDS, SourceOptions, detect_kind, open_source
+    from fcp_cli.manifest.sources.named import named_source
 
-    source, output, kind = options.source, options.output, str(options.kind)
-    refuse_to_overwrite(output, source)
+    output, kind = options.output, str(options.kind)
+    source, files = named_source(options.source)
+    refuse_to_overwrite(output, *(files or [source]))
     if kind == "auto":
-        kind = detect_kind(source)
+        kind = detect_kind(source, files)
         note(f"reading {source} as {kind}")
     reading = SourceOptions(
         tokenizer=options.tokenizer,
@@ -164,14 +170,16 @@ def build(options: BuildOptions) -> None:
         vocab_size=options.vocab_size,
         mask=options.mask,
     )
-    opened = _opened(source, kind, reading, output)
+    if files and kind not in LISTED_KINDS:
+        raise UsageError(f"--kind {kind} reads one source; {len(files)} were named")
+    opened = _opened(source, kind, reading, output, files)
     _note_unused(opened.describe(), reading)
     _note_assumed(opened.describe(), options)
     part = WHOLE if options.shard is None else parse_part(options.shard)
     rows = opened if options.shard is None else divisible(opened).only(part)
     workers = options.workers or default_workers(rows)
     if workers > 1 and isinstance(rows, DivisibleSource) and rows.parts > 1:
-        reopen = partial(open_source, source, kind, reading, output=output.absolute())
+        reopen = partial(open_source, source, kind, reading, output=output.absolute(), files=files)
         rows = CountedByWorkers(source=rows, reopen=reopen, workers=workers, part=part)
     if options.shard is not None:
         _build_part(opened, rows, part, options)
@@ -209,12 +217,12 @@ def _report_built(built: BuiltManifest, json: bool) -> None:
     note(f"wrote {built.path}; next: fcp plan {built.path}")
 
 
-def _opened(source: Path, kind: str, reading: SourceOptions, output: Path) -> Source:
+def _opened(source: Path, kind: str, reading: SourceOptions, output: Path, files: tuple[Path, ...]) -> Source:
     from fcp_cli.manifest.length_file import LengthFile
     from fcp_cli.manifest.sources.detect import open_source
 
     if kind != "lengths":
-        return open_source(source, kind, reading, output=output.absolute())
+        return open_source(source, kind, reading, output=output.absolute(), files=files)
     if reading.mask is not None:
         raise UsageError(f"--mask {reading.mask} needs sequences of token ids or texts, not --kind lengths")
     return LengthFile(path=source.absolute(), column=reading.column)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from fcp_cli.manifest.header import LEARNED_COLUMN, MANIFEST_FORMAT, METADATA_KE
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.sources.base import RowBatch, Source, place_of
 from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.versions import file_versions, require_unchanged
 from fcp_cli.parquet_writer import parquet_writer
 
 _GROUP_ROWS: Final = 1 << 17
@@ -61,12 +62,14 @@ def build_manifest(source: Source, path: Path, *, advance: Callable[[int], None]
 
     Raises:
         UsageError: `path` has the suffix of another format.
-        ManifestError: the source cannot be read, holds no sequence, or one that no plan can hold.
+        ManifestError: the source cannot be read, holds no sequence, or one that no plan can hold; or a file changed.
         FcpError: the manifest cannot be written.
     """
     with replaced_atomically(_parquet(path)) as temporary:
+        before = file_versions(source)
         with RowWriter(temporary) as writer:
             writer.add_all(source, advance)
+            require_unchanged(source, before)
             description = source.describe()
             skipped = dict(+writer.skipped)  # without the reasons that never occurred
             if writer.rows == 0:
@@ -94,13 +97,13 @@ def _read_back(temporary: Path, path: Path) -> LengthTable:
         raise ManifestError(f"{message}; {path} is as it was") from error
 
 
-def counted_batches(source: Source) -> Iterator[RowBatch]:
-    """Yield the batches of a source without its empty sequences, which count as skipped.
+def counted_batches(batches: Iterable[RowBatch], source: Source) -> Iterator[RowBatch]:
+    """Yield batches of a source without their empty sequences, which count as skipped.
 
     Raises:
         ManifestError: the source cannot be read, or a sequence is longer than any plan can hold.
     """
-    for batch in source.batches():
+    for batch in batches:
         lengths = batch.rows.column("length").to_numpy(zero_copy_only=False)
         bad = np.flatnonzero((lengths < 0) | (lengths > LONGEST_TOKENS))
         if len(bad):
@@ -145,7 +148,7 @@ class RowWriter:
         self._stack.__exit__(kind, error, trace)
 
     def add_all(self, source: Source, advance: Callable[[int], None]) -> None:
-        for batch in counted_batches(source):
+        for batch in counted_batches(source.batches(), source):
             self.skipped.update(batch.skipped)
             self.largest_token = max(self.largest_token, batch.largest_token)
             self.counted_ids += batch.counted_ids

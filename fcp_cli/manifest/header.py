@@ -11,6 +11,7 @@ from typing import Any, Final
 from fcp_cli.errors import ManifestError
 from fcp_cli.kinds import another_kind
 from fcp_cli.reading.parquet import FAILURES, FOOTER_KEY, footer_document, open_footer, reason_of
+from fcp_cli.reading.remote import StoreError
 from fcp_cli.validation import shown
 
 METADATA_KEY: Final = FOOTER_KEY
@@ -31,6 +32,8 @@ def readable(path: Path, *, kind: str = "Parquet") -> Iterator[None]:
     """
     try:
         yield
+    except StoreError as error:
+        raise ManifestError(str(error)) from error
     except FAILURES as error:
         reason = reason_of(error)
         raise ManifestError(

@@ -5,10 +5,13 @@ Either way the manifest is the one that a single process writes, byte for byte.
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise, zip_longest
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -24,6 +27,7 @@ from fcp_cli.machine.pool import in_order
 from fcp_cli.manifest.build import NO_ROWS, RowWriter, counted_batches
 from fcp_cli.manifest.header import read_header, readable
 from fcp_cli.manifest.sources.base import DivisibleSource, Part, RowBatch, Source
+from fcp_cli.manifest.versions import differing, file_versions, require_unchanged
 from fcp_cli.reading.parquet import open_footer, open_parquet
 from fcp_cli.validation import Count, NonNegativeCount, validated
 
@@ -31,6 +35,7 @@ PART_FORMAT: Final[Literal["fcp-manifest-part/1"]] = "fcp-manifest-part/1"
 _MOST_PARTS: Final = 1_000_000
 _MOST_NAMED: Final = 5
 _BATCH_ROWS: Final = 1 << 16
+_TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 
 # Set once in every worker process.
 _source: DivisibleSource | None = None
@@ -86,31 +91,40 @@ class CountedByWorkers:
     def units(self) -> int | None:
         return self.source.units
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return self.source.files
+
     def describe(self) -> dict[str, Any]:
         return self.source.describe()
 
     def batches(self) -> Iterator[RowBatch]:
         count = max(self.source.parts, self.workers)
-        found = in_order(
-            _count,
-            [Part(self.part.index * count + index, self.part.count * count) for index in range(count)],
-            workers=self.workers,
-            initializer=_open,
-            arguments=(self.reopen,),
-            noun="counting process",
-        )
-        with closing(found):
+        parts = (Part(self.part.index * count + index, self.part.count * count) for index in range(count))
+        count_on = partial(in_order, workers=self.workers, initializer=_open, noun="counting process")
+        if self.source.is_streamed:
+            with closing(count_on(_count_group, self.source.groups(), arguments=(self.reopen,))) as groups:
+                for batches in groups:
+                    yield from batches
+            return
+        with closing(count_on(_count_part, parts, arguments=(self.reopen,))) as found:
             yield from _renumbered(found)
 
 
 def _open(reopen: Callable[[], Source]) -> None:
     global _source
+    os.environ["RAYON_NUM_THREADS"] = "1"  # of the tokenizer: as many processes as cores count already
     _source = divisible(reopen())
 
 
-def _count(part: Part) -> list[RowBatch]:
+def _count_part(part: Part) -> list[RowBatch]:
     assert _source is not None
-    return [replace(batch, places=()) for batch in counted_batches(_source.only(part))]
+    return [replace(batch, places=()) for batch in counted_batches(_source.only(part).batches(), _source)]
+
+
+def _count_group(group: Any) -> list[RowBatch]:
+    assert _source is not None
+    return [replace(batch, places=()) for batch in counted_batches([_source.count(group)], _source)]
 
 
 def _renumbered(parts: Iterable[Iterable[RowBatch]]) -> Iterator[RowBatch]:
@@ -132,19 +146,6 @@ def _shifted(batch: RowBatch, by: int) -> RowBatch:
     return replace(batch, rows=batch.rows.set_column(at, "id", ids))
 
 
-def file_versions(source: DivisibleSource) -> tuple[tuple[str, int, int], ...]:
-    """Return name, bytes and time of the last change (in ns) of every file of a source.
-
-    Raises:
-        ManifestError: one is gone.
-    """
-    try:
-        found = [(file.name, file.stat()) for file in source.files]
-    except OSError as error:
-        raise ManifestError(f"cannot read {error.filename}: {error.strerror or error}") from error
-    return tuple((name, status.st_size, status.st_mtime_ns) for name, status in found)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartHeader:
     """Header of the file of one part, JSON under the key of manifests.
@@ -155,6 +156,7 @@ class PartHeader:
         index: of the part, from 0.
         count: number of parts.
         files: name, bytes and time of the last change of each file of the source.
+        tokenizer: digest of the tokenizer's files; "" if tokens are bytes or counted already.
         skipped: sequences dropped, by reason.
         counted_ids: see `RowBatch`.
         largest_token: token id seen, or -1.
@@ -165,9 +167,50 @@ class PartHeader:
     index: NonNegativeCount
     count: Count
     files: tuple[tuple[str, NonNegativeCount, int], ...]
+    tokenizer: str
     skipped: dict[str, Count]
     counted_ids: NonNegativeCount
     largest_token: Annotated[int, Meta(ge=-1, le=2**63 - 2, description="a token id, or -1")]
+
+
+def part_identity(source: DivisibleSource, part: Part) -> PartHeader:
+    """Return the header of a part that was not counted yet: two parts are of one content if theirs are equal.
+
+    Raises:
+        ManifestError: a file of the source is gone.
+    """
+    description = source.describe()
+    return PartHeader(
+        format=PART_FORMAT,
+        source=description,
+        index=part.index,
+        count=part.count,
+        files=file_versions(source),
+        tokenizer=_tokenizer_digest(description),
+        skipped={},
+        counted_ids=0,
+        largest_token=-1,
+    )
+
+
+def is_counted(path: Path, identity: PartHeader) -> bool:
+    """Return whether a file is the part of this identity, whole and of the same content."""
+    with suppress(ManifestError):
+        found = _part_header(path)
+        return replace(found, skipped={}, counted_ids=0, largest_token=-1) == identity
+    return False
+
+
+def _tokenizer_digest(description: dict[str, Any]) -> str:
+    """Return a digest of the files that make tokens of texts; "" if none does."""
+    name = description.get("tokenizer")
+    if name in (None, "bytes"):
+        return ""
+    path, digest = Path(name), hashlib.sha256()
+    for file in [path / one for one in _TOKENIZER_FILES] if path.is_dir() else [path]:
+        with suppress(FileNotFoundError):
+            digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def write_part(source: DivisibleSource, rows: Source, part: Part, path: Path, *, advance: Callable[[int], None]) -> int:
@@ -184,29 +227,18 @@ def write_part(source: DivisibleSource, rows: Source, part: Part, path: Path, *,
         ManifestError: the source cannot be read, or a file of it changed meanwhile.
         FcpError: the file cannot be written.
     """
-    files = file_versions(source)
+    identity = part_identity(source, part)
     with replaced_atomically(path) as temporary, RowWriter(temporary) as writer:
         writer.add_all(rows, advance)
-        if changed := _differing(files, file_versions(source)):
-            where = source.describe()["path"]
-            raise ManifestError(f"{where}: {changed} changed while it was read; build this part again")
-        header = PartHeader(
-            format=PART_FORMAT,
-            source=source.describe(),
-            index=part.index,
-            count=part.count,
-            files=files,
+        require_unchanged(source, identity.files)
+        header = replace(
+            identity,
             skipped=dict(+writer.skipped),
             counted_ids=writer.counted_ids,
             largest_token=writer.largest_token,
         )
         writer.finish(asdict(header))
     return writer.rows
-
-
-def _differing(before: Sequence[tuple[str, int, int]], now: Sequence[tuple[str, int, int]]) -> str:
-    """Return the name of the first file of another version."""
-    return next((one[0] for one, other in zip_longest(before, now, fillvalue=("", 0, 0)) if one != other), "")
 
 
 class MergedParts:
@@ -257,7 +289,12 @@ def _require_all(parts: Sequence[tuple[Path, PartHeader]]) -> None:
             raise ManifestError(
                 f"{path} is {_named(header)}, but {first_path} is {_named(first)}; merge the parts of one build"
             )
-        if changed := _differing(first.files, header.files):
+        if header.tokenizer != first.tokenizer:
+            raise ManifestError(
+                f"{path} and {first_path} were counted by different versions of {first.source['tokenizer']}; build the "
+                "parts again"
+            )
+        if changed := differing(first.files, header.files):
             raise ManifestError(f"{changed} changed between {first_path} and {path}; build the parts again")
     for (path, header), (following, other) in pairwise(parts):
         if header.index == other.index:

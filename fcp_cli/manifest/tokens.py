@@ -33,6 +33,7 @@ from fcp_cli.manifest.sources.text import TextTokens
 from fcp_cli.manifest.tokenizer import open_tokenizer
 from fcp_cli.masks import MASK_COLUMN, MaskedSequence
 from fcp_cli.reading.parquet import open_parquet
+from fcp_cli.reading.remote import data_path
 from fcp_cli.vision.processors import open_processor, recorded_processor
 
 
@@ -149,7 +150,7 @@ def open_tokens(
         own = _own_tokens(path, table.column)
         return CheckedTokens(own, lengths, "plan it again", entries=entries)
     if source is not None:
-        recorded = recorded | {"path": str(Path(source).absolute())}
+        recorded = recorded | {"path": str(data_path(source).absolute())}
     remedy = f"build and plan again: {build_command(recorded, path)}"
     tokens = _source_tokens(path, _with_tokenizer(recorded, kept), remedy)
     checked = CheckedTokens(tokens, lengths, remedy, entries=entries)
@@ -170,7 +171,7 @@ def open_media(manifest_path: str | Path) -> MediaRecords | None:
     source = manifest_source(path)
     if source is None or source["kind"] != "media" or not source["path"].endswith(".jsonl") or _has_pixels(source):
         return None
-    root, remedy = Path(source["path"]), f"build and plan again: {build_command(source, path)}"
+    root, remedy = data_path(source["path"]), f"build and plan again: {build_command(source, path)}"
     if not root.exists():
         raise ManifestError(f"{path} was built from {root}, which is gone; {remedy}")
     if "byte_offset" not in open_shard(path).schema.names:
@@ -193,7 +194,7 @@ def open_pictures(manifest_path: str | Path, *, kept: Path | None = None) -> Pic
     source = manifest_source(path)
     if source is None or not _has_pixels(source):
         return None
-    root, remedy = Path(source["path"]), f"build and plan again: {build_command(source, path)}"
+    root, remedy = data_path(source["path"]), f"build and plan again: {build_command(source, path)}"
     if not root.exists():
         raise ManifestError(f"{path} was built from {root}, which is gone; {remedy}")
     return _picture_records(path, root, _with_tokenizer(source, kept), remedy)
@@ -243,7 +244,7 @@ def _own_tokens(path: Path, length_column: str) -> SourceTokens:
 
 
 def _source_tokens(path: Path, source: dict[str, Any], remedy: str) -> SourceTokens:
-    root = Path(source["path"])
+    root = data_path(source["path"])
     if not root.exists():
         raise ManifestError(f"{path} was built from {root}, which is gone; {remedy}")
     vocab_size = source.get("vocab_size", 0)
@@ -289,7 +290,7 @@ def _integers(path: Path, name: str) -> IntArray:
 
 def _shards(path: Path, source: dict[str, Any]) -> IntArray:
     """Return the file of each row, by its place in the list of the source."""
-    shards, files = _integers(path, "shard"), _files(Path(source["path"]), source)
+    shards, files = _integers(path, "shard"), _files(data_path(source["path"]), source)
     if len(shards) and not 0 <= shards.min() <= shards.max() < len(files):
         raise ManifestError(f"{path}: the column shard names files beyond the {len(files)} of its source")
     return shards

@@ -6,17 +6,25 @@ Failures are OSErrors whose `strerror` is the reason in a few words, as those of
 from __future__ import annotations
 
 import errno
+import io
 import os
+import shutil
 import stat
+import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, BinaryIO, Final, TypeVar
+from typing import IO, Any, BinaryIO, Final, TypeVar
+
+from fcp_cli.reading.remote import buffered
 
 _Content = TypeVar("_Content")
 
 MOST_LINE_BYTES: Final = 1 << 28
 """A record of 256 MiB holds some 40 million token ids, or a conversation with dozens of pictures."""
+
+_COMPRESSIONS: Final = {".gz": "gzip", ".zst": "zstd"}
 
 
 def open_input(path: Path, *, seekable: bool = False, most_bytes: int | None = None) -> BinaryIO:
@@ -49,6 +57,89 @@ def require_input(path: Path, *, seekable: bool = False, most_bytes: int | None 
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     if most_bytes is not None and stat.S_ISREG(status.st_mode) and status.st_size > most_bytes:
         raise too_large(path, most_bytes)
+
+
+def is_compressed(path: Path) -> bool:
+    """Return whether the name says that a file is compressed with gzip or zstd: it is only read in order."""
+    return path.suffix in _COMPRESSIONS
+
+
+def inner_suffix(path: Path) -> str:
+    """Return the suffix of a file, or if it is compressed, the one before."""
+    return Path(path.stem).suffix if is_compressed(path) else path.suffix
+
+
+class _Unpacked(io.RawIOBase):
+    """Content of a compressed stream; `packed` is that stream. All members or frames of it are read."""
+
+    def __init__(self, packed: BinaryIO, compression: str) -> None:
+        import pyarrow as pa
+
+        self.packed = packed
+        self._content = pa.CompressedInputStream(pa.PythonFile(packed, mode="r"), compression)
+        self.name = getattr(packed, "name", None)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        piece = self._content.read(len(buffer))
+        buffer[: len(piece)] = piece
+        return len(piece)
+
+    def close(self) -> None:
+        self.packed.close()
+        super().close()
+
+
+def open_records(path: Path, *, seekable: bool = False) -> BinaryIO:
+    """Open a file of records, and unpack it as it is read if its name ends in `.gz` or `.zst`.
+
+    Raises:
+        OSError: see `open_input`; reading raises it for a stream that is damaged or ends early.
+    """
+    stream = open_input(path, seekable=seekable)
+    return buffered(_Unpacked(stream, _COMPRESSIONS[path.suffix])) if is_compressed(path) else stream
+
+
+class _Scratch:
+    """Contents of compressed files, one after another in a nameless temporary file."""
+
+    def __init__(self) -> None:
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as the process
+        self.starts: dict[Path, int] = {}
+        self.lock = threading.Lock()
+
+
+@lru_cache(maxsize=1)
+def _scratch(process: int) -> _Scratch:
+    return _Scratch()
+
+
+def open_unpacked(path: Path, byte_offset: int) -> BinaryIO:
+    """Open the content of a compressed file at a byte. A process unpacks each file once, to disk.
+
+    Raises:
+        OSError: the file cannot be read, or the disk is full.
+    """
+    scratch = _scratch(os.getpid())  # forked workers share no position
+    with scratch.lock:
+        if path not in scratch.starts:
+            start = scratch.file.seek(0, os.SEEK_END)
+            with open_records(path) as stream:
+                shutil.copyfileobj(stream, scratch.file, 1 << 20)
+            scratch.file.write(b"\n")  # ends a last line without an end
+            scratch.file.flush()
+            scratch.starts[path] = start
+        opened = Path(f"/proc/self/fd/{scratch.file.fileno()}").open("rb")  # noqa: SIM115  returned
+    opened.seek(scratch.starts[path] + byte_offset)
+    return opened
+
+
+def stored_bytes_read(stream: IO[bytes]) -> int:
+    """Return the position in the file that a stream of `open_records` reads."""
+    raw = getattr(stream, "raw", None)
+    return raw.packed.tell() if isinstance(raw, _Unpacked) else stream.tell()
 
 
 def too_large(path: Path, most_bytes: int) -> OSError:

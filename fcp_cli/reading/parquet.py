@@ -18,12 +18,13 @@ import pyarrow.parquet as pq
 
 from fcp_cli.reading.documents import decode_json
 from fcp_cli.reading.inputs import require_input
+from fcp_cli.reading.remote import RemotePath
 from fcp_cli.words import first_sentence
 
 FOOTER_KEY: Final = b"fcp"
 FAILURES: Final = (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, MemoryError)
 """Exceptions of pyarrow on a damaged file; FcpError is not among them."""
-_MOST_VALUES: Final = 100_000
+_MOST_VALUES: Final = 1_000_000
 END_BYTES: Final = 8  # the length of the footer, and the magic bytes
 _MARK: Final = b"fcp-crc\0"
 _MARK_BYTES: Final = len(_MARK) + 4
@@ -38,7 +39,7 @@ def open_parquet(path: Path, footer: Any = None) -> Any:
     require_input(path, seekable=True)
     if footer is None:
         _verify_footer(path)
-    file = pq.ParquetFile(path, metadata=footer, page_checksum_verification=True)
+    file = pq.ParquetFile(_by_ranges(path), metadata=footer, page_checksum_verification=True)
     require_names(file.schema_arrow)
     return file
 
@@ -51,9 +52,14 @@ def open_footer(path: Path) -> Any:
     """
     require_input(path, seekable=True)
     _verify_footer(path)
-    footer = pq.read_metadata(path)
+    footer = pq.read_metadata(_by_ranges(path))
     require_names(footer.schema.to_arrow_schema())
     return footer
+
+
+def _by_ranges(path: Path) -> Any:
+    """Return what pyarrow reads a file by: an object of a store by the ranges of the columns that are asked for."""
+    return path.open("rb", 0) if isinstance(path, RemotePath) else path
 
 
 def footer_size(end: bytes) -> int:
@@ -68,7 +74,7 @@ def footer_mark(footer: bytes) -> bytes:
 
 def _verify_footer(path: Path) -> None:
     """Compare a footer with its checksum; a file of another writer has none."""
-    with path.open("rb") as file:
+    with path.open("rb", 0 if isinstance(path, RemotePath) else -1) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - END_BYTES))
         before = size - footer_size(file.read()) - _MARK_BYTES

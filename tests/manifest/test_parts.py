@@ -209,6 +209,6 @@ def test_a_file_that_grows_while_it_is_read_ends_its_part(tmp_path: Path) -> Non
         with source.open("a") as stream:
             stream.write('{"text": "more"}\n')
 
-    with raises(snapshot("ManifestError: FOLDER/d.jsonl: d.jsonl changed while it was read; build this part again")):
+    with raises(snapshot("ManifestError: FOLDER/d.jsonl: d.jsonl changed while it was read; build again")):
         write_part(opened(source), opened(source), WHOLE, tmp_path / "part.parquet", advance=grow)
     assert not (tmp_path / "part.parquet").exists()

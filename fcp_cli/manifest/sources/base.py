@@ -101,8 +101,18 @@ class DivisibleSource(Source, Protocol):
     def parts(self) -> int:
         """Number of parts that are worth a task each; 1 if the source is read whole."""
 
+    @property
+    def is_streamed(self) -> bool:
+        """Whether one process reads for all that count: reading from the middle of a file would repeat work."""
+
     def only(self, part: Part) -> DivisibleSource:
         """Return the sequences of one part; `describe` stays the same, and ids that are counted begin at 0."""
+
+    def groups(self) -> Iterator[Any]:
+        """Read the sequences in order, some at a time, in a form that travels to the processes that count."""
+
+    def count(self, group: Any) -> RowBatch:
+        """Count one of `groups`."""
 
 
 def place_of(source: Source, batch: RowBatch, row: int) -> str:
@@ -138,3 +148,8 @@ def grouped(items: Iterable[tuple[Item, int]], *, most_items: int, most_bytes: i
             group, group_bytes = [], 0
     if group:
         yield group
+
+
+def names_below(path: Path, files: Sequence[Path]) -> list[str]:
+    """Return the names of the files of a source: below its folder, or of the file itself."""
+    return [file.name if file == path else str(file.relative_to(path)) for file in files]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -16,11 +16,11 @@ from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.chat import ChatEncoder, Encoded
 from fcp_cli.manifest.header import LEARNED_COLUMN
-from fcp_cli.manifest.sources.base import WHOLE, Part, RowBatch, grouped
+from fcp_cli.manifest.sources.base import WHOLE, Part, RowBatch, grouped, names_below
 from fcp_cli.manifest.sources.jsonl import json_lines, json_record, line_at, size_of
 from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, PARQUET_SUFFIXES, DataFile, open_shard, python_rows
 from fcp_cli.reading.documents import read_records
-from fcp_cli.reading.inputs import cached_by_file
+from fcp_cli.reading.inputs import cached_by_file, is_compressed
 
 _BATCH_RECORDS: Final = 1 << 10
 _BATCH_BYTES: Final = 8 << 20
@@ -43,6 +43,14 @@ class ChatRecord:
     place: str
     at: int
     done: int
+
+
+class RecordGroup(NamedTuple):
+    """Consecutive records of file number `shard`; the first is number `start` of the part."""
+
+    shard: int
+    start: int
+    records: list[ChatRecord]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,25 +87,36 @@ class ChatData:
         return {
             "kind": "chat",
             "path": str(self.path),
-            "files": [file.name for file in self.files],
+            "files": names_below(self.path, self.files),
             "tokenizer": str(self.encoder.folder),
             "train_on": self.encoder.train_on,
         }
 
+    @property
+    def is_streamed(self) -> bool:
+        return any(not _is_lines(file) or is_compressed(file) for file in self.files)
+
     def batches(self) -> Iterator[RowBatch]:
+        return map(self.count, self.groups())
+
+    def groups(self) -> Iterator[RecordGroup]:
         start = 0
         for shard, *span in self.part.files([_units(file) for file in self.files]):
             sized = ((found, found.done) for found in chat_records(self.files[shard], *span))
             for group in grouped(sized, most_items=_BATCH_RECORDS, most_bytes=_BATCH_BYTES):
-                encoded = self.encoder.many([found.record for found in group], [found.place for found in group])
-                yield RowBatch(
-                    rows=_rows(group, encoded, shard, start),
-                    done=sum(found.done for found in group),
-                    largest_token=max((int(one.tokens.max()) for one in encoded if len(one.tokens)), default=-1),
-                    counted_ids=len(group),
-                    places=[found.place for found in group],
-                )
+                yield RecordGroup(shard, start, group)
                 start += len(group)
+
+    def count(self, group: RecordGroup) -> RowBatch:
+        records = group.records
+        encoded = self.encoder.many([found.record for found in records], [found.place for found in records])
+        return RowBatch(
+            rows=_rows(records, encoded, group.shard, group.start),
+            done=sum(found.done for found in records),
+            largest_token=max((int(one.tokens.max()) for one in encoded if len(one.tokens)), default=-1),
+            counted_ids=len(records),
+            places=[found.place for found in records],
+        )
 
 
 def _rows(group: list[ChatRecord], encoded: list[Encoded], shard: int, start: int) -> Any:
@@ -141,7 +160,7 @@ def chat_records(file: Path, start: int = 0, stop: int | None = None) -> Iterato
     if _is_lines(file):
         for line in json_lines(file, start, stop):
             record = json_record(line.content, line.place)
-            yield ChatRecord(record=record, place=line.place, at=line.byte_offset, done=len(line.content))
+            yield ChatRecord(record=record, place=line.place, at=line.byte_offset, done=line.done)
         return
     if file.suffix == ".json":  # one list, read whole: no part of it begins elsewhere
         records = _json_list(file)

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.checks import FACTORS, is_list
-from fcp_cli.manifest.sources.base import WHOLE, Part, RowBatch
+from fcp_cli.manifest.sources.base import WHOLE, Part, RowBatch, names_below
 from fcp_cli.manifest.sources.shards import DataFile
 from fcp_cli.manifest.tokenizer import Tokenizer
 from fcp_cli.words import first_sentence
@@ -26,6 +26,22 @@ _BATCH_ROWS: Final = 1 << 10
 _LENGTH_BATCH_ROWS: Final = 1 << 17
 _PART_ROWS: Final = 1 << 12
 _CACHE_BYTES: Final = 256 << 20
+
+
+class ColumnGroup(NamedTuple):
+    """Consecutive rows of file number `shard` from its `row` on.
+
+    Attributes:
+        first_id: of the first row.
+        values: of the column with tokens, texts or lengths.
+        copied: columns of the manifest that are the file's own.
+    """
+
+    shard: int
+    row: int
+    first_id: int
+    values: Any
+    copied: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,13 +90,20 @@ class Columnar:
         return {
             "kind": "arrow" if self.shards[0].is_arrow else "parquet",
             "path": str(self.path),
-            "files": [shard.path.name for shard in self.shards],
+            "files": names_below(self.path, self.files),
             "column": self.column,
             "content": self.content,
             "tokenizer": self.tokenizer.name if self.content == "text" else None,
         }
 
+    @property
+    def is_streamed(self) -> bool:
+        return True  # parts of a row group would each read all of it
+
     def batches(self) -> Iterator[RowBatch]:
+        return map(self.count, self.groups())
+
+    def groups(self) -> Iterator[ColumnGroup]:
         row_counts = self._rows
         masks = {"mask": self.mask_column} if self.mask_column else {}
         batch_rows = _LENGTH_BATCH_ROWS if self.content == "lengths" else _BATCH_ROWS
@@ -88,12 +111,15 @@ class Columnar:
             shard, before = self.shards[index], sum(row_counts[:index])
             factors = [name for name in FACTORS if name in shard.schema.names and name != self.column]
             for batch in shard.batches([self.column, *factors, *masks.values()], batch_rows, row, stop):
-                lengths, largest = self._count(shard, batch.column(self.column), row=row)
-                ids = np.arange(before + row, before + row + len(lengths))
-                rows = {"id": ids, "length": lengths} | {name: batch.column(name) for name in factors}
-                rows |= {name: batch.column(column) for name, column in masks.items()}
-                yield RowBatch(rows=pa.record_batch(rows), done=len(lengths), largest_token=largest)
-                row += len(lengths)
+                copied = {name: _own(batch.column(name)) for name in factors}
+                copied |= {name: _own(batch.column(column)) for name, column in masks.items()}
+                yield ColumnGroup(index, row, before + row, _own(batch.column(self.column)), copied)
+                row += batch.num_rows
+
+    def count(self, group: ColumnGroup) -> RowBatch:
+        lengths, largest = self._count(self.shards[group.shard], group.values, row=group.row)
+        rows = {"id": np.arange(group.first_id, group.first_id + len(lengths)), "length": lengths} | group.copied
+        return RowBatch(rows=pa.record_batch(rows), done=len(lengths), largest_token=largest)
 
     def _count(self, shard: DataFile, column: Any, *, row: int) -> tuple[Any, int]:
         """Return lengths and the largest token of a part of a file that begins at its `row`."""
@@ -208,6 +234,11 @@ def columnar(
         tokenizer=tokenizer,
         mask_column=mask_column,
     )
+
+
+def _own(values: Any) -> Any:
+    """Return values with buffers of their own: those of a slice travel to another process whole."""
+    return pa.concat_arrays([values, values.slice(0, 0)])
 
 
 def _content(kind: Any) -> str | None:

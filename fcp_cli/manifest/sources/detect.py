@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +15,18 @@ from fcp_cli.manifest.hub import local_checkpoint
 from fcp_cli.manifest.sources.base import Source
 from fcp_cli.manifest.sources.chat import ChatData, chat_records
 from fcp_cli.manifest.sources.columnar import columnar
-from fcp_cli.manifest.sources.jsonl import JsonLines, usual_field
+from fcp_cli.manifest.sources.jsonl import JsonLines, holds_lines, size_of, usual_field
 from fcp_cli.manifest.sources.masks import MaskedSource, mask_rule
 from fcp_cli.manifest.sources.media import MediaSizes
 from fcp_cli.manifest.sources.media_readers import media_files
 from fcp_cli.manifest.sources.megatron import MegatronIndex
 from fcp_cli.manifest.sources.pictures import PictureData
-from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, PARQUET_SUFFIXES, open_shard
+from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, PARQUET_SUFFIXES, open_shard, python_rows
 from fcp_cli.manifest.sources.text import TextTree
 from fcp_cli.manifest.tokenizer import FileTokenizer, open_tokenizer
+from fcp_cli.reading.inputs import inner_suffix, is_compressed
 from fcp_cli.reading.parquet import open_footer
+from fcp_cli.reading.remote import each
 from fcp_cli.vision.processors import open_processor, words_of
 
 _SUFFIXES: Final = {
@@ -35,6 +38,8 @@ _SUFFIXES: Final = {
     "lengths": (".txt", ".csv", ".tsv"),
 }
 KINDS: Final = ("text", "chat", *_SUFFIXES)
+LISTED_KINDS: Final = ("jsonl", "chat", "parquet", "arrow", "media")
+"""Kinds of which several files make one source."""
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json")
 _SPLITS: Final = "dataset_dict.json"  # `DatasetDict.save_to_disk` writes it next to the folders of its splits
 _SHARDED: Final = ("parquet", "arrow", "jsonl", "media")
@@ -68,24 +73,39 @@ class SourceOptions:
     mask: str | None = None
 
 
-def detect_kind(path: Path) -> str:
+def detect_kind(path: Path, files: Sequence[Path] = ()) -> str:
     """Detect the kind of a source by its suffix, and chat data by its first record.
 
-    A folder is of the kind of its files, else a text tree.
+    A folder is of the kind of its files, else a text tree; a tar with JSON lines in it is read as those.
+
+    Args:
+        path: the source.
+        files: of it that were named one by one.
 
     Raises:
         ManifestError: there is nothing at the path, or a file with an unknown suffix.
     """
-    kind = _kind_by_name(path)
+    kind = _kind_by_name(files[0] if files else path)
+    files = files or (_shard_paths(path, kind) if kind in _SHARDED and path.is_dir() else [path])
+    if kind == "media" and files[0].suffix == ".tar":
+        kind = "jsonl" if holds_lines(files[0]) else kind
     if kind in ("jsonl", "parquet", "arrow"):
-        files = _shard_paths(path, kind) if path.is_dir() else [path]
         with suppress(ManifestError, StopIteration):  # opening it reports errors
-            record = next(chat_records(files[0])).record
+            record = _first_record(files[0])
             if is_chat(record) and _is_about_pictures(record):
                 return "media"
             if is_chat(record) and not record.get("text"):
                 return "chat"
     return kind
+
+
+def _first_record(file: Path) -> dict[str, Any]:
+    """Return the first record of a file; of a table only if its columns are those of conversations."""
+    if file.suffix not in (*PARQUET_SUFFIXES, *ARROW_SUFFIXES):
+        return next(chat_records(file)).record
+    shard = open_shard(file)
+    names = list(shard.schema.names)
+    return python_rows(next(shard.batches(names, 1)), file)[0] if is_chat(dict.fromkeys(names, True)) else {}
 
 
 def _is_about_pictures(record: dict[str, Any]) -> bool:
@@ -95,7 +115,7 @@ def _is_about_pictures(record: dict[str, Any]) -> bool:
 
 
 def _kind_by_name(path: Path) -> str:
-    if Path(f"{path}.idx").is_file():
+    if path.name and path.with_name(f"{path.name}.idx").is_file():
         return "megatron"  # Megatron-LM users type the prefix
     if path.is_dir():
         if (path / _SPLITS).is_file():
@@ -104,29 +124,40 @@ def _kind_by_name(path: Path) -> str:
     if not path.exists():
         raise ManifestError(f"there is no source {path}")
     for kind, suffixes in _SUFFIXES.items():
-        if path.suffix in suffixes:
+        if inner_suffix(path) in suffixes:
+            if is_compressed(path) and kind != "jsonl":
+                raise ManifestError(f"{path} is compressed; only JSON lines are read from .gz and .zst: unpack it")
             return kind
     if path.suffix == ".bin" and path.with_suffix(".idx").is_file():
         return "megatron"
     raise ManifestError(f"cannot recognize the kind of {path} by its name; choose with --kind {'|'.join(KINDS)}")
 
 
-def open_source(path: Path, kind: str, options: SourceOptions, *, output: Path | None = None) -> Source:
+def open_source(
+    path: Path, kind: str, options: SourceOptions, *, output: Path | None = None, files: Sequence[Path] = ()
+) -> Source:
     """Open a source to count its sequences, as `_open_source` does, which have masks where the options say so.
 
     Raises:
         UsageError: also for masks that sequences of the kind cannot have.
     """
     if options.mask is None:
-        return _open_source(path, kind, options, output)
+        return _open_source(path, kind, options, output, files)
     rule = mask_rule(options.mask)
     if kind == "media" or (rule.column and kind not in ("jsonl", "parquet", "arrow")):
         named = "sequences of token ids or texts" if kind == "media" else "JSONL, Parquet or Arrow with that column"
         raise UsageError(f"--mask {rule} needs {named}, not --kind {kind}")
-    return MaskedSource(_open_source(path, kind, options, output, rule.column), rule)
+    return MaskedSource(_open_source(path, kind, options, output, files, rule.column), rule)
 
 
-def _open_source(path: Path, kind: str, options: SourceOptions, output: Path | None, mask_column: str = "") -> Source:
+def _open_source(
+    path: Path,
+    kind: str,
+    options: SourceOptions,
+    output: Path | None,
+    named: Sequence[Path],
+    mask_column: str = "",
+) -> Source:
     """Open a source to count its sequences.
 
     Args:
@@ -134,17 +165,19 @@ def _open_source(path: Path, kind: str, options: SourceOptions, output: Path | N
         kind: one of `KINDS`.
         options: how to read it.
         output: the manifest to be written, absolute; a text tree leaves it out, and it may not become a shard.
+        named: files that were named one by one.
         mask_column: goes along with the lengths; "" for none.
     """
     path = path.absolute()
     if kind == "megatron":
         # Megatron's own --data-path is a prefix without a suffix, which may hold dots itself.
-        index = path.with_suffix(".idx") if path.suffix in (".bin", ".idx") else Path(f"{path}.idx")
+        is_file = path.suffix in (".bin", ".idx")
+        index = path.with_suffix(".idx") if is_file else path.with_name(f"{path.name}.idx")
         return MegatronIndex.open(index, vocab_size=options.vocab_size)
     if kind == "media":
-        return _media(path, options)
+        return _media(path, options, named)
     if kind == "chat":
-        return _chat(path, options)
+        return _chat(path, options, named)
     tokenizer = open_tokenizer(options.tokenizer)
     if kind == "text":
         if not path.is_dir():
@@ -152,57 +185,66 @@ def _open_source(path: Path, kind: str, options: SourceOptions, output: Path | N
         return TextTree(root=path, include=options.include, exclude=options.exclude, tokenizer=tokenizer, output=output)
     if output is not None and output.parent == path:
         raise UsageError(f"-o {output} would lie among the files of {path}; name another folder with -o")
-    files = _shard_paths(path, kind) if path.is_dir() else [path]
+    files = list(named) or (_shard_paths(path, kind) if path.is_dir() else [path])
     if not files:
         raise ManifestError(f"{path} holds no {' or '.join(_SUFFIXES[kind])} file")
     if kind == "jsonl":
+        each(size_of, files)  # asked for together, and remembered
         column = options.column or usual_field(files[0])
         return JsonLines(path=path, files=tuple(files), column=column, tokenizer=tokenizer, mask_column=mask_column)
-    shards = [open_shard(file) for file in files]
-    return columnar(path, shards, options.column, tokenizer, mask_column=mask_column)
+    return columnar(path, each(open_shard, files), options.column, tokenizer, mask_column=mask_column)
 
 
 def _splits_of(folder: Path) -> str:
     return ", ".join(str(state.parent) for state in sorted(folder.glob("*/state.json"))) or f"{folder}/SPLIT"
 
 
-def _chat(path: Path, options: SourceOptions) -> ChatData:
+def _chat(path: Path, options: SourceOptions, named: Sequence[Path]) -> ChatData:
     if options.tokenizer == "bytes":
         raise UsageError(
             "chat data is rendered by a checkpoint's chat template; give the checkpoint's folder with --tokenizer "
             "FOLDER, or name a field of texts or tokens with --kind and --column"
         )
-    kind = next((kind for kind in ("parquet", "arrow", "jsonl") if path.is_dir() and _shard_paths(path, kind)), None)
-    files = [path] if kind is None else _shard_paths(path, kind)
+    files = list(named) or _record_files(path)
     folder = local_checkpoint(options.tokenizer).absolute()
     folder = folder.parent if folder.is_file() else folder
     return ChatData(path=path, files=tuple(files), encoder=ChatEncoder(folder, options.train_on))
 
 
-def _media(path: Path, options: SourceOptions) -> MediaSizes | PictureData:
-    named = options.processor or (options.tokenizer if Path(options.tokenizer).is_dir() else None)
-    if named is None:
+def _media(path: Path, options: SourceOptions, named: Sequence[Path]) -> MediaSizes | PictureData:
+    model = options.processor or (options.tokenizer if Path(options.tokenizer).is_dir() else None)
+    if model is None:
         raise UsageError(
             "--kind media needs --processor: qwen3-vl, qwen2.5-vl, internvl, gemma3 or the folder of a checkpoint"
         )
-    processor = open_processor(named)
-    files = _picture_files(path) if any((Path(named) / name).is_file() for name in _TOKENIZER_FILES) else []
+    processor = open_processor(model)
+    files = _picture_files(path, named) if any((Path(model) / name).is_file() for name in _TOKENIZER_FILES) else []
     if files:
-        folder = Path(named).absolute()
+        folder = Path(model).absolute()
         encoder = ChatEncoder(folder, options.train_on, processor)
         return PictureData(path=path, files=tuple(files), encoder=encoder, skips_bad=options.skips_bad)
+    sizes = tuple(named or media_files(path))
     if options.tokenizer == "bytes":
-        return MediaSizes(path=path, processor=processor, count_text=words_of, counted_by="rule")
+        return MediaSizes(path=path, files=sizes, processor=processor, count_text=words_of, counted_by="rule")
     tokenizer = FileTokenizer(local_checkpoint(options.tokenizer))
-    return MediaSizes(path=path, processor=processor, count_text=tokenizer.count_inside, counted_by=tokenizer.name)
+    return MediaSizes(
+        path=path, files=sizes, processor=processor, count_text=tokenizer.count_inside, counted_by=tokenizer.name
+    )
 
 
-def _picture_files(path: Path) -> list[Path]:
-    """Return the files of a source that holds pictures or their names; none where it holds sizes alone."""
-    if path.suffix == ".tar" or (path.is_dir() and _shard_paths(path, "media")):
-        return media_files(path)
+def _record_files(path: Path) -> list[Path]:
+    """Return the file itself, or the files of a folder that hold records."""
     kind = next((kind for kind in ("parquet", "arrow", "jsonl") if path.is_dir() and _shard_paths(path, kind)), None)
-    files = [path] if kind is None else _shard_paths(path, kind)
+    return [path] if kind is None else _shard_paths(path, kind)
+
+
+def _picture_files(path: Path, named: Sequence[Path]) -> list[Path]:
+    """Return the files of a source that holds pictures or their names; none where it holds sizes alone."""
+    if not named and (path.suffix == ".tar" or (path.is_dir() and _shard_paths(path, "media"))):
+        return media_files(path)
+    files = list(named) or _record_files(path)
+    if files[0].suffix == ".tar":
+        return files
     if files[0].is_dir() or files[0].suffix in (".csv", ".tsv"):
         return []
     record = next((found.record for found in chat_records(files[0])), {})
@@ -213,8 +255,16 @@ def _picture_files(path: Path) -> list[Path]:
 
 def _shard_paths(folder: Path, kind: str) -> list[Path]:
     suffixes = [suffix for suffix in _SUFFIXES[kind] if suffix != ".json"]  # folders hold .json files of every purpose
-    files = sorted(file for file in folder.iterdir() if file.suffix in suffixes and not file.name.startswith("."))
+    suffix_of = inner_suffix if kind == "jsonl" else _suffix
+    files = sorted(file for file in folder.iterdir() if suffix_of(file) in suffixes and not file.name.startswith("."))
+    if kind == "jsonl" and not files:
+        tars = _shard_paths(folder, "media")
+        files = tars if tars and holds_lines(tars[0]) else []
     return [file for file in files if kind != "parquet" or not _made_by_fcp(file)]
+
+
+def _suffix(file: Path) -> str:
+    return file.suffix
 
 
 def _made_by_fcp(file: Path) -> bool:

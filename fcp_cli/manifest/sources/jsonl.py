@@ -6,21 +6,32 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
-from fcp_cli.manifest.sources.base import WHOLE, Part, RowBatch, grouped
+from fcp_cli.manifest.sources.base import WHOLE, FileSpan, Part, RowBatch, grouped, names_below
 from fcp_cli.manifest.tokenizer import Tokenizer, utf8
 from fcp_cli.reading.documents import decode_record
-from fcp_cli.reading.inputs import bounded_lines, open_input
+from fcp_cli.reading.inputs import (
+    bounded_lines,
+    cached_by_file,
+    is_compressed,
+    open_input,
+    open_records,
+    open_unpacked,
+    stored_bytes_read,
+)
+from fcp_cli.reading.remote import RemotePath, remembered_size
+from fcp_cli.reading.tar import tar_files
 
 _USUAL_FIELDS: Final = ("text", "input_ids", "tokens", "token_ids", "content")
+LINE_SUFFIXES: Final = (".jsonl", ".ndjson")
 _BATCH_LINES: Final = 16_384
-_BATCH_BYTES: Final = 32 << 20
+_BATCH_BYTES: Final = 4 << 20
 _PART_BYTES: Final = 8 << 20
 
 
@@ -29,18 +40,28 @@ class JsonLine(NamedTuple):
 
     Attributes:
         place: of the line, for messages: FILE:NUMBER, or FILE at byte N if lines before it were not read.
-        byte_offset: where it begins in its file.
+        byte_offset: where it begins in its file, or in the content of a compressed one.
         content: of the line, with its end.
+        done: bytes of the file that were read for it.
     """
 
     place: str
     byte_offset: int
     content: bytes
+    done: int
+
+
+class LineGroup(NamedTuple):
+    """Consecutive lines of file number `shard`; the first is number `start` of the part."""
+
+    shard: int
+    start: int
+    lines: list[JsonLine]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JsonLines:
-    """Records of one or several `.jsonl` files.
+    """Records of one or several `.jsonl` files, compressed or not, or of the `.jsonl` members of tars.
 
     Attributes:
         path: the file, or the folder that holds `files`.
@@ -73,20 +94,28 @@ class JsonLines:
         return {
             "kind": "jsonl",
             "path": str(self.path),
-            "files": [file.name for file in self.files],
+            "files": names_below(self.path, self.files),
             "column": self.column,
             "tokenizer": self.tokenizer.name,
         }
 
+    @property
+    def is_streamed(self) -> bool:
+        return any(map(is_compressed, self.files))
+
     def batches(self) -> Iterator[RowBatch]:
+        return map(self.count, self.groups())
+
+    def groups(self) -> Iterator[LineGroup]:
         start = 0
         for span in self.part.files([size_of(file) for file in self.files]):
             sized = ((line, len(line.content)) for line in json_lines(self.files[span.file], span.start, span.stop))
             for lines in grouped(sized, most_items=_BATCH_LINES, most_bytes=_BATCH_BYTES):
-                yield self._count(span.file, start, lines)
+                yield LineGroup(span.file, start, lines)
                 start += len(lines)
 
-    def _count(self, shard: int, start: int, lines: list[JsonLine]) -> RowBatch:
+    def count(self, group: LineGroup) -> RowBatch:
+        shard, start, lines = group
         values = [token_value(line.content, self.column, line.place) for line in lines]
         is_text = np.array([isinstance(value, bytes) for value in values])
         lengths = np.zeros(len(values), np.int64)
@@ -109,7 +138,7 @@ class JsonLines:
             largest = max(largest, self.tokenizer.vocab_size - 1)
         return RowBatch(
             rows=rows,
-            done=sum(len(line.content) for line in lines),
+            done=sum(line.done for line in lines),
             largest_token=largest,
             counted_ids=len(lines),
             places=[line.place for line in lines],
@@ -204,23 +233,66 @@ def json_record(line: bytes, place: str) -> dict[str, Any]:
 def json_lines(file: Path, start: int = 0, stop: int | None = None) -> Iterator[JsonLine]:
     """Yield every line that is not blank and begins at byte `start` or later, and before `stop`.
 
+    Lines of a compressed file all begin at its first byte. Of a tar, the members that end in `.jsonl` are read.
+
     Raises:
         ManifestError: the file cannot be read.
     """
+    if is_compressed(file):
+        if start:
+            return
+        stop = None
     try:
-        with open_input(file, seekable=start > 0) as stream:
-            offset = start
-            if start:  # the line that began before belongs to the part before
-                stream.seek(start - 1)
-                offset += len(next(bounded_lines(stream), b"")) - 1
-            for number, line in enumerate(bounded_lines(stream), start=1):
-                if stop is not None and offset >= stop:
-                    break
-                if line.strip():
-                    yield JsonLine(f"{file} at byte {offset}" if start else f"{file}:{number}", offset, line)
-                offset += len(line)
+        with open_records(file, seekable=start > 0) as stream:
+            if file.suffix != ".tar":
+                yield from _lines_between(file, stream, start, stop)
+                return
+            for member in line_members(file):
+                if member.stop > start and (stop is None or member.start < stop):
+                    stream.seek(member.start)
+                    yield from _lines_between(file, stream, start, stop, member=member)
     except OSError as error:
         raise ManifestError(f"cannot read {file}: {error.strerror or error}") from error
+
+
+def _lines_between(
+    file: Path, stream: BinaryIO, start: int, stop: int | None, *, member: FileSpan | None = None
+) -> Iterator[JsonLine]:
+    offset, end = (0, None) if member is None else (member.start, member.stop)
+    if start > offset:  # the line that began before belongs to the part before
+        stream.seek(start - 1)
+        offset = start + len(next(bounded_lines(stream), b"")) - 1
+    packed = stored_bytes_read(stream) if is_compressed(file) else 0
+    for number, line in enumerate(bounded_lines(stream), start=1):
+        if (stop is not None and offset >= stop) or (end is not None and offset >= end):
+            break
+        content = line if end is None else line[: end - offset]
+        done = len(content)
+        if is_compressed(file):
+            done = stored_bytes_read(stream) - packed
+            packed += done
+        if content.strip():
+            place = f"{file} at byte {offset}" if start or member else f"{file}:{number}"
+            yield JsonLine(place, offset, content, done)
+        offset += len(content)
+
+
+def _line_members(tar: Path) -> list[FileSpan]:
+    with open_input(tar, seekable=True) as stream:
+        members = [member for _, member in tar_files(tar, stream, error=ManifestError)]
+    lines = [member for member in members if member.name.endswith(LINE_SUFFIXES)]
+    return [FileSpan(0, member.offset_data, member.offset_data + member.size) for member in lines]
+
+
+# The spans of a tar's members with JSON lines: every part of the tar begins with them.
+line_members = cached_by_file(_line_members, maxsize=1024)
+
+
+def holds_lines(tar: Path) -> bool:
+    """Return whether the first file in a tar is one of JSON lines; False if it cannot be read."""
+    with suppress(OSError, ManifestError), open_input(tar, seekable=True) as stream:
+        return next((m.name.endswith(LINE_SUFFIXES) for _, m in tar_files(tar, stream, error=ManifestError)), False)
+    return False
 
 
 def line_at(file: Path, byte_offset: int) -> bytes:
@@ -230,9 +302,14 @@ def line_at(file: Path, byte_offset: int) -> bytes:
         ManifestError: the file cannot be read.
     """
     try:
-        with open_input(file, seekable=True) as stream:
-            stream.seek(byte_offset)
-            return next(bounded_lines(stream), b"")
+        with open_unpacked(file, byte_offset) if is_compressed(file) else open_input(file, seekable=True) as stream:
+            if not is_compressed(file):
+                stream.seek(byte_offset)
+            line = next(bounded_lines(stream), b"")
+        if file.suffix == ".tar":
+            span = next((one for one in line_members(file) if one.start <= byte_offset < one.stop), None)
+            return b"" if span is None else line[: span.stop - byte_offset]
+        return line
     except OSError as error:
         raise ManifestError(f"cannot read {file}: {error.strerror or error}") from error
 
@@ -244,6 +321,6 @@ def size_of(file: Path) -> int:
         ManifestError: it cannot be read.
     """
     try:
-        return file.stat().st_size
+        return remembered_size(file) if isinstance(file, RemotePath) else file.stat().st_size
     except OSError as error:
         raise ManifestError(f"cannot read {file}: {error.strerror or error}") from error

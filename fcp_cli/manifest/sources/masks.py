@@ -102,6 +102,10 @@ class MaskedSource:
     def parts(self) -> int:
         return self.source.parts if isinstance(self.source, DivisibleSource) else 1
 
+    @property
+    def is_streamed(self) -> bool:
+        return isinstance(self.source, DivisibleSource) and self.source.is_streamed
+
     def only(self, part: Part) -> MaskedSource:
         assert isinstance(self.source, DivisibleSource)
         return replace(self, source=self.source.only(part))
@@ -110,8 +114,18 @@ class MaskedSource:
         return self.source.describe() | {"mask": str(self.rule)}
 
     def batches(self) -> Iterator[RowBatch]:
-        for batch in self.source.batches():
-            yield replace(batch, rows=self._with_eta(batch))
+        return map(self._masked, self.source.batches())
+
+    def groups(self) -> Iterator[Any]:
+        assert isinstance(self.source, DivisibleSource)
+        return self.source.groups()
+
+    def count(self, group: Any) -> RowBatch:
+        assert isinstance(self.source, DivisibleSource)
+        return self._masked(self.source.count(group))
+
+    def _masked(self, batch: RowBatch) -> RowBatch:
+        return replace(batch, rows=self._with_eta(batch))
 
     def _with_eta(self, batch: RowBatch) -> Any:
         rows = batch.rows

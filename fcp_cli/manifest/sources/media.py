@@ -39,20 +39,22 @@ class MediaSizes:
     """A source of sizes: JSON lines, a table, LLaVA-style JSON, a WebDataset.
 
     Attributes:
-        path: the file or the folder of tars, absolute.
+        path: the file, or the folder that holds `files`, absolute.
+        files: in the order of their rows.
         processor: how the model's family turns pixels into tokens.
         count_text: tokens of the short texts that it puts between visual tokens.
         counted_by: where `count_text` comes from, for the manifest: a tokenizer file, or `rule`.
     """
 
     path: Path
+    files: tuple[Path, ...]
     processor: VisionProcessor
     count_text: Callable[[str], int]
     counted_by: str
 
     @property
     def units(self) -> int | None:
-        return media_units(self.path)
+        return media_units(self.files)
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -65,7 +67,7 @@ class MediaSizes:
 
     def batches(self) -> Iterator[RowBatch]:
         count = lru_cache(maxsize=1 << 16)(self.count_text)
-        found = ((one, one.done) for one in read_media(self.path))
+        found = ((one, one.done) for file in self.files for one in read_media(file))
         start = 0
         for group in grouped(found, most_items=_BATCH_RECORDS, most_bytes=_BATCH_BYTES):
             rows = [self._row(one, start + i, count) for i, one in enumerate(group)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import tarfile  # for its types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path, PurePosixPath
@@ -23,6 +23,7 @@ from fcp_cli.manifest.sources.jsonl import json_lines, json_record, size_of
 from fcp_cli.manifest.sources.shards import open_shard, python_rows
 from fcp_cli.reading.documents import read_records
 from fcp_cli.reading.inputs import open_input, require_input
+from fcp_cli.reading.remote import RemotePath
 from fcp_cli.reading.tar import tar_content, tar_files
 from fcp_cli.validation import shown
 
@@ -53,14 +54,13 @@ class MediaRecord:
 
 
 def read_media(path: Path) -> Iterator[MediaRecord]:
-    """Yield the records of a source of sizes, by its suffix; a folder is one of tars.
+    """Yield the records of a file of sizes, by its suffix.
 
     Raises:
         ManifestError: it cannot be read, or a record has no sizes.
     """
-    if path.is_dir() or path.suffix == ".tar":
-        for tar in media_files(path):
-            yield from _tar(tar)
+    if path.suffix == ".tar":
+        yield from _tar(path)
     elif path.suffix in TABLE_SUFFIXES:
         yield from _table(path)
     elif path.suffix == ".json":
@@ -68,7 +68,7 @@ def read_media(path: Path) -> Iterator[MediaRecord]:
     else:
         for line in json_lines(path):
             record = json_record(line.content, line.place)
-            yield MediaRecord(record=record, place=line.place, done=len(line.content), byte_offset=line.byte_offset)
+            yield MediaRecord(record=record, place=line.place, done=line.done, byte_offset=line.byte_offset)
 
 
 def media_files(path: Path) -> list[Path]:
@@ -85,9 +85,9 @@ def media_files(path: Path) -> list[Path]:
     return tars
 
 
-def media_units(path: Path) -> int | None:
+def media_units(files: Sequence[Path]) -> int | None:
     """Return the sum that the records' `done` will reach; None where it is unknown before the end."""
-    return None if path.suffix in TABLE_SUFFIXES else sum(size_of(file) for file in media_files(path))
+    return None if any(file.suffix in TABLE_SUFFIXES for file in files) else sum(map(size_of, files))
 
 
 def _table(path: Path) -> Iterator[MediaRecord]:
@@ -108,7 +108,8 @@ def _table_batches(path: Path) -> Iterator[Any]:
     delimiter = "\t" if path.suffix == ".tsv" else ","
     with readable(path, kind="CSV"):
         options = pa.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
-        yield from pa.csv.open_csv(path, parse_options=options)
+        source = path.open("rb") if isinstance(path, RemotePath) else path
+        yield from pa.csv.open_csv(source, parse_options=options)
 
 
 def _from_metadata(values: dict[str, Any], place: str) -> dict[str, Any]:
@@ -245,7 +246,8 @@ def video_size(source: Path | IO[bytes], place: str) -> dict[str, float]:
     try:
         if isinstance(source, Path):
             require_input(source)
-        with av.open(str(source) if isinstance(source, Path) else source) as container:
+        opened = source.open("rb") if isinstance(source, RemotePath) else source
+        with av.open(str(opened) if isinstance(opened, Path) else opened) as container:
             stream = next(iter(container.streams.video), None)
             if stream is None or stream.codec_context is None:  # None if PyAV has no decoder for it
                 raise ManifestError(f"{place} has no video stream")

@@ -11,6 +11,7 @@ document boundaries are not read, since Megatron-LM itself samples sequences thr
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,7 @@ from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.sources.base import RowBatch
 from fcp_cli.reading.inputs import open_input
+from fcp_cli.reading.remote import RemotePath
 
 _HEADER: Final = struct.Struct("<9sQBQQ")
 _MAGIC: Final = b"MMIDIDX\x00\x00"
@@ -98,7 +100,7 @@ class MegatronIndex:
             )
 
     def tokens(self) -> _Tokens:
-        """Map the whole `.bin`: [tokens].
+        """Map the whole `.bin`, or of a store, read its ranges: [tokens].
 
         Raises:
             ManifestError: it is missing.
@@ -106,7 +108,7 @@ class MegatronIndex:
         try:
             size = self.bin.stat().st_size // np.dtype(self.token_type).itemsize
             # An empty file cannot be mapped.
-            return np.memmap(self.bin, self.token_type, "r", shape=(size,)) if size else np.empty(0, self.token_type)
+            return _mapped(self.bin, self.token_type, 0, size) if size else np.empty(0, self.token_type)
         except OSError as error:
             raise ManifestError(
                 f"cannot read {self.bin}, which holds the tokens of {self.path}: {error.strerror}"
@@ -135,11 +137,37 @@ class MegatronIndex:
 
     def lengths(self) -> np.ndarray[Any, np.dtype[np.int32]]:
         """Map the tokens of each sequence from the file: [sequences]."""
-        return np.memmap(self.path, "<i4", "r", _HEADER.size, (self.sequences,))
+        return _mapped(self.path, "<i4", _HEADER.size, self.sequences)
 
     def byte_offsets(self) -> IntArray:
         """Map the start of each sequence in the `.bin` from the file: [sequences]."""
-        return np.memmap(self.path, "<i8", "r", _HEADER.size + 4 * self.sequences, (self.sequences,))
+        return _mapped(self.path, "<i8", _HEADER.size + 4 * self.sequences, self.sequences)
+
+
+class _Ranges:
+    """Array in an object of a store; a slice or an item of it is one range. Any number of threads may read."""
+
+    def __init__(self, path: RemotePath, kind: str, offset: int, count: int) -> None:
+        self._file, self._kind, self._offset, self._count = path.open("rb", 0), np.dtype(kind), offset, count
+        self._lock = threading.Lock()
+        self.itemsize = self._kind.itemsize
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, at: Any) -> Any:
+        start, stop, _ = at.indices(self._count) if isinstance(at, slice) else (int(at), int(at) + 1, 1)
+        with self._lock:
+            self._file.seek(self._offset + start * self.itemsize)
+            found = np.frombuffer(self._file.read(max(stop - start, 0) * self.itemsize), self._kind)
+        return found if isinstance(at, slice) else found[0]
+
+
+def _mapped(path: Path, kind: str, offset: int, count: int) -> Any:
+    """Map `count` numbers of a numpy type from byte `offset` of a file on."""
+    if isinstance(path, RemotePath):
+        return _Ranges(path, kind, offset, count)
+    return np.memmap(path, kind, "r", offset, (count,))
 
 
 class MegatronTokens:

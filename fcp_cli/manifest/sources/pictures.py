@@ -18,7 +18,8 @@ from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.chat import ChatEncoder, Encoded, Pictured
 from fcp_cli.manifest.header import LEARNED_COLUMN
-from fcp_cli.manifest.sources.base import RowBatch, grouped
+from fcp_cli.manifest.sources.base import RowBatch, grouped, names_below
+from fcp_cli.manifest.sources.jsonl import size_of
 from fcp_cli.manifest.sources.media_readers import HEADER_BYTES, image_size, video_size
 from fcp_cli.manifest.sources.picture_records import Conversation, conversation_at, read_conversations
 from fcp_cli.manifest.sources.picture_refs import Picture
@@ -78,7 +79,7 @@ class PictureData:
         return {
             "kind": "media",
             "path": str(self.path),
-            "files": [file.name for file in self.files],
+            "files": names_below(self.path, self.files),
             "content": "pixels",
             "tokenizer": str(self.encoder.folder),
             "processor": self.encoder.processor.describe(),
@@ -264,4 +265,4 @@ def _as_struct(size: PictureSize) -> dict[str, Any]:
 def _units(file: Path) -> int:
     if file.suffix in (*PARQUET_SUFFIXES, *ARROW_SUFFIXES):
         return int(open_shard(file).group_rows.sum())
-    return file.stat().st_size
+    return size_of(file)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -17,6 +17,7 @@ from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.sources.base import RowBatch, grouped
 from fcp_cli.manifest.tokenizer import ByteTokenizer, Tokenizer
 from fcp_cli.reading.inputs import open_input
+from fcp_cli.reading.remote import RemotePath
 
 _SNIFF_BYTES: Final = 8192  # a NUL byte this early marks a binary file, as for git and grep
 _BATCH_FILES: Final = 1024
@@ -75,7 +76,8 @@ class TextTree:
     def _files(self, folder: Path, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield names below `root` and sizes in bytes."""
         with _naming(folder):
-            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+            found: Iterable[Any] = folder.iterdir() if isinstance(folder, RemotePath) else os.scandir(folder)
+            entries = sorted(found, key=lambda entry: entry.name)
         for entry in entries:
             name, path = prefix + entry.name, folder / entry.name
             if entry.name.startswith(".") or path == self.output or _matches(name, self.exclude):
@@ -112,7 +114,7 @@ def _matches(name: str, globs: tuple[str, ...]) -> bool:
 def _text_bytes(path: Path) -> int:
     """Return the size of a text file, read only as far as it takes to know that it is one; -1 for a binary file."""
     with _naming(path), open_input(path) as file:
-        return -1 if _is_binary(file.read(_SNIFF_BYTES)) else os.fstat(file.fileno()).st_size
+        return -1 if _is_binary(file.read(_SNIFF_BYTES)) else path.stat().st_size
 
 
 def _is_binary(text: bytes) -> bool:
