@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
@@ -12,6 +13,7 @@ from fcp_cli.console import note, print_json, print_table, progress, results
 from fcp_cli.errors import UsageError
 from fcp_cli.files import refuse_to_overwrite
 from fcp_cli.options import MOST_PIXELS, MOST_ROWS, MOST_WORKERS, Arg, Opt, Typed
+from fcp_cli.reading.remote import data_path
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:
@@ -132,6 +134,25 @@ class BuildOptions:
             group="Many nodes",
         ),
     ] = None
+    on: Annotated[
+        str | None,
+        Opt(
+            "Count in tasks of Ray, or in an array job of Slurm, and merge; parts that are counted already are kept "
+            "in OUTPUT.parts.",
+            metavar="ray|ray://HOST:PORT|slurm",
+            unset="processes of this machine",
+            common=True,
+        ),
+    ] = None
+    shards: Annotated[
+        int | None, Opt("Parts to make with --on.", min=1, max=100_000, unset="one per 256 MiB of text")
+    ] = None
+    sbatch_option: Annotated[
+        tuple[str, ...],
+        Opt(
+            "An option of sbatch for --on slurm, as --sbatch-option=--partition=cpu; may be repeated.", metavar="OPTION"
+        ),
+    ] = ()
     json: Annotated[bool, Opt("Print the summary as one JSON document.", common=True, group="Options")] = False
     typed: Annotated[frozenset[str], Typed()] = frozenset()
 
@@ -181,6 +202,9 @@ def build(options: BuildOptions) -> None:
     if workers > 1 and isinstance(rows, DivisibleSource) and rows.parts > 1:
         reopen = partial(open_source, source, kind, reading, output=output.absolute(), files=files)
         rows = CountedByWorkers(source=rows, reopen=reopen, workers=workers, part=part)
+    if options.on is not None:
+        _build_on(options.on, opened, _reopening(source, kind, reading, files), options)
+        return
     if options.shard is not None:
         _build_part(opened, rows, part, options)
         return
@@ -188,15 +212,56 @@ def build(options: BuildOptions) -> None:
 
 
 def _build_part(opened: Source, rows: Source, part: Part, options: BuildOptions) -> None:
-    from fcp_cli.manifest.parts import divisible, write_part
+    from fcp_cli.manifest.parts import counted_rows, divisible, part_identity, write_part
 
-    with progress() as bar:
-        task = bar.add_task(f"reading part {options.shard}", total=rows.units)
-        count = write_part(divisible(opened), rows, part, options.output, advance=lambda done: bar.advance(task, done))
+    whole = divisible(opened)
+    count = counted_rows(options.output, part_identity(whole, part), part)
+    verb = "kept" if count is not None else "wrote"
+    if count is None:
+        with progress() as bar:
+            task = bar.add_task(f"reading part {options.shard}", total=rows.units)
+            count = write_part(whole, rows, part, options.output, advance=lambda done: bar.advance(task, done))
     if options.json:
         print_json({"part": str(options.output), "shard": options.shard, "sequences": count})
-    note(f"wrote {counted(count, 'sequence')} of part {options.shard} to {options.output}; next, with all parts:")
+    note(f"{verb} {counted(count, 'sequence')} of part {options.shard} in {options.output}; next, with all parts:")
     note("fcp manifest merge PARTS -o lengths.parquet")
+
+
+def _build_on(engine: str, opened: Source, reopen: Callable[[], Source], options: BuildOptions) -> None:
+    from fcp_cli.manifest.engines import count_on_ray, part_folder
+    from fcp_cli.manifest.header import build_options
+    from fcp_cli.manifest.parts import MergedParts
+
+    name, scheme, _ = engine.partition("://")
+    if name not in ("ray", "slurm") or (scheme and name == "slurm"):
+        raise UsageError(f"--on {engine} is neither ray, ray://HOST:PORT nor slurm")
+    if options.shard is not None:
+        raise UsageError("--shard counts one part here, and --on counts all of them elsewhere; leave out one of them")
+    folder = part_folder(opened, options.output, name, options.shards)
+    missing = folder.missing()
+    note(f"{folder.path}: {folder.count - len(missing)} of {counted(folder.count, 'part')} counted already")
+    if missing and name == "slurm":
+        from fcp_cli.launching.targets.manifest_array import submit_build
+
+        sources = [str(data_path(word).absolute()) for word in options.source]
+        words = [*sources, *build_options(opened.describe())]
+        for line in submit_build(folder, missing, words, options.output, options.sbatch_option):
+            note(line)
+        return
+    with progress() as bar:
+        task = bar.add_task("counting parts", total=folder.count, completed=folder.count - len(missing))
+        for _ in count_on_ray(folder, missing, reopen, engine if scheme else None) if missing else ():
+            bar.advance(task)
+    _report_built(_build(MergedParts(folder.files), "merging", options.output), options.json)
+
+
+def _reopening(source: Path, kind: str, reading: SourceOptions, files: tuple[Path, ...]) -> Callable[[], Source]:
+    """Return a function that opens a source from another folder, too."""
+    from fcp_cli.manifest.sources.detect import open_source
+
+    if Path(reading.tokenizer).exists():
+        reading = replace(reading, tokenizer=str(Path(reading.tokenizer).absolute()))
+    return partial(open_source, source.absolute(), kind, reading, files=files)
 
 
 def _build(rows: Source, title: str, output: Path) -> BuiltManifest:

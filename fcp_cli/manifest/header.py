@@ -138,7 +138,12 @@ def _are_texts(value: Any) -> bool:
 
 def build_command(source: Mapping[str, Any], manifest: Path) -> str:
     """Return the `fcp manifest build` line that makes `manifest` again from a recorded source."""
-    words = ["fcp", "manifest", "build", source["path"], "--kind", source["kind"]]
+    return shlex.join(["fcp", "manifest", "build", source["path"], *build_options(source), "-o", str(manifest)])
+
+
+def build_options(source: Mapping[str, Any]) -> list[str]:
+    """Return the options of `fcp manifest build` that a recorded source was read with."""
+    words = ["--kind", source["kind"]]
     for pattern in source.get("include", []):
         words += ["--include", pattern]
     for pattern in source.get("exclude", []):
@@ -153,4 +158,4 @@ def build_command(source: Mapping[str, Any], manifest: Path) -> str:
         words += ["--train-on", str(source["train_on"])]
     if source.get("mask"):
         words += ["--mask", str(source["mask"])]
-    return shlex.join([*words, "-o", str(manifest)])
+    return words

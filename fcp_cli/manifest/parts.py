@@ -193,12 +193,19 @@ def part_identity(source: DivisibleSource, part: Part) -> PartHeader:
     )
 
 
-def is_counted(path: Path, identity: PartHeader) -> bool:
-    """Return whether a file is the part of this identity, whole and of the same content."""
-    with suppress(ManifestError):
-        found = _part_header(path)
-        return replace(found, skipped={}, counted_ids=0, largest_token=-1) == identity
-    return False
+def counted_rows(path: Path, identity: PartHeader, part: Part) -> int | None:
+    """Return the rows of a file that holds a part of this content; None if it does not.
+
+    Args:
+        path: the file, which need not be there.
+        identity: of any part of the source.
+        part: which one the file should hold.
+    """
+    wanted = replace(identity, index=part.index, count=part.count)
+    with suppress(ManifestError), readable(path):
+        if path.exists() and replace(_part_header(path), skipped={}, counted_ids=0, largest_token=-1) == wanted:
+            return int(open_footer(path).num_rows)
+    return None
 
 
 def _tokenizer_digest(description: dict[str, Any]) -> str:

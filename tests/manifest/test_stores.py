@@ -1,0 +1,230 @@
+"""A real server of S3 behind a proxy that fails, and real Ray with a worker killed: nothing is lost, nothing is twice.
+
+Run by `make test-stores`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.manifest.datasets import write_tokenizer
+from tests.manifest.stores import Faults, failing_proxy
+
+pytestmark = pytest.mark.stores
+
+RECORDS = [{"text": "a b " * (n % 60) + str(n), "n": n} for n in range(60_000)]
+LINES = b"".join(json.dumps(record).encode() + b"\n" for record in RECORDS)
+_LIMIT_SECONDS = 240.0
+
+
+def compressed(content: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as packed:
+        packed.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+def tarred(members: dict[str, bytes]) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return stream.getvalue()
+
+
+def table(records: list[dict[str, Any]]) -> bytes:
+    stream = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(records), stream, row_group_size=2000)
+    return stream.getvalue()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[int]:
+    from moto.server import ThreadedMotoServer
+
+    moto = ThreadedMotoServer(port=0, verbose=False)
+    moto.start()
+    _, port = moto.get_host_and_port()
+    yield int(port)
+    moto.stop()
+
+
+@pytest.fixture(scope="module")
+def bucket(server: int) -> Any:
+    import boto3
+
+    client = boto3.client(
+        "s3",
+        endpoint_url=f"http://127.0.0.1:{server}",
+        region_name="us-east-1",
+        aws_access_key_id="key",
+        aws_secret_access_key="secret",
+    )
+    client.create_bucket(Bucket="data")
+    third = len(RECORDS) // 3
+    for shard in range(3):
+        own = RECORDS[shard * third : (shard + 1) * third]
+        lines = b"".join(json.dumps(record).encode() + b"\n" for record in own)
+        forms = {
+            f"plain/{shard}.jsonl": lines,
+            f"zst/{shard}.jsonl.zst": compressed(lines),
+            f"gz/{shard}.jsonl.gz": gzip.compress(lines, 1),
+            f"parquet/{shard}.parquet": table(own),
+            f"tars/{shard}.tar": tarred({"a.jsonl": lines[: len(lines) // 2], "b.jsonl": lines[len(lines) // 2 :]}),
+        }
+        for name, content in forms.items():
+            client.put_object(Bucket="data", Key=name, Body=content)
+    return client
+
+
+def fcp(words: list[str], environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    given = {**os.environ, **(environment or {})}
+    command = [sys.executable, "-m", "fcp_cli", *words]
+    return subprocess.run(command, env=given, capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=False)
+
+
+def of_store(url: str) -> dict[str, str]:
+    keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+    return {**keys, "AWS_ENDPOINT_URL": url}
+
+
+@pytest.mark.parametrize(
+    ("words", "workers"),
+    [
+        (["s3://data/plain"], 1),
+        (["s3://data/plain/*.jsonl"], 2),
+        (["s3://data/zst/*.jsonl.zst"], 2),
+        ([f"s3://data/gz/{shard}.jsonl.gz" for shard in range(3)], 2),
+        (["s3://data/parquet/"], 2),
+        (["s3://data/tars"], 2),
+    ],
+    ids=["prefix", "glob", "zst", "listed gz", "parquet", "tars of JSON lines"],
+)
+def test_every_sequence_of_a_store_that_fails_is_counted_once(
+    tmp_path: Path, server: int, bucket: Any, words: list[str], workers: int
+) -> None:
+    faults = Faults(errors=7, cuts=5)
+    tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
+    with failing_proxy(server, faults) as url:
+        build = ["manifest", "build", *words, "--tokenizer", str(tokenizer), "--workers", str(workers)]
+        done = fcp([*build, "-o", str(tmp_path / "m.parquet")], of_store(url))
+    assert done.returncode == 0, done.stderr
+    assert faults.failed >= 1
+    found = pq.read_table(tmp_path / "m.parquet").column("length").to_pylist()
+    (tmp_path / "all.jsonl").write_bytes(LINES)
+    local = fcp(
+        [
+            "manifest",
+            "build",
+            str(tmp_path / "all.jsonl"),
+            "--tokenizer",
+            str(tokenizer),
+            "-o",
+            str(tmp_path / "l.parquet"),
+        ]
+    )
+    assert local.returncode == 0, local.stderr
+    assert found == pq.read_table(tmp_path / "l.parquet").column("length").to_pylist()
+
+
+def test_tokens_are_read_again_from_the_store(
+    tmp_path: Path, server: int, bucket: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fcp_cli.manifest.tokens import open_tokens
+
+    for name, value in of_store(f"http://127.0.0.1:{server}").items():
+        monkeypatch.setenv(name, value)
+    for form in ("plain", "zst", "tars", "parquet"):
+        done = fcp(["manifest", "build", f"s3://data/{form}", "-o", str(tmp_path / f"{form}.parquet")], {})
+        assert done.returncode == 0, done.stderr
+        tokens = open_tokens(tmp_path / f"{form}.parquet")
+        for row in random.Random(0).sample(range(len(RECORDS)), 20):
+            assert bytes(tokens(row).astype("u1")) == str(RECORDS[row]["text"]).encode()
+
+
+def test_missing_keys_and_buckets_are_one_line(tmp_path: Path, server: int, bucket: Any) -> None:
+    environment = of_store(f"http://127.0.0.1:{server}")
+    output = str(tmp_path / "m.parquet")
+    for words, message in [
+        (["s3://data/none.jsonl"], "error: there is no source s3://data/none.jsonl"),
+        (["s3://data/none/*.jsonl"], "error: no file matches s3://data/none/*.jsonl"),
+        (["s3://data/plain/0.jsonl", "s3://data/plain/9.jsonl"], "error: there is no source s3://data/plain/9.jsonl"),
+    ]:
+        done = fcp(["manifest", "build", *words, "-o", output], environment)
+        assert (done.returncode, done.stderr.splitlines()[-1]) == (1, message)
+    assert not list(tmp_path.iterdir())
+
+
+def ray_workers() -> list[int]:
+    """Processes that count a part for Ray now."""
+    found = []
+    for process in Path("/proc").iterdir():
+        try:
+            if process.name.isdecimal() and b"ray::_counted_part" in (process / "cmdline").read_bytes():
+                found.append(int(process.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    ends = time.monotonic() + _LIMIT_SECONDS
+    while time.monotonic() < ends:
+        if found := condition():
+            return found
+        time.sleep(0.02)
+    raise TimeoutError
+
+
+def test_a_killed_worker_of_ray_changes_nothing_and_parts_are_never_counted_again(tmp_path: Path) -> None:
+    source, tokenizer = tmp_path / "all.jsonl", write_tokenizer(tmp_path / "tokenizer.json")
+    source.write_bytes(LINES * 3)
+    options = ["manifest", "build", str(source), "--tokenizer", str(tokenizer)]
+    whole, output = tmp_path / "whole.parquet", tmp_path / "m.parquet"
+    assert fcp([*options, "-o", str(whole)]).returncode == 0
+    command = [sys.executable, "-m", "fcp_cli", *options, "--on", "ray", "--shards", "8", "-o", str(output)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as building:
+        first = wait_for(ray_workers)
+        os.kill(first[0], signal.SIGKILL)
+        _, errors = building.communicate(timeout=_LIMIT_SECONDS)
+    assert building.returncode == 0, errors
+    assert output.read_bytes() == whole.read_bytes()
+    parts = sorted((tmp_path / "m.parquet.parts").iterdir())
+    assert len(parts) == 8
+    # One part is lost, and another holds a build of other data: both are counted again, the others are not.
+    parts[0].unlink()
+    parts[1].write_bytes(parts[2].read_bytes())
+    kept = {part: part.stat().st_mtime_ns for part in parts[2:]}
+    output.unlink()
+    again = fcp([*options, "--on", "ray", "--shards", "8", "-o", str(output)])
+    assert again.returncode == 0, again.stderr
+    assert "6 of 8 parts counted already" in again.stderr
+    assert output.read_bytes() == whole.read_bytes()
+    assert {part: part.stat().st_mtime_ns for part in parts[2:]} == kept
+
+
+def test_a_fault_in_the_data_is_the_one_line_of_a_task_of_ray(tmp_path: Path) -> None:
+    source = tmp_path / "d.jsonl"
+    source.write_text('{"text": "a"}\n' * 50 + '{"txet": "b"}\n')
+    done = fcp(["manifest", "build", str(source), "--on", "ray", "--shards", "3", "-o", str(tmp_path / "m.parquet")])
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith("has no field 'text'; its fields are txet; name one with --column")
+    assert not (tmp_path / "m.parquet").exists()
