@@ -13,7 +13,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from fcp_cli.words import one_line
+from fcp_cli.words import one_line, short_count
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -119,13 +119,28 @@ def _without_nan(value: Any) -> Any:
 
 def progress(*, transient: bool = True) -> Progress:
     """Return a progress bar on stderr that shows only on a terminal and never under -q."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        Task,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+    from rich.text import Text
+
+    class Rate(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            rate = task.finished_speed or task.speed
+            return Text("" if rate is None else f"{short_count(rate)}/s")
 
     console = human()
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
+        Rate(),
         TimeRemainingColumn(),
         console=console,
         transient=transient,

@@ -149,9 +149,7 @@ class BuildOptions:
     ] = None
     sbatch_option: Annotated[
         tuple[str, ...],
-        Opt(
-            "An option of sbatch for --on slurm, as --sbatch-option=--partition=cpu; may be repeated.", metavar="OPTION"
-        ),
+        Opt("Option of sbatch for --on slurm, as --sbatch-option=--partition=cpu; repeatable.", metavar="OPTION"),
     ] = ()
     json: Annotated[bool, Opt("Print the summary as one JSON document.", common=True, group="Options")] = False
     typed: Annotated[frozenset[str], Typed()] = frozenset()
@@ -202,6 +200,8 @@ def build(options: BuildOptions) -> None:
     if workers > 1 and isinstance(rows, DivisibleSource) and rows.parts > 1:
         reopen = partial(open_source, source, kind, reading, output=output.absolute(), files=files)
         rows = CountedByWorkers(source=rows, reopen=reopen, workers=workers, part=part)
+    if options.on is None and (options.shards or options.sbatch_option):
+        raise UsageError("--shards and --sbatch-option are for --on; one part of N is --shard I/N")
     if options.on is not None:
         _build_on(options.on, opened, _reopening(source, kind, reading, files), options)
         return
@@ -233,6 +233,8 @@ def _build_on(engine: str, opened: Source, reopen: Callable[[], Source], options
     from fcp_cli.manifest.parts import MergedParts
 
     name, scheme, _ = engine.partition("://")
+    if options.sbatch_option and name != "slurm":
+        raise UsageError(f"--sbatch-option is for --on slurm, not --on {engine}")
     if name not in ("ray", "slurm") or (scheme and name == "slurm"):
         raise UsageError(f"--on {engine} is neither ray, ray://HOST:PORT nor slurm")
     if options.shard is not None:

@@ -47,9 +47,16 @@ def tar_content(
         FcpError: of the class `error`: the tar ends before it.
     """
     try:
-        opened = archive.extractfile(member)
-        assert opened is not None  # only files are asked for
-        return opened.read(most_bytes)
+        if member.issparse() or archive.fileobj is None:
+            opened = archive.extractfile(member)
+            assert opened is not None  # only files are asked for
+            return opened.read(most_bytes)
+        size = min(member.size, most_bytes)
+        archive.fileobj.seek(member.offset_data)
+        content = archive.fileobj.read(size)
+        if len(content) < size:
+            raise tarfile.ReadError("unexpected end of data")
+        return content
     except _FAILURES as failure:
         raise error(f"{archive.name!s}: {member.name} cannot be read: {first_sentence(failure)}") from failure
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import random
@@ -44,6 +45,11 @@ def write_sources(folder: Path) -> None:
 def _write_texts(folder: Path, draw: random.Random) -> None:
     texts = ["word " * draw.randrange(1, 40) for _ in range(12)]
     write_jsonl(folder / "texts.jsonl", [{"text": text, "id": i} for i, text in enumerate(texts)])
+    lines = (folder / "texts.jsonl").read_bytes()
+    (folder / "packed.jsonl.gz").write_bytes(gzip.compress(lines, mtime=0))
+    with pa.OSFile(str(folder / "packed.jsonl.zst"), "wb") as file, pa.CompressedOutputStream(file, "zstd") as packed:
+        packed.write(lines)
+    _write_tar(folder / "lines.tar", {"jsonl": lines})
     when = pa.array([0] * 12, pa.timestamp("us"))
     write_parquet(folder / "texts.parquet", {"text": texts, "when": when})
     write_arrow(folder / "texts.arrow", {"text": texts, "input_ids": [[1, 2, 3]] * 12}, stream=False)
@@ -157,6 +163,9 @@ _SHOWN = "manifest build FILE --kind media --tokenizer vision --processor vision
 _PROCESSED = "manifest build media.jsonl --kind media --processor processors/{} -o out.parquet"
 KINDS: dict[str, Kind] = {
     "texts": of_files("texts.jsonl", _BUILT, change=mutations.of_lines),
+    "packed texts": of_files("packed.jsonl.zst", _BUILT, change=mutations.of_bytes, share=0.5),
+    "zipped texts": of_files("packed.jsonl.gz", _BUILT, change=mutations.of_bytes, share=0.5),
+    "tar of texts": of_files("lines.tar", _BUILT, change=mutations.of_tar, share=0.5),
     "text table": of_files("texts.parquet", _BUILT, change=parquet),
     "text arrow": of_files("texts.arrow", _BUILT, f"{_BUILT} --column input_ids", change=mutations.of_arrow),
     "folder of text": of_files(

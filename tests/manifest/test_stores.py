@@ -83,12 +83,15 @@ def bucket(server: int) -> Any:
     for shard in range(3):
         own = RECORDS[shard * third : (shard + 1) * third]
         lines = b"".join(json.dumps(record).encode() + b"\n" for record in own)
+        cut = lines.index(b"\n", len(lines) // 2)
         forms = {
             f"plain/{shard}.jsonl": lines,
             f"zst/{shard}.jsonl.zst": compressed(lines),
             f"gz/{shard}.jsonl.gz": gzip.compress(lines, 1),
             f"parquet/{shard}.parquet": table(own),
-            f"tars/{shard}.tar": tarred({"a.jsonl": lines[: len(lines) // 2], "b.jsonl": lines[len(lines) // 2 :]}),
+            f"tars/{shard}.tar": tarred(
+                {"a.jsonl": lines[:cut], "b.jsonl": lines[cut + 1 :]}
+            ),  # no end of the last line
         }
         for name, content in forms.items():
             client.put_object(Bucket="data", Key=name, Body=content)

@@ -10,7 +10,7 @@ import tarfile  # for its types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO, Any, Final
 
 import pyarrow as pa
@@ -185,9 +185,9 @@ def _tar(path: Path) -> Iterator[MediaRecord]:
 
 def split_member(name: str) -> tuple[str, str]:
     """Split a member's name into WebDataset's (key, suffix): the suffix begins at the first dot of the file's name."""
-    path = PurePosixPath(name)
-    stem, dot, suffix = path.name.partition(".")
-    return str(path.parent / stem), f"{dot}{suffix}".lower()
+    folder, _, file = name.rpartition("/")
+    stem, dot, suffix = file.partition(".")
+    return f"{folder}/{stem}" if folder else stem, f"{dot}{suffix}".lower()
 
 
 def _member(archive: tarfile.TarFile, member: tarfile.TarInfo, suffix: str, place: str) -> dict[str, Any]:

@@ -43,6 +43,7 @@ def _matching(word: str) -> Iterator[Path]:
             raise ManifestError(f"there is no source {word}")
         yield path.absolute()
         return
+    found: list[Path]
     if isinstance(path, RemotePath):
         system, name = path.store()
         found = [RemotePath(system.unstrip_protocol(one)) for one in retried(lambda: system.glob(name), word)]
