@@ -38,7 +38,9 @@ from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.tokens import TokensCounter
 if __name__ == "__main__":
     reader = JsonlReader({folder!r}, glob_pattern="*.jsonl")
-    LocalPipelineExecutor([reader, TokensCounter({tokenizer!r})], tasks={processes}, workers={processes}).run()
+    steps = [reader, TokensCounter({tokenizer!r})]
+    # Forked, so that the processor time of its processes is known.
+    LocalPipelineExecutor(steps, tasks={processes}, workers={processes}, start_method="fork").run()
 """,
     "datasets.map": """
 import datasets

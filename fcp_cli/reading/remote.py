@@ -124,7 +124,7 @@ class RemotePath(PosixPath):
         for found in sorted(retried(lambda: system.glob(f"{name}/{pattern}"), str(self))):
             yield RemotePath(system.unstrip_protocol(found))
 
-    def open(self, mode: str = "rb", buffering: int = -1, *args: Any, **options: Any) -> Any:  # type: ignore[override]
+    def open(self, mode: str = "rb", buffering: int = -1, *args: Any, **options: Any) -> Any:
         """Open for reading bytes: read ahead in a growing window, or by the ranges asked for if `buffering` is 0."""
         if mode != "rb":
             raise StoreError(errno.EROFS, f"stores are only read; mode {mode!r} is not", str(self))

@@ -137,11 +137,13 @@ class MegatronIndex:
 
     def lengths(self) -> np.ndarray[Any, np.dtype[np.int32]]:
         """Map the tokens of each sequence from the file: [sequences]."""
-        return _mapped(self.path, "<i4", _HEADER.size, self.sequences)
+        lengths: np.ndarray[Any, np.dtype[np.int32]] = _mapped(self.path, "<i4", _HEADER.size, self.sequences)
+        return lengths
 
     def byte_offsets(self) -> IntArray:
         """Map the start of each sequence in the `.bin` from the file: [sequences]."""
-        return _mapped(self.path, "<i8", _HEADER.size + 4 * self.sequences, self.sequences)
+        starts: IntArray = _mapped(self.path, "<i8", _HEADER.size + 4 * self.sequences, self.sequences)
+        return starts
 
 
 class _Ranges:
