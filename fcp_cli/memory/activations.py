@@ -54,7 +54,8 @@ def attention_side_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision)
         linear = spec.linear_figures
         # A norm over each head, its gate in fp32 before and after SiLU, and their product.
         gated = (4 + 2 * t + 2 * 4 + t) * _output_size(spec, kind) + 4 * linear.value_heads
-        return _layer_norm_bytes(spec, precision, readers=2) + gated + of_attention
+        readers = 4 if spec.has("split linear inputs") else 2
+        return _layer_norm_bytes(spec, precision, readers=readers) + gated + of_attention
     if kind.attention == "mamba":
         mamba = spec.mamba_figures
         # The gated norm works in fp32 on copies of the gate and of the states' output, or on these: then the
@@ -70,7 +71,8 @@ def attention_side_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision)
         return _layer_norm_bytes(spec, precision, readers=2) + made + of_attention
     q, k = spec.num_heads * spec.head_dim, spec.key_size
     own = 4 if spec.has("fp32 norms") else t
-    head_norms = (4 + own) * (q + k) + 4 * (spec.num_heads + spec.num_kv_heads) if spec.qk_norm else 0
+    scales = 2 if spec.has("wide qk norm") else spec.num_heads + spec.num_kv_heads
+    head_norms = (4 + own) * (q + k) + 4 * scales if spec.qk_norm else 0
     gate = 2 * t * q if spec.has("query gate") else 0  # its sigmoid, and the gated output
     return _layer_norm_bytes(spec, precision, readers=3) + head_norms + gate + of_attention
 
@@ -139,7 +141,7 @@ def _router_bytes(spec: ModelSpec, experts: Experts, precision: Precision) -> in
     scores = 4 * experts.count + 4
     if not spec.has("sigmoid router"):
         return scores + experts.active * (4 + r + 4 * 8)
-    wide = 4 * spec.hidden_size if r != 4 else 0  # it scores in fp32
+    wide = 4 * spec.hidden_size if r != 4 and not spec.has("16-bit router") else 0  # it scores in fp32
     return scores + wide + experts.active * (4 + 4 + 4 * 8)
 
 

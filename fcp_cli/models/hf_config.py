@@ -12,6 +12,7 @@ from fcp_cli.models.hf_vision import VisionFamily, family_of, vision_figures
 from fcp_cli.models.layers import Architecture, Attention
 from fcp_cli.models.sizes import MOST_LAYERS
 from fcp_cli.reading.documents import kind_of, read_json
+from fcp_cli.ring_exactness import missing_for_rings
 from fcp_cli.rotations import growing_rotation
 from fcp_cli.validation import shown
 
@@ -30,6 +31,10 @@ _ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "deepseek_v3": "deepseek_v3",
     "glm4_moe": "glm4_moe",
     "qwen3_next": "qwen3_next",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+    "minimax_m2": "minimax_m2",
+    "glm4_moe_lite": "glm4_moe_lite",
     "bamba": "bamba",
 }
 
@@ -56,9 +61,12 @@ _DEEPSEEK_EXPERTS: Final = {
 EXPERT_NAMES: Final[Mapping[Architecture, Mapping[str, str]]] = {
     "qwen3_moe": _QWEN_EXPERTS,
     "qwen3_next": {**_QWEN_EXPERTS, "shared_ffn_size": "shared_expert_intermediate_size"},
+    "qwen3_5_moe": {**_QWEN_EXPERTS, "shared_ffn_size": "shared_expert_intermediate_size"},
+    "minimax_m2": {"count": "num_local_experts", "active": "num_experts_per_tok", "ffn_size": "intermediate_size"},
     "gpt_oss": {"count": "num_local_experts", "active": "num_experts_per_tok", "ffn_size": "intermediate_size"},
     "deepseek_v3": _DEEPSEEK_EXPERTS,
     "glm4_moe": _DEEPSEEK_EXPERTS,
+    "glm4_moe_lite": _DEEPSEEK_EXPERTS,
 }
 LATENT_NAMES: Final = {
     "query_rank": "q_lora_rank",
@@ -92,7 +100,17 @@ _DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "gpt_oss": {"attention_bias": True},
 }
 _UNTIED: Final = ("qwen2_5_vl_text", "bamba", *EXPERT_NAMES)  # where they do not say
-_WITH_HEAD_NORMS: Final = ("qwen3", "qwen3_vl_text", "qwen3_moe", "qwen3_vl_moe_text", "gemma3_text", "qwen3_next")
+_WITH_HEAD_NORMS: Final = (
+    "qwen3",
+    "qwen3_vl_text",
+    "qwen3_moe",
+    "qwen3_vl_moe_text",
+    "gemma3_text",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "minimax_m2",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +143,11 @@ def read_hf_config(path: Path) -> HfConfig:
     whole = _text_block(document, family, path)
     model_type = whole["model_type"]
     if model_type not in _ARCHITECTURES:
+        missing = missing_for_rings(model_type)
+        if missing is not None:
+            raise ProfileError(
+                f"{path}: model_type is {model_type!r}, which {missing}; no plan can be followed with it"
+            )
         raise ProfileError(f"{path}: model_type is {model_type!r}; known: {', '.join(sorted(_ARCHITECTURES))}")
     architecture = _ARCHITECTURES[model_type]
     figures = _text_figures(whole, architecture, where=str(path))
@@ -230,6 +253,9 @@ def _experts(text: Mapping[str, Any], architecture: Architecture, *, where: str)
     # transformers 5 saves these under another name than older files of a family.
     count = text.get(names["count"], text.get("num_local_experts"))
     found = _named_figures({**text, names["count"]: count}, names)
+    kinds = text.get("mlp_layer_types")  # as transformers 5 saves the first dense layers of some families
+    if "dense_layers" in names and "dense_layers" not in found and isinstance(kinds, list):
+        found["dense_layers"] = next((layer for layer, kind in enumerate(kinds) if kind != "dense"), len(kinds))
     shared, width = text.get("n_shared_experts"), found.get("ffn_size")
     if isinstance(shared, int) and isinstance(width, int):
         found["shared_ffn_size"] = shared * width
@@ -238,7 +264,7 @@ def _experts(text: Mapping[str, Any], architecture: Architecture, *, where: str)
 
 def _attention(text: Mapping[str, Any], architecture: Architecture, *, where: str) -> list[Attention]:
     """Return how each layer attends; of one kind alone, or of a family's pattern, no more than repeats."""
-    if architecture == "deepseek_v3":
+    if architecture in ("deepseek_v3", "glm4_moe_lite"):
         return ["latent"]
     if architecture == "bamba":
         full, layers = text.get("attn_layer_indices") or [], text.get("num_hidden_layers")
@@ -259,7 +285,7 @@ def _attention(text: Mapping[str, Any], architecture: Architecture, *, where: st
         return ["window", "full"]
     if architecture == "gemma3_text":
         return [*_repeated("window", text.get("sliding_window_pattern", 6)), "full"]
-    if architecture == "qwen3_next":
+    if architecture in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
         return [*_repeated("linear", text.get("full_attention_interval", 4)), "full"]
     if not text.get("sliding_window") or not text.get("use_sliding_window", text["model_type"] == "mistral"):
         return ["full"]

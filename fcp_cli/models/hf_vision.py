@@ -118,6 +118,10 @@ def _read_qwen3_vl(tower: Mapping[str, Any], document: Mapping[str, Any]) -> dic
     return figures | {"image_size": side * _whole(figures["patch_size"], "patch_size")}
 
 
+def _read_qwen3_5(tower: Mapping[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:
+    return _read_qwen3_vl({**tower, "deepstack_visual_indexes": []}, document)
+
+
 def _read_qwen2_5_vl(tower: Mapping[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:
     tower = {**_QWEN2_5_VL, **tower}
     kinds = {"window_size": tower["window_size"], "full_attention_layers": tower["fullatt_block_indexes"]}
@@ -228,13 +232,17 @@ def _whole(value: Any, name: str) -> int:
     return value
 
 
-_INTERNVL_TEXT: Final = ("qwen2", "qwen3")
+_INTERNVL_TEXT: Final = ("qwen2", "qwen3", "qwen3_moe")
 _FAMILIES: Final[Mapping[str, VisionFamily]] = {
     "qwen3_vl": VisionFamily(
         architecture="qwen3_vl", text_types=("qwen3_vl_text",), is_tied=False, read=_read_qwen3_vl
     ),
     "qwen3_vl_moe": VisionFamily(
         architecture="qwen3_vl_moe", text_types=("qwen3_vl_moe_text",), is_tied=False, read=_read_qwen3_vl
+    ),
+    "qwen3_5": VisionFamily(architecture="qwen3_5", text_types=("qwen3_5_text",), is_tied=False, read=_read_qwen3_5),
+    "qwen3_5_moe": VisionFamily(
+        architecture="qwen3_5_moe", text_types=("qwen3_5_moe_text",), is_tied=False, read=_read_qwen3_5
     ),
     "qwen2_5_vl": VisionFamily(
         architecture="qwen2_5_vl", text_types=("qwen2_5_vl_text",), is_tied=False, read=_read_qwen2_5_vl

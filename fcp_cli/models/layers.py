@@ -40,6 +40,10 @@ Architecture: TypeAlias = Literal[
     "deepseek_v3",
     "glm4_moe",
     "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "minimax_m2",
+    "glm4_moe_lite",
     "bamba",
 ]
 Attention: TypeAlias = Literal["full", "window", "latent", "linear", "mamba"]
@@ -48,7 +52,17 @@ LINEAR_CHUNK: Final = 64
 """Tokens that kernels of linear attention take at once."""
 
 Trait: TypeAlias = Literal[
-    "fp32 norms", "four norms", "output bias", "sinks", "expert biases", "query gate", "shared gate", "sigmoid router"
+    "fp32 norms",
+    "four norms",
+    "output bias",
+    "sinks",
+    "expert biases",
+    "query gate",
+    "shared gate",
+    "sigmoid router",
+    "16-bit router",
+    "wide qk norm",
+    "split linear inputs",
 ]
 # Features of families besides their figures. `fp32 norms` multiply with their weight before they round.
 _TRAITS: Final[Mapping[Architecture, frozenset[Trait]]] = {
@@ -57,12 +71,17 @@ _TRAITS: Final[Mapping[Architecture, frozenset[Trait]]] = {
     "gpt_oss": frozenset({"fp32 norms", "output bias", "sinks", "expert biases"}),
     "deepseek_v3": frozenset({"sigmoid router"}),
     "glm4_moe": frozenset({"sigmoid router"}),
+    "glm4_moe_lite": frozenset({"sigmoid router"}),
+    "minimax_m2": frozenset({"sigmoid router", "16-bit router", "wide qk norm"}),
     "qwen3_next": frozenset({"fp32 norms", "query gate", "shared gate"}),
+    "qwen3_5": frozenset({"fp32 norms", "query gate", "split linear inputs"}),
+    "qwen3_5_moe": frozenset({"fp32 norms", "query gate", "shared gate", "split linear inputs"}),
 }
 _NAMES_OF_EXPERTS: Final[Mapping[Architecture, tuple[str, str]]] = {
     "gpt_oss": ("router", "shared_expert"),
     "deepseek_v3": ("gate", "shared_experts"),
     "glm4_moe": ("gate", "shared_experts"),
+    "glm4_moe_lite": ("gate", "shared_experts"),
 }
 
 
@@ -399,9 +418,18 @@ def _latent_matrices(spec: LanguageModel) -> dict[str, Matrix]:
 def _linear_matrices(spec: LanguageModel) -> dict[str, Matrix]:
     h, linear = spec.hidden_size, spec.linear_figures
     keys, values = linear.key_heads * linear.key_size, linear.value_heads * linear.value_size
-    return {
+    inputs = {
         "linear_attn.in_proj_qkvz": Matrix((h, 2 * keys + 2 * values)),
         "linear_attn.in_proj_ba": Matrix((h, 2 * linear.value_heads)),
+    }
+    if spec.has("split linear inputs"):
+        inputs = {
+            "linear_attn.in_proj_qkv": Matrix((h, 2 * keys + values)),
+            "linear_attn.in_proj_z": Matrix((h, values)),
+            "linear_attn.in_proj_b": Matrix((h, linear.value_heads)),
+            "linear_attn.in_proj_a": Matrix((h, linear.value_heads)),
+        }
+    return inputs | {
         # A depthwise convolution: one kernel per channel.
         "linear_attn.conv1d": Matrix((linear.kernel_size, 2 * keys + values), is_linear=False),
         "linear_attn.out_proj": Matrix((values, h)),
@@ -481,4 +509,6 @@ def _softmax_vectors(spec: LanguageModel, attention: Attention) -> int:
         return norms + (biases if spec.qkv_bias else 0)
     biases = spec.num_heads * spec.head_dim + spec.key_size + spec.value_size if spec.qkv_bias else 0
     biases += spec.hidden_size if spec.has("output bias") else 0
-    return biases + (2 * spec.head_dim if spec.qk_norm else 0) + (spec.num_heads if spec.has("sinks") else 0)
+    heads = (spec.num_heads, spec.num_kv_heads) if spec.has("wide qk norm") else (1, 1)
+    norms = sum(heads) * spec.head_dim if spec.qk_norm else 0
+    return biases + norms + (spec.num_heads if spec.has("sinks") else 0)

@@ -14,6 +14,8 @@ _BACKBONES: Final = {
     "internvl": "qwen2",
     "qwen3_vl_moe": "qwen3_moe",
     "gemma3": "gemma3_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
 }
 
 
@@ -25,7 +27,7 @@ def text_config(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
     """
     model_type = _BACKBONES.get(spec.architecture, spec.architecture)
     if spec.architecture == "internvl" and spec.qk_norm:
-        model_type = "qwen3"  # InternVL3.5
+        model_type = "qwen3" if spec.experts is None else "qwen3_moe"  # InternVL3.5
     given = ((name, getattr(spec, figure)) for figure, name in TEXT_NAMES.items())
     arguments = {name: value for name, value in given if value is not None}
     if spec.experts is not None:
@@ -50,7 +52,7 @@ def text_config(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
 
 
 def _expert_arguments(spec: ModelSpec, experts: Experts) -> dict[str, Any]:
-    names = EXPERT_NAMES[spec.architecture if spec.vision is None else "qwen3_moe"]
+    names = EXPERT_NAMES.get(spec.architecture, EXPERT_NAMES["qwen3_moe"])
     found = {name: getattr(experts, figure) for figure, name in names.items()} | {"attention_bias": spec.qkv_bias}
     if "n_routed_experts" in found:
         found["n_shared_experts"] = experts.shared_ffn_size // experts.ffn_size
@@ -72,11 +74,14 @@ def whole_config(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
         whole = {"tie_word_embeddings": spec.tied_embeddings, "image_token_index": min(262_144, spec.vocab_size - 2)}
         return "gemma3", {**whole, "text_config": text, **_gemma3_config(spec.vision)}
     # Rotary frequencies of time, height and width: 24, 20 and 20 of 64 in Qwen3-VL, 16, 24 and 24 in Qwen2.5-VL.
-    half = spec.head_dim // 2
-    side = half * (24 if spec.architecture == "qwen2_5_vl" else 20) // 64
+    # Qwen3.5 rotates a quarter of a head, in 11, 11 and 10 of 32.
+    rotated = 0.25 if spec.architecture.startswith("qwen3_5") else 1.0
+    half = int(spec.head_dim * rotated) // 2
+    side = half * (10 if rotated < 1 else 12 if spec.architecture == "qwen2_5_vl" else 10) // 32
     text["rope_parameters"] = {
         "rope_type": "default",
         "rope_theta": text.pop("rope_theta"),
+        "partial_rotary_factor": rotated,
         "mrope_section": [half - 2 * side, side, side],
     }
     tower = _qwen2_5_vl_tower if spec.architecture == "qwen2_5_vl" else _qwen3_vl_tower

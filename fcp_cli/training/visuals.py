@@ -179,6 +179,8 @@ def _require_same_patches(records: MediaRecords | PictureRecords, config: Any) -
     qwen_families: dict[str, type[Any]] = {
         "qwen3_vl": QwenVision,
         "qwen3_vl_moe": QwenVision,
+        "qwen3_5": QwenVision,
+        "qwen3_5_moe": QwenVision,
         "qwen2_5_vl": Qwen25Vision,
     }
     counted: tuple[Any, ...]

@@ -242,7 +242,7 @@ def _replacements(job: FakeJob) -> list[tuple[Any, str, Any]]:
     if not job.on_cpu:
         found.append((ring_passes, "select_kernel", lambda device, dtype: CudaFlashKernel()))
     architecture = load_model(job.model).architecture
-    if architecture in ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"):
+    if architecture in ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl"):
         found += _replacements_of_qwen(architecture)
     return found
 

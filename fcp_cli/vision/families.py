@@ -24,6 +24,8 @@ class VisionModule(Protocol):
 FAMILIES: Final[Mapping[str, VisionModule]] = {
     "qwen3_vl": qwen3_vl,
     "qwen3_vl_moe": qwen3_vl,  # experts in the language model alone
+    "qwen3_5": qwen3_vl,  # the same encoder without deepstack
+    "qwen3_5_moe": qwen3_vl,
     "qwen2_5_vl": qwen2_5_vl,
     "internvl": internvl,
     "gemma3": gemma3,

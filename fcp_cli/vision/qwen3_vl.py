@@ -1,4 +1,4 @@
-"""Qwen3-VL: its sequences as a plan runs them, and the calls of its encoder.
+"""Qwen3-VL and Qwen3.5: their sequences as a plan runs them, and the calls of its encoder.
 
     def fetch(row):
         inputs = processor(...)  # or the fields kept from it
@@ -64,7 +64,8 @@ def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Te
         pixels: [patches, values] of all of them; None if there are none.
     """
     found = run_tower(model, parts, pixels)
-    return torch.stack((found.pooler_output, *found.deepstack_features), dim=1)
+    deepstack = getattr(found, "deepstack_features", None) or ()  # Qwen3.5 has none
+    return torch.stack((found.pooler_output, *deepstack), dim=1)
 
 
 def encoder_outputs(embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]:

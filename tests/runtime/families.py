@@ -46,6 +46,17 @@ _LATENT = {
     "head_dim": 8,
     "num_key_value_heads": 4,
 }
+_INDEXED = {**_LATENT, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4}
+# Heads of two sizes: those of layers without windows are larger.
+_GEMMA4 = {**_WINDOWS, "global_head_dim": 16, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}
+_GEMMA4_SHARED = {
+    **_GEMMA4,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 61,
+}
 _LONGCAT = {**_LATENT, "num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "zero_expert_num": 0}
 _GROUPS = {"n_routed_experts": 8, "num_local_experts": 8, "n_group": 4, "topk_group": 2}
 _LLAMA4 = {**_FULL, "intermediate_size_mlp": 48, "no_rope_layers": [1, 0]}
@@ -149,9 +160,29 @@ FAMILIES: Mapping[str, Family] = {
     "longcat_flash": Family(kind="longcat_flash", settings=_LONGCAT, tolerance=1e-8),
     "minicpm3": Family(kind="minicpm3", settings=_LATENT),
     "youtu": Family(kind="youtu", settings=_LATENT),
-    "deepseek_v32": Family(kind="deepseek_v32", settings=_LATENT, refused="layers of indexed_attention"),
+    "deepseek_v32": Family(kind="deepseek_v32", settings=_LATENT, refused="attends to the tokens that an indexer selects"),
     "cohere2": Family(kind="cohere2", settings=_FULL, tolerance=1e-8),
     "gemma3_text": Family(kind="gemma3_text", settings=_FULL, tolerance=1e-8),
+    "gemma4_text": Family(kind="gemma4_text", settings=_GEMMA4, tolerance=1e-7),
+    "gemma4_text, heads of 512": Family(
+        kind="gemma4_text", settings={**_GEMMA4, "global_head_dim": 512, "attention_k_eq_v": True}, tolerance=1e-7
+    ),
+    "gemma4_text, shared keys and values": Family(kind="gemma4_text", settings=_GEMMA4_SHARED, tolerance=1e-7),
+    "gemma4_text, experts": Family(
+        kind="gemma4_text", settings={**_GEMMA4, "enable_moe_block": True, "top_k_experts": 2}, tolerance=1e-7
+    ),
+    "mimo_v2_flash": Family(kind="mimo_v2_flash", tolerance=1e-8),
+    "minimax_m3_vl_text": Family(kind="minimax_m3_vl_text", tolerance=1e-8),
+    "glm_moe_dsa": Family(kind="glm_moe_dsa", settings=_INDEXED, refused="tokens that an indexer selects"),
+    "minimax_m3_vl_text, sparse": Family(
+        kind="minimax_m3_vl_text",
+        settings={"layer_types": ["minimax_m3_sparse", "full_attention"]},
+        refused="tokens that an indexer selects",
+    ),
+    "deepseek_v4": Family(kind="deepseek_v4", refused="tokens that an indexer selects"),
+    "kimi_linear": Family(kind="kimi_linear", settings=_LATENT, refused="decays per channel"),
+    "bailing_hybrid": Family(kind="bailing_hybrid", refused="lightning attention"),
+    "lfm3": Family(kind="lfm3", refused="short convolutions"),
     "gemma2": Family(kind="gemma2", settings={**_WINDOWS, "attn_logit_softcapping": 2.0}, tolerance=1e-7),
     "gpt_oss": Family(kind="gpt_oss", settings=_WINDOWS),
     "doge": Family(kind="doge", refused="an attention mask"),

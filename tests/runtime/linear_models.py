@@ -49,6 +49,11 @@ MAMBA: Mapping[str, Mapping[str, Any]] = {
         "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 16,
         "n_groups": 2, "ssm_state_size": 6, "chunk_size": 8, "n_routed_experts": 4,
     },
+    "nemotron_h, experts": {
+        "layers_block_type": ["mamba", "moe", "attention", "mlp"], "mamba_num_heads": 4, "mamba_head_dim": 16,
+        "n_groups": 2, "ssm_state_size": 6, "chunk_size": 8, "n_routed_experts": 4,
+        "moe_shared_expert_intermediate_size": 16,
+    },
     "falcon_h1": {**_SCANS, "mamba_d_ssm": 64, "mamba_chunk_size": 8},
     "zamba2": {
         "num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"], "mamba_headdim": 16, "n_mamba_heads": 4,
@@ -68,7 +73,7 @@ def linear_model(kind: str = "qwen3_next", **changed: Any) -> Any:
     """A decoder in fp64, of equal weights at every call, with a layer of linear and one of full attention."""
     import transformers
 
-    config = transformers.AutoConfig.for_model(kind, **{**_figures(kind), **changed})
+    config = transformers.AutoConfig.for_model(kind.partition(",")[0], **{**_figures(kind), **changed})
     torch.manual_seed(0)
     family: Any = transformers.AutoModelForCausalLM
     made = family.from_config(config, experts_implementation="eager")

@@ -73,7 +73,8 @@ def require_equal(found: Replayed, alone: Replayed) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "recompute"), [("qwen3_next", "off"), ("qwen3_next", "selective"), ("bamba", "selective")]
+    ("kind", "recompute"),
+    [("qwen3_next", "off"), ("qwen3_next", "selective"), ("bamba", "selective"), ("nemotron_h, experts", "off")],
 )
 def test_a_decoder_is_trained_as_in_one_process(kind: str, recompute: Recomputation, tmp_path: Path) -> None:
     require_trained_as_in_one_process(tmp_path, [ROWS], 3, recompute, kind=kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,16 +22,26 @@ from fcp_cli.verification.emulation import Meeting, ThreadTransport, run_ranks
 from fcp_cli.verification.replay import Replayed, take_gradient
 from fcp_cli.vision import families
 from fcp_cli.vision.parts import VisualSequence
-from tests.runtime import gemma3_vision_models, internvl_models, qwen2_5_vl_models, qwen3_vl_models, qwen3_vl_moe_models
+from tests.runtime import (
+    gemma3_vision_models,
+    internvl_models,
+    qwen2_5_vl_models,
+    qwen3_5_models,
+    qwen3_5_moe_models,
+    qwen3_vl_models,
+    qwen3_vl_moe_models,
+)
 from tests.runtime.linear_models import InDouble
 from tests.runtime.models import Recomputation, Wrapping, recompute, wrap
 from tests.runtime.plans import Row
 from tests.runtime.visual_shards import visual_shard
 
-Family = Literal["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl", "gemma3"]
+Family = Literal["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "internvl", "gemma3"]
 FAMILIES: dict[Family, Any] = {
     "qwen3_vl": qwen3_vl_models,
     "qwen3_vl_moe": qwen3_vl_moe_models,
+    "qwen3_5": qwen3_5_models,
+    "qwen3_5_moe": qwen3_5_moe_models,
     "qwen2_5_vl": qwen2_5_vl_models,
     "internvl": internvl_models,
     "gemma3": gemma3_vision_models,
@@ -112,8 +123,18 @@ def build(case: VisionCase) -> tuple[nn.Module, Any]:
     return wrapped, loss
 
 
+def in_double(case: VisionCase) -> AbstractContextManager[Any]:
+    """Compute in fp64 what linear attention asks for in fp32."""
+    return InDouble() if case.family.startswith("qwen3_5") else nullcontext()
+
+
 def alone(case: VisionCase, plan: Path) -> Replayed:
     """Sequence by sequence in one process, positions and encoder as transformers has them."""
+    with in_double(case):
+        return _alone(case, plan)
+
+
+def _alone(case: VisionCase, plan: Path) -> Replayed:
     model = unmodified(case)
     losses, gradients = [], []
     for step in PlanReader(plan).steps():

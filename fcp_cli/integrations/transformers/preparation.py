@@ -25,7 +25,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 import transformers
@@ -36,6 +36,7 @@ from fcp_cli.integrations.transformers.linear import hook_linear_layers, linear_
 from fcp_cli.integrations.transformers.loss import prepare_loss, takes_labels
 from fcp_cli.integrations.transformers.probe import probe
 from fcp_cli.recipe import Recompute
+from fcp_cli.ring_exactness import missing_for_rings
 from fcp_cli.runtime.communication.connections import expect_halo_pattern
 from fcp_cli.runtime.communication.exchange import exchange
 from fcp_cli.runtime.pictures.visuals import VisualShard
@@ -177,11 +178,11 @@ def _check_config(config: Any, *, has_linear_layers: bool) -> None:
         raise RunError(f"a {name} model is not a plain decoder; prepare its decoder")
     layers = getattr(config, "layer_types", None)
     known = {"full_attention", "sliding_attention"} | ({"linear_attention", "hybrid"} if has_linear_layers else set())
-    kinds = set(layers or ()) - known
+    kinds = set(layers or ()) - known - _PER_TOKEN
     if kinds:
-        raise RunError(
-            f"the {name} model has layers of {', '.join(sorted(kinds))}; a plan is for full attention and windows"
-        )
+        missing = f"the {name} model has layers of {', '.join(sorted(kinds))}; a plan is for full attention and windows"
+        reason = missing_for_rings(name)
+        raise RunError(missing if reason is None else f"the {name} model {reason}")
     if getattr(config, "attention_dropout", 0.0):
         raise RunError(f"the {name} model has attention_dropout {config.attention_dropout}; set it to 0 in its config")
     if getattr(config, "output_router_logits", False):
@@ -211,6 +212,9 @@ def _bind_ring(
     if given.get("position_ids") is None:
         raise RunError("the model was given no position_ids; pass position_ids=microbatch.position_ids")
     return args, {**kwargs, "ring": ring, "use_cache": False}
+
+
+_PER_TOKEN: Final = {"mlp", "moe"}  # layers of Nemotron-H that are no attention, and mix no tokens
 
 
 def _is_given(argument: Any) -> bool:

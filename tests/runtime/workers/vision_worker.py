@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fcp_cli.runtime.session.start import start
 from fcp_cli.verification.replay import gradients_on_rank
 from tests.patience import PATIENCE_SECONDS
-from tests.runtime.vision_models import VisionCase, build, fetch
+from tests.runtime.vision_models import VisionCase, build, fetch, in_double
 from tests.runtime.workers.leave import leave_job
 
 WAVES, ITERATION = "waves.parquet", "iteration.parquet"
@@ -60,7 +60,8 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_SECONDS))
     for name, (plan, case) in CASES.items():
         with start(folder / f"{case.family}-{plan}", fetch(case)) as session:
-            found = gradients_on_rank(session, *build(case))
+            with in_double(case):
+                found = gradients_on_rank(session, *build(case))
         (folder / f"{name}-{dist.get_rank()}.pickle").write_bytes(pickle.dumps(found))
     leave_job()
 

@@ -1,0 +1,32 @@
+"""Model types whose attention no ring computes exactly, each with the missing part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+_SELECTED: Final = (
+    "attends to the tokens that an indexer selects among all earlier ones (sparse attention): a ring would also carry "
+    "the indexer's keys and select over the scores of all ranks, and ring kernels take no selected tokens"
+)
+_CHANNEL_DECAY: Final = "has linear attention that decays per channel (KDA), and states on rings decay per head"
+_LIGHTNING: Final = "has lightning attention, whose states fcp does not pass on between ranks"
+_CONVOLUTION: Final = "has layers of short convolutions alone, whose halos fcp does not exchange"
+_MISSING: Final[Mapping[str, str]] = {
+    "deepseek_v32": _SELECTED,
+    "deepseek_v4": _SELECTED,
+    "glm_moe_dsa": _SELECTED,
+    "glm5_next": _SELECTED,
+    "minimax_m3_vl_text": _SELECTED,
+    "kimi_linear": _CHANNEL_DECAY,
+    "minimax": _LIGHTNING,
+    "bailing_hybrid": _LIGHTNING,
+    "lfm2": _CONVOLUTION,
+    "lfm2_moe": _CONVOLUTION,
+    "lfm3": _CONVOLUTION,
+}
+
+
+def missing_for_rings(model_type: str) -> str | None:
+    """Return what rings lack for the special layers of a model type, as the rest of a sentence; None if unknown."""
+    return _MISSING.get(model_type)
