@@ -94,23 +94,20 @@ LAYER_TYPES: Final[Mapping[Attention, str]] = {
     "window": "sliding_attention",
     "linear": "linear_attention",
 }
+# Model types that train under a plan, but whose layers are of no kind here.
+_UNDESCRIBED: Final[Mapping[str, str]] = {
+    "gemma4_text": "has heads of two sizes, and layers that share keys and values",
+    "minimax_m3_vl_text": "has experts beside a dense MLP in chosen layers",
+    "mimo_v2_flash": "has twice as many key heads in its windows, and values of their own size",
+    "nemotron_h": "has layers of either a mixer, an MLP or experts",
+}
 # Defaults of a family's class that its published files omit.
 _DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "gemma3_text": {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
     "gpt_oss": {"attention_bias": True},
 }
 _UNTIED: Final = ("qwen2_5_vl_text", "bamba", *EXPERT_NAMES)  # where they do not say
-_WITH_HEAD_NORMS: Final = (
-    "qwen3",
-    "qwen3_vl_text",
-    "qwen3_moe",
-    "qwen3_vl_moe_text",
-    "gemma3_text",
-    "qwen3_next",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-    "minimax_m2",
-)
+_WITH_HEAD_NORMS: Final = ("qwen3", "qwen3_vl_text", "qwen3_moe", "qwen3_vl_moe_text", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "minimax_m2")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,8 +142,11 @@ def read_hf_config(path: Path) -> HfConfig:
     if model_type not in _ARCHITECTURES:
         missing = missing_for_rings(model_type)
         if missing is not None:
+            raise ProfileError(f"{path}: model_type is {model_type!r}, which {missing}; no plan can be followed with it")
+        if model_type in _UNDESCRIBED:
             raise ProfileError(
-                f"{path}: model_type is {model_type!r}, which {missing}; no plan can be followed with it"
+                f"{path}: model_type is {model_type!r}, which {_UNDESCRIBED[model_type]}: fcp does not describe it; give "
+                "a profile of such a model with --profile"
             )
         raise ProfileError(f"{path}: model_type is {model_type!r}; known: {', '.join(sorted(_ARCHITECTURES))}")
     architecture = _ARCHITECTURES[model_type]

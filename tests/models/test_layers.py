@@ -38,7 +38,7 @@ FEW_LAYERS = {
 }
 
 
-def _require_equal_figures(spec: ModelSpec, *, tokens: int) -> None:
+def require_equal_figures(spec: ModelSpec, *, tokens: int) -> None:
     from benchmarks.model_figures import causal_operations, counted
 
     found = counted(spec, tokens=tokens)
@@ -53,14 +53,14 @@ def _require_equal_figures(spec: ModelSpec, *, tokens: int) -> None:
 @pytest.mark.hf
 @pytest.mark.parametrize("name", FEW_LAYERS)
 def test_a_few_layers_have_the_parameters_operations_and_bytes_of_transformers_own(name: str) -> None:
-    _require_equal_figures(replace(load_model(name), num_layers=FEW_LAYERS[name]), tokens=2048)
+    require_equal_figures(replace(load_model(name), num_layers=FEW_LAYERS[name]), tokens=2048)
 
 
 @pytest.mark.full
 @pytest.mark.hf
 @pytest.mark.parametrize("name", ["qwen3-8b", *FEW_LAYERS])
 def test_whole_models_have_the_parameters_operations_and_bytes_of_transformers_own(name: str) -> None:
-    _require_equal_figures(load_model(name), tokens=8192)
+    require_equal_figures(load_model(name), tokens=8192)
 
 
 @pytest.mark.hf

@@ -1,0 +1,97 @@
+"""Models that users fine-tune today: described from their configuration, or refused in one line with the reason."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fcp_cli.errors import ProfileError
+from fcp_cli.models.model import load_model
+from fcp_cli.models.transformers_config import whole_config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layers:
+    """A text model: settings beside its class's defaults, which are those of a published model."""
+
+    kind: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+DESCRIBED = [
+    Layers(kind="qwen3_5_text", settings={"num_hidden_layers": 4}),
+    Layers(kind="qwen3_5_moe_text", settings={"num_hidden_layers": 4}),
+    Layers(kind="minimax_m2", settings={"num_hidden_layers": 2}),
+    Layers(kind="glm4_moe_lite", settings={"num_hidden_layers": 3}),
+]
+
+
+def _saved(config: Any, folder: Path) -> Path:
+    (folder / "config.json").write_text(config.to_json_string(use_diff=False))
+    return folder
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("layers", DESCRIBED, ids=lambda layers: layers.kind)
+def test_a_described_model_has_the_figures_of_transformers_own(layers: Layers, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    from tests.models.test_layers import require_equal_figures
+
+    config = AutoConfig.for_model(layers.kind, **layers.settings)
+    require_equal_figures(load_model(_saved(config, tmp_path)), tokens=2048)
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+def test_qwen3_5_with_its_encoder_has_the_parameters_of_transformers_own(kind: str, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    tower: dict[str, Any] = {"depth": 3, "out_hidden_size": 512}
+    config = AutoConfig.for_model(
+        kind, text_config={"num_hidden_layers": 4, "hidden_size": 512, "vocab_size": 1000}, vision_config=tower
+    )
+    spec = load_model(_saved(config, tmp_path))
+    assert spec.vision is not None
+    rebuilt = AutoConfig.for_model(whole_config(spec)[0], **whole_config(spec)[1])
+    for made in (config, rebuilt):
+        with torch.device("meta"):
+            model = AutoModelForImageTextToText.from_config(made)
+        assert sum(parameter.numel() for parameter in model.parameters()) == spec.parameters
+
+
+@pytest.mark.hf
+def test_an_internvl_with_experts_is_described(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    text = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 512, "vocab_size": 1000, "num_experts": 8}
+    config = AutoConfig.for_model("internvl", text_config=text, vision_config={"num_hidden_layers": 2})
+    spec = load_model(_saved(config, tmp_path))
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    own = sum(parameter.numel() for name, parameter in model.named_parameters() if "vision_tower" not in name)
+    assert spec.text_parameters + spec.vision.projector_parameters == own  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("glm_moe_dsa", "an indexer selects among all earlier ones .* carry the indexer's keys"),
+        ("deepseek_v32", "an indexer selects among all earlier ones"),
+        ("kimi_linear", r"decays per channel \(KDA\)"),
+        ("minimax", "lightning attention"),
+        ("gemma4_text", "heads of two sizes.*--profile"),
+        ("nemotron_h", "either a mixer, an MLP or experts.*--profile"),
+    ],
+)
+def test_another_model_is_refused_in_one_line_with_the_reason(kind: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "num_hidden_layers": 2}))
+    with pytest.raises(ProfileError, match=reason) as refused:
+        load_model(tmp_path)
+    assert "\n" not in str(refused.value)
