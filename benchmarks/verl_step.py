@@ -40,8 +40,10 @@ def main() -> None:
     own = {"partitions": seqlen_balancing.get_seqlen_balanced_partitions, "rearrange": engine.rearrange_micro_batches}
     dist.init_process_group("gloo")
     ranks = dist.get_world_size()
-    planner = Planner(EXAMPLE_PROFILE, ranks=ranks, ranks_per_node=ranks, tokens_per_rank=_TOKENS)
-    balancing = VerlBalancing(planner)
+    with TemporaryDirectory() as folder:
+        profile = Path(folder) / "profile.yaml"
+        profile.write_text(EXAMPLE_PROFILE)
+        balancing = VerlBalancing(Planner(profile, ranks=ranks, ranks_per_node=ranks, tokens_per_rank=_TOKENS))
     theirs = _step(own["partitions"], own["rearrange"])
     ours = _step(balancing.get_seqlen_balanced_partitions, balancing.rearrange_micro_batches)
     if dist.get_rank() == 0:
@@ -84,9 +86,9 @@ def _step(partitions: Any, rearrange: Any) -> tuple[float, float, list[list[int]
 def _worker(folder: Path) -> Any:
     """Make verl's worker for a tiny Qwen3 of equal weights."""
     import transformers
+    from verl.trainer.config import CheckpointConfig  # type: ignore[import-not-found, unused-ignore]
     from verl.workers.config import (  # type: ignore[import-not-found, unused-ignore]
         ActorConfig,
-        CheckpointConfig,
         FSDPEngineConfig,
         FSDPOptimizerConfig,
         HFModelConfig,
