@@ -94,9 +94,15 @@ def _worker(folder: Path) -> Any:
         HFModelConfig,
         TrainingWorkerConfig,
     )
+    from verl.workers.engine import (  # type: ignore[import-not-found, unused-ignore]
+        EngineRegistry,
+        FSDPEngineWithLMHead,
+    )
     from verl.workers.engine_workers import TrainingWorker  # type: ignore[import-not-found, unused-ignore]
     from verl.workers.utils.losses import ppo_loss  # type: ignore[import-not-found, unused-ignore]
 
+    register = EngineRegistry.register(model_type="language_model", backend=["fsdp2"], device="cpu")
+    register(FSDPEngineWithLMHead)
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": _VOCABULARY}

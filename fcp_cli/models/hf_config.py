@@ -107,7 +107,17 @@ _DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "gpt_oss": {"attention_bias": True},
 }
 _UNTIED: Final = ("qwen2_5_vl_text", "bamba", *EXPERT_NAMES)  # where they do not say
-_WITH_HEAD_NORMS: Final = ("qwen3", "qwen3_vl_text", "qwen3_moe", "qwen3_vl_moe_text", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "minimax_m2")
+_WITH_HEAD_NORMS: Final = (
+    "qwen3",
+    "qwen3_vl_text",
+    "qwen3_moe",
+    "qwen3_vl_moe_text",
+    "gemma3_text",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "minimax_m2",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,11 +152,13 @@ def read_hf_config(path: Path) -> HfConfig:
     if model_type not in _ARCHITECTURES:
         missing = missing_for_rings(model_type)
         if missing is not None:
-            raise ProfileError(f"{path}: model_type is {model_type!r}, which {missing}; no plan can be followed with it")
+            raise ProfileError(
+                f"{path}: model_type is {model_type!r}, which {missing}; no plan can be followed with it"
+            )
         if model_type in _UNDESCRIBED:
             raise ProfileError(
-                f"{path}: model_type is {model_type!r}, which {_UNDESCRIBED[model_type]}: fcp does not describe it; give "
-                "a profile of such a model with --profile"
+                f"{path}: model_type is {model_type!r}, which {_UNDESCRIBED[model_type]}: fcp does not describe it; "
+                "give a profile of such a model with --profile"
             )
         raise ProfileError(f"{path}: model_type is {model_type!r}; known: {', '.join(sorted(_ARCHITECTURES))}")
     architecture = _ARCHITECTURES[model_type]

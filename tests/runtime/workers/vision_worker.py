@@ -59,9 +59,8 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_SECONDS))
     for name, (plan, case) in CASES.items():
-        with start(folder / f"{case.family}-{plan}", fetch(case)) as session:
-            with in_double(case):
-                found = gradients_on_rank(session, *build(case))
+        with start(folder / f"{case.family}-{plan}", fetch(case)) as session, in_double(case):
+            found = gradients_on_rank(session, *build(case))
         (folder / f"{name}-{dist.get_rank()}.pickle").write_bytes(pickle.dumps(found))
     leave_job()
 
