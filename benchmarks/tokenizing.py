@@ -40,7 +40,8 @@ if __name__ == "__main__":
     reader = JsonlReader({folder!r}, glob_pattern="*.jsonl")
     steps = [reader, TokensCounter({tokenizer!r})]
     # Forked, so that the processor time of its processes is known.
-    LocalPipelineExecutor(steps, tasks={processes}, workers={processes}, start_method="fork").run()
+    settings = {{"start_method": "fork", "logging_dir": {folder!r} + "/logs"}}
+    LocalPipelineExecutor(steps, tasks={processes}, workers={processes}, **settings).run()
 """,
     "datasets.map": """
 import datasets
