@@ -154,6 +154,9 @@ def stream(gigabytes: float) -> None:
             self.answer(int(first), int(last) + 1, has_body=True)
 
         def answer(self, start: int, stop: int, *, has_body: bool) -> None:
+            if self.path != "/d.jsonl":
+                self.send_error(404)
+                return
             self.send_response(206 if has_body else 200)
             self.send_header("ETag", '"lines"')
             self.send_header("Content-Length", str(stop - start))
