@@ -52,9 +52,10 @@ $(LOCKED_STAMP): pyproject.toml constraints.txt requirements-ci.txt
 test-locked: $(LOCKED_STAMP)
 	$(MAKE) --no-print-directory BIN=$(LOCKED_VENV)/bin STAMP=$(LOCKED_STAMP) lint types unit
 
-# The inner loop, under a minute on two cores: the tests that neither start processes nor need PyTorch, of properties a fifth of the examples.
+# The inner loop, under a minute on two cores: the tests that neither start processes nor need PyTorch nor take long, of properties a
+# fifth of the examples.
 fast: $(STAMP)
-	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest $(WORKERS) --quiet -m "not processes and not torch"
+	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest $(WORKERS) --quiet -m "not processes and not torch and not lengthy"
 
 # The site of docs/, into site/; `make test` builds it, too. Any warning is an error, and nothing is fetched from elsewhere.
 docs: $(STAMP)

@@ -19,6 +19,7 @@ from tests.pages import PAGES, ROOT, executed, fcp_lines
 from tests.patience import PATIENCE_SECONDS
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_fcp_command_of_a_page_is_one_that_fcp_takes(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # It would write into the home folder, for the shell that runs, if that is one that it knows.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
 import pytest
 
 from fcp_cli.reference import command_entries
-from tests.syntax import nodes_of
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fcp_cli"
@@ -20,7 +18,6 @@ GENERATED = {ROOT / "docs/reference/commands" / f"{(*entry.words, 'fcp')[0]}.md"
 _FILE = re.compile(
     r"`((?:benchmarks|examples|fcp_cli|launchers|plan|planning|profiles|runtime|tests)/[\w./*-]+)(?:::\w+)?`"
 )
-_ROW = re.compile(r"^\| `fcp_cli/(?P<folder>\w+)/` \|.*\| (?P<imports>[^|]*) \|$", re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -46,32 +43,6 @@ def _headings(page: Path) -> set[str]:
 def test_files_that_a_page_names_exist(page: Path) -> None:
     named = _FILE.findall(page.read_text(encoding="utf-8"))
     assert [name for name in named if not any(any(folder.glob(name)) for folder in (ROOT, PACKAGE))] == []
-
-
-def test_the_table_of_folders_names_each_folder_and_all_that_it_imports() -> None:
-    table = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
-    listed = {row["folder"]: row["imports"] for row in _ROW.finditer(table)}
-    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert set(listed) == folders
-    missing = {
-        (folder, imported)
-        for folder, imports in listed.items()
-        for imported in (_imported_folders(PACKAGE / folder) & folders) - {folder}
-        if not imports.startswith("everything") and not re.search(rf"\b{imported}\b", re.sub(r"\(.*?\)", "", imports))
-    }
-    assert missing == set()
-
-
-def _imported_folders(folder: Path) -> set[str]:
-    """Return the folders of `fcp_cli` that its modules import from, inside functions and for types, too."""
-    modules: set[str] = set()
-    for path in folder.rglob("*.py"):
-        for node in nodes_of(path):
-            if isinstance(node, ast.ImportFrom):
-                modules |= {f"{node.module}.{alias.name}" for alias in node.names}
-            elif isinstance(node, ast.Import):
-                modules |= {alias.name for alias in node.names}
-    return {module.split(".")[1] for module in modules if module.startswith("fcp_cli.")}
 
 
 def test_the_readme_can_be_read_in_a_minute_or_two() -> None:

@@ -28,6 +28,7 @@ def options_in(lines: list[str]) -> list[str]:
     return [line for line in lines if line.startswith("  -") and not line.startswith("  -- ")]
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_fits_one_screen_with_few_options(command: str) -> None:
     lines = help_of(command)
@@ -36,6 +37,7 @@ def test_help_fits_one_screen_with_few_options(command: str) -> None:
     assert len(options_in(lines)) <= OPTIONS
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_all_shows_every_option_once(command: str) -> None:
     lefts = (re.match(r"  (-\w, )?(-\S+)(, -\S+)*", line) for line in options_in(help_of(command, "--help-all")))

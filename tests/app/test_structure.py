@@ -465,3 +465,50 @@ def writes(call: ast.Call) -> bool:
     if method == "replace" and isinstance(call.func, ast.Attribute):  # texts take two arguments
         return len(call.args) == 1 and not call.keywords
     return function != "rename" and (method in _WRITING_METHODS or function in _WRITING_FUNCTIONS)
+
+
+_ROW = re.compile(r"^\| `fcp_cli/(?P<folder>\w+)/` \|.*\| (?P<imports>[^|]*) \|$", re.MULTILINE)
+
+
+def test_the_table_of_folders_names_each_folder_and_all_that_it_imports() -> None:
+    table = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
+    listed = {row["folder"]: row["imports"] for row in _ROW.finditer(table)}
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert set(listed) == folders
+    missing = {
+        (folder, imported)
+        for folder, imports in listed.items()
+        for imported in (_imported_folders(PACKAGE / folder) & folders) - {folder}
+        if not imports.startswith("everything") and not re.search(rf"\b{imported}\b", re.sub(r"\(.*?\)", "", imports))
+    }
+    assert missing == set()
+
+
+def _imported_folders(folder: Path) -> set[str]:
+    """Return the folders of `fcp_cli` that its modules import from, inside functions and for types, too."""
+    modules: set[str] = set()
+    for path in folder.rglob("*.py"):
+        for node in nodes_of(path):
+            if isinstance(node, ast.ImportFrom):
+                modules |= {f"{node.module}.{alias.name}" for alias in node.names}
+            elif isinstance(node, ast.Import):
+                modules |= {alias.name for alias in node.names}
+    return {module.split(".")[1] for module in modules if module.startswith("fcp_cli.")}
+
+
+def test_no_template_renders_outside_the_sandbox() -> None:
+    found = {
+        f"{path.relative_to(PACKAGE)}: {name}"
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "sandbox.py"
+        for node in nodes_of(path)
+        if (name := getattr(node, "attr", getattr(node, "name", "")))
+        in (
+            "Environment",
+            "SandboxedEnvironment",
+            "NativeEnvironment",
+            "apply_chat_template",
+            "from_string",
+        )
+    }
+    assert found == set()

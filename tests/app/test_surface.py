@@ -150,6 +150,7 @@ def test_environment_and_config_names_follow_from_the_flag(command: CommandEntry
         assert option.config_key == (".".join((*command.words, flag[2:])) if flag else None)
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_help_fits_80_columns_and_ends_with_examples_of_that_command(command: CommandEntry) -> None:
     shown = CliRunner().invoke(app, [*command.words, "--help"], env={"COLUMNS": "80"}).output

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from benchmarks.plan_hashes import differences, limits, line_of
 from fcp_cli.plan.step import StepPlan
 
 
+@pytest.mark.lengthy
 def test_the_same_code_plans_the_same_hashes_and_other_limits_plan_others() -> None:
     lines = [line_of(case) for case in limits()]
     assert lines == [line_of(case) for case in limits()]

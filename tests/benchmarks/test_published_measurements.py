@@ -40,6 +40,7 @@ def test_packs_in_order_are_closed_by_what_does_not_fit_and_split_until_every_gr
     assert in_order([5, 3, 4, 2, 7], most_tokens=9, groups=2) == [[0, 1], [2], [4], [3]]
 
 
+@pytest.mark.lengthy
 def test_the_page_has_the_lines_that_are_printed() -> None:
     page = PAGE.read_text(encoding="utf-8").splitlines()
     printed = [row.line() for rows in _QUICK for row in rows()]

@@ -88,6 +88,7 @@ def test_a_model_whose_heads_no_degree_for_128k_tokens_divides_has_no_ulysses_ba
     assert best_standard_packing(batches.problem, [batches.batch(0)]) is None
 
 
+@pytest.mark.lengthy
 def test_no_strategy_beats_the_bound_and_none_is_flattered(study: Study) -> None:
     for cell in (*study.grid, *(cell for _, cell in study.variants), *study.scaling):
         planned = {name for name, _ in cell.outcomes}

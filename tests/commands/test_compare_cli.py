@@ -57,6 +57,7 @@ def test_a_planner_that_was_never_compiled_here_is_not_waited_for_in_silence(
     assert ("compiling the planner: about a minute" in capsys.readouterr().err) is announced
 
 
+@pytest.mark.lengthy
 def test_every_strategy_is_compared_on_the_same_steps(document: dict[str, Any]) -> None:
     names = {strategy["name"] for strategy in document["strategies"]}
     published = {

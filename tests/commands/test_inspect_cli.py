@@ -88,6 +88,7 @@ def test_a_name_that_the_system_refuses_is_one_short_line(tmp_path: Path) -> Non
     assert len(error) < 1300
 
 
+@pytest.mark.lengthy
 def test_plans_that_split_heads_show_the_shapes_of_their_groups(tmp_path: Path) -> None:
     lengths = [131_072, 40_000, 40_000, *[3_000] * 13]
     pq.write_table(pa.table({"length": lengths}), tmp_path / "dataset.parquet")

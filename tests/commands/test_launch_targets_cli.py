@@ -57,6 +57,7 @@ def test_an_empty_folder_shows_the_whole_cluster_command_and_what_was_assumed(fc
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.lengthy
 def test_an_empty_folder_shows_every_target(fcp: Fcp, tmp_path: Path) -> None:
     for words, text in (
         (("--target", "slurm"), "#SBATCH --nodes=8"),

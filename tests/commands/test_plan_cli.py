@@ -43,6 +43,7 @@ def test_without_options_it_plans_and_lists_what_it_assumed(tmp_path: Path) -> N
     assert list(check_plan(tmp_path / "plan.parquet", manifest=read_manifest(tmp_path / "dataset.parquet"))) == []
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("solver", ["fcp", "fcp-paper", "static"])
 @pytest.mark.parametrize("sync", ["iteration", "microbatch"])
 def test_the_summary_fits_80_columns_and_the_plan_is_sound(folder: Path, solver: str, sync: str) -> None:
@@ -54,6 +55,7 @@ def test_the_summary_fits_80_columns_and_the_plan_is_sound(folder: Path, solver:
     assert list(check_plan(folder / "plan.parquet", manifest=read_manifest(folder / "dataset.parquet"))) == []
 
 
+@pytest.mark.lengthy
 def test_padded_rings_are_counted_in_plan_and_comparison_alike(folder: Path) -> None:
     arguments = ("dataset.parquet", *EIGHT_RANKS, "--padded-rings")
     result = fcp("plan", *arguments, cwd=folder)

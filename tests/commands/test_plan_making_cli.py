@@ -28,6 +28,7 @@ def folder(tmp_path: Path) -> Path:
     return write_dataset(tmp_path)
 
 
+@pytest.mark.lengthy
 def test_a_limit_on_groups_holds_and_its_price_is_shown(folder: Path) -> None:
     result = fcp("plan", "dataset.parquet", *EIGHT_RANKS, "--max-groups", "3", cwd=folder)
     assert result.returncode == 0, result.stderr

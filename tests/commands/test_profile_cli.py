@@ -156,6 +156,7 @@ def test_fit_never_replaces_the_metrics_it_reads(tmp_path: Path, fcp: Fcp) -> No
     assert metrics.read_bytes() == before
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [

@@ -23,6 +23,7 @@ from tests.profiling.recorded import truth, write_samples
 __all__ = ["fcp"]
 
 
+@pytest.mark.lengthy
 def test_what_8_h100_recorded_becomes_a_profile_even_of_a_recipe_that_does_not_fit(tmp_path: Path, fcp: Fcp) -> None:
     """Ten minutes of measuring are never lost: the profile is written, and the warning's own command mends it."""
     path = tmp_path / "h100.samples.jsonl"
@@ -53,6 +54,7 @@ def test_what_8_h100_recorded_becomes_a_profile_even_of_a_recipe_that_does_not_f
     assert metadata.tokens_per_rank >= 16_384
 
 
+@pytest.mark.lengthy
 def test_recorded_times_are_met_although_clocks_and_runs_vary(tmp_path: Path, fcp: Fcp) -> None:
     recipe = Recipe(zero_stage=3, recompute="selective")
     write_samples(tmp_path / "h100.samples.jsonl", recipe)

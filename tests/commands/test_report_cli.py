@@ -95,6 +95,7 @@ def test_every_chart_has_its_place(page: str) -> None:
     assert {f"chart-{name}" for name in specs} <= references.ids
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("name", sorted(PLAN_CHARTS | RUN_CHARTS))
 def test_vega_draws_every_chart(page: str, name: str) -> None:
     spec = {**charts_of(page)[name], "width": 600}

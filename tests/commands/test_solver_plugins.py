@@ -109,6 +109,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_solver_is_one_line_that_names_its_package(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -29,6 +29,7 @@ def demo_of(folder: Path) -> tuple[Demo, io.StringIO]:
     return Demo(folder=folder, console=Console(file=text, width=80, color_system=None)), text
 
 
+@pytest.mark.lengthy
 def test_without_extras_a_demo_draws_both_plans_and_names_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,7 @@ def test_a_sound_launch_passes_every_check(stack: str) -> None:
     assert found(stack, of={"hosts": ("10.0.0.1", "10.0.0.2"), **(SMALL if stack == "cpu" else {})}) == []
 
 
+@pytest.mark.lengthy
 def test_each_check_finds_something_in_some_test_below() -> None:
     """A new check without a case here would never be seen to work."""
     broken = {

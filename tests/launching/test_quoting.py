@@ -105,6 +105,7 @@ def test_every_argument_goes_through_the_scripts_and_a_real_bash(probe: Probe, t
     check()
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("target", ["pytorchjob", "volcano"])
 @given(arguments=WORDS, note=st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20))
 @example(arguments=AWKWARD, note="\n".join(AWKWARD))

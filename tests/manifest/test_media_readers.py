@@ -159,6 +159,7 @@ def write_video(path: Path, *, frames: int, height: int, width: int, fps: int, p
     return content
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("suffix", [".mp4", ".mkv", ".mov", ".avi"])
 def test_videos_without_sizes_are_read_by_their_headers(suffix: str, tmp_path: Path, tokenizer: str) -> None:
     write_video(tmp_path / f"v{suffix}", frames=60, height=720, width=1280, fps=30)

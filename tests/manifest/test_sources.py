@@ -75,6 +75,7 @@ WRITERS: dict[str, Callable[[Path, list[list[int]]], Path]] = {
 }
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("kind", sorted(WRITERS))
 @settings(max_examples=50)
 @given(rows=TOKEN_LISTS)

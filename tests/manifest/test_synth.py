@@ -28,6 +28,7 @@ def test_durations_have_the_mean_that_hours_and_clips_give(name: str, mean: floa
     assert seconds(name).mean() == pytest.approx(mean, rel=0.06)
 
 
+@pytest.mark.lengthy
 def test_durations_have_the_published_shapes() -> None:
     msrvtt, internvid, openvid = (seconds(name) for name in CLIP_SETS)
     assert (msrvtt.min(), msrvtt.max()) >= (10.0, 20.0)

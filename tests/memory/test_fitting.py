@@ -50,6 +50,7 @@ def chosen_as_room_shrinks(**where: Any) -> list[FittedRecipe]:
     return found
 
 
+@pytest.mark.lengthy
 def test_with_less_and_less_room_computing_again_comes_before_offloading() -> None:
     found = chosen_as_room_shrinks()
     order = [
@@ -69,6 +70,7 @@ def test_with_less_and_less_room_computing_again_comes_before_offloading() -> No
     assert found[-1].recipe.offload == "activations"
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("cluster", ["h100-8x8", "a100-8x8", "ascend910b-8x8", "h200-8x8"])
 @pytest.mark.parametrize("ranks", [8, 64])
 def test_every_shipped_model_has_room_for_16k_tokens_a_rank(cluster: str, ranks: int) -> None:
@@ -107,6 +109,7 @@ def test_where_nothing_is_enough_the_roomiest_recipe_is_returned() -> None:
     assert fit(where=place(10)).tokens == 0
 
 
+@pytest.mark.lengthy
 def test_several_nodes_hold_a_copy_each_until_there_is_no_room_for_it() -> None:
     found = chosen_as_room_shrinks(num_ranks=64, most_peers=4)
     assert found[0].recipe == Recipe(zero_stage=2, shard_ranks=8)

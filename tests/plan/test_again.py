@@ -37,6 +37,7 @@ def again(plan: Path, **changes: object) -> list[str]:
     return words[1:]
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     "options",
     [

@@ -105,6 +105,7 @@ def test_another_manifest_is_recognised(plan: Path) -> None:
     )
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     ("column", "row", "value", "message"),
     [
@@ -263,6 +264,7 @@ def test_a_length_over_the_limit_is_found(tmp_path: Path) -> None:
     assert any("50000 tokens, over 40000" in finding for finding in findings(rewritten(plan, overlong=report)))
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [

@@ -65,6 +65,7 @@ def test_no_reader_gets_a_step_with_an_impossible_value(sound: Path, column: str
         list(PlanReader(path).steps())
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("value", [0, -1, 7, 2**31 - 1])
 def test_a_heads_degree_that_divides_no_degree_is_refused_by_every_command(sound: Path, value: int) -> None:
     path = rewritten(sound, edit=everywhere("heads_degree", value), attention="2d")

@@ -47,6 +47,7 @@ def batches_of(plan: Path) -> dict[int, list[int]]:
     return {step.step: sorted(step.sequences.tolist()) for step in PlanReader(plan).steps()}
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("sync", ["iteration", "microbatch"])
 @pytest.mark.parametrize("first_step", [1, 3, 4, 7])  # 4 steps an epoch: inside the first, its end, inside the second
 def test_what_is_left_keeps_its_batches_and_step_numbers(tmp_path: Path, sync: Any, first_step: int) -> None:
@@ -69,6 +70,7 @@ def test_a_continuation_can_be_continued(tmp_path: Path) -> None:
     assert list(check_plan(again, manifest=TABLE)) == []
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     "settings",
     [

@@ -89,6 +89,7 @@ def test_no_pack_exceeds_the_budget_with_padding_and_times_are_those_of_padded_l
     require_padding_counted(planned(lengths, problem), problem, lengths)
 
 
+@pytest.mark.lengthy
 @SYNCS
 @pytest.mark.parametrize("solver", names_under(example_profile()))
 def test_every_strategy_counts_padding_alike(sync: Sync, solver: str) -> None:

@@ -149,6 +149,7 @@ def test_the_bound_holds_for_every_order_and_group_of_a_small_step() -> None:
         assert step.makespan_seconds <= 1.1 * best
 
 
+@pytest.mark.lengthy
 def test_beside_one_long_sequence_no_published_strategy_is_quicker() -> None:
     """Half of the ranks may wait for it with little else to do: `megatron-dynamic-cp` was quicker here, at P = 8."""
     rng = np.random.default_rng(0)

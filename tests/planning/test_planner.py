@@ -126,6 +126,7 @@ def test_without_rings_a_sequence_that_one_rank_cannot_hold_is_one_line(profile:
         planner(profile, max_degree=1).plan([100, 16_385])
 
 
+@pytest.mark.lengthy
 def test_a_forward_pass_is_planned_by_its_own_prices_and_memory(profile: Path) -> None:
     lengths = np.random.default_rng(3).integers(100, 40_000, 60)
     given: dict[str, Any] = {"ranks": 16, "ranks_per_node": 4, "sync": "iteration"}

@@ -73,6 +73,7 @@ def chosen(inputs: PlanInputs, candidates: list[RecipeCandidate]) -> RecipeChoic
     return found
 
 
+@pytest.mark.lengthy
 def test_no_recipe_that_fits_is_quicker_on_the_sampled_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = inputs_of(tmp_path)
     assert inputs.data is not None

@@ -131,6 +131,7 @@ def typed_flags(flags: str) -> dict[str, Any]:
     return {"recipe": RecipeRequest(recompute=recompute), **given}
 
 
+@pytest.mark.lengthy
 def test_a_remedy_is_what_the_command_would_give_with_its_flags(tmp_path: Path) -> None:
     compile_planner()
     request, inputs = inputs_of(tmp_path, recipe=RecipeRequest(recompute="full"))

@@ -152,6 +152,7 @@ def outcomes(path: Path, read: Callable[[Path], Any], every: int) -> dict[str, i
     return counts
 
 
+@pytest.mark.lengthy
 def test_a_flipped_bit_of_a_manifest_is_refused_or_changes_nothing(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "texts.jsonl", [{"text": "a" * (1 + place % 7)} for place in range(300)])
     path = build(source, tmp_path / "lengths.parquet").path
@@ -159,6 +160,7 @@ def test_a_flipped_bit_of_a_manifest_is_refused_or_changes_nothing(tmp_path: Pat
     assert (counts["different"], counts["refused"] > 150) == (0, True)
 
 
+@pytest.mark.lengthy
 def test_a_flipped_bit_of_a_plan_is_refused_or_changes_nothing(tmp_path: Path) -> None:
     def read(copy: Path) -> tuple[str, str]:
         reader = PlanReader(copy)

@@ -96,6 +96,7 @@ def quickest_on_arrays(problem: Problem, padded: Work, degree: int, crosses: boo
     return min(seconds(u) for u in (1, *splits) if degree % u == 0 and (across == 0 or across % u == 0))
 
 
+@pytest.mark.lengthy
 @settings(max_examples=200)
 @given(pack=packs())
 def test_the_compiled_price_of_a_pack_is_the_cost_models_to_the_last_bit(pack: tuple[Problem, Work, int, bool]) -> None:
@@ -108,6 +109,7 @@ def test_the_compiled_price_of_a_pack_is_the_cost_models_to_the_last_bit(pack: t
     assert core.pack_seconds(load, degree, across_of(crosses), machine) == expected
 
 
+@pytest.mark.lengthy
 @settings(max_examples=200)
 @given(pack=packs())
 def test_the_compiled_search_pads_as_the_cost_model_does(pack: tuple[Problem, Work, int, bool]) -> None:

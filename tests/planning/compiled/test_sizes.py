@@ -70,6 +70,7 @@ def test_one_sequence_is_a_step(sync: Sync) -> None:
     assert len(planned([1], sync, num_ranks=509, tokens_per_rank=1).sequences) == 1
 
 
+@pytest.mark.lengthy
 @pytest.mark.boundscheck
 @SYNCS
 def test_a_hundred_thousand_sequences_are_one_step(sync: Sync) -> None:
@@ -79,6 +80,7 @@ def test_a_hundred_thousand_sequences_are_one_step(sync: Sync) -> None:
     assert len(step.sequences) == 100_000
 
 
+@pytest.mark.lengthy
 def test_more_ranks_in_rings_than_a_step_began_with_space_for_are_planned() -> None:
     # 4.5 million ranks of rings: more than the fixed array that once held them.
     step = planned([4096 * 16] * 1100, "iteration", num_ranks=4096, tokens_per_rank=16)

@@ -23,6 +23,7 @@ def of_lengths(lengths: list[int]) -> Sequences:
 lists_of_lengths = st.lists(st.integers(1, 1000), min_size=1, max_size=60)
 
 
+@pytest.mark.lengthy
 @pytest.mark.boundscheck
 @settings(max_examples=50)
 @given(lengths=lists_of_lengths, group_tokens=st.integers(1000, 4000))
@@ -52,6 +53,7 @@ def test_every_group_gets_the_same_number_of_even_packs() -> None:
     assert [even_count(packs, 4) for packs in (1, 4, 5)] == [4, 4, 8]
 
 
+@pytest.mark.lengthy
 @pytest.mark.boundscheck
 @settings(max_examples=50)
 @given(lengths=lists_of_lengths, groups=st.integers(1, 6), waves=st.booleans())

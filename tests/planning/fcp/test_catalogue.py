@@ -28,6 +28,7 @@ def some_batches(sync: Sync, *, num_ranks: int = 16, ranks_per_node: int = 4) ->
     )
 
 
+@pytest.mark.lengthy
 @pytest.mark.boundscheck
 @pytest.mark.parametrize("sync", ["iteration", "microbatch"])
 @settings(max_examples=15)
@@ -93,6 +94,7 @@ def test_chosen_sets_keep_to_nodes_and_to_the_limit_and_hold_all_ranks(
     assert all(s.start // ranks_per_node == s[-1] // ranks_per_node for s in groups if len(s) <= ranks_per_node)
 
 
+@pytest.mark.lengthy
 def test_the_price_of_a_limit_grows_as_the_limit_falls() -> None:
     batches = some_batches("iteration")
     prices = [limit_price(make_solver(batches, max_groups=limit), batches) for limit in (1, 15)]

@@ -67,6 +67,7 @@ def test_eight_peers_are_enough_on_every_machine(num_ranks: int, ranks_per_node:
     assert not needs_whole_nodes(8, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(("ranks_per_node", "least"), [(1, 4), (2, 3), (3, 5), (4, 5), (5, 4), (8, 4), (16, 4)])
 def test_rings_over_whole_nodes_alone_need_about_four(ranks_per_node: int, least: int) -> None:
     machine = {"num_ranks": 12 * ranks_per_node, "ranks_per_node": ranks_per_node}

@@ -142,6 +142,7 @@ def test_equal_short_sequences_are_shared_evenly(sync: Sync) -> None:
     assert step.gap < 1e-6
 
 
+@pytest.mark.lengthy
 @pytest.mark.boundscheck
 @SYNCS
 @settings(max_examples=60)

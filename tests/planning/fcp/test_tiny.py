@@ -64,6 +64,7 @@ def waves(groups: Sequence[Sequence[int]], sync: Sync) -> Iterator[list[int]]:
             yield wave
 
 
+@pytest.mark.lengthy
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("sync", ["iteration", "microbatch"])

@@ -41,6 +41,7 @@ def journal(kept: Path, tmp_path: Path) -> OnlineJournal:
     return OnlineJournal(tmp_path / "plan.parquet")
 
 
+@pytest.mark.lengthy
 def test_a_file_cut_off_anywhere_is_read_up_to_its_last_whole_window(journal: OnlineJournal) -> None:
     part = journal.folder / "000001.windows"
     whole = part.read_bytes()

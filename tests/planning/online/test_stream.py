@@ -99,6 +99,7 @@ def offline(plan: Path, metadata: PlanMetadata, **rule: Any) -> str:
     return make_plan(plan.with_name("offline.parquet"), inputs, solver_name="fcp").metadata.plan_hash
 
 
+@pytest.mark.lengthy
 @settings(max_examples=100, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 60_000), min_size=1, max_size=40),

@@ -40,6 +40,7 @@ def one_batch(lengths: list[int], problem: Problem) -> GlobalBatches:
     return GlobalBatches(table_of(lengths), problem, BatchSettings(global_batch_size=len(lengths), shuffle=False))
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("sync", ["iteration", "microbatch"])
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=15)
