@@ -14,7 +14,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -52,17 +52,6 @@ _OPT_IN = ("full", "loops", "slurm", "stores")
 
 # Where hypothesis keeps the settings of a test; without it all examples are tried.
 _ASKED = "_hypothesis_internal_use_settings"
-
-
-_UNMARKED = "it starts a process: mark it with @pytest.mark.processes"
-
-
-class UnmarkedProcessError(BaseException):
-    """A test that may not start a process does.
-
-    No `pytest.fail`: raised between two phases of a test, that ends a worker in silence, and pytest-xdist then fails on the
-    tests that it had left. No `Exception` either, which programs catch.
-    """
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -157,13 +146,18 @@ def _base_folder_of_messages(tmp_path_factory: pytest.TempPathFactory) -> None:
     messages.base_folder = tmp_path_factory.getbasetemp()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Refuse new processes to tests, and the fixtures that they set up, without the marker `processes`."""
-    if item.get_closest_marker("processes"):
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Refuse new processes to tests, and the fixtures that they set up, without the marker `processes`.
+
+    In the three phases of a test alone: between them a refusal fails no test but ends the worker, in silence, and
+    pytest-xdist then dies of the tests that it had left (its issue 1239).
+    """
+    with nullcontext() if item.get_closest_marker("processes") else _refused_processes():
         return (yield)
-    with _refused_processes():
-        return (yield)
+
+
+pytest_runtest_call = pytest_runtest_teardown = pytest_runtest_setup
 
 
 @contextmanager
@@ -172,11 +166,11 @@ def _refused_processes() -> Iterator[None]:
 
     def start_look_ups_only(*args: Any, **kwargs: Any) -> None:
         if not any(frame.f_globals.get("__name__") in _LOOK_UPS for frame, _ in traceback.walk_stack(None)):
-            raise UnmarkedProcessError(_UNMARKED)
+            pytest.fail("it starts a process: mark it with @pytest.mark.processes")
         start(*args, **kwargs)
 
     def refuse(_: BaseProcess) -> None:
-        raise UnmarkedProcessError(_UNMARKED)
+        pytest.fail("it starts a process: mark it with @pytest.mark.processes")
 
     with (
         mock.patch.object(subprocess.Popen, "__init__", start_look_ups_only),
