@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -208,33 +209,12 @@ def test_the_columns_are_those_of_the_contract(tmp_path: Path) -> None:
     assert b"fcp" in schema.metadata
 
 
-def test_a_missing_plan_says_what_makes_one(tmp_path: Path) -> None:
-    with raises(
-        snapshot(
-            "PlanError: there is no plan FOLDER/plan.parquet; make one with 'fcp plan MANIFEST -o FOLDER/plan.parquet'"
-        )
-    ):
-        PlanReader(tmp_path / "plan.parquet")
-
-
-def test_a_foreign_parquet_file_is_no_plan(tmp_path: Path) -> None:
-    foreign = tmp_path / "lengths.parquet"
-    pq.write_table(pa.table({"length": [1, 2]}), foreign)
-    with pytest.raises(PlanError, match="is a Parquet file but not a plan"):
-        PlanReader(foreign)
-
-
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"\0\1\2", b"PAR1" * 1000])
 def test_a_file_that_is_not_parquet_is_no_plan(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "plan.parquet"
     path.write_bytes(content)
     with pytest.raises(PlanError, match="truncated, damaged or not a plan; make one with 'fcp plan"):
         PlanReader(path)
-
-
-def test_a_folder_is_no_plan(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="is a folder, not a plan; name the plan file in it"):
-        PlanReader(tmp_path)
 
 
 @pytest.mark.parametrize("kept", [0.05, 0.5, 0.99])
@@ -266,43 +246,69 @@ def with_metadata(plan: Path, old: bytes, new: bytes) -> Path:
     return plan
 
 
-def test_a_plan_of_another_format_is_refused(tmp_path: Path) -> None:
-    plan = with_metadata(small_plan(tmp_path / "plan.parquet"), b"fcp-plan/1", b"fcp-plan/3")
-    with raises(
+def with_column(plan: Path, name: str, change: Callable[[pa.ChunkedArray], Any]) -> None:
+    table = pq.read_table(plan)
+    at = table.schema.get_field_index(name)
+    pq.write_table(table.set_column(at, name, change(table[name])).replace_schema_metadata(table.schema.metadata), plan)
+
+
+def null_in_a_list(ranks: pa.ChunkedArray) -> pa.Array:
+    return pa.array([*ranks.to_pylist()[:2], [None], *ranks.to_pylist()[3:]], type=pa.list_(pa.int32()))
+
+
+def folder_in_its_place(plan: Path) -> None:
+    plan.unlink()
+    plan.mkdir()
+
+
+# What is done to a plan's file -> the whole message.
+REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no file": (
+        Path.unlink,
+        snapshot(
+            "PlanError: there is no plan FOLDER/plan.parquet; make one with 'fcp plan MANIFEST -o FOLDER/plan.parquet'"
+        ),
+    ),
+    "a folder": (
+        folder_in_its_place,
+        snapshot("PlanError: FOLDER/plan.parquet is a folder, not a plan; name the plan file in it"),
+    ),
+    "a foreign file": (
+        lambda plan: pq.write_table(pa.table({"length": [1, 2]}), plan),
+        snapshot(
+            "PlanError: FOLDER/plan.parquet is a Parquet file but not a plan; make one with 'fcp plan MANIFEST -o plan.parquet'"
+        ),
+    ),
+    "another format": (
+        lambda plan: with_metadata(plan, b"fcp-plan/1", b"fcp-plan/3"),
         snapshot(
             "PlanError: FOLDER/plan.parquet has format 'fcp-plan/3'; this fcp reads fcp-plan/1; make it again with 'fcp plan'"
-        )
-    ):
-        PlanReader(plan)
-
-
-def test_a_key_that_this_fcp_does_not_know_is_refused(tmp_path: Path) -> None:
-    plan = with_metadata(small_plan(tmp_path / "plan.parquet"), b'"seed"', b'"spare_ranks": 1, "seed"')
-    with raises(
+        ),
+    ),
+    "an unknown key": (
+        lambda plan: with_metadata(plan, b'"seed"', b'"spare_ranks": 1, "seed"'),
         snapshot(
             "PlanError: FOLDER/plan.parquet: the plan's metadata cannot be used: unknown key spare_ranks; did you mean num_ranks? use the fcp that made the plan, or make it again with 'fcp plan'"
-        )
-    ):
-        PlanReader(plan)
+        ),
+    ),
+    "a column of another type": (
+        lambda plan: with_column(plan, "order", lambda it: it.cast(pa.int64())),
+        snapshot("PlanError: FOLDER/plan.parquet: the column order is int64, not int32"),
+    ),
+    "nulls": (
+        lambda plan: with_column(plan, "ranks", null_in_a_list),
+        snapshot("PlanError: FOLDER/plan.parquet is damaged: the column ranks has nulls"),
+    ),
+}
 
 
-def test_a_column_of_another_type_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_no_plan_is_refused_with_its_reason(
+    tmp_path: Path, change: Callable[[Path], Any], message: str
+) -> None:
     plan = small_plan(tmp_path / "plan.parquet")
-    table = pq.read_table(plan)
-    changed = table.set_column(1, "order", table.column("order").cast(pa.int64()))
-    pq.write_table(changed.replace_schema_metadata(table.schema.metadata), plan)
-    with pytest.raises(PlanError, match="the column order is int64, not int32"):
-        PlanReader(plan)
-
-
-def test_nulls_are_refused(tmp_path: Path) -> None:
-    plan = small_plan(tmp_path / "plan.parquet")
-    table = pq.read_table(plan)
-    ranks = table.column("ranks").to_pylist()
-    ranks[2] = [None]
-    changed = table.set_column(3, "ranks", pa.array(ranks, type=pa.list_(pa.int32())))
-    pq.write_table(changed.replace_schema_metadata(table.schema.metadata), plan)
-    with pytest.raises(PlanError, match="the column ranks has nulls"):
+    change(plan)
+    with raises(message):
         list(PlanReader(plan).steps())
 
 
