@@ -46,14 +46,22 @@ class Strategy:
 
 
 _PUBLISHED: Final = "fcp_cli.planning.published"
+
+
+def _unplanned(module: str) -> Strategy:
+    """Return the facts of a published strategy whose execution no plan of rings is."""
+    return Strategy(factory=f"{_PUBLISHED}.{module}:make_solver", is_quick=False, own_execution=True, plans=False)
+
+
 _OWN: Final[Mapping[str, Strategy]] = {
     "fcp": Strategy(
         factory="fcp_cli.planning.fcp.solver:solver_with_options",
         options=frozenset({"max_degree", "max_groups", "max_peers", "robust"}),
     ),
+    "block-fcp": _unplanned("block_fcp"),
     "bytescale": Strategy(factory=f"{_PUBLISHED}.bytescale:make_solver"),
     "deepspeed-ulysses": Strategy(factory=f"{_PUBLISHED}.split_heads:make_ulysses", attention="ulysses"),
-    "distca": Strategy(factory=f"{_PUBLISHED}.distca:make_solver", is_quick=False, own_execution=True, plans=False),
+    "distca": _unplanned("distca"),
     "fcp-paper": Strategy(factory=f"{_PUBLISHED}.fcp_paper:make_solver"),
     "flexsp": Strategy(
         factory=f"{_PUBLISHED}.flexsp:make_solver",
@@ -61,15 +69,19 @@ _OWN: Final[Mapping[str, Strategy]] = {
         knows_sync=False,  # it plans waves
         is_quick=False,  # minutes a step
     ),
+    "hydraulis": Strategy(factory=f"{_PUBLISHED}.hydraulis:make_solver", is_quick=False),
     "karmarkar-karp": Strategy(factory=f"{_PUBLISHED}.karmarkar_karp:make_solver"),
+    "magi-attention": _unplanned("magi_attention"),
     "megatron-any-degree": Strategy(factory=f"{_PUBLISHED}.megatron_any_degree:make_solver"),
     "megatron-dynamic-cp": Strategy(factory=f"{_PUBLISHED}.megatron_dynamic_cp:make_solver"),
     "megatron-packing": Strategy(factory=f"{_PUBLISHED}.megatron_packing:make_solver"),
     "packing": Strategy(factory=f"{_PUBLISHED}.row_packing:make_solver"),
     "padded": Strategy(factory="fcp_cli.planning.padded:make_solver", plans=False),
+    "skrull": _unplanned("skrull"),
     "static": Strategy(factory="fcp_cli.planning.static:make_solver"),
     "usp": Strategy(factory=f"{_PUBLISHED}.split_heads:make_usp", attention="2d"),
     "wlb-llm": Strategy(factory=f"{_PUBLISHED}.wlb_llm:make_solver"),
+    "zeppelin": _unplanned("zeppelin"),
 }
 _OF_PLUGINS: Final = Strategy(factory="")
 REGISTRY: Final = Registry("fcp.solvers", "solver", "--solver", tuple(name for name, own in _OWN.items() if own.plans))

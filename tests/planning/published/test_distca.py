@@ -12,7 +12,8 @@ from fcp_cli.plan.pipeline import Pipeline
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.comparison import compare
 from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.published.distca import Tasks, laid_out, make_solver, rebalanced
+from fcp_cli.planning.published.distca import make_solver, rebalanced
+from fcp_cli.planning.published.spread_attention import Tasks, laid_out
 from fcp_cli.planning.solvers import make_planning_solver
 from tests.planning.examples import example_problem, table_of
 

@@ -1,0 +1,107 @@
+"""`block-fcp`: attention of blocks of sequences on any ranks, from another "FCP" (arXiv 2605.08524, MLSys 2026).
+
+No code is public, and of the paper a detailed account was read, not its own text. In a group of ranks, each sequence
+is cut into blocks of 4,096 tokens; of blocks in falling order of tokens and attention, each as a share of all,
+every one goes to the rank with the least attention so far that has room for its tokens. Queries, keys and values travel
+from the user's layout to the ranks of the blocks and back (the "transparent reshuffler"), keys to whoever needs them by
+messages from point to point; sixteen blocks run as one kernel (the "coalescer"). It is priced as `spread_attention`
+says. Where a choice was left, the kinder one was made:
+
+- The degree (any divisor of the ranks) is the quickest over a sample of the plan's steps; the paper shards over all.
+- In the user's layout all ranks hold equally many tokens, so that all other layers are even; or the data loader already
+  lays tokens out by blocks, and nothing is reshuffled: the quicker of both, for every micro-batch.
+- A block is a pair of a head and a tail of its sequence (zig-zag), so that blocks of a sequence take as long.
+- Messages never meet at one rank: the paper's planner of rounds without congestion is perfect and takes no time, and
+  no multiprocessors are set aside for copies (the paper's uses 6 or 8).
+- A block for which no rank has room goes where the tokens are fewest.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from fcp_cli.arrays import FloatArray, IntArray
+from fcp_cli.cost.model import Work
+from fcp_cli.planning.batches import GlobalBatches
+from fcp_cli.planning.published.spread_attention import (
+    SpreadAttention,
+    Tasks,
+    attention_per_token,
+    laid_out,
+    quickest_degree,
+    require_heads,
+)
+
+_BLOCK_TOKENS: Final = 4096
+_BLOCKS_PER_KERNEL: Final = 16
+
+
+def make_solver(batches: GlobalBatches) -> SpreadAttention:
+    """Make the strategy with the degree that is quickest over a sample of the steps.
+
+    Raises:
+        UsageError: see `require_heads`.
+    """
+    problem = batches.problem
+    heads = require_heads("block-fcp", problem)
+    return quickest_degree(batches, lambda degree: BlockFcp(problem, heads, degree, block_tokens=_BLOCK_TOKENS))
+
+
+class BlockFcp(SpreadAttention):
+    """Packs blocks onto ranks by tokens and attention."""
+
+    name = "block-fcp"
+
+    def rank_seconds(self, work: Work) -> FloatArray:
+        """Return [degree] the seconds of one micro-batch."""
+        tasks, block = blocks_of(work.tokens, self._degree)
+        attention = np.bincount(block, tasks.tokens * attention_per_token(work)[tasks.sequence])
+        block_rank = placed(np.bincount(block, tasks.tokens), attention, self._degree, self._problem.tokens_per_rank)
+        tasks.rank[:] = block_rank[block]
+        blocks = -(-work.tokens // _BLOCK_TOKENS)
+        further = -(-blocks // _BLOCKS_PER_KERNEL) - (blocks == 1)
+        kernels = further[tasks.sequence].astype(np.float64)
+        reshuffled = self.task_seconds(tasks, work, kernels, ping_pong=False)
+        tasks.home = tasks.rank
+        by_blocks = self.task_seconds(tasks, work, kernels, ping_pong=False)
+        return min(reshuffled, by_blocks, key=lambda seconds: float(seconds.max()))
+
+
+def blocks_of(lengths: IntArray, ranks: int) -> tuple[Tasks, IntArray]:
+    """Cut sequences at blocks and where the ranks' even layout cuts them; return the tasks, and the block of each."""
+    even = laid_out(lengths, ranks)
+    ends = np.cumsum(even.tokens)
+    starts = np.concatenate(([0], np.cumsum(lengths)[:-1])).astype(np.float64)
+    inner = [start + np.arange(_BLOCK_TOKENS, n, _BLOCK_TOKENS) for start, n in zip(starts, lengths, strict=True)]
+    cuts = np.union1d(ends, np.concatenate(inner))
+    sizes = np.diff(cuts, prepend=0.0)
+    middle = (cuts - sizes / 2)[sizes > 1e-6]
+    task = np.searchsorted(ends, middle)
+    sequence, home = even.sequence[task], even.home[task]
+    within = ((middle - starts[sequence]) // _BLOCK_TOKENS).astype(np.int64)
+    first_block = np.concatenate(([0], np.cumsum(-(-lengths // _BLOCK_TOKENS))[:-1]))
+    tasks = Tasks(sequence=sequence, tokens=sizes[sizes > 1e-6], home=home, rank=home.copy())
+    return tasks, np.asarray(first_block[sequence] + within)
+
+
+def placed(tokens: FloatArray, attention: FloatArray, ranks: int, limit: int) -> IntArray:
+    """Return [blocks] ranks: blocks in falling order, each to the least attention that has room for it.
+
+    Args:
+        tokens: [blocks] of each.
+        attention: [blocks] in seconds.
+        ranks: of the group.
+        limit: tokens of a rank.
+    """
+    share = np.maximum(tokens / tokens.sum(), attention / attention.sum())
+    load, held = np.zeros(ranks), np.zeros(ranks)
+    found = np.zeros(len(tokens), dtype=np.int64)
+    for block in np.argsort(-share, kind="stable").tolist():
+        room = held + tokens[block] <= limit
+        rank = int(np.where(room, load, np.inf).argmin()) if room.any() else int(held.argmin())
+        found[block] = rank
+        load[rank] += attention[block]
+        held[rank] += tokens[block]
+    return found

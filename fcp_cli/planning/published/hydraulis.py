@@ -1,0 +1,170 @@
+"""`hydraulis`: groups of different degrees that stay for a batch, sequences spread over them, from Hydraulis (2024).
+
+Written from the published code (lhy101/Hydraulis at 4489487e, April 2025). A dynamic programme over ranks and intervals
+of length proposes, for each length up to which sequences may reach, how many groups of which degree there are
+("strategy proposal"). For every batch, sequences in random order each go to the group that then ends the step first,
+best of 50 orders ("dynamic strategy"), and each group packs its own. Where a choice was left:
+
+- The original's degrees are of tensor parallelism; here they are powers of two of rings, which its groups may hold.
+- The batch takes the quickest proposal that holds its longest sequence, by the cost model. Between its fifty orders the
+  original compares the same quantity; a proposal that leaves a group empty is allowed here, and refused there.
+- Packs are as few as hold a group's sequences and have about as much work; the original's integer program has half a
+  second for that.
+- Sixteen intervals of as many sequences each; the original steps by a number of tokens.
+- Its pipelines of stages are left out: every group is one stage.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+
+from fcp_cli.arrays import FloatArray, IntArray
+from fcp_cli.cost.model import group_seconds
+from fcp_cli.planning.assemble import makespan_seconds
+from fcp_cli.planning.batches import GlobalBatches, spread_steps
+from fcp_cli.planning.drafts import Draft, assign
+from fcp_cli.planning.placement import place_groups
+from fcp_cli.planning.problem import Assignment, Batch, Problem
+from fcp_cli.planning.published.wlb_llm import balanced_packs
+from fcp_cli.planning.work import work_on
+
+_ORDERS: Final = 50
+_INTERVALS: Final = 16
+_SAMPLED_STEPS: Final = 4
+
+
+def make_solver(batches: GlobalBatches) -> Hydraulis:
+    """Make the solver with the proposals for a sample of the steps."""
+    problem = batches.problem
+    sample = [batches.batch(step) for step in spread_steps(len(batches), _SAMPLED_STEPS)]
+    tokens = np.concatenate([batch.work.tokens for batch in sample])
+    seconds = np.concatenate([seconds_by_degree(batch, problem) for batch in sample], axis=1)
+    longest = int(batches.table.length_tokens[batches.rows].max())
+    return Hydraulis(problem, proposals(tokens, seconds, problem, longest))
+
+
+class Hydraulis:
+    """Spreads every batch over the groups of the quickest proposal."""
+
+    name = "hydraulis"
+
+    def __init__(self, problem: Problem, proposed: Sequence[tuple[int, ...]]) -> None:
+        self._problem, self._proposed = problem, proposed
+        self.options: Mapping[str, Any] = {"proposals": [list(degrees) for degrees in proposed]}
+
+    def assign(self, batch: Batch) -> Assignment:
+        """Spread one batch."""
+        seconds, longest = seconds_by_degree(batch, self._problem), int(batch.work.tokens.max())
+        able = [one for one in self._proposed if one[0] * self._problem.tokens_per_rank >= longest]
+        found = [self._packed(batch, degrees, seconds) for degrees in able]
+        return min(found, key=lambda assignment: makespan_seconds(assignment, batch, self._problem))
+
+    def _packed(self, batch: Batch, degrees: tuple[int, ...], seconds: FloatArray) -> Assignment:
+        problem = self._problem
+        of_groups = seconds[[degree.bit_length() - 1 for degree in degrees]]
+        limits = np.array(degrees) * problem.tokens_per_rank
+        group_of = spread(batch.work.tokens, of_groups, limits, orders=_ORDERS)
+        offsets, ranks = place_groups(list(degrees), num_ranks=problem.num_ranks, ranks_per_node=problem.ranks_per_node)
+        drafts: list[tuple[float, Draft]] = []
+        for group, degree in enumerate(degrees):
+            mine = np.flatnonzero(group_of == group)
+            tokens = work_on(batch.work, degree, problem).tokens[mine]
+            number = max(1, -(-int(tokens.sum()) // int(limits[group])))
+            while True:
+                packs, left = balanced_packs(tokens, of_groups[group, mine], number=number, limit=int(limits[group]))
+                if not left:
+                    break
+                number += 1
+            on = ranks[offsets[group] : offsets[group + 1]].tolist()
+            packs = [mine[pack].tolist() for pack in packs if pack]
+            drafts += [(float(of_groups[group, pack].sum()), Draft(on, pack)) for pack in packs]
+        return assign([draft for _, draft in sorted(drafts, key=lambda one: -one[0])], problem.sync)
+
+
+def seconds_by_degree(batch: Batch, problem: Problem) -> FloatArray:
+    """Return [powers of two, sequences] the seconds of each alone, fixed ones aside; infinite if it does not fit."""
+    rows = []
+    for power in range(problem.num_ranks.bit_length()):
+        degree = 1 << power
+        work = work_on(batch.work, degree, problem)
+        seconds = group_seconds(problem.profile, work, degree=degree, crosses_nodes=degree > problem.ranks_per_node)
+        seconds = seconds - problem.profile.coefficients.microbatch_seconds
+        rows.append(np.where(work.tokens > degree * problem.tokens_per_rank, np.inf, seconds))
+    return np.array(rows)
+
+
+def spread(lengths: IntArray, seconds: FloatArray, limits: IntArray, *, orders: int) -> IntArray:
+    """Return [sequences] the group of each: of random orders, the one in which the last group ends first.
+
+    Args:
+        lengths: [sequences] in tokens.
+        seconds: [groups, sequences] of each sequence alone.
+        limits: [groups] tokens of the longest sequence, falling.
+        orders: how many are tried.
+    """
+    best, found = np.inf, np.zeros(len(lengths), dtype=np.int64)
+    fits = lengths[None, :] <= limits[:, None]
+    forced = fits[0] & ~fits[1] if len(limits) > 1 else fits[0]
+    for trial in range(orders):
+        order = list(range(len(lengths)))
+        random.Random(trial).shuffle(order)
+        total, group_of = np.zeros(len(limits)), np.zeros(len(lengths), dtype=np.int64)
+        total[0] = sum(seconds[0, i] for i in order if forced[i])
+        latest = float(total[0])
+        for i in order:
+            if forced[i]:
+                continue
+            ends = np.where(fits[:, i], np.maximum(latest, total + seconds[:, i]), np.inf)
+            latest = float(ends.min())
+            idle = np.flatnonzero((ends == latest) & (total == 0.0))
+            group = int(idle[-1]) if len(idle) else int(ends.argmin())
+            total[group] += seconds[group, i]
+            group_of[i] = group
+        if latest < best:
+            best, found = latest, group_of
+    return found
+
+
+def proposals(tokens: IntArray, seconds: FloatArray, problem: Problem, longest: int) -> list[tuple[int, ...]]:
+    """Return degrees of groups, falling, for each length from what one rank holds up to the longest.
+
+    t[n][s], the least time in which n ranks run all sequences of the first s intervals of length, is the least of
+    max(t[n - d k][s'], seconds of intervals s' to s on degree k / d) over d groups of degree k.
+    """
+    n, powers = problem.num_ranks, seconds.shape[0]
+    edges = np.unique(np.quantile(tokens, np.arange(1, _INTERVALS + 1) / _INTERVALS).astype(np.int64))
+    edges[-1] = max(longest, int(tokens.max()))
+    interval = np.searchsorted(edges, tokens)
+    count = len(edges)
+    sums = np.zeros((powers, count + 1))
+    for power in range(powers):
+        sums[power, 1:] = np.cumsum(np.bincount(interval, seconds[power], count))
+
+    @cache
+    def best(ranks: int, upto: int) -> tuple[float, tuple[int, ...]]:
+        if upto == 0:
+            return 0.0, ()
+        found: tuple[float, tuple[int, ...]] = (np.inf, ())
+        for power in range(powers):
+            degree = 1 << power
+            if degree > ranks or degree * problem.tokens_per_rank < edges[upto - 1]:
+                continue
+            for first in range(upto):
+                work = sums[power, upto] - sums[power, first]
+                for groups in range(1, ranks // degree + 1):
+                    if work / groups >= found[0]:
+                        continue
+                    seconds_before, before = best(ranks - groups * degree, first)
+                    if max(seconds_before, work / groups) < found[0]:
+                        found = max(seconds_before, work / groups), (degree,) * groups + before
+                    if seconds_before >= work / groups:
+                        break  # more groups here only take ranks from the shorter sequences
+        return found
+
+    made = {tuple(sorted(best(n, upto)[1], reverse=True)) for upto in range(1, count + 1)}
+    return sorted(made - {()}, reverse=True)

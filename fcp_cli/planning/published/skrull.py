@@ -1,0 +1,98 @@
+"""`skrull`: long sequences shared by a group while each rank runs short ones alone, from Skrull (NeurIPS 2025).
+
+No code is public, and of the paper (arXiv 2505.19609) a detailed account was read, not its own text. Groups have one
+degree. Sequences are packed for them by work ("global data scheduling"). In a micro-batch, sequences are either local,
+whole on one rank, or distributed over the group ("distribution-aware context parallelism"): local ones go, longest
+first, to the rank with the least work so far that has room; where none has, the sequence is distributed, and where that
+takes room away, local sequences are, too (its roll-back). The ring of distributed ones travels while local ones are
+computed. It is priced as `spread_attention` says. Where a choice was left, the kinder one was made:
+
+- How many of the longest sequences are distributed from the start: the quickest of several numbers, for every
+  micro-batch. The paper's heuristic avoids sharding, then balances.
+- The ring hides behind local sequences and behind its own attention; the paper counts the first only.
+- The degree is the quickest over a sample of the plan's steps.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fcp_cli.arrays import FloatArray, IntArray
+from fcp_cli.cost.model import Work
+from fcp_cli.planning.batches import GlobalBatches
+from fcp_cli.planning.published.spread_attention import SpreadAttention, quickest_degree, require_heads
+
+
+def make_solver(batches: GlobalBatches) -> SpreadAttention:
+    """Make the strategy with the degree that is quickest over a sample of the steps.
+
+    Raises:
+        UsageError: see `require_heads`.
+    """
+    problem = batches.problem
+    heads = require_heads("skrull", problem)
+    return quickest_degree(batches, lambda degree: Skrull(problem, heads, degree))
+
+
+class Skrull(SpreadAttention):
+    """Chooses local and distributed sequences of each pack."""
+
+    name = "skrull"
+
+    def rank_seconds(self, work: Work) -> FloatArray:
+        """Return [degree] the seconds of one micro-batch."""
+        n, seconds = len(work.tokens), work.total_seconds
+        tried = sorted({0, n, *(count for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64) if count < n)})
+        if self._degree == 1:
+            tried = [0]
+        owners = [
+            local_ranks(work.tokens, seconds, self._degree, self._problem.tokens_per_rank, shared=count)
+            for count in tried
+        ]
+        return min((self._priced(owner, work) for owner in owners), key=lambda found: float(found.max()))
+
+    def _priced(self, owner: IntArray, work: Work) -> FloatArray:
+        degree, c = self._degree, self._problem.profile.coefficients
+        shared, local = owner < 0, owner >= 0
+        alone = np.bincount(owner[local], work.total_seconds[local], degree)
+        further = float(work.tokens[shared].sum()) * (degree - 1) / degree
+        together = float(work.total_seconds[shared].sum()) / degree + c.chunk_seconds_per_token * further
+        linear = float(work.linear_seconds[shared].sum()) / degree
+        bandwidth = self._problem.profile.bandwidth
+        inside = degree <= self._problem.ranks_per_node
+        ring = further * c.ring_bytes_per_token / (bandwidth.intra_node if inside else bandwidth.inter_node)
+        ring += c.ring_hop_seconds * (degree - 1) if further else 0.0
+        return np.asarray(c.microbatch_seconds + linear + np.maximum(alone + together - linear, ring))
+
+
+def local_ranks(tokens: IntArray, seconds: FloatArray, ranks: int, limit: int, *, shared: int) -> IntArray:
+    """Return [sequences] the rank that runs each alone, or -1 where the group shares it.
+
+    Args:
+        tokens: [sequences] which `ranks` ranks of `limit` tokens hold together.
+        seconds: [sequences] of each on one rank.
+        ranks: of the group.
+        limit: tokens of a rank.
+        shared: how many of the longest the group shares from the start.
+    """
+    order = np.argsort(-tokens, kind="stable").tolist()
+    owner = np.full(len(tokens), -1, dtype=np.int64)
+    load, held = np.zeros(ranks), np.zeros(ranks)
+    together = float(tokens[order[:shared]].sum())
+    for sequence in order[shared:]:
+        room = held + tokens[sequence] + together / ranks <= limit
+        if room.any():
+            rank = int(np.where(room, load, np.inf).argmin())
+            owner[sequence] = rank
+            load[rank] += seconds[sequence]
+            held[rank] += tokens[sequence]
+            continue
+        together += tokens[sequence]
+        while held.max() + together / ranks > limit:
+            fullest = int(held.argmax())
+            longest = int(np.where(owner == fullest, tokens, -1).argmax())
+            owner[longest] = -1
+            load[fullest] -= seconds[longest]
+            held[fullest] -= tokens[longest]
+            together += tokens[longest]
+    return owner

@@ -1,0 +1,100 @@
+"""`zeppelin`: attention on one rank, in a node or across all nodes by length, other layers even (EuroSys 2026).
+
+No code is public, and of the paper (arXiv 2509.21841) a detailed account was read, not its own text; its two algorithms
+of partitioning were not in it. All ranks are one group. Sequences lie in three zones by length: shared by rings of all
+ranks, by the ranks of one node, or local to a rank, each where attention is least so far. Messages between nodes are
+spread over all network cards of a node (its routing layer), and tokens move between the layout of attention and an even
+one for all other layers (its remapping layer). It is priced as `spread_attention` says. Where a choice was left, the
+kinder one was made:
+
+- The lengths at which zones begin: the quickest of twenty pairs, for every micro-batch.
+- Other layers run on even tokens or where attention left them, whichever is quicker with the remapping, which nothing
+  hides: it waits for the output of attention, and attention waits for it.
+- A hop across nodes travels at the bandwidth of all cards of the node, after and before a hop inside the node.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+
+from fcp_cli.arrays import FloatArray, IntArray
+from fcp_cli.cost.model import Work
+from fcp_cli.planning.batches import GlobalBatches
+from fcp_cli.planning.published.spread_attention import SpreadAttention, attention_per_token, require_heads
+
+
+def make_solver(batches: GlobalBatches) -> Zeppelin:
+    """Make the strategy.
+
+    Raises:
+        UsageError: see `require_heads`.
+    """
+    problem = batches.problem
+    return Zeppelin(problem, require_heads("zeppelin", problem), problem.num_ranks)
+
+
+class Zeppelin(SpreadAttention):
+    """Tries where zones begin, for every micro-batch."""
+
+    name = "zeppelin"
+
+    def rank_seconds(self, work: Work) -> FloatArray:
+        """Return [ranks] the seconds of one micro-batch."""
+        budget, size = self._problem.tokens_per_rank, self._problem.ranks_per_node
+        local = [budget // share for share in (1, 2, 4, 8, 16)]
+        tried = product(local, (budget, 2 * budget, size * budget // 2, size * budget))
+        zones = {tuple((work.tokens > a).astype(int) + (work.tokens > b)) for a, b in tried}
+        return min((self._priced(np.array(zone), work) for zone in sorted(zones)), key=lambda found: float(found.max()))
+
+    def _priced(self, zone: IntArray, work: Work) -> FloatArray:
+        ranks, size, c = self._degree, self._problem.ranks_per_node, self._problem.profile.coefficients
+        seconds = attention_per_token(work) * work.tokens
+        attention = np.full(ranks, seconds[zone == 2].sum() / ranks)
+        held = np.full(ranks, work.tokens[zone == 2].sum() / ranks)
+        node_of = np.arange(ranks) // size
+        in_node = np.zeros(node_of[-1] + 1)
+        for sequence in _falling(zone == 1, seconds):
+            node = int(in_node.argmin())
+            in_node[node] += work.tokens[sequence]
+            share = 1.0 / float((node_of == node).sum())
+            attention[node_of == node] += share * seconds[sequence]
+            held[node_of == node] += share * work.tokens[sequence]
+        for sequence in _falling(zone == 0, seconds):
+            room = held + work.tokens[sequence] <= self._problem.tokens_per_rank
+            rank = int(np.where(room, attention, np.inf).argmin()) if room.any() else int(held.argmin())
+            attention[rank] += seconds[sequence]
+            held[rank] += work.tokens[sequence]
+        across, inside = float(work.tokens[zone == 2].sum()), in_node[node_of]
+        further = across * (ranks - 1) / ranks + inside * (size - 1) / size
+        attention += c.chunk_seconds_per_token * further
+        rings = self._ring_seconds(across, inside)
+        even = float(work.linear_seconds.sum()) / ranks
+        uneven = held * float(work.linear_seconds.sum() / work.tokens.sum())
+        engine = c.microbatch_seconds + np.maximum(attention, rings)
+        kept, moved = engine + uneven, engine + even + self._remapping_seconds(held, node_of)
+        return kept if kept.max() <= moved.max() else moved
+
+    def _ring_seconds(self, across: float, inside: FloatArray) -> FloatArray:
+        """Return [ranks] the seconds of rings over all ranks, and inside nodes."""
+        ranks, size, c = self._degree, self._problem.ranks_per_node, self._problem.profile.coefficients
+        near, far = self._problem.profile.bandwidth.intra_node, self._problem.profile.bandwidth.inter_node
+        per_byte = 1.0 / near if ranks <= size else 1.0 / (size * far) + 2.0 / near
+        seconds = c.ring_bytes_per_token * (across * (ranks - 1) / ranks * per_byte + inside * (size - 1) / size / near)
+        return np.asarray(seconds + c.ring_hop_seconds * ((across > 0) * (ranks - 1) + (inside > 0) * (size - 1)))
+
+    def _remapping_seconds(self, held: FloatArray, node_of: IntArray) -> FloatArray:
+        """Return [ranks] the seconds in which the slowest rank hands over or gets the tokens of an even layout."""
+        mean, of_nodes = float(held.mean()), np.bincount(node_of)
+        far = np.abs(np.bincount(node_of, held) / of_nodes - mean)[node_of]
+        near = np.maximum(0.0, np.abs(held - mean) - far)
+        bandwidth = self._problem.profile.bandwidth
+        of_token = self._heads.exchange_bytes_per_token + self._heads.key_value_exchange_bytes_per_token
+        slowest = float((near / bandwidth.intra_node + far / bandwidth.inter_node).max())
+        return np.full(len(held), of_token * slowest)
+
+
+def _falling(chosen: FloatArray | IntArray, seconds: FloatArray) -> list[int]:
+    found = np.flatnonzero(chosen)
+    return [int(i) for i in found[np.argsort(-seconds[found], kind="stable")]]
