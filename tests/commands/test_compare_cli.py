@@ -70,6 +70,7 @@ def test_every_strategy_is_compared_on_the_same_steps(document: dict[str, Any]) 
         "bytescale",
         "karmarkar-karp",
         "wlb-llm",
+        "hydraulis",
         "packing",
         "padded",
     }

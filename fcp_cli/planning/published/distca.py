@@ -47,12 +47,13 @@ class DistCA(SpreadAttention):
     """Moves tasks until ranks have about as much attention."""
 
     name = "distca"
+    ping_pong = True
 
     def rank_seconds(self, work: Work) -> FloatArray:
         """Return [ranks] the seconds of one micro-batch."""
         tasks = laid_out(work.tokens, self._degree)
         rebalanced(tasks, attention_per_token(work), work.tokens, self._heads, self._degree)
-        return self.task_seconds(tasks, work, (tasks.rank != tasks.home).astype(np.float64), ping_pong=True)
+        return self.task_seconds(tasks, work, (tasks.rank != tasks.home).astype(np.float64), ping_pong=self.ping_pong)
 
 
 def rebalanced(tasks: Tasks, per_token: FloatArray, lengths: IntArray, heads: Heads, ranks: int) -> None:

@@ -1,0 +1,56 @@
+"""What attention on any rank owes to the messages that it hides: `distca` with its ping-pong, and without.
+
+    python -m benchmarks.ping_pong --manifests wlb_llm_lengths.parquet linux_source.parquet
+
+One step of 512 sequences of each set of `real_lengths`, Qwen3-8B on 64 ranks. With its ping-pong all computation of a
+micro-batch hides messages, without it attention alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from benchmarks.plan_hashes import profile_of
+from benchmarks.real_lengths import PUBLISHED, drawn
+from benchmarks.workloads import FAMILIES
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.planning.assemble import makespan_seconds
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.problem import Problem
+from fcp_cli.planning.published.distca import DistCA
+from fcp_cli.planning.published.spread_attention import require_heads
+from fcp_cli.planning.solvers import make_solver
+
+
+class WithoutPingPong(DistCA):
+    """The same tasks in one half."""
+
+    ping_pong = False
+
+
+def main() -> None:
+    """Print one row per set of lengths."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--manifests", type=Path, nargs="*", default=[], help="Parquet files with a column length")
+    parser.add_argument("--cluster", default="h100-8x8")
+    parser.add_argument("--budget", type=int, default=8192, help="tokens per rank")
+    options = parser.parse_args()
+    manifests = {path.stem: path for path in options.manifests}
+    profile = profile_of("qwen3-8b", options.cluster)
+    problem = Problem(
+        num_ranks=64, ranks_per_node=8, tokens_per_rank=options.budget, sync="microbatch", profile=profile
+    )
+    heads = require_heads("distca", problem)
+    print("| lengths | fcp | distca | without ping-pong |\n|---|---:|---:|---:|")
+    for name in [*FAMILIES, *manifests, *PUBLISHED]:
+        table = LengthTable(name=name, length_tokens=drawn(name, sequences=512, manifests=manifests))
+        batches = GlobalBatches(table, problem, BatchSettings(global_batch_size=512, shuffle=False))
+        batch = batches.batch(0)
+        plan = makespan_seconds(make_solver("fcp", batches).assign(batch), batch, problem)
+        priced = [one(problem, heads, problem.num_ranks).price(batch).seconds for one in (DistCA, WithoutPingPong)]
+        print(f"| {name} | {plan:.2f} s | " + " | ".join(f"{one:.2f} s, {one / plan:.2f}x" for one in priced) + " |")
+
+
+if __name__ == "__main__":
+    main()
