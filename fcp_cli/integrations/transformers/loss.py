@@ -37,7 +37,8 @@ class LossHead(nn.Linear):
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the answer as hooks leave it: that of DeepSpeed's ZeRO 3 gives another tensor in the same memory."""
         found: Tensor = super().__call__(hidden)
-        if self.loss_sum is not None and found.data_ptr() == self.loss_sum.data_ptr():
+        # Fake tensors have no data pointer, and no engine whose hooks would need it.
+        if self.loss_sum is not None and found is not self.loss_sum and found.data_ptr() == self.loss_sum.data_ptr():
             self.loss_sum = found
         return found
 
