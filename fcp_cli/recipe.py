@@ -16,7 +16,7 @@ from fcp_cli.tuning import check_tuning
 ZeroStage: TypeAlias = Literal[0, 1, 2, 3]
 Reduce: TypeAlias = Literal["step", "wave"]
 PrecisionName: TypeAlias = Literal["bf16", "amp", "fp32", "fp64"]
-Recompute: TypeAlias = Literal["none", "selective", "full"]
+Recompute: TypeAlias = Literal["none", "activation", "elementwise", "selective", "full"]
 Loss: TypeAlias = Literal["chunked", "plain"]
 Offload: TypeAlias = Literal["none", "activations"]
 SplitAttention: TypeAlias = Literal["ulysses", "2d"]  # groups split heads alone, or both heads and tokens
@@ -47,8 +47,12 @@ PrecisionOption: TypeAlias = Annotated[
     Opt("bf16 keeps fp32 master weights, amp is fp32 under autocast; auto: fp32 on a CPU, else bf16."),
 ]
 RecomputeOption: TypeAlias = Annotated[
-    Literal["auto", "none", "selective", "full"],
-    Opt("Activations that backward recomputes; selective: all but attention's.", common=True),
+    Literal["auto", "none", "activation", "elementwise", "selective", "full"],
+    Opt(
+        "What backward recomputes; activation: the MLP's activation function; elementwise: all but matrix products "
+        "and attention; selective: all but attention.",
+        common=True,
+    ),
 ]
 LossOption: TypeAlias = Annotated[
     Literal["auto", "chunked", "plain"],
@@ -72,8 +76,9 @@ class Recipe:
             every `wave` of micro-batches, so that each holds its share.
         precision: `bf16` weights with fp32 master weights in the optimizer, `amp` fp32 weights under bfloat16 autocast,
             `fp32`; `fp64` for proofs.
-        recompute: activations of a layer that backward recomputes: `none`, all but attention's
-            (`selective`), or all (`full`).
+        recompute: activations of a layer that backward recomputes: `none`, those of the MLP's activation function
+            (`activation`), of norms and rotations, too (`elementwise`), all but attention's (`selective`), or all
+            (`full`).
         loss: `chunked` cross entropy never holds all logits at once, `plain` does.
         offload: whether the inputs of recomputed layers wait in the host's memory.
         freeze_vision: a vision encoder runs without being trained.
@@ -91,6 +96,16 @@ class Recipe:
     freeze_vision: bool = False
     lora: str | None = None
     freeze: str | None = None
+
+    @property
+    def recomputes_layers(self) -> bool:
+        """Whether layers keep their inputs, and backward runs their forward again, whole or in part."""
+        return self.recompute not in ("none", "activation")
+
+    @property
+    def recomputes_matrices(self) -> bool:
+        """Whether backward runs the matrix products of a layer's forward again."""
+        return self.recompute in ("selective", "full")
 
     def shards(self, ranks: int) -> int:
         """Return over how many ranks of `ranks` a copy is spread."""
@@ -214,9 +229,10 @@ def check_recipe(recipe: Recipe, *, sync: str) -> None:
             "--zero 3 gathers weights in every micro-batch, of which ranks run different numbers under sync iteration; "
             "give --zero 2, or plan with 'fcp plan --sync microbatch'"
         )
-    if recipe.offload == "activations" and recipe.recompute == "none":
+    if recipe.offload == "activations" and not recipe.recomputes_layers:
         raise UsageError(
-            "--offload activations moves the inputs of recomputed layers, and --recompute is none; add --recompute full"
+            f"--offload activations moves the inputs of recomputed layers, and --recompute is {recipe.recompute}; add "
+            "--recompute full"
         )
 
 

@@ -147,17 +147,72 @@ def _router_bytes(spec: ModelSpec, experts: Experts, precision: Precision) -> in
 
 def kept_bytes(spec: ModelSpec, kind: LayerKind, recipe: Recipe, precision: Precision) -> int:
     """Count the bytes per token that stay on the device for one layer from its forward to its backward."""
-    if recipe.recompute == "none":
-        return layer_bytes(spec, kind, precision)
+    if not recipe.recomputes_layers:
+        return layer_bytes(spec, kind, precision) - recomputed_bytes(spec, kind, recipe, precision)
     inputs = 0 if recipe.offload == "activations" else precision.residual * spec.hidden_size
-    return inputs + (attention_bytes(spec, kind, precision) if recipe.recompute == "selective" else 0)
+    return inputs + _saved_bytes(spec, kind, recipe, precision) + _extra_product_bytes(spec, kind, recipe, precision)
+
+
+def _saved_bytes(spec: ModelSpec, kind: LayerKind, recipe: Recipe, precision: Precision) -> int:
+    """Count the bytes per token that a recomputed layer keeps of what autograd would: attention's, and products."""
+    if recipe.recompute == "full":
+        return 0
+    attention = attention_bytes(spec, kind, precision)
+    return attention + (mlp_product_bytes(spec, kind, precision) if recipe.recompute == "elementwise" else 0)
+
+
+def mlp_product_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
+    """Count the bytes per token of the MLP's products that its backward reads: all but that of its last matrix.
+
+    Of experts that one, too, since the gradients of their weights need it.
+    """
+    t, experts = precision.activation, spec.experts
+    if experts is None or not kind.has_experts:
+        return 2 * t * spec.dense_width
+    routed = experts.active * precision.residual * (spec.hidden_size + 2 * experts.ffn_size)
+    return routed + 2 * t * experts.shared_ffn_size
+
+
+def _activation_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
+    """Count the bytes per token of what an MLP computes between its matrices, and of tokens copied for experts."""
+    t, experts = precision.activation, spec.experts
+    if experts is None or not kind.has_experts:
+        return 2 * t * spec.dense_width
+    widths = 5 if spec.has("expert biases") else 2
+    routed = experts.active * precision.residual * (spec.hidden_size + widths * experts.ffn_size)
+    return routed + 2 * t * experts.shared_ffn_size
+
+
+def _extra_product_bytes(spec: ModelSpec, kind: LayerKind, recipe: Recipe, precision: Precision) -> int:
+    """Count the bytes per token of kept products that no backward reads, but the recomputation of what they become.
+
+    Those of attention's own matrices but the values', and of a router; a shared expert's last output; of adapters as
+    much as their matrices make.
+    """
+    if recipe.recompute != "elementwise":
+        return 0
+    t, h, experts = precision.activation, spec.hidden_size, spec.experts
+    made = spec.num_heads * spec.head_dim * (2 if spec.has("query gate") else 1) + spec.key_size
+    if kind.attention == "linear":
+        made = _mixed_size(spec.linear_figures) + _output_size(spec, kind)
+    elif kind.attention == "mamba":
+        made = spec.mamba_figures.projected_size
+    elif kind.attention == "latent":
+        latent = spec.latent_figures
+        made += sum(rank for rank in (latent.query_rank, latent.key_value_rank) if rank is not None)
+    of_experts = 0
+    if experts is not None and kind.has_experts:
+        of_experts = 4 * experts.count + (t * (h + 1) if experts.shared_ffn_size else 0)
+    return t * (made + h) + of_experts
 
 
 def recomputed_bytes(spec: ModelSpec, kind: LayerKind, recipe: Recipe, precision: Precision) -> int:
     """Count the bytes per token that the layer at work computes again before its backward."""
     if recipe.recompute == "none":
         return 0
-    kept = attention_bytes(spec, kind, precision) if recipe.recompute == "selective" else 0
+    if recipe.recompute == "activation":
+        return _activation_bytes(spec, kind, precision)
+    kept = _saved_bytes(spec, kind, recipe, precision)
     if precision.residual == 4 and recipe.offload == "none":
         kept += 4 * spec.hidden_size  # the first norm works on the layer's input itself, which needs no cast
     return layer_bytes(spec, kind, precision) - kept
@@ -304,7 +359,7 @@ def vision_bytes(spec: ModelSpec, recipe: Recipe, precision: Precision) -> float
     vision = spec.vision
     if vision is None or not backward_of(spec, recipe).vision.inputs:
         return 0.0
-    each = precision.residual * vision.hidden_size if recipe.recompute != "none" else patch_bytes(vision, precision)
+    each = precision.residual * vision.hidden_size if recipe.recomputes_layers else patch_bytes(vision, precision)
     return float(vision.merge_size**2 * vision.depth * each)
 
 
@@ -313,7 +368,7 @@ def vision_block_bytes(spec: ModelSpec, recipe: Recipe, precision: Precision) ->
     vision = spec.vision
     if vision is None:
         return 0.0
-    keeps_nothing = recipe.recompute != "none" or not backward_of(spec, recipe).vision.inputs
+    keeps_nothing = recipe.recomputes_layers or not backward_of(spec, recipe).vision.inputs
     again = patch_bytes(vision, precision) if keeps_nothing else 0
     factors = 2 if vision.kind == "qwen2_5_vl" else 1  # of the product that a gated MLP makes
     gradients = precision.residual * vision.hidden_size + factors * precision.activation * vision.ffn_size

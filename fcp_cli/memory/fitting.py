@@ -35,7 +35,9 @@ LEAST_TOKENS: Final = 16_384
 
 # Cheapest in time first.
 _OFFLOADS: Final[tuple[Offload, ...]] = ("none", "activations")
-_RECOMPUTATIONS: Final[tuple[Recompute, ...]] = ("none", "selective", "full")
+_RECOMPUTATIONS: Final[tuple[Recompute, ...]] = ("none", "activation", "elementwise", "selective", "full")
+KEEP_PRODUCTS: Final[tuple[Recompute, ...]] = ("activation", "elementwise")
+"""Kinds of recomputation that the bundled trainer and Hugging Face models run, and Megatron does not."""
 _SYNCS: Final[tuple[Sync, ...]] = ("iteration", "microbatch")
 _REDUCES: Final[tuple[Reduce, ...]] = ("wave", "step")
 
@@ -269,8 +271,14 @@ def _candidates(
     if (shard_ranks := given.get("shard_ranks")) and place.num_ranks % min(shard_ranks, place.num_ranks):
         raise UsageError(f"--shard-ranks is {shard_ranks}; it must divide the {place.num_ranks} ranks")
     base = request.applied_to(Recipe(precision="fp32" if place.on_cpu else "bf16"))
+    if base.recompute in KEEP_PRODUCTS and _runs_megatron(place):
+        raise UsageError(
+            f"--recompute {base.recompute} keeps the products of layers that fcp runs, and Megatron runs ranks of "
+            "several devices; give --recompute selective"
+        )
     computing = itertools.product(
-        _choices(given, "offload", *_OFFLOADS), _choices(given, "recompute", *_RECOMPUTATIONS)
+        _choices(given, "offload", *_OFFLOADS),
+        _choices(given, "recompute", *_recomputations(place, searches=bool(extents))),
     )
     reduces = _REDUCES if extents and "reduce" not in given else (base.reduce,)
     found = [
@@ -286,6 +294,16 @@ def _candidates(
         )
     ]
     return sorted(found, key=lambda one: _cost(one[0], one[1], place))  # the order of shardings stays
+
+
+def _recomputations(place: Place, *, searches: bool) -> tuple[Recompute, ...]:
+    """Return the kinds to try: those that keep products only where data say what they gain."""
+    keeps_products = searches and not _runs_megatron(place)
+    return tuple(kind for kind in _RECOMPUTATIONS if keeps_products or kind not in KEEP_PRODUCTS)
+
+
+def _runs_megatron(place: Place) -> bool:
+    return place.tensor_parallel * place.pipeline_parallel * place.expert_parallel > 1
 
 
 def _cost(recipe: Recipe, sync: Sync, place: Place) -> tuple[int, ...]:

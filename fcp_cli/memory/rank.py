@@ -109,8 +109,12 @@ class _MicroBatch:
     def attention_backward(self, kind: LayerKind) -> Moment:
         """Return the backward of a layer's attention, when the MLP's activations are gone."""
         spec, recipe, precision = self.state.spec, self.state.recipe, self.state.precision
-        gone = activations.mlp_side_bytes(spec, kind, precision)
+        gone: float = activations.mlp_side_bytes(spec, kind, precision)
         again = activations.recomputed_bytes(spec, kind, recipe, precision)
+        if recipe.recompute == "activation":  # the MLP's alone, which its backward has freed
+            gone, again = gone - again, 0
+        elif recipe.recompute == "elementwise":  # products are held until the layer's backward ends
+            gone -= activations.mlp_product_bytes(spec, kind, precision)
         working: float = activations.attention_backward_bytes(spec, kind, precision, in_rings=self.in_rings)
         if again:
             working, gone = working + again - gone, 0
@@ -194,7 +198,7 @@ class _MicroBatch:
         )
         layers = kept - gone
         return (
-            self._item("activations" if recipe.recompute == "none" else "layer inputs", layers),
+            self._item("layer inputs" if recipe.recomputes_layers else "activations", layers),
             *self._states(reached),
             self._item("visual tokens", activations.vision_bytes(spec, recipe, precision)),
             self._item("micro-batch", activations.input_bytes(spec, precision)),
@@ -221,7 +225,7 @@ class _MicroBatch:
         return (MemoryItem(name="states in rings", fixed_bytes=fixed, bytes_per_token=each),)
 
     def _copies_of_backward(self) -> MemoryItem:
-        return self.state.copies(of_all=self.state.recipe.recompute == "none")
+        return self.state.copies(of_all=not self.state.recipe.recomputes_layers)
 
     def _item(self, name: str, bytes_per_token: float, *, most_bytes: float = math.inf) -> MemoryItem:
         tensor = self.state.cut.tensor_parallel

@@ -29,7 +29,7 @@ def pipeline_of(profile: CostProfile, ranks: JobRanks, recipe: Recipe | None) ->
     if ranks.pipeline_parallel == 1:
         return None
     recipe = recipe or profile.recipe or Recipe()
-    recomputes = recipe.recompute != "none"
+    recomputes = recipe.recomputes_matrices
     spec = _known_model(profile.model)
     if spec is None:
         unknown = 1 / 4 if recomputes else 1 / 3

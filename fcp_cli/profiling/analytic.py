@@ -2,20 +2,21 @@
 
 `models.operations` counts a forward pass. A backward pass costs twice the matrices and, since it computes the scores
 again, 2.5 times the attention. Recomputing activations adds one more forward: of the matrices alone where attention's
-are kept.
+are kept, and of what lies between matrices where their outputs are kept, too.
 A backward reaches the first layer of which anything is trained, and frozen matrices have no gradient of their own.
 A frozen vision encoder runs its forward alone. Experts that ranks share out are reached by exchanges of tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 from fcp_cli.cost.offload import offload_cost
 from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile, Heads, Sync
 from fcp_cli.errors import UsageError
-from fcp_cli.memory.activations import vision_bytes
+from fcp_cli.memory.activations import recomputed_bytes, vision_bytes
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.memory.state import WHOLE, Cut, State
@@ -26,7 +27,7 @@ from fcp_cli.models.model import ModelSpec
 from fcp_cli.models.operations import forward_operations
 from fcp_cli.profiling.host import host_operations
 from fcp_cli.profiling.step_terms import analytic_step_terms
-from fcp_cli.recipe import Recipe, check_recipe
+from fcp_cli.recipe import Recipe, Recompute, check_recipe
 
 ATTENTION_BACKWARD = 2.5  # forwards
 # Bytes that a hop reads and writes per element of a token's queries and layer, outside its kernel: partial results are
@@ -35,6 +36,11 @@ CHUNK_BYTES_FORWARD, CHUNK_BYTES_BACKWARD = 25.0, 26.0
 # Share of a rank's queries that a hop's kernel takes, on average: all of them against half of the keys of an earlier
 # rank, or half of them against all keys of a later one.
 HOP_QUERIES = 0.75
+# Bytes that recomputed elementwise operations read and write for each byte that backward then has: counted of
+# transformers' own layers in bf16: 2.5 (3.4 of experts), and 4.3 to 5.1.
+MOVED_PER_RECOMPUTED_BYTE: Final[Mapping[Recompute, float]] = {"activation": 2.5, "elementwise": 5.0}
+_ELEMENTWISE_EFFICIENCY = 0.8  # of the memory's bandwidth; assumed
+_LEAST_OPERATIONS_PER_BYTE = 300.0  # of a device of unknown bandwidth: as of H100, whose memory is the slowest so
 
 
 def ring_bytes_per_token(
@@ -236,6 +242,21 @@ class _Job:
         size = elements * (forwards * CHUNK_BYTES_FORWARD + reached * CHUNK_BYTES_BACKWARD)
         return size / self.cluster.memory_bytes_per_second / self.cut.devices
 
+    def elementwise_seconds_per_token(self, *, reached: float) -> float:
+        """Return the seconds per token of recomputed norms, rotations and activation functions, which memory bounds.
+
+        Recomputed matrices have no such term: their efficiency stands for all of a layer.
+        """
+        moved = MOVED_PER_RECOMPUTED_BYTE.get(self.recipe.recompute)
+        if moved is None:
+            return 0.0
+        rate = self.cluster.memory_bytes_per_second or self.cluster.peak_flops / _LEAST_OPERATIONS_PER_BYTE
+        size = sum(
+            count * recomputed_bytes(self.spec, kind, self.recipe, precision_of(self.recipe))
+            for kind, count in self.spec.kinds.items()
+        )
+        return reached * moved * size / (rate * _ELEMENTWISE_EFFICIENCY) / self.cut.devices
+
     def offload_seconds_per_token(self, linear_seconds: float) -> float:
         """Return the seconds per token of copies to the host and back that no layer's matrices hide.
 
@@ -281,7 +302,7 @@ class _Job:
         rate = cluster.attention_rate
         attention_rate = cluster.peak_flops * rate.forward * devices
         # Recomputing runs the forward again; `selective` keeps attention's output, and so skips its ring.
-        runs_ring_again, recomputes = recipe.recompute == "full", recipe.recompute != "none"
+        runs_ring_again, recomputes = recipe.recompute == "full", recipe.recomputes_matrices
         backward = backward_of(spec, recipe)
         attention_backward = ATTENTION_BACKWARD * (rate.forward / rate.backward) + runs_ring_again
         passes = 1 + backward.layers * attention_backward
@@ -299,12 +320,15 @@ class _Job:
             attention_seconds_per_token2=passes * operations.attention_per_token2 / attention_rate,
             linear_seconds_per_token=matrices
             + self.offload_seconds_per_token(matrices)
+            + self.elementwise_seconds_per_token(reached=backward.layers)
             + token_seconds * (operations.attention_per_token2 + operations.window_per_token2)
             + self.exchange_seconds_per_token(passes=1 + backward.layers * (1 + recomputes)),
             ring_bytes_per_token=ring_bytes / devices,
             microbatch_seconds=self.microbatch_seconds(),
             ring_hop_seconds=hop_messages * cluster.message_seconds / self.cut.pipeline_parallel,
-            vision_seconds_per_patch=vision.total(recomputes=recomputes) * operations.vision_per_patch / matrix_rate,
+            vision_seconds_per_patch=vision.total(recomputes=recipe.recomputes_layers)
+            * operations.vision_per_patch
+            / matrix_rate,
             vision_seconds_per_patch2=(1 + vision.inputs * attention_backward)
             * operations.vision_per_patch2
             / attention_rate,
@@ -322,6 +346,7 @@ class _Job:
         spec, cluster, recipe = self.spec, self.cluster, self.recipe
         operations = forward_operations(spec)
         vision, tuned = {}, trained_parameters(spec, recipe)
+        elementwise = self.elementwise_seconds_per_token(reached=backward_of(spec, recipe).layers)
         if spec.vision is not None:
             vision = {
                 "forward_operations_per_patch": operations.vision_per_patch,
@@ -352,6 +377,7 @@ class _Job:
             **({"expert_parallel": self.cut.expert_parallel} if self.cut.expert_parallel > 1 else {}),
             "zero_stage": recipe.zero_stage,
             "recompute": recipe.recompute,
+            **({"elementwise_seconds_per_token": elementwise} if elementwise else {}),
             "memory_reserve_fraction": RESERVE_FRACTION,
             "cluster_sources": dict(cluster.sources),
         }

@@ -62,7 +62,7 @@ def forward_shares(spec: ModelSpec, recipe: Recipe, *, backward_slowdown: float 
         backward_slowdown: rate of the attention kernel's forward over that of its backward.
     """
     backward, precision = backward_of(spec, recipe), precision_of(recipe)
-    again, recomputes = recipe.recompute == "full", recipe.recompute != "none"
+    again, recomputes = recipe.recompute == "full", recipe.recomputes_matrices
     kv = precision.activation
     trained: dict[str, Any] = {"gradient_bytes": max(4, kv), "recompute": again, "reached": backward.layers}
     sent, alone = (
@@ -82,7 +82,7 @@ def forward_shares(spec: ModelSpec, recipe: Recipe, *, backward_slowdown: float 
         ring_hops=messages_per_hop(spec, reached=0.0) / hops if hops else 1.0,  # nor where all layers have windows
         halo_messages=1 / (1 + backward.layers * (2 + again)),
         chunks=CHUNK_BYTES_FORWARD / chunks,
-        vision=1 / backward.vision.total(recomputes=recomputes),
+        vision=1 / backward.vision.total(recomputes=recipe.recomputes_layers),
         vision_pairs=1 / (1 + backward.vision.inputs * attention_backward),
         wave_floor=gathered / (2 * gathered + scattered),
     )
@@ -102,7 +102,7 @@ def forward_profile(profile: CostProfile) -> CostProfile:
     ground = profile.common_ground
     made = replace(
         profile,
-        coefficients=_scaled(profile.coefficients, shares),
+        coefficients=_scaled(_without_elementwise(profile), shares),
         common_ground=ground and replace(ground, coefficients=_scaled(ground.coefficients, shares)),
         step=StepTerms(
             wave_floor_seconds=profile.step.wave_floor_seconds * shares.wave_floor, lockstep=profile.step.lockstep
@@ -149,6 +149,13 @@ def _scaled(coefficients: Coefficients, shares: ForwardShares) -> Coefficients:
         vision_seconds_per_patch=coefficients.vision_seconds_per_patch * shares.vision,
         vision_seconds_per_patch2=coefficients.vision_seconds_per_patch2 * shares.vision_pairs,
     )
+
+
+def _without_elementwise(profile: CostProfile) -> Coefficients:
+    """Return the coefficients without the recomputed elementwise operations that a computed profile states."""
+    seconds = float(profile.measurement.get("elementwise_seconds_per_token", 0.0))
+    linear = max(0.0, profile.coefficients.linear_seconds_per_token - seconds)
+    return replace(profile.coefficients, linear_seconds_per_token=linear)
 
 
 def _spec_of(model: str) -> ModelSpec:

@@ -6,12 +6,13 @@ Layers with a state and blocks of a vision encoder count as layers of Llama.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from fcp_cli.memory.trained import backward_of
 from fcp_cli.models.layers import LayerKind
 from fcp_cli.models.model import ModelSpec
-from fcp_cli.recipe import Recipe
+from fcp_cli.recipe import Recipe, Recompute
 
 
 class _Operations(NamedTuple):
@@ -25,16 +26,26 @@ _EXPERTS: Final = _Operations(14, 13)
 _TWO_MORE_NORMS: Final = _Operations(22, 34)
 
 
+# Forwards that recomputation adds. Where products are kept, both pass through Python, which takes as long again.
+_AGAIN: Final[Mapping[Recompute, float]] = {
+    "none": 0.0,
+    "activation": 0.25,
+    "elementwise": 3.0,
+    "selective": 1.0,
+    "full": 1.0,
+}
+
+
 def host_operations(spec: ModelSpec, recipe: Recipe) -> float:
     """Return the operations of one forward and backward of all layers, and of recomputation."""
     backward = backward_of(spec, recipe)
     found = 0.0
     for kind, count in spec.kinds.items():
         layer = layer_operations(spec, kind)
-        again = layer.forward if recipe.recompute != "none" else 0
+        again = layer.forward * _AGAIN[recipe.recompute]
         found += count * (layer.forward + backward.layers * (layer.backward + again))
     if spec.vision is not None:
-        again = _LAYER.forward if recipe.recompute != "none" else 0
+        again = _LAYER.forward if recipe.recomputes_layers else 0
         found += spec.vision.depth * (_LAYER.forward + backward.vision.inputs * (_LAYER.backward + again))
     return found
 

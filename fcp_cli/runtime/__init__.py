@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fcp_cli.runtime.gradients import GradientSync
     from fcp_cli.runtime.metrics.timing import MicroBatchTiming
     from fcp_cli.runtime.recomputation.offload import ActivationOffload
-    from fcp_cli.runtime.recomputation.recompute import keep_attention, recomputed
+    from fcp_cli.runtime.recomputation.recompute import keep_attention, keep_products, recomputed
     from fcp_cli.runtime.ring_attention.attention import attention
     from fcp_cli.runtime.ring_attention.ring import Ring, current_ring
     from fcp_cli.runtime.session.microbatch import LocalMicroBatch
@@ -39,6 +39,7 @@ __all__ = [
     "attention",
     "current_ring",
     "keep_attention",
+    "keep_products",
     "outside",
     "recomputed",
     "start",
@@ -60,6 +61,7 @@ _MODULES = {
     "attention": ".ring_attention.attention",
     "current_ring": ".ring_attention.ring",
     "keep_attention": ".recomputation.recompute",
+    "keep_products": ".recomputation.recompute",
     "outside": ".session.outside",
     "recomputed": ".recomputation.recompute",
     "start": ".session.start",

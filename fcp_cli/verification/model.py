@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -104,10 +105,14 @@ class TinyLanguageModel(nn.Module):
         """Return the input of the output layer, [1, T, D]."""
         hidden = self.embedding(input_ids)
         for block in self.blocks:
-            if self.recompute == "none":
+            if self.recompute in ("none", "activation"):  # the block itself does the latter
                 hidden = block(hidden, position_ids, ring)
             else:
-                hidden = recomputed(block, hidden, position_ids, ring, keeps_attention=self.recompute == "selective")
+                keeps = {
+                    "keeps_attention": self.recompute == "selective",
+                    "keeps_products": self.recompute == "elementwise",
+                }
+                hidden = recomputed(block, hidden, position_ids, ring, **keeps)
         normed: Tensor = self.norm(hidden)
         return normed
 
@@ -117,6 +122,7 @@ class _Block(nn.Module):
         super().__init__()
         self.head_dim = config.width // config.heads
         self.attend = attend
+        self.recomputes_activation = config.recompute == "activation"
         self.attention_norm = nn.RMSNorm(config.width)
         self.query = nn.Linear(config.width, config.width, bias=False)
         self.key = nn.Linear(config.width, config.kv_heads * self.head_dim, bias=False)
@@ -137,7 +143,8 @@ class _Block(nn.Module):
         )
         attended = self.attend(_rotate(q, position_ids), _rotate(k, position_ids), v, ring)
         hidden = hidden + self.attention_output(attended.transpose(1, 2).flatten(2))
-        out: Tensor = hidden + self.feed_forward(hidden)
+        run = partial(recomputed, self.feed_forward, keeps_products=True)
+        out: Tensor = hidden + (run if self.recomputes_activation else self.feed_forward)(hidden)
         return out
 
 

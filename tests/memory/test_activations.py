@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from fcp_cli.memory.activations import layer_bytes, patch_bytes
+from fcp_cli.memory.activations import layer_bytes, patch_bytes, recomputed_bytes
 from fcp_cli.memory.precision import precision_of
-from fcp_cli.models.model import VisionSpec, load_model
+from fcp_cli.models.model import ModelSpec, VisionSpec, load_model
 from fcp_cli.models.transformers_config import text_config, whole_config
-from fcp_cli.recipe import PrecisionName, Recipe
+from fcp_cli.profiling.analytic import MOVED_PER_RECOMPUTED_BYTE
+from fcp_cli.recipe import PrecisionName, Recipe, Recompute
 
 pytestmark = pytest.mark.hf
 
@@ -23,6 +24,57 @@ def test_activation_bytes_are_those_that_autograd_keeps(name: str, precision: Pr
     spec = replace(load_model(name), vision=None, **_SMALL)
     (kind,) = spec.kinds
     assert kept[2] - kept[1] == layer_bytes(spec, kind, precision_of(Recipe(precision=precision)))
+
+
+@pytest.mark.parametrize(("kind", "moved"), list(MOVED_PER_RECOMPUTED_BYTE.items()))
+@pytest.mark.parametrize("name", ["qwen3-8b", "llama3-8b", "gemma3-27b"])
+def test_recomputed_operations_move_the_bytes_that_are_priced(name: str, kind: Recompute, moved: float) -> None:
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    from fcp_cli.runtime.recomputation import recompute as module
+
+    handing_out, found = module._HandingOutProducts.__torch_dispatch__, 0
+
+    def counted(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        nonlocal found
+        out = handing_out(self, func, types, args, kwargs)
+        if func not in module._PRODUCTS and func.overloadpacket.__name__ not in _VIEWS:
+            tensors = [one for one in tree_leaves((args, kwargs, out)) if isinstance(one, torch.Tensor)]
+            found += sum(one.numel() * one.element_size() for one in tensors)
+        return out
+
+    tokens, small = 512, {**_SMALL, "hidden_size": 512, "num_heads": 8, "head_dim": 64, "ffn_size": 1536}
+    spec = replace(load_model(name), vision=None, num_layers=1, **small)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module._HandingOutProducts, "__torch_dispatch__", counted)
+        _run_layers(spec, kind, tokens)
+    (layer,), recipe = spec.kinds, Recipe(recompute=kind)
+    assert found / tokens / recomputed_bytes(spec, layer, recipe, precision_of(recipe)) == pytest.approx(moved, rel=0.2)
+
+
+_VIEWS = ("view", "_unsafe_view", "transpose", "t", "permute", "expand", "slice", "unsqueeze", "detach", "alias")
+
+
+def _run_layers(spec: ModelSpec, kind: Recompute, tokens: int) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from fcp_cli.integrations.transformers import prepare, recompute_layers
+    from fcp_cli.runtime.layouts.layout import shard_layout
+    from fcp_cli.runtime.ring_attention.ring import Ring, current_ring
+
+    model_type, figures = text_config(spec)
+    model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        AutoConfig.for_model(model_type, **figures), dtype=torch.bfloat16
+    )
+    prepare(model)
+    recompute_layers(model.train(), kind)
+    current_ring.set(Ring(layout=shard_layout((tokens,), 1)))
+    ids = torch.zeros(1, tokens, dtype=torch.int64)
+    hidden = model.model(input_ids=ids, position_ids=torch.arange(tokens)[None]).last_hidden_state
+    hidden.float().sum().backward()
+    current_ring.set(None)
 
 
 _SMALL: dict[str, Any] = {

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from inline_snapshot import snapshot
 
-from fcp_cli.memory.fitting import LEAST_TOKENS, FittedRecipe, Place, fitting_recipe
+from fcp_cli.memory.fitting import LEAST_TOKENS, FittedRecipe, Place, all_fits, fitting_recipe
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.descriptions import shipped_names
 from fcp_cli.models.model import ModelSpec, load_model
-from fcp_cli.recipe import Recipe, RecipeRequest
+from fcp_cli.recipe import Recipe, RecipeRequest, Recompute
 from tests.messages import raises
 
 
@@ -129,6 +129,20 @@ def test_ranks_of_several_devices_share_out_the_optimizer() -> None:
     interleaved = fit(where=place(tensor_parallel=4, pipeline_parallel=2, virtual_stages=2))
     assert (interleaved.recipe.zero_stage, interleaved.sync) == (1, "microbatch")
     assert interleaved.tokens == pytest.approx(found.tokens / 1.25, rel=0.01)  # more are in flight
+
+
+def test_kinds_that_keep_products_are_searched_where_the_runtime_runs_the_layers() -> None:
+    def kinds(**where: Any) -> set[Recompute]:
+        return {one.recipe.recompute for one in all_fits(spec_of("qwen3-8b"), RecipeRequest(), place(**where))}
+
+    assert kinds() == {"none", "activation", "elementwise", "selective", "full"}
+    assert kinds(tensor_parallel=2) == {"none", "selective", "full"}
+    with raises(
+        snapshot(
+            "UsageError: --recompute elementwise keeps the products of layers that fcp runs, and Megatron runs ranks of several devices; give --recompute selective"
+        )
+    ):
+        all_fits(spec_of("qwen3-8b"), RecipeRequest(recompute="elementwise"), place(tensor_parallel=2))
 
 
 def test_what_contradicts_itself_is_one_line() -> None:

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.memory.table import MemoryItem, Moment, RankMemory
 from fcp_cli.models.model import load_model
-from fcp_cli.recipe import Recipe
+from fcp_cli.recipe import Recipe, Recompute
 
 
 def memory_of(model: str = "qwen3-8b", *, ranks: int = 64, **settings: Any) -> RankMemory:
@@ -71,6 +71,15 @@ def test_sharding_the_optimizer_and_the_weights_holds_less(recompute: str) -> No
     assert nothing > optimizer > weights
     # Until a step ends, its gradients are whole on every rank, whoever shares out their sums.
     assert gradients == pytest.approx(optimizer, rel=0.05)
+
+
+@pytest.mark.parametrize("model", ["qwen3-8b", "llama3-70b", "qwen3-30b-a3b", "gemma3-27b", "qwen3-next-80b-a3b"])
+def test_what_recomputes_more_holds_less(model: str) -> None:
+    held = [
+        memory_of(model, zero_stage=3, recompute=kind).as_profile_memory(80e9).bytes_per_token
+        for kind in get_args(Recompute)
+    ]
+    assert held == sorted(held, reverse=True) and len(set(held)) == len(held)
 
 
 def test_recomputation_the_chunked_loss_and_offload_each_hold_less() -> None:

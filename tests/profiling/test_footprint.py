@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
@@ -17,7 +18,7 @@ WORKER = Footprint(spec=load_model("qwen3-8b"), recipe=Recipe(), layers=6, ranks
 
 
 @pytest.mark.parametrize("precision", ["bf16", "amp", "fp32"])
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", get_args(Recompute))
 @pytest.mark.parametrize("model", ["qwen3-8b", "qwen3-vl-8b", "llama3-8b", "internvl3-8b"])
 def test_every_part_of_a_measurement_of_an_8b_model_fits_80_gb(
     model: str, precision: PrecisionName, recompute: Recompute

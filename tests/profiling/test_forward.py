@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
@@ -12,15 +13,15 @@ from fcp_cli.models.model import load_model
 from fcp_cli.models.operations import forward_operations
 from fcp_cli.profiling.analytic import analytic_profile
 from fcp_cli.profiling.forward import forward_profile, forward_shares
-from fcp_cli.recipe import Recipe
+from fcp_cli.recipe import Recipe, Recompute
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", get_args(Recompute))
 def test_whatever_is_recomputed_a_forward_costs_what_its_operations_and_its_keys_and_values_cost(
-    recompute: str,
+    recompute: Recompute,
 ) -> None:
     spec, cluster = load_model("qwen3-8b"), load_cluster("h100-8x8")
-    recipe = Recipe(zero_stage=3, recompute=recompute)  # type: ignore[arg-type]
+    recipe = Recipe(zero_stage=3, recompute=recompute)
     forward = forward_profile(analytic_profile(spec, cluster, recipe=recipe, sync="microbatch", ranks=64))
     c, operations = forward.coefficients, forward_operations(spec)
     matrix_rate = cluster.peak_flops * cluster.linear_efficiency

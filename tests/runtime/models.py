@@ -30,7 +30,7 @@ Wrapping = Literal[
     "fsdp", "fsdp kept", "hsdp", "hsdp kept", "hsdp without names", "fsdp over half", "fsdp of a part",
     "fsdp undivided", "fsdp kept undivided", "fsdp divided twice", "fsdp1 of a part", "replicate",
 ]  # fmt: skip
-Recomputation = Literal["off", "selective", "non-reentrant", "reentrant"]
+Recomputation = Literal["off", "activation", "elementwise", "selective", "non-reentrant", "reentrant"]
 VOCAB_SIZE = TinyConfig().vocab_size
 
 
@@ -95,6 +95,8 @@ def build(case: Case) -> tuple[nn.Module, Callable[[LocalMicroBatch], Tensor]]:
 
 _TINY_RECOMPUTATION: Mapping[Recomputation, Recompute] = {
     "off": "none",
+    "activation": "activation",
+    "elementwise": "elementwise",
     "selective": "selective",
     "non-reentrant": "full",
 }
@@ -104,8 +106,8 @@ def recompute(model: Any, how: Recomputation) -> None:
     """Switch a transformers model's recomputation on."""
     from fcp_cli.integrations.transformers import recompute_layers
 
-    if how == "selective":
-        recompute_layers(model.train(), "selective")
+    if how in ("activation", "elementwise", "selective"):
+        recompute_layers(model.train(), how)
     elif how != "off":
         model.train()
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # 4.x

@@ -26,6 +26,7 @@ def test_the_public_names_of_the_runtime_are_these() -> None:
         "attention",
         "current_ring",
         "keep_attention",
+        "keep_products",
         "outside",
         "recomputed",
         "start",

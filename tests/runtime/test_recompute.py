@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.recomputation.recompute import keep_attention
+from fcp_cli.runtime.recomputation.recompute import keep_attention, keep_products
 from fcp_cli.runtime.ring_attention.attention import attention
 from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.verification.emulation import Meeting, ThreadTransport, run_ranks
@@ -52,6 +53,11 @@ def selective(layer: Layer, hidden: Tensor, ring: Ring) -> Tensor:
     return out
 
 
+def elementwise(layer: Layer, hidden: Tensor, ring: Ring) -> Tensor:
+    out: Tensor = checkpoint(layer, hidden, ring, use_reentrant=False, context_fn=keep_products)
+    return out
+
+
 def full(layer: Layer, hidden: Tensor, ring: Ring) -> Tensor:
     out: Tensor = checkpoint(layer, hidden, ring, use_reentrant=False)
     return out
@@ -83,7 +89,7 @@ def train(run: Run, *, degree: int, at_once: int = 1) -> list[tuple[list[Tensor]
 
 @pytest.mark.parametrize("at_once", [1, 2])
 @pytest.mark.parametrize("degree", [1, 3])
-@pytest.mark.parametrize("run", [selective, full])
+@pytest.mark.parametrize("run", [elementwise, selective, full])
 def test_recomputed_layers_have_the_gradients_of_whole_ones(run: Run, degree: int, at_once: int) -> None:
     for found, expected in zip(
         train(run, degree=degree, at_once=at_once), train(whole, degree=degree, at_once=at_once), strict=True
@@ -94,8 +100,8 @@ def test_recomputed_layers_have_the_gradients_of_whole_ones(run: Run, degree: in
 
 def test_nothing_travels_again_where_attention_is_kept() -> None:
     """Degree 3, two layers of two attention calls: 2 hops of keys forward; backward 2 of keys and 2 of gradients."""
-    sent = {run: train(run, degree=3)[0][1] for run in (whole, selective, full)}
-    assert sent[selective] == sent[whole]
+    sent = {run: train(run, degree=3)[0][1] for run in (whole, elementwise, selective, full)}
+    assert sent[elementwise] == sent[selective] == sent[whole]
     assert (sent[whole].count("kv"), sent[whole].count("dkv")) == (4 * 2 * 2, 4 * 2)
     assert (sent[full].count("kv"), sent[full].count("dkv")) == (4 * 3 * 2, 4 * 2)
 
@@ -109,9 +115,10 @@ def test_kept_attention_counts_as_one_call() -> None:
     assert [(r.attention_calls, r.context.backward_calls) for r in train(selective, degree=1)[0][2]] == [(4, 4)]
 
 
-def test_backward_may_run_twice() -> None:
+@pytest.mark.parametrize("run", [elementwise, selective])
+def test_backward_may_run_twice(run: Run) -> None:
     ring, layer = Ring(shard_layout((6,), 1)), Layer()
-    loss = selective(layer, torch.ones(1, 6, WIDTH, dtype=torch.float64), ring).sum()
+    loss = run(layer, torch.ones(1, 6, WIDTH, dtype=torch.float64), ring).sum()
     first = torch.autograd.grad(loss, list(layer.parameters()), retain_graph=True)
     assert all(map(torch.equal, first, torch.autograd.grad(loss, list(layer.parameters()))))
 
@@ -170,6 +177,51 @@ def test_what_attention_has_kept_may_not_be_changed_in_place() -> None:
     hidden = torch.ones(1, 1, 4, 8, requires_grad=True)
     out = checkpoint(block, hidden, Ring(shard_layout((4,), 1)), use_reentrant=False, context_fn=keep_attention)
     with pytest.raises(RunError, match="an input of attention was changed in place"):
+        torch.autograd.backward(out.sum())
+
+
+class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts matrix products."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("run", "again"), [(whole, 0), (elementwise, 1), (selective, 3)])
+def test_only_the_last_product_runs_again_where_products_are_kept(run: Run, again: int) -> None:
+    """The layer's three matrices: the last one's output is read by tanh, and so computed again."""
+    ring = Ring(shard_layout((8,), 1))
+    loss = run(Layer(), torch.ones(1, 8, WIDTH, dtype=torch.float64, requires_grad=True), ring).sum()
+    with _Products() as count:  # type: ignore[no-untyped-call]
+        torch.autograd.backward(loss)
+    assert count.number == 2 * 3 + again
+
+
+def test_a_kept_product_may_not_be_changed_in_place() -> None:
+    def block(hidden: Tensor, weight: Tensor) -> Tensor:
+        return ((hidden @ weight).mul_(3).tanh() @ weight).tanh()
+
+    hidden, weight = (torch.ones(4, 4, requires_grad=True) for _ in range(2))
+    out = checkpoint(block, hidden, weight, use_reentrant=False, context_fn=keep_products)
+    with pytest.raises(RunError, match="the output of a matrix product was changed in place"):
+        torch.autograd.backward(out.sum())
+
+
+def test_a_layer_that_runs_other_products_when_recomputed_is_refused() -> None:
+    calls = 0
+
+    def block(hidden: Tensor, weight: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        first = torch.addmm(hidden, hidden, weight) if calls > 1 else hidden @ weight
+        return first.tanh() @ weight
+
+    hidden, weight = (torch.ones(4, 4, requires_grad=True) for _ in range(2))
+    out = checkpoint(block, hidden, weight, use_reentrant=False, context_fn=keep_products)
+    with pytest.raises(RunError, match="in its place when it was computed again"):
         torch.autograd.backward(out.sum())
 
 

@@ -45,7 +45,9 @@ def test_recomputation_chunked_loss_and_offload_train_the_same(
     monkeypatch.setattr(chunked_loss, "LOGITS_BYTES", 4 * 256 * 100)
     monkeypatch.setattr(offload, "LEAST_BYTES", 1)
     capsys.readouterr()
-    for how in ("selective", "full"):
+    for one, other in zip(run(folder, "activation", "--recompute", "activation"), plain, strict=True):
+        assert one == pytest.approx(other, rel=1e-12, abs=1e-12)
+    for how in ("elementwise", "selective", "full"):
         found = run(folder, how, "--recompute", how, "--offload", "activations")
         assert len(found) == 2
         for one, other in zip(found, plain, strict=True):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.models.model import load_model
@@ -24,6 +26,9 @@ CASES: list[tuple[str, Sync, int, int, dict[str, Any]]] = [
     ("qwen3-tiny", "iteration", 4096, 8, {"zero_stage": 1, "recompute": "full"}),
     ("qwen3-tiny", "microbatch", 16_384, 8, {"zero_stage": 3, "recompute": "full", "loss": "plain"}),
     ("qwen3-tiny", "microbatch", 4096, 64, {"zero_stage": 3, "recompute": "selective", "reduce": "step"}),
+    ("qwen3-tiny", "iteration", 16_384, 8, {"zero_stage": 2, "recompute": "activation"}),
+    ("qwen3-tiny", "iteration", 16_384, 8, {"zero_stage": 2, "recompute": "elementwise"}),
+    ("qwen3-tiny", "microbatch", 16_384, 8, {"zero_stage": 3, "precision": "amp", "recompute": "elementwise"}),
     ("qwen3-tiny", "iteration", 4096, 8, {"zero_stage": 0, "precision": "fp32"}),
     ("qwen3-tiny", "microbatch", 4096, 8, {"zero_stage": 2, "precision": "amp", "recompute": "full"}),
     ("qwen3-vl-tiny", "iteration", 4096, 8, {"zero_stage": 2, "shard_ranks": 4}),
@@ -40,6 +45,15 @@ def test_the_estimate_is_the_tracked_peak(
     memory = rank_memory(load_model(model), recipe, sync=sync, ranks=ranks)
     memory = memory.without("communicators", "visual tokens", "encoder block")
     assert memory.total_bytes(tokens) == pytest.approx(tracked_step(job).peak_bytes, rel=0.05)
+
+
+@pytest.fixture(autouse=True)
+def _every_warning() -> Iterator[None]:
+    """Let PyTorch repeat warnings that it gives once a process: what a test meets does not depend on those before."""
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(before)
 
 
 _WINDOWS = """\
@@ -70,6 +84,34 @@ def test_the_estimate_of_layers_whose_halos_travel_is_the_tracked_peak(tmp_path:
     assert memory.total_bytes(8192) == pytest.approx(tracked_step(job).peak_bytes, rel=0.01)
     if recompute == "full":  # layers keep little else
         assert memory.items(8192)["halo buffers"] > 0.2 * memory.total_bytes(8192)
+
+
+_EXPERTS = """\
+format: fcp-model/1
+name: experts-tiny
+architecture: qwen3_moe
+text:
+  num_layers: 2
+  hidden_size: 128
+  num_heads: 4
+  num_kv_heads: 2
+  head_dim: 32
+  vocab_size: 256
+  tied_embeddings: true
+  qk_norm: true
+  experts: {count: 8, active: 2, ffn_size: 96}
+"""
+
+
+@pytest.mark.parametrize("recompute", ["activation", "elementwise"])
+def test_the_estimate_of_experts_that_keep_their_products_is_the_tracked_peak(
+    tmp_path: Path, recompute: Recompute
+) -> None:
+    path, recipe = tmp_path / "experts-tiny.yaml", Recipe(zero_stage=2, recompute=recompute)
+    path.write_text(_EXPERTS, encoding="utf-8")
+    job = FakeJob(model=str(path), recipe=recipe, sync="iteration", tokens=16_384, ranks=8)
+    memory = rank_memory(load_model(path), recipe, sync="iteration", ranks=8).without("communicators")
+    assert memory.total_bytes(16_384) == pytest.approx(tracked_step(job).peak_bytes, rel=0.05)
 
 
 SHARED: list[Any] = [

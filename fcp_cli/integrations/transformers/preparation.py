@@ -134,21 +134,58 @@ def _run_on_rings(model: transformers.PreTrainedModel) -> Any:
 def recompute_layers(model: transformers.PreTrainedModel, how: Recompute) -> None:
     """Make backward compute the activations of each layer again, while the model trains.
 
-    Layers of a vision encoder are recomputed whole either way: their attention runs on no ring.
+    Layers of a vision encoder are recomputed whole, since their attention runs on no ring; `activation` changes none.
 
     Args:
         model: of transformers; given to `prepare` before or after.
-        how: `selective` keeps the results of attention, `full` only the inputs of layers; `none` changes nothing.
+        how: `full` keeps the inputs of layers alone, `selective` also the results of attention, `elementwise` those and
+            the outputs of matrix products; `activation` recomputes the MLP's activation function alone, and `none`
+            changes nothing.
+
+    Raises:
+        RunError: `activation`, for a model whose layers have no MLP by a known name.
     """
     if how == "none":
+        return
+    if how == "activation":
+        _recompute_activations(model)
         return
     # Its name before transformers 5 still works there, with a warning.
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False})
-    run: Any = partial(recomputed, keeps_attention=how == "selective")
-    for module in model.modules():
+    run: Any = partial(recomputed, keeps_attention=how == "selective", keeps_products=how == "elementwise")
+    decoder = set(_decoder(model).modules())
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
         if hasattr(module, "_gradient_checkpointing_func"):
-            module._gradient_checkpointing_func = run
+            module._gradient_checkpointing_func = run if module in decoder else recomputed
+
+
+def _recompute_activations(model: transformers.PreTrainedModel) -> None:
+    """Let the MLP of each decoder layer keep its input and the outputs of its matrix products alone."""
+    mlps: list[Any] = [part for name, part in _decoder(model).named_modules() if name.rpartition(".")[2] in _MLPS]
+    if not mlps:
+        raise RunError(
+            f"{type(model).__name__} has no layers with an {' or '.join(_MLPS)}, whose activation function could be "
+            "recomputed; give --recompute elementwise"
+        )
+    for mlp in mlps:
+        mlp.forward = partial(_run_mlp, mlp, mlp.forward)
+
+
+def _decoder(model: Any) -> nn.Module:
+    """Return the language model of a model, without its head and vision encoder."""
+    decoder: nn.Module = model.get_decoder()
+    return decoder
+
+
+_MLPS = ("mlp", "feed_forward")
+
+
+def _run_mlp(mlp: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    if not (mlp.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    return recomputed(forward, *args, keeps_products=True, **kwargs)
 
 
 def _text_config(config: Any) -> Any:

@@ -1,12 +1,14 @@
-"""Activation checkpointing: recompute a layer in backward, whole or all but its attention.
+"""Activation checkpointing: recompute a layer in backward, whole, all but its attention, or elementwise work alone.
 
 Backward needs a layer's activations. Recomputed, a layer keeps its inputs alone and runs forward once more in backward,
 and with it its ring: the keys and values of the whole group travel again. `keep_attention` keeps the results of
-attention, too, so that only work of the rank alone runs again:
+attention, too, so that only work of the rank alone runs again. `keep_products` also keeps the outputs of matrix
+products: norms, rotations and activation functions run again, which take little time and most of the memory.
 
     kept of a layer, T tokens, width W, H query heads and G key/value heads of size D
     full         its inputs                                                [T, W]
     selective    its inputs, and of attention q, k, v, out and lse         [T, W + 2 H D + 2 G D], lse [T, H]
+    elementwise  the same, and the output of each matrix but the last
 
 `ring.attention` asks `attention_stage` where it runs; this module knows nothing of rings.
 """
@@ -14,14 +16,16 @@ attention, too, so that only work of the rank alone runs again:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar, Token
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from fcp_cli.errors import RunError
@@ -47,7 +51,9 @@ class _Output(NamedTuple):
     requires_grad: bool
 
 
-def recomputed(layer: Callable[..., Any], *args: Any, keeps_attention: bool = False, **kwargs: Any) -> Any:
+def recomputed(
+    layer: Callable[..., Any], *args: Any, keeps_attention: bool = False, keeps_products: bool = False, **kwargs: Any
+) -> Any:
     """Run a layer under activation checkpointing.
 
     Inside `ActivationOffload.of`, the inputs wait for that in the host's memory.
@@ -55,8 +61,9 @@ def recomputed(layer: Callable[..., Any], *args: Any, keeps_attention: bool = Fa
     Args:
         layer: called with `args` and `kwargs`; its inputs that need gradients belong in `args`.
         keeps_attention: keep the results of attention (`keep_attention`).
+        keeps_products: keep these and the outputs of matrix products (`keep_products`).
     """
-    contexts = keep_attention if keeps_attention else noop_context_fn
+    contexts = keep_products if keeps_products else keep_attention if keeps_attention else noop_context_fn
     with offloaded_inputs():  # the checkpoint's own hooks are inside: tensors that the layer saves never get here
         return checkpoint(layer, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
@@ -77,11 +84,24 @@ def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManage
     return _Keeping(outputs), _HandingOut(outputs)
 
 
+def keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of one layer that keeps its attention and the outputs of its matrix products.
+
+    Used as `keep_attention` is. When the layer is recomputed, only elementwise work runs: a matrix product returns
+    its kept output. The last product of a layer is not kept, since backward seldom needs its output and runs it
+    again if it does; that of grouped experts is, since their routing weights need it.
+    """
+    outputs: list[_Output] = []
+    products: list[_Product] = []
+    return _Keeping(outputs, _KeepingProducts(products)), _HandingOut(outputs, _HandingOutProducts(products))
+
+
 class _Stage(ABC):
     """The stage of the attention calls inside a `with` block, which may be entered again after it was left."""
 
-    def __init__(self, outputs: list[_Output]) -> None:
+    def __init__(self, outputs: list[_Output], products: _ProductMode | None = None) -> None:
         self._outputs = outputs
+        self._products = products
         self._tokens: list[Token[AttentionStage | None]] = []
 
     @abstractmethod
@@ -89,25 +109,29 @@ class _Stage(ABC):
 
     def __enter__(self) -> None:
         self._tokens.append(attention_stage.set(self))
+        if self._products is not None:
+            self._products.__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._products is not None:
+            self._products.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
         attention_stage.reset(self._tokens.pop())
 
 
 class _Keeping(_Stage):
     def attend(self, compute: Callable[[], Tensor]) -> Tensor:
         # The hooks of the checkpoint would drop the tensors that attention saves; these, inside them, keep them.
-        with saved_tensors_hooks(_keep, _unchanged):
+        with saved_tensors_hooks(_keep, _unchanged), self._products.paused() if self._products else nullcontext():
             out = compute()
         self._outputs.append(_Output(out.detach(), out.requires_grad))
         return out
 
 
 class _HandingOut(_Stage):
-    def __init__(self, outputs: list[_Output]) -> None:
-        super().__init__(outputs)
+    def __init__(self, outputs: list[_Output], products: _ProductMode | None = None) -> None:
+        super().__init__(outputs, products)
         self._calls = 0
 
     def __enter__(self) -> None:
@@ -126,16 +150,94 @@ class _HandingOut(_Stage):
         return out.detach().requires_grad_(requires_grad)
 
 
+class _Product(NamedTuple):
+    """Output of one matrix product of the first forward, with its version then."""
+
+    operator: Any
+    out: Tensor
+    version: int
+
+
+_GROUPED: Final = getattr(torch.ops.aten, "_grouped_mm", None)  # of experts
+_SINGLE: Final = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm"))
+_PRODUCTS: Final = frozenset((*_SINGLE, *([_GROUPED.default] if _GROUPED is not None else [])))
+
+
+class _ProductMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees each operator of a layer below autograd, as it runs."""
+
+    def __init__(self, products: list[_Product]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.products = products
+        self._is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the products of attention's own kernels alone."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _PRODUCTS or self._is_paused:
+            return func(*args, **kwargs or {})
+        return self.product(func, args, kwargs or {})
+
+    def product(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """Return the output of a matrix product."""
+        raise NotImplementedError
+
+
+class _KeepingProducts(_ProductMode):  # type: ignore[no-untyped-call]
+    def product(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        out: Tensor = func(*args, **kwargs)
+        self.products.append(_Product(func, _alias(out), out._version))
+        return out
+
+    def __exit__(self, *raised: Any) -> None:
+        if self.products and self.products[-1].operator in _SINGLE:
+            self.products.pop()
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+
+
+class _HandingOutProducts(_ProductMode):  # type: ignore[no-untyped-call]
+    def __enter__(self) -> Any:
+        self._calls = 0  # backward may run twice (retain_graph)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def product(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        if self._calls == len(self.products):
+            out: Tensor = func(*args, **kwargs)
+            return out
+        operator, out, version = self.products[self._calls]
+        self._calls += 1
+        if operator is not func:
+            raise RunError(
+                f"a layer ran {operator} in forward and {func} in its place when it was computed again; recompute it "
+                "with keep_attention, or whole"
+            )
+        return _alias(_unchanged((out, version), "the output of a matrix product"))
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Return the tensor without its autograd node, of the same version counter."""
+    # Below autograd a view would otherwise count its changes alone.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
 def _keep(tensor: Tensor) -> tuple[Tensor, int]:
     return tensor, tensor._version
 
 
-def _unchanged(kept: tuple[Tensor, int]) -> Tensor:
+def _unchanged(kept: tuple[Tensor, int], what: str = "an input of attention") -> Tensor:
     """Return a kept tensor; PyTorch does not check those that went through hooks."""
     tensor, version = kept
     if tensor._version != version:
         raise RunError(
-            "an input of attention was changed in place after the call, and its backward would use it changed; write "
-            "the operation without '_', or recompute the layer whole, without keep_attention"
+            f"{what} was changed in place after the call, and its backward would use it changed; write the operation "
+            "without '_', or recompute the layer whole, without keep_attention and keep_products"
         )
     return tensor

@@ -68,7 +68,7 @@ GRADIENT_CASES: Mapping[str, tuple[str, Case]] = {
     "qwen3 fsdp": (WAVES, Case(family="qwen3", wrapping="fsdp", recompute="non-reentrant")),
     "loss of hidden states": (ITERATION, Case(labelled=True, loss="chunked", recompute="selective")),
     "qwen3 chunked": (ITERATION, Case(family="qwen3", loss="chunked", labelled=True)),
-    "qwen3 ddp chunked": (ITERATION, Case(family="qwen3", wrapping="ddp", loss="chunked", recompute="selective")),
+    "qwen3 ddp chunked": (ITERATION, Case(family="qwen3", wrapping="ddp", loss="chunked", recompute="activation")),
     "qwen3 fsdp kept chunked": (
         ITERATION,
         Case(family="qwen3", wrapping="fsdp kept", loss="chunked", recompute="selective", tied=True),
@@ -79,7 +79,7 @@ GRADIENT_CASES: Mapping[str, tuple[str, Case]] = {
             family="qwen3",
             wrapping="fsdp",
             loss="chunked",
-            recompute="selective",
+            recompute="elementwise",
             labelled=True,
             tied=True,
             offloads=True,
