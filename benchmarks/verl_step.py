@@ -57,6 +57,7 @@ def main() -> None:
 
 def _step(partitions: Any, rearrange: Any) -> tuple[float, float, list[list[int]]]:
     """Return the loss, the gradient norm, and the sequences of each micro-batch of this rank, of one step."""
+    from tensordict import NonTensorData  # type: ignore[import-not-found, unused-ignore]
     from verl.utils.seqlen_balancing import calculate_workload  # type: ignore[import-not-found, unused-ignore]
     from verl.workers.engine import utils as engine  # type: ignore[import-not-found, unused-ignore]
     from verl.workers.utils.padding import left_right_2_no_padding  # type: ignore[import-not-found, unused-ignore]
@@ -77,7 +78,8 @@ def _step(partitions: Any, rearrange: Any) -> tuple[float, float, list[list[int]
         data = left_right_2_no_padding(_rollout(lengths)[mine])
         from verl.utils import tensordict_utils as tu  # type: ignore[import-not-found, unused-ignore]
 
-        tu.assign_non_tensor(data, global_token_num=lengths.tolist(), global_batch_size=_SEQUENCES, temperature=1.0)
+        tokens = NonTensorData(lengths.tolist())
+        tu.assign_non_tensor(data, global_token_num=tokens, global_batch_size=_SEQUENCES, temperature=1.0)
         tu.assign_non_tensor(data, calculate_entropy=False, update_lr_scheduler=False)
         metrics = tu.get(worker.train_batch(data), "metrics")
     return float(metrics["loss"]), float(metrics["grad_norm"]), [[mine[at] for at in cut] for cut in cuts]
@@ -104,8 +106,8 @@ def _worker(folder: Path) -> Any:
     register = EngineRegistry.register(model_type="language_model", backend=["fsdp2"], device="cpu")
     register(FSDPEngineWithLMHead)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": _VOCABULARY}
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": _VOCABULARY}
     config = transformers.Qwen3Config(**sizes, **heads)
     transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
     model = HFModelConfig(
