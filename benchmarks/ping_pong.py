@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks.plan_hashes import profile_of
 from benchmarks.real_lengths import PUBLISHED, drawn
+from benchmarks.split_heads import profile_of
 from benchmarks.workloads import FAMILIES
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.planning.assemble import makespan_seconds

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.plan_hashes import profile_of
+from benchmarks.split_heads import profile_of
 from benchmarks.workloads import FAMILIES, MAX_LENGTH, lengths, media_manifest, real_table
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.manifest.table import LengthTable

@@ -57,8 +57,11 @@ class BlockFcp(SpreadAttention):
     def rank_seconds(self, work: Work) -> FloatArray:
         """Return [degree] the seconds of one micro-batch."""
         tasks, block = blocks_of(work.tokens, self._degree)
-        attention = np.bincount(block, tasks.tokens * attention_per_token(work)[tasks.sequence])
-        block_rank = placed(np.bincount(block, tasks.tokens), attention, self._degree, self._problem.tokens_per_rank)
+        seconds = tasks.tokens * attention_per_token(work)[tasks.sequence]
+        tokens, attention = np.zeros(block.max() + 1), np.zeros(block.max() + 1)
+        np.add.at(tokens, block, tasks.tokens)
+        np.add.at(attention, block, seconds)
+        block_rank = placed(tokens, attention, self._degree, self._problem.tokens_per_rank)
         tasks.rank[:] = block_rank[block]
         blocks = -(-work.tokens // _BLOCK_TOKENS)
         further = -(-blocks // _BLOCKS_PER_KERNEL) - (blocks == 1)

@@ -69,7 +69,8 @@ class MagiAttention(SpreadAttention):
         rank = dispatched(np.bincount(pieces.chunk, area).tolist(), degree)[pieces.chunk]
         reach = np.zeros((degree, len(work.tokens)), dtype=np.int64)
         np.maximum.at(reach, (rank, of), pieces.end)
-        keys = np.stack([np.bincount(rank, tokens * (pieces.end <= reach[to, of]), degree) for to in range(degree)])
+        before = [tokens * (pieces.end <= reach[to, of]) for to in range(degree)]
+        keys = np.array([np.bincount(rank, mine, degree) for mine in before], dtype=np.float64)
         held = np.zeros((len(work.tokens), degree))
         np.add.at(held, (of, rank), tokens)
         alone = held[of, rank] == reach[rank, of]  # all keys that this rank needs of the sequence are its own
@@ -77,7 +78,8 @@ class MagiAttention(SpreadAttention):
         attention += tokens * ~alone * c.chunk_seconds_per_token
         linear = np.bincount(rank, tokens * (work.linear_seconds / work.tokens)[of], degree)
         messages = self.message_seconds(keys, kept=False)
-        return c.microbatch_seconds + linear + np.maximum(np.bincount(rank, attention, degree), messages)
+        engine = np.maximum(np.bincount(rank, attention, degree), messages)
+        return np.asarray(c.microbatch_seconds + linear + engine, dtype=np.float64)
 
 
 def cut(lengths: IntArray, chunk_tokens: int) -> Pieces:

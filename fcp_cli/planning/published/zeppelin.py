@@ -74,7 +74,7 @@ class Zeppelin(SpreadAttention):
         uneven = held * float(work.linear_seconds.sum() / work.tokens.sum())
         engine = c.microbatch_seconds + np.maximum(attention, rings)
         kept, moved = engine + uneven, engine + even + self._remapping_seconds(held, node_of)
-        return kept if kept.max() <= moved.max() else moved
+        return np.asarray(kept if kept.max() <= moved.max() else moved)
 
     def _ring_seconds(self, across: float, inside: FloatArray) -> FloatArray:
         """Return [ranks] the seconds of rings over all ranks, and inside nodes."""
