@@ -35,8 +35,14 @@ def main() -> None:
     os.environ.update(VERL_PLATFORM="cpu", RAY_LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"])
     _register_cpus()
     from verl.utils import seqlen_balancing  # type: ignore[import-not-found, unused-ignore]
+    from verl.workers.engine import (  # type: ignore[import-not-found, unused-ignore]
+        EngineRegistry,
+        FSDPEngineWithLMHead,
+    )
     from verl.workers.engine import utils as engine  # type: ignore[import-not-found, unused-ignore]
 
+    register = EngineRegistry.register(model_type="language_model", backend=["fsdp2"], device="cpu")
+    register(FSDPEngineWithLMHead)
     own = {"partitions": seqlen_balancing.get_seqlen_balanced_partitions, "rearrange": engine.rearrange_micro_batches}
     dist.init_process_group("gloo")
     ranks = dist.get_world_size()
@@ -96,15 +102,9 @@ def _worker(folder: Path) -> Any:
         HFModelConfig,
         TrainingWorkerConfig,
     )
-    from verl.workers.engine import (  # type: ignore[import-not-found, unused-ignore]
-        EngineRegistry,
-        FSDPEngineWithLMHead,
-    )
     from verl.workers.engine_workers import TrainingWorker  # type: ignore[import-not-found, unused-ignore]
     from verl.workers.utils.losses import ppo_loss  # type: ignore[import-not-found, unused-ignore]
 
-    register = EngineRegistry.register(model_type="language_model", backend=["fsdp2"], device="cpu")
-    register(FSDPEngineWithLMHead)
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": _VOCABULARY}
@@ -175,7 +175,12 @@ def _register_cpus() -> None:
     device.__dict__.update({name: getattr(torch.cpu, name) for name in dir(torch.cpu)})
     zeros = ("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved")
     device.__dict__.update({name: lambda *_: 0 for name in zeros})
-    device.__dict__.update(empty_cache=lambda: None, mem_get_info=lambda *_: (0, 0), manual_seed=torch.manual_seed)
+    device.__dict__.update(
+        get_device_name=lambda *_: "CPU",
+        empty_cache=lambda: None,
+        mem_get_info=lambda *_: (0, 0),
+        manual_seed=torch.manual_seed,
+    )
     members: dict[str, Any] = {name: (lambda *_, **__: None) for name in platform_base.PlatformBase.__abstractmethods__}
     members |= {
         "device_name": property(lambda _: "cpu"),

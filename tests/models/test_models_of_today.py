@@ -50,7 +50,10 @@ def test_a_described_model_has_the_figures_of_transformers_own(layers: Layers, t
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
 def test_qwen3_5_with_its_encoder_has_the_parameters_of_transformers_own(kind: str, tmp_path: Path) -> None:
     import torch
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    import transformers
+    from transformers import AutoConfig
+
+    family: Any = transformers.AutoModelForImageTextToText
 
     tower: dict[str, Any] = {"depth": 3, "out_hidden_size": 512}
     config = AutoConfig.for_model(
@@ -61,20 +64,23 @@ def test_qwen3_5_with_its_encoder_has_the_parameters_of_transformers_own(kind: s
     rebuilt = AutoConfig.for_model(whole_config(spec)[0], **whole_config(spec)[1])
     for made in (config, rebuilt):
         with torch.device("meta"):
-            model = AutoModelForImageTextToText.from_config(made)
+            model = family.from_config(made)
         assert sum(parameter.numel() for parameter in model.parameters()) == spec.parameters
 
 
 @pytest.mark.hf
 def test_an_internvl_with_experts_is_described(tmp_path: Path) -> None:
     import torch
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    import transformers
+    from transformers import AutoConfig
+
+    family: Any = transformers.AutoModelForImageTextToText
 
     text = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 512, "vocab_size": 1000, "num_experts": 8}
     config = AutoConfig.for_model("internvl", text_config=text, vision_config={"num_hidden_layers": 2})
     spec = load_model(_saved(config, tmp_path))
     with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(config)
+        model = family.from_config(config)
     own = sum(parameter.numel() for name, parameter in model.named_parameters() if "vision_tower" not in name)
     assert spec.text_parameters + spec.vision.projector_parameters == own  # type: ignore[union-attr]
 
