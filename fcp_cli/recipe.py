@@ -48,11 +48,7 @@ PrecisionOption: TypeAlias = Annotated[
 ]
 RecomputeOption: TypeAlias = Annotated[
     Literal["auto", "none", "activation", "elementwise", "selective", "full"],
-    Opt(
-        "What backward recomputes; activation: the MLP's activation function; elementwise: all but matrix products "
-        "and attention; selective: all but attention.",
-        common=True,
-    ),
+    Opt("Activations that backward recomputes; selective: all but attention's.", common=True),
 ]
 LossOption: TypeAlias = Annotated[
     Literal["auto", "chunked", "plain"],
