@@ -28,6 +28,7 @@ from fcp_cli.manifest.build import NO_ROWS, RowWriter, counted_batches
 from fcp_cli.manifest.header import read_header, readable
 from fcp_cli.manifest.sources.base import DivisibleSource, Part, RowBatch, Source
 from fcp_cli.manifest.versions import differing, file_versions, require_unchanged
+from fcp_cli.reading.inputs import open_input
 from fcp_cli.reading.parquet import open_footer, open_parquet
 from fcp_cli.validation import Count, NonNegativeCount, validated
 
@@ -215,8 +216,8 @@ def _tokenizer_digest(description: dict[str, Any]) -> str:
         return ""
     path, digest = Path(name), hashlib.sha256()
     for file in [path / one for one in _TOKENIZER_FILES] if path.is_dir() else [path]:
-        with suppress(FileNotFoundError):
-            digest.update(file.name.encode() + file.read_bytes())
+        with suppress(FileNotFoundError), open_input(file) as stream:
+            digest.update(file.name.encode() + stream.read())
     return digest.hexdigest()
 
 

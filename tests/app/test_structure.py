@@ -298,6 +298,7 @@ _OPENS_FILES_OF_ITS_OWN = {
     "fcp_cli/machine/host.py": "/proc",
     "fcp_cli/machine/identity.py": "/proc",
     "fcp_cli/machine/processes.py": "/proc",
+    "fcp_cli/manifest/engines.py": "a part that this process wrote",
     "fcp_cli/manifest/hub.py": "the cache of the hub's client",
     "fcp_cli/manifest/tokens.py": "MegatronIndex.open",
     "fcp_cli/manifest/sources/detect.py": "MegatronIndex.open",

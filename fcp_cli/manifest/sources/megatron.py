@@ -25,7 +25,7 @@ from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.sources.base import RowBatch
 from fcp_cli.reading.inputs import open_input
-from fcp_cli.reading.remote import RemotePath
+from fcp_cli.reading.remote import RemoteFile, RemotePath
 
 _HEADER: Final = struct.Struct("<9sQBQQ")
 _MAGIC: Final = b"MMIDIDX\x00\x00"
@@ -150,7 +150,8 @@ class _Ranges:
     """Array in an object of a store; a slice or an item of it is one range. Any number of threads may read."""
 
     def __init__(self, path: RemotePath, kind: str, offset: int, count: int) -> None:
-        self._file, self._kind, self._offset, self._count = path.open("rb", 0), np.dtype(kind), offset, count
+        self._file, self._kind = RemoteFile(path, reads_ahead=False), np.dtype(kind)
+        self._offset, self._count = offset, count
         self._lock = threading.Lock()
         self.itemsize = self._kind.itemsize
 

@@ -16,7 +16,7 @@ from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.header import readable
 from fcp_cli.reading.inputs import bounded_lines, open_input, require_input
 from fcp_cli.reading.parquet import open_footer, open_parquet, require_names
-from fcp_cli.reading.remote import RemotePath
+from fcp_cli.reading.remote import RemoteFile, RemotePath
 
 PARQUET_SUFFIXES: Final = (".parquet", ".pq")
 ARROW_SUFFIXES: Final = (".arrow", ".feather", ".ipc")
@@ -103,14 +103,14 @@ class ArrowShard:
         self.path = path
         with readable(path, kind="Arrow"):
             require_input(path, seekable=True)
-            is_remote = isinstance(path, RemotePath)
-            mapped = pa.PythonFile(path.open("rb", 0), mode="r") if is_remote else pa.memory_map(str(path))
+            ranges = RemoteFile(path, reads_ahead=False) if isinstance(path, RemotePath) else None
+            mapped = pa.memory_map(str(path)) if ranges is None else pa.PythonFile(ranges, mode="r")
             try:
                 file = pa.ipc.open_file(mapped)
                 self.schema, self._count, self._batch = file.schema, file.num_record_batches, file.get_batch
             except pa.ArrowInvalid:
                 mapped.seek(0)
-                if is_remote:
+                if ranges is not None:
                     why = "an Arrow stream has no index of its batches; copy it here, or store a file or Parquet"
                     raise ManifestError(f"cannot read {path} where it lies: {why}") from None
                 # A stream has no index of its batches; listing them is cheap, since their data stays mapped.
