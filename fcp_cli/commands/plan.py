@@ -18,8 +18,9 @@ from fcp_cli.planning.options import PlanRequest
 from fcp_cli.words import counted, duration
 
 if TYPE_CHECKING:
-    from fcp_cli.plan.metadata import Sync
+    from fcp_cli.plan.metadata import PlanPart, Sync
     from fcp_cli.plan.step import StepPlan
+    from fcp_cli.planning.batches import GlobalBatches
     from fcp_cli.planning.run import PlanResult
     from fcp_cli.planning.settings import PlanInputs
 
@@ -44,9 +45,19 @@ class PlanOptions(PlanRequest):
     ] = None
     solver: Annotated[str, Opt("Strategy, of 'fcp list solvers'.", common=True, group="Search")] = "fcp"
     resume: Annotated[bool, Opt("Continue the same plan after an interruption.", group="Interrupted work")] = False
+    shard: Annotated[
+        str | None, Opt("Plan the I-th of N parts, for --merge.", metavar="I/N", unset="all steps", group="Many nodes")
+    ] = None
+    merge: Annotated[
+        tuple[Path, ...], Opt("A part of a plan, or a folder of them, to merge; may be repeated.", metavar="PART")
+    ] = ()
     continue_from: Annotated[
         Path | None,
-        Opt("Plan the remaining batches of a stopped run for other --ranks.", metavar="RUN_DIR"),
+        Opt(
+            "Plan the remaining batches of a stopped run for other --ranks.",
+            metavar="RUN_DIR",
+            group="Interrupted work",
+        ),
     ] = None
     max_degree: Annotated[
         int | None,
@@ -86,15 +97,19 @@ def plan(options: PlanOptions) -> None:
 
     Settings without an option come from fcp.yaml, this folder or this machine; the output names each source.
     """
+    from fcp_cli.planning.mixing import mixed_files
     from fcp_cli.planning.settings import resolve
 
+    if options.merge:
+        _merge(options)
+        return
     if options.continue_from is not None:
         _continue(options, options.continue_from)
         return
     output, origins = options.output or _PLAN, Origins()
     if options.emit is not None and str(output) == "-":
         raise UsageError("--emit writes next to the plan, which -o - writes to stdout; name a file with -o")
-    if options.manifest is None and options.resume:
+    if options.manifest is None and options.resume and not options.mix:
         if options.emit is not None:
             raise UsageError("--emit needs the MANIFEST: without it, --resume only completes the plan of a run")
         _finish(output, options)
@@ -108,12 +123,46 @@ def plan(options: PlanOptions) -> None:
     inputs = resolve(
         options, origins, most_peers=options.max_peers, max_degree=options.max_degree
     )  # first: a plan that is given as the manifest is no source to be kept
-    refuse_to_overwrite(output, options.manifest, options.profile)
+    refuse_to_overwrite(output, options.manifest, options.profile, *mixed_files(options.mix))
     origins.report()
     if str(output) == "-":
         _plan_to_stdout(inputs, options)
     else:
         _plan_to_file(inputs, options, output, origins)
+
+
+def _merge(options: PlanOptions) -> None:
+    """Merge the parts of a plan."""
+    from fcp_cli.plan.parts import merge_parts
+
+    if surplus := sorted(options.typed - {"merge", "output", "json"}):
+        raise UsageError(f"--merge takes its settings from the parts; leave {surplus[0].replace('_', '-')} out")
+    parts = [part for path in options.merge for part in (sorted(path.glob("*.parquet")) if path.is_dir() else [path])]
+    if not parts:
+        raise UsageError(f"--merge {options.merge[0]}: the folder has no .parquet file")
+    output = options.output or _PLAN
+    if str(output) == "-":
+        raise UsageError("--merge writes a file, not to stdout; name one with -o")
+    refuse_to_overwrite(output, *parts)
+    metadata = merge_parts(parts, output)
+    if options.json:
+        print_json({"output": str(output), "plan_hash": metadata.plan_hash, "steps": metadata.steps})
+    note(
+        f"wrote {output} of {counted(metadata.steps, 'step')} from {counted(len(parts), 'part')}; "
+        f"next: fcp check {output}"
+    )
+
+
+def _part(options: PlanOptions, batches: GlobalBatches) -> tuple[PlanPart, int] | None:
+    """Return the steps to plan, and how many they are; None: all."""
+    from fcp_cli.plan.parts import part_of_shard, part_of_steps
+
+    is_range = options.steps is not None and ":" in options.steps
+    if options.shard is not None:
+        if is_range:
+            raise UsageError("--shard and --steps A:B both name a part of the plan; give one of them")
+        return part_of_shard(options.shard, batches.first_step, len(batches))
+    return part_of_steps(options.steps or "", batches.first_step, len(batches)) if is_range else None
 
 
 def _with_its_attention(options: PlanOptions, origins: Origins) -> PlanOptions:
@@ -145,26 +194,31 @@ def _finish(output: Path, options: PlanOptions) -> None:
 
 # A continued run keeps its batches and its way of training: only these settings of a plan may differ.
 _MAY_CHANGE: Final = {
-    *("manifest", "profile", "ranks", "ranks_per_node", "tokens_per_rank", "headroom", "device_hour_price"),
+    *("manifest", "mix", "profile", "ranks", "ranks_per_node", "tokens_per_rank", "headroom", "device_hour_price"),
     *("rank_speeds", "zero", "shard_ranks", "reduce", "recompute", "loss", "offload"),
 }
 
 
 def _continue(options: PlanOptions, run_dir: Path) -> None:
     """Plan the remaining steps of a run."""
+    from fcp_cli.planning.mixing import mixed_files
     from fcp_cli.planning.settings import resolve_continuation
-    from fcp_cli.runs.trained_run import read_trained_run
+    from fcp_cli.runs.trained_run import plan_at_step, read_trained_run
 
     for name in (option.name for option in options_of(PlanRequest)):
         if name in options.typed and name not in _MAY_CHANGE:
             raise UsageError(f"--{name.replace('_', '-')} cannot change within a run; leave it out of --continue-from")
-    if options.ranks is None:
-        raise UsageError("--continue-from needs --ranks: how many continue the run")
-    run = read_trained_run(run_dir, manifest=options.manifest)
+    if options.ranks is None and not options.mix:
+        raise UsageError("--continue-from needs --ranks: how many continue the run; or --mix: the weights from now on")
+    if options.mix and options.manifest is not None:
+        raise UsageError(f"--mix names its manifests; leave {options.manifest} out")
+    mixed = mixed_files(options.mix)
+    manifest = mixed[0] if mixed else options.manifest
+    run = plan_at_step(run_dir, manifest, options.length_column) or read_trained_run(run_dir, manifest=manifest)
     output = options.output or Path(f"plan-from-step-{run.first_step}.parquet")
     if str(output) == "-":
         raise UsageError("--continue-from writes a file, not to stdout; name one with -o")
-    refuse_to_overwrite(output, run.plan, run.manifest, options.profile)
+    refuse_to_overwrite(output, run.plan, run.manifest, options.profile, *mixed)
     origins = Origins()
     inputs = resolve_continuation(
         options,
@@ -176,6 +230,8 @@ def _continue(options: PlanOptions, run_dir: Path) -> None:
     )
     origins.report()
     launch = f"fcp launch --run-dir {shlex.quote(str(run_dir))} --resume --plan {shlex.quote(str(output))}"
+    if not run.model:
+        launch = f"fcp launch --run-dir RUN_DIR --resume --plan {shlex.quote(str(output))} -- SCRIPT ARGS"
     _plan_to_file(inputs, options, output, origins, next_command=launch)
 
 
@@ -212,7 +268,12 @@ def _plan_to_file(
         trains = f"--model {inputs.problem.profile.model} --plan {output}"
     for path in emitted.values():
         note(f"wrote {path}")
-    note(f"wrote {output}; next: {next_command or f'fcp launch {trains}'}")
+    following = next_command or f"fcp launch {trains}"
+    if result.metadata.part is not None:
+        following = (
+            f"fcp plan --merge {output} --merge OTHERS -o {_PLAN}, once all {result.metadata.part.whole} steps are"
+        )
+    note(f"wrote {output}; next: {following}")
 
 
 def _check_emit(inputs: PlanInputs, options: PlanOptions) -> None:
@@ -257,7 +318,10 @@ def _make_with_progress(inputs: PlanInputs, options: PlanOptions, output: Path) 
     from fcp_cli.planning.run import make_plan
 
     batches = inputs.batches()
+    part = _part(options, batches)
     total, first_step = len(batches), batches.first_step
+    if part is not None:
+        total, first_step = part[1], part[0].first_step
     note_compilation([options.solver], [inputs.problem.sync])
     sampled, sample = set(baseline_steps(total, first_step=first_step)), []
     with progress() as bar:
@@ -278,6 +342,8 @@ def _make_with_progress(inputs: PlanInputs, options: PlanOptions, output: Path) 
             robust=options.robust,
             workers=options.workers,
             resume=options.resume,
+            part=part,
+            before=note,
             on_step=on_step,
         )
     return result, sample

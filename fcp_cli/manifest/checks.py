@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.errors import ManifestError
+from fcp_cli.manifest.columns import chunked, new_column
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.words import counted
 
@@ -41,11 +42,9 @@ def length_column_of(wanted: str, usable: Collection[str]) -> str:
     return next((name for name in USUAL_LENGTHS if name in usable), wanted)
 
 
-def empty_factors(rows: int) -> dict[str, FloatArray | IntArray]:
-    """Return one array of zeros per optional column."""
-    factors: dict[str, FloatArray | IntArray] = {name: np.zeros(rows, np.int64) for name in FACTORS}
-    factors["eta"] = np.zeros(rows, np.float64)
-    return factors
+def empty_factors(rows: int, names: Collection[str] = FACTORS) -> dict[str, FloatArray | IntArray]:
+    """Return one array of zeros per named optional column."""
+    return {name: new_column(rows, np.float64 if name == "eta" else np.int64) for name in names}
 
 
 def checked_table(
@@ -56,13 +55,17 @@ def checked_table(
     Raises:
         ManifestError: it names the first bad row, its value, and how many there are.
     """
-    bad = np.flatnonzero((lengths <= 0) | (lengths > LONGEST_TOKENS))
+    bad = np.concatenate(
+        [first + np.flatnonzero((part <= 0) | (part > LONGEST_TOKENS)) for first, part in chunked(lengths)]
+    )
     if len(bad):
         raise ManifestError(_bad_length(name, length_column, lengths, bad))
     for column, values in factors.items():
         _check_factor(name, column, values, *((-1, ">") if column == "eta" else (0, ">=")))
     # Leaving out factors of zeros keeps the content hash, and with it the plan, independent of whether they were given.
-    kept: dict[str, Any] = {column: values if values.any() else None for column, values in factors.items()}
+    kept: dict[str, Any] = {
+        column: values if any(part.any() for _, part in chunked(values)) else None for column, values in factors.items()
+    }
     return LengthTable(name=name, length_tokens=lengths, column=length_column, **kept)
 
 
@@ -85,8 +88,10 @@ def with_steps(table: LengthTable, steps: IntArray | None, column: str | None) -
 
 
 def _check_factor(name: str, column: str, values: FloatArray | IntArray, least: int, relation: str) -> None:
-    is_enough = values > least if relation == ">" else values >= least
-    broken = np.flatnonzero(~(is_enough & np.isfinite(values)))
+    compare = np.greater if relation == ">" else np.greater_equal
+    broken = np.concatenate(
+        [first + np.flatnonzero(~(compare(part, least) & np.isfinite(part))) for first, part in chunked(values)]
+    )
     if len(broken):
         row = int(broken[0])
         raise ManifestError(

@@ -27,6 +27,7 @@ from fcp_cli.manifest.checks import (
     length_column_of,
     with_steps,
 )
+from fcp_cli.manifest.columns import new_column, release
 from fcp_cli.manifest.header import (
     LINE_SUFFIXES,
     TABLE_SUFFIXES,
@@ -116,7 +117,9 @@ def _of_columns(path: Path, shards: Sequence[DataFile], length_column: str, step
         raise ManifestError(f"{path} has no rows: a manifest needs one row per sequence; see `fcp manifest build`")
     schema = shards[0].schema
     column = length_column_of(length_column, [field.name for field in schema if _can_be_length(field.type)])
-    lengths, factors = np.empty(rows, np.int64), empty_factors(rows)
+    # Only columns that are there: zeros of a large manifest take as much room as other values.
+    there = [name for name in FACTORS if any(field.name == name for shard in shards for field in shard.schema)]
+    lengths, factors = new_column(rows, np.int64), empty_factors(rows, there)
     steps = None if step_column is None else np.empty(rows, np.int64)
     start = 0
     for shard in shards:
@@ -128,6 +131,8 @@ def _of_columns(path: Path, shards: Sequence[DataFile], length_column: str, step
             if steps is not None and step_column is not None:
                 steps[rows_here] = _steps(batch.column(step_column), shard.path, step_column)
             start = rows_here.stop
+            for filled in (lengths, *factors.values()):
+                release(filled)
     return with_steps(checked_table(path.name, column, lengths, factors), steps, step_column)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
+from fcp_cli.manifest.columns import chunked
 from fcp_cli.masks import MaskRows
 
 
@@ -54,13 +56,26 @@ class LengthTable:
             column=self.column,
         )
 
+    def gather(self, rows: IntArray) -> LengthTable:
+        """Return the given rows, in the given order, by one pass over each column in its own order."""
+        order = np.argsort(rows)
+        wanted = rows[order]
+        found: dict[str, Any] = {}
+        for name in ("length_tokens", "eta", "vision_patches", "vision_patch_pairs"):
+            column = getattr(self, name)
+            found[name] = None if column is None else np.empty(len(rows), column.dtype)
+            for first, part in () if column is None else chunked(column):
+                here = slice(*np.searchsorted(wanted, (first, first + len(part))))
+                found[name][order[here]] = part[wanted[here] - first]
+        return LengthTable(name=self.name, column=self.column, **found)
+
     def content_hash(self) -> str:
         """Hash the columns that planning reads (SHA-256); independent of file layout and writer."""
         digest = hashlib.sha256(b"fcp-manifest/1")
         for column in (self.length_tokens, self.eta, self.vision_patches, self.vision_patch_pairs):
-            digest.update(
-                b"absent"
-                if column is None
-                else np.ascontiguousarray(column).astype(column.dtype.newbyteorder("<")).tobytes()
-            )
+            if column is None:
+                digest.update(b"absent")
+                continue
+            for _, part in chunked(column):
+                digest.update(np.ascontiguousarray(part, dtype=column.dtype.newbyteorder("<")).data)
         return digest.hexdigest()

@@ -51,7 +51,8 @@ def plan_again(
     ]
     replaced = {word for word in changes if word.startswith("--")}
     kept = [word for option in options if option[0] not in replaced for word in option]
-    words = ["fcp", "plan", manifest or metadata.manifest.argument, *kept, *changes, "-o", str(name)]
+    named = [] if metadata.mixture is not None else [manifest or metadata.manifest.argument]  # --mix names them
+    words = ["fcp", "plan", *named, *kept, *changes, "-o", str(name)]
     return shlex.join(words)
 
 
@@ -117,6 +118,10 @@ def _batches(metadata: PlanMetadata) -> Iterator[list[str]]:
         yield ["--step-column", "COLUMN"]  # the plan does not keep its name
     else:
         yield ["--global-batch-size", str(metadata.global_batch_size)]
+    if (mixture := metadata.mixture) is not None:
+        for stage in mixture.stages:
+            for source, weight in zip(mixture.sources, stage.weights, strict=True):
+                yield ["--mix", f"{source.name}:{weight:g}" + (f"@{stage.first_step}" if stage.first_step else "")]
     if metadata.step_limit is not None:
         yield ["--steps", str(metadata.step_limit)]
     if metadata.epochs > 1:

@@ -244,10 +244,12 @@ class _Coverage:
         if metadata.continues is not None:
             self._seen |= unpack_rows(metadata.continues.trained, metadata.manifest.rows)
         self._steps = metadata.first_step
+        # Of a part, rows of the epoch's earlier steps are unknown; a mixture repeats rows by its weights.
+        self._is_whole = metadata.part is None and metadata.mixture is None
 
     def begin(self) -> Iterator[BrokenRule]:
         """Check that a plan that continues a run counts as trained the sequences of the epoch's steps before it."""
-        if not self._metadata.has_equal_batches:
+        if not self._metadata.has_equal_batches or not self._is_whole:
             return
         trained = int(self._seen.sum())
         due = self._metadata.first_step % max(self._steps_per_epoch, 1) * self._metadata.global_batch_size
@@ -276,7 +278,7 @@ class _Coverage:
                 step=step.step, message=f"{counted(len(step.sequences), 'sequence')}, where {size} are the most"
             )
         index = (self._steps - 1) % max(self._steps_per_epoch, 1)
-        wanted = min(size, self._planned_rows - index * size)
+        wanted = size if self._metadata.mixture is not None else min(size, self._planned_rows - index * size)
         if self._metadata.has_equal_batches and len(step.sequences) != wanted:
             message = f"{counted(len(step.sequences), 'sequence')} instead of {wanted}"
             yield BrokenRule(step=step.step, message=message)
@@ -284,6 +286,14 @@ class _Coverage:
             self._seen[:] = False
 
     def _check_rows(self, step: StepPlan) -> Iterator[BrokenRule]:
+        if (mixture := self._metadata.mixture) is not None:
+            found = np.histogram(step.sequences, bins=mixture.offsets)[0]
+            (due,) = mixture.counts(step.step, step.step + 1, self._metadata.global_batch_size)
+            if (found != due).any():
+                message = f"its sources have {found.tolist()} sequences, where their weights make {due.tolist()}"
+                yield BrokenRule(step=step.step, message=message)
+            yield from self._check_lengths(step)
+            return
         values, counts = np.unique(step.sequences, return_counts=True)
         again = values[(counts > 1) | self._seen[values]]
         if len(again):
@@ -318,6 +328,8 @@ class _Coverage:
             if found != overlong.sequences:
                 message = f"its metadata counts {overlong.sequences} overlong sequences, its manifest has {found}"
                 yield BrokenRule(message=message)
+        if self._metadata.part is not None:
+            return
         left = self._planned_rows - int(self._seen.sum())
         if not self._metadata.has_equal_batches and self._metadata.step_limit is None and left:
             yield BrokenRule(

@@ -18,6 +18,7 @@ from fcp_cli.errors import PlanError
 from fcp_cli.masks import MaskRows
 from fcp_cli.options import MOST_ROWS
 from fcp_cli.plan.masks import PlannedMasks
+from fcp_cli.plan.mixture import Mixture
 from fcp_cli.plan.refits import ScheduledRefit, refit_at
 from fcp_cli.plan.setup import EncoderBalance as EncoderBalance
 from fcp_cli.plan.setup import PlanSetup
@@ -34,12 +35,14 @@ METADATA_KEY: Final = FOOTER_KEY
 # omitted if None, so that plans without them keep the hash from before the keys existed.
 _OPTIONAL_KEYS: Final = (
     *("attention", "batching", "cached_from_step", "continues", "encoder_balance", "encoder_ranks"),
-    *("masked_sequences", "masks", "padding_multiple", "phase", "pipeline", "rank_speeds", "recipe", "refits"),
+    *("masked_sequences", "masks", "mixture", "padding_multiple", "part", "phase", "pipeline", "rank_speeds"),
+    *("recipe", "refits", "shuffle_kind"),
 )
 _OPTIONAL_RECIPE_KEYS: Final = ("lora", "freeze")
 
 RowCount = Annotated[int, Meta(ge=0, le=MOST_ROWS, description="a whole number of at least 0")]
 LastBatch = Literal["keep", "drop"]
+ShuffleKind = Literal["index-free"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +82,19 @@ class Continuation:
     num_ranks: Count
     first_step: Count
     trained: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanPart:
+    """Steps of a plan that were planned alone, to be merged with the others.
+
+    Attributes:
+        first_step: number of the part's first step.
+        whole: steps of the whole plan.
+    """
+
+    first_step: NonNegativeCount
+    whole: Count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +152,9 @@ class PlanMetadata(PlanSetup):
             that one has; None: they are.
         solver_options: settings of the solver besides the common ones.
         cost_profile: the whole text of the YAML.
+        shuffle_kind: `index-free`: epochs are permuted by `planning.shuffling`; None: by PCG64's permutation.
+        mixture: sources and weights of a manifest that mixes several, or None.
+        part: the steps that the file holds of a plan; None: all.
         continues: the run that the plan continues; None: it begins with step 0.
         plan_hash: content hash over rows and metadata; see `hashing`.
         created: ISO time, outside the hash.
@@ -159,6 +178,9 @@ class PlanMetadata(PlanSetup):
     solver_options: Mapping[str, Any] = field(default_factory=dict)
     manifest: ManifestReference
     cost_profile: str
+    shuffle_kind: ShuffleKind | None = None
+    mixture: Mixture | None = None
+    part: PlanPart | None = None
     continues: Continuation | None = None
     steps: NonNegativeCount = 0
     distinct_groups: NonNegativeCount = 0
@@ -188,6 +210,8 @@ class PlanMetadata(PlanSetup):
     @property
     def first_step(self) -> int:
         """The number of its first step."""
+        if self.part is not None:
+            return self.part.first_step
         return 0 if self.continues is None else self.continues.first_step
 
     @property
@@ -260,6 +284,8 @@ def parse_metadata(raw: Mapping[bytes, bytes] | None, *, name: str) -> PlanMetad
     )
     _require_ranks(metadata, name)
     _require_masks(metadata, name)
+    if metadata.mixture is not None and (fault := metadata.mixture.fault(metadata.manifest.rows)):
+        raise PlanError(f"{name}: the plan's metadata is damaged: mixture: {fault}")
     if metadata.continues is not None:
         try:
             unpack_rows(metadata.continues.trained, metadata.manifest.rows)

@@ -2,7 +2,8 @@
 
 Every epoch is one permutation of the rows (or their own order without shuffling), cut into global batches; a batch
 never crosses an epoch. The permutation of epoch e comes from PCG64 seeded with (seed, e), so that any step can be made
-on its own.
+on its own. Above `ROWS_IN_MEMORY` rows it is index-free (`shuffling`), and lengths are gathered for windows of
+consecutive steps, so that memory does not grow with the manifest.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ import numpy as np
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError, OverlongError
+from fcp_cli.manifest.columns import ROWS_IN_MEMORY, chunked, new_column
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.batching import offsets_by_tokens
-from fcp_cli.plan.metadata import Batching, Continuation, OverlongReport, steps_per_epoch
+from fcp_cli.plan.metadata import Batching, Continuation, OverlongReport, ShuffleKind, steps_per_epoch
+from fcp_cli.plan.mixture import Mixture
 from fcp_cli.plan.pricing import encoded_at
+from fcp_cli.planning.mixing import MixedRows
 from fcp_cli.planning.problem import Batch, Problem
+from fcp_cli.planning.shuffling import permuted
 from fcp_cli.planning.work import batch_encoder_seconds, batch_work
 from fcp_cli.words import counted
 
@@ -29,6 +34,7 @@ _ROWS_NAMED = 5  # overlong rows that the error message names
 # Of a sample that a command plans in addition to its plan: a fraction of a second, and counted instead of timed so that
 # no answer depends on the machine's speed.
 _SAMPLED_STEPS, _SAMPLED_SEQUENCES = 4, 2048
+_WINDOW_SEQUENCES = 1 << 23  # about 0.4 GB with their work; each window reads the lengths once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +52,7 @@ class BatchSettings:
         step_limit: plan only that many first steps; None: all.
         batching: batches that are not of `global_batch_size` sequences; then there is one epoch. Those that are `given`
             are the steps of the table.
+        mixture: of a table that mixes several; an epoch then has as many sequences as the sources together.
     """
 
     global_batch_size: int
@@ -57,6 +64,7 @@ class BatchSettings:
     overlong: OverlongPolicy = "error"
     step_limit: int | None = None
     batching: Batching | None = None
+    mixture: Mixture | None = None
 
 
 class GlobalBatches:
@@ -66,7 +74,8 @@ class GlobalBatches:
         problem, settings: as given; `options_that_hold` names options of `fcp plan` that make room for such a length.
         table: the manifest, lengths already truncated under `overlong: truncate`.
         overlong: treatment of overlong sequences.
-        rows: [n] manifest rows that take part.
+        sequences: number of manifest rows that take part.
+        dropped: [d] overlong rows that do not, ascending.
         continues: the steps before the first batch; None: none.
 
     Raises:
@@ -85,9 +94,12 @@ class GlobalBatches:
     ) -> None:
         self.problem = problem
         self.settings = settings
-        self.table, self.rows, self.overlong = _apply_length_limit(table, problem, settings, options_that_hold)
+        self.table, self.dropped, self.overlong = _apply_length_limit(table, problem, settings, options_that_hold)
+        self.sequences = len(table) - len(self.dropped)
         self._epoch: tuple[int, IntArray] | None = None
+        self._window: tuple[int, int, IntArray, LengthTable] | None = None  # epoch, first position, rows, their lengths
         self._offsets: IntArray | None = None  # of batches by tokens
+        self._mixed = None if settings.mixture is None else self._mixed_rows(settings.mixture)
         if settings.batching is not None and settings.batching.tokens is not None:
             lengths = self.table.length_tokens[self._epoch_rows(0)]
             self._offsets = offsets_by_tokens(lengths, settings.batching.tokens)
@@ -96,6 +108,27 @@ class GlobalBatches:
             self._offsets = np.append(np.flatnonzero(np.diff(steps, prepend=steps[:1] - 1)), len(steps))
         if not self.steps_per_epoch:
             raise ManifestError(_nothing_left(self))
+
+    @property
+    def rows(self) -> IntArray:
+        """Return [sequences] the manifest rows that take part, ascending."""
+        return self._kept(np.arange(self.sequences, dtype=np.int64))
+
+    @property
+    def longest_tokens(self) -> int:
+        """Return the most tokens of a sequence that takes part."""
+        if len(self.dropped):  # they are those above the limit
+            return int(max(part[part <= (self.overlong.max_length or 0)].max(initial=0) for part in self._lengths()))
+        return int(max(part.max() for part in self._lengths()))
+
+    def _lengths(self) -> Iterator[IntArray]:
+        return (part for _, part in chunked(self.table.length_tokens))
+
+    @property
+    def shuffle_kind(self) -> ShuffleKind | None:
+        """Return `index-free` for a manifest that is shuffled so; None: by the permutation of its rows, or not."""
+        is_large = self._mixed is not None or (len(self.table) > ROWS_IN_MEMORY and self._offsets is None)
+        return "index-free" if self.settings.shuffle and is_large else None
 
     @property
     def first_step(self) -> int:
@@ -107,7 +140,7 @@ class GlobalBatches:
         """Return the steps of one whole epoch, before any step limit."""
         if self._offsets is not None:
             return len(self._offsets) - 1
-        return steps_per_epoch(len(self.rows), self.settings.global_batch_size, self.settings.last_batch)
+        return steps_per_epoch(self.sequences, self.settings.global_batch_size, self.settings.last_batch)
 
     def __len__(self) -> int:
         steps = self.steps_per_epoch * self.settings.epochs
@@ -118,13 +151,10 @@ class GlobalBatches:
 
     def batch(self, step: int) -> Batch:
         """Make the global batch of one step."""
-        epoch, index = divmod(step, self.steps_per_epoch)
-        size = self.settings.global_batch_size
-        first, end = index * size, (index + 1) * size
-        if self._offsets is not None:
-            first, end = self._offsets[index : index + 2].tolist()
-        rows = self._epoch_rows(epoch)[first:end]
-        sequences = encoded_at(step, self.table.take(rows), self.problem.cached_from_step)
+        return self._batch_of(step, *self._sequences(step))
+
+    def _batch_of(self, step: int, rows: IntArray, sequences: LengthTable) -> Batch:
+        sequences = encoded_at(step, sequences, self.problem.cached_from_step)
         return Batch(
             step=step,
             rows=rows,
@@ -133,6 +163,51 @@ class GlobalBatches:
             encoder_seconds=batch_encoder_seconds(sequences, self.problem),
             seed=step_seed(self.settings.seed, step),
         )
+
+    def _sequences(self, step: int) -> tuple[IntArray, LengthTable]:
+        """Return the manifest rows of a step, and their entries of the table."""
+        if self._mixed is not None:
+            rows = self._kept(self._mixed.places(step))
+            return rows, self.table.take(rows)
+        epoch, index = divmod(step, self.steps_per_epoch)
+        size = self.settings.global_batch_size
+        first, end = index * size, min((index + 1) * size, self.sequences)
+        if self._offsets is not None:
+            first, end = self._offsets[index : index + 2].tolist()
+        if len(self.table) <= ROWS_IN_MEMORY or self._offsets is not None:
+            rows = self._epoch_rows(epoch)[first:end]
+            return rows, self.table.take(rows)
+        begin, rows, window = self._window_of(epoch, first, end)
+        here = slice(first - begin, end - begin)
+        return rows[here], window.take(np.arange(here.start, here.stop))
+
+    def _window_of(self, epoch: int, first: int, end: int) -> tuple[int, IntArray, LengthTable]:
+        """Return the first position, the rows and their entries of a window that holds these positions of an epoch."""
+        if self._window is not None and self._window[0] == epoch:
+            begin, rows, table = self._window[1:]
+            if begin <= first and end <= begin + len(rows):
+                return begin, rows, table
+        positions = np.arange(first, max(end, min(first + _WINDOW_SEQUENCES, self.sequences)), dtype=np.int64)
+        if self.shuffle_kind is not None:
+            positions = permuted(positions, self.sequences, (self.settings.seed, epoch))
+        rows = self._kept(positions)
+        self._window = (epoch, first, rows, self.table.gather(rows))
+        return first, rows, self._window[3]
+
+    def _mixed_rows(self, mixture: Mixture) -> MixedRows:
+        before = np.searchsorted(self.dropped, mixture.offsets)
+        return MixedRows(
+            mixture,
+            np.diff(mixture.offsets) - np.diff(before),
+            batch_size=self.settings.global_batch_size,
+            seed=self.settings.seed if self.settings.shuffle else None,
+        )
+
+    def _kept(self, places: IntArray) -> IntArray:
+        """Return the rows at these places among those that take part."""
+        # Before the d-th dropped row stand dropped[d] - d others.
+        before = self.dropped - np.arange(len(self.dropped))
+        return places + np.searchsorted(before, places, side="right")
 
     def _epoch_rows(self, epoch: int) -> IntArray:
         if not self.settings.shuffle:
@@ -169,7 +244,7 @@ def _apply_length_limit(
 ) -> tuple[LengthTable, IntArray, OverlongReport]:
     most = problem.num_ranks * problem.tokens_per_rank
     limit = min(settings.max_length or most, most)
-    overlong = np.flatnonzero(table.length_tokens > limit)
+    overlong = np.concatenate([first + np.flatnonzero(part > limit) for first, part in chunked(table.length_tokens)])
     if len(overlong) and settings.overlong == "error":
         raise OverlongError(_overlong_message(table, overlong, problem, limit, options_that_hold))
     report = OverlongReport(
@@ -177,12 +252,14 @@ def _apply_length_limit(
         max_length=settings.max_length if settings.overlong == "error" else limit,
         sequences=len(overlong),
     )
-    rows = np.arange(len(table), dtype=np.int64)
     if settings.overlong == "drop":
-        rows = np.delete(rows, overlong)
-    elif len(overlong):
-        table = replace(table, length_tokens=np.minimum(table.length_tokens, limit))
-    return table, rows, report
+        return table, overlong, report
+    if len(overlong):
+        cut = new_column(len(table), np.int64)
+        for first, part in chunked(table.length_tokens):
+            cut[first : first + len(part)] = np.minimum(part, limit)
+        table = replace(table, length_tokens=cut)
+    return table, overlong[:0], report
 
 
 def _overlong_message(
@@ -215,10 +292,10 @@ def _overlong_message(
 
 def _nothing_left(batches: GlobalBatches) -> str:
     table, settings = batches.table, batches.settings
-    if not len(batches.rows):
+    if not batches.sequences:
         return f"{table.name}: all {len(table)} sequences are longer than {batches.overlong.max_length} tokens"
     return (
-        f"{table.name}: {counted(len(batches.rows), 'sequence')} cannot fill one global batch of "
+        f"{table.name}: {counted(batches.sequences, 'sequence')} cannot fill one global batch of "
         f"{settings.global_batch_size}; "
         "lower --global-batch-size or use --last-batch keep"
     )

@@ -12,14 +12,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fcp_cli.arrays import Int32Array, IntArray
-from fcp_cli.errors import OverlongError
+from fcp_cli.errors import ManifestError, OverlongError
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import Continuation, OverlongReport, PlanMetadata, pack_rows, unpack_rows
-from fcp_cli.plan.pricing import encoded_at
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches, step_seed
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Batch, Problem
-from fcp_cli.planning.work import batch_encoder_seconds, batch_work
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +83,7 @@ def settings_of(metadata: PlanMetadata) -> BatchSettings:
         overlong=metadata.overlong.policy,
         step_limit=metadata.step_limit,
         batching=metadata.batching,
+        mixture=metadata.mixture,
     )
 
 
@@ -97,13 +96,23 @@ class RemainingBatches(GlobalBatches):
         _require_room(table, problem, remaining)
         self.problem = problem
         self.settings = settings
-        self.rows = np.unique(remaining.rows)
         self.overlong = remaining.overlong
         lengths = table.length_tokens.copy()
         lengths[remaining.rows] = remaining.lengths
         self.table = replace(table, length_tokens=lengths)
         self.continues = remaining.continues
         self._remaining = remaining
+        self._offsets = None
+
+    @property
+    def rows(self) -> IntArray:
+        """Return [rows] the manifest rows that are left, ascending."""
+        return np.unique(self._remaining.rows)
+
+    @property
+    def longest_tokens(self) -> int:
+        """Return the most tokens of a sequence that is left."""
+        return int(self._remaining.lengths.max())
 
     def __len__(self) -> int:
         return len(self._remaining.offsets) - 1
@@ -113,15 +122,46 @@ class RemainingBatches(GlobalBatches):
         members = slice(self._remaining.offsets[step], self._remaining.offsets[step + 1])
         rows = self._remaining.rows[members]
         number = self._remaining.continues.first_step + step
-        sequences = encoded_at(number, self.table.take(rows), self.problem.cached_from_step)
-        return Batch(
-            step=number,
-            rows=rows,
-            lengths=self._remaining.lengths[members],
-            work=batch_work(sequences, self.problem),
-            encoder_seconds=batch_encoder_seconds(sequences, self.problem),
-            seed=step_seed(self.settings.seed, number),
-        )
+        batch = self._batch_of(number, rows, self.table.take(rows))
+        return replace(batch, lengths=self._remaining.lengths[members])
+
+
+class ChangedMixture(GlobalBatches):
+    """The global batches of a mixture from a step on, after a run by earlier weights; `batch(0)` is the first.
+
+    Raises:
+        OverlongError, ManifestError: as of `GlobalBatches`, or no step is left.
+    """
+
+    def __init__(
+        self,
+        table: LengthTable,
+        problem: Problem,
+        settings: BatchSettings,
+        continues: Continuation,
+        options_that_hold: Callable[[int], str] | None = None,
+    ) -> None:
+        super().__init__(table, problem, settings, options_that_hold)
+        self.continues = continues
+        if len(self) < 1:
+            raise ManifestError(f"{table.name}: step {self.first_step} is beyond its last; the run is complete")
+
+    def __len__(self) -> int:
+        return super().__len__() - self.first_step
+
+    def batch(self, step: int) -> Batch:
+        """Make the global batch of one of the steps that are left, counted from 0."""
+        return super().batch(self.first_step + step)
+
+
+def continued_mixture(metadata: PlanMetadata, first_step: int, rows: int) -> Continuation:
+    """Return the run that a changed mixture continues; a mixture keeps no account of rows, which it repeats."""
+    return Continuation(
+        plan_hash=metadata.plan_hash,
+        num_ranks=metadata.num_ranks,
+        first_step=first_step,
+        trained=pack_rows(np.zeros(rows, dtype=np.bool_)),
+    )
 
 
 def batches_to_plan(

@@ -153,7 +153,12 @@ class PlanRequest:
             unset="none",
         ),
     ] = None
-    steps: Annotated[int | None, Opt("Plan only the first N steps.", min=1, unset="all", common=True)] = None
+    steps: Annotated[
+        str | None,
+        Opt(
+            "Plan only the first N steps; A:B: a part with steps A to B - 1.", metavar="N|A:B", unset="all", common=True
+        ),
+    ] = None
     epochs: Annotated[int, Opt("Passes over the data.", min=1, max=MOST_EPOCHS, common=True)] = 1
     seed: Annotated[int, Opt("Seed of shuffling and solver.", min=0)] = 0
     shuffle: Annotated[bool, Opt("Shuffle every epoch.", negatable=True)] = True
@@ -171,6 +176,14 @@ class PlanRequest:
     last_batch: Annotated[
         Literal["keep", "drop"], Opt("What to do about an epoch's last, partial batch.", group="Global batches")
     ] = "keep"
+    mix: Annotated[
+        tuple[str, ...],
+        Opt(
+            "Mix manifests: a source and its weight, in sequences, from a step on; may be repeated.",
+            metavar="FILE:WEIGHT[@STEP]",
+            group="Sequences",
+        ),
+    ] = ()
     length_column: Annotated[
         str,
         Opt(

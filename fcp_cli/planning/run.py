@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -19,12 +19,13 @@ from fcp_cli.machine.pool import in_order
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.check import check_step
 from fcp_cli.plan.masks import planned_masks
-from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
+from fcp_cli.plan.metadata import ManifestReference, PlanMetadata, PlanPart
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.summary import PlanSummary
 from fcp_cli.plan.writer import plan_writer
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import GlobalBatches
+from fcp_cli.planning.estimate import estimate_plan
 from fcp_cli.planning.journal import Journal
 from fcp_cli.planning.problem import Batch, Problem, Solver
 from fcp_cli.planning.settings import PlanInputs
@@ -32,7 +33,8 @@ from fcp_cli.planning.solvers import make_planning_solver
 
 OnStep = Callable[[StepPlan], None]
 _JOURNAL_FROM_STEPS = 1000  # shorter plans are sooner made again than resumed
-_STEPS_PER_TASK = 32
+_STEPS_PER_TASK, _SEQUENCES_PER_TASK = 32, 1 << 18  # whichever is reached first
+_SEQUENCES_PER_WORKER = 1_000_000  # several seconds
 
 # Set once in every worker process: a step is a pure function of its batch, so that only batches travel to the workers.
 _solver: Solver | None = None
@@ -67,6 +69,8 @@ def make_plan(
     workers: int | None = None,
     resume: bool = False,
     robust: bool = False,
+    part: tuple[PlanPart, int] | None = None,
+    before: Callable[[str], None] | None = None,
     **limits: int | None,
 ) -> PlanResult:
     """Plan every step and write the plan; a plan that stood at `path` is replaced only when the new one is whole.
@@ -81,6 +85,8 @@ def make_plan(
         workers: processes that plan; None: as many as pay. The plan does not depend on it.
         resume: continue from the journal of an interrupted run with the same inputs; the plan is the same.
         robust: spread the rings of a wave that cross nodes.
+        part: plan only these steps, and their number, of the plan; None: all.
+        before: gets the estimate of a long plan's time and size before it begins.
         limits: over the whole plan: max_degree, max_groups or max_peers; see `solvers.make_solver`.
 
     Raises:
@@ -91,12 +97,17 @@ def make_plan(
     started = time.perf_counter()
     batches = inputs.batches()
     solver = make_planning_solver(solver_name, batches, robust=robust, **limits)
-    metadata = plan_metadata(inputs.table, batches, solver)
-    journal = Journal(path, metadata) if resume or len(batches) >= _JOURNAL_FROM_STEPS else None
+    metadata = replace(plan_metadata(inputs.table, batches, solver), part=None if part is None else part[0])
+    first = metadata.first_step - batches.first_step
+    numbers = range(first, len(batches) if part is None else first + part[1])
+    journal = Journal(path, metadata) if resume or len(numbers) >= _JOURNAL_FROM_STEPS else None
     summary = PlanSummary.of(metadata)
+    workers = workers or default_workers(len(numbers), batches.settings.global_batch_size)
+    if before is not None and (estimate := estimate_plan(batches, numbers, solver, workers)) is not None:
+        before(str(estimate))
     try:
         with plan_writer(path, metadata) as writer, timed_loading() as loading_seconds:
-            for step in _journalled_steps(batches, solver, workers or default_workers(len(batches)), journal, resume):
+            for step in _journalled_steps(batches, numbers, solver, workers, journal, resume):
                 writer.append(step)
                 summary.add(step)
                 if on_step is not None:
@@ -104,7 +115,7 @@ def make_plan(
     except KeyboardInterrupt:
         if journal is not None and not resume and not journal.steps_kept:
             journal.remove()
-        raise Interrupted(_interrupted(journal, summary.steps, len(batches))) from None
+        raise Interrupted(_interrupted(journal, summary.steps, len(numbers))) from None
     if journal is not None:
         journal.remove()
     loading = loading_seconds()
@@ -118,17 +129,22 @@ def make_plan(
 
 
 def _journalled_steps(
-    batches: GlobalBatches, solver: Solver, workers: int, journal: Journal | None, resume: bool
+    batches: GlobalBatches,
+    numbers: range,
+    solver: Solver,
+    workers: int,
+    journal: Journal | None,
+    resume: bool,
 ) -> Iterator[StepPlan]:
-    """Yield all steps of a plan, in order: those that the journal holds, then newly planned ones."""
+    """Yield these steps of a plan, in order: those that the journal holds, then newly planned ones."""
     kept = 0
     if journal is not None and resume:
-        for step in kept_steps(batches, journal):
+        for step in kept_steps(batches, journal, numbers.start):
             kept += 1
             yield step
     elif journal is not None:
         journal.start()
-    missing = (batches.batch(step) for step in range(kept, len(batches)))
+    missing = (batches.batch(step) for step in numbers[kept:])
     with closing(plan_steps(missing, batches.problem, solver, workers=workers)) as steps:
         for step in steps:
             if journal is not None:
@@ -136,14 +152,19 @@ def _journalled_steps(
             yield step
 
 
-def kept_steps(batches: GlobalBatches, journal: Journal) -> Iterator[StepPlan]:
+def kept_steps(batches: GlobalBatches, journal: Journal, first: int = 0) -> Iterator[StepPlan]:
     """Yield the steps that a journal holds, each proven to be a plan of its batch: digests do not stop a forger.
+
+    Args:
+        batches: of the plan.
+        journal: of its steps from batch `first` on.
+        first: of the batches that are planned.
 
     Raises:
         FcpError: as `Journal.resume`, or a step that no plan of these batches has.
     """
     profile, table = batches.problem.profile, batches.table
-    for number, step in enumerate(journal.resume()):
+    for number, step in enumerate(journal.resume(), start=first):
         batch = batches.batch(number)
         order, due = np.argsort(step.sequences), np.argsort(batch.rows)
         same = np.array_equal(step.sequences[order], batch.rows[due])
@@ -180,13 +201,15 @@ def plan_metadata(table: LengthTable, batches: GlobalBatches, solver: Solver) ->
         solver=solver.name,
         solver_options=solver.options,
         manifest=ManifestReference(name=table.name, rows=len(table), content_hash=table.content_hash()),
+        shuffle_kind=batches.shuffle_kind,
+        mixture=settings.mixture,
         continues=batches.continues,
     )
 
 
-def default_workers(steps: int) -> int:
+def default_workers(steps: int, global_batch_size: int = 1) -> int:
     """Return the number of usable cores, but no process that would plan for less time than it takes to start."""
-    return max(1, min(usable_cores(), steps // 1000))
+    return max(1, min(usable_cores(), steps, max(steps // 1000, steps * global_batch_size // _SEQUENCES_PER_WORKER)))
 
 
 def plan_steps(
@@ -201,7 +224,7 @@ def plan_steps(
         for batch in batches:
             yield plan_step(batch, problem, solver)
         return
-    tasks = iter(lambda: list(islice(batches, _STEPS_PER_TASK)), [])
+    tasks = _tasks(batches)
     planned = in_order(
         _plan_task,
         tasks,
@@ -213,6 +236,13 @@ def plan_steps(
     with closing(planned):
         for steps in planned:
             yield from steps
+
+
+def _tasks(batches: Iterator[Batch]) -> Iterator[list[Batch]]:
+    """Yield the batches in lists that are worth sending, and that few cores do not have to themselves."""
+    for batch in batches:
+        few = max(1, min(_STEPS_PER_TASK, _SEQUENCES_PER_TASK // len(batch.rows)))
+        yield [batch, *islice(batches, few - 1)]
 
 
 def plan_step(batch: Batch, problem: Problem, solver: Solver) -> StepPlan:

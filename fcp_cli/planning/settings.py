@@ -30,7 +30,8 @@ from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.cluster import EXAMPLE_CLUSTER, ClusterSpec, cluster_of, load_cluster
 from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.models.shipped import DEFAULT_MODEL
-from fcp_cli.plan.metadata import Batching, PlanMetadata
+from fcp_cli.plan.metadata import Batching, Continuation, PlanMetadata
+from fcp_cli.plan.mixture import Mixture
 from fcp_cli.plan.padding import padding_multiple
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.refits import refitted
@@ -46,8 +47,16 @@ from fcp_cli.planning.budget import (
     require_room,
     say_what_offloading_costs,
 )
-from fcp_cli.planning.continuation import RemainingSteps, batches_to_plan, remaining_steps, settings_of
+from fcp_cli.planning.continuation import (
+    ChangedMixture,
+    RemainingSteps,
+    batches_to_plan,
+    continued_mixture,
+    remaining_steps,
+    settings_of,
+)
 from fcp_cli.planning.encoder_balance import balanced_encoder, with_cached_embeddings, with_encoder_ranks
+from fcp_cli.planning.mixing import read_mixture
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.pipelines import pipeline_of
 from fcp_cli.planning.problem import Problem, whole_budget
@@ -65,17 +74,27 @@ ASSUMED_GLOBAL_BATCH_SIZE = 512
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanInputs:
-    """Everything that a solver needs."""
+    """Everything that a solver needs.
+
+    Attributes:
+        remaining: steps of a run that are planned anew, batch by batch.
+        continues: the run that a changed mixture continues.
+    """
 
     table: LengthTable
     problem: Problem
     settings: BatchSettings
     remaining: RemainingSteps | None = None
+    continues: Continuation | None = None
     budget: Budget | None = None
     data: RecipeData | None = None
 
     def batches(self) -> GlobalBatches:
         """Return the global batches to plan."""
+        if self.continues is not None:
+            return ChangedMixture(
+                self.table, self.problem, self.settings, self.continues, options_that_hold=self._options_that_hold
+            )
         return batches_to_plan(self.table, self.problem, self.settings, self.remaining, self._options_that_hold)
 
     def _options_that_hold(self, longest_tokens: int) -> str:
@@ -98,8 +117,8 @@ def resolve_continuation(
     """
     reader = PlanReader(plan)
     metadata = reader.metadata
-    table = read_manifest(manifest, length_column=length_column)
-    if table.content_hash() != metadata.manifest.content_hash:
+    table, mixture = _table_of_run(request, metadata, manifest, length_column, first_step, plan)
+    if mixture is None and table.content_hash() != metadata.manifest.content_hash:
         raise ManifestError(
             f"{manifest} is not the manifest {metadata.manifest.name} that {plan} was made from, or it "
             "was changed since; name the right one: fcp plan MANIFEST --continue-from ..."
@@ -129,9 +148,23 @@ def resolve_continuation(
             rank_speeds=speeds_of_run(request, metadata, first_step, ranks, ranks_per_node, origins),
             profile=profile,
         ),
-        settings=settings_of(metadata),
-        remaining=remaining_steps(reader, first_step),
+        settings=settings_of(metadata) if mixture is None else replace(settings_of(metadata), mixture=mixture),
+        remaining=remaining_steps(reader, first_step) if mixture is None else None,
+        continues=None if mixture is None else continued_mixture(metadata, first_step, len(table)),
     )
+
+
+def _table_of_run(
+    request: PlanRequest, metadata: PlanMetadata, manifest: Path, length_column: str, first_step: int, plan: Path
+) -> tuple[LengthTable, Mixture | None]:
+    """Read the run's manifest, or the manifests that it mixes by other weights from its next step on."""
+    if not request.mix:
+        return read_manifest(manifest, length_column=length_column), None
+    if metadata.mixture is None:
+        raise UsageError(
+            f"{plan} is of one manifest, whose batches cannot become a mixture's; begin a new run with --mix"
+        )
+    return read_mixture(request.mix, length_column=length_column, before=metadata.mixture, first_step=first_step)
 
 
 def _profile_of_run(
@@ -157,11 +190,11 @@ def resolve(
         most_peers: ranks that one may meet in rings, whose connections take memory; None: no limit.
         max_degree: 1 forbids rings, so that a rank must hold every sequence; None: no limit.
     """
-    if request.manifest is None:
-        raise UsageError("name the MANIFEST to plan, like 'fcp plan dataset.parquet', or a run with --continue-from")
-    table = read_manifest(request.manifest, length_column=request.length_column, step_column=request.step_column)
+    table, mixture = _table(request)
     if table.column != request.length_column:
-        origins.assume("--length-column", table.column, f"{request.manifest} has no column {request.length_column}")
+        origins.assume(
+            "--length-column", table.column, f"{request.manifest or table.name} has no column {request.length_column}"
+        )
     settings = BatchSettings(
         global_batch_size=_global_batch_size(request, table, origins),
         seed=request.seed,
@@ -170,8 +203,9 @@ def resolve(
         last_batch=request.last_batch,
         max_length=request.max_length,
         overlong=request.overlong,
-        step_limit=request.steps,
+        step_limit=_step_limit(request.steps),
         batching=_batching(request),
+        mixture=mixture,
     )
     data = RecipeData(table=table, settings=settings, max_degree=max_degree)
     problem, budget = resolve_problem(request, origins, most_peers=most_peers, data=data)
@@ -186,6 +220,36 @@ def resolve(
     if request.embeddings_cached:
         problem = with_cached_embeddings(problem, batches.steps_per_epoch)
     return replace(inputs, problem=problem)
+
+
+def _table(request: PlanRequest) -> tuple[LengthTable, Mixture | None]:
+    """Read the manifest, or the manifests that are mixed."""
+    if request.mix:
+        if request.manifest is not None:
+            raise UsageError(
+                f"--mix names its manifests; leave {request.manifest} out, or add --mix {request.manifest}:1"
+            )
+        for flag, given in (
+            ("--step-column", request.step_column),
+            ("--global-batch-tokens", request.global_batch_tokens),
+        ):
+            if given is not None:
+                raise UsageError(
+                    f"--mix counts sequences of a step, which {flag} does not fix; give --global-batch-size"
+                )
+        return read_mixture(request.mix, length_column=request.length_column)
+    if request.manifest is None:
+        raise UsageError("name the MANIFEST to plan, like 'fcp plan dataset.parquet', or a run with --continue-from")
+    return read_manifest(request.manifest, length_column=request.length_column, step_column=request.step_column), None
+
+
+def _step_limit(steps: str | None) -> int | None:
+    """Return the steps of the whole plan; a part A:B has those of a plan without a limit."""
+    if steps is None or ":" in str(steps):
+        return None
+    if not str(steps).isdecimal() or not int(steps):
+        raise UsageError(f"--steps is {steps}; it must be at least 1, the first N steps, or a part A:B of the plan")
+    return int(steps)
 
 
 def resolve_problem(

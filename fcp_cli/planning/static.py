@@ -76,7 +76,7 @@ class StaticSolver:
 
 def make_solver(batches: GlobalBatches) -> StaticSolver:
     """Make the static solver with the least predicted time over the plan, or over a sample of its steps."""
-    longest = int(batches.table.length_tokens[batches.rows].max())
+    longest = batches.longest_tokens
     return quickest_static(list(static_candidates(batches.problem, longest)), batches)
 
 

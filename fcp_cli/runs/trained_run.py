@@ -35,6 +35,27 @@ class TrainedRun:
     model: str
 
 
+def plan_at_step(text: Path, manifest: Path | None, length_column: str) -> TrainedRun | None:
+    """Return the run of a script whose checkpoint is at a step of a plan, given as PLAN@STEP; None: it is no such text.
+
+    Raises:
+        PlanError: the plan is missing or damaged.
+        RunError: no manifest was given, the plan was edited, or it has no such step.
+    """
+    name, _, step = str(text).rpartition("@")
+    if not name or not step.isdecimal() or text.is_dir():
+        return None
+    if manifest is None:
+        raise RunError(f"--continue-from {text} needs the plan's MANIFEST, or its --mix")
+    reader, first_step = PlanReader(Path(name)), int(step)
+    if reader.content_hash() != reader.metadata.plan_hash:
+        raise RunError(f"{name} was edited: its content does not match its plan hash")
+    first, end = reader.metadata.first_step, reader.metadata.end_step
+    if not max(first, 1) <= first_step < end:
+        raise RunError(f"--continue-from {text}: the plan has steps {first} to {end - 1}; name one of them, from 1 on")
+    return TrainedRun(plan=Path(name), first_step=first_step, manifest=manifest, length_column=length_column, model="")
+
+
 def read_trained_run(run_dir: Path, *, manifest: Path | None = None) -> TrainedRun:
     """Read a run directory; `manifest` is where the plan's manifest is, if that was given."""
     refuse_running(run_dir)

@@ -152,7 +152,7 @@ def require_heads_to_hold(batches: GlobalBatches) -> None:
     problem = batches.problem
     assert problem.profile.heads is not None, "a problem splits heads under a profile that prices it"
     most = max((1, *problem.profile.heads.degrees(problem.num_ranks)))
-    longest, held = int(batches.table.length_tokens[batches.rows].max()), most * problem.tokens_per_rank
+    longest, held = batches.longest_tokens, most * problem.tokens_per_rank
     if longest > held:
         raise UsageError(
             f"--attention ulysses shares {problem.profile.heads.query_heads} query heads among {most} ranks at most, "
@@ -161,7 +161,7 @@ def require_heads_to_hold(batches: GlobalBatches) -> None:
 
 
 def _require_no_long(batches: GlobalBatches) -> None:
-    longest, held = int(batches.table.length_tokens[batches.rows].max()), batches.problem.tokens_per_rank
+    longest, held = batches.longest_tokens, batches.problem.tokens_per_rank
     if longest > held:
         raise UsageError(
             f"--max-degree 1 forbids rings, but a sequence has {longest} tokens and a rank holds {held}; "

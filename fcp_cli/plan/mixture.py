@@ -1,0 +1,86 @@
+"""Mixtures of manifests: how many sequences of each source a step trains, and which source a row belongs to.
+
+The sources stand one after the other as one virtual manifest, whose row numbers a plan's column `sequences` holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+
+from fcp_cli.arrays import IntArray
+from fcp_cli.validation import NonNegativeCount
+
+# Multiples of the golden ratio's fraction fill the unit interval more evenly than those of any other number.
+_GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
+_GRID: Final = 2.0**20  # shares are rounded to it, so that whole numbers of sequences stay whole
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixtureSource:
+    """A manifest of a mixture, with its rows of the virtual manifest."""
+
+    name: str
+    rows: NonNegativeCount
+    content_hash: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixtureStage:
+    """Weights of the sources from a step on, up to the next stage; they need not add up to 1."""
+
+    first_step: NonNegativeCount
+    weights: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mixture:
+    """Sources in the order of their rows, and stages ascending by their first step, of which the first is 0."""
+
+    sources: tuple[MixtureSource, ...]
+    stages: tuple[MixtureStage, ...]
+
+    def fault(self, rows: int) -> str:
+        """Return why no manifest of so many rows has this mixture, or nothing."""
+        begins = [stage.first_step for stage in self.stages]
+        if not self.sources or sum(source.rows for source in self.sources) != rows:
+            return f"its sources do not have {rows} rows together"
+        if begins[:1] != [0] or any(after <= before for before, after in pairwise(begins)):
+            return "its stages do not ascend from step 0"
+        for stage in self.stages:
+            finite = all(0 <= weight < np.inf for weight in stage.weights)
+            if len(stage.weights) != len(self.sources) or not finite or not 0 < sum(stage.weights) < np.inf:
+                return f"the weights from step {stage.first_step} on are not one finite number of at least 0 per source"
+        return ""
+
+    @property
+    def offsets(self) -> IntArray:
+        """Return [sources + 1] the first virtual row of each source, and the number of all rows."""
+        return np.cumsum([0, *(source.rows for source in self.sources)], dtype=np.int64)
+
+    def locate(self, row: int) -> tuple[int, int]:
+        """Return the source of a virtual row, and its row there."""
+        offsets = self.offsets
+        source = int(np.searchsorted(offsets, row, side="right")) - 1
+        return source, row - int(offsets[source])
+
+    def counts(self, first: int, end: int, batch_size: int) -> IntArray:
+        """Return [end - first, sources] the sequences of each source in these steps.
+
+        Each is the source's exact share of the batch, rounded down or up, and a row's sum is `batch_size`. Systematic
+        sampling at multiples of the golden ratio: over many steps the mean of a count is the exact share.
+        """
+        steps = np.arange(first, end, dtype=np.uint64)
+        turns = (steps * _GOLDEN >> np.uint64(11)).astype(np.float64) / 2.0**53
+        found = np.empty((len(steps), len(self.sources)), dtype=np.int64)
+        ends = [*(stage.first_step for stage in self.stages[1:]), max(end, 1)]
+        for stage, stage_end in zip(self.stages, ends, strict=True):
+            here = slice(max(stage.first_step - first, 0), max(stage_end - first, 0))
+            bounds = np.cumsum([0.0, *stage.weights]) / sum(stage.weights) * batch_size
+            bounds = np.rint(bounds * _GRID) / _GRID
+            bounds[-1] = batch_size
+            found[here] = np.diff(np.floor(bounds + turns[here, None]), axis=1)
+        return found

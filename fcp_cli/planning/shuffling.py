@@ -1,0 +1,48 @@
+"""Index-free shuffling: a keyed permutation whose value at any position takes constant time and memory.
+
+A Feistel network permutes the least power of four that holds all rows, and values beyond the rows are permuted again
+until they fall among them (cycle walking; Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002). The
+result is a permutation for every key, the same on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from fcp_cli.arrays import IntArray
+
+_ROUNDS: Final = 8
+# Multipliers of splitmix64's finalizer, whose output bits each depend on all input bits.
+_MIX: Final = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+
+def permuted(positions: IntArray, rows: int, key: Sequence[int]) -> IntArray:
+    """Return the rows at some positions of a permutation of `rows` rows.
+
+    Args:
+        positions: [n] each of 0 to rows - 1.
+        rows: rows of the permutation.
+        key: seed, epoch and the like; every key is a permutation of its own.
+    """
+    round_keys = np.random.SeedSequence(list(key), spawn_key=(2,)).generate_state(_ROUNDS, np.uint64)
+    half_bits = max(1, -(-max(rows - 1, 1).bit_length() // 2))
+    values = _encrypted(positions.astype(np.uint64), half_bits, round_keys)
+    outside = np.flatnonzero(values >= rows)
+    while len(outside):
+        values[outside] = _encrypted(values[outside], half_bits, round_keys)
+        outside = outside[values[outside] >= rows]
+    return values.astype(np.int64)
+
+
+def _encrypted(values: np.ndarray, half_bits: int, round_keys: np.ndarray) -> np.ndarray:
+    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    left, right = values >> shift, values & mask
+    for key in round_keys:
+        mixed = right + key  # wraps around
+        for amount, factor in zip((30, 27), _MIX, strict=True):
+            mixed = (mixed ^ (mixed >> np.uint64(amount))) * factor
+        left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
+    return (left << shift) | right
