@@ -43,6 +43,24 @@ class PlanOptions(PlanRequest):
             trust="writes",
         ),
     ] = None
+    steps: Annotated[
+        str | None,
+        Opt(
+            "Plan only the first N steps; A:B: a part with steps A to B - 1.",
+            metavar="N|A:B",
+            unset="all",
+            common=True,
+            group="Global batches",
+        ),
+    ] = None
+    mix: Annotated[
+        tuple[str, ...],
+        Opt(
+            "Mix manifests: a source and its weight, in sequences, from a step on; may be repeated.",
+            metavar="FILE:WEIGHT[@STEP]",
+            group="Sequences",
+        ),
+    ] = ()
     solver: Annotated[str, Opt("Strategy, of 'fcp list solvers'.", common=True, group="Search")] = "fcp"
     resume: Annotated[bool, Opt("Continue the same plan after an interruption.", group="Interrupted work")] = False
     shard: Annotated[
@@ -205,7 +223,7 @@ def _continue(options: PlanOptions, run_dir: Path) -> None:
     from fcp_cli.planning.settings import resolve_continuation
     from fcp_cli.runs.trained_run import plan_at_step, read_trained_run
 
-    for name in (option.name for option in options_of(PlanRequest)):
+    for name in ("steps", "shard", *(option.name for option in options_of(PlanRequest))):
         if name in options.typed and name not in _MAY_CHANGE:
             raise UsageError(f"--{name.replace('_', '-')} cannot change within a run; leave it out of --continue-from")
     if options.ranks is None and not options.mix:

@@ -153,12 +153,7 @@ class PlanRequest:
             unset="none",
         ),
     ] = None
-    steps: Annotated[
-        str | None,
-        Opt(
-            "Plan only the first N steps; A:B: a part with steps A to B - 1.", metavar="N|A:B", unset="all", common=True
-        ),
-    ] = None
+    steps: int | str | None = None  # an option of each command, with its own default
     epochs: Annotated[int, Opt("Passes over the data.", min=1, max=MOST_EPOCHS, common=True)] = 1
     seed: Annotated[int, Opt("Seed of shuffling and solver.", min=0)] = 0
     shuffle: Annotated[bool, Opt("Shuffle every epoch.", negatable=True)] = True
@@ -176,14 +171,7 @@ class PlanRequest:
     last_batch: Annotated[
         Literal["keep", "drop"], Opt("What to do about an epoch's last, partial batch.", group="Global batches")
     ] = "keep"
-    mix: Annotated[
-        tuple[str, ...],
-        Opt(
-            "Mix manifests: a source and its weight, in sequences, from a step on; may be repeated.",
-            metavar="FILE:WEIGHT[@STEP]",
-            group="Sequences",
-        ),
-    ] = ()
+    mix: tuple[str, ...] = ()  # an option of fcp plan
     length_column: Annotated[
         str,
         Opt(

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fcp_cli.integrations.hugging_face.data.sampler import PlanSampler
     from fcp_cli.integrations.hugging_face.mixin import FollowsPlan
     from fcp_cli.runtime.data.loader import Fetch
+    from fcp_cli.runtime.data.mixed_fetch import mixed_fetch
     from fcp_cli.runtime.gradients import GradientSync
     from fcp_cli.runtime.metrics.timing import MicroBatchTiming
     from fcp_cli.runtime.recomputation.offload import ActivationOffload
@@ -40,6 +41,7 @@ __all__ = [
     "current_ring",
     "keep_attention",
     "keep_products",
+    "mixed_fetch",
     "outside",
     "recomputed",
     "start",
@@ -62,6 +64,7 @@ _MODULES = {
     "current_ring": ".ring_attention.ring",
     "keep_attention": ".recomputation.recompute",
     "keep_products": ".recomputation.recompute",
+    "mixed_fetch": ".data.mixed_fetch",
     "outside": ".session.outside",
     "recomputed": ".recomputation.recompute",
     "start": ".session.start",

@@ -1,0 +1,33 @@
+"""Fetch sequences of a mixture's plan: its row numbers count through all sources."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fcp_cli.errors import RunError
+from fcp_cli.plan.reader import PlanReader
+
+
+def mixed_fetch(plan: str | Path, fetch: Callable[[str, int], Any]) -> Callable[[int], Any]:
+    """Return the `fetch` of a session from one that takes a source and a row there.
+
+    Args:
+        plan: a plan of `fcp plan --mix`.
+        fetch: returns the sequence of (name of the source's manifest, row of that manifest).
+
+    Raises:
+        PlanError: the plan cannot be read.
+        RunError: it mixes nothing.
+    """
+    mixture = PlanReader(Path(plan)).metadata.mixture
+    if mixture is None:
+        raise RunError(f"{plan} is of one manifest; give its fetch to the session as it is")
+    names = [source.name for source in mixture.sources]
+
+    def fetch_row(row: int) -> Any:
+        source, row = mixture.locate(row)
+        return fetch(names[source], row)
+
+    return fetch_row
