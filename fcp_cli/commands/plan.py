@@ -154,7 +154,7 @@ def _merge(options: PlanOptions) -> None:
     from fcp_cli.plan.parts import merge_parts
 
     if surplus := sorted(options.typed - {"merge", "output", "json"}):
-        raise UsageError(f"--merge takes its settings from the parts; leave {surplus[0].replace('_', '-')} out")
+        raise UsageError(f"--merge takes its settings from the parts; leave --{surplus[0].replace('_', '-')} out")
     parts = [part for path in options.merge for part in (sorted(path.glob("*.parquet")) if path.is_dir() else [path])]
     if not parts:
         raise UsageError(f"--merge {options.merge[0]}: the folder has no .parquet file")
@@ -249,7 +249,7 @@ def _continue(options: PlanOptions, run_dir: Path) -> None:
     origins.report()
     launch = f"fcp launch --run-dir {shlex.quote(str(run_dir))} --resume --plan {shlex.quote(str(output))}"
     if not run.model:
-        launch = f"fcp launch --run-dir RUN_DIR --resume --plan {shlex.quote(str(output))} -- SCRIPT ARGS"
+        launch = f"resume your loop under it at its first step, {run.first_step}"
     _plan_to_file(inputs, options, output, origins, next_command=launch)
 
 
