@@ -127,7 +127,7 @@ class GlobalBatches:
     @property
     def shuffle_kind(self) -> ShuffleKind | None:
         """Return `index-free` for a manifest that is shuffled so; None: by the permutation of its rows, or not."""
-        is_large = self._mixed is not None or (len(self.table) > ROWS_IN_MEMORY and self._offsets is None)
+        is_large = self.settings.mixture is not None or (len(self.table) > ROWS_IN_MEMORY and self._offsets is None)
         return "index-free" if self.settings.shuffle and is_large else None
 
     @property

@@ -103,6 +103,7 @@ class RemainingBatches(GlobalBatches):
         self.continues = remaining.continues
         self._remaining = remaining
         self._offsets = None
+        self.sequences = len(self.rows)
 
     @property
     def rows(self) -> IntArray:
