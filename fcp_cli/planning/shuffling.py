@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from fcp_cli.arrays import IntArray
 
@@ -37,7 +38,9 @@ def permuted(positions: IntArray, rows: int, key: Sequence[int]) -> IntArray:
     return values.astype(np.int64)
 
 
-def _encrypted(values: np.ndarray, half_bits: int, round_keys: np.ndarray) -> np.ndarray:
+def _encrypted(
+    values: npt.NDArray[np.uint64], half_bits: int, round_keys: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint64]:
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & mask
     for key in round_keys:
@@ -45,4 +48,5 @@ def _encrypted(values: np.ndarray, half_bits: int, round_keys: np.ndarray) -> np
         for amount, factor in zip((30, 27), _MIX, strict=True):
             mixed = (mixed ^ (mixed >> np.uint64(amount))) * factor
         left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
-    return (left << shift) | right
+    encrypted: npt.NDArray[np.uint64] = (left << shift) | right
+    return encrypted
