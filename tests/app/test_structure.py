@@ -30,6 +30,7 @@ MOST_OFFERED = 59  # names of the runtime that integrations may import; the goal
 # Function -> why it is longer, or takes more, than the rest of the house.
 _TRITON = "a Triton kernel takes its pointers and strides one by one"
 EXCEPTIONS: dict[str, str] = {
+    "fcp_cli.planning.run.make_plan": "the settings of one plan: where, what, by whom, which part, and who is told",
     "fcp_cli.runtime.ring_attention.triton_rows._add_kernel": _TRITON,
     "fcp_cli.runtime.ring_attention.triton_rows._merge_kernel": _TRITON,
     "fcp_cli.runtime.ring_attention.triton_rows._take_kernel": _TRITON,
@@ -408,6 +409,8 @@ WRITERS: dict[str, str] = {
     "fcp_cli.training.weights._write_index": _FOLDER,
     "fcp_cli.training.weights._write_share": _FOLDER,
     "fcp_cli.training.weights.published_folder": _FOLDER,
+    "fcp_cli.manifest.columns.new_column": _TEMPORARY,
+    "fcp_cli.planning.estimate.estimate_plan": "a buffer in memory, whose size is asked for",
     "fcp_cli.verification.fake_devices.tracked_step": _TEMPORARY,
     "fcp_cli.verification.processes.run_rank": _TEMPORARY,
     "fcp_cli.verification.verify.verify": _TEMPORARY,
