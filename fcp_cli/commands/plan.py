@@ -57,7 +57,7 @@ class PlanOptions(PlanRequest):
         tuple[str, ...],
         Opt(
             "Mix manifests: a source and its weight, in sequences, from a step on; may be repeated.",
-            metavar="FILE:WEIGHT[@STEP]",
+            metavar="FILE:WEIGHT@STEP",
             group="Sequences",
         ),
     ] = ()

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fcp_cli.plan.schema import steps_to_arrow
+from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import GlobalBatches
 from fcp_cli.planning.problem import Solver
@@ -51,7 +52,8 @@ def estimate_plan(batches: GlobalBatches, numbers: range, solver: Solver, worker
         return None
     sample = numbers[: max(2, min(16, _SAMPLED_SEQUENCES // size))]
     batches.batch(sample[0])  # which reads the window of all of them
-    planned, began = [], 0.0
+    planned: list[StepPlan] = []
+    began = 0.0
     for number in (sample[0], *sample):  # the first loads the compiled planner
         if len(planned) == 1:
             began = time.perf_counter()

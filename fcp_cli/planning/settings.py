@@ -243,7 +243,7 @@ def _table(request: PlanRequest) -> tuple[LengthTable, Mixture | None]:
     return read_manifest(request.manifest, length_column=request.length_column, step_column=request.step_column), None
 
 
-def _step_limit(steps: str | None) -> int | None:
+def _step_limit(steps: int | str | None) -> int | None:
     """Return the steps of the whole plan; a part A:B has those of a plan without a limit."""
     if steps is None or ":" in str(steps):
         return None

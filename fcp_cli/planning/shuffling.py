@@ -28,7 +28,7 @@ def permuted(positions: IntArray, rows: int, key: Sequence[int]) -> IntArray:
         rows: rows of the permutation.
         key: seed, epoch and the like; every key is a permutation of its own.
     """
-    round_keys = np.random.SeedSequence(list(key), spawn_key=(2,)).generate_state(_ROUNDS, np.uint64)
+    round_keys = np.random.SeedSequence(list(key), spawn_key=(2,)).generate_state(_ROUNDS, np.uint64).astype(np.uint64)
     half_bits = max(1, -(-max(rows - 1, 1).bit_length() // 2))
     values = _encrypted(positions.astype(np.uint64), half_bits, round_keys)
     outside = np.flatnonzero(values >= rows)

@@ -135,7 +135,7 @@ def test_quiet_stands_before_or_behind_a_verb(tmp_path: Path) -> None:
     [
         (("plan",), "plan [OPTIONS] [MANIFEST]"),
         (("check",), "check [OPTIONS] [PLAN]"),
-        (("manifest", "build"), "manifest build [OPTIONS] SOURCE"),
+        (("manifest", "build"), "manifest build [OPTIONS] SOURCE..."),
     ],
 )
 def test_usage_is_written_as_everybody_writes_it(tmp_path: Path, verb: tuple[str, ...], usage: str) -> None:

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 # Package -> oldest version without a known hole that fcp could meet, and which holes. Kept by hand: tests reach no
 # database of advisories.
 SAFE_FLOORS: dict[str, tuple[str, str]] = {
+    "aiohttp": ("3.13.3", "CVE-2025-53643, CVE-2025-69223 to 69230: smuggled requests, bodies that fill the memory"),
     "jinja2": ("3.1.6", "CVE-2024-56201, CVE-2024-56326, CVE-2025-27516: ways out of the sandbox"),
     "numpy": ("1.22", "CVE-2021-34141, CVE-2021-41495"),
     "pillow": ("12.3.0", "CVE-2026-25990, CVE-2026-42308, CVE-2026-59197 to 59200: writes out of bounds"),
@@ -33,8 +34,8 @@ ACCEPTED = {
     "CVE-2026-25087": "pyarrow below 23.0.1: pre-buffered IPC files in C++, which Python does not offer",
 }
 NOTHING_KNOWN = {
-    *("accelerate", "av", "datasets", "imagesize", "megatron-core", "mindspore", "msgspec", "numba", "peft", "rich"),
-    *("tokenizers", "torch-npu", "typer", "vl-convert-python"),
+    *("accelerate", "av", "datasets", "fsspec", "imagesize", "megatron-core", "mindspore", "msgspec", "numba", "peft"),
+    *("rich", "s3fs", "tokenizers", "torch-npu", "typer", "vl-convert-python"),
 }
 
 
@@ -76,7 +77,7 @@ def test_the_lock_has_a_hash_for_everything_and_keeps_the_floors() -> None:
         assert found is not None, line
         pins[found[1]] = found[2]
     assert "torch" not in pins
-    assert {name for name, _ in declared()} - set(pins) == {"torch", "torch-npu", "mindspore"}
+    assert {name for name, _ in declared()} - set(pins) == {"torch", "torch-npu", "mindspore", "s3fs"}
     for name, specifier in declared():
         floor = re.match(r">=([0-9.]+)", specifier)
         assert name not in pins or floor is None or release(pins[name]) >= release(floor[1]), name

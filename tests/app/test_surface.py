@@ -22,7 +22,7 @@ SURFACE = {
     """,
     "manifest build": """
         SOURCE --output -o --tokenizer --kind --column --include --exclude --train-on
-        --processor --bad-rows --mask --vocab-size --workers --shard --json
+        --processor --bad-rows --mask --vocab-size --workers --shard --on --shards --sbatch-option --json
     """,
     "manifest merge": """
         PART --output -o --json
@@ -57,7 +57,7 @@ SURFACE = {
         --encoder-ranks --embeddings-cached --zero --shard-ranks --reduce
         --precision --recompute --loss --offload --freeze-vision --lora --freeze --global-batch-size --steps --epochs --seed
         --shuffle --no-shuffle --max-length --overlong --last-batch --length-column --output -o --solver --resume
-        --continue-from --max-degree --max-groups --max-peers --robust --emit --workers --json
+        --mix --merge --shard --continue-from --max-degree --max-groups --max-peers --robust --emit --workers --json
         --device-hour-price
     """,
     "launch": """

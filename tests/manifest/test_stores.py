@@ -37,7 +37,7 @@ def compressed(content: bytes) -> bytes:
     sink = pa.BufferOutputStream()
     with pa.CompressedOutputStream(sink, "zstd") as packed:
         packed.write(content)
-    return sink.getvalue().to_pybytes()
+    return bytes(sink.getvalue().to_pybytes())
 
 
 def tarred(members: dict[str, bytes]) -> bytes:
