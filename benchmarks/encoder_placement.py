@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.workloads import media_manifest
-from fcp_cli.console import Origins
+from fcp_cli.console import Assumptions
 from fcp_cli.cost.model import group_seconds, sequence_work, vision_seconds
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.manifest.read import read_manifest
@@ -82,7 +82,7 @@ def _kind(frozen: bool) -> str:
 def row(name: str, table: LengthTable, problem: Problem, settings: BatchSettings, *, frozen: bool) -> str:
     """Return a line of the table; gains are over the homogeneous layout."""
     over_wave = replace(problem, encoder_balance="wave")
-    apart = with_encoder_ranks(GlobalBatches(table, problem, settings), "auto", Origins())
+    apart = with_encoder_ranks(GlobalBatches(table, problem, settings), "auto", Assumptions())
     in_rings = list(steps_of(table, problem, settings))
     seconds = [
         sum(homogeneous_seconds(step, table, problem) for step in in_rings),

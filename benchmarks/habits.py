@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.workloads import family_table
-from fcp_cli.console import Origins
+from fcp_cli.console import Assumptions
 from fcp_cli.manifest.build import build_manifest
 from fcp_cli.manifest.sources.detect import SourceOptions, open_source
 from fcp_cli.manifest.synth import media_records
@@ -80,7 +80,7 @@ def rows(documents_at: Path | None, ranks: int) -> Iterator[str]:
                 steps=8,
                 overlong="drop",
             )
-            inputs = resolve(request, Origins())
+            inputs = resolve(request, Assumptions())
             found = {
                 one.name: one.best
                 for one in compare(inputs.table, inputs.problem, inputs.settings, names=_NAMES, milp_seconds=1.0)

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.workloads import FAMILIES, family_table, real_table
-from fcp_cli.console import Origins
+from fcp_cli.console import Assumptions
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.options import PlanRequest
@@ -65,9 +65,9 @@ def _print_cells(model: str, cluster: str, tables: Mapping[str, LengthTable]) ->
     request = PlanRequest(model=model, cluster=cluster, ranks=64)
     for name, table in tables.items():
         data = RecipeData(table=table, settings=BatchSettings(global_batch_size=512))
-        usual, _ = resolve_problem(request, Origins())
+        usual, _ = resolve_problem(request, Assumptions())
         start = time.process_time()
-        chosen, _ = resolve_problem(request, Origins(), data=data)
+        chosen, _ = resolve_problem(request, Assumptions(), data=data)
         searched = time.process_time() - start
         if not data.fits_into(usual):
             print(f"| {model} | {cluster} | {name} | too few tokens | | {_words(chosen)} | | | {searched:.2f} | |")

@@ -58,8 +58,8 @@ def takes(kind: type[T], *examples: str) -> Callable[[Callable[[T], None]], Call
                 function(build(kind, values, given=given, typed=typed))
             except FcpError as error:  # one that names an option names where its value was set, too
                 flag = str(error).partition(" is ")[0]
-                origins = (_origin(context, option.name) for option in options if option.flag == flag)
-                error.args = (f"{error}{next(origins, '')}",)
+                assumptions = (_origin(context, option.name) for option in options if option.flag == flag)
+                error.args = (f"{error}{next(assumptions, '')}",)
                 raise
 
         command.__dict__ |= {"__signature__": signature, "examples": "\n".join(examples), "rare": _rare(options)}

@@ -149,7 +149,7 @@ def progress(*, transient: bool = True) -> Progress:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Origins:
+class Assumptions:
     """Where each setting of a command came from, for the lines about assumptions and likely mistakes."""
 
     assumed: dict[str, str] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from fcp_cli.command_line import takes
 from fcp_cli.commands.plan import note_compilation
-from fcp_cli.console import Origins, note, print_json, print_result, progress, results
+from fcp_cli.console import Assumptions, note, print_json, print_result, progress, results
 from fcp_cli.errors import UsageError
 from fcp_cli.options import Arg, Opt
 from fcp_cli.planning.options import PlanRequest
@@ -64,11 +64,11 @@ def compare(options: CompareOptions) -> None:
     from fcp_cli.report.compare_table import comparison_document, print_comparison
     from fcp_cli.report.verdict_lines import verdict_lines
 
-    origins = Origins()
+    assumptions = Assumptions()
     _names(options.solvers)  # a mistyped name is refused before files are read
-    inputs = resolve(options, origins)
+    inputs = resolve(options, assumptions)
     names = _names(options.solvers, inputs.problem.profile)
-    origins.report()
+    assumptions.report()
     is_open = options.sync is None and options.virtual_stages == 1
     syncs = SYNCS if is_open else (inputs.problem.sync,)
     if inputs.problem.profile.common_ground is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast
 
 from fcp_cli.command_line import takes
-from fcp_cli.console import Origins, note, print_json, print_result, progress, results
+from fcp_cli.console import Assumptions, note, print_json, print_result, progress, results
 from fcp_cli.errors import UsageError
 from fcp_cli.files import refuse_to_overwrite
 from fcp_cli.options import MOST_RANKS, MOST_WORKERS, Opt, Typed, options_of
@@ -124,7 +124,7 @@ def plan(options: PlanOptions) -> None:
     if options.continue_from is not None:
         _continue(options, options.continue_from)
         return
-    output, origins = options.output or _PLAN, Origins()
+    output, assumptions = options.output or _PLAN, Assumptions()
     if options.emit is not None and str(output) == "-":
         raise UsageError("--emit writes next to the plan, which -o - writes to stdout; name a file with -o")
     if options.manifest is None and options.resume and not options.mix:
@@ -137,16 +137,16 @@ def plan(options: PlanOptions) -> None:
             raise UsageError("--json and -o - both want stdout; write the plan to a file")
         if options.resume:
             raise UsageError("--resume continues a file, which -o - is not; write the plan to a file")
-    options = _with_its_attention(options, origins)
+    options = _with_its_attention(options, assumptions)
     inputs = resolve(
-        options, origins, most_peers=options.max_peers, max_degree=options.max_degree
+        options, assumptions, most_peers=options.max_peers, max_degree=options.max_degree
     )  # first: a plan that is given as the manifest is no source to be kept
     refuse_to_overwrite(output, options.manifest, options.profile, *mixed_files(options.mix))
-    origins.report()
+    assumptions.report()
     if str(output) == "-":
         _plan_to_stdout(inputs, options)
     else:
-        _plan_to_file(inputs, options, output, origins)
+        _plan_to_file(inputs, options, output, assumptions)
 
 
 def _merge(options: PlanOptions) -> None:
@@ -183,14 +183,14 @@ def _part(options: PlanOptions, batches: GlobalBatches) -> tuple[PlanPart, int] 
     return part_of_steps(options.steps or "", batches.first_step, len(batches)) if is_range else None
 
 
-def _with_its_attention(options: PlanOptions, origins: Origins) -> PlanOptions:
+def _with_its_attention(options: PlanOptions, assumptions: Assumptions) -> PlanOptions:
     """Return the options with the way to split attention that the strategy consists of, where none was typed."""
     from fcp_cli.planning.solvers import strategy
 
     attention = strategy(options.solver).attention
     if attention is None or "attention" in options.typed:
         return options
-    origins.assume("--attention", attention, f"--solver {options.solver} splits heads so")
+    assumptions.assume("--attention", attention, f"--solver {options.solver} splits heads so")
     return replace(options, attention=attention)
 
 
@@ -237,20 +237,20 @@ def _continue(options: PlanOptions, run_dir: Path) -> None:
     if str(output) == "-":
         raise UsageError("--continue-from writes a file, not to stdout; name one with -o")
     refuse_to_overwrite(output, run.plan, run.manifest, options.profile, *mixed)
-    origins = Origins()
+    assumptions = Assumptions()
     inputs = resolve_continuation(
         options,
-        origins,
+        assumptions,
         plan=run.plan,
         first_step=run.first_step,
         manifest=run.manifest,
         length_column=run.length_column,
     )
-    origins.report()
+    assumptions.report()
     launch = f"fcp launch --run-dir {shlex.quote(str(run_dir))} --resume --plan {shlex.quote(str(output))}"
     if not run.model:
         launch = f"resume your loop under it at its first step, {run.first_step}"
-    _plan_to_file(inputs, options, output, origins, next_command=launch)
+    _plan_to_file(inputs, options, output, assumptions, next_command=launch)
 
 
 def note_compilation(solvers: Iterable[str], syncs: Iterable[Sync]) -> None:
@@ -264,7 +264,7 @@ def note_compilation(solvers: Iterable[str], syncs: Iterable[Sync]) -> None:
 
 
 def _plan_to_file(
-    inputs: PlanInputs, options: PlanOptions, output: Path, origins: Origins, *, next_command: str | None = None
+    inputs: PlanInputs, options: PlanOptions, output: Path, assumptions: Assumptions, *, next_command: str | None = None
 ) -> None:
     from fcp_cli.planning.verdict import plan_verdict
     from fcp_cli.report.verdict_lines import verdict_lines
@@ -275,13 +275,13 @@ def _plan_to_file(
     extra = _gain_and_time(result, sample, inputs) | _price_of_limit(result, inputs)
     verdict = plan_verdict(result, sample, inputs, options, (extra["speedup_over_static"], extra["static_degree"]))
     if options.json:
-        print_json(_document(result, output, {**extra, **emitted, "verdict": verdict.to_json()}, origins))
+        print_json(_document(result, output, {**extra, **emitted, "verdict": verdict.to_json()}, assumptions))
     else:
         _show(result, extra)
         for line in verdict_lines(verdict):
             print_result(line)
     trains = f"--plan {output} -- SCRIPT ARGS"  # the bundled trainer's ranks are of one device
-    is_named = "--model" not in origins.assumed  # else nobody knows that the bundled trainer is meant
+    is_named = "--model" not in assumptions.assumed  # else nobody knows that the bundled trainer is meant
     if result.metadata.devices_per_rank == 1 and result.metadata.phase is None and is_named:
         trains = f"--model {inputs.problem.profile.model} --plan {output}"
     for path in emitted.values():
@@ -415,7 +415,7 @@ def _show(result: PlanResult, extra: dict[str, Any]) -> None:
     print_plan(results(), result.metadata, result.summary, extra=lines)
 
 
-def _document(result: PlanResult, output: Path, extra: dict[str, Any], origins: Origins) -> dict[str, Any]:
+def _document(result: PlanResult, output: Path, extra: dict[str, Any], assumptions: Assumptions) -> dict[str, Any]:
     metadata = result.metadata
     return {
         "output": str(output),
@@ -434,6 +434,6 @@ def _document(result: PlanResult, output: Path, extra: dict[str, Any], origins: 
         "distinct_groups": metadata.distinct_groups,
         **cast(dict[str, Any], result.summary.to_json()),
         **extra,
-        "assumed": origins.assumed,
-        "warnings": origins.warnings,
+        "assumed": assumptions.assumed,
+        "warnings": assumptions.warnings,
     }

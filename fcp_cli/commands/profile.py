@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from fcp_cli.command_line import App, takes
-from fcp_cli.console import Origins, human, note, print_json, print_result, progress, results
+from fcp_cli.console import Assumptions, human, note, print_json, print_result, progress, results
 from fcp_cli.errors import ProfileError, UsageError
 from fcp_cli.files import refuse_to_overwrite, write_text_atomically
 from fcp_cli.options import Arg, Opt
@@ -65,7 +65,7 @@ def profile(options: ProfileOptions) -> None:
     from fcp_cli.profiling.choices import asked_sync, choose_measurement, computed_profile
     from fcp_cli.profiling.kept import keep_measured
 
-    output, origins = options.output, Origins()
+    output, assumptions = options.output, Assumptions()
     _refuse_two_documents(output, options.json)
     _check_share(options)
     if options.samples is None and str(output) != "-":
@@ -77,16 +77,16 @@ def profile(options: ProfileOptions) -> None:
         samples = read_samples(options.from_samples)
         found, failure = profile_from_samples(samples, request=options.recipe, sync=asked_sync(options)), None
     elif options.analytic:
-        found, failure = computed_profile(options, origins), None
+        found, failure = computed_profile(options, assumptions), None
     else:
-        measurement = choose_measurement(options, origins)
+        measurement = choose_measurement(options, assumptions)
         if options.nodes > 1:
             _print_cluster_command(measurement, output, options.fresh)
             return
-        found, failure = _measured(measurement, options, origins)
+        found, failure = _measured(measurement, options, assumptions)
         if failure is None and (kept := keep_measured(found, measurement.model)) is not None:
             note(f"kept in {kept}, too, for scripts that 'fcp launch' plans for on this machine")
-    _finish(found, output, options.json, origins)
+    _finish(found, output, options.json, assumptions)
     if options.share is not None:
         _share(found, options.share)
     if failure is not None:
@@ -232,13 +232,15 @@ def diff(options: DiffOptions) -> None:
         print_differences(results(), a, b, rows)
 
 
-def _measured(measurement: Measurement, options: ProfileOptions, origins: Origins) -> tuple[CostProfile, str | None]:
+def _measured(
+    measurement: Measurement, options: ProfileOptions, assumptions: Assumptions
+) -> tuple[CostProfile, str | None]:
     """Measure; return the profile of the observations, and why the measurement ended early if it did."""
     from fcp_cli.profiling.assemble import profile_from_samples
     from fcp_cli.profiling.samples import prepare_samples
 
-    origins.report()
-    origins.assumed.clear()
+    assumptions.report()
+    assumptions.assumed.clear()
     if prepare_samples(measurement, fresh=options.fresh):
         note(f"continuing the measurement in {measurement.samples}; --fresh begins again")
     try:
@@ -299,11 +301,11 @@ def _print_cluster_command(measurement: Measurement, output: Path, fresh: bool) 
     sys.stdout.write(command + "\n")
 
 
-def _finish(found: CostProfile, output: Path, json: bool, origins: Origins) -> None:
+def _finish(found: CostProfile, output: Path, json: bool, assumptions: Assumptions) -> None:
     """Report assumptions and results, write the profile, and print it as JSON if asked to."""
     from fcp_cli.report.profiles import print_errors, reading
 
-    origins.report()
+    assumptions.report()
     for warning in found.measurement.get("warnings") or ():
         note(f"warning: {warning}")
     console = human() if json or str(output) == "-" else results()

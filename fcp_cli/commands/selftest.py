@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from fcp_cli.command_line import takes
-from fcp_cli.console import Origins, note, print_json, results
+from fcp_cli.console import Assumptions, note, print_json, results
 from fcp_cli.selftest.options import SelftestRequest
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def _prepare(options: SelftestRequest, folder: Path) -> Measurement:
     from fcp_cli.profiling.samples import prepare_samples
     from fcp_cli.selftest.sizes import profile_request
 
-    measurement = choose_measurement(profile_request(options, folder / "packs.samples.jsonl"), Origins())
+    measurement = choose_measurement(profile_request(options, folder / "packs.samples.jsonl"), Assumptions())
     folder.mkdir(parents=True, exist_ok=True)  # a refused request leaves none
     prepare_samples(measurement, fresh=True)
     measurement.write(folder / "measurement.json")

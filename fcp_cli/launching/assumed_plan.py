@@ -6,13 +6,13 @@ import shlex
 from pathlib import Path
 
 from fcp_cli import __version__
-from fcp_cli.console import Origins
+from fcp_cli.console import Assumptions
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
 from fcp_cli.planning.options import PlanRequest
 
 
-def assumed_plan(plan: Path, model: str, ranks: int | None, manifest: Path, assumed: Origins) -> PlanMetadata:
+def assumed_plan(plan: Path, model: str, ranks: int | None, manifest: Path, assumed: Assumptions) -> PlanMetadata:
     """Return the metadata of the plan that `fcp plan` would make for a model.
 
     Args:
@@ -25,7 +25,7 @@ def assumed_plan(plan: Path, model: str, ranks: int | None, manifest: Path, assu
     from fcp_cli.planning.settings import ASSUMED_GLOBAL_BATCH_SIZE, computed_basis  # slow to import, rarely needed
 
     name = load_model(model).name
-    found = Origins()
+    found = Assumptions()
     profile, shape, budget = computed_basis(PlanRequest(model=model, ranks=ranks), found)
     words = ["fcp", "plan", str(manifest), "--model", name]
     words += [] if ranks is None else ["--ranks", str(ranks)]

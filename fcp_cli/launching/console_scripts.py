@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from fcp_cli.console import Origins
+from fcp_cli.console import Assumptions
 from fcp_cli.errors import UsageError
 from fcp_cli.reading.documents import parse_yaml, read_text
 
@@ -33,7 +33,7 @@ _HEAD_BYTES: Final = 4096
 _LAUNCHERS: Final = frozenset({"accelerate", "accelerate-launch", "torchrun", "deepspeed", "msrun", "mpirun"})
 
 
-def python_program(words: Sequence[str], assumed: Origins, *, python: str = sys.executable) -> tuple[str, ...]:
+def python_program(words: Sequence[str], assumed: Assumptions, *, python: str = sys.executable) -> tuple[str, ...]:
     """Return a script or `-m MODULE` with its arguments, which every rank runs as Python.
 
     Args:
@@ -76,7 +76,7 @@ def _after_interpreter(first: str, rest: Sequence[str]) -> Sequence[str]:
     return rest[at:]
 
 
-def _without_launcher(name: str, words: Sequence[str], assumed: Origins) -> tuple[str, ...]:
+def _without_launcher(name: str, words: Sequence[str], assumed: Assumptions) -> tuple[str, ...]:
     """Return a launcher's program: from the first word that is a module of -m or a Python file."""
     for at, word in enumerate(words):
         if word in ("-m", "--module") and at + 1 < len(words) and not words[at + 1].startswith("-"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fcp_cli.console import Origins
+from fcp_cli.console import Assumptions
 from fcp_cli.errors import UsageError
 from fcp_cli.launching.request import LOCAL, LaunchRequest
 from fcp_cli.launching.stream_options import STREAM_OPTIONS
@@ -14,7 +14,7 @@ from fcp_cli.planning.recipe_search import unknown_lengths
 from fcp_cli.planning.settings import FOLDER_PROFILE, resolve_problem
 
 
-def online_settings(request: LaunchRequest, target: str, assumed: Origins) -> OnlineSettings:
+def online_settings(request: LaunchRequest, target: str, assumed: Assumptions) -> OnlineSettings:
     """Return the planning settings of a script's stream.
 
     Args:

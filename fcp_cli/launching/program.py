@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from fcp_cli.console import Origins
+from fcp_cli.console import Assumptions
 from fcp_cli.errors import UsageError
 from fcp_cli.launching.job.inject import is_mindspore_script, through_entry
 from fcp_cli.launching.request import LaunchRequest
@@ -28,7 +28,7 @@ def is_mindspore(request: LaunchRequest) -> bool:
     return bool(request.program) and is_mindspore_script(Path(request.program[0]))
 
 
-def for_mindspore(request: LaunchRequest, assumed: Origins) -> LaunchRequest:
+def for_mindspore(request: LaunchRequest, assumed: Assumptions) -> LaunchRequest:
     """Leave the hooks out: MindSpore's ranks meet through msrun's scheduler, a process that runs the script, too."""
     script = request.program[0]
     if request.launcher != "msrun":

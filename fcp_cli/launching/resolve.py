@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
-from fcp_cli.console import Origins
+from fcp_cli.console import Assumptions
 from fcp_cli.errors import PlanError, RunError, UsageError
 from fcp_cli.files import USUAL_MANIFESTS, manifest_here
 from fcp_cli.kernel_names import KernelChoice
@@ -46,7 +46,7 @@ _RECIPE_SETTINGS = frozenset(field.name for field in fields(RecipeRequest)) - {"
 # Default names of a manifest in `fcp manifest build` and in the documentation.
 
 
-def resolve(request: LaunchRequest, find_machine: Callable[[], LocalDevices], assumed: Origins) -> Job:
+def resolve(request: LaunchRequest, find_machine: Callable[[], LocalDevices], assumed: Assumptions) -> Job:
     """Complete a request and check it; nothing is written.
 
     Args:
@@ -88,7 +88,7 @@ def resolve(request: LaunchRequest, find_machine: Callable[[], LocalDevices], as
     return job if job.target == LOCAL else for_cluster(request.cluster, job, assumed)
 
 
-def _online(request: LaunchRequest, target: str, assumed: Origins) -> OnlineSettings:
+def _online(request: LaunchRequest, target: str, assumed: Assumptions) -> OnlineSettings:
     from fcp_cli.launching.online import online_settings  # the planner's settings are slow to import
 
     return online_settings(request, target, assumed)
@@ -99,7 +99,7 @@ def _placed(
     plan: Path,
     metadata: PlanMetadata,
     find_machine: Callable[[], LocalDevices],
-    assumed: Origins,
+    assumed: Assumptions,
 ) -> Job:
     """Return the job with its machines, and no program yet."""
     target = choose_target(request.cluster)
@@ -158,7 +158,7 @@ def _numa_binding(request: LaunchRequest) -> NumaBinding | None:
     return request.numa_binding
 
 
-def _with_program(request: LaunchRequest, job: Job, assumed: Origins) -> Job:
+def _with_program(request: LaunchRequest, job: Job, assumed: Assumptions) -> Job:
     """Return the job with the bundled trainer or the user's own program, and where it writes."""
     if not request.program:
         settings = trainer_settings(request, job, assumed)
@@ -182,7 +182,7 @@ def _with_program(request: LaunchRequest, job: Job, assumed: Origins) -> Job:
 
 def resolve_own_command(request: LaunchRequest) -> OwnCommand:
     """Check the plan for a command that starts the ranks itself, and complete its environment."""
-    plan, metadata = _plan(replace(request, dry_run=False), Origins())
+    plan, metadata = _plan(replace(request, dry_run=False), Assumptions())
     check_ranks(plan, metadata, request.ranks)
     run_dir = run_dir_of(request, Path(request.program[0]).stem)
     (probe,) = _probe_variables(request, run_dir, metadata)
@@ -201,7 +201,7 @@ def _machine(
     target: str,
     metadata: PlanMetadata,
     find_machine: Callable[[], LocalDevices],
-    assumed: Origins,
+    assumed: Assumptions,
 ) -> LocalDevices:
     """Return this machine, unless the job is for others: a cluster, or a dry run of more ranks than this one holds."""
     if is_mindspore(request):
@@ -214,7 +214,7 @@ def _machine(
     return cluster_machine(device, metadata, find_machine, assumed)
 
 
-def _as_before(request: LaunchRequest, assumed: Origins) -> LaunchRequest:
+def _as_before(request: LaunchRequest, assumed: Assumptions) -> LaunchRequest:
     """Keep the plan, the data, the model and the settings that a resumed run had, unless others are given."""
     run_dir = request.run_dir or latest_run_dir(request.model)
     if request.run_dir is None:
@@ -238,7 +238,7 @@ def _as_before(request: LaunchRequest, assumed: Origins) -> LaunchRequest:
     )
 
 
-def _plan(request: LaunchRequest, assumed: Origins) -> tuple[Path, PlanMetadata]:
+def _plan(request: LaunchRequest, assumed: Assumptions) -> tuple[Path, PlanMetadata]:
     """Return the plan that was named or lies here; a dry run does without one if the model is given."""
     if request.plan is not None or DEFAULT_PLAN.is_file():
         plan = request.plan or DEFAULT_PLAN

@@ -8,7 +8,7 @@ from dataclasses import make_dataclass
 from pathlib import Path
 from typing import Any, Final, get_type_hints
 
-from fcp_cli.console import Origins
+from fcp_cli.console import Assumptions
 from fcp_cli.errors import PlanError, ProfileError, RunError, UsageError
 from fcp_cli.launching.assumed_plan import is_assumed
 from fcp_cli.launching.checks import preflight
@@ -36,7 +36,7 @@ _PATHS: Final = (
 )  # among the settings; a launch record holds them as text
 
 
-def trainer_settings(request: LaunchRequest, job: Job, assumed: Origins) -> TrainSettings:
+def trainer_settings(request: LaunchRequest, job: Job, assumed: Assumptions) -> TrainSettings:
     """Complete the settings of the bundled trainer, and check that it can run.
 
     Args:
@@ -87,7 +87,7 @@ def trainer_settings(request: LaunchRequest, job: Job, assumed: Origins) -> Trai
     return settings
 
 
-def _model(given: str | None, metadata: PlanMetadata, assumed: Origins) -> str:
+def _model(given: str | None, metadata: PlanMetadata, assumed: Assumptions) -> str:
     """Return the model that was named, else the one whose cost profile the plan was made with."""
     planned = _planned_profile(metadata).get("model")
     if given is None and planned is None:
@@ -128,7 +128,7 @@ def _wants_random_weights(request: LaunchRequest) -> bool:
     return request.training.get("random_weights", False) if given is None else str(given) == "random"
 
 
-def _weights(request: LaunchRequest, model: str, assumed: Origins) -> Path | None:
+def _weights(request: LaunchRequest, model: str, assumed: Assumptions) -> Path | None:
     """Return the checkpoint to start from: as given, else the folder named as the model; None: random weights."""
     given, is_random = request.training.get("weights"), _wants_random_weights(request)
     folder = Path(model if given is None else given)
@@ -175,7 +175,7 @@ def _evaluation(request: LaunchRequest) -> dict[str, Path]:
     return found
 
 
-def _note_vision(metadata: PlanMetadata, settings: TrainSettings, assumed: Origins) -> None:
+def _note_vision(metadata: PlanMetadata, settings: TrainSettings, assumed: Assumptions) -> None:
     """Note if the plan was priced with a trained encoder and the run's is frozen, or the other way round."""
     planned = (_planned_profile(metadata).get("measurement") or {}).get("freeze_vision")
     if planned is not None and planned != settings.freeze_vision:
@@ -197,7 +197,7 @@ def _planned_profile(metadata: PlanMetadata) -> dict[str, Any]:
     return profile if isinstance(profile, dict) else {}
 
 
-def _manifest(request: LaunchRequest, plan: Path, metadata: PlanMetadata, assumed: Origins) -> Path | None:
+def _manifest(request: LaunchRequest, plan: Path, metadata: PlanMetadata, assumed: Assumptions) -> Path | None:
     """Return the manifest to read tokens through; None trains on random ones."""
     from fcp_cli.manifest.tokens import open_media
     from fcp_cli.training.data import has_tokens

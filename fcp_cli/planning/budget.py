@@ -6,7 +6,7 @@ import shlex
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from fcp_cli.console import Origins
+from fcp_cli.console import Assumptions
 from fcp_cli.cost.offload import profiled_offload_cost
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.errors import ProfileError, UsageError
@@ -106,13 +106,18 @@ def _can_run(recipe: Recipe, sync: Sync, place: Place) -> bool:
 
 
 def computed_budget(
-    spec: ModelSpec, request: PlanRequest, place: Place, origins: Origins, fit: FittedRecipe, reason: str | None = None
+    spec: ModelSpec,
+    request: PlanRequest,
+    place: Place,
+    assumptions: Assumptions,
+    fit: FittedRecipe,
+    reason: str | None = None,
 ) -> Budget:
     """Return the budget of a plan without a profile.
 
     Args:
         spec, request, place: of the plan.
-        origins: takes the assumptions.
+        assumptions: collects them.
         fit: recipe of the plan.
         reason: why this one; None: it is the first of the fixed order.
     """
@@ -120,13 +125,13 @@ def computed_budget(
         reason = f"the first that leaves {fit.wanted_tokens:,} tokens a rank"
         if not fit.is_enough:
             reason = f"none leaves {fit.wanted_tokens:,} tokens a rank; this one leaves most"
-    budget = _said(request, place, fit, origins, reason)
+    budget = _said(request, place, fit, assumptions, reason)
     if request.phase == "forward":
         return budget
     return replace(budget, room=Room(spec=spec, place=place, open_request=unfixed_request(request.recipe)))
 
 
-def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: JobRanks, origins: Origins) -> Budget:
+def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: JobRanks, assumptions: Assumptions) -> Budget:
     """Return the budget of a plan under a cost profile.
 
     The memory of the plan's own ranks, sync and recipe is computed again if the profile names its recipe,
@@ -135,12 +140,12 @@ def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: JobRanks,
     sync: Sync = request.sync or ("iteration" if ranks.virtual_stages == 1 else "microbatch")
     spec = _known_model(profile.model)
     if profile.recipe is None and not request.recipe.given():
-        return Budget(tokens_per_rank=_tokens_of_block(request, profile, ranks, origins), sync=sync)
+        return Budget(tokens_per_rank=_tokens_of_block(request, profile, ranks, assumptions), sync=sync)
     if spec is None or not profile.memory.capacity_bytes:
         recipe = None if profile.recipe is None else request.recipe.applied_to(profile.recipe)
         reason = "is not a shipped model" if spec is None else "has no capacity of a device in its profile"
-        origins.assume("memory", "as the cost profile has it", f"{profile.model} {reason}")
-        tokens = _tokens_of_block(request, profile, ranks, origins)
+        assumptions.assume("memory", "as the cost profile has it", f"{profile.model} {reason}")
+        tokens = _tokens_of_block(request, profile, ranks, assumptions)
         return Budget(tokens_per_rank=tokens, sync=sync, recipe=recipe)
     # Measurements are of training.
     is_measured = request.phase == "training" and _has_measured_tokens(profile)
@@ -158,7 +163,7 @@ def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: JobRanks,
         reason = "the cost profile's"
     else:
         reason = f"the cost profile's, shared out for {place.num_ranks} ranks"
-    budget = _said(request, place, fit, origins, reason)
+    budget = _said(request, place, fit, assumptions, reason)
     if request.phase == "forward":
         return budget
     open_request = unfixed_request(request.recipe)
@@ -185,18 +190,18 @@ def _has_measured_tokens(profile: CostProfile) -> bool:
     return is_measured and profile.memory.bytes_per_token > 0
 
 
-def _said(request: PlanRequest, place: Place, fit: FittedRecipe, origins: Origins, reason: str) -> Budget:
+def _said(request: PlanRequest, place: Place, fit: FittedRecipe, assumptions: Assumptions, reason: str) -> Budget:
     """Return the token budget under a recipe, and its assumptions."""
     chosen = {name for name, value in asdict(fit.recipe).items() if value != request.recipe.given().get(name)}
     if chosen:
-        origins.assume("recipe", fit.recipe.describe(), reason)
+        assumptions.assume("recipe", fit.recipe.describe(), reason)
     if request.sync is None:
-        origins.assume("--sync", fit.sync, f"{fit.recipe.describe().partition(',')[0]} runs under it")
+        assumptions.assume("--sync", fit.sync, f"{fit.recipe.describe().partition(',')[0]} runs under it")
     tokens = request.tokens_per_rank
     if tokens is None:
-        origins.assume("--tokens-per-rank", tokens := fit.tokens, _room_text(place, fit))
+        assumptions.assume("--tokens-per-rank", tokens := fit.tokens, _room_text(place, fit))
     elif tokens > fit.tokens:
-        origins.warn(f"--tokens-per-rank is {tokens:,}, but a rank holds {fit.tokens:,}: {_room_text(place, fit)}")
+        assumptions.warn(f"--tokens-per-rank is {tokens:,}, but a rank holds {fit.tokens:,}: {_room_text(place, fit)}")
     return Budget(tokens_per_rank=tokens, sync=fit.sync, recipe=fit.recipe)
 
 
@@ -224,7 +229,7 @@ def require_room(spec: ModelSpec, request: PlanRequest, place: Place, fit: Fitte
     )
 
 
-def _tokens_of_block(request: PlanRequest, profile: CostProfile, ranks: JobRanks, origins: Origins) -> int:
+def _tokens_of_block(request: PlanRequest, profile: CostProfile, ranks: JobRanks, assumptions: Assumptions) -> int:
     """Return the token budget by the memory block of a profile that does not name its recipe."""
     tokens, memory, heads = request.tokens_per_rank, profile.memory, profile.heads
     if heads is not None and memory.bytes_per_token:
@@ -234,20 +239,20 @@ def _tokens_of_block(request: PlanRequest, profile: CostProfile, ranks: JobRanks
         memory = replace(memory, bytes_per_token=memory.bytes_per_token + kept)
     room = memory.tokens_per_rank()
     if tokens is not None and room is not None and tokens > room:
-        origins.warn(f"--tokens-per-rank is {tokens:,}, but by the profile's memory a rank holds {max(room, 0):,}")
+        assumptions.warn(f"--tokens-per-rank is {tokens:,}, but by the profile's memory a rank holds {max(room, 0):,}")
     if tokens is not None:
         return tokens
     if room is None:
-        origins.assume("--tokens-per-rank", ASSUMED_TOKENS_PER_RANK, "the profile's memory figures are missing")
+        assumptions.assume("--tokens-per-rank", ASSUMED_TOKENS_PER_RANK, "the profile's memory figures are missing")
         return ASSUMED_TOKENS_PER_RANK
     if room < 1:
         raise UsageError("the profile's memory leaves no room for tokens; give --tokens-per-rank")
-    origins.assume("--tokens-per-rank", room, "the profile's memory")
+    assumptions.assume("--tokens-per-rank", room, "the profile's memory")
     return room
 
 
 def continued_recipe(
-    request: PlanRequest, metadata: PlanMetadata, profile: CostProfile, ranks: JobRanks, origins: Origins
+    request: PlanRequest, metadata: PlanMetadata, profile: CostProfile, ranks: JobRanks, assumptions: Assumptions
 ) -> Recipe | None:
     """Return the recipe in which other ranks continue a run: the run's, overridden by the request."""
     planned, asked = metadata.recipe, request.recipe
@@ -261,7 +266,7 @@ def continued_recipe(
         if asked.shard_ranks is not None:
             raise UsageError(f"--shard-ranks is {asked.shard_ranks}; it must divide the {ranks.num_ranks} ranks")
         recipe = replace(recipe, shard_ranks=None)
-        origins.assume("--shard-ranks", "all", f"{planned.shard_ranks} do not divide {ranks.num_ranks} ranks")
+        assumptions.assume("--shard-ranks", "all", f"{planned.shard_ranks} do not divide {ranks.num_ranks} ranks")
     check_recipe(recipe, sync=metadata.sync)
     spec = _known_model(profile.model)
     if spec is not None and profile.memory.capacity_bytes:
@@ -272,11 +277,13 @@ def continued_recipe(
         )
         fit, tokens = place.fit(spec, recipe, metadata.sync), request.tokens_per_rank or metadata.tokens_per_rank
         if tokens > fit.tokens:
-            origins.warn(f"--tokens-per-rank is {tokens:,}, but a rank holds {fit.tokens:,}: {_room_text(place, fit)}")
+            assumptions.warn(
+                f"--tokens-per-rank is {tokens:,}, but a rank holds {fit.tokens:,}: {_room_text(place, fit)}"
+            )
     return recipe
 
 
-def say_what_offloading_costs(budget: Budget, profile: CostProfile, origins: Origins) -> None:
+def say_what_offloading_costs(budget: Budget, profile: CostProfile, assumptions: Assumptions) -> None:
     """Describe the bytes that a micro-batch at the full token budget offloads and reloads, if the recipe offloads."""
     recipe, room = budget.recipe, budget.room
     if recipe is None or room is None or recipe.offload != "activations":
@@ -285,7 +292,7 @@ def say_what_offloading_costs(budget: Budget, profile: CostProfile, origins: Ori
     cost = profiled_offload_cost(
         profile, tokens=budget.tokens_per_rank, layers=room.spec.num_layers, input_bytes_per_token=width
     )
-    origins.assume(
+    assumptions.assume(
         "offloading",
         f"{cost.moved_bytes / 1e9:.1f} GB for a micro-batch of {budget.tokens_per_rank:,} tokens",
         f"{duration(cost.visible_seconds)} longer at 25 GB/s each way; smaller ones that fit stay on the device",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from fcp_cli.console import Origins
+from fcp_cli.console import Assumptions
 from fcp_cli.cost.model import vision_seconds
 from fcp_cli.errors import UsageError
 from fcp_cli.planning.assemble import makespan_seconds
@@ -16,13 +16,13 @@ from fcp_cli.planning.solvers import make_solver
 Wanted = Literal["ring", "wave", "auto"]
 
 
-def balanced_encoder(batches: GlobalBatches, wanted: Wanted, origins: Origins) -> Problem:
+def balanced_encoder(batches: GlobalBatches, wanted: Wanted, assumptions: Assumptions) -> Problem:
     """Return the batches' problem with the requested encoder balance; `auto` takes the quicker one on the first step.
 
     Args:
         batches: under a problem in which rings share the encoder's work.
         wanted: the option.
-        origins: collects the choice of `auto`.
+        assumptions: collects the choice of `auto`.
     """
     problem = batches.problem
     if wanted == "ring":
@@ -39,10 +39,10 @@ def balanced_encoder(batches: GlobalBatches, wanted: Wanted, origins: Origins) -
     if wanted == "wave":
         return over_wave
     if batches.table.vision_patches is None:
-        origins.assume("--encoder-balance", "ring", f"{batches.table.name} has no images")
+        assumptions.assume("--encoder-balance", "ring", f"{batches.table.name} has no images")
         return problem
     ring_seconds, wave_seconds = (_first_step_seconds(batches, each) for each in (problem, over_wave))
-    origins.assume(
+    assumptions.assume(
         "--encoder-balance",
         "wave" if wave_seconds < ring_seconds else "ring",
         f"the first step takes {ring_seconds:.4g} s over each ring, {wave_seconds:.4g} s over the wave",
@@ -50,13 +50,13 @@ def balanced_encoder(batches: GlobalBatches, wanted: Wanted, origins: Origins) -
     return over_wave if wave_seconds < ring_seconds else problem
 
 
-def with_encoder_ranks(batches: GlobalBatches, wanted: str, origins: Origins) -> Problem:
+def with_encoder_ranks(batches: GlobalBatches, wanted: str, assumptions: Assumptions) -> Problem:
     """Return the batches' problem with some of its ranks set aside for the encoder.
 
     Args:
         batches: under a problem in which all ranks run the whole model.
         wanted: how many, or `auto`: those that the first step is soonest with.
-        origins: collects the choice of `auto`.
+        assumptions: collects the choice of `auto`.
     """
     problem, most = batches.problem, batches.problem.num_ranks - 1
     if problem.sync != "microbatch":
@@ -69,7 +69,9 @@ def with_encoder_ranks(batches: GlobalBatches, wanted: str, origins: Origins) ->
     if wanted == "auto":
         found = {count: _first_step_seconds(batches, set_aside(problem, count)) for count in _likely_counts(batches)}
         count = min(found, key=found.__getitem__)
-        origins.assume("--encoder-ranks", count, f"the first step takes {found[count]:.4g} s then, the least of some")
+        assumptions.assume(
+            "--encoder-ranks", count, f"the first step takes {found[count]:.4g} s then, the least of some"
+        )
         return set_aside(problem, count)
     if not wanted.isascii() or not wanted.isdecimal() or not 0 < int(wanted) <= most:
         raise UsageError(f"--encoder-ranks is {wanted!r}; it must be auto, or 1 to {most} of {most + 1} ranks")

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 
-from fcp_cli.console import Origins
+from fcp_cli.console import Assumptions
 from fcp_cli.cost.profile import load_cost_profile
 from fcp_cli.errors import PlanError, ProfileError
 from fcp_cli.files import replaced_atomically, write_text_atomically
@@ -77,9 +77,9 @@ class JobPlanner:
         self._path, self._job = plan, job
         manifest = manifest_of(plan)
         _write_manifest(manifest, rows)
-        origins = Origins()
+        assumptions = Assumptions()
         self._request = _request(manifest, plan, job, wish)
-        inputs = resolve(self._request, origins)
+        inputs = resolve(self._request, assumptions)
         _require_encoder(inputs)
         before = plan.with_name("profile.yaml") if is_begun(plan) and wish.profile is None else None
         self._inputs, self._key, self._times = _with_kept_times(self._request, inputs, job, before)
@@ -95,7 +95,7 @@ class JobPlanner:
         self._shown: list[StepPlan] = []
         self._due = 0
         _say(_found(job, self._inputs.table, self._batches))
-        for warning in origins.warnings:
+        for warning in assumptions.warnings:
             _say(f"warning: {warning}")
         write_text_atomically(plan.with_name("profile.yaml"), self._inputs.problem.profile.text)
         self._steps = self._planned()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from fcp_cli.console import Origins
+from fcp_cli.console import Assumptions
 from fcp_cli.errors import ManifestError, OverlongError, UsageError
 from fcp_cli.manifest.checks import LONGEST_TOKENS, checked_table
 from fcp_cli.manifest.table import LengthTable
@@ -98,9 +98,9 @@ class Planner:
             phase=more.get("phase", "training"),
             rank_speeds=speeds_words(more.get("rank_speeds")),
         )
-        origins = Origins()
-        self.problem: Problem = resolve_problem(request, origins, data=unknown_lengths(max_degree))[0]
-        self.assumed = origins.assumed
+        assumptions = Assumptions()
+        self.problem: Problem = resolve_problem(request, assumptions, data=unknown_lengths(max_degree))[0]
+        self.assumed = assumptions.assumed
         self._solver = solver_of(self.problem, max_degree=max_degree)
         self._is_compiled = False
         self._most_tokens = self.problem.tokens_per_rank * (1 if max_degree == 1 else self.problem.num_ranks)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from fcp_cli.console import Origins
+from fcp_cli.console import Assumptions
 from fcp_cli.errors import UsageError
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.speeds import QUICKEST, SLOWEST, Speeds, named_speeds, speeds_text
@@ -58,7 +58,12 @@ def requested_speeds(request: PlanRequest, num_ranks: int, ranks_per_node: int) 
 
 
 def speeds_of_run(
-    request: PlanRequest, metadata: PlanMetadata, step: int, num_ranks: int, ranks_per_node: int, origins: Origins
+    request: PlanRequest,
+    metadata: PlanMetadata,
+    step: int,
+    num_ranks: int,
+    ranks_per_node: int,
+    assumptions: Assumptions,
 ) -> Speeds | None:
     """Return the speeds of the ranks that continue a run: as given, or the run's own where they are as many."""
     if request.rank_speeds is not None:
@@ -66,7 +71,7 @@ def speeds_of_run(
     before = metadata.speeds_at(step)
     if before is None or num_ranks != metadata.num_ranks:
         return None
-    origins.assume("--rank-speeds", speeds_text(named_speeds(before) or {}), "the run's plan")
+    assumptions.assume("--rank-speeds", speeds_text(named_speeds(before) or {}), "the run's plan")
     return before
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from fcp_cli.console import Origins
+from fcp_cli.console import Assumptions
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.errors import ProfileError, UsageError
 from fcp_cli.memory.fitting import JobRanks
@@ -14,15 +14,15 @@ from fcp_cli.models.cluster import EXAMPLE_CLUSTER, ClusterSpec, load_cluster
 from fcp_cli.planning.options import PlanRequest
 
 
-def ranks_under(profile: CostProfile, request: PlanRequest, origins: Origins) -> JobRanks:
+def ranks_under(profile: CostProfile, request: PlanRequest, assumptions: Assumptions) -> JobRanks:
     """Return the ranks of a plan under a profile that names their devices and nodes."""
     tensor_parallel, pipeline_parallel = devices_of_rank(
-        profile, request.tensor_parallel, request.pipeline_parallel, origins
+        profile, request.tensor_parallel, request.pipeline_parallel, assumptions
     )
     require_pipelines(request, pipeline_parallel)
     is_whole = request.ranks is not None and request.ranks_per_node is not None
     cluster = None if is_whole else _cluster(profile, request)
-    ranks = ranks_on(request, cluster, tensor_parallel, pipeline_parallel, origins)
+    ranks = ranks_on(request, cluster, tensor_parallel, pipeline_parallel, assumptions)
     return replace(ranks, expert_parallel=profile.expert_parallel)
 
 
@@ -42,7 +42,7 @@ def require_pipelines(request: PlanRequest, pipeline_parallel: int) -> None:
 
 
 def devices_of_rank(
-    profile: CostProfile, tensor_parallel: int | None, pipeline_parallel: int | None, origins: Origins
+    profile: CostProfile, tensor_parallel: int | None, pipeline_parallel: int | None, assumptions: Assumptions
 ) -> tuple[int, int]:
     """Return the tensor- and pipeline-parallel devices of a rank: as given, else as the cost profile has them."""
     given = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
@@ -57,10 +57,10 @@ def devices_of_rank(
         )
     for name, value in wanted.items():
         if given[name] is None and value > 1:
-            origins.assume(_flag(name), value, "the cost profile")
+            assumptions.assume(_flag(name), value, "the cost profile")
     devices = math.prod(wanted.values())
     if devices > 1 and not known:
-        origins.assume("devices of a rank", devices, "the cost profile does not say; its times must be of so many")
+        assumptions.assume("devices of a rank", devices, "the cost profile does not say; its times must be of so many")
     return wanted["tensor_parallel"], wanted["pipeline_parallel"]
 
 
@@ -77,7 +77,7 @@ def ranks_on(
     cluster: ClusterSpec | None,
     tensor_parallel: int,
     pipeline_parallel: int,
-    origins: Origins,
+    assumptions: Assumptions,
 ) -> JobRanks:
     """Return the ranks of the job, and of a node; without a cluster, both were given.
 
@@ -94,12 +94,12 @@ def ranks_on(
                 f"a rank has {devices} devices, but the cluster {cluster.name} has {cluster.num_devices}; give --ranks"
             )
         each = "one device" if devices == 1 else f"{devices} devices"
-        origins.assume("--ranks", ranks, f"the cluster {cluster.name}, {each} per rank")
+        assumptions.assume("--ranks", ranks, f"the cluster {cluster.name}, {each} per rank")
     ranks_per_node = request.ranks_per_node
     if ranks_per_node is None:
         assert cluster is not None
         ranks_per_node = max(1, min(cluster.devices_per_node // tensor_parallel, ranks))
-        origins.assume("--ranks-per-node", ranks_per_node, f"the cluster {cluster.name}")
+        assumptions.assume("--ranks-per-node", ranks_per_node, f"the cluster {cluster.name}")
     return JobRanks(
         num_ranks=ranks,
         ranks_per_node=ranks_per_node,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fcp_cli.console import Origins
+from fcp_cli.console import Assumptions
 from fcp_cli.cost.profile import (
     CostProfile,
     dump_cost_profile,
@@ -103,13 +103,13 @@ class PlanInputs:
 
 
 def resolve_continuation(
-    request: PlanRequest, origins: Origins, *, plan: Path, first_step: int, manifest: Path, length_column: str
+    request: PlanRequest, assumptions: Assumptions, *, plan: Path, first_step: int, manifest: Path, length_column: str
 ) -> PlanInputs:
     """Plan the remaining steps of a run for other ranks; settings that `request` leaves open are the run's.
 
     Args:
         request: number of ranks, and other changes; the batches stay those of the run.
-        origins: collects assumptions.
+        assumptions: collects them.
         plan: the plan that the run followed.
         first_step: the first step that is not trained yet.
         manifest: the plan's manifest.
@@ -126,14 +126,14 @@ def resolve_continuation(
     ranks = request.ranks or metadata.num_ranks
     ranks_per_node = request.ranks_per_node or min(metadata.ranks_per_node, ranks)
     if request.ranks_per_node is None:
-        origins.assume("--ranks-per-node", ranks_per_node, f"the run had {metadata.ranks_per_node}")
+        assumptions.assume("--ranks-per-node", ranks_per_node, f"the run had {metadata.ranks_per_node}")
     if request.tokens_per_rank is None:
-        origins.assume("--tokens-per-rank", metadata.tokens_per_rank, "the run's plan")
+        assumptions.assume("--tokens-per-rank", metadata.tokens_per_rank, "the run's plan")
     tokens, padding = request.tokens_per_rank or metadata.tokens_per_rank, metadata.padding_multiple
-    profile = _profile_of_run(request.profile, plan, metadata, first_step, origins)
+    profile = _profile_of_run(request.profile, plan, metadata, first_step, assumptions)
     if metadata.phase == "forward":
         profile = forward_profile(profile)
-    tensor, pipeline = devices_of_rank(profile, metadata.tensor_parallel, metadata.pipeline_parallel, origins)
+    tensor, pipeline = devices_of_rank(profile, metadata.tensor_parallel, metadata.pipeline_parallel, assumptions)
     shape = JobRanks(num_ranks=ranks, ranks_per_node=ranks_per_node, tensor_parallel=tensor, pipeline_parallel=pipeline)
     return PlanInputs(
         table=table,
@@ -141,11 +141,11 @@ def resolve_continuation(
             **{
                 **fields_of(PlanSetup, metadata),
                 **fields_of(RankShape, shape),
-                "tokens_per_rank": _whole_budget(_with_headroom(tokens, request.headroom), padding, origins),
+                "tokens_per_rank": _whole_budget(_with_headroom(tokens, request.headroom), padding, assumptions),
                 "encoder_ranks": None,
-                "recipe": continued_recipe(request, metadata, profile, shape, origins),
+                "recipe": continued_recipe(request, metadata, profile, shape, assumptions),
             },
-            rank_speeds=speeds_of_run(request, metadata, first_step, ranks, ranks_per_node, origins),
+            rank_speeds=speeds_of_run(request, metadata, first_step, ranks, ranks_per_node, assumptions),
             profile=profile,
         ),
         settings=settings_of(metadata) if mixture is None else replace(settings_of(metadata), mixture=mixture),
@@ -168,35 +168,35 @@ def _table_of_run(
 
 
 def _profile_of_run(
-    given: Path | None, plan: Path, metadata: PlanMetadata, first_step: int, origins: Origins
+    given: Path | None, plan: Path, metadata: PlanMetadata, first_step: int, assumptions: Assumptions
 ) -> CostProfile:
     if given is not None:
         return load_cost_profile(given)
     profile = parse_cost_profile(metadata.cost_profile, name=f"{plan}: the plan's cost profile")
-    origins.assume("--profile", f"{profile.model} on {profile.cluster}", "the run's plan")
+    assumptions.assume("--profile", f"{profile.model} on {profile.cluster}", "the run's plan")
     refit = metadata.refit_at(first_step)
     profile = refitted(profile, refit)
     return profile if refit is None else replace(profile, text=dump_cost_profile(profile))
 
 
 def resolve(
-    request: PlanRequest, origins: Origins, *, most_peers: int | None = None, max_degree: int | None = None
+    request: PlanRequest, assumptions: Assumptions, *, most_peers: int | None = None, max_degree: int | None = None
 ) -> PlanInputs:
-    """Complete the request; every assumption goes to `origins`.
+    """Complete the request; every assumption is recorded.
 
     Args:
         request: of the user.
-        origins: collects assumptions.
+        assumptions: collects them.
         most_peers: ranks that one may meet in rings, whose connections take memory; None: no limit.
         max_degree: 1 forbids rings, so that a rank must hold every sequence; None: no limit.
     """
     table, mixture = _table(request)
     if table.column != request.length_column:
-        origins.assume(
+        assumptions.assume(
             "--length-column", table.column, f"{request.manifest or table.name} has no column {request.length_column}"
         )
     settings = BatchSettings(
-        global_batch_size=_global_batch_size(request, table, origins),
+        global_batch_size=_global_batch_size(request, table, assumptions),
         seed=request.seed,
         shuffle=request.shuffle and request.step_column is None,
         epochs=request.epochs,
@@ -208,15 +208,15 @@ def resolve(
         mixture=mixture,
     )
     data = RecipeData(table=table, settings=settings, max_degree=max_degree)
-    problem, budget = resolve_problem(request, origins, most_peers=most_peers, data=data)
-    _warn_of_unpriced_vision(table, problem.profile, origins)
+    problem, budget = resolve_problem(request, assumptions, most_peers=most_peers, data=data)
+    _warn_of_unpriced_vision(table, problem.profile, assumptions)
     inputs = PlanInputs(table=table, problem=problem, settings=settings, budget=budget, data=data)
     if request.encoder_balance == "ring" and request.encoder_ranks is None and not request.embeddings_cached:
         return inputs
     batches = inputs.batches()
-    problem = balanced_encoder(batches, request.encoder_balance, origins)
+    problem = balanced_encoder(batches, request.encoder_balance, assumptions)
     if request.encoder_ranks is not None:
-        problem = with_encoder_ranks(batches, request.encoder_ranks, origins)
+        problem = with_encoder_ranks(batches, request.encoder_ranks, assumptions)
     if request.embeddings_cached:
         problem = with_cached_embeddings(problem, batches.steps_per_epoch)
     return replace(inputs, problem=problem)
@@ -253,23 +253,23 @@ def _step_limit(steps: int | str | None) -> int | None:
 
 
 def resolve_problem(
-    request: PlanRequest, origins: Origins, *, most_peers: int | None = None, data: RecipeData | None = None
+    request: PlanRequest, assumptions: Assumptions, *, most_peers: int | None = None, data: RecipeData | None = None
 ) -> tuple[Problem, Budget]:
     """Complete the settings that all steps of a plan share: ranks, recipe, token budget, sync, profile.
 
     Args:
-        request, origins, most_peers: as of `resolve`.
+        request, assumptions, most_peers: as of `resolve`.
         data: whose steps recipes are compared on; None: the first of a fixed order that leaves room enough.
     """
-    profile = _profile_at_hand(request, origins)
+    profile = _profile_at_hand(request, assumptions)
     if profile is None:
-        profile, ranks, budget = computed_basis(request, origins, most_peers=most_peers, data=data)
+        profile, ranks, budget = computed_basis(request, assumptions, most_peers=most_peers, data=data)
     else:
-        ranks = replace(ranks_under(profile, request, origins), most_peers=most_peers)
+        ranks = replace(ranks_under(profile, request, assumptions), most_peers=most_peers)
         ranks = ranks.that_share(request.attention, prices_heads=profile.heads is not None)
-        budget = profiled_budget(request, profile, ranks, origins)
-    say_what_offloading_costs(budget, profile, origins)
-    return _problem(request, profile, ranks, budget, origins), budget
+        budget = profiled_budget(request, profile, ranks, assumptions)
+    say_what_offloading_costs(budget, profile, assumptions)
+    return _problem(request, profile, ranks, budget, assumptions), budget
 
 
 def problem_under(request: PlanRequest, inputs: PlanInputs) -> Problem:
@@ -281,13 +281,15 @@ def problem_under(request: PlanRequest, inputs: PlanInputs) -> Problem:
         request: with the changes.
         inputs: of the plan, which `resolve` made.
     """
-    now, origins = inputs.problem, Origins()
+    now, assumptions = inputs.problem, Assumptions()
     known = inputs.budget
     most_peers = known.room.place.most_peers if known and known.room else None
     ranks = JobRanks(**fields_of(RankShape, now), virtual_stages=now.virtual_stages, most_peers=most_peers)
     if known is None or known.cluster is None:
         ranks = ranks.that_share(request.attention, prices_heads=now.profile.heads is not None)
-        return _problem(request, now.profile, ranks, profiled_budget(request, now.profile, ranks, origins), origins)
+        return _problem(
+            request, now.profile, ranks, profiled_budget(request, now.profile, ranks, assumptions), assumptions
+        )
     request = replace(
         request,
         ranks=ranks.num_ranks,
@@ -296,18 +298,20 @@ def problem_under(request: PlanRequest, inputs: PlanInputs) -> Problem:
         pipeline_parallel=ranks.pipeline_parallel,
         virtual_stages=ranks.virtual_stages,
     )
-    basis = computed_basis(request, origins, cluster=known.cluster, most_peers=ranks.most_peers, data=inputs.data)
-    return _problem(request, *basis, origins)
+    basis = computed_basis(request, assumptions, cluster=known.cluster, most_peers=ranks.most_peers, data=inputs.data)
+    return _problem(request, *basis, assumptions)
 
 
-def _problem(request: PlanRequest, profile: CostProfile, ranks: JobRanks, budget: Budget, origins: Origins) -> Problem:
+def _problem(
+    request: PlanRequest, profile: CostProfile, ranks: JobRanks, budget: Budget, assumptions: Assumptions
+) -> Problem:
     profile = _in_phase(request, profile)
     padding = padding_multiple(ranks.tensor_parallel) if request.padded_rings else None
     tokens = _with_headroom(budget.tokens_per_rank, request.headroom)
     return Problem(
         **fields_of(RankShape, ranks),
         pipeline=pipeline_of(profile, ranks, budget.recipe),
-        tokens_per_rank=_whole_budget(tokens, padding, origins),
+        tokens_per_rank=_whole_budget(tokens, padding, assumptions),
         padding_multiple=padding,
         attention=split_attention(request, profile),
         rank_speeds=requested_speeds(request, ranks.num_ranks, ranks.ranks_per_node),
@@ -342,15 +346,15 @@ def _in_phase(request: PlanRequest, profile: CostProfile) -> CostProfile:
     return profile
 
 
-def _warn_of_unpriced_vision(table: LengthTable, profile: CostProfile, origins: Origins) -> None:
+def _warn_of_unpriced_vision(table: LengthTable, profile: CostProfile, assumptions: Assumptions) -> None:
     if table.vision_patches is not None and not profile.prices_vision:
-        origins.warn(
+        assumptions.warn(
             f"{table.name} has images, but the cost profile of {profile.model} knows no vision encoder: the work of "
             "encoding them counts as nothing; plan with the --model or --profile of a vision-language model"
         )
 
 
-def _profile_at_hand(request: PlanRequest, origins: Origins) -> CostProfile | None:
+def _profile_at_hand(request: PlanRequest, assumptions: Assumptions) -> CostProfile | None:
     """Return the profile that was named, or lies here and is of the model and the cluster that were; None: neither."""
     path = request.profile
     if path is None and not FOLDER_PROFILE.is_file():
@@ -363,7 +367,7 @@ def _profile_at_hand(request: PlanRequest, origins: Origins) -> CostProfile | No
         options = "--model, --cluster and --attention-kernel"
         raise UsageError(f"{path} is of {what}; drop {options} to use it, or --profile to have one computed")
     if path is None:
-        origins.assume("--profile", FOLDER_PROFILE if is_meant else f"not {FOLDER_PROFILE}", f"found here: {what}")
+        assumptions.assume("--profile", FOLDER_PROFILE if is_meant else f"not {FOLDER_PROFILE}", f"found here: {what}")
     return profile if is_meant else None
 
 
@@ -375,7 +379,7 @@ def _is_meant(profile: CostProfile, request: PlanRequest) -> bool:
 
 def computed_basis(
     request: PlanRequest,
-    origins: Origins,
+    assumptions: Assumptions,
     *,
     cluster: ClusterSpec | None = None,
     most_peers: int | None = None,
@@ -384,16 +388,16 @@ def computed_basis(
     """Compute a profile for a model and a cluster from their figures, for ranks there and the recipe of the plan.
 
     Args:
-        request, origins, most_peers, data: as of `resolve_problem`.
+        request, assumptions, most_peers, data: as of `resolve_problem`.
         cluster: in place of the request's.
     """
     spec = load_model(request.model or DEFAULT_MODEL)
     if request.model is None:
-        origins.assume("--model", spec.name, "and what 'fcp launch' trains under the plan; name yours")
-    cluster = given = (cluster or _cluster_to_plan_for(request, origins)).running(request.attention_kernel)
+        assumptions.assume("--model", spec.name, "and what 'fcp launch' trains under the plan; name yours")
+    cluster = given = (cluster or _cluster_to_plan_for(request, assumptions)).running(request.attention_kernel)
     tensor_parallel, pipeline_parallel = request.tensor_parallel or 1, request.pipeline_parallel or 1
     require_pipelines(request, pipeline_parallel)
-    ranks = replace(ranks_on(request, cluster, tensor_parallel, pipeline_parallel, origins), most_peers=most_peers)
+    ranks = replace(ranks_on(request, cluster, tensor_parallel, pipeline_parallel, assumptions), most_peers=most_peers)
     ranks = ranks.that_share(request.attention, prices_heads=bool(cluster.message_seconds))
     if cluster.is_host:  # whose cores share one memory, however many ranks run on them
         cluster = replace(cluster, memory_bytes=cluster.memory_bytes * cluster.num_devices / ranks.num_ranks)
@@ -406,14 +410,16 @@ def computed_basis(
     require_room(spec, request, place, fit)
     choice = None if data is None else basis.quickest(fit, data)
     if choice is None:
-        budget = computed_budget(spec, request, place, origins, fit)
+        budget = computed_budget(spec, request, place, assumptions, fit)
     else:
         fit = choice.fit.in_forward(place) if is_forward else choice.fit
-        budget = computed_budget(spec, request, place, origins, fit, choice.reason())
-        origins.assume("runner-up", choice.runner_up(), choice.against_usual())
+        budget = computed_budget(spec, request, place, assumptions, fit, choice.reason())
+        assumptions.assume("runner-up", choice.runner_up(), choice.against_usual())
         budget = replace(budget, tried=choice.tried, other_sync=choice.other_sync)
     profile = basis.profile(fit)
-    origins.assume("--profile", f"{spec.name} on {cluster.name}", "computed from their figures; 'fcp profile' measures")
+    assumptions.assume(
+        "--profile", f"{spec.name} on {cluster.name}", "computed from their figures; 'fcp profile' measures"
+    )
     return replace(profile, text=dump_cost_profile(profile)), ranks, replace(budget, cluster=given)
 
 
@@ -462,19 +468,19 @@ class _Basis:
         budget = Budget(tokens_per_rank=tokens, sync=fit.sync, recipe=fit.recipe)
         # Ranks of other speeds slow all recipes alike, and take several times as long to plan for.
         alike = replace(self.request, rank_speeds=None)
-        return _problem(alike, self.profile(fit), self.ranks, budget, Origins())
+        return _problem(alike, self.profile(fit), self.ranks, budget, Assumptions())
 
 
-def _cluster_to_plan_for(request: PlanRequest, origins: Origins) -> ClusterSpec:
+def _cluster_to_plan_for(request: PlanRequest, assumptions: Assumptions) -> ClusterSpec:
     """Return the cluster that was named, else the accelerators of this machine, else the example."""
     if request.cluster is not None:
         return load_cluster(request.cluster)
     found = find_accelerators()
     if found is None:
-        origins.assume("--cluster", EXAMPLE_CLUSTER, "no accelerator on this machine; name yours")
+        assumptions.assume("--cluster", EXAMPLE_CLUSTER, "no accelerator on this machine; name yours")
         return load_cluster(EXAMPLE_CLUSTER)
     cluster = cluster_of(found)
-    origins.assume("--cluster", found.describe(), f"found on this machine; rates of {cluster.name}")
+    assumptions.assume("--cluster", found.describe(), f"found on this machine; rates of {cluster.name}")
     return cluster
 
 
@@ -484,13 +490,15 @@ def _with_headroom(tokens: int, headroom: float) -> int:
     return max(1, math.floor(tokens * (1.0 - headroom)))
 
 
-def _whole_budget(tokens: int, padding: int | None, origins: Origins) -> int:
+def _whole_budget(tokens: int, padding: int | None, assumptions: Assumptions) -> int:
     """Return the token budget, or the part of it that padded sequences can fill."""
     whole = whole_budget(tokens, padding)
     if not whole:
         raise UsageError(f"a rank may hold {counted(tokens, 'token')}, but sequences are padded to {padding} on it")
     if whole != tokens:
-        origins.assume("--tokens-per-rank", whole, f"of {tokens}, since sequences are padded to multiples of {padding}")
+        assumptions.assume(
+            "--tokens-per-rank", whole, f"of {tokens}, since sequences are padded to multiples of {padding}"
+        )
     return whole
 
 
@@ -514,7 +522,7 @@ def _batching(request: PlanRequest) -> Batching | None:
     return Batching(by="tokens", tokens=request.global_batch_tokens)
 
 
-def _global_batch_size(request: PlanRequest, table: LengthTable, origins: Origins) -> int:
+def _global_batch_size(request: PlanRequest, table: LengthTable, assumptions: Assumptions) -> int:
     rows = len(table)
     if table.steps is not None:
         return int(np.unique(table.steps, return_counts=True)[1].max())
@@ -523,5 +531,5 @@ def _global_batch_size(request: PlanRequest, table: LengthTable, origins: Origin
     if request.global_batch_size is not None:
         return request.global_batch_size
     size = min(ASSUMED_GLOBAL_BATCH_SIZE, rows)
-    origins.assume("--global-batch-size", size, "the papers' 512" if size < rows else "all sequences")
+    assumptions.assume("--global-batch-size", size, "the papers' 512" if size < rows else "all sequences")
     return size

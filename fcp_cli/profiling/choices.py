@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fcp_cli.console import Origins
+from fcp_cli.console import Assumptions
 from fcp_cli.cost.profile import CostProfile, Sync
 from fcp_cli.errors import ProfileError, RunError, UsageError
 from fcp_cli.extras import pip_install
@@ -30,15 +30,15 @@ _CPU_MAX_LENGTH, _MAX_LENGTH = 4096, 131_072
 _SMALL_MODEL_PARAMETERS = 1e8  # measured within a minute on a CPU
 
 
-def computed_profile(request: ProfileRequest, origins: Origins) -> CostProfile:
-    """Return the analytic profile of a model on a cluster; `origins` collects assumptions."""
+def computed_profile(request: ProfileRequest, assumptions: Assumptions) -> CostProfile:
+    """Return the analytic profile of a model on a cluster; assumptions are recorded."""
     spec = load_model(request.model or DEFAULT_MODEL)
     cluster = load_cluster(request.cluster or EXAMPLE_CLUSTER).running(request.attention_kernel)
-    _assume(origins, "--model", request.model, spec.name, "--model or --hf-config sets it")
-    _assume(origins, "--cluster", request.cluster, cluster.name, "--cluster sets it")
+    _assume(assumptions, "--model", request.model, spec.name, "--model or --hf-config sets it")
+    _assume(assumptions, "--cluster", request.cluster, cluster.name, "--cluster sets it")
     devices = request.tensor_parallel * request.pipeline_parallel
     ranks = request.ranks or max(1, cluster.num_devices // devices)
-    _assume(origins, "--ranks", request.ranks, ranks, "all devices of the cluster")
+    _assume(assumptions, "--ranks", request.ranks, ranks, "all devices of the cluster")
     place = Place(
         num_ranks=ranks,
         ranks_per_node=max(1, cluster.devices_per_node // devices),
@@ -48,15 +48,15 @@ def computed_profile(request: ProfileRequest, origins: Origins) -> CostProfile:
         expert_parallel=request.expert_parallel,
         on_cpu=cluster.is_host,
     )
-    fit = _fit(spec, request, place, origins)
+    fit = _fit(spec, request, place, assumptions)
     _require_room(spec, request, place, fit)
     if spec.vision is not None and not request.recipe.freeze_vision:
-        origins.assume("vision encoder", "trained", "--freeze-vision leaves it as it is")
+        assumptions.assume("vision encoder", "trained", "--freeze-vision leaves it as it is")
     rate, kernel = cluster.attention_rate, cluster.attention_kernel
     shares = sorted({rate.forward, rate.backward}, reverse=True)
     efficiency = f"{cluster.linear_efficiency:.0%} of {cluster.peak_flops / 1e12:g} TFLOP/s, attention "
     efficiency += " and ".join(f"{share:.0%}" for share in shares) + (f" ({kernel})" if kernel else "")
-    origins.assume("efficiency", efficiency, f"from {cluster.name}")
+    assumptions.assume("efficiency", efficiency, f"from {cluster.name}")
     return analytic_profile(
         spec,
         cluster,
@@ -75,15 +75,15 @@ def asked_sync(request: ProfileRequest) -> Sync | None:
     return "microbatch" if request.recipe.zero == "3" else None
 
 
-def _fit(spec: ModelSpec, request: ProfileRequest, place: Place, origins: Origins) -> FittedRecipe:
-    """Return the recipe: the request, completed by settings that fit; `origins` collects the choices."""
+def _fit(spec: ModelSpec, request: ProfileRequest, place: Place, assumptions: Assumptions) -> FittedRecipe:
+    """Return the recipe: the request, completed by settings that fit; `assumptions` collects the choices."""
     sync = asked_sync(request)
     # One rank has none to wait for: it stands for those of a plan, which `fcp plan` makes for `iteration`.
     fit = fitting_recipe(spec, request.recipe, place, sync=sync or (None if place.num_ranks > 1 else "iteration"))
     room = f"leaves {fit.tokens:,} tokens per rank" if fit.tokens else "nothing fits"
-    origins.assume("recipe", fit.recipe.describe(), f"{room}; {shlex.join(fit.recipe.flags())}")
+    assumptions.assume("recipe", fit.recipe.describe(), f"{room}; {shlex.join(fit.recipe.flags())}")
     if sync is None:
-        origins.assume("--sync", fit.sync, "fcp plan takes the same option")
+        assumptions.assume("--sync", fit.sync, "fcp plan takes the same option")
     return fit
 
 
@@ -101,9 +101,9 @@ def _require_room(spec: ModelSpec, request: ProfileRequest, place: Place, fit: F
     )
 
 
-def choose_measurement(request: ProfileRequest, origins: Origins) -> Measurement:
-    """Return the measurements to make, as requested or as suits this machine; `origins` collects assumptions."""
-    kind, units = _units(request, origins)
+def choose_measurement(request: ProfileRequest, assumptions: Assumptions) -> Measurement:
+    """Return the measurements to make, as requested or as suits this machine; assumptions are recorded."""
+    kind, units = _units(request, assumptions)
     on_cpu = kind == "cpu"
     spec = load_model(request.model or (_CPU_MODEL if on_cpu else DEFAULT_MODEL))
     if spec.vision is not None and spec.vision.kind == "siglip":
@@ -111,32 +111,32 @@ def choose_measurement(request: ProfileRequest, origins: Origins) -> Measurement
             f"the encoder of {spec.name} takes images of one size alone, by which its times cannot be told apart; "
             f"compute a profile: fcp profile --analytic --model {spec.name}"
         )
-    _assume(origins, "--model", request.model, spec.name, "small enough for a CPU" if on_cpu else "--model sets it")
+    _assume(assumptions, "--model", request.model, spec.name, "small enough for a CPU" if on_cpu else "--model sets it")
     device = None if on_cpu or request.nodes > 1 else _device(kind)
     cluster = request.cluster or (THIS_MACHINE if on_cpu else cluster_like(device.name if device else ""))
     if not on_cpu:
-        _assume(origins, "--cluster", request.cluster, cluster, "its bandwidths stand in for what is not measured")
+        _assume(assumptions, "--cluster", request.cluster, cluster, "its bandwidths stand in for what is not measured")
     ranks = request.ranks or units
     if request.nodes == 1:
-        _assume(origins, "--ranks", request.ranks, ranks, "one per core" if on_cpu else "one per device")
+        _assume(assumptions, "--ranks", request.ranks, ranks, "one per core" if on_cpu else "one per device")
     if request.nodes > 1 and ranks != units:
         raise UsageError(
             f"--ranks {ranks}: {request.nodes} nodes of --devices-per-node {request.devices_per_node} have {units} "
             "ranks; leave out --ranks, or give the devices of a node"
         )
     if on_cpu and request.nodes == 1 and ranks > units:
-        origins.assume("times", f"{ranks} ranks sharing {units} cores", "as a job of so many ranks here sees them")
+        assumptions.assume("times", f"{ranks} ranks sharing {units} cores", "as a job of so many ranks here sees them")
     degrees = request.degrees or default_degrees(ranks)
     if max(degrees) > ranks > 1:
         raise UsageError(f"--degrees {max(degrees)} needs as many ranks; {ranks} are measured (--ranks 1 emulates)")
-    _assume(origins, "--degrees", request.degrees, ",".join(map(str, degrees)), f"{ranks} ranks")
+    _assume(assumptions, "--degrees", request.degrees, ",".join(map(str, degrees)), f"{ranks} ranks")
     max_length = request.max_length or (_CPU_MAX_LENGTH if on_cpu else _MAX_LENGTH)
-    _assume(origins, "--max-length", request.max_length, max_length, "tokens")
+    _assume(assumptions, "--max-length", request.max_length, max_length, "tokens")
     minutes = request.budget_minutes or (1.0 if on_cpu and spec.parameters < _SMALL_MODEL_PARAMETERS else 10.0)
-    _assume(origins, "--budget-minutes", request.budget_minutes, f"{minutes:g}", "longer is more exact")
+    _assume(assumptions, "--budget-minutes", request.budget_minutes, f"{minutes:g}", "longer is more exact")
     device_bytes = _device_bytes(kind, device, cluster, ranks)
     place = place_of(cluster, ranks=ranks, nodes=request.nodes, device_bytes=device_bytes, on_cpu=on_cpu)
-    fit = _fit(spec, request, place, origins)
+    fit = _fit(spec, request, place, assumptions)
     # Packs are measured under it; fits are scaled to the request.
     recipe = replace(fit.recipe, lora=None, freeze=None)
     layers = _layers(request, spec) or default_layers(spec, recipe, device=kind, device_bytes=device_bytes, ranks=ranks)
@@ -157,7 +157,7 @@ def choose_measurement(request: ProfileRequest, origins: Origins) -> Measurement
     )
 
 
-def _units(request: ProfileRequest, origins: Origins) -> tuple[str, int]:
+def _units(request: ProfileRequest, assumptions: Assumptions) -> tuple[str, int]:
     """Return the kind of device to measure on, and how many ranks that gives."""
     if request.nodes > 1:  # the nodes are elsewhere: they may have other devices than this machine
         return request.device, request.nodes * request.devices_per_node
@@ -167,7 +167,9 @@ def _units(request: ProfileRequest, origins: Origins) -> tuple[str, int]:
                 f"measuring needs {package}, which is not installed; run: {pip_install('hf')}, or use --analytic"
             )
     machine = find_machine(request.device)
-    origins.assume("device", machine.describe(), "what this machine has" if request.device == "auto" else "--device")
+    assumptions.assume(
+        "device", machine.describe(), "what this machine has" if request.device == "auto" else "--device"
+    )
     return machine.device, machine.num_cores if machine.device == "cpu" else machine.num_devices
 
 
@@ -201,6 +203,6 @@ def _layers(request: ProfileRequest, spec: ModelSpec) -> tuple[int, ...]:
     return counts
 
 
-def _assume(origins: Origins, name: str, given: object, value: object, reason: str) -> None:
+def _assume(assumptions: Assumptions, name: str, given: object, value: object, reason: str) -> None:
     if not given:
-        origins.assume(name, value, reason)
+        assumptions.assume(name, value, reason)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.console import Origins
+from fcp_cli.console import Assumptions
 from fcp_cli.errors import UsageError
 from fcp_cli.launching import console_scripts
 from fcp_cli.launching.console_scripts import python_program
@@ -32,7 +32,7 @@ def _command(folder: Path, name: str, content: str | bytes) -> Path:
 
 
 def _program(*words: str) -> tuple[str, ...]:
-    return python_program(words, Origins())
+    return python_program(words, Assumptions())
 
 
 def test_a_console_script_on_path_is_run_as_python(folder: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_launcher_of_its_own_is_taken_off(folder: Path, typed: str, found: str
 
 
 def test_a_skipped_launcher_is_named_with_what_runs_in_its_place(folder: Path) -> None:
-    assumed = Origins()
+    assumed = Assumptions()
 
     python_program(["accelerate", "launch", "--num_processes", "4", "train.py"], assumed)
 

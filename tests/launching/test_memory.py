@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from inline_snapshot import snapshot
 
-from fcp_cli.console import Origins
+from fcp_cli.console import Assumptions
 from fcp_cli.errors import UsageError
 from fcp_cli.launching.checks.memory import check_recipe_of_plan, host_copies, job_memory, memory_table, rank_memory
 from fcp_cli.launching.checks.plan import profile_model
@@ -252,7 +252,7 @@ def test_a_plan_without_any_option_and_the_launch_of_its_model_are_one_job(
     monkeypatch.setattr(planning_settings, "find_accelerators", lambda: found)
     monkeypatch.chdir(tmp_path)
     pq.write_table(pa.table({"length": [10, 20, 30]}), "dataset.parquet")
-    problem = planning_settings.resolve(PlanRequest(manifest=Path("dataset.parquet")), Origins()).problem
+    problem = planning_settings.resolve(PlanRequest(manifest=Path("dataset.parquet")), Assumptions()).problem
     metadata = plan_metadata(
         num_ranks=problem.num_ranks,
         sync=problem.sync,

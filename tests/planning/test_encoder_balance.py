@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fcp_cli.console import Origins
+from fcp_cli.console import Assumptions
 from fcp_cli.cost.profile import CostProfile, dump_cost_profile
 from fcp_cli.errors import UsageError
 from fcp_cli.manifest.table import LengthTable
@@ -89,7 +89,7 @@ def test_a_trained_encoder_is_not_cached() -> None:
 def test_ranks_that_only_encode_hold_no_sequences(tmp_path: Path) -> None:
     table, plan = with_pictures(), tmp_path / "plan.parquet"
     batches = GlobalBatches(table, problem_over(None), replace(SETTINGS, global_batch_size=200))
-    problem = with_encoder_ranks(batches, "4", Origins())
+    problem = with_encoder_ranks(batches, "4", Assumptions())
     assert (problem.num_ranks, problem.encoder_ranks, problem.all_ranks) == (12, 4, 16)
     make_plan(plan, PlanInputs(table=table, problem=problem, settings=batches.settings), solver_name="static")
     metadata = PlanReader(plan).metadata
@@ -141,22 +141,22 @@ def test_encoder_ranks_are_refused_where_they_cannot_run_ahead_and_auto_counts_t
     batches = GlobalBatches(with_pictures(), problem_over(None), SETTINGS)
     for wanted in ("0", "16", "-1", "few"):
         with pytest.raises(UsageError, match="it must be auto, or 1 to 15 of 16 ranks"):
-            with_encoder_ranks(batches, wanted, Origins())
+            with_encoder_ranks(batches, wanted, Assumptions())
     iteration = GlobalBatches(with_pictures(), replace(problem_over(None), sync="iteration"), SETTINGS)
     with pytest.raises(UsageError, match=r"sends embeddings wave by wave; add --sync microbatch, or leave it out"):
-        with_encoder_ranks(iteration, "2", Origins())
+        with_encoder_ranks(iteration, "2", Assumptions())
     sharded = GlobalBatches(with_pictures(), replace(problem_over(None), recipe=Recipe(zero_stage=3)), SETTINGS)
     with pytest.raises(UsageError, match=r"FSDP2 \(--zero 3\) keeps in step; add --zero 1, or leave it out"):
-        with_encoder_ranks(sharded, "2", Origins())
-    origins = Origins()
-    problem = with_encoder_ranks(batches, "auto", origins)
+        with_encoder_ranks(sharded, "2", Assumptions())
+    assumptions = Assumptions()
+    problem = with_encoder_ranks(batches, "auto", assumptions)
     assert problem.encoder_ranks is not None and 1 <= problem.encoder_ranks < 12
-    assert origins.assumed["--encoder-ranks"].startswith(f"{problem.encoder_ranks} (the first step takes ")
+    assert assumptions.assumed["--encoder-ranks"].startswith(f"{problem.encoder_ranks} (the first step takes ")
 
 
 def test_placements_of_the_encoder_are_compared() -> None:
     batches = GlobalBatches(with_pictures(), problem_over(None), replace(SETTINGS, step_limit=1))
-    problem = with_encoder_ranks(batches, "3", Origins())
+    problem = with_encoder_ranks(batches, "3", Assumptions())
     found = list(encoder_placements(batches.table, problem, batches.settings))
     assert [one.name for one in found] == ["fcp over the wave", "fcp, 3 encode"]
     assert all(list(one.outcomes) == ["microbatch"] for one in found)
@@ -180,12 +180,12 @@ def test_a_plan_over_waves_without_waves_is_found(tmp_path: Path) -> None:
 def test_waves_are_refused_where_there_are_none_and_auto_takes_what_is_sooner() -> None:
     iteration = GlobalBatches(with_pictures(), replace(problem_over(None), sync="iteration"), SETTINGS)
     with pytest.raises(UsageError, match=r"^--encoder-balance wave needs waves, .* add --sync microbatch, or leave it"):
-        balanced_encoder(iteration, "wave", Origins())
-    assert balanced_encoder(iteration, "auto", Origins()).encoder_balance is None
-    origins = Origins()
+        balanced_encoder(iteration, "wave", Assumptions())
+    assert balanced_encoder(iteration, "auto", Assumptions()).encoder_balance is None
+    assumptions = Assumptions()
     batches = GlobalBatches(with_pictures(), problem_over(None), SETTINGS)
-    chosen = balanced_encoder(batches, "auto", origins)
-    said = origins.assumed["--encoder-balance"]
+    chosen = balanced_encoder(batches, "auto", assumptions)
+    said = assumptions.assumed["--encoder-balance"]
     assert said.startswith(f"{chosen.encoder_balance or 'ring'} (the first step takes ")
     text = GlobalBatches(long_tail(), problem_over(None), SETTINGS)
-    assert balanced_encoder(text, "auto", Origins()).encoder_balance is None
+    assert balanced_encoder(text, "auto", Assumptions()).encoder_balance is None

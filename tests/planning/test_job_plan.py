@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from fcp_cli.console import Origins
+from fcp_cli.console import Assumptions
 from fcp_cli.cost.model import causal_work, group_seconds
 from fcp_cli.errors import ProfileError
 from fcp_cli.manifest.read import read_manifest
@@ -189,7 +189,7 @@ def test_steps_are_planned_as_they_are_asked_for_and_the_whole_plan_is_that_of_f
             model=None,
             cluster=None,
         ),
-        Origins(),
+        Assumptions(),
     )
     whole = make_plan(tmp_path / "again/plan.parquet", inputs, solver_name="fcp")
 

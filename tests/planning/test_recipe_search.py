@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fcp_cli.console import Origins
+from fcp_cli.console import Assumptions
 from fcp_cli.memory.fitting import LEAST_TOKENS, all_fits
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.planning import recipe_search
@@ -35,13 +35,13 @@ def inputs_of(
     *,
     lengths: list[int] | None = None,
     max_degree: int | None = None,
-    origins: Origins | None = None,
+    assumptions: Assumptions | None = None,
     **options: Any,
 ) -> PlanInputs:
     path = folder / "lengths.parquet"
     pq.write_table(pa.table({"length": long_tail(40).length_tokens if lengths is None else lengths}), path)
     common = {"manifest": path, "model": "qwen3-8b", "cluster": "h100", "ranks": 16, "global_batch_size": 32}
-    return resolve(PlanRequest(**{**common, **options}), origins or Origins(), max_degree=max_degree)
+    return resolve(PlanRequest(**{**common, **options}), assumptions or Assumptions(), max_degree=max_degree)
 
 
 def candidates_of(inputs: PlanInputs) -> Iterator[RecipeCandidate]:
@@ -98,11 +98,13 @@ def test_the_same_data_give_the_same_recipe_however_many_steps_are_planned(tmp_p
 
 
 def test_the_lines_name_the_runner_up_and_the_first_that_leaves_16k_tokens(tmp_path: Path) -> None:
-    origins = Origins()
-    inputs_of(tmp_path, origins=origins)
-    assert "(the quickest of " in origins.assumed["recipe"] and " a step on 2 steps)" in origins.assumed["recipe"]
-    assert "16,384 tokens a rank" in origins.assumed["runner-up"]
-    assert ", sync " in origins.assumed["runner-up"] and "%" in origins.assumed["runner-up"]
+    assumptions = Assumptions()
+    inputs_of(tmp_path, assumptions=assumptions)
+    assert (
+        "(the quickest of " in assumptions.assumed["recipe"] and " a step on 2 steps)" in assumptions.assumed["recipe"]
+    )
+    assert "16,384 tokens a rank" in assumptions.assumed["runner-up"]
+    assert ", sync " in assumptions.assumed["runner-up"] and "%" in assumptions.assumed["runner-up"]
 
 
 def test_only_settings_that_were_left_open_are_searched(tmp_path: Path) -> None:
@@ -150,7 +152,7 @@ def test_copies_that_nothing_hides_take_time() -> None:
 
 def linear_seconds(recipe: RecipeRequest) -> float:
     request = PlanRequest(model="qwen3-tiny", cluster="h100", ranks=8, recipe=recipe)
-    return resolve_problem(request, Origins())[0].profile.coefficients.linear_seconds_per_token
+    return resolve_problem(request, Assumptions())[0].profile.coefficients.linear_seconds_per_token
 
 
 def test_a_sample_takes_counted_work(tmp_path: Path) -> None:

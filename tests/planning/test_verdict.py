@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fcp_cli.console import Origins
+from fcp_cli.console import Assumptions
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.batches import GlobalBatches
@@ -116,7 +116,7 @@ def inputs_of(tmp_path: Path, **options: object) -> tuple[PlanRequest, PlanInput
     pq.write_table(pa.table({"length": table.length_tokens}), path)
     common = {"manifest": path, "model": "qwen3-8b", "cluster": "h200-8x8", "global_batch_size": 63}
     request = PlanRequest(**{**common, **options})  # type: ignore[arg-type]
-    return request, resolve(request, Origins())
+    return request, resolve(request, Assumptions())
 
 
 def sequences_of(inputs: PlanInputs) -> list[LengthTable]:
@@ -138,7 +138,7 @@ def test_a_remedy_is_what_the_command_would_give_with_its_flags(tmp_path: Path) 
     remedy, tried = best_remedy(request, inputs, sequences_of(inputs))
     assert remedy is not None and tried >= 2
     typed = replace(request, **typed_flags(remedy.flags))
-    again = resolve(typed, Origins())
+    again = resolve(typed, Assumptions())
     assert again.problem.tokens_per_rank == remedy.tokens_per_rank
     assert problem_under(typed, inputs) == again.problem
     # Nothing is left to gain from what was just followed.

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from inline_snapshot import snapshot
 
-from fcp_cli.console import Origins
+from fcp_cli.console import Assumptions
 from fcp_cli.machine.devices import LocalDevices
 from fcp_cli.profiling import choices
 from fcp_cli.profiling.choices import choose_measurement
@@ -32,31 +32,33 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_cpu_measures_the_tiny_model_on_a_rank_per_core(on: Any) -> None:
     on("cpu", 0)
-    origins = Origins()
-    settings = choose_measurement(UNSET, origins)
+    assumptions = Assumptions()
+    settings = choose_measurement(UNSET, assumptions)
     assert (settings.model, settings.ranks, settings.degrees) == ("qwen3-tiny", 4, (1, 2, 3, 4))
     assert (settings.device, settings.layers) == ("cpu", (2,))
     assert (settings.recipe, settings.sync) == (Recipe(precision="fp32"), "iteration")
     assert settings.budget_seconds == 60
-    assert origins.assumed["--model"] == "qwen3-tiny (small enough for a CPU)"
+    assert assumptions.assumed["--model"] == "qwen3-tiny (small enough for a CPU)"
 
 
 def test_more_ranks_than_cores_are_said_to_share_them(on: Any) -> None:
     on("cpu", 0)
-    origins = Origins()
-    choose_measurement(replace(UNSET, ranks=6), origins)
-    assert origins.assumed["times"] == snapshot("6 ranks sharing 4 cores (as a job of so many ranks here sees them)")
+    assumptions = Assumptions()
+    choose_measurement(replace(UNSET, ranks=6), assumptions)
+    assert assumptions.assumed["times"] == snapshot(
+        "6 ranks sharing 4 cores (as a job of so many ranks here sees them)"
+    )
 
 
 def test_one_accelerator_emulates_degrees_and_takes_bandwidths_from_its_like(on: Any) -> None:
     on("cuda", 1, "NVIDIA H200", 141e9)
-    origins = Origins()
-    settings = choose_measurement(UNSET, origins)
+    assumptions = Assumptions()
+    settings = choose_measurement(UNSET, assumptions)
     assert settings.emulate
     assert (settings.model, settings.cluster, settings.recipe.precision) == ("qwen3-vl-8b", "h200-8x8", "bf16")
     assert settings.degrees == (1, 2, 3, 4, 6, 8)
     assert settings.layers == (2, 6)  # 8 billion parameters in training leave too little of the memory
-    assert "--cluster" in origins.assumed
+    assert "--cluster" in assumptions.assumed
     # Alone it stands for the ranks of the cluster, which share the model out.
     assert settings.recipe.zero_stage >= 2
 
@@ -64,16 +66,16 @@ def test_one_accelerator_emulates_degrees_and_takes_bandwidths_from_its_like(on:
 def test_what_was_asked_for_of_the_recipe_is_measured_even_if_it_does_not_fit(on: Any) -> None:
     on("cuda", 8, "NVIDIA H100 80GB HBM3", 80e9)
     asked = RecipeRequest(zero="0", recompute="selective", precision="amp", loss="plain")
-    origins = Origins()
-    settings = choose_measurement(replace(UNSET, model="qwen3-8b", recipe=asked), origins)
+    assumptions = Assumptions()
+    settings = choose_measurement(replace(UNSET, model="qwen3-8b", recipe=asked), assumptions)
     as_asked = Recipe(zero_stage=0, recompute="selective", precision="amp", loss="plain")
     assert replace(settings.recipe, offload="none") == as_asked  # nobody asked to keep activations on the device
-    assert "nothing fits" in origins.assumed["recipe"]
+    assert "nothing fits" in assumptions.assumed["recipe"]
 
 
 def test_eight_accelerators_measure_real_rings(on: Any) -> None:
     on("npu", 8, "Ascend910B3", 64e9)
-    settings = choose_measurement(replace(UNSET, model="qwen3-1.7b"), Origins())
+    settings = choose_measurement(replace(UNSET, model="qwen3-1.7b"), Assumptions())
     assert not settings.emulate
     assert (settings.cluster, settings.device, settings.layers) == ("ascend910b-8x8", "npu", (28,))
 
@@ -92,4 +94,4 @@ def test_eight_accelerators_measure_real_rings(on: Any) -> None:
 def test_contradictory_options_are_named(on: Any, changes: dict[str, Any], message: str) -> None:
     on("cpu", 0)
     with raises(message):
-        choose_measurement(replace(UNSET, **changes), Origins())
+        choose_measurement(replace(UNSET, **changes), Assumptions())

@@ -14,7 +14,7 @@ from fcp_cli.commands.launch.cluster import launch_on_cluster
 from fcp_cli.commands.launch.options import LaunchOptions
 from fcp_cli.commands.launch.owning import owned_job
 from fcp_cli.commands.launch.running import run_here
-from fcp_cli.console import Origins, note, print_error, print_json, print_result, print_table, results
+from fcp_cli.console import Assumptions, note, print_error, print_json, print_result, print_table, results
 from fcp_cli.errors import FcpError, RunError, UsageError
 from fcp_cli.words import counted
 
@@ -151,7 +151,7 @@ def _resolve(options: LaunchOptions) -> Job:
     request, device = options, options.device
     if device != "auto" and not options.program:
         request = replace(options, training={"device": device, **options.training})
-    assumed = Origins()
+    assumed = Assumptions()
     job = resolve(request, lambda: _find_machine(device, dry_run=options.dry_run), assumed)
     assumed.report()
     return job

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 
-from fcp_cli.console import Origins
+from fcp_cli.console import Assumptions
 from fcp_cli.errors import ProfileError, UsageError
 from fcp_cli.launching.job.job import Cluster, Job, Mount, SecretVariable, Toleration
 from fcp_cli.launching.job.nodes import THIS_MACHINE, planned_cluster
@@ -74,7 +74,7 @@ def hosts_of(request: ClusterOptions, num_nodes: int | None) -> tuple[str, ...]:
 
 
 def cluster_machine(
-    device: str, metadata: PlanMetadata, find_machine: Callable[[], LocalDevices], assumed: Origins
+    device: str, metadata: PlanMetadata, find_machine: Callable[[], LocalDevices], assumed: Assumptions
 ) -> LocalDevices:
     """Return the machines that the job will run on, of which only the kind of device is known here.
 
@@ -101,7 +101,7 @@ def _device_kind(cluster: str) -> str:
         return "npu" if "ascend" in cluster.lower() else "cuda"
 
 
-def for_cluster(request: ClusterOptions, job: Job, assumed: Origins) -> Job:
+def for_cluster(request: ClusterOptions, job: Job, assumed: Assumptions) -> Job:
     """Complete a job that was resolved as if it ran here with everything that the templates of its target need.
 
     Variables that the user has set here are set on the nodes, too.
@@ -155,7 +155,7 @@ def for_cluster(request: ClusterOptions, job: Job, assumed: Origins) -> Job:
     )
 
 
-def _python(request: ClusterOptions, *, is_container: bool, assumed: Origins) -> str:
+def _python(request: ClusterOptions, *, is_container: bool, assumed: Assumptions) -> str:
     if request.python is not None or is_container:
         return request.python or "python"
     assumed.assume("--python", sys.executable, "it must be there on every node")
@@ -273,7 +273,7 @@ def _memory_size(text: str | None) -> str:
     return text or ""
 
 
-def _mounts(request: ClusterOptions, job: Job, assumed: Origins) -> tuple[Mount, ...]:
+def _mounts(request: ClusterOptions, job: Job, assumed: Assumptions) -> tuple[Mount, ...]:
     mounts = tuple(map(_mount, request.mount))
     plan, run_dir = job.plan.absolute(), job.run_dir
     if not any(plan.is_relative_to(mount.path) for mount in mounts):
