@@ -58,6 +58,9 @@ def prepare(model: transformers.PreTrainedModel) -> None:
     Of a vision-language model, freeze the encoder before or after; it then runs without a graph.
 
     Inside `fcp_cli.runtime.outside()`, to evaluate or generate, it runs with the attention that it had before.
+
+    Raises:
+        RunError: rings cannot run the model's attention exactly, or it mixes tokens elsewhere, too.
     """
     own = model.config.get_text_config()._attn_implementation
     text = _run_on_rings(model)
