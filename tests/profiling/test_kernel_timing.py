@@ -187,8 +187,8 @@ def test_what_is_shared_names_the_device_alone(tmp_path: Path) -> None:
 
 
 def test_a_shared_file_serves_other_users_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fcp_cli import known
     from fcp_cli.cost import measured as measured_module
+    from fcp_cli.known_names import known_names
 
     folder = tmp_path / "profiles" / "measured"
     folder.mkdir(parents=True)
@@ -199,7 +199,7 @@ def test_a_shared_file_serves_other_users_of_the_device(tmp_path: Path, monkeypa
     monkeypatch.setattr(measured_module, "shipped", lambda _: tmp_path / "profiles")
     measured_module.shipped_measured.cache_clear()
     assert measured_table(TABLE.device) == TABLE and measured_table("NVIDIA A100") is None
-    assert known.known_names("measured") == [TABLE.device]
+    assert known_names("measured") == [TABLE.device]
     measured_module.shipped_measured.cache_clear()
 
 

@@ -27,6 +27,7 @@ def test_the_public_names_of_the_runtime_are_these() -> None:
         "current_ring",
         "keep_attention",
         "keep_products",
+        "mixed_fetch",
         "outside",
         "recomputed",
         "start",

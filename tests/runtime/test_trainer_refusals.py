@@ -55,7 +55,7 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     ),
     "images of another family": (
         set_to("model.config.vision_config", SimpleNamespace()),
-        "the images of a qwen3 model cannot follow a plan, those of qwen3_vl, qwen3_vl_moe, qwen2_5_vl, internvl, gemma3",
+        "the images of a qwen3 model cannot follow a plan, those of qwen3_vl, qwen3_vl_moe, qwen3_5, qwen3_5_moe, qwen2_5_vl, internvl, gemma3",
     ),
     "tensor parallelism": (
         set_to("accelerator", SimpleNamespace(parallelism_config=SimpleNamespace(tp_size=2, cp_size=1, sp_size=1))),
