@@ -96,12 +96,14 @@ class GlobalBatches:
         self.settings = settings
         self.table, self.dropped, self.overlong = _apply_length_limit(table, problem, settings, options_that_hold)
         self.sequences = len(table) - len(self.dropped)
+        # Before the d-th dropped row stand dropped[d] - d others.
+        self._kept_before = self.dropped - np.arange(len(self.dropped))
         self._epoch: tuple[int, IntArray] | None = None
         self._window: tuple[int, int, IntArray, LengthTable] | None = None  # epoch, first position, rows, their lengths
         self._offsets: IntArray | None = None  # of batches by tokens
         self._mixed = None if settings.mixture is None else self._mixed_rows(settings.mixture)
         if settings.batching is not None and settings.batching.tokens is not None:
-            lengths = self.table.length_tokens[self._epoch_rows(0)]
+            lengths = self.table.length_tokens[self._epoch_rows(0, 0, self.sequences)]
             self._offsets = offsets_by_tokens(lengths, settings.batching.tokens)
         elif settings.batching is not None and self.table.steps is not None:
             steps = self.table.steps[self.rows]
@@ -175,7 +177,7 @@ class GlobalBatches:
         if self._offsets is not None:
             first, end = self._offsets[index : index + 2].tolist()
         if len(self.table) <= ROWS_IN_MEMORY or self._offsets is not None:
-            rows = self._epoch_rows(epoch)[first:end]
+            rows = self._epoch_rows(epoch, first, end)
             return rows, self.table.take(rows)
         begin, rows, window = self._window_of(epoch, first, end)
         here = slice(first - begin, end - begin)
@@ -205,17 +207,16 @@ class GlobalBatches:
 
     def _kept(self, places: IntArray) -> IntArray:
         """Return the rows at these places among those that take part."""
-        # Before the d-th dropped row stand dropped[d] - d others.
-        before = self.dropped - np.arange(len(self.dropped))
-        return places + np.searchsorted(before, places, side="right")
+        return places + np.searchsorted(self._kept_before, places, side="right")
 
-    def _epoch_rows(self, epoch: int) -> IntArray:
+    def _epoch_rows(self, epoch: int, first: int, end: int) -> IntArray:
+        """Return the manifest rows at these positions of an epoch."""
         if not self.settings.shuffle:
-            return self.rows
+            return self._kept(np.arange(first, end, dtype=np.int64))
         if self._epoch is None or self._epoch[0] != epoch:
             generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.settings.seed, epoch])))
             self._epoch = (epoch, generator.permutation(self.rows))
-        return self._epoch[1]
+        return self._epoch[1][first:end]
 
 
 def batch_of(sequences: LengthTable, problem: Problem, *, step: int = 0) -> Batch:

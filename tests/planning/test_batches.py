@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError, OverlongError
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches, LastBatch
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches, LastBatch, OverlongPolicy
 from tests.planning.examples import example_problem, table_of
 
 
@@ -97,6 +98,35 @@ def test_a_length_limit_below_what_fits_is_an_error_too() -> None:
         OverlongError, match=r"row 1 \(31 tokens\); .* --max-length allows 30.* --max-length 31 to hold them$"
     ):
         GlobalBatches(table_of([30, 31]), example_problem(), BatchSettings(global_batch_size=2, max_length=30))
+
+
+def test_a_step_in_the_order_of_the_manifest_looks_up_its_own_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = GlobalBatches(
+        table_of([5, 900, *range(1, 99)]),
+        example_problem(num_ranks=4, tokens_per_rank=100),
+        BatchSettings(global_batch_size=4, overlong="drop", shuffle=False),
+    )
+    looked_up: list[int] = []
+    kept = GlobalBatches._kept
+
+    def counted(self: GlobalBatches, places: IntArray) -> IntArray:
+        looked_up.append(len(places))
+        return kept(self, places)
+
+    monkeypatch.setattr(GlobalBatches, "_kept", counted)
+    assert [batches.batch(step).rows.tolist() for step in (0, 5)] == [[0, 2, 3, 4], [21, 22, 23, 24]]
+    assert looked_up == [4, 4]
+
+
+@pytest.mark.parametrize("overlong", ["drop", "truncate"])
+def test_the_longest_sequence_is_the_longest_that_takes_part(overlong: OverlongPolicy) -> None:
+    for lengths in ([5, 900, 400, 301], [5, 6], [400, 399]):
+        batches = GlobalBatches(
+            table_of(lengths),
+            example_problem(num_ranks=4, tokens_per_rank=100),
+            BatchSettings(global_batch_size=1, overlong=overlong),
+        )
+        assert batches.longest_tokens == batches.table.length_tokens[batches.rows].max()
 
 
 def test_overlong_sequences_are_dropped() -> None:
