@@ -13,7 +13,6 @@ from fcp_cli.console import note, print_json, print_table, progress, results
 from fcp_cli.errors import UsageError
 from fcp_cli.files import refuse_to_overwrite
 from fcp_cli.options import MOST_PIXELS, MOST_ROWS, MOST_WORKERS, Arg, Opt, Typed
-from fcp_cli.reading.remote import data_path
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:
@@ -231,6 +230,7 @@ def _build_on(engine: str, opened: Source, reopen: Callable[[], Source], options
     from fcp_cli.manifest.engines import count_on_ray, part_folder
     from fcp_cli.manifest.header import build_options
     from fcp_cli.manifest.parts import MergedParts
+    from fcp_cli.reading.remote import data_path
 
     name, scheme, _ = engine.partition("://")
     if options.sbatch_option and name != "slurm":
