@@ -287,10 +287,8 @@ def _plan_to_file(
     for path in emitted.values():
         note(f"wrote {path}")
     following = next_command or f"fcp launch {trains}"
-    if result.metadata.part is not None:
-        following = (
-            f"fcp plan --merge {output} --merge OTHERS -o {_PLAN}, once all {result.metadata.part.whole} steps are"
-        )
+    if (part := result.metadata.part) is not None:
+        following = f"fcp plan --merge {output} --merge OTHERS -o {_PLAN}, once all {part.whole} steps are planned"
     note(f"wrote {output}; next: {following}")
 
 

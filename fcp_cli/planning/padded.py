@@ -33,7 +33,7 @@ _TUNING_STEPS = 32  # as many as `static` is tuned on
 def make_solver(batches: GlobalBatches) -> Padded:
     """Make the solver with the smallest degree whose ranks hold the longest sequence, and the quickest rows a batch."""
     problem, table = batches.problem, batches.table
-    longest = int(table.length_tokens[batches.rows].max())
+    longest = batches.longest_tokens
     degree = next(one for one in static_degrees(problem) if one * problem.tokens_per_rank >= longest)
     held = padded_tokens(longest, degree, problem.padding_multiple)
     sizes = int(degree * problem.tokens_per_rank // held).bit_length()

@@ -144,10 +144,15 @@ def trainer_settings(trainer: Any, kind: str, loader: Any) -> LoopSettings:
 
 def is_sequential(loader: Any) -> bool:
     """Return whether a prepared loader visits the rows in the data's order."""
+    return isinstance(getattr(_own_batches(loader), "sampler", None), SequentialSampler)
+
+
+def _own_batches(loader: Any) -> Any:
+    """Return the script's own sampler of batches, inside those that share batches over ranks."""
     batches = loader.batch_sampler
-    while hasattr(batches, "batch_sampler"):  # one that shares batches over ranks
+    while hasattr(batches, "batch_sampler"):
         batches = batches.batch_sampler
-    return isinstance(getattr(batches, "sampler", None), SequentialSampler)
+    return batches
 
 
 def is_shuffled(loader: Any) -> bool:
@@ -158,9 +163,7 @@ def is_shuffled(loader: Any) -> bool:
     """
     if not hasattr(loader.dataset, "__len__"):
         return True  # a stream, which is refused with its own reason
-    batches: Any = loader.batch_sampler
-    while hasattr(batches, "batch_sampler"):
-        batches = batches.batch_sampler
+    batches = _own_batches(loader)
     sampler: Any = getattr(batches, "sampler", None)
     if type(sampler) is DistributedSampler:  # Lightning's subclass wraps a sampler of another kind
         return bool(sampler.shuffle)

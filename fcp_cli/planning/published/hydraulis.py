@@ -44,7 +44,7 @@ def make_solver(batches: GlobalBatches) -> Hydraulis:
     sample = [batches.batch(step) for step in spread_steps(len(batches), _SAMPLED_STEPS)]
     tokens = np.concatenate([batch.work.tokens for batch in sample])
     seconds = np.concatenate([seconds_by_degree(batch, problem) for batch in sample], axis=1)
-    longest = int(batches.table.length_tokens[batches.rows].max())
+    longest = batches.longest_tokens
     return Hydraulis(problem, proposals(tokens, seconds, problem, longest))
 
 

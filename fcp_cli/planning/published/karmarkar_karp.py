@@ -49,7 +49,7 @@ def make_solver(batches: GlobalBatches) -> Solver:
     problem = batches.problem
     steps = np.unique(np.linspace(0, len(batches) - 1, _SAMPLED_STEPS, dtype=np.int64)).tolist()
     sample = [batches.batch(step) for step in steps]
-    longest = int(batches.table.length_tokens[batches.rows].max())
+    longest = batches.longest_tokens
     solvers = (KarmarkarKarp(problem, setting) for setting in feasible_settings(longest, problem))
     return min(solvers, key=lambda solver: solver.seconds(sample))
 

@@ -25,7 +25,7 @@ from fcp_cli.planning.work import work_on
 def make_solver(batches: GlobalBatches) -> RowPacking:
     """Make the solver with the smallest degree whose ranks hold the longest sequence (all ranks do)."""
     problem = batches.problem
-    longest = int(batches.table.length_tokens[batches.rows].max())
+    longest = batches.longest_tokens
     degree = next(one for one in static_degrees(problem) if one * problem.tokens_per_rank >= longest)
     held = degree * problem.tokens_per_rank
     return RowPacking(problem, degree, max(longest, min(batches.settings.max_length or held, held)))

@@ -48,7 +48,7 @@ def make_usp(batches: GlobalBatches) -> StaticSolver:
 
 def _candidates(batches: GlobalBatches) -> Iterator[StaticSolver]:
     """Yield every static plan with every heads degree that divides its degree."""
-    problem, longest = batches.problem, int(batches.table.length_tokens[batches.rows].max())
+    problem, longest = batches.problem, batches.longest_tokens
     assert problem.profile.heads is not None, "a problem splits heads under a profile that prices it"
     for one in static_candidates(problem, longest):
         for heads_degree in (1, *problem.profile.heads.degrees(problem.num_ranks)):

@@ -193,7 +193,7 @@ def laid_out(tokens: IntArray, ranks: int) -> Tasks:
 def quickest_degree(batches: GlobalBatches, priced_at: Callable[[int], SpreadAttention]) -> SpreadAttention:
     """Return the strategy at the degree that is quickest over a sample of the plan's steps."""
     problem = batches.problem
-    longest = int(batches.table.length_tokens[batches.rows].max())
+    longest = batches.longest_tokens
     degrees = [degree for degree in static_degrees(problem) if degree * problem.tokens_per_rank >= longest]
     sample = [batches.batch(step) for step in spread_steps(len(batches), _SAMPLED_STEPS)]
     return min(map(priced_at, degrees), key=lambda made: sum(made.price(batch).seconds for batch in sample))

@@ -36,7 +36,7 @@ _SAMPLED_STEPS = 4
 def make_solver(batches: GlobalBatches) -> Solver:
     """Make the solver with the degree that is quickest over a sample of the steps."""
     problem = batches.problem
-    longest = int(batches.table.length_tokens[batches.rows].max())
+    longest = batches.longest_tokens
     degrees = [degree for degree in static_degrees(problem) if degree * problem.tokens_per_rank >= longest]
     sample = [batches.batch(step) for step in spread_steps(len(batches), _SAMPLED_STEPS)]
     return min((WlbLlm(problem, degree) for degree in degrees), key=lambda solver: sum(map(solver.seconds, sample)))
