@@ -6,7 +6,6 @@ import io
 import json
 import struct
 import sys
-import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from inline_snapshot import snapshot
 from fcp_cli.manifest.sources.detect import detect_kind
 from fcp_cli.manifest.sources.media_readers import video_size
 from fcp_cli.manifest.tokens import open_media
-from tests.manifest.datasets import build, write_parquet, write_tokenizer
+from tests.manifest.datasets import build, tar, write_parquet, write_tokenizer
 from tests.messages import raises
 
 
@@ -28,11 +27,7 @@ def png(height: int, width: int) -> bytes:
 
 
 def write_tar(path: Path, files: Mapping[str, bytes]) -> Path:
-    with tarfile.open(path, "w") as archive:
-        for name, content in files.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
+    path.write_bytes(tar(files))
     return path
 
 

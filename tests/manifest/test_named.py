@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import random
-import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -25,27 +22,10 @@ from fcp_cli.manifest.sources.jsonl import json_lines
 from fcp_cli.manifest.sources.named import named_source
 from fcp_cli.manifest.tokens import open_tokens
 from tests.commands.planning_folder import fcp
-from tests.manifest.datasets import tokens_at, write_tokenizer
+from tests.manifest.datasets import tar, tokens_at, write_tokenizer, zstd
 
 TEXTS = [f"row {n} " + "x" * (n * 7 % 90) for n in range(400)]
 LINES = [json.dumps({"text": text}).encode() + b"\n" for text in TEXTS]
-
-
-def zstd(content: bytes) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.CompressedOutputStream(sink, "zstd") as packed:
-        packed.write(content)
-    return bytes(sink.getvalue().to_pybytes())
-
-
-def tar(members: dict[str, bytes]) -> bytes:
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w") as archive:
-        for name, content in members.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    return stream.getvalue()
 
 
 def halves() -> tuple[bytes, bytes]:

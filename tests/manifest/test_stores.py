@@ -13,7 +13,6 @@ import random
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.manifest.datasets import write_tokenizer
+from tests.manifest.datasets import tar, write_tokenizer, zstd
 from tests.manifest.stores import Faults, failing_proxy
 
 pytestmark = pytest.mark.stores
@@ -31,23 +30,6 @@ pytestmark = pytest.mark.stores
 RECORDS = [{"text": "a b " * (n % 60) + str(n), "n": n} for n in range(60_000)]
 LINES = b"".join(json.dumps(record).encode() + b"\n" for record in RECORDS)
 _LIMIT_SECONDS = 240.0
-
-
-def compressed(content: bytes) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.CompressedOutputStream(sink, "zstd") as packed:
-        packed.write(content)
-    return bytes(sink.getvalue().to_pybytes())
-
-
-def tarred(members: dict[str, bytes]) -> bytes:
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w") as archive:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    return stream.getvalue()
 
 
 def table(records: list[dict[str, Any]]) -> bytes:
@@ -86,12 +68,10 @@ def bucket(server: int) -> Any:
         cut = lines.index(b"\n", len(lines) // 2)
         forms = {
             f"plain/{shard}.jsonl": lines,
-            f"zst/{shard}.jsonl.zst": compressed(lines),
+            f"zst/{shard}.jsonl.zst": zstd(lines),
             f"gz/{shard}.jsonl.gz": gzip.compress(lines, 1),
             f"parquet/{shard}.parquet": table(own),
-            f"tars/{shard}.tar": tarred(
-                {"a.jsonl": lines[:cut], "b.jsonl": lines[cut + 1 :]}
-            ),  # no end of the last line
+            f"tars/{shard}.tar": tar({"a.jsonl": lines[:cut], "b.jsonl": lines[cut + 1 :]}),  # no end of the last line
         }
         for name, content in forms.items():
             client.put_object(Bucket="data", Key=name, Body=content)

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from fcp_cli.plan.reader import PlanReader
-from tests.runtime.launch import torchrun
-from tests.runtime.trainer_outcomes import Outcomes, read_outcomes, require_equal
-from tests.runtime.trainer_plans import GLOBAL_BATCH, LENGTHS, write_plans
+from tests.runtime.trainer_outcomes import Outcomes, read_outcomes, require_equal, run_worker
+from tests.runtime.trainer_plans import GLOBAL_BATCH, LENGTHS
 
 pytestmark = [pytest.mark.hf, pytest.mark.distributed]
 
@@ -67,11 +66,7 @@ def test_fsdp_that_gathers_weights_again_needs_waves(remaining: Outcomes) -> Non
 
 
 def run(tmp_path_factory: pytest.TempPathFactory, *names: str) -> Path:
-    folder = tmp_path_factory.mktemp("trainer")
-    write_plans(folder)
-    (folder / "planning.json").write_text("{}")
-    torchrun("-m", "tests.runtime.workers.trainer_worker", str(folder), *names, num_ranks=2)
-    return folder
+    return run_worker(tmp_path_factory.mktemp("trainer"), "trainer_worker", *names)
 
 
 @pytest.mark.parametrize("name", _CASES)

@@ -11,9 +11,7 @@ import pytest
 
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.hugging_face.checks import COUNTED_BY_TRL, RELIED_ON_OF_TRL, check_trl
-from tests.runtime.launch import torchrun
-from tests.runtime.trainer_outcomes import Outcomes, read_outcomes, require_equal
-from tests.runtime.trainer_plans import write_plans
+from tests.runtime.trainer_outcomes import Outcomes, read_outcomes, require_equal, run_worker
 
 pytestmark = [
     pytest.mark.loops,
@@ -27,11 +25,7 @@ FIELDS = dict(RELIED_ON_OF_TRL)["FusedCausalLMOutput"]
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    folder = tmp_path_factory.mktemp("trl")
-    write_plans(folder)
-    (folder / "planning.json").write_text("{}")
-    torchrun("-m", "tests.runtime.workers.trl_worker", str(folder), num_ranks=2)
-    return read_outcomes(folder)
+    return read_outcomes(run_worker(tmp_path_factory.mktemp("trl"), "trl_worker"))
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
+from fcp_cli.plan.reader import PlanReader
 from tests.runs.records import read_metrics
+from tests.runtime.launch import torchrun
+from tests.runtime.trainer_plans import GLOBAL_BATCH, LOOP_LENGTHS, write_plans
 
 Outcomes = Callable[[str, str], list[Any]]
 """From phase (`plain` or `planned`) and case to what each rank found."""
 _FP32 = 2e-6
+
+
+def run_worker(folder: Path, worker: str, *words: str) -> Path:
+    """Run a worker of `tests/runtime/workers` on two ranks, its scripts alone and under the plans; return its folder."""
+    write_plans(folder)
+    (folder / "planning.json").write_text("{}")
+    torchrun("-m", f"tests.runtime.workers.{worker}", str(folder), *words, num_ranks=2)
+    return folder
 
 
 def read_outcomes(folder: Path, num_ranks: int = 2) -> Outcomes:
@@ -60,3 +72,15 @@ def require_equal(outcomes: Outcomes, name: str, *, most: float = _FP32, steps: 
         assert max(found.values()) <= most, (name, rank, found)
     for weight, value in planned[0]["weights"].items():
         assert torch.equal(value, planned[1]["weights"][weight]), weight
+
+
+def require_repeatable(plan: Path, outcomes: Outcomes, loop: str) -> None:
+    """Require a loop's own plan to be of its lengths and epochs, and the loop under that plan to repeat itself."""
+    lengths = pq.read_table(plan.with_suffix(".lengths.parquet"))["length"]
+    metadata = PlanReader(plan).metadata
+    assert tuple(lengths.to_pylist()) == LOOP_LENGTHS
+    assert (metadata.global_batch_size, metadata.steps, metadata.epochs) == (GLOBAL_BATCH, 6, 2)
+    made, repeated = (outcomes("planned", f"{how} {loop}")[0] for how in ("unplanned", "repeated"))
+    assert made["log"] == repeated["log"]
+    for weight, value in made["weights"].items():
+        assert torch.equal(value, repeated["weights"][weight]), weight

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
-import torch
 
-from fcp_cli.plan.reader import PlanReader
-from tests.runtime.launch import torchrun
-from tests.runtime.trainer_outcomes import Outcomes, read_outcomes, require_equal
-from tests.runtime.trainer_plans import GLOBAL_BATCH, LOOP_LENGTHS, write_plans
+from tests.runtime.trainer_outcomes import Outcomes, read_outcomes, require_equal, require_repeatable, run_worker
 
 pytestmark = pytest.mark.loops
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
@@ -35,11 +30,7 @@ _REFUSALS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("engines")
-    write_plans(folder)
-    (folder / "planning.json").write_text("{}")
-    torchrun("-m", "tests.runtime.workers.engine_worker", str(folder), num_ranks=2)
-    return folder
+    return run_worker(tmp_path_factory.mktemp("engines"), "engine_worker")
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +46,7 @@ def test_losses_norms_and_weights_are_those_of_the_loop_without_a_plan(outcomes:
 def test_a_loop_without_a_plan_follows_one_of_its_lengths_and_epochs_which_repeats_it(
     folder: Path, outcomes: Outcomes
 ) -> None:
-    lengths = pq.read_table(folder / "unplanned-engine.lengths.parquet")["length"]
-    metadata = PlanReader(folder / "unplanned-engine.parquet").metadata
-    assert tuple(lengths.to_pylist()) == LOOP_LENGTHS
-    assert (metadata.global_batch_size, metadata.steps, metadata.epochs) == (GLOBAL_BATCH, 6, 2)
-    made, repeated = (outcomes("planned", name)[0] for name in ("unplanned engine", "repeated engine"))
-    assert made["log"] == repeated["log"]
-    for weight, value in made["weights"].items():
-        assert torch.equal(value, repeated["weights"][weight]), weight
+    require_repeatable(folder / "unplanned-engine.parquet", outcomes, "engine")
 
 
 @pytest.mark.parametrize("name", _REFUSALS)

@@ -10,15 +10,10 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
-import torch
 
 from fcp_cli.errors import RunError
-from fcp_cli.plan.reader import PlanReader
-from tests.runtime.launch import torchrun
-from tests.runtime.trainer_outcomes import Outcomes, read_outcomes, require_equal
-from tests.runtime.trainer_plans import GLOBAL_BATCH, LOOP_LENGTHS, write_plans
+from tests.runtime.trainer_outcomes import Outcomes, read_outcomes, require_equal, require_repeatable, run_worker
 
 pytestmark = pytest.mark.loops
 pytest.importorskip("lightning", reason="Lightning is not installed")
@@ -38,11 +33,7 @@ _REFUSALS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("lightning")
-    write_plans(folder)
-    (folder / "planning.json").write_text("{}")
-    torchrun("-m", "tests.runtime.workers.lightning_fit_worker", str(folder), num_ranks=2)
-    return folder
+    return run_worker(tmp_path_factory.mktemp("lightning"), "lightning_fit_worker")
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +64,7 @@ def test_losses_norms_rates_and_weights_are_those_of_the_script_without_a_plan(
 def test_a_script_without_a_plan_follows_one_of_its_lengths_and_epochs_which_repeats_it(
     folder: Path, outcomes: Outcomes
 ) -> None:
-    lengths = pq.read_table(folder / "unplanned-loop.lengths.parquet")["length"]
-    metadata = PlanReader(folder / "unplanned-loop.parquet").metadata
-    assert tuple(lengths.to_pylist()) == LOOP_LENGTHS
-    assert (metadata.global_batch_size, metadata.steps, metadata.epochs) == (GLOBAL_BATCH, 6, 2)
-    made, repeated = (outcomes("planned", name)[0] for name in ("unplanned fit", "repeated fit"))
-    assert made["log"] == repeated["log"]
-    for weight, value in made["weights"].items():
-        assert torch.equal(value, repeated["weights"][weight]), weight
+    require_repeatable(folder / "unplanned-loop.parquet", outcomes, "fit")
 
 
 def test_what_cannot_be_followed_is_refused_on_every_rank_before_the_first_step(outcomes: Outcomes) -> None:
