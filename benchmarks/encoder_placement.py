@@ -24,12 +24,12 @@ from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
-from fcp_cli.plan.pricing import planned_sequences, step_prices, without_pictures
+from fcp_cli.plan.pricing.packs import planned_sequences, step_prices, without_pictures
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.dataset.run import plan_step
 from fcp_cli.planning.encoder_balance import with_encoder_ranks
 from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.run import plan_step
 from fcp_cli.planning.solvers import make_solver
 from fcp_cli.profiling.analytic import analytic_profile
 from fcp_cli.recipe import Recipe

@@ -22,12 +22,12 @@ from torch import nn
 
 from fcp_cli.cost.profile import CostProfile, StepTerms, dump_cost_profile, parse_cost_profile
 from fcp_cli.manifest.table import LengthTable
-from fcp_cli.plan.metadata import EncoderBalance
-from fcp_cli.plan.reader import PlanReader
-from fcp_cli.planning.batches import BatchSettings
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.metadata.plan_metadata import EncoderBalance
+from fcp_cli.planning.batching.batches import BatchSettings
+from fcp_cli.planning.dataset.run import make_plan
 from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.run import make_plan
-from fcp_cli.planning.settings import PlanInputs
+from fcp_cli.planning.settings.settings import PlanInputs
 from fcp_cli.runtime.communication.exchange import exchange
 from fcp_cli.runtime.session.microbatch import LocalMicroBatch
 from fcp_cli.runtime.session.session import Session

@@ -24,7 +24,7 @@ from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.descriptions import shipped_names
 from fcp_cli.models.model import load_model
-from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.recipe import Recipe, RecipeRequest
 from fcp_cli.verification.fake_devices import FakeJob, tracked_step
 

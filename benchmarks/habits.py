@@ -25,9 +25,9 @@ from fcp_cli.console import Assumptions
 from fcp_cli.manifest.build import build_manifest
 from fcp_cli.manifest.sources.detect import SourceOptions, open_source
 from fcp_cli.manifest.synth import media_records
-from fcp_cli.planning.comparison import compare
-from fcp_cli.planning.options import PlanRequest
-from fcp_cli.planning.settings import resolve
+from fcp_cli.planning.dataset.comparison import compare
+from fcp_cli.planning.settings.options import PlanRequest
+from fcp_cli.planning.settings.settings import resolve
 
 _NAMES = ("fcp", "static", "packing", "padded")
 _ROWS = 8192

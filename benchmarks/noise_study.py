@@ -22,13 +22,13 @@ import numpy as np
 from benchmarks.workloads import FAMILIES, example_profile, family_table
 from fcp_cli.arrays import FloatArray
 from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile
-from fcp_cli.plan.metadata import Sync
-from fcp_cli.plan.pricing import step_prices
+from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.plan.pricing.packs import step_prices
+from fcp_cli.plan.pricing.timeline import start_times
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.plan.timeline import start_times
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.dataset.run import plan_step
 from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.run import plan_step
 from fcp_cli.planning.solvers import make_solver
 
 NOISE = (0.05, 0.10, 0.20, 0.30, 0.50)

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.picture import sized, svg
 from fcp_cli.demo.paced import PacedSteps, PacedWork, library_table, run, typical_step, write_plans
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.report import chart_parts, charts
 from fcp_cli.report.page_data import Columns
 from fcp_cli.report.ranks_shown import RanksShown

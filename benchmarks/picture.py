@@ -20,7 +20,7 @@ from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.summary import PlanSummary
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import make_solver
 from fcp_cli.report import chart_parts, charts

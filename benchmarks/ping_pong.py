@@ -16,7 +16,7 @@ from benchmarks.split_heads import profile_of
 from benchmarks.workloads import FAMILIES
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.published.distca import DistCA
 from fcp_cli.planning.published.spread_attention import require_heads

@@ -22,10 +22,10 @@ import pyarrow.parquet as pq
 
 from benchmarks.workloads import example_profile
 from fcp_cli.manifest.read import read_manifest
-from fcp_cli.planning.batches import BatchSettings
+from fcp_cli.planning.batching.batches import BatchSettings
+from fcp_cli.planning.dataset.run import make_plan
 from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.run import make_plan
-from fcp_cli.planning.settings import PlanInputs
+from fcp_cli.planning.settings.settings import PlanInputs
 from fcp_cli.runtime.data.cursor import PlanCursor
 
 _CHUNK_ROWS = 1 << 22

@@ -28,11 +28,11 @@ from benchmarks.workloads import FAMILIES, HELD_OUT, MAX_LENGTH, example_profile
 from fcp_cli.arrays import FloatArray
 from fcp_cli.errors import PlanError
 from fcp_cli.manifest.table import LengthTable
-from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.plan.ring_order import ring_pairs
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble, makespan_seconds
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.bounds import simple_bound_seconds
 from fcp_cli.planning.problem import Problem, Solver
 from fcp_cli.planning.published.fcp_paper import FcpPaperSolver
@@ -341,8 +341,8 @@ def _scaled(family: str, sequences: int, seed: int, factor: float) -> FloatArray
 
 def stream(options: argparse.Namespace) -> None:
     """A plan of many sequences from manifest to file: wall time, memory, size."""
-    from fcp_cli.planning.run import make_plan
-    from fcp_cli.planning.settings import PlanInputs
+    from fcp_cli.planning.dataset.run import make_plan
+    from fcp_cli.planning.settings.settings import PlanInputs
 
     with tempfile.TemporaryDirectory() as folder:
         manifest, target = Path(folder) / "lengths.parquet", Path(folder) / "plan.parquet"

@@ -27,7 +27,7 @@ from fcp_cli.arrays import IntArray
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batches import batch_of
+from fcp_cli.planning.batching.batches import batch_of
 from fcp_cli.planning.problem import Assignment
 from fcp_cli.planning.rollouts.slime import build_dp_schedule
 from fcp_cli.planning.rollouts.verl import VerlBalancing

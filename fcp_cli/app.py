@@ -16,7 +16,8 @@ from typing import Annotated
 import typer
 
 from fcp_cli import __version__
-from fcp_cli.command_line import App, RootGroup
+from fcp_cli.command_line.command import App, RootGroup
+from fcp_cli.command_line.config import read_config, unknown_variables
 from fcp_cli.commands.check import check
 from fcp_cli.commands.compare import compare
 from fcp_cli.commands.demo import demo
@@ -34,7 +35,6 @@ from fcp_cli.commands.trace import trace
 from fcp_cli.commands.trust import trust
 from fcp_cli.commands.verify import verify
 from fcp_cli.commands.watch import watch
-from fcp_cli.config import read_config, unknown_variables
 from fcp_cli.console import note, print_error, settle_terminal_size, verbosity
 from fcp_cli.errors import FcpError
 from fcp_cli.extras import pip_install_module

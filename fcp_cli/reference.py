@@ -10,7 +10,7 @@ import typer
 import typer.main
 
 from fcp_cli.app import app
-from fcp_cli.command_line import default_text, examples_of, help_section, metavar_of
+from fcp_cli.command_line.command import default_text, examples_of, help_section, metavar_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,9 +1,9 @@
-"""Model types whose attention no ring computes exactly, each with the missing part."""
+"""What no ring computes exactly: special layers of some model types, and rotations that grow with the longest sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 _SELECTED: Final = (
     "attends to the tokens that an indexer selects among all earlier ones (sparse attention): a ring would also carry "
@@ -30,3 +30,21 @@ _MISSING: Final[Mapping[str, str]] = {
 def missing_for_rings(model_type: str) -> str | None:
     """Return what rings lack for the special layers of a model type, as the rest of a sentence; None if unknown."""
     return _MISSING.get(model_type)
+
+
+def growing_rotation(*settings: Any) -> str | None:
+    """Return the first rotary type that changes frequencies with the longest position, or None: a rank sees a part of it.
+
+    Args:
+        settings: values of `rope_parameters` and `rope_scaling` in a configuration: mappings, mappings by kind of
+            layer, or whatever else a file holds there.
+    """
+    blocks = [block for block in settings if isinstance(block, Mapping)]
+    for rope in (*blocks, *(inner for block in blocks for inner in block.values() if isinstance(inner, Mapping))):
+        kind = str(rope.get("rope_type", rope.get("type")))
+        if "dynamic" in kind:  # transformers searches for the word, too
+            return kind
+        # "su" is the first name of longrope; MiniCPM3 publishes equal factors, which change nothing.
+        if kind in ("longrope", "su") and rope.get("short_factor") != rope.get("long_factor"):
+            return kind
+    return None

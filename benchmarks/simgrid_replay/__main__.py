@@ -30,11 +30,11 @@ from fcp_cli.cost.model import group_terms
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
-from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.plan.ring_order import ring_order
 from fcp_cli.plan.step import MicroBatch, StepPlan
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import make_solver
 from fcp_cli.profiling.analytic import analytic_profile

@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.workloads import MAX_LENGTH
 from fcp_cli.arrays import IntArray
 from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.packing import members_by_pack
+from fcp_cli.planning.baselines.packing import members_by_pack
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 
 

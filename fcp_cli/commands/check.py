@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from fcp_cli.command_line import takes
+from fcp_cli.command_line.command import takes
 from fcp_cli.console import print_json, print_result
 from fcp_cli.options import Arg, Opt
 from fcp_cli.words import counted
@@ -35,7 +35,7 @@ def check(options: CheckOptions) -> None:
     """
     from fcp_cli.manifest.read import read_manifest
     from fcp_cli.plan.check import check_plan
-    from fcp_cli.plan.reader import PlanReader
+    from fcp_cli.plan.file.reader import PlanReader
 
     plan, table = options.plan, None
     if options.manifest is not None:

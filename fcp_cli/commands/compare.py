@@ -7,20 +7,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from fcp_cli.command_line import takes
+from fcp_cli.command_line.command import takes
 from fcp_cli.commands.plan import note_compilation
 from fcp_cli.console import Assumptions, note, print_json, print_result, progress, results
 from fcp_cli.errors import UsageError
 from fcp_cli.options import Arg, Opt
-from fcp_cli.planning.options import PlanRequest
+from fcp_cli.planning.settings.options import PlanRequest
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:
     from fcp_cli.cost.profile import CostProfile
-    from fcp_cli.plan.metadata import Sync
-    from fcp_cli.planning.batches import GlobalBatches
-    from fcp_cli.planning.comparison import Contender
-    from fcp_cli.planning.settings import PlanInputs
+    from fcp_cli.plan.metadata.plan_metadata import Sync
+    from fcp_cli.planning.batching.batches import GlobalBatches
+    from fcp_cli.planning.dataset.comparison import Contender
+    from fcp_cli.planning.settings.settings import PlanInputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,9 +58,9 @@ class CompareOptions(PlanRequest):
 )
 def compare(options: CompareOptions) -> None:
     """Compare every strategy, each in its best setting, on your lengths."""
-    from fcp_cli.planning.comparison import SYNCS, colocated, encoder_placements
-    from fcp_cli.planning.settings import resolve
-    from fcp_cli.planning.verdict import compared_verdict
+    from fcp_cli.planning.dataset.comparison import SYNCS, colocated, encoder_placements
+    from fcp_cli.planning.dataset.verdict import compared_verdict
+    from fcp_cli.planning.settings.settings import resolve
     from fcp_cli.report.compare_table import comparison_document, print_comparison
     from fcp_cli.report.verdict_lines import verdict_lines
 
@@ -111,8 +111,8 @@ def _run(
     inputs: PlanInputs, names: list[str], syncs: Sequence[Sync], milp_seconds: float
 ) -> tuple[list[Contender], GlobalBatches]:
     """Return the outcome of each strategy, and the batches that were compared on."""
-    from fcp_cli.planning.batches import GlobalBatches
-    from fcp_cli.planning.comparison import compare as run_comparison
+    from fcp_cli.planning.batching.batches import GlobalBatches
+    from fcp_cli.planning.dataset.comparison import compare as run_comparison
 
     batches = GlobalBatches(inputs.table, inputs.problem, inputs.settings)
     steps = len(batches)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fcp_cli.command_line import takes
+from fcp_cli.command_line.command import takes
 from fcp_cli.console import human, print_json, results
 from fcp_cli.options import Opt
 

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import Annotated
 
-from fcp_cli.command_line import takes
+from fcp_cli.command_line.command import takes
 from fcp_cli.console import note, print_json
 from fcp_cli.options import Opt
 

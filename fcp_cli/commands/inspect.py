@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fcp_cli.command_line import takes
+from fcp_cli.command_line.command import takes
 from fcp_cli.console import note, print_json, results
 from fcp_cli.errors import UsageError
 from fcp_cli.options import Arg, Opt
@@ -113,7 +113,7 @@ def _inspect_plan(file: PlanFile, manifest: Path | None, json: bool) -> None:
 def _summarise(file: PlanFile) -> tuple[PlanSummary, list[StepPlan], int]:
     """Return totals, a sample of steps for the static baseline, and the longest sequence."""
     from fcp_cli.plan.summary import PlanSummary
-    from fcp_cli.planning.baseline import baseline_steps
+    from fcp_cli.planning.baselines.baseline import baseline_steps
 
     metadata = file.metadata
     summary = PlanSummary.of(metadata)
@@ -130,7 +130,7 @@ def _summarise(file: PlanFile) -> tuple[PlanSummary, list[StepPlan], int]:
 
 
 def _speedup(file: PlanFile, sample: list[StepPlan], longest: int, manifest: Path | None) -> tuple[float, int] | None:
-    from fcp_cli.planning.baseline import static_speedup
+    from fcp_cli.planning.baselines.baseline import static_speedup
     from fcp_cli.planning.problem import problem_of
 
     found = static_speedup(

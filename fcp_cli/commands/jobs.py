@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from fcp_cli.command_line import App, takes
+from fcp_cli.command_line.command import App, takes
 from fcp_cli.console import note, print_always, print_json, results
 from fcp_cli.errors import RunError, UsageError
 from fcp_cli.options import Arg, Opt, Typed

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from fcp_cli.command_line import takes
+from fcp_cli.command_line.command import takes
+from fcp_cli.command_line.known_names import KINDS, Known, ignored_plugins, known_names, other_names
 from fcp_cli.console import print_always, print_json
-from fcp_cli.known_names import KINDS, Known, ignored_plugins, known_names, other_names
 from fcp_cli.options import Arg, Opt
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from fcp_cli.command_line import App, takes
+from fcp_cli.command_line.command import App, takes
 from fcp_cli.console import note, print_json, print_table, progress, results
 from fcp_cli.errors import UsageError
 from fcp_cli.files import refuse_to_overwrite

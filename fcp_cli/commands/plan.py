@@ -9,20 +9,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast
 
-from fcp_cli.command_line import takes
+from fcp_cli.command_line.command import takes
 from fcp_cli.console import Assumptions, note, print_json, print_result, progress, results
 from fcp_cli.errors import UsageError
 from fcp_cli.files import refuse_to_overwrite
 from fcp_cli.options import MOST_RANKS, MOST_WORKERS, Opt, Typed, options_of
-from fcp_cli.planning.options import PlanRequest
+from fcp_cli.planning.settings.options import PlanRequest
 from fcp_cli.words import counted, duration
 
 if TYPE_CHECKING:
-    from fcp_cli.plan.metadata import PlanPart, Sync
+    from fcp_cli.plan.metadata.plan_metadata import PlanPart, Sync
     from fcp_cli.plan.step import StepPlan
-    from fcp_cli.planning.batches import GlobalBatches
-    from fcp_cli.planning.run import PlanResult
-    from fcp_cli.planning.settings import PlanInputs
+    from fcp_cli.planning.batching.batches import GlobalBatches
+    from fcp_cli.planning.dataset.run import PlanResult
+    from fcp_cli.planning.settings.settings import PlanInputs
 
 _PLAN: Final = Path("plan.parquet")
 _WORTH_SAYING_SECONDS: Final = 0.1
@@ -115,8 +115,8 @@ def plan(options: PlanOptions) -> None:
 
     Settings without an option come from fcp.yaml, this folder or this machine; the output names each source.
     """
-    from fcp_cli.planning.mixing import mixed_files
-    from fcp_cli.planning.settings import resolve
+    from fcp_cli.planning.batching.mixing import mixed_files
+    from fcp_cli.planning.settings.settings import resolve
 
     if options.merge:
         _merge(options)
@@ -151,7 +151,7 @@ def plan(options: PlanOptions) -> None:
 
 def _merge(options: PlanOptions) -> None:
     """Merge the parts of a plan."""
-    from fcp_cli.plan.parts import merge_parts
+    from fcp_cli.plan.file.parts import merge_parts
 
     if surplus := sorted(options.typed - {"merge", "output", "json"}):
         raise UsageError(f"--merge takes its settings from the parts; leave --{surplus[0].replace('_', '-')} out")
@@ -173,7 +173,7 @@ def _merge(options: PlanOptions) -> None:
 
 def _part(options: PlanOptions, batches: GlobalBatches) -> tuple[PlanPart, int] | None:
     """Return the steps to plan, and how many they are; None: all."""
-    from fcp_cli.plan.parts import part_of_shard, part_of_steps
+    from fcp_cli.plan.file.parts import part_of_shard, part_of_steps
 
     is_range = options.steps is not None and ":" in options.steps
     if options.shard is not None:
@@ -196,7 +196,7 @@ def _with_its_attention(options: PlanOptions, assumptions: Assumptions) -> PlanO
 
 def _finish(output: Path, options: PlanOptions) -> None:
     """Make a plan file from the journal of a killed run that planned while it trained."""
-    from fcp_cli.plan.online import manifest_of
+    from fcp_cli.plan.metadata.online import manifest_of
     from fcp_cli.planning.online.journal import OnlineJournal
 
     journal = OnlineJournal(output)
@@ -219,8 +219,8 @@ _MAY_CHANGE: Final = {
 
 def _continue(options: PlanOptions, run_dir: Path) -> None:
     """Plan the remaining steps of a run."""
-    from fcp_cli.planning.mixing import mixed_files
-    from fcp_cli.planning.settings import resolve_continuation
+    from fcp_cli.planning.batching.mixing import mixed_files
+    from fcp_cli.planning.settings.settings import resolve_continuation
     from fcp_cli.runs.trained_run import plan_at_step, read_trained_run
 
     for name in ("steps", "shard", *(option.name for option in options_of(PlanRequest))):
@@ -266,7 +266,7 @@ def note_compilation(solvers: Iterable[str], syncs: Iterable[Sync]) -> None:
 def _plan_to_file(
     inputs: PlanInputs, options: PlanOptions, output: Path, assumptions: Assumptions, *, next_command: str | None = None
 ) -> None:
-    from fcp_cli.planning.verdict import plan_verdict
+    from fcp_cli.planning.dataset.verdict import plan_verdict
     from fcp_cli.report.verdict_lines import verdict_lines
 
     _check_emit(inputs, options)
@@ -330,8 +330,8 @@ def _plan_to_stdout(inputs: PlanInputs, options: PlanOptions) -> None:
 
 def _make_with_progress(inputs: PlanInputs, options: PlanOptions, output: Path) -> tuple[PlanResult, list[StepPlan]]:
     """Make the plan, and return it with the sample of its steps that the static baseline is compared on."""
-    from fcp_cli.planning.baseline import baseline_steps
-    from fcp_cli.planning.run import make_plan
+    from fcp_cli.planning.baselines.baseline import baseline_steps
+    from fcp_cli.planning.dataset.run import make_plan
 
     batches = inputs.batches()
     part = _part(options, batches)
@@ -377,7 +377,7 @@ def _price_of_limit(result: PlanResult, inputs: PlanInputs) -> dict[str, Any]:
 
 def _gain_and_time(result: PlanResult, sample: list[StepPlan], inputs: PlanInputs) -> dict[str, Any]:
     """Return figures known to planning only: the gain over the static baseline, and its own time."""
-    from fcp_cli.planning.baseline import static_speedup
+    from fcp_cli.planning.baselines.baseline import static_speedup
 
     found = static_speedup(
         sample, inputs.problem, longest_tokens=max(int(step.lengths.max()) for step in sample), manifest=inputs.table

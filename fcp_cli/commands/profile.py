@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-from fcp_cli.command_line import App, takes
+from fcp_cli.command_line.command import App, takes
 from fcp_cli.console import Assumptions, human, note, print_json, print_result, progress, results
 from fcp_cli.errors import ProfileError, UsageError
 from fcp_cli.files import refuse_to_overwrite, write_text_atomically

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from fcp_cli.command_line import takes
+from fcp_cli.command_line.command import takes
 from fcp_cli.console import note, print_json, progress
 from fcp_cli.errors import FcpError, RunError, UsageError
 from fcp_cli.options import Arg, Opt
@@ -151,7 +151,7 @@ def _draw_run(
 
 def _speedup(file: PlanFile, sample: list[StepPlan], longest: int, table: LengthTable | None) -> Speedup:
     """Return the predicted gain over the best static plan."""
-    from fcp_cli.planning.baseline import static_speedup, typical_pair
+    from fcp_cli.planning.baselines.baseline import static_speedup, typical_pair
     from fcp_cli.planning.problem import problem_of
     from fcp_cli.report.page_charts import Speedup
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from fcp_cli.command_line import takes
+from fcp_cli.command_line.command import takes
 from fcp_cli.console import Assumptions, note, print_json, results
 from fcp_cli.selftest.options import SelftestRequest
 

@@ -9,7 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
-from fcp_cli.command_line import takes
+from fcp_cli.command_line.command import takes
 from fcp_cli.console import note, print_json
 from fcp_cli.errors import FcpError, RunError, UsageError
 from fcp_cli.files import refuse_to_overwrite

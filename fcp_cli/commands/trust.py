@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from fcp_cli.command_line import takes
+from fcp_cli.command_line.command import takes
 from fcp_cli.console import note
 from fcp_cli.options import Arg, Opt
 
@@ -25,9 +25,9 @@ def trust(options: TrustOptions) -> None:
 
     Read it first. Trust is in the file's present content at its place: after a change, fcp asks again.
     """
+    from fcp_cli.command_line.trust import add_trust, digest_of, remove_trust
     from fcp_cli.errors import UsageError
     from fcp_cli.reading.documents import read_text
-    from fcp_cli.trust import add_trust, digest_of, remove_trust
 
     if options.revoke:
         remove_trust(options.config)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fcp_cli.command_line import takes
+from fcp_cli.command_line.command import takes
 from fcp_cli.console import print_json, print_result, print_table, results
 from fcp_cli.errors import UsageError
 from fcp_cli.options import MOST_TOKENS, Arg, Opt

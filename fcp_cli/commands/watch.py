@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fcp_cli.command_line import takes
+from fcp_cli.command_line.command import takes
 from fcp_cli.console import note, print_json, print_result, results
 from fcp_cli.errors import RunError
 from fcp_cli.kinds import another_kind

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from fcp_cli.attention_kernels import KernelTable
+from fcp_cli.cost.attention_kernels import KernelTable
 from fcp_cli.errors import ProfileError
 from fcp_cli.files import shipped
 from fcp_cli.reading.documents import parse_yaml, read_text

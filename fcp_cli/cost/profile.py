@@ -19,9 +19,9 @@ from typing import Annotated, Any, Final, Literal
 import yaml
 from msgspec import Meta
 
-from fcp_cli.attention_kernels import KernelTable
+from fcp_cli.cost.attention_kernels import KernelTable
+from fcp_cli.cost.kernel_names import KERNELS, KernelName
 from fcp_cli.errors import ProfileError
-from fcp_cli.kernel_names import KERNELS, KernelName
 from fcp_cli.kinds import another_kind
 from fcp_cli.reading.documents import parse_yaml, read_text
 from fcp_cli.recipe import Phase, Recipe

@@ -25,11 +25,11 @@ from fcp_cli.errors import RunError
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
-from fcp_cli.plan.reader import PlanReader
-from fcp_cli.plan.writer import plan_writer
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.file.writer import plan_writer
+from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.dataset.run import plan_metadata, plan_step
 from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.run import plan_metadata, plan_step
 from fcp_cli.planning.solvers import make_solver
 from fcp_cli.profiling.analytic import analytic_profile
 from fcp_cli.recipe import Recipe

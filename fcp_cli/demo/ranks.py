@@ -23,7 +23,7 @@ from fcp_cli.cost.profile import parse_cost_profile
 from fcp_cli.demo.device import Device, Links, PacedModel, PacedTransport, attention_on
 from fcp_cli.demo.paced import metrics_of
 from fcp_cli.machine.network import free_ports
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.runtime.session.start import start
 
 _FIRST_PORT = 29_700

@@ -26,7 +26,7 @@ from fcp_cli.demo.training import gradient_difference, run_fcp, train
 from fcp_cli.errors import UsageError
 from fcp_cli.extras import pip_install
 from fcp_cli.files import write_text_atomically
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 
 RANKS, STEPS = 16, 3
 TOLERANCE = 1e-12

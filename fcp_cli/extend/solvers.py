@@ -10,8 +10,8 @@ gives the sequences' work, and their tokens with padding, on groups of some degr
 """
 
 from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.batches import GlobalBatches
-from fcp_cli.planning.drafts import packs_of, place_waves
+from fcp_cli.planning.baselines.drafts import packs_of, place_waves
+from fcp_cli.planning.batching.batches import GlobalBatches
 from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
 from fcp_cli.planning.solvers import SolverFactory
 from fcp_cli.planning.work import work_on

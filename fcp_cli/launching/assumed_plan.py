@@ -8,8 +8,8 @@ from pathlib import Path
 from fcp_cli import __version__
 from fcp_cli.console import Assumptions
 from fcp_cli.models.model import load_model
-from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
-from fcp_cli.planning.options import PlanRequest
+from fcp_cli.plan.metadata.plan_metadata import ManifestReference, PlanMetadata
+from fcp_cli.planning.settings.options import PlanRequest
 
 
 def assumed_plan(plan: Path, model: str, ranks: int | None, manifest: Path, assumed: Assumptions) -> PlanMetadata:
@@ -22,7 +22,10 @@ def assumed_plan(plan: Path, model: str, ranks: int | None, manifest: Path, assu
         manifest: that it would be made from.
         assumed: receives all of it, with the command that makes the plan.
     """
-    from fcp_cli.planning.settings import ASSUMED_GLOBAL_BATCH_SIZE, computed_basis  # slow to import, rarely needed
+    from fcp_cli.planning.settings.settings import (  # slow to import, rarely needed
+        ASSUMED_GLOBAL_BATCH_SIZE,
+        computed_basis,
+    )
 
     name = load_model(model).name
     found = Assumptions()

@@ -27,7 +27,7 @@ from fcp_cli.launching.supervision.full_disk import full_disk_line, is_full
 from fcp_cli.launching.supervision.run import JobOutcome, Screen, run_command
 from fcp_cli.launching.supervision.watching import RunWatcher
 from fcp_cli.machine.network import interface_towards, port_problem, resolution_problem
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.heartbeat import beating
 from fcp_cli.runs.owner import STALE_SECONDS

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 
 from fcp_cli.console import Assumptions
+from fcp_cli.cost.kernel_names import KernelChoice
 from fcp_cli.errors import PlanError, RunError, UsageError
 from fcp_cli.files import USUAL_MANIFESTS, manifest_here
-from fcp_cli.kernel_names import KernelChoice
 from fcp_cli.launching.assumed_plan import assumed_plan
 from fcp_cli.launching.checks import preflight
 from fcp_cli.launching.console_scripts import python_program
@@ -34,8 +34,8 @@ from fcp_cli.launching.trainer_settings import model_of_run, recorded_settings, 
 from fcp_cli.launching.unplanned import has_plan_made, unplanned_job
 from fcp_cli.machine.devices import LocalDevices, find_machine_without_torch
 from fcp_cli.machine.network import free_ports, interface_towards
-from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.plan.online import OnlineSettings
+from fcp_cli.plan.metadata.online import OnlineSettings
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.recipe import RecipeRequest
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.launch_record import followed_plan, latest_run_dir, read_launch

@@ -17,8 +17,8 @@ from fcp_cli.launching.job.job import Job
 from fcp_cli.launching.request import LOCAL, LaunchRequest
 from fcp_cli.models.model import load_model
 from fcp_cli.models.weights import find_weights, has_weights
-from fcp_cli.plan.again import plan_again
-from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.metadata.again import plan_again
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.reading.documents import parse_yaml
 from fcp_cli.recipe import check_shard_ranks
 from fcp_cli.runs.checkpoint_header import checkpoints

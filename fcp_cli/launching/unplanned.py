@@ -9,8 +9,8 @@ from fcp_cli import __version__
 from fcp_cli.errors import UsageError
 from fcp_cli.launching.request import LOCAL, LaunchRequest
 from fcp_cli.machine.devices import LocalDevices
-from fcp_cli.plan.job_facts import PlanningWish
-from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
+from fcp_cli.plan.metadata.job_facts import PlanningWish
+from fcp_cli.plan.metadata.plan_metadata import ManifestReference, PlanMetadata
 
 
 def has_plan_made(request: LaunchRequest, target: str, plan: Path) -> bool:

@@ -18,7 +18,7 @@ from fcp_cli.memory.state import Cut
 from fcp_cli.memory.table import RankMemory
 from fcp_cli.memory.trained import check_trained
 from fcp_cli.models.model import ModelSpec
-from fcp_cli.plan.setup import RankShape, Sync, fields_of
+from fcp_cli.plan.pricing.setup import RankShape, Sync, fields_of
 from fcp_cli.recipe import (
     Offload,
     Recipe,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+from fcp_cli.cost.kernel_names import KernelChoice, KernelName
 from fcp_cli.errors import ProfileError, UsageError
-from fcp_cli.kernel_names import KernelChoice, KernelName
 from fcp_cli.machine.accelerators import Accelerators
 from fcp_cli.machine.host import cpu_name, host_memory_bytes, usable_cores
 from fcp_cli.models.descriptions import find_shipped, is_shipped, read_description

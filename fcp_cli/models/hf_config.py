@@ -12,8 +12,7 @@ from fcp_cli.models.hf_vision import VisionFamily, family_of, vision_figures
 from fcp_cli.models.layers import Architecture, Attention
 from fcp_cli.models.sizes import MOST_LAYERS
 from fcp_cli.reading.documents import kind_of, read_json
-from fcp_cli.ring_exactness import missing_for_rings
-from fcp_cli.rotations import growing_rotation
+from fcp_cli.ring_exactness import growing_rotation, missing_for_rings
 from fcp_cli.validation import shown
 
 # Model type of a language model -> the family whose layers it has.

@@ -18,9 +18,9 @@ from typing import Any, Final
 
 from fcp_cli.errors import UsageError
 from fcp_cli.files import replaced_atomically
-from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.plan.padding import padded_tokens
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
+from fcp_cli.plan.pricing.padding import padded_tokens
 from fcp_cli.plan.step import MicroBatch, StepPlan, level_waves
 
 FORMAT: Final = "fcp-execution-plan/1"

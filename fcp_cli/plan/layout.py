@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fcp_cli.plan.padding import held_tokens
-from fcp_cli.plan.setup import PlanSetup
+from fcp_cli.plan.pricing.padding import held_tokens
+from fcp_cli.plan.pricing.setup import PlanSetup
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.words import counted
 

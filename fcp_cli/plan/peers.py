@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from fcp_cli.arrays import IntArray
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.ring_order import ring_pairs
 from fcp_cli.plan.step import RingGroup, StepPlan
 

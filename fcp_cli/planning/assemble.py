@@ -9,8 +9,7 @@ import numpy as np
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.errors import PlanError
 from fcp_cli.plan.layout import check_layout
-from fcp_cli.plan.prices import Prices
-from fcp_cli.plan.pricing import (
+from fcp_cli.plan.pricing.packs import (
     PlacedPacks,
     beside_language,
     encoder_shares,
@@ -18,8 +17,9 @@ from fcp_cli.plan.pricing import (
     quickest_heads,
     wave_encoder_seconds,
 )
+from fcp_cli.plan.pricing.prices import Prices
+from fcp_cli.plan.pricing.timeline import priced_times
 from fcp_cli.plan.step import StepPlan, offsets_of, sizes_of
-from fcp_cli.plan.timeline import priced_times
 from fcp_cli.planning.bounds import lower_bound_seconds
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 

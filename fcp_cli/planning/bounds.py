@@ -11,8 +11,8 @@ import numpy as np
 
 from fcp_cli.arrays import FloatArray
 from fcp_cli.cost.model import Work
-from fcp_cli.plan.pipeline import Pipeline
-from fcp_cli.plan.speeds import Speeds
+from fcp_cli.plan.pricing.pipeline import Pipeline
+from fcp_cli.plan.pricing.speeds import Speeds
 from fcp_cli.planning.compiled.alone import alone_by_degree, least_alone, longest_alone, work_in_rings
 from fcp_cli.planning.compiled.certificate import area_bound, crowd_bound, wave_bound
 from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, planner_inputs

@@ -13,18 +13,18 @@ from fcp_cli.console import Assumptions
 from fcp_cli.errors import ManifestError, OverlongError, UsageError
 from fcp_cli.manifest.checks import LONGEST_TOKENS, checked_table
 from fcp_cli.manifest.table import LengthTable
-from fcp_cli.plan.metadata import Sync
-from fcp_cli.plan.online import OnlineOptions, OnlineSettings
+from fcp_cli.plan.metadata.online import OnlineOptions, OnlineSettings
+from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batches import batch_of
+from fcp_cli.planning.batching.batches import batch_of
 from fcp_cli.planning.fcp.solver import solver_of
 from fcp_cli.planning.online.settings import require_fitting, stream_batching, stream_metadata
-from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.rank_speeds import GivenSpeeds, speeds_words
-from fcp_cli.planning.recipe_search import unknown_lengths
-from fcp_cli.planning.settings import resolve_problem
+from fcp_cli.planning.settings.options import PlanRequest
+from fcp_cli.planning.settings.rank_speeds import GivenSpeeds, speeds_words
+from fcp_cli.planning.settings.recipe_search import unknown_lengths
+from fcp_cli.planning.settings.settings import resolve_problem
 from fcp_cli.validation import validated
 
 if TYPE_CHECKING:

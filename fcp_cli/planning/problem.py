@@ -9,10 +9,10 @@ from typing import Any, Protocol, runtime_checkable
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.cost.model import Work
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
-from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.plan.refits import refitted
-from fcp_cli.plan.setup import PlanSetup, fields_of
-from fcp_cli.plan.speeds import Speeds, named_speeds
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
+from fcp_cli.plan.metadata.refits import refitted
+from fcp_cli.plan.pricing.setup import PlanSetup, fields_of
+from fcp_cli.plan.pricing.speeds import Speeds, named_speeds
 from fcp_cli.recipe import Phase
 
 

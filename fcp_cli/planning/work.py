@@ -7,8 +7,8 @@ import numpy.typing as npt
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.model import Work, vision_seconds
 from fcp_cli.manifest.table import LengthTable
-from fcp_cli.plan import pricing
-from fcp_cli.plan.padded_work import padded_work
+from fcp_cli.plan.pricing import packs as pricing
+from fcp_cli.plan.pricing.padded_work import padded_work
 from fcp_cli.planning.problem import Problem
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fcp_cli import __version__
-from fcp_cli.attention_kernels import KernelTable
+from fcp_cli.cost.attention_kernels import KernelTable
 from fcp_cli.cost.fitting import (
     Fit,
     Sample,

@@ -9,8 +9,8 @@ from typing import Final
 
 import torch
 
-from fcp_cli.attention_kernels import KernelTiming, shape_class
-from fcp_cli.kernel_names import KERNELS
+from fcp_cli.cost.attention_kernels import KernelTiming, shape_class
+from fcp_cli.cost.kernel_names import KERNELS
 from fcp_cli.profiling.device import Stopwatch, wait_for_device
 from fcp_cli.runtime.kernels.available import NamedKernel
 from fcp_cli.runtime.kernels.chosen import ChosenKernel, Preference

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from fcp_cli.kernel_names import KernelChoice
+from fcp_cli.cost.kernel_names import KernelChoice
 from fcp_cli.options import MOST_RANKS, Opt, OptionGroup
 from fcp_cli.recipe import RecipeRequest
 

@@ -14,8 +14,8 @@ from fcp_cli.cost.heads_fitting import fit_groups
 from fcp_cli.cost.profile import CostProfile, StepTerms, dump_cost_profile, parse_cost_profile
 from fcp_cli.errors import ProfileError
 from fcp_cli.models.model import load_model
-from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.runs.metrics_reader import read_metrics
 from fcp_cli.runs.metrics_record import MetricsRecord, RunRecord, StepRecord

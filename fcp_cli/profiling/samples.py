@@ -14,7 +14,7 @@ from typing import Any, Final, Generic, Literal
 
 import numpy as np
 
-from fcp_cli.attention_kernels import KernelTable
+from fcp_cli.cost.attention_kernels import KernelTable
 from fcp_cli.cost.fitting import LEAST_SAMPLES, Sample
 from fcp_cli.errors import ProfileError
 from fcp_cli.files import reason_of, write_text_atomically

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fcp_cli.attention_kernels import KernelTable
+from fcp_cli.cost.attention_kernels import KernelTable
 from fcp_cli.machine.host import usable_cores
 from fcp_cli.models.model import load_model
 from fcp_cli.profiling.device import (

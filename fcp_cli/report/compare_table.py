@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fcp_cli.console import print_table
-from fcp_cli.plan.metadata import Sync
-from fcp_cli.planning.comparison import Contender
+from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.planning.dataset.comparison import Contender
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import strategy
 

@@ -10,7 +10,7 @@ from fcp_cli.memory.state import Cut
 from fcp_cli.memory.table import RankMemory
 from fcp_cli.models.cluster import THIS_MACHINE
 from fcp_cli.models.model import load_model
-from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 
 _ITEMS_NAMED = 4
 

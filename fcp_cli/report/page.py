@@ -18,7 +18,7 @@ from typing import Any
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.errors import FcpError
 from fcp_cli.extras import pip_install
-from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.report.chart_parts import CONFIG
 from fcp_cli.report.memory import planned_memory
 from fcp_cli.report.page_charts import Speedup, charts_of, has_measured_steps

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fcp_cli.cost.profile import parse_cost_profile
-from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.report import charts, run_charts
 from fcp_cli.report.chart_parts import DegreeColours, Spec

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.plan.padding import held_tokens
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
+from fcp_cli.plan.pricing.padding import held_tokens
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.summary import PlanSummary
 from fcp_cli.report.ranks_shown import RanksShown

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator
 
-from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.report.memory import memory_sentence, planned_memory
 from fcp_cli.report.page_charts import Speedup, degree_shares, device_bytes, idle_maps
 from fcp_cli.report.page_data import HeatMap, PlanPicture

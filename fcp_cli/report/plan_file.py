@@ -14,8 +14,8 @@ from pathlib import Path
 from fcp_cli.errors import PlanError
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.table import LengthTable
-from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.words import counted
 

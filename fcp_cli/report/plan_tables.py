@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fcp_cli.console import print_table
-from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
+from fcp_cli.plan.metadata.refits import refit_text
 from fcp_cli.plan.peers import PeerCount
-from fcp_cli.plan.refits import refit_text
-from fcp_cli.plan.speeds import speeds_text
+from fcp_cli.plan.pricing.speeds import speeds_text
 from fcp_cli.plan.step import MicroBatch, StepPlan
 from fcp_cli.plan.summary import PlanSummary
 from fcp_cli.report.bars import bar

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fcp_cli.arrays import IntArray
-from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 
 _MOST_RANKS = 512  # more rows than a screen has pixels for help nobody, and make the page large
 _MOST_NODE_LINES = 33

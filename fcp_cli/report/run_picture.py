@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.report.page_data import Columns, HeatMap
 from fcp_cli.report.ranks_shown import RanksShown
 from fcp_cli.runs.metrics_reader import RunStep

@@ -9,11 +9,11 @@ import numpy.typing as npt
 
 from fcp_cli.arrays import FloatArray
 from fcp_cli.cost.profile import parse_cost_profile
-from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.plan.pipeline import Pipeline
-from fcp_cli.plan.prices import Prices
-from fcp_cli.plan.pricing import step_prices
-from fcp_cli.plan.refits import refitted
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
+from fcp_cli.plan.metadata.refits import refitted
+from fcp_cli.plan.pricing.packs import step_prices
+from fcp_cli.plan.pricing.pipeline import Pipeline
+from fcp_cli.plan.pricing.prices import Prices
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.report.ranks_shown import RanksShown
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, TextIO
 
 import numpy as np
 
-from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.plan.step import MicroBatch, StepPlan
 from fcp_cli.report.stage_bars import stage_times
 from fcp_cli.runs.metrics_reader import RunStep

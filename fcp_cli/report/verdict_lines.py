@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any, Final
 
-from fcp_cli.planning.verdict import Verdict
+from fcp_cli.planning.dataset.verdict import Verdict
 from fcp_cli.words import counted
 
 _WIDTH, _MOST_LINES = 80, 4

@@ -15,9 +15,9 @@ import numpy as np
 from fcp_cli.console import print_table
 from fcp_cli.cost.model import group_seconds, pack_parts
 from fcp_cli.manifest.table import LengthTable
-from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.plan.pipeline import Pipeline
-from fcp_cli.plan.pricing import planned_sequences, ranks_together
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
+from fcp_cli.plan.pricing.packs import planned_sequences, ranks_together
+from fcp_cli.plan.pricing.pipeline import Pipeline
 from fcp_cli.plan.step import MicroBatch, StepPlan
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.work import batch_work, work_on

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from fcp_cli.errors import RunError
-from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.reading.documents import read_object
 from fcp_cli.reading.inputs import require_input
 from fcp_cli.runs.checkpoint_files import FileSums, wrong_size

@@ -18,7 +18,7 @@ import numpy as np
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.errors import RunError
 from fcp_cli.kinds import another_kind
-from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.reading.inputs import bounded_lines, open_input
 from fcp_cli.runs.follower import FileFollower
 from fcp_cli.runs.metrics import FORMAT, records_of

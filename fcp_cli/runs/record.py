@@ -9,7 +9,7 @@ from pathlib import Path
 from fcp_cli.files import replaced_atomically, write_text_atomically
 from fcp_cli.machine.devices import has_driver_files
 from fcp_cli.machine.facts import collect_facts, facts_document
-from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.runs.folder import RunPaths
 
 

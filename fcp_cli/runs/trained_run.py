@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fcp_cli.errors import RunError
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.runs.checkpoint_header import check_plan_of, checkpoints, read_header
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.launch_record import LaunchRecord, followed_plan, read_launch

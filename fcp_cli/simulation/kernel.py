@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
-from fcp_cli.compiling import kernel, leaf
+from fcp_cli.compiling.compile import kernel, leaf
 
 
 class Graph(NamedTuple):

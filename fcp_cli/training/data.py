@@ -10,7 +10,7 @@ from fcp_cli.errors import ManifestError, RunError
 from fcp_cli.manifest.header import manifest_source
 from fcp_cli.manifest.tokenizer import FileTokenizer
 from fcp_cli.manifest.tokens import SyntheticTokens, TokenReader, open_media, open_tokens
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.runtime.agreement.plan_agreement import require_causal
 
 

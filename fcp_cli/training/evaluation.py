@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from fcp_cli.errors import RunError, UsageError
 from fcp_cli.manifest.read import read_manifest
-from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.recipe import Recipe, check_recipe
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.metrics import EvaluationMeasurement, LengthBucket
@@ -83,10 +83,10 @@ def _planned(settings: TrainSettings, session: Session) -> Path:
 
 
 def _make_plan(path: Path, settings: TrainSettings, metadata: PlanMetadata) -> None:
-    from fcp_cli.planning.batches import BatchSettings
+    from fcp_cli.planning.batching.batches import BatchSettings
+    from fcp_cli.planning.dataset.run import make_plan
     from fcp_cli.planning.problem import problem_of
-    from fcp_cli.planning.run import make_plan
-    from fcp_cli.planning.settings import PlanInputs
+    from fcp_cli.planning.settings.settings import PlanInputs
 
     assert settings.eval_manifest is not None
     table = read_manifest(settings.eval_manifest, length_column=settings.length_column)

@@ -12,7 +12,7 @@ from fcp_cli.memory.fitting import Place, sharing_ranks
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.model import load_model
-from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.recipe import Recipe
 from fcp_cli.runtime import ActivationOffload
 

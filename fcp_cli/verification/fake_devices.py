@@ -28,10 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fcp_cli import __version__
 from fcp_cli.models.model import load_model
-from fcp_cli.plan.metadata import ManifestReference, PlanMetadata, Sync
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.file.writer import plan_writer
+from fcp_cli.plan.metadata.plan_metadata import ManifestReference, PlanMetadata, Sync
 from fcp_cli.plan.step import StepPlan, offsets_of
-from fcp_cli.plan.writer import plan_writer
 from fcp_cli.recipe import Recipe
 from fcp_cli.runtime.communication.world import ProcessWorld
 from fcp_cli.runtime.kernels.cuda import CudaFlashKernel

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from fcp_cli.errors import FcpError, RunError
 from fcp_cli.files import write_text_atomically
 from fcp_cli.machine.torchrun import torchrun_argv
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.runtime.communication.world import leave_process_group
 from fcp_cli.runtime.session.start import start
 from fcp_cli.verification.recording import BACKEND, LabellingTransport, ProcessRecorder

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.masks import CAUSAL, Mask
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.recipe import Reduce
 from fcp_cli.runtime.data.loader import Fetch

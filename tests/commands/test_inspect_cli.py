@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from tests.commands.planning_folder import EIGHT_RANKS, assert_one_error_line, fcp, fcp_process, write_dataset
 from tests.report.edited_plans import change_column, edited
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from tests.commands.planning_folder import assert_one_error_line, fcp
 from tests.report.runs import make_example_plan
 

@@ -296,7 +296,7 @@ def test_a_run_directory_in_use_is_not_overwritten(fcp: Fcp, tmp_path: Path) -> 
 
 _SCRIPT = """
 import os, sys
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 assert PlanReader(os.environ["FCP_PLAN"]).metadata.num_ranks == int(os.environ["WORLD_SIZE"])
 if os.environ["RANK"] == "0":
     print("rank 0 was given", sys.argv[1:])

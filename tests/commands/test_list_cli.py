@@ -8,7 +8,7 @@ import pytest
 import typer.main
 
 from fcp_cli.app import app
-from fcp_cli.known_names import KINDS, Known, known_names
+from fcp_cli.command_line.known_names import KINDS, Known, known_names
 from fcp_cli.planning.solvers import solver_names
 
 

@@ -17,7 +17,7 @@ from inline_snapshot import snapshot
 
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.plan.check import check_plan
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from tests.commands.planning_folder import EIGHT_RANKS, assert_one_error_line, fcp, write_dataset
 from tests.patience import PATIENCE_SECONDS, wait_until
 

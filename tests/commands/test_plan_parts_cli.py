@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fcp_cli.errors import RunError
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.runtime.data.cursor import PlanCursor
 from tests.commands.planning_folder import EIGHT_RANKS, assert_one_error_line, fcp, write_dataset
 

@@ -15,7 +15,7 @@ from inline_snapshot import snapshot
 from fcp_cli.cost.profile import load_cost_profile
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.models.model import load_model
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.recipe import Recipe
 from tests.commands.test_profile_cli import Fcp, fcp
 from tests.profiling.recorded import truth, write_samples

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from tests.commands.planning_folder import fcp, fcp_process
 from tests.planning.examples import PROFILE
 from tests.plugin_packages import install

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from inline_snapshot import snapshot
 
+from fcp_cli.command_line.trust import _mark
 from fcp_cli.commands.launch.options import LaunchOptions
 from fcp_cli.options import options_of
-from fcp_cli.trust import _mark
 from tests.commands.planning_folder import fcp, write_dataset
 from tests.syntax import nodes_of
 

@@ -19,7 +19,7 @@ from fcp_cli.app import app
 from fcp_cli.demo import paced, show
 from fcp_cli.demo.show import RANKS, Demo, prepare
 from fcp_cli.errors import RunError, UsageError
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from tests.pages import ROOT
 from tests.patience import PATIENCE_SECONDS
 

@@ -16,10 +16,10 @@ import pytest
 from fcp_cli import Planner
 from fcp_cli.errors import FcpError
 from fcp_cli.manifest.read import read_manifest
-from fcp_cli.plan.metadata import METADATA_KEY
-from fcp_cli.plan.reader import PlanReader
-from fcp_cli.planning import journal, run
-from fcp_cli.planning.journal import Journal
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.metadata.plan_metadata import METADATA_KEY
+from fcp_cli.planning.dataset import journal, run
+from fcp_cli.planning.dataset.journal import Journal
 from fcp_cli.planning.online.journal import OnlineJournal, length_columns
 from tests.commands.planning_folder import fcp, write_dataset
 from tests.fuzz import mutations

@@ -23,7 +23,7 @@ _STORE = "an object of a store; tests/reading/test_remote.py has faults of those
 EXCEPTIONS = {
     "fcp_cli/commands/plan.py:_plan_to_stdout": _OWN,
     "fcp_cli/commands/trust.py:trust": _NOT_YET,
-    "fcp_cli/compiling.py:package_stamp": _SYSTEM,
+    "fcp_cli/compiling/compile.py:package_stamp": _SYSTEM,
     "fcp_cli/cost/measured.py:read_measured": _NOT_YET,
     "fcp_cli/integrations/megatron/measured.py:ScheduleRecorder.begin": _OWN,
     "fcp_cli/launching/console_scripts.py:_head": _NOT_YET,
@@ -43,8 +43,8 @@ EXCEPTIONS = {
     "fcp_cli/manifest/sources/detect.py:_made_by_fcp": _NOT_YET,
     "fcp_cli/manifest/sources/picture_records.py:_samples": _NOT_YET,
     "fcp_cli/models/weights.py:_conversion": _NOT_YET,
-    "fcp_cli/plan/messages.py:table_of": _OWN,
-    "fcp_cli/planning/journal.py:Journal.read_refit": _RANKS,
+    "fcp_cli/plan/file/messages.py:table_of": _OWN,
+    "fcp_cli/planning/dataset/journal.py:Journal.read_refit": _RANKS,
     "fcp_cli/planning/online/journal.py:OnlineJournal._take_over_plan": _NOT_YET,
     "fcp_cli/profiling/device.py:PeakMemory.peak_bytes": _SYSTEM,
     "fcp_cli/profiling/device.py:run_queue_seconds": _SYSTEM,
@@ -70,7 +70,7 @@ EXCEPTIONS = {
     "fcp_cli/training/pictures.py:_digest_of": _RANKS,
     "fcp_cli/training/pictures.py:_digest_of_file": _RANKS,
     "fcp_cli/training/trainer.py:Trainer._open_metrics": _RANKS,
-    "fcp_cli/trust.py:_trusted": _NOT_YET,
+    "fcp_cli/command_line/trust.py:_trusted": _NOT_YET,
     "fcp_cli/verification/processes.py:_reason": _OWN,
 }
 

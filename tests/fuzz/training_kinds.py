@@ -15,7 +15,7 @@ from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.sources.pictures import PictureRecords
 from fcp_cli.manifest.tokens import open_pictures, open_tokens
 from fcp_cli.models.weights import find_weights
-from fcp_cli.plan.online import read_online_settings
+from fcp_cli.plan.metadata.online import read_online_settings
 from fcp_cli.runs.checkpoint_header import checkpoints, read_header
 from tests.fuzz import mutations
 from tests.fuzz.kind import Change, Kind, of_calls, of_files, parquet

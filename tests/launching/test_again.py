@@ -9,7 +9,7 @@ import pytest
 
 from fcp_cli.launching.job.document import again_command
 from fcp_cli.launching.job.job import Job
-from fcp_cli.plan.job_facts import PlanningWish
+from fcp_cli.plan.metadata.job_facts import PlanningWish
 from tests.launching.jobs import local_job
 
 

@@ -16,7 +16,7 @@ from fcp_cli.launching.job.job import Job
 from fcp_cli.machine import network
 from fcp_cli.machine.facts import Facts
 from fcp_cli.models.shipped import shipped_profile
-from fcp_cli.plan.pipeline import Pipeline
+from fcp_cli.plan.pricing.pipeline import Pipeline
 from fcp_cli.recipe import Recipe
 from tests.launching.jobs import MACHINES, job, plan_metadata
 

@@ -23,8 +23,8 @@ from fcp_cli.machine.accelerators import Accelerators
 from fcp_cli.machine.devices import LocalDevices
 from fcp_cli.machine.facts import Facts
 from fcp_cli.models.model import load_model
-from fcp_cli.planning import settings as planning_settings
-from fcp_cli.planning.options import PlanRequest
+from fcp_cli.planning.settings import settings as planning_settings
+from fcp_cli.planning.settings.options import PlanRequest
 from fcp_cli.recipe import Recipe
 from fcp_cli.training.settings import TrainSettings
 from tests.launching.jobs import GPUS, job, local_job, plan_metadata

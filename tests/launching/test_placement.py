@@ -8,7 +8,7 @@ from inline_snapshot import snapshot
 from fcp_cli.errors import RunError
 from fcp_cli.launching.job.nodes import check_ranks, place, planned_nodes
 from fcp_cli.machine.devices import UNKNOWN_MACHINE, LocalDevices
-from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
+from fcp_cli.plan.metadata.plan_metadata import ManifestReference, PlanMetadata
 from tests.messages import raises
 
 PLAN = Path("plan.parquet")

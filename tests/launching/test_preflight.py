@@ -15,7 +15,7 @@ from inline_snapshot import snapshot
 from fcp_cli.errors import FcpError, PlanError, RunError
 from fcp_cli.launching.checks import preflight
 from fcp_cli.machine import devices
-from fcp_cli.plan.metadata import Continuation
+from fcp_cli.plan.metadata.plan_metadata import Continuation
 from fcp_cli.runs.checkpoint_files import FileSums
 from fcp_cli.runs.checkpoint_header import CheckpointHeader
 from fcp_cli.training.settings import TrainSettings

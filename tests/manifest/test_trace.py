@@ -12,7 +12,7 @@ import pytest
 
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.plan.check import check_plan
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from tests.commands.planning_folder import fcp
 from tests.messages import raises
 from tests.planning.examples import PROFILE

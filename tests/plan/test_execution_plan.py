@@ -14,9 +14,9 @@ from inline_snapshot import snapshot
 
 from fcp_cli.errors import UsageError
 from fcp_cli.plan.execution_plan import refuse_inexpressible, write_execution_plan
-from fcp_cli.plan.metadata import OverlongReport, Sync
-from fcp_cli.plan.padding import padded_tokens
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.metadata.plan_metadata import OverlongReport, Sync
+from fcp_cli.plan.pricing.padding import padded_tokens
 from tests.plan.plans import rewritten, small_plan
 from tests.planning.examples import table_of
 

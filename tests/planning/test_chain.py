@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.planning.compiled import iteration, microbatch
 from tests.commands.planning_folder import EIGHT_RANKS, fcp, write_dataset
 

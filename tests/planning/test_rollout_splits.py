@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fcp_cli import Planner
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.planning.number_partition import partition
+from fcp_cli.planning.baselines.number_partition import partition
 from fcp_cli.planning.rollouts.levelling import level_packs, level_parts
 from fcp_cli.planning.rollouts.nemo_rl import as_rank_plan, rank_plans
 from fcp_cli.planning.rollouts.slime import build_dp_schedule

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from inline_snapshot import snapshot
 
+from fcp_cli.cost.kernel_names import KernelName
 from fcp_cli.cost.profile import Coefficients, CostProfile, StepTerms, Sync, dump_cost_profile, parse_cost_profile
 from fcp_cli.errors import UsageError
-from fcp_cli.kernel_names import KernelName
 from fcp_cli.memory.activations import patch_bytes
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.rank import rank_memory

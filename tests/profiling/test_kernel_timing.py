@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fcp_cli.attention_kernels import KernelTable, KernelTiming, ShapeClass, shape_class
+from fcp_cli.cost.attention_kernels import KernelTable, KernelTiming, ShapeClass, shape_class
 from fcp_cli.cost.measured import MeasuredDevice, measured_table, read_measured
 from fcp_cli.errors import ProfileError, UsageError
 from fcp_cli.profiling.assemble import profile_from_samples
@@ -187,8 +187,8 @@ def test_what_is_shared_names_the_device_alone(tmp_path: Path) -> None:
 
 
 def test_a_shared_file_serves_other_users_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fcp_cli.command_line.known_names import known_names
     from fcp_cli.cost import measured as measured_module
-    from fcp_cli.known_names import known_names
 
     folder = tmp_path / "profiles" / "measured"
     folder.mkdir(parents=True)

@@ -19,7 +19,7 @@ from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.sources.columnar import columnar
 from fcp_cli.manifest.sources.shards import open_shard, python_rows
 from fcp_cli.manifest.tokenizer import open_tokenizer
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.reading.parquet import open_footer
 from tests import messages
 from tests.manifest.datasets import build, write_jsonl

@@ -6,12 +6,12 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from fcp_cli.plan.metadata import PlanMetadata, Sync
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata, Sync
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.planning.batches import BatchSettings
-from fcp_cli.planning.run import make_plan
-from fcp_cli.planning.settings import PlanInputs
+from fcp_cli.planning.batching.batches import BatchSettings
+from fcp_cli.planning.dataset.run import make_plan
+from fcp_cli.planning.settings.settings import PlanInputs
 from fcp_cli.runs.metrics import FORMAT, StepMeasurement, TimedMicroBatch
 from tests.planning.examples import example_problem, long_tail
 

@@ -9,12 +9,12 @@ from typing import cast
 import numpy as np
 import pytest
 
-from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.plan.pipeline import Pipeline
-from fcp_cli.plan.reader import PlanReader
-from fcp_cli.planning.batches import BatchSettings
-from fcp_cli.planning.run import make_plan
-from fcp_cli.planning.settings import PlanInputs
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
+from fcp_cli.plan.pricing.pipeline import Pipeline
+from fcp_cli.planning.batching.batches import BatchSettings
+from fcp_cli.planning.dataset.run import make_plan
+from fcp_cli.planning.settings.settings import PlanInputs
 from fcp_cli.report.chart_parts import DegreeColours, inline_csv
 from fcp_cli.report.page_data import HeatMap, PlanPicture, bars_of, evenly_spaced
 from fcp_cli.report.ranks_shown import RanksShown

@@ -11,11 +11,11 @@ import jsonschema
 import numpy as np
 import pytest
 
-from fcp_cli.plan.pipeline import Pipeline
-from fcp_cli.plan.reader import PlanReader
-from fcp_cli.planning.batches import BatchSettings
-from fcp_cli.planning.run import make_plan
-from fcp_cli.planning.settings import PlanInputs
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.pricing.pipeline import Pipeline
+from fcp_cli.planning.batching.batches import BatchSettings
+from fcp_cli.planning.dataset.run import make_plan
+from fcp_cli.planning.settings.settings import PlanInputs
 from fcp_cli.report.trace import TraceBuilder, write_trace
 from fcp_cli.runs.metrics_reader import run_step
 from fcp_cli.runs.metrics_record import StepRecord

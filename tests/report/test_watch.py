@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fcp_cli.errors import RunError
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.report.watch import WINDOW_STEPS, RunState, run_view
 from fcp_cli.runs.heartbeat import End, Heartbeat, beating, read_heartbeat
 from fcp_cli.runs.metrics_reader import MetricsTail

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fcp_cli.plan.masks import PlannedMasks
-from fcp_cli.plan.metadata import EncoderBalance, ManifestReference, PlanMetadata, Sync
-from fcp_cli.plan.pipeline import Pipeline
+from fcp_cli.plan.file.writer import plan_writer
+from fcp_cli.plan.metadata.masks import PlannedMasks
+from fcp_cli.plan.metadata.plan_metadata import EncoderBalance, ManifestReference, PlanMetadata, Sync
+from fcp_cli.plan.pricing.pipeline import Pipeline
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.plan.writer import plan_writer
 
 
 class Row(NamedTuple):

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fcp_cli.attention_kernels import KernelTable, KernelTiming, Mask, Pack
+from fcp_cli.cost.attention_kernels import KernelTable, KernelTiming, Mask, Pack
+from fcp_cli.cost.kernel_names import KERNELS, KernelName
 from fcp_cli.errors import RunError
-from fcp_cli.kernel_names import KERNELS, KernelName
 from fcp_cli.runtime.kernels import available, probe, select
 from fcp_cli.runtime.kernels.available import NamedKernel, UnavailableError, kernels_of
 from fcp_cli.runtime.kernels.chosen import ChosenKernel, Preference, asked_kernel

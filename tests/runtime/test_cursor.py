@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fcp_cli.errors import PlanError, RunError
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.ring_order import ring_order
 from fcp_cli.runtime.data.cursor import PlanCursor
 from fcp_cli.runtime.data.prefetch import Prefetched

@@ -69,7 +69,7 @@ def test_an_early_planner_that_nobody_asks_loads_no_library_that_it_does_not_nee
         "import runpy, sys\n"
         "sys.argv = ['fcp_cli.planning.online', 'early']\n"
         "runpy.run_module('fcp_cli.planning.online', run_name='__main__')\n"
-        "print(sorted({'pandas', 'scipy.linalg', 'torch'} & set(sys.modules)), 'fcp_cli.planning.job_plan' in sys.modules)"
+        "print(sorted({'pandas', 'scipy.linalg', 'torch'} & set(sys.modules)), 'fcp_cli.planning.dataset.job_plan' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],

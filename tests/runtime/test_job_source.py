@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 
 from fcp_cli.arrays import IntArray
-from fcp_cli.plan.job_facts import PlanningWish
-from fcp_cli.plan.messages import table_of
-from fcp_cli.plan.online import settings_of_json
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.messages import table_of
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.metadata.job_facts import PlanningWish
+from fcp_cli.plan.metadata.online import settings_of_json
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.planning.job_plan import JobPlanner
+from fcp_cli.planning.dataset.job_plan import JobPlanner
 from fcp_cli.reading.documents import decode_json
 from fcp_cli.runtime.online import job_source
 from fcp_cli.runtime.online.job_source import JobSource
 from fcp_cli.runtime.online.measured import Measured
 from fcp_cli.runtime.online.process import JobProcess
-from tests.planning.test_job_plan import JOB, LENGTHS
+from tests.planning.dataset.test_job_plan import JOB, LENGTHS
 
 pytestmark = pytest.mark.torch
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from inline_snapshot import snapshot
 
-from fcp_cli.attention_kernels import KernelTable, KernelTiming
+from fcp_cli.cost.attention_kernels import KernelTable, KernelTiming
+from fcp_cli.cost.kernel_names import KernelName
 from fcp_cli.cost.profile import CostProfile, dump_cost_profile, load_cost_profile, parse_cost_profile
-from fcp_cli.kernel_names import KernelName
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
 from fcp_cli.models.shipped import shipped_profile_path

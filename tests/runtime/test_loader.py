@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fcp_cli.errors import RunError
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.data.cursor import PlanCursor
 from fcp_cli.runtime.data.loader import begin_shard, fetches_labels, load_shard

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fcp_cli.cost.profile import StepTerms
-from fcp_cli.plan.timeline import step_times
+from fcp_cli.plan.pricing.timeline import step_times
 from tests.runtime.launch import torchrun
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes, pytest.mark.full]

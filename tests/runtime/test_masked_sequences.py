@@ -16,7 +16,7 @@ from torch.nn import functional
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.hugging_face.data.rows import CollatedRows
 from fcp_cli.masks import CAUSAL, Mask, MaskedSequence, chunk_pairs, full, prefix, segments
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.agreement.plan_agreement import require_causal
 from fcp_cli.runtime.data.loader import load_shard

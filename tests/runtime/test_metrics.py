@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.runs.metrics import MetricsWriter
 from fcp_cli.runs.metrics_reader import open_run
 from fcp_cli.runs.step_position import read_position

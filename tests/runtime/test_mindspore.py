@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.runtime.data.cursor import orders_of_rank
 from tests.patience import PATIENCE_SECONDS
 from tests.runs.records import read_metrics

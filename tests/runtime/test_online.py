@@ -12,8 +12,8 @@ import torch
 
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.plan.check import check_plan
-from fcp_cli.plan.online import manifest_of
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.metadata.online import manifest_of
 from fcp_cli.verification.model import TinyLanguageModel, plain_attend
 from fcp_cli.verification.replay import gradients_alone
 from tests.planning.examples import PROFILE

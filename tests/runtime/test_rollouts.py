@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.plan.check import check_plan
-from fcp_cli.plan.online import manifest_of
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.metadata.online import manifest_of
 from fcp_cli.runtime.loss.labels import IGNORED
 from fcp_cli.runtime.loss.token_loss import next_token_labels
 from fcp_cli.runtime.session.token_values import token_log_probs

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fcp_cli.errors import RunError
-from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.recipe import Recompute
 from fcp_cli.runtime.data.followed_step import plan_path
 from fcp_cli.runtime.session.microbatch import LocalMicroBatch

@@ -19,10 +19,10 @@ from fcp_cli import Planner
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import FcpError, RunError
 from fcp_cli.plan.check import check_plan
-from fcp_cli.plan.messages import Message, steps_of, table_bytes
-from fcp_cli.plan.online import OnlineSettings
-from fcp_cli.plan.planner_place import PlannerPlace
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.messages import Message, steps_of, table_bytes
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.metadata.online import OnlineSettings
+from fcp_cli.plan.metadata.planner_place import PlannerPlace
 from fcp_cli.plan.ring_order import ring_order
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.online.serving import Service

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from tests.runtime.trainer_outcomes import Outcomes, read_outcomes, require_equal, run_worker
 from tests.runtime.trainer_plans import GLOBAL_BATCH, LENGTHS
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fcp_cli.errors import RunError
-from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.runtime.layouts.layout import shard_layout
 from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.verification.emulation import Meeting, run_ranks

@@ -10,8 +10,8 @@ import torch
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.masks import segments
-from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from tests.runtime.launch import torchrun
 from tests.runtime.trainer_outcomes import Outcomes, read_outcomes, require_equal
 from tests.runtime.vision_models import FAMILIES, Family

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from fcp_cli.masks import MaskRows
-from fcp_cli.plan.masks import planned_masks
-from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.metadata.masks import planned_masks
+from fcp_cli.plan.metadata.plan_metadata import Sync
 from tests.runtime.plans import Row, write_plan
 
 GLOBAL_BATCH = 8

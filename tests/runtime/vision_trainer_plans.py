@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from fcp_cli.masks import MaskRows
-from fcp_cli.plan.masks import planned_masks
+from fcp_cli.plan.metadata.masks import planned_masks
 from tests.runtime.plans import Row, write_plan
 from tests.runtime.trainer_plans import GLOBAL_BATCH
 from tests.runtime.vision_models import FAMILIES, Family, rows

@@ -15,7 +15,7 @@ import torch
 from inline_snapshot import snapshot
 
 from fcp_cli.errors import RunError
-from fcp_cli.plan.metadata import Continuation
+from fcp_cli.plan.metadata.plan_metadata import Continuation
 from fcp_cli.runs import checkpoint_files
 from fcp_cli.runs.checkpoint_files import FileSums
 from fcp_cli.runs.checkpoint_header import CheckpointHeader, check_header, checkpoints, read_header, require_files

@@ -16,7 +16,7 @@ from fcp_cli.files import shipped
 from fcp_cli.manifest.build import build_manifest
 from fcp_cli.manifest.sources.text import TextTree
 from fcp_cli.manifest.tokenizer import open_tokenizer
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.runs.metrics_reader import open_run
 from fcp_cli.training.train import main
 from tests.runs.records import read_metrics

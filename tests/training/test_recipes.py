@@ -12,7 +12,7 @@ from inline_snapshot import snapshot
 from fcp_cli.files import shipped
 from fcp_cli.memory.fitting import Place
 from fcp_cli.models.model import load_model
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.recipe import Recipe
 from fcp_cli.runtime.loss import chunked_loss
 from fcp_cli.runtime.recomputation import offload

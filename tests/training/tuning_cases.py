@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fcp_cli.plan.metadata import Sync
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.training.settings import TrainSettings
 from tests.runtime import qwen3_vl_models as vision
 from tests.runtime.grid_inputs import Inputs

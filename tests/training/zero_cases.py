@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from fcp_cli.plan.metadata import Sync
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.runtime.guards.on_nan import OnNan
 from fcp_cli.training.data import open_data
 from fcp_cli.training.models import build_model

@@ -12,7 +12,7 @@ import torch
 
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.models.model import load_model
-from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.recipe import Recipe, Recompute
 from fcp_cli.verification.fake_devices import FakeJob, tracked_step
 from tests.runtime.launch import torchrun

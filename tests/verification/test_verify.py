@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from fcp_cli.app import app
 from fcp_cli.errors import RunError
 from fcp_cli.masks import MaskKind, MaskRows
-from fcp_cli.plan.masks import planned_masks
+from fcp_cli.plan.metadata.masks import planned_masks
 from fcp_cli.runtime import gradients
 from fcp_cli.runtime.data import loader
 from fcp_cli.runtime.loss import token_loss as loss

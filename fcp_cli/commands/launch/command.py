@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from fcp_cli.command_line import takes
+from fcp_cli.command_line.command import takes
 from fcp_cli.commands.launch.cluster import launch_on_cluster
 from fcp_cli.commands.launch.options import LaunchOptions
 from fcp_cli.commands.launch.owning import owned_job

@@ -10,7 +10,7 @@ from typing import Any
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.hugging_face.overrides import OWN_LOOP, find_override, owner_of, place_of
 from fcp_cli.integrations.requirements import require
-from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.runtime.agreement.plan_agreement import require_training
 from fcp_cli.vision.families import FAMILIES
 

@@ -25,9 +25,9 @@ from fcp_cli.integrations.hugging_face.data.pictures import RowSize, has_masks_o
 from fcp_cli.integrations.hugging_face.data.row_sizes import RowSizes
 from fcp_cli.integrations.hugging_face.data.rows import CollatedRows, stored_lengths
 from fcp_cli.masks import MASK_COLUMN
-from fcp_cli.plan.job_facts import JobFacts, is_launched_without_plan
-from fcp_cli.plan.messages import table_bytes, table_of
-from fcp_cli.plan.metadata import LastBatch, steps_per_epoch
+from fcp_cli.plan.file.messages import table_bytes, table_of
+from fcp_cli.plan.metadata.job_facts import JobFacts, is_launched_without_plan
+from fcp_cli.plan.metadata.plan_metadata import LastBatch, steps_per_epoch
 from fcp_cli.reading.documents import decode_json
 from fcp_cli.reading.inputs import open_input
 from fcp_cli.runtime.communication.world import join_process_group

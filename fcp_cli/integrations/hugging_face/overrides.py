@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from fcp_cli.errors import FcpError, RunError
-from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 
 OWN_LOOP = "follow the plan in a loop of your own (docs/how-to/training-loop.md)"
 _ORDER = ("get_train_dataloader", "_get_train_sampler", "_get_dataloader")

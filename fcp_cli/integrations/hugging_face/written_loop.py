@@ -19,7 +19,7 @@ from fcp_cli.integrations.hugging_face.data.rows import CollatedRows
 from fcp_cli.integrations.hugging_face.data.sampler import PlanSampler
 from fcp_cli.integrations.hugging_face.job_facts import LoopSettings, facts_of, rows_of, start_session
 from fcp_cli.integrations.hugging_face.planned_model import PlannedModel
-from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.runtime.session.microbatch import LocalMicroBatch
 from fcp_cli.runtime.session.session import Session
 from fcp_cli.runtime.session.step import Step

@@ -25,7 +25,7 @@ from fcp_cli.integrations.hugging_face.job_facts import (
     start_session,
 )
 from fcp_cli.integrations.hugging_face.planned_model import PlannedModel
-from fcp_cli.plan.job_facts import JobFacts
+from fcp_cli.plan.metadata.job_facts import JobFacts
 from fcp_cli.runtime.session.session import Session
 from fcp_cli.runtime.session.step import Step
 

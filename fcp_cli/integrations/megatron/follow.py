@@ -28,7 +28,7 @@ from fcp_cli.integrations.megatron.probe import probe
 from fcp_cli.integrations.megatron.reduction import gather_parameters, reduced_after_backwards
 from fcp_cli.integrations.megatron.stack import Stack
 from fcp_cli.integrations.megatron.transformer_engine import PlanProcessGroups, make_rings, wants_rings
-from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.runtime.agreement.plan_agreement import require_causal, require_training
 from fcp_cli.runtime.communication.launcher_watch import end_with_launcher
 from fcp_cli.runtime.communication.transport import ProcessTransport

@@ -20,7 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
 
 from fcp_cli.errors import RunError
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.runtime.communication.transport import ProcessTransport
 
 MOST_GROUPS = 64

@@ -15,7 +15,7 @@ import torch
 
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.requirements import require
-from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 
 _FOUND, _ADVICE = "this MindSpeed-MM", "version known to work: master of 2026-08"
 _STEPS = "_fcp_steps"

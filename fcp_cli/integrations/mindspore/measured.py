@@ -20,8 +20,8 @@ import numpy as np
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import FcpError
 from fcp_cli.integrations.mindspore.ranks import MindSporeRanks
-from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.runs.metrics import MetricsWriter
 from fcp_cli.runtime.metrics.message import RankMeasurement, step_measurement

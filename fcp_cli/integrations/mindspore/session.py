@@ -26,7 +26,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.integrations.mindspore.measured import MeasuredSteps
 from fcp_cli.integrations.mindspore.ranks import MindSporeRanks, join
 from fcp_cli.integrations.mindspore.ring import MindSporeRing
-from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.agreement.plan_agreement import agree_by, require_causal, require_training
 from fcp_cli.runtime.communication.launcher_watch import end_with_launcher

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from fcp_cli.errors import FcpError, RunError
 from fcp_cli.integrations.transformers.linear import linear_layers, tokens_apart
 from fcp_cli.integrations.transformers.twin import twin_of
-from fcp_cli.rotations import growing_rotation
+from fcp_cli.ring_exactness import growing_rotation
 
 _NAME = "fcp-probe"
 _TOKENS = 16

@@ -19,9 +19,9 @@ from fcp_cli.memory.fitting import Place, fitting_recipe, sharing_ranks
 from fcp_cli.memory.rank import saved_bytes
 from fcp_cli.memory.table import RESERVE_FRACTION, RankMemory
 from fcp_cli.models.model import ModelSpec, load_model
-from fcp_cli.plan.again import plan_again
+from fcp_cli.plan.metadata.again import plan_again
 from fcp_cli.plan.peers import plan_peers
-from fcp_cli.plan.setup import RankShape, fields_of
+from fcp_cli.plan.pricing.setup import RankShape, fields_of
 from fcp_cli.recipe import Recipe, RecipeRequest, flag_words, recipe_to_follow
 from fcp_cli.training.settings import TrainSettings
 from fcp_cli.words import counted

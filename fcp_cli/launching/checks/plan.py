@@ -16,7 +16,7 @@ from fcp_cli.machine.facts import Facts
 from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.cluster import known_cluster
 from fcp_cli.models.model import load_model
-from fcp_cli.plan.again import plan_again
+from fcp_cli.plan.metadata.again import plan_again
 
 _OPEN_FILES_PER_RANK = 4  # a rank's sockets to another: gloo pairs of two groups, the store
 _OPEN_FILES_BESIDE = 512

@@ -12,9 +12,9 @@ from fcp_cli.errors import FcpError, PlanError, RunError, UsageError
 from fcp_cli.extras import pip_install
 from fcp_cli.launching.job.job import Job
 from fcp_cli.machine.network import is_host
-from fcp_cli.plan.again import plan_again
-from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.metadata.again import plan_again
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.runs.checkpoint_header import check_plan_of, checkpoints, read_header, require_files
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.launch_record import LaunchRecord

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from fcp_cli.kernel_names import VARIABLE as KERNEL_VARIABLE
+from fcp_cli.cost.kernel_names import VARIABLE as KERNEL_VARIABLE
 from fcp_cli.launching.job.job import TIMEOUT_VARIABLE, Job, Variable, argument
 
 # Communicators of a job under a plan: torch.distributed's own, and the one that carries every ring.

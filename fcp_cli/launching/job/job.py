@@ -9,15 +9,15 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
+from fcp_cli.cost.kernel_names import KernelChoice
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.errors import ProfileError
-from fcp_cli.kernel_names import KernelChoice
 from fcp_cli.launching.request import LOCAL, Launcher, NumaBinding
 from fcp_cli.machine.devices import LocalDevices
 from fcp_cli.models.model import load_model
-from fcp_cli.plan.job_facts import PLANNING_VARIABLE, PlanningWish
-from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.plan.online import OnlineSettings
+from fcp_cli.plan.metadata.job_facts import PLANNING_VARIABLE, PlanningWish
+from fcp_cli.plan.metadata.online import OnlineSettings
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.training.settings import TrainSettings
 

@@ -9,7 +9,7 @@ from fcp_cli import __version__
 from fcp_cli.launching.job.environment import job_variables
 from fcp_cli.launching.job.job import Job, Variable
 from fcp_cli.machine.devices import LocalDevices
-from fcp_cli.plan.metadata import ManifestReference, PlanMetadata, Sync
+from fcp_cli.plan.metadata.plan_metadata import ManifestReference, PlanMetadata, Sync
 
 
 def variables_like_a_job(

@@ -7,8 +7,8 @@ from pathlib import Path
 from fcp_cli.errors import PlanError, ProfileError, RunError, UsageError
 from fcp_cli.machine.devices import LocalDevices
 from fcp_cli.models.cluster import load_cluster
-from fcp_cli.plan.again import plan_again
-from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.metadata.again import plan_again
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.reading.documents import parse_yaml
 
 THIS_MACHINE = "this-machine"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fcp_cli.errors import PlanError
 from fcp_cli.launching.job.job import Job
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.words import counted, duration
 
 

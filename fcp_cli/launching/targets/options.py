@@ -18,7 +18,7 @@ from fcp_cli.launching.targets.catalog import ALSO_CALLED, TARGETS, target_of
 from fcp_cli.launching.targets.hostfile import read_hostfile
 from fcp_cli.launching.targets.values import job_name
 from fcp_cli.machine.devices import UNKNOWN_MACHINE, LocalDevices
-from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.runs.submission import LABEL, MOST_NAME, SUBDOMAIN
 
 _DECISIVE = {"hostfile": "scripts", "sbatch_option": "slurm", "srun_option": "slurm", "image": "trainjob"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.compiling import inlined, kernel
+from fcp_cli.compiling.compile import inlined, kernel
 from fcp_cli.planning.compiled.core import UNPLACED, PlannerInputs, Sequences, faster_tier, pack_seconds, sequence_load
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.compiling import inlined, kernel, leaf
+from fcp_cli.compiling.compile import inlined, kernel, leaf
 from fcp_cli.planning.compiled.alone import alone_at_best, at_best, home_seconds, least_of_tiers, traffic_seconds
 from fcp_cli.planning.compiled.core import (
     Load,

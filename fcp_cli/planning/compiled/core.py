@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.compiling import inlined, kernel, leaf
+from fcp_cli.compiling.compile import inlined, kernel, leaf
 from fcp_cli.cost import formula
 from fcp_cli.cost.formula import GroupTerms, UnitPrices
 

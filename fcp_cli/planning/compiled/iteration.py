@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from fcp_cli.arrays import IntArray
-from fcp_cli.compiling import kernel, leaf
+from fcp_cli.compiling.compile import kernel, leaf
 from fcp_cli.planning.compiled.core import PlannerInputs, Sequences, total_of
 from fcp_cli.planning.compiled.rings import Rings, Timeline, make_rings, make_timeline, place_rings
 from fcp_cli.planning.compiled.single_rank_packs import SingleRankPacks, balance, fill, make_single_rank_packs

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.compiling import kernel, leaf
+from fcp_cli.compiling.compile import kernel, leaf
 from fcp_cli.planning.compiled.core import (
     PlannerInputs,
     Sequences,

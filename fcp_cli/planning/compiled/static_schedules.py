@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.compiling import inlined, kernel
+from fcp_cli.compiling.compile import inlined, kernel
 from fcp_cli.planning.compiled.alone import alone_at_best, at_best
 from fcp_cli.planning.compiled.core import (
     NONE,

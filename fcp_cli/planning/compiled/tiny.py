@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.compiling import kernel
+from fcp_cli.compiling.compile import kernel
 
 INSIDE, ACROSS = 0, 1
 _ROUNDING = 1e-12  # relative; sums of the same seconds in another order differ by less

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.compiling import inlined, kernel, leaf
+from fcp_cli.compiling.compile import inlined, kernel, leaf
 from fcp_cli.planning.compiled.alone import work_in_rings
 from fcp_cli.planning.compiled.core import (
     NONE,

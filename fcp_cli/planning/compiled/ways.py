@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fcp_cli.arrays import FloatArray
-from fcp_cli.compiling import inlined, kernel, leaf
+from fcp_cli.compiling.compile import inlined, kernel, leaf
 from fcp_cli.planning.compiled.core import UNPLACED, PlannerInputs, Splits, is_way, pack_parts, terms_at, way_terms
 
 

@@ -27,8 +27,8 @@ import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.model import group_seconds
-from fcp_cli.plan.metadata import Sync
-from fcp_cli.plan.prices import Prices
+from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.plan.pricing.prices import Prices
 from fcp_cli.plan.step import StepPlan, offsets_of, sizes_of
 from fcp_cli.planning.assemble import assignment_prices, with_idle_rows
 from fcp_cli.planning.compiled.core import PlannerInputs

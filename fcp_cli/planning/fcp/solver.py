@@ -11,17 +11,18 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from fcp_cli.arrays import IntArray
-from fcp_cli.compiling import is_kept
+from fcp_cli.compiling.compile import is_kept
 from fcp_cli.cost.model import Work, encoder_seconds
 from fcp_cli.errors import UsageError
 from fcp_cli.machine.interrupts import interrupts_deferred
 from fcp_cli.manifest.table import LengthTable
-from fcp_cli.plan.metadata import Sync
-from fcp_cli.plan.pricing import planned_sequences
-from fcp_cli.plan.speeds import Speeds
+from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.plan.pricing.packs import planned_sequences
+from fcp_cli.plan.pricing.speeds import Speeds
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble, makespan_seconds
-from fcp_cli.planning.batches import GlobalBatches, batch_of, spread_steps
+from fcp_cli.planning.baselines.static import PACKINGS, StaticSolver, static_degrees
+from fcp_cli.planning.batching.batches import GlobalBatches, batch_of, spread_steps
 from fcp_cli.planning.bounds import lower_bound_seconds, simple_bound_seconds
 from fcp_cli.planning.compiled import iteration, microbatch
 from fcp_cli.planning.compiled.core import PlannerInputs, Sequences
@@ -41,7 +42,6 @@ from fcp_cli.planning.fcp.speeds import assign_at_speeds
 from fcp_cli.planning.fcp.tiny import assign_tiny, is_tiny
 from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, planner_inputs, repriced, without_splits
 from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver, whole_budget
-from fcp_cli.planning.static import PACKINGS, StaticSolver, static_degrees
 
 _SYNCS: tuple[Sync, ...] = ("iteration", "microbatch")
 _LESS_TOKENS = 0.8, 0.5  # of a rank's, with which a step is planned again where the gap is large

@@ -20,9 +20,9 @@ import numpy as np
 
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.cost.model import WindowWork, Work, joined
-from fcp_cli.plan.speeds import Speeds, slowest_speeds
+from fcp_cli.plan.pricing.speeds import Speeds, slowest_speeds
+from fcp_cli.plan.pricing.timeline import list_schedule
 from fcp_cli.plan.step import offsets_of, sizes_of
-from fcp_cli.plan.timeline import list_schedule
 from fcp_cli.planning.assemble import assignment_seconds, makespan_seconds
 from fcp_cli.planning.bounds import lower_bound_seconds
 from fcp_cli.planning.problem import Assignment, Batch, Problem

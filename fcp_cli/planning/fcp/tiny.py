@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.plan.pricing import PlacedPacks, microbatch_prices, pack_work
+from fcp_cli.plan.pricing.packs import PlacedPacks, microbatch_prices, pack_work
 from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.compiled import tiny
 from fcp_cli.planning.compiled.tiny import ACROSS, INSIDE, Least, Nodes

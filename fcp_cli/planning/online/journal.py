@@ -28,15 +28,15 @@ from fcp_cli.manifest.header import MANIFEST_FORMAT
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.parquet_writer import parquet_writer
-from fcp_cli.plan.metadata import FORMAT as PLAN_FORMAT
-from fcp_cli.plan.metadata import METADATA_KEY, ManifestReference, PlanMetadata, parse_metadata
-from fcp_cli.plan.online import manifest_of
-from fcp_cli.plan.reader import PlanReader
-from fcp_cli.plan.refits import ScheduledRefit
-from fcp_cli.plan.schema import steps_to_arrow
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.file.schema import steps_to_arrow
+from fcp_cli.plan.file.stored import StepLimits, steps_in_order
+from fcp_cli.plan.file.writer import plan_writer
+from fcp_cli.plan.metadata.online import manifest_of
+from fcp_cli.plan.metadata.plan_metadata import FORMAT as PLAN_FORMAT
+from fcp_cli.plan.metadata.plan_metadata import METADATA_KEY, ManifestReference, PlanMetadata, parse_metadata
+from fcp_cli.plan.metadata.refits import ScheduledRefit
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.plan.stored import StepLimits, steps_in_order
-from fcp_cli.plan.writer import plan_writer
 from fcp_cli.reading.documents import DamagedError, decode_json, read_object
 from fcp_cli.reading.parquet import open_parquet
 from fcp_cli.reading.records import read_records, table_content, table_of_content, write_record

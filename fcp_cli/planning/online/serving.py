@@ -12,9 +12,9 @@ import numpy as np
 import pyarrow as pa
 
 from fcp_cli.errors import FcpError, PlanError
-from fcp_cli.plan.messages import Message, read_message, steps_bytes, table_of, write_message
-from fcp_cli.plan.online import OnlineSettings, settings_of_json
-from fcp_cli.plan.refits import ScheduledRefit
+from fcp_cli.plan.file.messages import Message, read_message, steps_bytes, table_of, write_message
+from fcp_cli.plan.metadata.online import OnlineSettings, settings_of_json
+from fcp_cli.plan.metadata.refits import ScheduledRefit
 from fcp_cli.planning.online.journal import OnlineJournal, table_of_columns
 from fcp_cli.planning.online.stream import StreamPlanner, Window
 from fcp_cli.validation import validated
@@ -55,7 +55,9 @@ def serve(received: IO[bytes], answers: IO[bytes]) -> None:
 def _service_of(opening: Message) -> Answering:
     if "job" not in opening.facts:
         return Service(opening.facts)
-    from fcp_cli.planning.job_plan import planner_of  # imports a third of the planner, which streams do not need
+    from fcp_cli.planning.dataset.job_plan import (
+        planner_of,  # imports a third of the planner, which streams do not need
+    )
 
     return planner_of(opening)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fcp_cli import __version__
 from fcp_cli.errors import UsageError
-from fcp_cli.plan.metadata import Batching, ManifestReference, PlanMetadata
-from fcp_cli.plan.online import OnlineOptions
+from fcp_cli.plan.metadata.online import OnlineOptions
+from fcp_cli.plan.metadata.plan_metadata import Batching, ManifestReference, PlanMetadata
 from fcp_cli.planning.problem import Problem, Solver
 
 

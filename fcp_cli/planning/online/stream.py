@@ -12,15 +12,15 @@ from fcp_cli.arrays import IntArray
 from fcp_cli.errors import OverlongError, PlanError
 from fcp_cli.manifest.checks import checked_table
 from fcp_cli.manifest.table import LengthTable
-from fcp_cli.plan.batching import offsets_by_tokens
-from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.plan.refits import ScheduledRefit
+from fcp_cli.plan.metadata.batching import offsets_by_tokens
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
+from fcp_cli.plan.metadata.refits import ScheduledRefit
 from fcp_cli.plan.step import StepPlan, offsets_of
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batches import batch_of, step_seed
+from fcp_cli.planning.batching.batches import batch_of, step_seed
+from fcp_cli.planning.dataset.refitting import Refitter
 from fcp_cli.planning.fcp.solver import FcpSolver, solver_of
 from fcp_cli.planning.problem import problem_of
-from fcp_cli.planning.refitting import Refitter
 from fcp_cli.planning.work import batch_work
 
 

@@ -27,8 +27,8 @@ import numpy as np
 
 from fcp_cli.cost.model import group_seconds
 from fcp_cli.planning.assemble import assignment_seconds
-from fcp_cli.planning.batches import GlobalBatches
-from fcp_cli.planning.drafts import Draft, assign, packs_of, place_waves, quickest, shard_sizes
+from fcp_cli.planning.baselines.drafts import Draft, assign, packs_of, place_waves, quickest, shard_sizes
+from fcp_cli.planning.batching.batches import GlobalBatches
 from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
 from fcp_cli.planning.work import work_on
 

@@ -28,9 +28,9 @@ from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.model import group_seconds, joined
 from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.batches import GlobalBatches
-from fcp_cli.planning.packing import best_fit_decreasing, members_by_pack, spread_evenly
-from fcp_cli.planning.placement import place_groups
+from fcp_cli.planning.baselines.packing import best_fit_decreasing, members_by_pack, spread_evenly
+from fcp_cli.planning.baselines.placement import place_groups
+from fcp_cli.planning.batching.batches import GlobalBatches
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 from fcp_cli.planning.published.degree_allocation import allocate_by_threshold, at_most_table, degrees_used
 from fcp_cli.planning.work import pack_work

@@ -25,9 +25,9 @@ import numpy as np
 from fcp_cli.arrays import IntArray
 from fcp_cli.cost.model import group_seconds
 from fcp_cli.errors import PlanError
-from fcp_cli.planning.batches import GlobalBatches
-from fcp_cli.planning.drafts import place_waves, quickest
-from fcp_cli.planning.packing import best_fit_decreasing
+from fcp_cli.planning.baselines.drafts import place_waves, quickest
+from fcp_cli.planning.baselines.packing import best_fit_decreasing
+from fcp_cli.planning.batching.batches import GlobalBatches
 from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
 from fcp_cli.planning.published.flexsp_milp import Packs, bucket, solve
 from fcp_cli.planning.work import work_on

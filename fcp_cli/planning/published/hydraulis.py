@@ -26,9 +26,9 @@ import numpy as np
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.model import group_seconds
 from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.batches import GlobalBatches, spread_steps
-from fcp_cli.planning.drafts import Draft, assign
-from fcp_cli.planning.placement import place_groups
+from fcp_cli.planning.baselines.drafts import Draft, assign
+from fcp_cli.planning.baselines.placement import place_groups
+from fcp_cli.planning.batching.batches import GlobalBatches, spread_steps
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 from fcp_cli.planning.published.wlb_llm import balanced_packs
 from fcp_cli.planning.work import work_on

@@ -25,10 +25,10 @@ import numpy as np
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.model import Work, group_seconds
 from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.batches import GlobalBatches
-from fcp_cli.planning.drafts import Draft, assign, packs_of
-from fcp_cli.planning.number_partition import partition
-from fcp_cli.planning.packing import first_fit, members_by_pack
+from fcp_cli.planning.baselines.drafts import Draft, assign, packs_of
+from fcp_cli.planning.baselines.number_partition import partition
+from fcp_cli.planning.baselines.packing import first_fit, members_by_pack
+from fcp_cli.planning.batching.batches import GlobalBatches
 from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
 from fcp_cli.planning.work import pack_work, work_on
 

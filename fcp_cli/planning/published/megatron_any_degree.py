@@ -11,7 +11,7 @@ The order of ranks in a ring, which bounds the peers of a rank by four, is that 
 
 from __future__ import annotations
 
-from fcp_cli.planning.batches import GlobalBatches
+from fcp_cli.planning.batching.batches import GlobalBatches
 from fcp_cli.planning.published.megatron_packing import Degrees, MegatronPacking, doubled
 from fcp_cli.planning.published.megatron_rounds import ranks_needed
 

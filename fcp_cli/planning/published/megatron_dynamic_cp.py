@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any
 
 from fcp_cli.errors import PlanError
-from fcp_cli.planning.batches import GlobalBatches
-from fcp_cli.planning.drafts import Draft, assign, packs_of, quickest, shard_sizes
+from fcp_cli.planning.baselines.drafts import Draft, assign, packs_of, quickest, shard_sizes
+from fcp_cli.planning.batching.batches import GlobalBatches
 from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
 from fcp_cli.planning.published.megatron_rounds import Group, balanced_rounds, degree_needed
 

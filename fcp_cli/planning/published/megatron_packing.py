@@ -22,8 +22,8 @@ from functools import lru_cache, partial
 import numpy as np
 import numpy.typing as npt
 
-from fcp_cli.planning.batches import GlobalBatches
-from fcp_cli.planning.drafts import Draft
+from fcp_cli.planning.baselines.drafts import Draft
+from fcp_cli.planning.batching.batches import GlobalBatches
 from fcp_cli.planning.problem import Batch
 from fcp_cli.planning.published.megatron_dynamic_cp import MegatronDynamicCP, drafts_of, packed
 from fcp_cli.planning.published.megatron_rounds import Group, degree_needed

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fcp_cli.planning.batches import GlobalBatches
-from fcp_cli.planning.drafts import Draft, assign
-from fcp_cli.planning.packing import best_fit_decreasing, members_by_pack
+from fcp_cli.planning.baselines.drafts import Draft, assign
+from fcp_cli.planning.baselines.packing import best_fit_decreasing, members_by_pack
+from fcp_cli.planning.baselines.static import static_degrees
+from fcp_cli.planning.batching.batches import GlobalBatches
 from fcp_cli.planning.problem import Assignment, Batch, Problem
-from fcp_cli.planning.static import static_degrees
 from fcp_cli.planning.work import work_on
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.model import Work
-from fcp_cli.planning.batches import GlobalBatches
+from fcp_cli.planning.batching.batches import GlobalBatches
 from fcp_cli.planning.published.spread_attention import SpreadAttention, quickest_degree, require_heads
 
 

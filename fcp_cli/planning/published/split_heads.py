@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fcp_cli.errors import UsageError
-from fcp_cli.planning.batches import GlobalBatches
+from fcp_cli.planning.baselines.static import StaticSolver, quickest_static, static_candidates
+from fcp_cli.planning.batching.batches import GlobalBatches
 from fcp_cli.planning.fcp.solver import require_heads_to_hold
-from fcp_cli.planning.static import StaticSolver, quickest_static, static_candidates
 
 
 def make_ulysses(batches: GlobalBatches) -> StaticSolver:

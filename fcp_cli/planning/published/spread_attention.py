@@ -26,11 +26,11 @@ from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.model import Work
 from fcp_cli.cost.profile import Heads
 from fcp_cli.errors import UsageError
-from fcp_cli.planning.batches import GlobalBatches, spread_steps
+from fcp_cli.planning.baselines.static import static_degrees
+from fcp_cli.planning.batching.batches import GlobalBatches, spread_steps
 from fcp_cli.planning.bounds import area_bound_seconds
 from fcp_cli.planning.problem import Batch, PricedStep, Problem
 from fcp_cli.planning.published.wlb_llm import balanced_packs
-from fcp_cli.planning.static import static_degrees
 
 _SAMPLED_STEPS: Final = 4
 

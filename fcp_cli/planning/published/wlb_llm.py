@@ -24,10 +24,10 @@ import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.batches import GlobalBatches, spread_steps
-from fcp_cli.planning.drafts import Draft, assign
+from fcp_cli.planning.baselines.drafts import Draft, assign
+from fcp_cli.planning.baselines.static import static_degrees
+from fcp_cli.planning.batching.batches import GlobalBatches, spread_steps
 from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
-from fcp_cli.planning.static import static_degrees
 from fcp_cli.planning.work import work_on
 
 _SAMPLED_STEPS = 4

@@ -19,7 +19,7 @@ from fcp_cli.errors import UsageError
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches, batch_of
+from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches, batch_of
 from fcp_cli.planning.fcp.solver import solver_of
 from fcp_cli.planning.planner import Planner
 from fcp_cli.planning.problem import Problem, whole_budget

@@ -10,12 +10,12 @@ from typing import Final
 
 import torch
 
-from fcp_cli.attention_kernels import LEAST_UNMEASURED_TOKENS, KernelTable, default_order
+from fcp_cli.cost.attention_kernels import LEAST_UNMEASURED_TOKENS, KernelTable, default_order
+from fcp_cli.cost.kernel_names import KERNELS, VARIABLE, KernelName
 from fcp_cli.cost.measured import measured_table
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.errors import RunError
-from fcp_cli.kernel_names import KERNELS, VARIABLE, KernelName
-from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.runtime.communication.world import World
 from fcp_cli.runtime.kernels import prefer
 from fcp_cli.runtime.kernels.available import is_rocm, major_capability, unavailability

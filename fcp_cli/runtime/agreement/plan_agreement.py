@@ -11,9 +11,9 @@ import numpy as np
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import FcpError, PlanError, RunError
-from fcp_cli.plan.again import plan_again
-from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.metadata.again import plan_again
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from typing import Final, Literal
 
 import torch
 
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.ring_order import halo_hops, ring_hops
 from fcp_cli.plan.step import RingGroup, StepPlan
 from fcp_cli.runtime.communication.transport import Transport

@@ -10,8 +10,8 @@ import numpy as np
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import RunError
-from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.plan.ring_order import ring_order
 from fcp_cli.plan.step import MicroBatch, StepPlan
 from fcp_cli.runtime.data.followed_plans import note_follower

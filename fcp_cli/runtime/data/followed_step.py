@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from fcp_cli.errors import RunError
-from fcp_cli.plan.job_facts import PLANNED_BY_ITSELF, has_no_plan
+from fcp_cli.plan.metadata.job_facts import PLANNED_BY_ITSELF, has_no_plan
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.data.cursor import RankStep
 from fcp_cli.runtime.layouts.ring_member import RingMember

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fcp_cli.errors import RunError
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 
 
 def mixed_fetch(plan: str | Path, fetch: Callable[[str, int], Any]) -> Callable[[int], Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fcp_cli.errors import RunError
 from fcp_cli.masks import Mask, MaskedSequence, MaskRows, described
-from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.runtime.data.joined_sequences import JoinedSequences
 from fcp_cli.runtime.data.loader import Fetch
 from fcp_cli.vision.parts import VisualSequence

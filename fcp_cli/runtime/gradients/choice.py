@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.recipe import Phase, Reduce
 from fcp_cli.runtime.communication.world import World
 from fcp_cli.runtime.gradients.base import GradientSync

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from fcp_cli.errors import RunError
-from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.recipe import Reduce
 from fcp_cli.runtime.communication.world import World
 from fcp_cli.runtime.gradients.base import GradientSync

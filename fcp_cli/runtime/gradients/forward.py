@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from fcp_cli.errors import RunError
-from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.runtime.agreement.plan_agreement import NO_TRAINING
 from fcp_cli.runtime.communication.world import World
 from fcp_cli.runtime.gradients.base import GradientSync

@@ -108,7 +108,7 @@ def _leave_at_exit(distributed: ModuleType) -> None:
 
 def require_followed() -> None:
     """Raise RunError if the script trains but nothing that it does follows the plan."""
-    from fcp_cli.plan.job_facts import PLANNED_BY_ITSELF, has_no_plan
+    from fcp_cli.plan.metadata.job_facts import PLANNED_BY_ITSELF, has_no_plan
 
     if not is_followed():
         if has_no_plan():

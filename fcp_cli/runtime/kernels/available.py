@@ -17,7 +17,7 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 
-from fcp_cli.kernel_names import KernelName
+from fcp_cli.cost.kernel_names import KernelName
 from fcp_cli.runtime.kernels.cuda import ATEN, CudaFlashKernel, FlashOperators
 from fcp_cli.runtime.kernels.cudnn import CudnnKernel, aten_operators, packs_soundly
 from fcp_cli.runtime.layouts.layout import Segments

@@ -22,9 +22,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fcp_cli.attention_kernels import LEAST_UNMEASURED_TOKENS, KernelTable, default_order, shape_class
+from fcp_cli.cost.attention_kernels import LEAST_UNMEASURED_TOKENS, KernelTable, default_order, shape_class
+from fcp_cli.cost.kernel_names import KERNELS, VARIABLE, KernelName
 from fcp_cli.errors import RunError
-from fcp_cli.kernel_names import KERNELS, VARIABLE, KernelName
 from fcp_cli.runtime.kernels import probe
 from fcp_cli.runtime.kernels.available import (
     NamedKernel,

@@ -19,8 +19,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fcp_cli.cost.kernel_names import KernelName
 from fcp_cli.errors import RunError
-from fcp_cli.kernel_names import KernelName
 from fcp_cli.runtime.kernels.cuda import bounds_of
 from fcp_cli.runtime.layouts.layout import Segments
 

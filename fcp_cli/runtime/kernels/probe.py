@@ -11,8 +11,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fcp_cli.cost.kernel_names import KernelName
 from fcp_cli.errors import RunError
-from fcp_cli.kernel_names import KernelName
 from fcp_cli.runtime.kernels.available import NamedKernel, kernels_of, unavailability
 from fcp_cli.runtime.kernels.dense import DenseKernel
 from fcp_cli.runtime.layouts.layout import Segments

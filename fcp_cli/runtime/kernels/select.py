@@ -9,8 +9,8 @@ from functools import lru_cache
 
 import torch
 
+from fcp_cli.cost.kernel_names import VARIABLE
 from fcp_cli.errors import RunError
-from fcp_cli.kernel_names import VARIABLE
 from fcp_cli.runtime.kernels.base import AttentionKernel
 from fcp_cli.runtime.kernels.chosen import ChosenKernel, Preference, asked_kernel
 from fcp_cli.runtime.kernels.cpu import CpuKernel

@@ -24,8 +24,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fcp_cli.errors import FcpError
-from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.plan.step import MicroBatch, StepPlan
 from fcp_cli.runs.metrics import MetricsWriter, StepMeasurement
 from fcp_cli.runs.recorded_steps import recorded_steps, unrecorded

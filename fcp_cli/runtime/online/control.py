@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fcp_cli.arrays import IntArray
-from fcp_cli.plan.planner_place import PlannerPlace
+from fcp_cli.plan.metadata.planner_place import PlannerPlace
 
 _PATIENCE = timedelta(days=7)  # data may take its time: that it does not come yet is no hang
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from fcp_cli.errors import RunError
-from fcp_cli.plan.online import OnlineSettings, read_online_settings
+from fcp_cli.plan.metadata.online import OnlineSettings, read_online_settings
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.runtime.data.cursor import RankStep, RankView
 from fcp_cli.runtime.online.source import StreamSource

@@ -13,7 +13,7 @@ def start_early(environment: Mapping[str, str]) -> None:
     """Start the planner process on rank 0 of a job that has no plan; it ends with this process if nothing trains."""
     if environment.get("RANK") != "0" or "FCP_PLANNING" not in environment:
         return
-    from fcp_cli.plan.job_facts import has_no_plan
+    from fcp_cli.plan.metadata.job_facts import has_no_plan
 
     if has_no_plan():
         _waiting.append(_started("early"))

@@ -12,8 +12,8 @@ import pyarrow as pa
 
 from fcp_cli.errors import RunError
 from fcp_cli.masks import CAUSAL, MaskedSequence
-from fcp_cli.plan.batching import cut_by_count, cut_by_tokens
-from fcp_cli.plan.online import OnlineSettings
+from fcp_cli.plan.metadata.batching import cut_by_count, cut_by_tokens
+from fcp_cli.plan.metadata.online import OnlineSettings
 from fcp_cli.vision.parts import VisualSequence
 
 _FACTORS = {"eta": np.float64, "vision_patches": np.int64, "vision_patch_pairs": np.int64}

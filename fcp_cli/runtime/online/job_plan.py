@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 
 from fcp_cli.errors import FcpError, RunError
-from fcp_cli.plan.job_facts import PLANNING_VARIABLE, JobFacts, PlanningWish
-from fcp_cli.plan.messages import table_bytes, table_of
-from fcp_cli.plan.online import settings_of_json
+from fcp_cli.plan.file.messages import table_bytes, table_of
+from fcp_cli.plan.metadata.job_facts import PLANNING_VARIABLE, JobFacts, PlanningWish
+from fcp_cli.plan.metadata.online import settings_of_json
 from fcp_cli.reading.documents import read_object
 from fcp_cli.runtime.online.control import Control
 from fcp_cli.runtime.online.job_source import JobSource

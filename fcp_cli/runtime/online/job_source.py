@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from fcp_cli.arrays import IntArray
-from fcp_cli.plan.messages import steps_bytes
-from fcp_cli.plan.online import OnlineSettings
+from fcp_cli.plan.file.messages import steps_bytes
+from fcp_cli.plan.metadata.online import OnlineSettings
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.runtime.data.cursor import orders_of_rank
 from fcp_cli.runtime.online.control import Control

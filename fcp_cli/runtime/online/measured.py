@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from fcp_cli.plan.messages import table_bytes
+from fcp_cli.plan.file.messages import table_bytes
 
 
 class Measured:

@@ -11,9 +11,9 @@ from typing import Any
 import pyarrow as pa
 
 from fcp_cli.errors import RunError
-from fcp_cli.plan.job_facts import JobFacts, PlanningWish
-from fcp_cli.plan.messages import Message, read_message, steps_of, table_bytes, write_message
-from fcp_cli.plan.online import OnlineSettings
+from fcp_cli.plan.file.messages import Message, read_message, steps_of, table_bytes, write_message
+from fcp_cli.plan.metadata.job_facts import JobFacts, PlanningWish
+from fcp_cli.plan.metadata.online import OnlineSettings
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.runtime.online.early import planner_process
 from fcp_cli.runtime.online.items import ReadWindow

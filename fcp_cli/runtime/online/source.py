@@ -20,10 +20,10 @@ from typing import Any, Final
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import FcpError, RunError
-from fcp_cli.plan.hashing import PlanHasher
-from fcp_cli.plan.messages import steps_bytes, steps_of
-from fcp_cli.plan.online import OnlineSettings
-from fcp_cli.plan.schema import steps_to_arrow
+from fcp_cli.plan.file.messages import steps_bytes, steps_of
+from fcp_cli.plan.file.schema import steps_to_arrow
+from fcp_cli.plan.metadata.hashing import PlanHasher
+from fcp_cli.plan.metadata.online import OnlineSettings
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.runtime.data.followed_plans import note_follower
 from fcp_cli.runtime.data.loader import Fetch

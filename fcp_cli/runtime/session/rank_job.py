@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.runtime.agreement.grad_ring import GradRingDtype, agreed_grad_dtype
 from fcp_cli.runtime.agreement.plan_agreement import agree_on_plan
 from fcp_cli.runtime.communication.connections import Connections, planned_hops, report_to_stderr

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fcp_cli.errors import RunError
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.recipe import Reduce
 from fcp_cli.runtime.agreement.step_agreement import agree_on_bad_rows, agree_on_first_step
 from fcp_cli.runtime.communication.connections import agree_on_halo_pattern, planned_hops, report_to_stderr

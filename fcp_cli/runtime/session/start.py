@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.plan.online import OnlineSettings
+from fcp_cli.plan.metadata.online import OnlineSettings
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.runtime.agreement.grad_ring import GradRingDtype
 from fcp_cli.runtime.agreement.plan_agreement import agree_on_plan
 from fcp_cli.runtime.communication.world import ProcessWorld, join_process_group, local_device

@@ -7,7 +7,7 @@ import random
 import torch
 from torch import Tensor
 
-from fcp_cli.kernel_names import KernelName
+from fcp_cli.cost.kernel_names import KernelName
 from fcp_cli.runtime.layouts.layout import shard_layout
 from fcp_cli.runtime.ring_attention.attention import attention
 from fcp_cli.runtime.ring_attention.ring import Ring

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fcp_cli import __version__
-from fcp_cli.plan.metadata import ManifestReference, PlanMetadata, Sync
+from fcp_cli.plan.file.writer import plan_writer
+from fcp_cli.plan.metadata.plan_metadata import ManifestReference, PlanMetadata, Sync
 from fcp_cli.plan.step import StepPlan, offsets_of
-from fcp_cli.plan.writer import plan_writer
 from fcp_cli.runtime.agreement.plan_agreement import agree_on_plan
 from fcp_cli.runtime.session.session import Session
 from fcp_cli.selftest.bench import Bench

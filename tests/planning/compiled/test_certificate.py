@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from fcp_cli.cost.model import Work
 from fcp_cli.cost.profile import parse_cost_profile
 from fcp_cli.manifest.table import LengthTable
-from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.bounds import lower_bound_seconds, simple_bound_seconds
 from fcp_cli.planning.compiled.certificate import crowd_bound, wave_bound
 from fcp_cli.planning.fcp.solver import make_solver

@@ -10,7 +10,7 @@ import pytest
 from numba.core.errors import TypingError
 
 from fcp_cli.arrays import FloatArray
-from fcp_cli.compiling import kernel, leaf
+from fcp_cli.compiling.compile import kernel, leaf
 
 
 class Inner(NamedTuple):

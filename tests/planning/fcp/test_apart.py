@@ -8,9 +8,9 @@ import numpy as np
 
 from benchmarks.disturbances import stressed_seconds
 from benchmarks.workloads import family_table
-from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.planning.assemble import assemble, makespan_seconds
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.fcp.apart import MOST_LOSS
 from fcp_cli.planning.solvers import make_solver
 from tests.messages import raises

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batches import batch_of
+from fcp_cli.planning.batching.batches import batch_of
 from fcp_cli.planning.fcp.searches import CLOSE_ENOUGH, Candidate, Found, best_of
 from fcp_cli.planning.fcp.solver import solver_of, winner_of
 from tests.planning.examples import compile_planner, example_problem, long_tail

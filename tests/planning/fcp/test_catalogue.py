@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from fcp_cli.errors import UsageError
 from fcp_cli.manifest.table import LengthTable
-from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.fcp.catalogue import Trial, choose_groups, tree_groups
 from fcp_cli.planning.fcp.solver import limit_price, make_solver
 from fcp_cli.planning.solvers import make_solver as make_named_solver

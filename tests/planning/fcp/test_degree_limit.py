@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.check import check_plan
-from fcp_cli.plan.metadata import Sync
-from fcp_cli.plan.writer import plan_writer
+from fcp_cli.plan.file.writer import plan_writer
+from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.bounds import lower_bound_seconds
+from fcp_cli.planning.dataset.run import plan_metadata
 from fcp_cli.planning.fcp.solver import limit_price, make_solver
-from fcp_cli.planning.run import plan_metadata
 from tests.messages import raises
 from tests.planning.examples import example_problem
 

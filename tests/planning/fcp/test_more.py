@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from benchmarks.workloads import FAMILIES, HELD_OUT, example_profile, lengths
 from fcp_cli.arrays import IntArray
-from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.fcp.solver import solver_of
 from fcp_cli.planning.problem import Problem
 from tests.planning.examples import table_of

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from fcp_cli.errors import UsageError
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.check import check_plan
-from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.plan.peers import count_peers, plan_peers
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.dataset.run import make_plan
 from fcp_cli.planning.fcp.peer_limit import most_peers, needs_whole_nodes
 from fcp_cli.planning.fcp.solver import make_solver
-from fcp_cli.planning.run import make_plan
-from fcp_cli.planning.settings import PlanInputs
+from fcp_cli.planning.settings.settings import PlanInputs
 from tests.messages import raises
 from tests.planning.examples import example_problem
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from benchmarks.workloads import family_table
 from fcp_cli.cost.profile import StepTerms, parse_cost_profile
 from fcp_cli.planning.assemble import makespan_seconds, step_bound_seconds
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import make_solver
 from tests.planning.examples import PROFILE, table_of

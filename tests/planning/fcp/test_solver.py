@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from fcp_cli.cost.profile import parse_cost_profile
 from fcp_cli.manifest.table import LengthTable
-from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble, makespan_seconds
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.baselines.static import static_candidates
+from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.fcp.searches import wave_parts
 from fcp_cli.planning.fcp.solver import make_solver, solver_of
 from fcp_cli.planning.kernel_inputs import by_falling_work, planner_inputs
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.published import karmarkar_karp
-from fcp_cli.planning.static import static_candidates
 
 _PROFILE = """\
 format: fcp-cost-profile/1

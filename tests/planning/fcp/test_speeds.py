@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from fcp_cli import Planner
 from fcp_cli.errors import UsageError
 from fcp_cli.plan.check import check_plan
-from fcp_cli.plan.metadata import Sync
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches, batch_of
+from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches, batch_of
+from fcp_cli.planning.dataset.run import make_plan
 from fcp_cli.planning.fcp.solver import solver_of
-from fcp_cli.planning.rank_speeds import read_rank_speeds
-from fcp_cli.planning.run import make_plan
-from fcp_cli.planning.settings import PlanInputs
+from fcp_cli.planning.settings.rank_speeds import read_rank_speeds
+from fcp_cli.planning.settings.settings import PlanInputs
 from tests.messages import raises
 from tests.planning.examples import PROFILE, example_problem, long_tail, table_of
 

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pytest
 
 from fcp_cli.errors import FcpError, PlanError
-from fcp_cli.plan.reader import PlanReader
-from fcp_cli.plan.schema import steps_to_arrow
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.file.schema import steps_to_arrow
 from fcp_cli.planning.online.journal import OnlineJournal
 from fcp_cli.reading.records import read_records, table_content, table_of_content, write_record
 from tests.planning.examples import PROFILE

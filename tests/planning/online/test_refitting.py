@@ -8,11 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from fcp_cli.plan.refits import Factors, ScheduledRefit, refitted
+from fcp_cli.plan.metadata.refits import Factors, ScheduledRefit, refitted
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batches import batch_of
+from fcp_cli.planning.batching.batches import batch_of
+from fcp_cli.planning.dataset.refitting import Refitter
 from fcp_cli.planning.fcp.solver import solver_of
-from fcp_cli.planning.refitting import Refitter
 from tests.planning.examples import example_problem, table_of
 
 RANKS = 8

@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 
 from fcp_cli import Planner
 from fcp_cli.manifest.read import read_manifest
-from fcp_cli.plan.batching import cut_by_count, cut_by_tokens
 from fcp_cli.plan.check import check_plan
-from fcp_cli.plan.messages import read_message, steps_of, table_bytes, write_message
-from fcp_cli.plan.metadata import PlanMetadata, Sync
-from fcp_cli.plan.online import OnlineSettings, manifest_of
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.messages import read_message, steps_of, table_bytes, write_message
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.metadata.batching import cut_by_count, cut_by_tokens
+from fcp_cli.plan.metadata.online import OnlineSettings, manifest_of
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata, Sync
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.planning.batches import BatchSettings
+from fcp_cli.planning.batching.batches import BatchSettings
+from fcp_cli.planning.dataset.run import make_plan
 from fcp_cli.planning.online.journal import OnlineJournal, length_columns
 from fcp_cli.planning.online.serving import serve
 from fcp_cli.planning.problem import problem_of
-from fcp_cli.planning.run import make_plan
-from fcp_cli.planning.settings import PlanInputs
+from fcp_cli.planning.settings.settings import PlanInputs
 from tests.commands.planning_folder import fcp
 from tests.messages import raises
 from tests.planning.examples import PROFILE, table_of

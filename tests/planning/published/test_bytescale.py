@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.drafts import Draft
+from fcp_cli.planning.baselines.drafts import Draft
+from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.dataset.run import plan_step
 from fcp_cli.planning.published.bytescale import balance, in_waves_of_like_time, make_solver
-from fcp_cli.planning.run import plan_step
 from tests.planning.examples import example_problem, long_tail, table_of
 
 

@@ -8,9 +8,9 @@ import pytest
 from benchmarks.compare_families import profile_with_heads
 from fcp_cli.cost.profile import Heads
 from fcp_cli.errors import UsageError
-from fcp_cli.plan.pipeline import Pipeline
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.comparison import compare
+from fcp_cli.plan.pricing.pipeline import Pipeline
+from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.dataset.comparison import compare
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.published.distca import make_solver, rebalanced
 from fcp_cli.planning.published.spread_attention import Tasks, laid_out

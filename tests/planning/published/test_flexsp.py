@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Batch, Problem
 from fcp_cli.planning.published.flexsp import FlexSP, chunk_by_tokens, greedy_packs, pack_seconds
 from fcp_cli.planning.published.flexsp_milp import Packs, bucket, solve

@@ -5,9 +5,9 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.dataset.run import plan_step
 from fcp_cli.planning.published.karmarkar_karp import Balance, KarmarkarKarp, Setting, feasible_settings, make_solver
-from fcp_cli.planning.run import plan_step
 from tests.planning.examples import example_problem, long_tail, table_of
 
 

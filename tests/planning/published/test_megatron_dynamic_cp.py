@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.dataset.run import plan_step
 from fcp_cli.planning.published.megatron_dynamic_cp import make_solver
 from fcp_cli.planning.published.megatron_rounds import balanced_rounds, degree_needed
-from fcp_cli.planning.run import plan_step
 from tests.planning.examples import example_problem, table_of
 
 

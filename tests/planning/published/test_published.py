@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fcp_cli.errors import PlanError
-from fcp_cli.plan.metadata import Sync
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.dataset.run import plan_step
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.published import (
     bytescale,
@@ -20,7 +21,6 @@ from fcp_cli.planning.published import (
     row_packing,
 )
 from fcp_cli.planning.published.flexsp import FlexSP
-from fcp_cli.planning.run import plan_step
 from fcp_cli.planning.solvers import SolverFactory
 from tests.planning.examples import example_problem, long_tail, table_of
 

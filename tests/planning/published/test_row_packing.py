@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Assignment
 from fcp_cli.planning.published.row_packing import make_solver
 from tests.planning.examples import example_problem, table_of

@@ -13,15 +13,15 @@ from fcp_cli.cost.profile import Heads, dump_cost_profile
 from fcp_cli.errors import UsageError
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.check import check_plan
-from fcp_cli.plan.pricing import PlacedPacks, microbatch_prices, quickest_heads
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.pricing.packs import PlacedPacks, microbatch_prices, quickest_heads
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.comparison import compare
+from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.dataset.comparison import compare
+from fcp_cli.planning.dataset.run import make_plan
 from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.run import make_plan
-from fcp_cli.planning.settings import PlanInputs
+from fcp_cli.planning.settings.settings import PlanInputs
 from fcp_cli.planning.solvers import make_solver, names_under
 from fcp_cli.recipe import SplitAttention
 from tests.planning.examples import example_problem, table_of

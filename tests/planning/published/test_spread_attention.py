@@ -9,8 +9,8 @@ import pytest
 from benchmarks.compare_families import profile_with_heads
 from benchmarks.workloads import family_table
 from fcp_cli.errors import UsageError
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.comparison import compare
+from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.dataset.comparison import compare
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.published.spread_attention import SpreadAttention
 from fcp_cli.planning.solvers import make_solver

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.published.wlb_llm import WlbLlm, balanced_packs, make_solver
 from tests.planning.examples import example_problem, long_tail, table_of
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fcp_cli.plan.metadata import Sync
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.runtime.data.loader import Fetch
 from fcp_cli.runtime.loss.token_loss import next_token_labels, token_loss_sum
 from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, plain_attend, ring_attend

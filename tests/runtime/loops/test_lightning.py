@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.metadata.plan_metadata import Sync
 from tests.runtime.launch import torchrun
 from tests.runtime.loops.cases import NUM_RANKS, SYNCS, Trained, trained_by_torch, worst_difference, write_plans
 

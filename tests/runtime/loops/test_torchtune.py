@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from fcp_cli.errors import RunError
-from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.metadata.plan_metadata import Sync
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.launch import ROOT, torchrun
 from tests.runtime.loops.cases import NUM_RANKS, SYNCS, Trained, worst_difference, write_plans

@@ -38,7 +38,7 @@ from fcp_cli.integrations.megatron import model as hooks
 from fcp_cli.integrations.megatron.data.microbatch import current_microbatch
 from fcp_cli.integrations.megatron.follow import Follower
 from fcp_cli.integrations.megatron.stack import MegatronStack
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.workers.groups import own_groups
 from tests.runtime.workers.leave import leave_job

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fcp_cli.plan.pipeline import Pipeline
-from fcp_cli.planning.batches import BatchSettings
-from fcp_cli.planning.run import make_plan
-from fcp_cli.planning.settings import PlanInputs
+from fcp_cli.plan.pricing.pipeline import Pipeline
+from fcp_cli.planning.batching.batches import BatchSettings
+from fcp_cli.planning.dataset.run import make_plan
+from fcp_cli.planning.settings.settings import PlanInputs
 from tests.planning.examples import example_problem, table_of
 from tests.runtime.launch import torchrun
 from tests.runtime.plans import Row, write_plan

@@ -13,7 +13,7 @@ import pytest
 # First: the tests of gradients, whose plans these follow, leave off where it is missing.
 pytest.importorskip("megatron.core.package_info", reason="needs megatron-core: pip install megatron-core")
 
-from fcp_cli.plan.pipeline import Pipeline
+from fcp_cli.plan.pricing.pipeline import Pipeline
 from fcp_cli.verification.order import check_order
 from tests.runtime.launch import torchrun
 from tests.runtime.megatron.test_gradients import NUM_RANKS, PIPELINE, SWITCHING, TENSOR, VIRTUAL, worst_error

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fcp_cli.errors import FcpError
-from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.recipe import Reduce
 from fcp_cli.runtime.session.start import start
 from tests.patience import PATIENCE_SECONDS

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import model_registry
 
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.runtime.loss.token_loss import next_token_labels, token_loss_sum
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.loops.cases import NUM_RANKS, Trained, flat

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torchtune.models.llama3 import llama3
 
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.runtime.loss.token_loss import next_token_labels, token_loss_sum
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.loops.cases import Trained, flat

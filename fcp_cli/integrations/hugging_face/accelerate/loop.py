@@ -19,7 +19,7 @@ from fcp_cli.files import write_text_atomically
 from fcp_cli.integrations.hugging_face.job_facts import LoopSettings, fsdp_stage, is_shuffled, recomputes
 from fcp_cli.integrations.hugging_face.planned_model import PlannedModel
 from fcp_cli.integrations.hugging_face.written_loop import WrittenLoop
-from fcp_cli.plan.job_facts import is_launched_without_plan
+from fcp_cli.plan.metadata.job_facts import is_launched_without_plan
 from fcp_cli.reading.documents import read_object
 from fcp_cli.runtime.session.microbatch import LocalMicroBatch
 from fcp_cli.runtime.session.start import start

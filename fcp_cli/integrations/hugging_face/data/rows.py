@@ -18,9 +18,9 @@ from fcp_cli.errors import RunError
 from fcp_cli.integrations.hugging_face.data.pictures import Collated, one_row
 from fcp_cli.integrations.hugging_face.data.sampler import PlanSampler
 from fcp_cli.masks import MaskedSequence, described
-from fcp_cli.plan.job_facts import PLANNING_VARIABLE
-from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.metadata.job_facts import PLANNING_VARIABLE
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.runtime.agreement.plan_agreement import require_causal
 from fcp_cli.runtime.data.loader import Fetch
 from fcp_cli.runtime.loss.labels import IGNORED

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.hugging_face.data.batches import one_sequence
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.runtime.data.cursor import orders_of_rank
 from fcp_cli.runtime.data.loader import Fetch
 from fcp_cli.runtime.session.session import Session

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fcp_cli.arrays import IntArray
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.runtime.session.microbatch import LocalMicroBatch
 from fcp_cli.runtime.session.session import Session

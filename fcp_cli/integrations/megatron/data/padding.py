@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.plan.padding import held_tokens, padding_multiple
-from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
+from fcp_cli.plan.pricing.padding import held_tokens, padding_multiple
 
 
 def padding_report(plan: Path, metadata: PlanMetadata, *, tensor_parallel: int) -> str:

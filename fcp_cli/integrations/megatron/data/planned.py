@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.megatron.data.batches import share, shares_data
 from fcp_cli.integrations.megatron.data.samples import LocalShard, LocalStep, Samples, find_samples
-from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.data.cursor import PlanCursor
 from fcp_cli.runtime.data.followed_plans import note_follower

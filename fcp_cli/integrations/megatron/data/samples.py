@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.megatron.data.ahead import Ahead, look_ahead
 from fcp_cli.masks import CAUSAL, Mask, MaskRows, segments
-from fcp_cli.plan.padding import padded_tokens, padding_multiple
+from fcp_cli.plan.pricing.padding import padded_tokens, padding_multiple
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.data.followed_step import require_length
 from fcp_cli.runtime.data.planned_masks import require_same

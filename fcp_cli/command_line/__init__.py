@@ -1,0 +1,1 @@
+"""The command line: options as dataclasses, `fcp.yaml`, trusted folders, known and retired names."""

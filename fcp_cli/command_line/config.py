@@ -1,0 +1,97 @@
+"""The YAML config: options per command, spelt like the flags, checked against the commands that exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fcp_cli.command_line.retired import replacement, replacement_of_variable
+from fcp_cli.command_line.trust import ConfigFile, digest_of
+from fcp_cli.errors import UsageError
+from fcp_cli.words import did_you_mean
+
+
+def read_config(path: Path, group: Any, *, found: bool) -> tuple[dict[str, Any], ConfigFile]:
+    """Read a config file into click's default_map for the command group `group`.
+
+    Args:
+        path: the file.
+        group: the commands.
+        found: nobody named the file: it stands in the current folder.
+    """
+    # Imported here, since PyYAML takes a tenth of the time in which `fcp --help` answers.
+    from fcp_cli.reading.documents import parse_yaml, read_text
+
+    text = read_text(path, error=UsageError, label="the config ")
+    config = parse_yaml(text, name=str(path), error=UsageError)
+    file = ConfigFile(path=path, digest=digest_of(text) if found else None)
+    if config is None:
+        return {}, file
+    if not isinstance(config, dict):
+        raise UsageError(f"{path} must map commands to their options, for example 'plan: {{ranks: 64}}'")
+    return _group_defaults(config, group, where=str(path)), file
+
+
+def _group_defaults(config: dict[str, Any], group: Any, *, where: str, words: str = "") -> dict[str, Any]:
+    defaults = {}
+    for name, options in config.items():
+        if name not in group.commands:
+            hint = _of_commands(str(name), group) or did_you_mean(name, group.commands)
+            raise UsageError(f"{where}: there is no command {name!r}{hint}")
+        if not isinstance(options, dict):
+            raise UsageError(f"{where}: the options of {name!r} must be a mapping, not {options!r}")
+        defaults[name] = _command_defaults(options, group.commands[name], where=where, name=f"{words}{name}")
+    return defaults
+
+
+def _of_commands(name: str, group: Any) -> str:
+    """Return a hint for a key that is an option written outside of its command, or ""."""
+    flag = f"--{name.replace('_', '-')}"
+    found = [verb for verb, command in group.commands.items() if any(flag in p.opts for p in command.params)]
+    if not found:
+        return ""
+    example = "plan" if "plan" in found else found[0]
+    return f"; {name} is an option of {', '.join(found)}: write '{example}: {{{name}: ...}}'"
+
+
+def unknown_variables(environment: Iterable[str], group: Any, *, prefix: str = "FCP") -> Iterator[str]:
+    """Yield a line for each variable that begins like those of a command's options, and is none.
+
+    Args:
+        environment: names of variables.
+        group: the commands.
+        prefix: of the group's variables.
+    """
+    names = list(environment)
+    for verb, command in group.commands.items():
+        known = set(_variables(command, f"{prefix}_{verb.upper()}"))
+        for name in names:
+            if name.startswith(f"{prefix}_{verb.upper()}_") and name not in known:
+                instead = replacement_of_variable(name) or did_you_mean(name, known)
+                yield f"the variable {name} sets nothing: {verb} has no such option{instead}"
+
+
+def _variables(command: Any, prefix: str) -> Iterator[str]:
+    yield from (f"{prefix}_{parameter.name.upper()}" for parameter in command.params)
+    for verb, inner in getattr(command, "commands", {}).items():
+        yield from _variables(inner, f"{prefix}_{verb.upper()}")
+
+
+def _command_defaults(options: dict[str, Any], command: Any, *, where: str, name: str) -> dict[str, Any]:
+    """Read the options of one command; keys are spelt like long flags, and name the subcommands of a group, too."""
+    subcommands = getattr(command, "commands", {})
+    parameters = {flag.lstrip("-"): p for p in command.params for flag in p.opts if flag.startswith("--")}
+    defaults: dict[str, Any] = {}
+    for key, value in options.items():
+        spelling = str(key).replace("_", "-")
+        if key in subcommands:
+            defaults |= _group_defaults({key: value}, command, where=where, words=f"{name} ")
+        elif spelling in parameters:
+            parameter = parameters[spelling]
+            repeated = getattr(parameter, "multiple", False) or parameter.nargs == -1
+            defaults[parameter.name] = [value] if repeated and isinstance(value, str) else value
+        else:
+            instead = replacement(name, f"--{spelling}") or did_you_mean(spelling, parameters)
+            raise UsageError(f"{where}: {name!r} has no option {key!r}{instead}")
+    return defaults

@@ -1,0 +1,1 @@
+"""Compiles inner loops of the planner and of pipelines."""

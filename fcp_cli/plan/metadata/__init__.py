@@ -1,0 +1,1 @@
+"""What a plan says of itself: settings, masks, mixture, refits, hash, and the command that makes it again."""

@@ -1,0 +1,85 @@
+"""The settings of a job that plans while it trains: the one value that its ranks and its planning process share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fcp_cli.errors import RunError
+from fcp_cli.plan.metadata.plan_metadata import METADATA_KEY, PlanMetadata, parse_metadata
+from fcp_cli.plan.metadata.planner_place import PlannerPlace
+from fcp_cli.reading.documents import read_json
+from fcp_cli.reading.inputs import require_input
+from fcp_cli.validation import Count, NonNegativeCount, validated
+from fcp_cli.words import first_sentence
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OnlineOptions:
+    """How a job plans while it trains.
+
+    Attributes:
+        ahead: steps that are planned before the one that trains; 0 where a batch depends on the step before it.
+        planner: who plans; see `PlannerPlace`.
+        stream_begins: after a restart the stream comes `over` again from its first sequence, or goes on from `here`, as
+            rollouts do.
+        refit_every: steps between refits of the profile to measured micro-batches; None: never.
+    """
+
+    ahead: NonNegativeCount = 2
+    planner: PlannerPlace = "rank0"
+    stream_begins: Literal["over", "here"] = "over"
+    refit_every: Count | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OnlineSettings:
+    """Settings of an online plan: the metadata of a plan without totals, and the search."""
+
+    metadata: PlanMetadata
+    options: OnlineOptions
+
+    @property
+    def window(self) -> int:
+        """Return how many batches in a row share their sequences out."""
+        batching = self.metadata.batching
+        return batching.reorder_window or 1 if batching is not None else 1
+
+    def to_json(self) -> str:
+        return json.dumps({"metadata": json.loads(self.metadata.to_json()), "options": asdict(self.options)})
+
+
+def settings_of_json(document: Mapping[str, Any], *, name: str) -> OnlineSettings:
+    """Read the document of `OnlineSettings.to_json`; `name` is the file's in messages.
+
+    Raises:
+        FcpError: it is damaged, or of another version.
+    """
+    where = f"{name}: it does not say what to plan for"
+    if not isinstance(document, Mapping) or set(document) != {"metadata", "options"}:
+        raise RunError(where)
+    metadata = parse_metadata({METADATA_KEY: json.dumps(document["metadata"]).encode()}, name=name)
+    return OnlineSettings(
+        metadata=metadata, options=validated(document["options"], OnlineOptions, where=where, error=RunError)
+    )
+
+
+def read_online_settings(path: Path) -> OnlineSettings:
+    """Read the settings that `fcp launch --online` wrote.
+
+    Raises:
+        FcpError: the file is missing or damaged.
+    """
+    try:
+        require_input(path, seekable=True)
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {first_sentence(error)}") from error
+    return settings_of_json(read_json(path, error=RunError), name=str(path))
+
+
+def manifest_of(plan: Path) -> Path:
+    """Return where the lengths of a plan that is made while training are kept."""
+    return plan.with_name(f"{plan.stem}.lengths.parquet")

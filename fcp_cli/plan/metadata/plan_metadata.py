@@ -1,0 +1,322 @@
+"""The metadata of a plan: the JSON under the Parquet schema's key `fcp`."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta
+
+from fcp_cli.errors import PlanError
+from fcp_cli.masks import MaskRows
+from fcp_cli.options import MOST_ROWS
+from fcp_cli.plan.metadata.masks import PlannedMasks
+from fcp_cli.plan.metadata.mixture import Mixture
+from fcp_cli.plan.metadata.refits import ScheduledRefit, refit_at
+from fcp_cli.plan.pricing.setup import EncoderBalance as EncoderBalance
+from fcp_cli.plan.pricing.setup import PlanSetup
+from fcp_cli.plan.pricing.setup import Sync as Sync
+from fcp_cli.plan.pricing.speeds import Speed, Speeds, speeds_of
+from fcp_cli.reading.documents import kind_of
+from fcp_cli.reading.parquet import FOOTER_KEY, footer_document
+from fcp_cli.recipe import Phase
+from fcp_cli.validation import Count, NonNegativeCount, validated
+
+FORMAT: Final = "fcp-plan/1"
+METADATA_KEY: Final = FOOTER_KEY
+# A reader must know these or refuse the plan, since steps, times and budgets mean something else with them. They are
+# omitted if None, so that plans without them keep the hash from before the keys existed.
+_OPTIONAL_KEYS: Final = (
+    *("attention", "batching", "cached_from_step", "continues", "encoder_balance", "encoder_ranks"),
+    *("masked_sequences", "masks", "mixture", "padding_multiple", "part", "phase", "pipeline", "rank_speeds"),
+    *("recipe", "refits", "shuffle_kind"),
+)
+_OPTIONAL_RECIPE_KEYS: Final = ("lora", "freeze")
+
+RowCount = Annotated[int, Meta(ge=0, le=MOST_ROWS, description="a whole number of at least 0")]
+LastBatch = Literal["keep", "drop"]
+ShuffleKind = Literal["index-free"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ManifestReference:
+    """The manifest a plan was made from: its sequences are row numbers into it."""
+
+    name: str
+    rows: RowCount
+    content_hash: str
+
+    @property
+    def argument(self) -> str:
+        """Argument of a command line that names it; `-` for data that came from a pipe."""
+        return "-" if self.name == "stdin" else self.name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OverlongReport:
+    """The treatment of sequences longer than `max_length`; `sequences` of them were met."""
+
+    policy: Literal["error", "drop", "truncate"] = "error"
+    max_length: Count | None = None
+    sequences: NonNegativeCount = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Continuation:
+    """The run that a plan continues, from its `first_step` on.
+
+    Attributes:
+        plan_hash, num_ranks: of the plan that the run followed until then.
+        first_step: optimizer step that the plan begins with; all before it are trained.
+        trained: the rows that the epoch of `first_step` has trained before; see `pack_rows`.
+    """
+
+    plan_hash: str
+    num_ranks: Count
+    first_step: Count
+    trained: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanPart:
+    """Steps of a plan that were planned alone, to be merged with the others.
+
+    Attributes:
+        first_step: number of the part's first step.
+        whole: steps of the whole plan.
+    """
+
+    first_step: NonNegativeCount
+    whole: Count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batching:
+    """How global batches were formed, where they are not simply `global_batch_size` sequences each.
+
+    Attributes:
+        by: `tokens`: the next sequences that have at most so many tokens together, one at least; `given`: the stream
+            gave whole batches; `sequences`: so many each.
+        tokens: most tokens of a batch by tokens; None by other rules.
+        reorder_window: so many batches in a row shared their sequences out anew; None: they are in the data's order.
+    """
+
+    by: Literal["sequences", "tokens", "given"] = "sequences"
+    tokens: Count | None = None
+    reorder_window: Count | None = None
+
+
+def pack_rows(mask: npt.NDArray[np.bool_]) -> str:
+    """Encode a mask over the manifest's rows as text: base64 of zlib of one bit per row."""
+    return base64.b64encode(zlib.compress(np.packbits(mask).tobytes(), 9)).decode()
+
+
+def unpack_rows(text: str, rows: int) -> npt.NDArray[np.bool_]:
+    """Decode the mask [rows] that `pack_rows` encoded.
+
+    Raises:
+        ValueError: it is damaged, or of another number of rows.
+    """
+    try:
+        # No more than one byte too many: damaged data may unpack to any size.
+        unpacked = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), -(-rows // 8) + 1)
+        packed = np.frombuffer(unpacked, dtype=np.uint8)
+    except (binascii.Error, zlib.error) as error:
+        raise ValueError(str(error)) from error
+    if len(packed) != -(-rows // 8):
+        raise ValueError(f"{8 * len(packed)} bits for {rows} rows")
+    return np.unpackbits(packed, count=rows).astype(np.bool_)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanMetadata(PlanSetup):
+    """Everything needed to follow, check and reproduce a plan; `num_ranks` are all ranks of the job.
+
+    Attributes:
+        masked_sequences: rows of the manifest whose mask factor says that they are not causal; None: none.
+        masks: of the manifest's rows, where it was built with some; None: it was not, or they are too many.
+        phase: `forward`: micro-batches have no backward, and times and token budget are of that; None: they train.
+        rank_speeds: of ranks that are not as fast as the cost profile says, by rank; None: all are (see `speeds`).
+        refits: of a run that planned while it trained, ascending by step; None: none.
+        last_batch: treatment of a last, partial batch: `keep` plans it, `drop` drops its sequences.
+        epochs: how often every sequence appears.
+        step_limit: only that many first steps were planned; None: all.
+        batching: how batches were formed that are not of `global_batch_size` sequences in order, which is then the most
+            that one has; None: they are.
+        solver_options: settings of the solver besides the common ones.
+        cost_profile: the whole text of the YAML.
+        shuffle_kind: `index-free`: epochs are permuted by `planning.shuffling`; None: by PCG64's permutation.
+        mixture: sources and weights of a manifest that mixes several, or None.
+        part: the steps that the file holds of a plan; None: all.
+        continues: the run that the plan continues; None: it begins with step 0.
+        plan_hash: content hash over rows and metadata; see `hashing`.
+        created: ISO time, outside the hash.
+    """
+
+    fcp_version: str
+    phase: Phase | None = None
+    global_batch_size: Count
+    masked_sequences: Count | None = None
+    masks: PlannedMasks | None = None
+    rank_speeds: Mapping[str, Speed] | None = None
+    refits: tuple[ScheduledRefit, ...] | None = None
+    seed: NonNegativeCount
+    shuffle: bool
+    epochs: Count = 1
+    last_batch: LastBatch = "keep"
+    step_limit: Count | None = None
+    batching: Batching | None = None
+    overlong: OverlongReport = field(default_factory=OverlongReport)
+    solver: str
+    solver_options: Mapping[str, Any] = field(default_factory=dict)
+    manifest: ManifestReference
+    cost_profile: str
+    shuffle_kind: ShuffleKind | None = None
+    mixture: Mixture | None = None
+    part: PlanPart | None = None
+    continues: Continuation | None = None
+    steps: NonNegativeCount = 0
+    distinct_groups: NonNegativeCount = 0
+    plan_hash: str = ""
+    created: str = ""
+
+    @property
+    def mask_rows(self) -> MaskRows | None:
+        """The masks of the manifest's rows, where the plan keeps them."""
+        return None if self.masks is None else self.masks.of_rows(self.manifest.rows)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the whole job."""
+        return self.num_ranks * self.devices_per_rank
+
+    def refit_at(self, step: int) -> ScheduledRefit | None:
+        """Return the refit that a step was planned by; None: none."""
+        return refit_at(self.refits, step)
+
+    def speeds_at(self, step: int) -> Speeds | None:
+        """Return [ranks] the speeds that a step was planned by; None: all as the cost profile says."""
+        refit = self.refit_at(step)
+        named = {**(self.rank_speeds or {}), **(refit.rank_speeds if refit is not None else {})}
+        return speeds_of(named, self.num_ranks)
+
+    @property
+    def first_step(self) -> int:
+        """The number of its first step."""
+        if self.part is not None:
+            return self.part.first_step
+        return 0 if self.continues is None else self.continues.first_step
+
+    @property
+    def end_step(self) -> int:
+        """One more than the number of its last step: optimizer steps of the whole run."""
+        return self.first_step + self.steps
+
+    @property
+    def has_equal_batches(self) -> bool:
+        """Whether every global batch but an epoch's last has `global_batch_size` sequences."""
+        return self.batching is None or self.batching.by == "sequences"
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of a whole epoch, whatever part of it is planned."""
+        if not self.has_equal_batches:  # one epoch, all of it planned
+            return self.end_step
+        return steps_per_epoch(self.planned_rows, self.global_batch_size, self.last_batch)
+
+    @property
+    def planned_rows(self) -> int:
+        """Rows of the manifest that an epoch goes over, before a last batch is dropped."""
+        dropped = self.overlong.sequences if self.overlong.policy == "drop" else 0
+        return self.manifest.rows - dropped
+
+    def hashed_json(self) -> bytes:
+        """Return the part of the metadata that the plan hash covers, in one canonical form."""
+        document = self._document()
+        del document["plan_hash"], document["created"]
+        return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+
+    def to_json(self) -> str:
+        """Return the text that stands in the file."""
+        return json.dumps(self._document())
+
+    def _document(self) -> dict[str, Any]:
+        document = {"format": FORMAT, **asdict(self)}
+        for key in _OPTIONAL_RECIPE_KEYS if self.recipe is not None else ():
+            if document["recipe"][key] is None:
+                del document["recipe"][key]
+        return {key: value for key, value in document.items() if key not in _OPTIONAL_KEYS or value is not None}
+
+    def with_totals(self, *, steps: int, distinct_groups: int) -> PlanMetadata:
+        return replace(self, steps=steps, distinct_groups=distinct_groups)
+
+
+def parse_metadata(raw: Mapping[bytes, bytes] | None, *, name: str) -> PlanMetadata:
+    """Read the metadata of a Parquet schema; `name` stands for the file in messages.
+
+    Raises:
+        PlanError: the file is not a plan, or of another format; its metadata is damaged, or has a key that is unknown.
+    """
+    try:
+        document = footer_document(raw)
+    except ValueError as error:
+        raise PlanError(f"{name}: the plan's metadata is damaged: {error}") from error
+    if document is None:
+        raise PlanError(f"{name} is a Parquet file but not a plan; make one with 'fcp plan MANIFEST -o plan.parquet'")
+    if not isinstance(document, dict):
+        raise PlanError(f"{name}: the plan's metadata is damaged: it is {kind_of(document)}, not a mapping")
+    found = document.pop("format", None)
+    if found != FORMAT:
+        raise PlanError(f"{name} has format {found!r}; this fcp reads {FORMAT}; make it again with 'fcp plan'")
+    metadata = validated(
+        document,
+        PlanMetadata,
+        where=f"{name}: the plan's metadata cannot be used",
+        error=PlanError,
+        remedy="use the fcp that made the plan, or make it again with 'fcp plan'",
+    )
+    _require_ranks(metadata, name)
+    _require_masks(metadata, name)
+    if metadata.mixture is not None and (fault := metadata.mixture.fault(metadata.manifest.rows)):
+        raise PlanError(f"{name}: the plan's metadata is damaged: mixture: {fault}")
+    if metadata.continues is not None:
+        try:
+            unpack_rows(metadata.continues.trained, metadata.manifest.rows)
+        except ValueError as error:
+            raise PlanError(
+                f"{name}: the plan's metadata is damaged: continues.trained is no mask of {metadata.manifest.rows} "
+                f"rows: {error}"
+            ) from error
+    return metadata
+
+
+def _require_ranks(metadata: PlanMetadata, name: str) -> None:
+    """Refuse speeds of ranks that the job does not have."""
+    refits = metadata.refits or ()
+    try:
+        for named in (metadata.rank_speeds, *(refit.rank_speeds for refit in refits)):
+            speeds_of(named, metadata.num_ranks)
+    except ValueError as error:
+        raise PlanError(f"{name}: the plan's metadata is damaged: rank_speeds: {error}") from error
+
+
+def _require_masks(metadata: PlanMetadata, name: str) -> None:
+    """Refuse masks that are not of the manifest's rows."""
+    try:
+        if metadata.masks is not None:
+            metadata.masks.of_rows(metadata.manifest.rows)
+    except ValueError as error:
+        raise PlanError(f"{name}: the plan's metadata is damaged: masks: {error}") from error
+
+
+def steps_per_epoch(sequences: int, global_batch_size: int, last_batch: LastBatch) -> int:
+    """Return the optimizer steps that one epoch of so many sequences takes."""
+    whole, rest = divmod(sequences, global_batch_size)
+    return whole + (1 if rest and last_batch == "keep" else 0)

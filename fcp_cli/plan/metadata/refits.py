@@ -1,0 +1,98 @@
+"""Refits of a cost profile by a run that planned while it trained, kept in the plan's metadata, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Annotated, Final
+
+from msgspec import Meta
+
+from fcp_cli.plan.pricing.speeds import Speed, speeds_text
+from fcp_cli.validation import NonNegativeCount
+
+if TYPE_CHECKING:  # ranks read plans, and need nothing of the cost model
+    from fcp_cli.cost.profile import CostProfile
+
+MOST_FACTOR: Final = 10.0
+"""By which a coefficient may leave the cost profile, up or down: beyond, something is broken that no plan mends."""
+
+Factor = Annotated[
+    float, Meta(ge=1 / MOST_FACTOR, le=MOST_FACTOR, description=f"from {1 / MOST_FACTOR:g} to {MOST_FACTOR:g}")
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Factors:
+    """Factors on the coefficients of a cost profile.
+
+    Attributes:
+        microbatch: on the fixed seconds of a micro-batch.
+        linear: on terms that grow with tokens and patches.
+        attention: on terms that grow with their squares.
+        ring: the seconds of a ring.
+    """
+
+    microbatch: Factor = 1.0
+    linear: Factor = 1.0
+    attention: Factor = 1.0
+    ring: Factor = 1.0
+
+    def items(self) -> Mapping[str, float]:
+        """Return factors by name."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduledRefit:
+    """Refit that is valid from a step on, replacing the one before.
+
+    Attributes:
+        first_step: that is planned by it.
+        factors: of the cost profile's coefficients.
+        rank_speeds: of the ranks that are persistently slow; all others are as the plan says.
+    """
+
+    first_step: NonNegativeCount
+    factors: Factors = field(default_factory=Factors)
+    rank_speeds: Mapping[str, Speed] = field(default_factory=dict)
+
+
+def refit_at(refits: Sequence[ScheduledRefit] | None, step: int) -> ScheduledRefit | None:
+    """Return the refit that a step is planned by; None: none."""
+    return next((refit for refit in reversed(refits or ()) if refit.first_step <= step), None)
+
+
+def refit_text(refit: ScheduledRefit) -> str:
+    """Describe a refit in a few words."""
+    changed = [f"{name} x {factor:.3g}" for name, factor in refit.factors.items().items() if factor != 1.0]
+    slow = [speeds_text(refit.rank_speeds)] if refit.rank_speeds else []
+    return ", ".join([*changed, *slow]) or "as the profile says"
+
+
+def refitted(profile: CostProfile, refit: ScheduledRefit | None) -> CostProfile:
+    """Return the profile that holds under a refit."""
+    if refit is None:
+        return profile
+    c, by = profile.coefficients, refit.factors
+    bandwidth, heads = profile.bandwidth, profile.heads
+    return replace(
+        profile,
+        heads=heads and replace(heads, exchange_seconds=heads.exchange_seconds * by.ring),
+        coefficients=replace(
+            c,
+            microbatch_seconds=c.microbatch_seconds * by.microbatch,
+            linear_seconds_per_token=c.linear_seconds_per_token * by.linear,
+            attention_seconds_per_token2=c.attention_seconds_per_token2 * by.attention,
+            window_seconds_per_token2=c.window_seconds_per_token2 * by.attention,
+            chunk_seconds_per_token=c.chunk_seconds_per_token * by.attention,
+            vision_seconds_per_patch=c.vision_seconds_per_patch * by.linear,
+            vision_seconds_per_patch2=c.vision_seconds_per_patch2 * by.linear,
+            ring_hop_seconds=c.ring_hop_seconds * by.ring,
+            last_hop_seconds=c.last_hop_seconds * by.ring,
+            halo_message_seconds=c.halo_message_seconds * by.ring,
+        ),
+        bandwidth=replace(
+            bandwidth, intra_node=bandwidth.intra_node / by.ring, inter_node=bandwidth.inter_node / by.ring
+        ),
+    )

@@ -1,0 +1,1 @@
+"""Predicted seconds of the micro-batches, waves and steps of a plan."""

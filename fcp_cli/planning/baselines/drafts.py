@@ -1,0 +1,79 @@
+"""Micro-batches as plain lists, which the published strategies make into an `Assignment` at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.plan.step import level_waves, offsets_of
+from fcp_cli.planning.assemble import makespan_seconds
+from fcp_cli.planning.baselines.packing import first_fit_decreasing
+from fcp_cli.planning.baselines.placement import place_groups
+from fcp_cli.planning.problem import Assignment, Batch, Problem
+from fcp_cli.planning.work import work_on
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """One micro-batch: positions in the batch, on ascending ranks."""
+
+    ranks: Sequence[int]
+    members: Sequence[int]
+
+
+def assign(drafts: Sequence[Draft], sync: Sync) -> Assignment:
+    """Keep micro-batches in the order given; under `microbatch`, in the first wave that their ranks are free for."""
+    return assign_waves(drafts, level_waves(draft.ranks for draft in drafts), sync)
+
+
+def assign_waves(drafts: Sequence[Draft], waves: Sequence[int], sync: Sync) -> Assignment:
+    """Keep micro-batches in the order given and, under `microbatch`, in these waves, numbered from 0 without gaps."""
+    if sync == "iteration":
+        waves = [-1] * len(drafts)
+    order = sorted(range(len(drafts)), key=waves.__getitem__)
+    drafts = [drafts[i] for i in order]
+    return Assignment(
+        wave=np.array(sorted(waves), dtype=np.int32),
+        rank_offsets=offsets_of([len(draft.ranks) for draft in drafts]),
+        ranks=np.array([rank for draft in drafts for rank in draft.ranks], dtype=np.int32),
+        member_offsets=offsets_of([len(draft.members) for draft in drafts]),
+        members=np.array([member for draft in drafts for member in draft.members], dtype=np.int64),
+    )
+
+
+def place_waves(waves: Sequence[Sequence[tuple[int, Sequence[int]]]], problem: Problem) -> Assignment:
+    """Place waves of (degree, members) on disjoint ranks, each within a node if they fit."""
+    drafts, of_wave = [], []
+    for wave, packs in enumerate(waves):
+        offsets, ranks = place_groups(
+            [degree for degree, _ in packs], num_ranks=problem.num_ranks, ranks_per_node=problem.ranks_per_node
+        )
+        groups = np.split(ranks, offsets[1:-1])
+        drafts += [Draft(group.tolist(), members) for group, (_, members) in zip(groups, packs, strict=True)]
+        of_wave += [wave] * len(packs)
+    return assign_waves(drafts, of_wave, problem.sync)
+
+
+def quickest(candidates: Iterable[Assignment], batch: Batch, problem: Problem) -> Assignment:
+    """Return the candidate with the smallest makespan; the first of equals."""
+    return min(candidates, key=lambda assignment: makespan_seconds(assignment, batch, problem))
+
+
+def packs_of(members: Sequence[int], batch: Batch, problem: Problem, degree: int = 1) -> list[list[int]]:
+    """Pack, first-fit decreasing, some of a batch's sequences as full as a group of `degree` ranks may be."""
+    if not members:
+        return []
+    tokens = work_on(batch.work, degree, problem).tokens[members]
+    pack_of = first_fit_decreasing(tokens, degree * problem.tokens_per_rank).tolist()
+    packs: list[list[int]] = [[] for _ in range(max(pack_of) + 1)]
+    for member, pack in zip(members, pack_of, strict=True):
+        packs[pack].append(member)
+    return packs
+
+
+def shard_sizes(tokens_per_rank: int) -> list[int]:
+    """Return the tokens that a strategy may shard a sequence by: the budget and its half, quarter and eighth."""
+    return [size for size in (tokens_per_rank >> shift for shift in range(4)) if size]

@@ -1,0 +1,119 @@
+"""`static`: one degree for the whole plan, the best-tuned one, as Megatron-LM and DeepSpeed users run today.
+
+The ranks are cut into contiguous groups of one degree; the sequences of a global batch are packed up to a group's
+budget and the packs are distributed over the groups. Settings that a careful user tunes are tuned once per plan,
+by the same cost model that judges every other solver: the degree (any divisor of the ranks that holds the longest
+sequence) and whether packs are filled up (fewest packs) or evened out (every group gets packs of like size).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from fcp_cli.plan.step import offsets_of
+from fcp_cli.planning.assemble import makespan_seconds
+from fcp_cli.planning.baselines.packing import members_by_pack
+from fcp_cli.planning.batching.batches import GlobalBatches, spread_steps
+from fcp_cli.planning.compiled.static_schedules import laid_out
+from fcp_cli.planning.kernel_inputs import in_batch_order, planner_inputs
+from fcp_cli.planning.problem import Assignment, Batch, Problem
+from fcp_cli.planning.work import work_on
+
+Packing = Literal["full", "even", "level"]
+PACKINGS: Final[tuple[Packing, ...]] = ("full", "even", "level")  # as `static_schedules` numbers them
+_TUNING_STEPS = 32  # evenly spaced steps on which degree and packing are tuned
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StaticSolver:
+    """Plans every step with one degree.
+
+    `packing`: `full` fills packs up, `even` spreads tokens over like packs, `level` spreads work over the groups first.
+    `heads_degree` ranks share heads; None: the quickest that the problem allows.
+    """
+
+    problem: Problem
+    degree: int
+    packing: Packing = "full"
+    heads_degree: int | None = None
+    name: str = "static"
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        heads = {} if self.heads_degree is None else {"heads_degree": self.heads_degree}
+        return {"degree": self.degree, **heads, "packing": self.packing}
+
+    def assign(self, batch: Batch) -> Assignment:
+        """Pack, sort the packs by cost, share them out over the groups."""
+        sequences = in_batch_order(work_on(batch.work, self.degree, self.problem))
+        machine = planner_inputs(self.problem)
+        waves = self.problem.sync == "microbatch"
+        packing = PACKINGS.index(self.packing)
+        packs, by, group, turn = laid_out(packing, self.degree, waves, sequences, machine)
+        offsets, members = members_by_pack(packs.of, packs.number)
+        if waves:  # which are shared out by falling time
+            ascending = np.argsort(turn, kind="stable")
+            by, group, turn = by[ascending], group[ascending], turn[ascending]
+        return Assignment(
+            wave=(turn if waves else np.full(packs.number, -1)).astype(np.int32),
+            rank_offsets=np.arange(packs.number + 1, dtype=np.int64) * self.degree,
+            ranks=(group[:, None] * self.degree + np.arange(self.degree)).ravel().astype(np.int32),
+            member_offsets=offsets_of(np.diff(offsets)[by]),
+            members=np.concatenate([members[offsets[pack] : offsets[pack + 1]] for pack in by.tolist()]),
+            heads_degree=None
+            if self.heads_degree is None
+            else np.full(packs.number, self.heads_degree, dtype=np.int32),
+        )
+
+    @property
+    def num_groups(self) -> int:
+        return self.problem.num_ranks // self.degree
+
+
+def make_solver(batches: GlobalBatches) -> StaticSolver:
+    """Make the static solver with the least predicted time over the plan, or over a sample of its steps."""
+    longest = batches.longest_tokens
+    return quickest_static(list(static_candidates(batches.problem, longest)), batches)
+
+
+def quickest_static(candidates: Sequence[StaticSolver], batches: GlobalBatches) -> StaticSolver:
+    """Return the candidate with the least predicted time over the plan, or over a sample of its steps."""
+    sample = [batches.batch(step) for step in spread_steps(len(batches), _TUNING_STEPS)]
+    return candidates[int(np.argmin([_total_seconds(solver, sample) for solver in candidates]))]
+
+
+def best_static(problem: Problem, longest_tokens: int, batches: Sequence[Batch]) -> tuple[StaticSolver, float]:
+    """Return the static solver that is quickest on these batches, and its seconds; tune on some of many batches only.
+
+    Its groups are always rings, as users run them today.
+
+    Args:
+        problem: to plan for.
+        longest_tokens: the longest sequence that the one degree must hold.
+        batches: to tune and measure on.
+    """
+    tuned = [batches[i] for i in spread_steps(len(batches), _TUNING_STEPS)]
+    candidates = list(static_candidates(replace(problem, attention=None), longest_tokens))
+    best = candidates[int(np.argmin([_total_seconds(solver, tuned) for solver in candidates]))]
+    return best, _total_seconds(best, batches)
+
+
+def _total_seconds(solver: StaticSolver, batches: Sequence[Batch]) -> float:
+    return sum(makespan_seconds(solver.assign(batch), batch, solver.problem) for batch in batches)
+
+
+def static_candidates(problem: Problem, longest_tokens: int) -> Iterator[StaticSolver]:
+    """Yield every degree that divides the ranks and holds the longest sequence, with either packing."""
+    for degree in static_degrees(problem):
+        if degree * problem.tokens_per_rank >= longest_tokens:
+            yield StaticSolver(problem=problem, degree=degree, packing="full")
+            yield StaticSolver(problem=problem, degree=degree, packing="even")
+
+
+def static_degrees(problem: Problem) -> list[int]:
+    """Return every degree that divides the ranks, ascending."""
+    return [degree for degree in range(1, problem.num_ranks + 1) if problem.num_ranks % degree == 0]

@@ -1,0 +1,1 @@
+"""Global batches of a dataset: drawn, mixed and shuffled."""

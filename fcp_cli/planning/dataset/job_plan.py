@@ -1,0 +1,352 @@
+"""Plan a job that was launched without a plan, from the data and settings of its training loop, while it trains."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+
+from fcp_cli.console import Assumptions
+from fcp_cli.cost.profile import load_cost_profile
+from fcp_cli.errors import PlanError, ProfileError
+from fcp_cli.files import replaced_atomically, write_text_atomically
+from fcp_cli.manifest.header import MANIFEST_FORMAT, METADATA_KEY
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.masks import MASK_COLUMN
+from fcp_cli.models.cluster import THIS_MACHINE
+from fcp_cli.parquet_writer import parquet_writer
+from fcp_cli.plan.file.messages import Message, steps_bytes, table_of
+from fcp_cli.plan.file.writer import plan_writer
+from fcp_cli.plan.metadata.job_facts import JobFacts, PlanningWish
+from fcp_cli.plan.metadata.online import OnlineOptions, OnlineSettings, manifest_of
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
+from fcp_cli.plan.metadata.refits import MOST_FACTOR, ScheduledRefit, refitted
+from fcp_cli.plan.step import StepPlan
+from fcp_cli.planning.baselines.script_batches import comparison
+from fcp_cli.planning.batching.batches import GlobalBatches
+from fcp_cli.planning.dataset.journal import Journal, is_begun
+from fcp_cli.planning.dataset.refitting import Refitter
+from fcp_cli.planning.dataset.run import kept_steps, plan_metadata, plan_step
+from fcp_cli.planning.problem import problem_of
+from fcp_cli.planning.settings.options import PlanRequest
+from fcp_cli.planning.settings.remedies import best_remedy
+from fcp_cli.planning.settings.settings import PlanInputs, resolve, split_attention
+from fcp_cli.planning.solvers import make_solver
+from fcp_cli.profiling.kept import KeptKey, keep, kept_profile, key_of, under_kept_times
+from fcp_cli.recipe import RecipeRequest
+from fcp_cli.validation import validated
+from fcp_cli.words import counted, duration
+
+_SHOWN_STEPS: Final = 16  # whose prediction is shown
+_AHEAD: Final = 16
+_ENDLESS_EPOCHS: Final = 1_000_000  # of a loop whose epochs nobody knows
+_PATIENCE_SECONDS: Final = 60.0  # for the rest of a plan whose loop has ended early
+_STOPPED_SECONDS: Final = 3.0  # and if somebody stopped it
+
+
+def planner_of(opening: Message) -> JobPlanner:
+    """Return the planner of the job that an opening message describes."""
+    facts = opening.facts
+    job = validated(facts["job"], JobFacts, where="the job's facts", error=PlanError)
+    wish = validated(facts["wish"], PlanningWish, where="the launch", error=PlanError)
+    return JobPlanner(Path(facts["plan"]), job, wish, table_of(opening.table))
+
+
+class JobPlanner:
+    """Plans the steps of one job in order, and writes them as a plan when all are planned.
+
+    Next to the plan it writes the manifest of the lengths and the cost profile. Until the plan is whole, a journal
+    keeps its steps, from which a later start of the same job continues.
+
+    Args:
+        plan: that is to be written.
+        job: facts of the loop.
+        wish: as typed for the launch.
+        rows: of the training data, in the columns of a manifest.
+    """
+
+    def __init__(self, plan: Path, job: JobFacts, wish: PlanningWish, rows: pa.Table) -> None:
+        self._path, self._job = plan, job
+        manifest = manifest_of(plan)
+        _write_manifest(manifest, rows)
+        assumptions = Assumptions()
+        self._request = _request(manifest, plan, job, wish)
+        inputs = resolve(self._request, assumptions)
+        _require_encoder(inputs)
+        before = plan.with_name("profile.yaml") if is_begun(plan) and wish.profile is None else None
+        self._inputs, self._key, self._times = _with_kept_times(self._request, inputs, job, before)
+        self._batches = self._inputs.batches()
+        if job.epochs is None:
+            self._batches.settings = replace(self._batches.settings, epochs=_ENDLESS_EPOCHS)
+        self._solver = make_solver("fcp", self._batches)
+        self._journal = Journal(plan, plan_metadata(self._inputs.table, self._batches, self._solver))
+        self._journal.read_refit()
+        self._refitter = Refitter(self._inputs.problem, most_change=MOST_FACTOR)
+        self._priced_by: ScheduledRefit | None = None
+        self._seconds: list[float] = []
+        self._shown: list[StepPlan] = []
+        self._due = 0
+        _say(_found(job, self._inputs.table, self._batches))
+        for warning in assumptions.warnings:
+            _say(f"warning: {warning}")
+        write_text_atomically(plan.with_name("profile.yaml"), self._inputs.problem.profile.text)
+        self._steps = self._planned()
+
+    @property
+    def metadata(self) -> PlanMetadata:
+        """Return the metadata of the plan, before totals and hash, with the refit so far."""
+        return self._journal.metadata
+
+    @property
+    def wants_measurements(self) -> bool:
+        """Return whether the times that are planned with are to be fitted to the first minute of training."""
+        return self._key is not None and self._inputs.problem.profile.origin != "measured" and not self.metadata.refits
+
+    def opened(self) -> dict[str, Any]:
+        """Return the first message to the job."""
+        metadata = replace(self.metadata, steps=len(self._batches))
+        settings = OnlineSettings(metadata=metadata, options=OnlineOptions(ahead=_AHEAD))
+        facts = {"kind": "opened", "settings": settings.to_json(), "first_sequence": 0, "planned_to": 0, "refits": []}
+        return {**facts, "wants_measurements": self.wants_measurements}
+
+    def answer(self, message: Message) -> tuple[Mapping[str, Any], bytes]:
+        """Return the answer to one message."""
+        facts = message.facts
+        if message.kind == "steps":
+            return {"kind": "steps"}, steps_bytes(self.plan(facts["first_step"], facts["steps"]))
+        if message.kind == "measured":
+            return {"kind": "refit", "line": self.refit(table_of(message.table))}, b""
+        return {"kind": "closed", "plan_hash": self.close(facts["end_step"], is_stopped=facts["is_stopped"])}, b""
+
+    def plan(self, first_step: int, steps: int) -> list[StepPlan]:
+        """Return so many steps, fewer at the end of the plan; those before `first_step` are planned as well."""
+        for _ in islice(self._steps, max(0, first_step - self._due)):
+            self._due += 1
+        found = list(islice(self._steps, steps))
+        self._due += len(found)
+        return found
+
+    def refit(self, measured: pa.Table) -> str:
+        """Plan the next steps by times that are fitted to measured micro-batches, and keep these for later jobs.
+
+        Args:
+            measured: columns step, order, rank and seconds of micro-batches.
+
+        Returns:
+            A line about it.
+        """
+        found, line = self._refitter.refit(self._due, measured, None)
+        if found is not None and self._due < len(self._batches):
+            self._journal.note_refit(found)
+        fitted = refitted(self._inputs.problem.profile, found)
+        path = None if self._key is None else keep(replace(fitted, origin="fitted"), self._key)
+        return f"step {self._due}: {line}{'' if path is None else f'; kept for later jobs in {path}'}"
+
+    def _price_as_of(self, step: int) -> None:
+        """Plan from a step on by the refit that holds there."""
+        refit = self.metadata.refit_at(step)
+        if refit is not self._priced_by:
+            problem = problem_of(self.metadata, name="the job", step=step)
+            self._batches = GlobalBatches(self._inputs.table, problem, self._batches.settings)
+            self._solver = make_solver("fcp", self._batches)
+            self._priced_by = refit
+
+    def close(self, end_step: int, *, is_stopped: bool = False) -> str | None:
+        """Write the plan; return its hash, or None if too many steps are not planned yet.
+
+        The plan of a loop whose epochs were not known has those that the loop began.
+
+        Args:
+            end_step: after the last that was trained.
+            is_stopped: the loop was ended early, and its job waits for this.
+        """
+        steps, metadata = len(self._batches), self.metadata
+        if self._job.epochs is None:
+            epochs = max(1, -(-end_step // self._batches.steps_per_epoch))
+            steps, metadata = epochs * self._batches.steps_per_epoch, replace(metadata, epochs=epochs)
+        metadata = replace(
+            metadata, refits=tuple(one for one in metadata.refits or () if one.first_step < steps) or None
+        )
+        missing = max(0, steps - self._due)
+        needed = missing * float(np.median(self._seconds)) if self._seconds else 0.0
+        if needed > (_STOPPED_SECONDS if is_stopped else _PATIENCE_SECONDS):
+            _say(
+                f"{counted(self._due, 'step')} of {steps} are planned: {self._journal.folder} keeps them, "
+                "and a new start in the same folder continues (--run-dir)"
+            )
+            return None
+        if missing:
+            self.plan(self._due, missing)
+        with plan_writer(self._path, metadata) as writer:
+            for step in islice(self._journal.all_steps(), steps):
+                writer.append(step)
+        self._journal.remove()
+        return writer.metadata.plan_hash
+
+    def _planned(self) -> Iterator[StepPlan]:
+        """Yield all steps: those of the journal, then newly planned ones."""
+        kept = 0
+        if self._journal.exists:
+            for step in kept_steps(self._batches, self._journal):
+                kept += 1
+                yield step
+        else:
+            self._journal.start()
+        for number in range(kept, len(self._batches)):
+            began = time.perf_counter()
+            self._price_as_of(number)
+            step = plan_step(self._batches.batch(number), self._batches.problem, self._solver)
+            self._journal.append(step)
+            self._refitter.keep(step, self._batches.table.take(step.sequences))
+            self._seconds.append(time.perf_counter() - began)
+            self._show(step)
+            yield step
+
+    def _show(self, step: StepPlan) -> None:
+        """Print the prediction once enough steps are planned for one."""
+        if step.step >= _SHOWN_STEPS:
+            return
+        self._shown.append(step)
+        foreseen = self._batches.steps_per_epoch if self._job.epochs is None else len(self._batches)
+        if step.step + 1 == min(_SHOWN_STEPS, foreseen):
+            _say(f"{_decided(self._job, self._batches, self._shown)} ({self._times})")
+            if gain := _gain_of_another_recipe(self._request, self._inputs):
+                _say(gain)
+
+
+def _gain_of_another_recipe(request: PlanRequest, inputs: PlanInputs) -> str:
+    """Return the settings with which the script's steps would be quicker, or nothing."""
+    sample = [] if inputs.data is None else inputs.data.sample(inputs.problem)
+    remedy, _tried = best_remedy(request, inputs, sample)
+    if remedy is None:
+        return ""
+    return f"the script has a recipe of its own; its steps would take {1 - remedy.factor:.0%} less with {remedy.flags}"
+
+
+def _write_manifest(path: Path, rows: pa.Table) -> None:
+    """Write the rows as a manifest; masks that a model makes of its token types are in the column of masks."""
+    header: dict[str, Any] = {"format": MANIFEST_FORMAT}
+    if MASK_COLUMN in rows.column_names:
+        header["source"] = {"path": "", "kind": "loop", "content": "lengths", "mask": "types:token_type_ids"}
+    with replaced_atomically(path) as temporary, parquet_writer(temporary, rows.schema) as writer:
+        writer.write_table(rows)
+        writer.add_key_value_metadata({METADATA_KEY.decode(): json.dumps(header)})
+
+
+def _request(manifest: Path, plan: Path, job: JobFacts, wish: PlanningWish) -> PlanRequest:
+    model = wish.model
+    if model is None and wish.profile is None:
+        config = plan.with_name("model.config.json")
+        write_text_atomically(config, json.dumps(job.config))
+        model = _described(config)
+    is_computed = wish.profile is None and job.device == "cpu"
+    return PlanRequest(
+        manifest=manifest,
+        profile=None if wish.profile is None else Path(wish.profile),
+        model=model,
+        cluster=THIS_MACHINE if is_computed else None,
+        ranks=job.ranks,
+        ranks_per_node=job.ranks_per_node,
+        sync=job.sync,
+        # A script's loop offloads nothing, and reduces gradients as it goes.
+        recipe=RecipeRequest(**{"offload": "none", "reduce": "wave", **job.recipe})
+        if wish.profile is None
+        else RecipeRequest(),
+        global_batch_size=job.global_batch_size,
+        steps=job.steps,
+        epochs=job.epochs or 1,
+        seed=job.seed,
+        shuffle=job.shuffle,
+        last_batch=job.last_batch,
+    )
+
+
+def _with_kept_times(
+    request: PlanRequest, inputs: PlanInputs, job: JobFacts, before: Path | None
+) -> tuple[PlanInputs, KeptKey | None, str]:
+    """Return the inputs under times that are kept for this model on this hardware, if none were given.
+
+    Args:
+        request, inputs: of the plan.
+        job: facts of the loop.
+        before: profile by which an earlier start of this job planned; None: it starts for the first time.
+
+    Returns:
+        The inputs, the key under which times of this job are kept, if any are, and a phrase about the times.
+    """
+    profile, recipe = inputs.problem.profile, inputs.problem.recipe
+    if profile.origin != "analytic" or request.model is None or recipe is None:
+        return inputs, None, profile.origin
+    nodes = job.ranks > job.ranks_per_node
+    key = key_of(request.model, recipe, device=job.device, ranks_per_node=job.ranks_per_node, several_nodes=nodes)
+    if key is None:
+        return inputs, None, "computed, not measured: 'fcp profile' measures"
+    kept, told = kept_profile(key)
+    if before is not None:
+        priced, told = load_cost_profile(before), "those with which the job began"
+    elif kept is not None:
+        priced = under_kept_times(profile, kept)
+    else:
+        return inputs, key, f"{told}; the first minute of training is measured"
+    problem = replace(inputs.problem, profile=priced, attention=split_attention(request, priced))
+    return replace(inputs, problem=problem), key, told
+
+
+def _described(config: Path) -> str:
+    """Return the name under which the loop's own model is planned for."""
+    from fcp_cli.models.model import load_model
+
+    try:
+        load_model(config)
+    except ProfileError as error:
+        raise ProfileError(
+            f"{error}; add --model NAME of a model of this size (see 'fcp list models'), or --profile with a cost "
+            "profile that 'fcp profile' measured"
+        ) from error
+    return str(config)
+
+
+def _require_encoder(inputs: PlanInputs) -> None:
+    """Refuse to plan pictures by the times of a model of text alone."""
+    patches, profile = inputs.table.vision_patches, inputs.problem.profile
+    if patches is not None and not profile.prices_vision:
+        raise ProfileError(
+            f"{counted(int(np.count_nonzero(patches)), 'row')} of the training data have pictures, but the cost "
+            f"profile of {profile.model} knows no vision encoder; give the --model or --profile of a vision-language "
+            "model"
+        )
+
+
+def _found(job: JobFacts, table: LengthTable, batches: GlobalBatches) -> str:
+    lengths, patches = table.length_tokens, table.vision_patches
+    pictures = "" if patches is None else f", {counted(int(np.count_nonzero(patches)), 'row')} with pictures"
+    steps = counted(len(batches), "step")
+    if job.epochs is None:
+        steps = f"{counted(batches.steps_per_epoch, 'step')} an epoch, for as many epochs as the loop has,"
+    return (
+        f"no plan was given: {job.loop} trains {counted(len(lengths), 'row')} of {lengths.mean():,.0f} tokens on "
+        f"average (longest {lengths.max():,}{pictures}), {job.global_batch_size} a step on "
+        f"{counted(job.ranks, 'rank')}; {steps} are planned while it trains"
+    )
+
+
+def _decided(job: JobFacts, batches: GlobalBatches, steps: list[StepPlan]) -> str:
+    profile = batches.problem.profile
+    mean = float(np.mean([step.makespan_seconds for step in steps]))
+    compared = comparison(job, batches, mean, [step.step for step in steps])
+    return (
+        f"{duration(mean)} a step predicted for the first {len(steps)}{compared}; times of {profile.model} on "
+        f"{profile.cluster}"
+    )
+
+
+def _say(line: str) -> None:
+    print(f"fcp: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,158 @@
+"""Keep the finished steps of a long plan next to it until it is whole, so that `--resume` can continue it.
+
+A folder `.NAME.journal` holds `key` (a hash of everything that determines the plan) and parts `000000.steps`, ...: each
+appears whole or not at all, with a digest, so the folder holds a true prefix of the plan after a crash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Final
+
+from fcp_cli.errors import FcpError
+from fcp_cli.files import replaced_atomically, write_text_atomically
+from fcp_cli.plan.file.schema import steps_to_arrow
+from fcp_cli.plan.file.stored import StepLimits, steps_in_order
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
+from fcp_cli.plan.metadata.refits import ScheduledRefit
+from fcp_cli.plan.step import StepPlan
+from fcp_cli.reading.documents import DamagedError, read_object, read_text
+from fcp_cli.reading.records import read_records, table_content, table_of_content, write_record
+from fcp_cli.validation import validated
+from fcp_cli.words import first_sentence
+
+_FORMAT: Final = "fcp-journal/2"
+_REFIT: Final = "refit.json"
+_ROWS_PER_PART = 8_192
+
+
+def is_begun(plan: Path) -> bool:
+    """Return whether a plan is being made, or was when somebody ended that."""
+    return (_folder(plan) / "key").is_file()
+
+
+def _folder(plan: Path) -> Path:
+    return plan.with_name(f".{plan.name}.journal")
+
+
+class Journal:
+    """The journal of one plan.
+
+    Args:
+        path: the plan that is being made.
+        metadata: of the plan, before totals and hash.
+
+    Attributes:
+        metadata: as given, with the refit that was noted.
+    """
+
+    def __init__(self, path: Path, metadata: PlanMetadata) -> None:
+        self._path = path
+        self.folder = _folder(path)
+        asked = replace(metadata, refits=None)  # which come while a job trains
+        self._key = f"{_FORMAT} {hashlib.sha256(asked.hashed_json()).hexdigest()}"
+        self.metadata = metadata
+        self._due = metadata.first_step
+        self._parts = 0
+        self._pending: list[StepPlan] = []
+        self._rows = 0
+
+    @property
+    def exists(self) -> bool:
+        return (self.folder / "key").is_file()
+
+    @property
+    def steps_kept(self) -> bool:
+        """Return whether an interrupted plan would find steps to continue from.
+
+        Asked of the disk: Ctrl-C may come when a part is there and not yet counted.
+        """
+        return self._part(0).exists()
+
+    def start(self) -> None:
+        """Begin an empty journal; an older one is removed."""
+        self.remove()
+        try:
+            self.folder.mkdir(parents=True)
+        except OSError as error:
+            raise FcpError(f"cannot write {self.folder}: {error.strerror or error}") from error
+        write_text_atomically(self.folder / "key", self._key)
+
+    def resume(self) -> Iterator[StepPlan]:
+        """Read the steps kept by an interrupted run of the same plan; new ones are appended to the same journal."""
+        if not self.exists:
+            raise FcpError(f"nothing to resume: there is no {self.folder}; run without --resume")
+        if read_text(self.folder / "key", error=FcpError, label="the journal ") != self._key:
+            raise FcpError(
+                f"cannot resume: {self.folder} was begun with another manifest, cost profile or options, or by another "
+                "version of fcp; give the same ones, or run without --resume to start over"
+            )
+        return self._kept_steps()
+
+    def note_refit(self, refit: ScheduledRefit) -> None:
+        """Keep the refit by which steps from now on are planned, before any of them."""
+        self.metadata = replace(self.metadata, refits=(refit,))
+        write_text_atomically(self.folder / _REFIT, json.dumps(asdict(refit)))
+
+    def read_refit(self) -> None:
+        """Take the refit of an interrupted run into the metadata, if it made one."""
+        path = self.folder / _REFIT
+        if path.is_file():
+            kept = validated(read_object(path, error=FcpError), ScheduledRefit, where=str(path), error=FcpError)
+            self.metadata = replace(self.metadata, refits=(kept,))
+
+    def all_steps(self) -> Iterator[StepPlan]:
+        """Yield all steps from the first, those in parts and those that fill none yet."""
+        yield from Journal(self._path, self.metadata).resume()
+        yield from self._pending
+
+    def _kept_steps(self) -> Iterator[StepPlan]:
+        while (part := self._part(self._parts)).exists():
+            try:
+                steps = self._steps_of(part)
+            except (OSError, DamagedError) as error:
+                raise self.damaged(first_sentence(error), part) from error
+            self._parts += 1
+            yield from steps
+
+    def damaged(self, reason: str, place: Path | None = None) -> FcpError:
+        """Return the error of a journal that cannot be continued."""
+        return FcpError(
+            f"cannot resume: {place or self.folder} is damaged: {reason}; run without --resume to start over"
+        )
+
+    def _steps_of(self, part: Path) -> list[StepPlan]:
+        contents = list(read_records(part))
+        if len(contents) != 1:
+            raise DamagedError("it does not hold one whole record")
+        metadata = self.metadata
+        limits = StepLimits(num_ranks=metadata.num_ranks, rows=metadata.manifest.rows)
+        steps = steps_in_order(
+            table_of_content(contents[0]), limits, due=self._due, splits_heads=metadata.attention is not None
+        )
+        self._due += len(steps)
+        return steps
+
+    def append(self, step: StepPlan) -> None:
+        """Add the next step; it is safe on disk with the part that it fills."""
+        self._pending.append(step)
+        self._rows += len(step)
+        if self._rows < _ROWS_PER_PART:
+            return
+        table = steps_to_arrow(self._pending)
+        with replaced_atomically(self._part(self._parts)) as temporary, temporary.open("wb") as file:
+            write_record(file, table_content(table))
+        self._parts += 1
+        self._pending, self._rows = [], 0
+
+    def remove(self) -> None:
+        """Remove the journal: the plan is whole, or starts over. `start` reports one that stays."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _part(self, number: int) -> Path:
+        return self.folder / f"{number:06}.steps"

@@ -1,0 +1,260 @@
+"""Make a plan: global batches -> solver -> planned steps -> plan file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from fcp_cli import __version__
+from fcp_cli.compiling.compile import timed_loading
+from fcp_cli.errors import Interrupted
+from fcp_cli.machine.host import usable_cores
+from fcp_cli.machine.pool import in_order
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.check import check_step
+from fcp_cli.plan.file.writer import plan_writer
+from fcp_cli.plan.metadata.masks import planned_masks
+from fcp_cli.plan.metadata.plan_metadata import ManifestReference, PlanMetadata, PlanPart
+from fcp_cli.plan.step import StepPlan
+from fcp_cli.plan.summary import PlanSummary
+from fcp_cli.planning.assemble import assemble
+from fcp_cli.planning.batching.batches import GlobalBatches
+from fcp_cli.planning.dataset.estimate import estimate_plan
+from fcp_cli.planning.dataset.journal import Journal
+from fcp_cli.planning.problem import Batch, Problem, Solver
+from fcp_cli.planning.settings.settings import PlanInputs
+from fcp_cli.planning.solvers import make_planning_solver
+
+OnStep = Callable[[StepPlan], None]
+_JOURNAL_FROM_STEPS = 1000  # shorter plans are sooner made again than resumed
+_STEPS_PER_TASK, _SEQUENCES_PER_TASK = 32, 1 << 18  # whichever is reached first
+_SEQUENCES_PER_WORKER = 1_000_000  # several seconds
+
+# Set once in every worker process: a step is a pure function of its batch, so that only batches travel to the workers.
+_solver: Solver | None = None
+_problem: Problem | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanResult:
+    """A finished plan.
+
+    Attributes:
+        metadata: as written, with totals and hash.
+        summary: totals over all steps.
+        planning_seconds: wall time, from the solver's set-up to the finished file, without `loading_seconds`.
+        loading_seconds: in which this process loaded the compiled planner, or compiled it.
+        solver: as it planned.
+    """
+
+    metadata: PlanMetadata
+    summary: PlanSummary
+    planning_seconds: float
+    loading_seconds: float
+    solver: Solver
+
+
+def make_plan(
+    path: Path,
+    inputs: PlanInputs,
+    *,
+    solver_name: str,
+    on_step: OnStep | None = None,
+    workers: int | None = None,
+    resume: bool = False,
+    robust: bool = False,
+    part: tuple[PlanPart, int] | None = None,
+    before: Callable[[str], None] | None = None,
+    **limits: int | None,
+) -> PlanResult:
+    """Plan every step and write the plan; a plan that stood at `path` is replaced only when the new one is whole.
+
+    A plan of many steps keeps its finished steps in a journal next to `path` while it is being made.
+
+    Args:
+        path: the plan file.
+        inputs: the manifest, the problem, and the global batches.
+        solver_name: one of `solvers.solver_names()`.
+        on_step: called after each planned step, for progress.
+        workers: processes that plan; None: as many as pay. The plan does not depend on it.
+        resume: continue from the journal of an interrupted run with the same inputs; the plan is the same.
+        robust: spread the rings of a wave that cross nodes.
+        part: plan only these steps, and their number, of the plan; None: all.
+        before: gets the estimate of a long plan's time and size before it begins.
+        limits: over the whole plan: max_degree, max_groups or max_peers; see `solvers.make_solver`.
+
+    Raises:
+        OverlongError, ManifestError, UsageError: the input is at fault; nothing was written.
+        FcpError: the file cannot be written (nothing is left behind), or there is nothing to resume.
+        Interrupted: Ctrl-C; no plan was written, and the message names the kept steps.
+    """
+    started = time.perf_counter()
+    batches = inputs.batches()
+    solver = make_planning_solver(solver_name, batches, robust=robust, **limits)
+    metadata = replace(plan_metadata(inputs.table, batches, solver), part=None if part is None else part[0])
+    first = metadata.first_step - batches.first_step
+    numbers = range(first, len(batches) if part is None else first + part[1])
+    journal = Journal(path, metadata) if resume or len(numbers) >= _JOURNAL_FROM_STEPS else None
+    summary = PlanSummary.of(metadata)
+    workers = workers or default_workers(len(numbers), batches.settings.global_batch_size)
+    if before is not None and (estimate := estimate_plan(batches, numbers, solver, workers)) is not None:
+        before(str(estimate))
+    try:
+        with plan_writer(path, metadata) as writer, timed_loading() as loading_seconds:
+            for step in _journalled_steps(batches, numbers, solver, workers, journal, resume):
+                writer.append(step)
+                summary.add(step)
+                if on_step is not None:
+                    on_step(step)
+    except KeyboardInterrupt:
+        if journal is not None and not resume and not journal.steps_kept:
+            journal.remove()
+        raise Interrupted(_interrupted(journal, summary.steps, len(numbers))) from None
+    if journal is not None:
+        journal.remove()
+    loading = loading_seconds()
+    return PlanResult(
+        metadata=writer.metadata,
+        summary=summary,
+        planning_seconds=time.perf_counter() - started - loading,
+        loading_seconds=loading,
+        solver=solver,
+    )
+
+
+def _journalled_steps(
+    batches: GlobalBatches,
+    numbers: range,
+    solver: Solver,
+    workers: int,
+    journal: Journal | None,
+    resume: bool,
+) -> Iterator[StepPlan]:
+    """Yield these steps of a plan, in order: those that the journal holds, then newly planned ones."""
+    kept = 0
+    if journal is not None and resume:
+        for step in kept_steps(batches, journal, numbers.start):
+            kept += 1
+            yield step
+    elif journal is not None:
+        journal.start()
+    missing = (batches.batch(step) for step in numbers[kept:])
+    with closing(plan_steps(missing, batches.problem, solver, workers=workers)) as steps:
+        for step in steps:
+            if journal is not None:
+                journal.append(step)
+            yield step
+
+
+def kept_steps(batches: GlobalBatches, journal: Journal, first: int = 0) -> Iterator[StepPlan]:
+    """Yield the steps that a journal holds, each proven to be a plan of its batch: digests do not stop a forger.
+
+    Args:
+        batches: of the plan.
+        journal: of its steps from batch `first` on.
+        first: of the batches that are planned.
+
+    Raises:
+        FcpError: as `Journal.resume`, or a step that no plan of these batches has.
+    """
+    profile, table = batches.problem.profile, batches.table
+    for number, step in enumerate(journal.resume(), start=first):
+        batch = batches.batch(number)
+        order, due = np.argsort(step.sequences), np.argsort(batch.rows)
+        same = np.array_equal(step.sequences[order], batch.rows[due])
+        if not same or not np.array_equal(step.lengths[order], batch.lengths[due]):
+            raise journal.damaged(f"step {step.step} does not hold the sequences of its batch")
+        finding = next(check_step(step, journal.metadata, profile, table), None)
+        if finding is not None:
+            raise journal.damaged(str(finding))
+        yield step
+
+
+def _interrupted(journal: Journal | None, step: int, steps: int) -> str:
+    if journal is not None and journal.steps_kept:
+        return f"interrupted after step {step} of {steps}; no plan was written; continue with --resume"
+    return f"interrupted after step {step} of {steps}; no plan was written"
+
+
+def plan_metadata(table: LengthTable, batches: GlobalBatches, solver: Solver) -> PlanMetadata:
+    """Return the plan's metadata, before totals and hash."""
+    problem, settings = batches.problem, batches.settings
+    return PlanMetadata(
+        **problem.metadata_fields(),
+        fcp_version=__version__,
+        global_batch_size=settings.global_batch_size,
+        masked_sequences=None if table.eta is None else int(np.count_nonzero(table.eta)),
+        masks=None if table.eta is None else planned_masks(table.masks),
+        seed=settings.seed,
+        shuffle=settings.shuffle,
+        epochs=settings.epochs,
+        last_batch=settings.last_batch,
+        step_limit=settings.step_limit,
+        batching=settings.batching,
+        overlong=batches.overlong,
+        solver=solver.name,
+        solver_options=solver.options,
+        manifest=ManifestReference(name=table.name, rows=len(table), content_hash=table.content_hash()),
+        shuffle_kind=batches.shuffle_kind,
+        mixture=settings.mixture,
+        continues=batches.continues,
+    )
+
+
+def default_workers(steps: int, global_batch_size: int = 1) -> int:
+    """Return the number of usable cores, but no process that would plan for less time than it takes to start."""
+    return max(1, min(usable_cores(), steps, max(steps // 1000, steps * global_batch_size // _SEQUENCES_PER_WORKER)))
+
+
+def plan_steps(
+    batches: Iterator[Batch], problem: Problem, solver: Solver, *, workers: int
+) -> Generator[StepPlan, None, None]:
+    """Plan the batches, in order; closing the iterator early leaves no process behind.
+
+    Raises:
+        FcpError: a worker process was killed.
+    """
+    if workers == 1:
+        for batch in batches:
+            yield plan_step(batch, problem, solver)
+        return
+    tasks = _tasks(batches)
+    planned = in_order(
+        _plan_task,
+        tasks,
+        workers=workers,
+        initializer=_start_worker,
+        arguments=(problem, solver),
+        noun="planning process",
+    )
+    with closing(planned):
+        for steps in planned:
+            yield from steps
+
+
+def _tasks(batches: Iterator[Batch]) -> Iterator[list[Batch]]:
+    """Yield the batches in lists that are worth sending, and that few cores do not have to themselves."""
+    for batch in batches:
+        few = max(1, min(_STEPS_PER_TASK, _SEQUENCES_PER_TASK // len(batch.rows)))
+        yield [batch, *islice(batches, few - 1)]
+
+
+def plan_step(batch: Batch, problem: Problem, solver: Solver) -> StepPlan:
+    """Plan one step: a pure function of its arguments."""
+    return assemble(solver.assign(batch), batch, problem)
+
+
+def _start_worker(problem: Problem, solver: Solver) -> None:
+    global _problem, _solver
+    _problem, _solver = problem, solver
+
+
+def _plan_task(batches: list[Batch]) -> list[StepPlan]:
+    assert _problem is not None and _solver is not None
+    return [plan_step(batch, _problem, _solver) for batch in batches]

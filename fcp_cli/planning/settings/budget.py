@@ -1,0 +1,315 @@
+"""The token budget of a plan's ranks, and the recipe that it is of."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from fcp_cli.console import Assumptions
+from fcp_cli.cost.offload import profiled_offload_cost
+from fcp_cli.cost.profile import CostProfile
+from fcp_cli.errors import ProfileError, UsageError
+from fcp_cli.memory.fitting import LEAST_TOKENS, FittedRecipe, JobRanks, Place, fitting_recipe
+from fcp_cli.memory.precision import precision_of
+from fcp_cli.models.cluster import THIS_MACHINE, ClusterSpec
+from fcp_cli.models.model import ModelSpec, load_model
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata, Sync
+from fcp_cli.planning.problem import Problem
+from fcp_cli.planning.settings.options import PlanRequest
+from fcp_cli.recipe import Recipe, RecipeRequest, check_recipe, flag_words
+from fcp_cli.words import duration
+
+ASSUMED_TOKENS_PER_RANK: Final = 16_384
+# Settings of a recipe that the times of micro-batches depend on: a profile was measured or computed with them.
+_TIMED: Final = ("precision", "recompute", "loss", "offload", "freeze_vision", "lora", "freeze")
+_FEWEST_READINGS: Final = 2  # of peaks, to determine the bytes of a token
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """The tokens that a rank may hold in a micro-batch.
+
+    Attributes:
+        tokens_per_rank: before head-room.
+        sync: of the plan.
+        recipe: that the tokens are of; None if the profile knows none.
+        room: memory under other recipes; None if the model or its device are unknown, and for forward
+            passes, whose recipe is that of their training.
+        cluster: that the profile was computed for; None if there was a profile.
+        tried: recipes that were compared by their predicted time; 0: the recipe was not chosen by time.
+        other_sync: as `RecipeChoice.other_sync`.
+    """
+
+    tokens_per_rank: int
+    sync: Sync
+    recipe: Recipe | None = None
+    room: Room | None = None
+    cluster: ClusterSpec | None = None
+    tried: int = 0
+    other_sync: Problem | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """A model on its ranks, and the settings of its recipe that may change."""
+
+    spec: ModelSpec
+    place: Place
+    open_request: RecipeRequest
+
+
+def choose_fit(spec: ModelSpec, request: PlanRequest, place: Place, *, own: CostProfile | None = None) -> FittedRecipe:
+    """Return the recipe of a plan.
+
+    Args:
+        spec: the model.
+        request: of the user.
+        place: of the plan's ranks.
+        own: the profile whose recipe comes first, where it leaves room enough: its times are of that.
+    """
+    is_forward = request.phase == "forward"
+    # Forward passes run under the recipe of their training.
+    wanted = LEAST_TOKENS if is_forward else request.tokens_per_rank or LEAST_TOKENS
+    asked = request.recipe
+    if own is not None and own.recipe is not None:
+        asked = with_timed_settings(asked, own)
+        recipe, sync = asked.applied_to(own.recipe), request.sync or own.sync or "iteration"
+        if _can_run(recipe, sync, place):
+            fit = place.fit(spec, recipe, sync, wanted_tokens=wanted)
+            if fit.is_enough:
+                return fit.in_forward(place) if is_forward else fit
+    fit = fitting_recipe(spec, asked, place, sync=request.sync, wanted_tokens=wanted)
+    return fit.in_forward(place) if is_forward else fit
+
+
+def with_timed_settings(asked: RecipeRequest, profile: CostProfile) -> RecipeRequest:
+    """Return the request with the settings of the profile's times."""
+    assert profile.recipe is not None
+    given, timed = asked.given(), {name: getattr(profile.recipe, name) for name in _TIMED}
+    if any(given.get(name, timed[name]) != timed[name] for name in _TIMED):
+        wanted = shlex.join(word for name in _TIMED if name in given for word in flag_words(name, given[name]))
+        how = f"--analytic --cluster {profile.cluster} " if profile.origin == "analytic" else ""
+        raise UsageError(
+            f"the cost profile of {profile.model} on {profile.cluster} has times of {profile.recipe.describe()}; "
+            f"make another with: fcp profile {how}--model {profile.model} {wanted} -o profile.yaml"
+        )
+    return replace(asked, **timed)
+
+
+def _can_run(recipe: Recipe, sync: Sync, place: Place) -> bool:
+    try:
+        check_recipe(recipe, sync=sync)
+    except UsageError:
+        return False
+    return (sync == "microbatch" or place.virtual_stages == 1) and not place.num_ranks % recipe.shards(place.num_ranks)
+
+
+def computed_budget(
+    spec: ModelSpec,
+    request: PlanRequest,
+    place: Place,
+    assumptions: Assumptions,
+    fit: FittedRecipe,
+    reason: str | None = None,
+) -> Budget:
+    """Return the budget of a plan without a profile.
+
+    Args:
+        spec, request, place: of the plan.
+        assumptions: collects them.
+        fit: recipe of the plan.
+        reason: why this one; None: it is the first of the fixed order.
+    """
+    if reason is None:
+        reason = f"the first that leaves {fit.wanted_tokens:,} tokens a rank"
+        if not fit.is_enough:
+            reason = f"none leaves {fit.wanted_tokens:,} tokens a rank; this one leaves most"
+    budget = _said(request, place, fit, assumptions, reason)
+    if request.phase == "forward":
+        return budget
+    return replace(budget, room=Room(spec=spec, place=place, open_request=unfixed_request(request.recipe)))
+
+
+def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: JobRanks, assumptions: Assumptions) -> Budget:
+    """Return the budget of a plan under a cost profile.
+
+    The memory of the plan's own ranks, sync and recipe is computed again if the profile names its recipe,
+    or one is asked for: a profile made for 64 ranks has another share of the model's state than 8 have.
+    """
+    sync: Sync = request.sync or ("iteration" if ranks.virtual_stages == 1 else "microbatch")
+    spec = _known_model(profile.model)
+    if profile.recipe is None and not request.recipe.given():
+        return Budget(tokens_per_rank=_tokens_of_block(request, profile, ranks, assumptions), sync=sync)
+    if spec is None or not profile.memory.capacity_bytes:
+        recipe = None if profile.recipe is None else request.recipe.applied_to(profile.recipe)
+        reason = "is not a shipped model" if spec is None else "has no capacity of a device in its profile"
+        assumptions.assume("memory", "as the cost profile has it", f"{profile.model} {reason}")
+        tokens = _tokens_of_block(request, profile, ranks, assumptions)
+        return Budget(tokens_per_rank=tokens, sync=sync, recipe=recipe)
+    # Measurements are of training.
+    is_measured = request.phase == "training" and _has_measured_tokens(profile)
+    measured = profile.memory.bytes_per_token if is_measured else None
+    place = ranks.place(
+        capacity_bytes=profile.memory.capacity_bytes,
+        on_cpu=profile.cluster == THIS_MACHINE,
+        measured_bytes_per_token=measured,
+    )
+    fit = choose_fit(spec, request, place, own=profile)
+    require_room(spec, request, place, fit)
+    if profile.recipe is None:
+        reason = "the cost profile does not say of which its times are"
+    elif fit.recipe == profile.recipe:
+        reason = "the cost profile's"
+    else:
+        reason = f"the cost profile's, shared out for {place.num_ranks} ranks"
+    budget = _said(request, place, fit, assumptions, reason)
+    if request.phase == "forward":
+        return budget
+    open_request = unfixed_request(request.recipe)
+    if profile.recipe is not None:
+        open_request = with_timed_settings(open_request, profile)
+    return replace(budget, room=Room(spec=spec, place=place, open_request=open_request))
+
+
+def unfixed_request(asked: RecipeRequest) -> RecipeRequest:
+    """Return a request without the settings that another plan of the same model may choose."""
+    return RecipeRequest.to_train_as(asked, precision=asked.precision)
+
+
+def _known_model(name: str) -> ModelSpec | None:
+    try:
+        return load_model(name)
+    except ProfileError:
+        return None
+
+
+def _has_measured_tokens(profile: CostProfile) -> bool:
+    readings: Any = profile.measurement.get("memory_readings") or ()
+    is_measured = profile.origin in ("measured", "fitted") and len(readings) >= _FEWEST_READINGS
+    return is_measured and profile.memory.bytes_per_token > 0
+
+
+def _said(request: PlanRequest, place: Place, fit: FittedRecipe, assumptions: Assumptions, reason: str) -> Budget:
+    """Return the token budget under a recipe, and its assumptions."""
+    chosen = {name for name, value in asdict(fit.recipe).items() if value != request.recipe.given().get(name)}
+    if chosen:
+        assumptions.assume("recipe", fit.recipe.describe(), reason)
+    if request.sync is None:
+        assumptions.assume("--sync", fit.sync, f"{fit.recipe.describe().partition(',')[0]} runs under it")
+    tokens = request.tokens_per_rank
+    if tokens is None:
+        assumptions.assume("--tokens-per-rank", tokens := fit.tokens, _room_text(place, fit))
+    elif tokens > fit.tokens:
+        assumptions.warn(f"--tokens-per-rank is {tokens:,}, but a rank holds {fit.tokens:,}: {_room_text(place, fit)}")
+    return Budget(tokens_per_rank=tokens, sync=fit.sync, recipe=fit.recipe)
+
+
+def _room_text(place: Place, fit: FittedRecipe) -> str:
+    memory = fit.memory.as_profile_memory(place.capacity_bytes)
+    measured = ", measured" if place.measured_bytes_per_token else ""
+    return (
+        f"the model takes {memory.model_state_bytes / 1e9:.1f} of {place.capacity_bytes / 1e9:.1f} GB on each of "
+        f"{place.num_ranks} ranks, and a token {fit.bytes_per_token / 1e6:.2f} MB{measured}"
+    )
+
+
+def require_room(spec: ModelSpec, request: PlanRequest, place: Place, fit: FittedRecipe) -> None:
+    """Refuse to assume a token budget for ranks that could not hold one token."""
+    if fit.tokens >= 1 or request.tokens_per_rank is not None:  # one that was given is only warned of
+        return
+    needed = fit.memory.total_bytes(1) / 1e9
+    open_ = fitting_recipe(spec, unfixed_request(request.recipe), place)
+    remedy = "plan for more --ranks, a smaller --model, or cut it with --tensor-parallel"
+    if open_.tokens >= 1:
+        remedy = f"{shlex.join(open_.flags())} leave room for {open_.tokens:,} tokens"
+    raise UsageError(
+        f"{spec.name} needs {needed:.1f} of the {place.capacity_bytes / 1e9:.1f} GB that each of {place.num_ranks} "
+        f"ranks may use, under {fit.recipe.describe()}, sync {fit.sync}; {remedy}"
+    )
+
+
+def _tokens_of_block(request: PlanRequest, profile: CostProfile, ranks: JobRanks, assumptions: Assumptions) -> int:
+    """Return the token budget by the memory block of a profile that does not name its recipe."""
+    tokens, memory, heads = request.tokens_per_rank, profile.memory, profile.heads
+    if heads is not None and memory.bytes_per_token:
+        # Keys and values that several ranks hold are kept as they were exchanged, once in each direction at least.
+        most = max(heads.degrees(ranks.sharing), default=1)
+        kept = max(0.0, most / heads.key_value_heads - 1.0) * heads.key_value_exchange_bytes_per_token / 2
+        memory = replace(memory, bytes_per_token=memory.bytes_per_token + kept)
+    room = memory.tokens_per_rank()
+    if tokens is not None and room is not None and tokens > room:
+        assumptions.warn(f"--tokens-per-rank is {tokens:,}, but by the profile's memory a rank holds {max(room, 0):,}")
+    if tokens is not None:
+        return tokens
+    if room is None:
+        assumptions.assume("--tokens-per-rank", ASSUMED_TOKENS_PER_RANK, "the profile's memory figures are missing")
+        return ASSUMED_TOKENS_PER_RANK
+    if room < 1:
+        raise UsageError("the profile's memory leaves no room for tokens; give --tokens-per-rank")
+    assumptions.assume("--tokens-per-rank", room, "the profile's memory")
+    return room
+
+
+def continued_recipe(
+    request: PlanRequest, metadata: PlanMetadata, profile: CostProfile, ranks: JobRanks, assumptions: Assumptions
+) -> Recipe | None:
+    """Return the recipe in which other ranks continue a run: the run's, overridden by the request."""
+    planned, asked = metadata.recipe, request.recipe
+    if planned is None:
+        if asked.given():
+            flag = f"--{next(iter(asked.given())).removesuffix('_stage').replace('_', '-')}"
+            raise UsageError(f"the run's plan records no recipe; give {flag} to 'fcp launch --resume' instead")
+        return None
+    recipe = asked.applied_to(planned)
+    if ranks.num_ranks % recipe.shards(ranks.num_ranks):
+        if asked.shard_ranks is not None:
+            raise UsageError(f"--shard-ranks is {asked.shard_ranks}; it must divide the {ranks.num_ranks} ranks")
+        recipe = replace(recipe, shard_ranks=None)
+        assumptions.assume("--shard-ranks", "all", f"{planned.shard_ranks} do not divide {ranks.num_ranks} ranks")
+    check_recipe(recipe, sync=metadata.sync)
+    spec = _known_model(profile.model)
+    if spec is not None and profile.memory.capacity_bytes:
+        place = ranks.place(
+            capacity_bytes=profile.memory.capacity_bytes,
+            on_cpu=profile.cluster == THIS_MACHINE,
+            measured_bytes_per_token=profile.memory.bytes_per_token if _has_measured_tokens(profile) else None,
+        )
+        fit, tokens = place.fit(spec, recipe, metadata.sync), request.tokens_per_rank or metadata.tokens_per_rank
+        if tokens > fit.tokens:
+            assumptions.warn(
+                f"--tokens-per-rank is {tokens:,}, but a rank holds {fit.tokens:,}: {_room_text(place, fit)}"
+            )
+    return recipe
+
+
+def say_what_offloading_costs(budget: Budget, profile: CostProfile, assumptions: Assumptions) -> None:
+    """Describe the bytes that a micro-batch at the full token budget offloads and reloads, if the recipe offloads."""
+    recipe, room = budget.recipe, budget.room
+    if recipe is None or room is None or recipe.offload != "activations":
+        return
+    width = precision_of(recipe).residual * room.spec.hidden_size / room.place.tensor_parallel
+    cost = profiled_offload_cost(
+        profile, tokens=budget.tokens_per_rank, layers=room.spec.num_layers, input_bytes_per_token=width
+    )
+    assumptions.assume(
+        "offloading",
+        f"{cost.moved_bytes / 1e9:.1f} GB for a micro-batch of {budget.tokens_per_rank:,} tokens",
+        f"{duration(cost.visible_seconds)} longer at 25 GB/s each way; smaller ones that fit stay on the device",
+    )
+
+
+def options_that_hold(longest_tokens: int, budget: Budget, ranks: int) -> str:
+    """Return the options of `fcp plan` under which its ranks hold a sequence that is too long for them.
+
+    Args:
+        longest_tokens: of the sequence.
+        budget: of the plan; where it knows no model, only more ranks are sure to help.
+        ranks: of the plan.
+    """
+    if budget.room is not None:
+        room = budget.room
+        roomier = fitting_recipe(room.spec, room.open_request, room.place, wanted_tokens=-(-longest_tokens // ranks))
+        if roomier.is_enough:
+            return shlex.join(roomier.flags())
+    return f"--ranks {-(-longest_tokens // budget.tokens_per_rank)}"

@@ -1,0 +1,191 @@
+"""Plan the remaining steps of a run for another number of ranks.
+
+The global batches stay exactly as the old plan has them, so that the run continues as if nothing had happened: same
+batches, same steps, same schedule. Only the assignment to ranks changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fcp_cli.arrays import Int32Array, IntArray
+from fcp_cli.errors import ManifestError, OverlongError
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.metadata.plan_metadata import Continuation, OverlongReport, PlanMetadata, pack_rows, unpack_rows
+from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.problem import Batch, Problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RemainingSteps:
+    """The steps of a plan that are not trained yet.
+
+    Attributes:
+        continues: the steps before.
+        offsets: [steps + 1] where each step's sequences begin.
+        rows, lengths: manifest row and planned tokens of each sequence.
+        overlong: the plan's treatment of overlong sequences.
+    """
+
+    continues: Continuation
+    offsets: IntArray
+    rows: IntArray
+    lengths: Int32Array
+    overlong: OverlongReport
+
+
+def remaining_steps(reader: PlanReader, first_step: int) -> RemainingSteps:
+    """Read a plan's steps from `first_step` on, and the sequences of that epoch before them."""
+    metadata = reader.metadata
+    trained = _trained_before(reader, first_step)
+    steps = list(reader.steps(first_step))
+    return RemainingSteps(
+        continues=Continuation(
+            plan_hash=metadata.plan_hash,
+            num_ranks=metadata.num_ranks,
+            first_step=first_step,
+            trained=pack_rows(trained),
+        ),
+        offsets=np.cumsum([0, *(len(step.sequences) for step in steps)], dtype=np.int64),
+        rows=np.concatenate([step.sequences for step in steps]),
+        lengths=np.concatenate([step.lengths for step in steps]),
+        overlong=metadata.overlong,
+    )
+
+
+def _trained_before(reader: PlanReader, first_step: int) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    """Return [manifest rows] whether the epoch of `first_step` has trained each in the steps before."""
+    metadata = reader.metadata
+    epoch_start = first_step - first_step % max(metadata.steps_per_epoch, 1)
+    trained = np.zeros(metadata.manifest.rows, dtype=np.bool_)
+    if metadata.continues is not None and epoch_start < metadata.first_step:
+        trained |= unpack_rows(metadata.continues.trained, metadata.manifest.rows)
+    for step in reader.steps(epoch_start):
+        if step.step >= first_step:
+            break
+        trained[step.sequences] = True
+    return trained
+
+
+def settings_of(metadata: PlanMetadata) -> BatchSettings:
+    """Return how the plan's manifest was cut into global batches."""
+    return BatchSettings(
+        global_batch_size=metadata.global_batch_size,
+        seed=metadata.seed,
+        shuffle=metadata.shuffle,
+        epochs=metadata.epochs,
+        last_batch=metadata.last_batch,
+        max_length=metadata.overlong.max_length,
+        overlong=metadata.overlong.policy,
+        step_limit=metadata.step_limit,
+        batching=metadata.batching,
+        mixture=metadata.mixture,
+    )
+
+
+class RemainingBatches(GlobalBatches):
+    """The global batches of `remaining`: `batch(0)` is the first that is not trained yet."""
+
+    def __init__(
+        self, table: LengthTable, problem: Problem, settings: BatchSettings, remaining: RemainingSteps
+    ) -> None:
+        _require_room(table, problem, remaining)
+        self.problem = problem
+        self.settings = settings
+        self.overlong = remaining.overlong
+        lengths = table.length_tokens.copy()
+        lengths[remaining.rows] = remaining.lengths
+        self.table = replace(table, length_tokens=lengths)
+        self.continues = remaining.continues
+        self._remaining = remaining
+        self._offsets = None
+        self.sequences = len(self.rows)
+
+    @property
+    def rows(self) -> IntArray:
+        """Return [rows] the manifest rows that are left, ascending."""
+        return np.unique(self._remaining.rows)
+
+    @property
+    def longest_tokens(self) -> int:
+        """Return the most tokens of a sequence that is left."""
+        return int(self._remaining.lengths.max())
+
+    def __len__(self) -> int:
+        return len(self._remaining.offsets) - 1
+
+    def batch(self, step: int) -> Batch:
+        """Make the global batch of one of the steps that are left, counted from 0."""
+        members = slice(self._remaining.offsets[step], self._remaining.offsets[step + 1])
+        rows = self._remaining.rows[members]
+        number = self._remaining.continues.first_step + step
+        batch = self._batch_of(number, rows, self.table.take(rows))
+        return replace(batch, lengths=self._remaining.lengths[members])
+
+
+class ChangedMixture(GlobalBatches):
+    """The global batches of a mixture from a step on, after a run by earlier weights; `batch(0)` is the first.
+
+    Raises:
+        OverlongError, ManifestError: as of `GlobalBatches`, or no step is left.
+    """
+
+    def __init__(
+        self,
+        table: LengthTable,
+        problem: Problem,
+        settings: BatchSettings,
+        continues: Continuation,
+        options_that_hold: Callable[[int], str] | None = None,
+    ) -> None:
+        super().__init__(table, problem, settings, options_that_hold)
+        self.continues = continues
+        if len(self) < 1:
+            raise ManifestError(f"{table.name}: step {self.first_step} is beyond its last; the run is complete")
+
+    def __len__(self) -> int:
+        return super().__len__() - self.first_step
+
+    def batch(self, step: int) -> Batch:
+        """Make the global batch of one of the steps that are left, counted from 0."""
+        return super().batch(self.first_step + step)
+
+
+def continued_mixture(metadata: PlanMetadata, first_step: int, rows: int) -> Continuation:
+    """Return the run that a changed mixture continues; a mixture keeps no account of rows, which it repeats."""
+    return Continuation(
+        plan_hash=metadata.plan_hash,
+        num_ranks=metadata.num_ranks,
+        first_step=first_step,
+        trained=pack_rows(np.zeros(rows, dtype=np.bool_)),
+    )
+
+
+def batches_to_plan(
+    table: LengthTable,
+    problem: Problem,
+    settings: BatchSettings,
+    remaining: RemainingSteps | None,
+    options_that_hold: Callable[[int], str] | None = None,
+) -> GlobalBatches:
+    """Return all global batches of a manifest, or those that a trained run has left."""
+    if remaining is None:
+        return GlobalBatches(table, problem, settings, options_that_hold)
+    return RemainingBatches(table, problem, settings, remaining)
+
+
+def _require_room(table: LengthTable, problem: Problem, remaining: RemainingSteps) -> None:
+    most = problem.num_ranks * problem.tokens_per_rank
+    longest = int(np.argmax(remaining.lengths))
+    tokens = int(remaining.lengths[longest])
+    if tokens > most:
+        raise OverlongError(
+            f"{table.name}: row {remaining.rows[longest]} ({tokens} tokens) is still to be trained, but "
+            f"{problem.num_ranks} ranks of {problem.tokens_per_rank} tokens hold at most {most}; give "
+            f"--tokens-per-rank {-(-tokens // problem.num_ranks)}, or at least "
+            f"{-(-tokens // problem.tokens_per_rank)} --ranks"
+        )

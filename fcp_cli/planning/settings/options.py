@@ -1,0 +1,180 @@
+"""Options of a planning problem, as `fcp plan` and `fcp compare` take them (`settings.resolve` completes them)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from fcp_cli.cost.kernel_names import KernelChoice
+from fcp_cli.options import MOST_EPOCHS, MOST_RANKS, MOST_ROWS, MOST_TOKENS, Arg, Opt, OptionGroup
+from fcp_cli.recipe import RecipeRequest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRequest:
+    """The sequences, the cluster and the global batches to plan for; None is found out or assumed."""
+
+    manifest: Annotated[Path | None, Arg("Lengths: Parquet, Arrow, JSON lines, CSV, numbers; - is stdin.")] = None
+
+    profile: Annotated[
+        Path | None,
+        Opt("Cost profile.", group="Cluster and model", unset="profile.yaml here, else computed", common=True),
+    ] = None
+    model: Annotated[
+        str | None,
+        Opt(
+            "Shipped model, or its YAML, without a profile.",
+            metavar="NAME|FILE",
+            unset="qwen3-vl-8b",
+            common=True,
+        ),
+    ] = None
+    cluster: Annotated[
+        str | None,
+        Opt(
+            "Shipped cluster, or its YAML, without a profile.",
+            metavar="NAME|FILE",
+            unset="the accelerators here, else example-8x8",
+            common=True,
+        ),
+    ] = None
+    attention_kernel: Annotated[
+        KernelChoice, Opt("Attention kernel to price without a profile; auto: the cluster's first.")
+    ] = "auto"
+    ranks: Annotated[int | None, Opt("Model replicas.", min=1, max=MOST_RANKS, unset="the cluster's", common=True)] = (
+        None
+    )
+    ranks_per_node: Annotated[
+        int | None, Opt("Ranks that share a node.", min=1, max=MOST_RANKS, unset="the cluster's", common=True)
+    ] = None
+    tokens_per_rank: Annotated[
+        int | None,
+        Opt(
+            "Most tokens of a rank in a micro-batch.",
+            min=1,
+            max=MOST_TOKENS,
+            unset="what fits",
+            common=True,
+        ),
+    ] = None
+    rank_speeds: Annotated[
+        str | None,
+        Opt(
+            "Speeds of ranks or nodes that are not as the profile says: 12=0.7,node3=0.9; or one per rank; or a file.",
+            metavar="RANK=SPEED,...|FILE",
+            unset="all 1",
+        ),
+    ] = None
+    sync: Annotated[
+        Literal["iteration", "microbatch"] | None,
+        Opt(
+            "Ranks wait at a step's end (DDP, ZeRO-1/2) or after each wave (FSDP, virtual stages).",
+            unset="iteration if it fits",
+            common=True,
+        ),
+    ] = None
+    phase: Annotated[
+        Literal["training", "forward"],
+        Opt("What micro-batches run: forward is a pass for log-probabilities, without a backward."),
+    ] = "training"
+    headroom: Annotated[float, Opt("Fraction of the token budget to leave free.", min=0, below=1)] = 0.0
+    device_hour_price: Annotated[
+        float | None, Opt("Price of a device for an hour, for the money that the verdict names.", min=0)
+    ] = None
+    tensor_parallel: Annotated[
+        int | None,
+        Opt(
+            "Devices that share each layer.",
+            metavar="T",
+            min=1,
+            max=MOST_RANKS,
+            unset="the profile's",
+            common=True,
+            group="Parallelism inside a rank",
+        ),
+    ] = None
+    pipeline_parallel: Annotated[
+        int | None, Opt("Stages of a pipeline.", metavar="P", min=1, max=MOST_RANKS, unset="the profile's", common=True)
+    ] = None
+    virtual_stages: Annotated[
+        int,
+        Opt(
+            "Blocks of layers on each stage, run interleaved (Megatron's virtual pipeline).",
+            metavar="V",
+            min=1,
+            max=MOST_RANKS,
+        ),
+    ] = 1
+    padded_rings: Annotated[
+        bool,
+        Opt(
+            "Count the padding of rings of equal chunks (Transformer Engine, MindSpeed).", negatable=True, group="Rings"
+        ),
+    ] = False
+    attention: Annotated[
+        Literal["ring", "ulysses", "2d", "auto"],
+        Opt("How groups split attention: by tokens, heads or both. auto: 2d if the profile prices heads."),
+    ] = "ring"
+    encoder_balance: Annotated[
+        Literal["ring", "wave", "auto"],
+        Opt(
+            "Who shares a vision encoder's work: each ring's ranks, or under --sync microbatch all of a wave's.",
+            group="Vision encoder",
+        ),
+    ] = "ring"
+    encoder_ranks: Annotated[
+        str | None,
+        Opt("Of --ranks, so many only encode pictures, ahead of the others; auto: as many as pay.", metavar="K|auto"),
+    ] = None
+    embeddings_cached: Annotated[
+        bool, Opt("Count a frozen vision encoder in the first epoch only: fcp launch --cache-embeddings DIR.")
+    ] = False
+    recipe: Annotated[RecipeRequest, OptionGroup("Recipe")] = field(default_factory=RecipeRequest)
+
+    global_batch_size: Annotated[
+        int | None,
+        Opt("Sequences per optimizer step.", min=1, max=MOST_ROWS, group="Global batches", unset="512", common=True),
+    ] = None
+    global_batch_tokens: Annotated[
+        int | None,
+        Opt(
+            "Most tokens per step instead.",
+            common=True,
+            min=1,
+            max=MOST_TOKENS,
+            unset="no limit",
+        ),
+    ] = None
+    step_column: Annotated[
+        str | None,
+        Opt(
+            "Column of a trace, as of rollouts, that says which step each row was in: batches as they were.",
+            unset="none",
+        ),
+    ] = None
+    steps: int | str | None = None  # an option of each command, with its own default
+    epochs: Annotated[int, Opt("Passes over the data.", min=1, max=MOST_EPOCHS, common=True)] = 1
+    seed: Annotated[int, Opt("Seed of shuffling and solver.", min=0)] = 0
+    shuffle: Annotated[bool, Opt("Shuffle every epoch.", negatable=True)] = True
+    max_length: Annotated[
+        int | None,
+        Opt(
+            "Tokens beyond which a sequence is overlong.",
+            min=1,
+            max=MOST_TOKENS,
+            unset="what all ranks can hold",
+            group="Sequences",
+        ),
+    ] = None
+    overlong: Annotated[Literal["error", "drop", "truncate"], Opt("Action on sequences that no ring holds.")] = "error"
+    last_batch: Annotated[
+        Literal["keep", "drop"], Opt("What to do about an epoch's last, partial batch.", group="Global batches")
+    ] = "keep"
+    mix: tuple[str, ...] = ()  # an option of fcp plan
+    length_column: Annotated[
+        str,
+        Opt(
+            "Column with lengths, or with lists of tokens; without a length, a usual name is found.", group="Sequences"
+        ),
+    ] = "length"

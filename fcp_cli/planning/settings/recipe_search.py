@@ -1,0 +1,195 @@
+"""Chooses the recipe whose steps take the least predicted time, on a sample of the steps of a plan.
+
+Every recipe that fits has a proven lower bound of the sampled steps; recipes are planned by rising bound until the next
+bound is no less than the quickest time. The search counts its work and reads no clock, so that the same data,
+seed and profile give the same recipe on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from fcp_cli.console import note
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.memory.fitting import LEAST_TOKENS, FittedRecipe
+from fcp_cli.planning.assemble import makespan_seconds
+from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches, batch_of, sampled_steps
+from fcp_cli.planning.bounds import lower_bound_seconds
+from fcp_cli.planning.fcp.solver import is_compiled, solver_of
+from fcp_cli.planning.problem import Problem
+from fcp_cli.words import counted, duration
+
+_MANY_RANKS: Final = 256  # above which, and for pipelines, whose steps take longer to plan, one step is the sample
+_MOST_PLANNED: Final = 16  # recipes of which the sample is planned
+_FOR_RUNNER_UP: Final = 6  # of these, to find the second-quickest, too
+_UNKNOWN_SEQUENCES: Final = 512  # of a step whose lengths nobody knows yet
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecipeData:
+    """Data on whose steps recipes are compared.
+
+    Attributes:
+        table: lengths.
+        settings: of the plan; its step limit does not matter, so that the first steps have the recipe of all.
+        max_degree: 1 forbids rings; None: no limit.
+        least_tokens: token budget that a recipe must leave, if longer sequences than those of the table may come.
+    """
+
+    table: LengthTable
+    settings: BatchSettings
+    max_degree: int | None = None
+    least_tokens: int = 1
+
+    def fits_into(self, problem: Problem) -> bool:
+        """Return whether the ranks hold the longest sequence."""
+        heads, ranks = problem.profile.heads, problem.num_ranks
+        if self.max_degree == 1:
+            ranks = 1
+        elif problem.attention == "ulysses" and heads is not None:
+            ranks = max((1, *heads.degrees(ranks)))
+        longest = min(int(self.table.length_tokens.max()), self.settings.max_length or 1 << 62)
+        return problem.tokens_per_rank >= max(self.least_tokens, -(-longest // ranks))
+
+    def sample(self, problem: Problem) -> list[LengthTable]:
+        """Return the sequences of a few steps, evenly spaced over an epoch."""
+        batches = GlobalBatches(self.table, problem, replace(self.settings, step_limit=None))
+        is_slow = problem.pipeline is not None or problem.num_ranks > _MANY_RANKS
+        few = [] if is_slow else sampled_steps(batches.steps_per_epoch, self.settings.global_batch_size)
+        return [batches.table.take(batches.batch(step).rows) for step in few or [0]]
+
+
+def unknown_lengths(max_degree: int | None = None) -> RecipeData:
+    """Return data in place of lengths that are only known at run time: spaced evenly in log from 128 to 32,768 tokens.
+
+    Longer ones may come, so that recipes must leave 16,384 tokens a rank.
+    """
+    last = _UNKNOWN_SEQUENCES - 1
+    lengths = [round(128 * 256 ** (rank / last)) for rank in range(_UNKNOWN_SEQUENCES)]
+    return RecipeData(
+        table=LengthTable(name="unknown lengths", length_tokens=np.array(lengths, dtype=np.int64)),
+        settings=BatchSettings(global_batch_size=_UNKNOWN_SEQUENCES, shuffle=False),
+        max_degree=max_degree,
+        least_tokens=LEAST_TOKENS,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecipeCandidate:
+    """A recipe that fits, and the plan's problem under it."""
+
+    fit: FittedRecipe
+    problem: Problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecipeChoice:
+    """The quickest recipe, and others.
+
+    Attributes:
+        fit: the quickest recipe.
+        seconds: predicted mean of a sampled step under it.
+        others: (recipe, seconds) of the planned ones, quickest first.
+        usual: the first recipe of the fixed order that leaves 16,384 tokens, or None if it holds not all sequences.
+        usual_seconds: under that one.
+        tried: recipes that were planned or ruled out by their bound.
+        steps: of the sample.
+        other_sync: the problem under the quickest planned recipe of another sync, under which a rival may be quicker;
+            None if all that fit have one sync.
+    """
+
+    fit: FittedRecipe
+    seconds: float
+    others: tuple[tuple[FittedRecipe, float], ...]
+    usual: FittedRecipe | None
+    usual_seconds: float
+    tried: int
+    steps: int
+    other_sync: Problem | None = None
+
+    def reason(self) -> str:
+        """Return why this recipe, for the line of an assumption."""
+        where = f"{duration(self.seconds)} a step on {counted(self.steps, 'step')}"
+        return f"the quickest of {self.tried} that fit: {where}"
+
+    def runner_up(self) -> str:
+        """Return the second-quickest recipe, for the line of an assumption."""
+        return self._against(*self.others[0])
+
+    def against_usual(self) -> str:
+        """Return the first recipe of the fixed order, with its time against the choice."""
+        name = f"the first that leaves {LEAST_TOKENS:,} tokens a rank"
+        if self.usual is None:
+            return f"{name} holds not all sequences"
+        if self.usual.key == self.fit.key:
+            return f"the quickest is also {name}"
+        return f"{name}: {self._against(self.usual, self.usual_seconds)}"
+
+    def _against(self, fit: FittedRecipe, seconds: float) -> str:
+        return f"{fit.recipe.describe()}, sync {fit.sync}, {seconds / self.seconds - 1:+.1%}"
+
+
+def quickest_recipe(
+    candidates: Sequence[RecipeCandidate], usual: FittedRecipe, data: RecipeData
+) -> RecipeChoice | None:
+    """Return the recipe with the least predicted time of the sampled steps; None if there is no choice.
+
+    Args:
+        candidates: recipes that fit, in the fixed order, which decides between equal times.
+        usual: the first recipe of that order that leaves enough tokens; never slower than this one.
+        data: lengths to hold, and steps to compare on.
+    """
+    held = [one for one in candidates if data.fits_into(one.problem)]
+    if len(held) < 2:
+        return None
+    if not all(is_compiled(one.problem.sync) for one in held):
+        note("compiling the planner: about a minute, once on this machine")
+    sample = data.sample(max((one.problem for one in held), key=lambda problem: problem.tokens_per_rank))
+    bounds = [_bound(one.problem, sample) for one in held]
+    found: dict[int, float] = {}
+    first = [index for index, one in enumerate(held) if one.fit.key == usual.key]
+    by_bound = sorted(range(len(held)), key=lambda index: bounds[index])
+    # Of each sync one is planned whatever its bound: rivals are priced under it, too.
+    syncs = {held[index].problem.sync: index for index in reversed(by_bound)}
+    for index in [*first, *syncs.values(), *by_bound]:
+        if index in found:
+            continue
+        if index not in (*first, *syncs.values()) and bounds[index] >= _limit(list(found.values())):
+            break
+        found[index] = sampled_seconds(held[index].problem, sample, max_degree=data.max_degree)
+    order = sorted(found, key=lambda index: (found[index], index))
+    best = order[0]
+    others = (held[index].problem for index in order[1:])
+    return RecipeChoice(
+        fit=held[best].fit,
+        seconds=found[best],
+        others=tuple((held[index].fit, found[index]) for index in order[1:]),
+        usual=usual if first else None,
+        usual_seconds=found[first[0]] if first else math.nan,
+        tried=len(held),
+        steps=len(sample),
+        other_sync=next((other for other in others if other.sync != held[best].problem.sync), None),
+    )
+
+
+def _limit(found: Sequence[float]) -> float:
+    """Return the bound from which on no further recipe is planned: none below it is quicker, or the runner-up."""
+    if len(found) >= _MOST_PLANNED:
+        return 0.0
+    return math.inf if len(found) < 2 else sorted(found)[1 if len(found) < _FOR_RUNNER_UP else 0]
+
+
+def sampled_seconds(problem: Problem, sample: Sequence[LengthTable], *, max_degree: int | None = None) -> float:
+    """Return the predicted mean seconds of steps of these sequences."""
+    solver = solver_of(problem, max_degree=max_degree)
+    batches = [batch_of(each, problem) for each in sample]
+    return sum(makespan_seconds(solver.assign(batch), batch, problem) for batch in batches) / len(batches)
+
+
+def _bound(problem: Problem, sample: Sequence[LengthTable]) -> float:
+    return sum(lower_bound_seconds(batch_of(each, problem).work, problem) for each in sample) / len(sample)

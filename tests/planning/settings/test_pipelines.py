@@ -1,0 +1,197 @@
+"""Plans of pipelines: their times are the exact timeline, their bound is proven, and what cannot run is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fcp_cli.plan.check import check_plan
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.plan.pricing.pipeline import Pipeline
+from fcp_cli.planning.assemble import StuckError, assemble, assignment_seconds, makespan_seconds
+from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.bounds import lower_bound_seconds
+from fcp_cli.planning.dataset.run import make_plan
+from fcp_cli.planning.fcp.wave_orders import reordered, wave_orders
+from fcp_cli.planning.problem import Assignment, Batch, Problem
+from fcp_cli.planning.settings.settings import PlanInputs
+from fcp_cli.planning.solvers import make_solver
+from tests.plan.plans import rewritten
+from tests.planning.examples import example_problem, long_tail, table_of
+
+PIPELINE = Pipeline(forward_share=1 / 3, head_share=0.08, send_seconds_per_token=1e-6)
+
+
+def pipelined(sync: Sync = "iteration", *, stages: int = 4, virtual_stages: int = 1, ranks: int = 16) -> Problem:
+    return replace(
+        example_problem(sync, num_ranks=ranks, tokens_per_rank=8192),
+        pipeline_parallel=stages,
+        pipeline=replace(PIPELINE, virtual_stages=virtual_stages),
+    )
+
+
+def planned(path: Path, problem: Problem, solver: str = "fcp") -> Path:
+    inputs = PlanInputs(
+        table=long_tail(60), problem=problem, settings=BatchSettings(global_batch_size=63, shuffle=False)
+    )
+    make_plan(path, inputs, solver_name=solver)
+    return path
+
+
+def alone(lengths: list[int], problem: Problem) -> Batch:
+    batches = GlobalBatches(table_of(lengths), problem, BatchSettings(global_batch_size=len(lengths), shuffle=False))
+    return batches.batch(0)
+
+
+def assignment(groups: list[list[int]], members: list[list[int]]) -> Assignment:
+    return Assignment(
+        wave=np.full(len(groups), -1, dtype=np.int32),
+        rank_offsets=np.cumsum([0, *map(len, groups)]),
+        ranks=np.array([rank for group in groups for rank in group], dtype=np.int32),
+        member_offsets=np.cumsum([0, *map(len, members)]),
+        members=np.array([k for pack in members for k in pack]),
+    )
+
+
+@pytest.mark.parametrize(("sync", "virtual_stages"), [("iteration", 1), ("microbatch", 1), ("microbatch", 2)])
+def test_a_plan_of_pipelines_is_sound(tmp_path: Path, sync: Sync, virtual_stages: int) -> None:
+    plan = planned(tmp_path / "plan.parquet", pipelined(sync, virtual_stages=virtual_stages))
+    assert list(check_plan(plan, manifest=long_tail(60))) == []
+    metadata = PlanReader(plan).metadata
+    assert metadata.pipeline is not None and metadata.pipeline.virtual_stages == virtual_stages
+    step = next(PlanReader(plan).steps())
+    assert step.bound_seconds < step.makespan_seconds
+    if virtual_stages == 2:  # Megatron interleaves whole rounds alone
+        assert (step.wave.max() + 1) % 4 == 0
+
+
+def test_the_mean_device_of_a_replica_computes_the_seconds_of_its_micro_batches() -> None:
+    """What the profile says of a micro-batch stays what its replica computes, whichever stage has loss and encoder."""
+    problem = pipelined(ranks=1)
+    batch = alone([4096, 512], problem)
+    step = assemble(assignment([[0], [0]], [[0], [1]]), batch, problem)
+    assert problem.pipeline is not None
+    plain = assemble(assignment([[0], [0]], [[0], [1]]), batch, replace(problem, pipeline=None))
+    assert step.seconds.tolist() == plain.seconds.tolist()
+    assert step.makespan_seconds > plain.makespan_seconds + 3 * step.seconds.min()
+
+
+def test_one_micro_batch_takes_its_seconds_once_on_every_stage() -> None:
+    problem = pipelined(ranks=1)
+    batch = alone([4096], problem)
+    step = assemble(assignment([[0]], [[0]]), batch, problem)
+    messages = 2 * 3 * 4096e-6
+    assert step.makespan_seconds == pytest.approx(4 * float(step.seconds[0]) + messages)
+    assert step.bound_seconds == pytest.approx(4 * float(step.seconds[0]), rel=1e-9)  # the optimum, but for messages
+
+
+def test_a_changed_time_and_a_circle_are_found(tmp_path: Path) -> None:
+    plan = planned(tmp_path / "plan.parquet", pipelined())
+    found = [str(finding) for finding in check_plan(rewritten(plan, pipeline=replace(PIPELINE, forward_share=0.5)))]
+    assert any("starts at" in finding for finding in found)
+    odd = rewritten(plan, pipeline=replace(PIPELINE, virtual_stages=2))
+    assert "virtual_stages is 2, which needs sync microbatch, but sync is iteration" in map(str, check_plan(odd))
+
+
+def test_rings_that_wait_for_each_other_are_refused_under_iteration_and_run_in_waves() -> None:
+    """Rank 1 runs a micro-batch between two rings, rank 0 nothing."""
+    problem = pipelined(stages=2, ranks=2)
+    batch = alone([9000, 100, 9000], problem)
+    circle = assignment([[0, 1], [1], [0, 1]], [[0], [1], [2]])
+    assert makespan_seconds(circle, batch, problem) == np.inf
+    with pytest.raises(StuckError, match="step 0: the pipelines of 3 micro-batches would wait for each other in a cir"):
+        assemble(circle, batch, problem)
+    waves = replace(circle, wave=np.array([0, 1, 2], dtype=np.int32))
+    assert np.isfinite(assemble(waves, batch, replace(problem, sync="microbatch")).makespan_seconds)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("sync", ["iteration", "microbatch"])
+def test_the_planner_for_pipelines_is_quicker_than_waves_and_than_the_others(stages: int, sync: Sync) -> None:
+    problem = pipelined(sync, stages=stages)
+    batches = GlobalBatches(long_tail(120), problem, BatchSettings(global_batch_size=123, shuffle=False))
+    batch = batches.batch(0)
+
+    def seconds(name: str, plain: bool) -> float:
+        its = GlobalBatches(batches.table, replace(problem, pipeline=None) if plain else problem, batches.settings)
+        return makespan_seconds(make_solver(name, its).assign(batch), batch, problem)
+
+    ours = seconds("fcp", plain=False)
+    assert ours <= seconds("fcp", plain=True)
+    assert ours < min(seconds(name, plain=False) for name in ("fcp-paper", "static", "bytescale"))
+
+
+def test_the_bound_holds_for_every_order_and_group_of_a_small_step() -> None:
+    """Two ranks, three sequences: all groups and orders, under both schedules."""
+    from itertools import permutations, product
+
+    for virtual_stages in (1, 2):
+        problem = pipelined(
+            "microbatch" if virtual_stages == 2 else "iteration", ranks=2, virtual_stages=virtual_stages
+        )
+        batch = alone([6000, 3000, 500], problem)
+        best = np.inf
+        for groups in product(([0], [1], [0, 1]), repeat=3):
+            for order in permutations(range(3)):
+                found = assignment([groups[k] for k in order], [[k] for k in order])
+                if virtual_stages == 2:
+                    found = replace(found, wave=np.arange(3, dtype=np.int32))
+                best = min(best, makespan_seconds(found, batch, problem))
+        solver = make_solver(
+            "fcp", GlobalBatches(table_of([6000, 3000, 500]), problem, BatchSettings(global_batch_size=3))
+        )
+        step = assemble(solver.assign(batch), batch, problem)
+        assert step.bound_seconds <= best
+        assert step.makespan_seconds <= 1.1 * best
+
+
+@pytest.mark.lengthy
+def test_beside_one_long_sequence_no_published_strategy_is_quicker() -> None:
+    """Half of the ranks may wait for it with little else to do: `megatron-dynamic-cp` was quicker here, at P = 8."""
+    rng = np.random.default_rng(0)
+    lengths = [65_536, *rng.integers(2048, 8193, 127).tolist()]
+    for stages, virtual_stages in ((8, 1), (4, 2)):
+        sync: Sync = "microbatch" if virtual_stages > 1 else "iteration"
+        problem = pipelined(sync, stages=stages, virtual_stages=virtual_stages)
+        batches = GlobalBatches(table_of(lengths), problem, BatchSettings(global_batch_size=len(lengths)))
+        batch = batches.batch(0)
+        taken = {
+            name: makespan_seconds(make_solver(name, batches).assign(batch), batch, problem)
+            for name in ("fcp", "fcp-paper", "bytescale", "megatron-dynamic-cp")
+        }
+        assert min(taken, key=taken.__getitem__) == "fcp", taken
+
+
+def test_the_bound_knows_what_runs_before_and_behind_the_longest_sequence() -> None:
+    problem = pipelined(stages=8, ranks=2)
+    long, short = [16_384], [2048] * 12
+    alone_seconds = lower_bound_seconds(alone(long, problem).work, problem)
+    together = lower_bound_seconds(alone(long + short, problem).work, problem)
+    batch = alone(long + short, problem)
+    everything = GlobalBatches(table_of(long + short), problem, BatchSettings(global_batch_size=13, shuffle=False))
+    step = assemble(make_solver("fcp", everything).assign(batch), batch, problem)
+    assert 1.02 * alone_seconds < together <= step.makespan_seconds < 1.1 * together
+
+
+@pytest.mark.parametrize("sync", ["iteration", "microbatch"])
+def test_other_orders_of_waves_keep_micro_batches_on_their_ranks_and_never_wait_in_a_circle(sync: Sync) -> None:
+    problem = pipelined(sync)
+    batch = alone([30_000, 20_000, 9000, *range(500, 2048, 30)], problem)
+    plain = replace(problem, pipeline=None, sync="microbatch", tokens_per_rank=2048)
+    batches = GlobalBatches(table_of(batch.lengths.tolist()), plain, BatchSettings(global_batch_size=len(batch.rows)))
+    waves = make_solver("fcp", batches).assign(batch)
+
+    def microbatches(of: Assignment) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
+        ranks, members = np.split(of.ranks, of.rank_offsets[1:-1]), np.split(of.members, of.member_offsets[1:-1])
+        return {(tuple(r.tolist()), tuple(sorted(m.tolist()))) for r, m in zip(ranks, members, strict=True)}
+
+    orders = [reordered(waves, place) for place in wave_orders(waves, assignment_seconds(waves, batch, plain), problem)]
+    assert len(orders) > 3
+    for order in orders:
+        assert microbatches(order) == microbatches(waves)
+        answer = order if sync == "microbatch" else replace(order, wave=np.full_like(order.wave, -1))
+        assert np.isfinite(makespan_seconds(answer, batch, problem))

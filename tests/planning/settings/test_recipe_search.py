@@ -1,0 +1,175 @@
+"""Which recipe a plan gets where the user fixed none: the one whose steps of this data take the least time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fcp_cli.console import Assumptions
+from fcp_cli.memory.fitting import LEAST_TOKENS, all_fits
+from fcp_cli.models.cluster import load_cluster
+from fcp_cli.planning.dataset.verdict import MEGATRON, _planned_again
+from fcp_cli.planning.planner import Planner
+from fcp_cli.planning.settings import recipe_search
+from fcp_cli.planning.settings.options import PlanRequest
+from fcp_cli.planning.settings.recipe_search import RecipeCandidate, RecipeChoice, quickest_recipe, sampled_seconds
+from fcp_cli.planning.settings.settings import PlanInputs, problem_under, resolve, resolve_problem
+from fcp_cli.recipe import RecipeRequest
+from tests.planning.examples import compile_planner, long_tail
+
+
+@pytest.fixture(autouse=True)
+def compiled() -> None:
+    compile_planner()
+
+
+def inputs_of(
+    folder: Path,
+    *,
+    lengths: list[int] | None = None,
+    max_degree: int | None = None,
+    assumptions: Assumptions | None = None,
+    **options: Any,
+) -> PlanInputs:
+    path = folder / "lengths.parquet"
+    pq.write_table(pa.table({"length": long_tail(40).length_tokens if lengths is None else lengths}), path)
+    common = {"manifest": path, "model": "qwen3-8b", "cluster": "h100", "ranks": 16, "global_batch_size": 32}
+    return resolve(PlanRequest(**{**common, **options}), assumptions or Assumptions(), max_degree=max_degree)
+
+
+def candidates_of(inputs: PlanInputs) -> Iterator[RecipeCandidate]:
+    """Every recipe that fits, with the problem that a command with its flags would plan."""
+    assert inputs.budget is not None and inputs.budget.room is not None and inputs.data is not None
+    alone = replace(inputs, data=None)  # nothing is chosen by time
+    for fit in all_fits(inputs.budget.room.spec, RecipeRequest(), inputs.budget.room.place):
+        recipe, ranks = fit.recipe, inputs.problem.num_ranks
+        asked = RecipeRequest(
+            zero=str(recipe.zero_stage),  # type: ignore[arg-type]
+            shard_ranks=recipe.shards(ranks),
+            reduce=recipe.reduce,
+            recompute=recipe.recompute,
+            offload=recipe.offload,
+        )
+        yield RecipeCandidate(
+            fit=fit,
+            problem=problem_under(
+                PlanRequest(model="qwen3-8b", sync=fit.sync, recipe=asked, tokens_per_rank=max(1, fit.tokens)), alone
+            ),
+        )
+
+
+def chosen(inputs: PlanInputs, candidates: list[RecipeCandidate]) -> RecipeChoice:
+    assert inputs.data is not None
+    usual = next(one.fit for one in candidates if one.fit.tokens >= LEAST_TOKENS)
+    found = quickest_recipe(candidates, usual, inputs.data)
+    assert found is not None
+    return found
+
+
+@pytest.mark.lengthy
+def test_no_recipe_that_fits_is_quicker_on_the_sampled_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = inputs_of(tmp_path)
+    assert inputs.data is not None
+    candidates = list(candidates_of(inputs))
+    held = [one for one in candidates if inputs.data.fits_into(one.problem)]
+    sample = inputs.data.sample(held[0].problem)
+    seconds = sorted(sampled_seconds(one.problem, sample) for one in held)
+    found = chosen(inputs, candidates)
+    assert found.seconds == seconds[0] <= found.others[0][1]
+    assert found.seconds <= found.usual_seconds
+    assert len(found.others) + 1 < found.tried == len(held)  # bounds ruled the others out
+    assert (inputs.problem.recipe, inputs.problem.sync) == found.fit.key
+    monkeypatch.setattr(recipe_search, "_MOST_PLANNED", 3)
+    fewer = chosen(inputs, candidates)
+    assert len(fewer.others) == 2 and fewer.seconds <= fewer.usual_seconds == found.usual_seconds
+
+
+def test_the_same_data_give_the_same_recipe_however_many_steps_are_planned(tmp_path: Path) -> None:
+    first = inputs_of(tmp_path).problem
+    assert inputs_of(tmp_path).problem == first
+    assert inputs_of(tmp_path, steps=1).problem == first
+
+
+def test_the_lines_name_the_runner_up_and_the_first_that_leaves_16k_tokens(tmp_path: Path) -> None:
+    assumptions = Assumptions()
+    inputs_of(tmp_path, assumptions=assumptions)
+    assert (
+        "(the quickest of " in assumptions.assumed["recipe"] and " a step on 2 steps)" in assumptions.assumed["recipe"]
+    )
+    assert "16,384 tokens a rank" in assumptions.assumed["runner-up"]
+    assert ", sync " in assumptions.assumed["runner-up"] and "%" in assumptions.assumed["runner-up"]
+
+
+def test_only_settings_that_were_left_open_are_searched(tmp_path: Path) -> None:
+    fixed = RecipeRequest(zero="2", recompute="selective", shard_ranks=8)
+    inputs = inputs_of(tmp_path, recipe=fixed, sync="iteration")
+    recipe = inputs.problem.recipe
+    assert recipe is not None and (recipe.zero_stage, recipe.recompute, recipe.shard_ranks) == (2, "selective", 8)
+    assert inputs.problem.sync == "iteration"
+    assert inputs_of(tmp_path, tokens_per_rank=3000).problem.tokens_per_rank == 3000
+
+
+def test_a_recipe_that_cannot_hold_the_longest_sequence_is_none(tmp_path: Path) -> None:
+    short, long = [4096] * 64, [4096] * 63 + [400_000]
+    assert inputs_of(tmp_path, lengths=short).problem.tokens_per_rank * 16 < 400_000
+    assert inputs_of(tmp_path, lengths=long).problem.tokens_per_rank * 16 >= 400_000
+    one_rank = [4096] * 63 + [60_000]
+    assert inputs_of(tmp_path, lengths=one_rank, max_degree=1).problem.tokens_per_rank >= 60_000
+
+
+def test_gathering_without_a_price_stays_as_the_fixed_order_has_it(tmp_path: Path) -> None:
+    assert load_cluster("ascend910b").links_per_node is None
+    inputs = inputs_of(tmp_path, cluster="ascend910b")
+    usual = chosen(inputs, list(candidates_of(inputs))).usual
+    recipe = inputs.problem.recipe
+    assert usual is not None and recipe is not None
+    assert (recipe.zero_stage, recipe.shard_ranks, recipe.reduce, inputs.problem.sync) == (
+        usual.recipe.zero_stage,
+        usual.recipe.shard_ranks,
+        usual.recipe.reduce,
+        usual.sync,
+    )
+
+
+def test_lengths_that_nobody_knows_yet_leave_room_for_long_ones() -> None:
+    planner = Planner(model="qwen3-8b", cluster="h100", ranks=16)
+    assert planner.problem.tokens_per_rank >= LEAST_TOKENS
+    assert "(the quickest of " in planner.assumed["recipe"]
+
+
+def test_copies_that_nothing_hides_take_time() -> None:
+    """Of a tiny model, whose layers compute for less time than their inputs are under way."""
+    there = linear_seconds(RecipeRequest(recompute="full", offload="none"))
+    assert linear_seconds(RecipeRequest(recompute="full", offload="activations")) > there
+
+
+def linear_seconds(recipe: RecipeRequest) -> float:
+    request = PlanRequest(model="qwen3-tiny", cluster="h100", ranks=8, recipe=recipe)
+    return resolve_problem(request, Assumptions())[0].profile.coefficients.linear_seconds_per_token
+
+
+def test_a_sample_takes_counted_work(tmp_path: Path) -> None:
+    inputs = inputs_of(tmp_path, lengths=np.full(5000, 600).tolist(), global_batch_size=1000)
+    assert inputs.data is not None
+    assert [len(step) for step in inputs.data.sample(inputs.problem)] == [1000, 1000]
+    wide = replace(inputs.problem, num_ranks=512)
+    assert len(inputs.data.sample(wide)) == 1
+
+
+def test_megatrons_dynamic_cp_is_priced_under_the_quickest_recipe_of_either_sync(tmp_path: Path) -> None:
+    inputs = inputs_of(tmp_path)
+    assert inputs.budget is not None and inputs.budget.other_sync is not None
+    other = inputs.budget.other_sync
+    assert {other.sync, inputs.problem.sync} == {"iteration", "microbatch"}
+    sequences = [inputs.batches().table.take(inputs.batches().batch(0).rows)]
+    alone = {each.sync: dict(_planned_again(sequences, each, None)) for each in (inputs.problem, other)}
+    both = dict(_planned_again(sequences, inputs.problem, other))
+    assert both[MEGATRON] == min(seconds[MEGATRON] for seconds in alone.values())
+    assert both["fcp"] == alone[inputs.problem.sync]["fcp"]

@@ -1,0 +1,360 @@
+"""What is assumed where nothing was said."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from inline_snapshot import snapshot
+
+from fcp_cli.console import Assumptions
+from fcp_cli.cost.profile import CostProfile, dump_cost_profile, parse_cost_profile
+from fcp_cli.errors import UsageError
+from fcp_cli.machine.accelerators import Accelerators
+from fcp_cli.memory.fitting import JobRanks, Place
+from fcp_cli.models.model import load_model
+from fcp_cli.models.shipped import DEFAULT_MODEL
+from fcp_cli.plan.pricing.pipeline import Pipeline
+from fcp_cli.planning.settings import settings
+from fcp_cli.planning.settings.options import PlanRequest
+from fcp_cli.planning.settings.pipelines import pipeline_of
+from fcp_cli.planning.settings.settings import resolve
+from fcp_cli.recipe import Recipe, RecipeRequest
+from tests.messages import raises
+from tests.planning.examples import PROFILE
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(settings, "find_accelerators", lambda: None)
+    pq.write_table(pa.table({"length": [10, 20, 30]}), tmp_path / "dataset.parquet")
+    return tmp_path
+
+
+DATASET = Path("dataset.parquet")
+
+
+def test_without_a_profile_one_is_computed_for_the_example_cluster_where_there_is_no_accelerator() -> None:
+    assumptions = Assumptions()
+    inputs = resolve(PlanRequest(manifest=DATASET), assumptions)
+    problem = inputs.problem
+    assert (problem.num_ranks, problem.ranks_per_node) == (64, 8)
+    assert (problem.profile.model, problem.profile.cluster) == (DEFAULT_MODEL, "example-8x8")
+    assert parse_cost_profile(problem.profile.text, name="it").recipe == problem.recipe is not None
+    chosen = ("recipe", "runner-up", "--tokens-per-rank")
+    assert {name: text for name, text in assumptions.assumed.items() if name not in chosen} == snapshot(
+        {
+            "--model": "qwen3-vl-8b (and what 'fcp launch' trains under the plan; name yours)",
+            "--cluster": "example-8x8 (no accelerator on this machine; name yours)",
+            "--ranks": "64 (the cluster example-8x8, one device per rank)",
+            "--ranks-per-node": "8 (the cluster example-8x8)",
+            "--sync": "microbatch (ZeRO-3 runs under it)",
+            "--profile": "qwen3-vl-8b on example-8x8 (computed from their figures; 'fcp profile' measures)",
+            "--global-batch-size": "3 (all sequences)",
+        }
+    )
+    assert re.search(r"\(the quickest of \d+ that fit: .* a step on 1 step\)$", assumptions.assumed["recipe"])
+    assert re.fullmatch(
+        r"\d+ \(the model takes [\d.]+ of 58.9 GB on each of 64 ranks, and a token [\d.]+ MB\)",
+        assumptions.assumed["--tokens-per-rank"],
+    )
+
+
+def test_accelerators_of_this_machine_are_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Accelerators(kind="cuda", name="NVIDIA H100 80GB HBM3", count=8, memory_bytes=85 * 10**9)
+    monkeypatch.setattr(settings, "find_accelerators", lambda: found)
+    assumptions = Assumptions()
+    problem = resolve(PlanRequest(manifest=DATASET), assumptions).problem
+    assert (problem.num_ranks, problem.ranks_per_node, problem.profile.cluster) == (8, 8, "h100-8x8")
+    assert problem.profile.memory.capacity_bytes == pytest.approx(0.92 * 85e9)
+    assert assumptions.assumed["--cluster"] == snapshot(
+        "8 x NVIDIA H100 80GB HBM3, 85 GB each (found on this machine; rates of h100-8x8)"
+    )
+    assert assumptions.assumed["--ranks"] == snapshot("8 (the cluster h100-8x8, one device per rank)")
+
+
+def test_what_was_asked_for_of_the_recipe_is_kept() -> None:
+    asked = RecipeRequest(zero="3", recompute="full")
+    request = PlanRequest(manifest=DATASET, model="qwen3-8b", cluster="h200", recipe=asked, ranks=8)
+    problem = resolve(request, Assumptions()).problem
+    assert (problem.recipe, problem.sync) == (Recipe(zero_stage=3, recompute="full"), "microbatch")
+
+
+def test_what_offloading_costs_is_said() -> None:
+    asked = RecipeRequest(offload="activations", recompute="full")
+    assumptions = Assumptions()
+    request = PlanRequest(
+        manifest=DATASET, model="qwen3-8b", cluster="h100", recipe=asked, ranks=8, tokens_per_rank=65_536
+    )
+    resolve(request, assumptions)
+    assert assumptions.assumed["offloading"] == snapshot(
+        "38.1 GB for a micro-batch of 65,536 tokens (0 ms longer at 25 GB/s each way; smaller ones that fit stay on the device)"
+    )
+    resolve(replace(request, recipe=RecipeRequest(recompute="full")), assumptions := Assumptions())
+    assert "offloading" not in assumptions.assumed
+
+
+def test_a_model_without_room_is_refused_with_what_would_fit() -> None:
+    no_sharding = PlanRequest(
+        manifest=DATASET, model="qwen3-8b", cluster="h100", ranks=8, recipe=RecipeRequest(zero="0")
+    )
+    with pytest.raises(UsageError, match=r"under ZeRO-0, .*; --zero 3 .* leave room for [\d,]+ tokens$"):
+        resolve(no_sharding, Assumptions())
+    with pytest.raises(UsageError, match="plan for more --ranks, a smaller --model, or cut it with --tensor-parallel"):
+        resolve(PlanRequest(manifest=DATASET, model="qwen3-8b", cluster="h100", ranks=1), Assumptions())
+    assumptions = Assumptions()  # but a budget that was given is planned with
+    request = PlanRequest(manifest=DATASET, model="qwen3-8b", cluster="h100", ranks=1, tokens_per_rank=2048)
+    assert resolve(request, assumptions).problem.tokens_per_rank == 2048
+    assert assumptions.warnings[0].startswith("--tokens-per-rank is 2,048, but a rank holds 0: the model takes ")
+
+
+def profile_of(folder: Path, **changed: object) -> CostProfile:
+    """A computed profile of Qwen3-8B on 64 ranks, in this folder."""
+    request = PlanRequest(manifest=DATASET, model="qwen3-8b", cluster="h100", recipe=RecipeRequest(recompute="full"))
+    profile = replace(resolve(request, Assumptions()).problem.profile, **changed)  # type: ignore[arg-type]
+    (folder / "profile.yaml").write_text(dump_cost_profile(profile))
+    return profile
+
+
+def test_a_profile_of_64_ranks_is_budgeted_anew_for_8(folder: Path) -> None:
+    made_for_64 = profile_of(folder)
+    assumptions = Assumptions()
+    problem = resolve(PlanRequest(manifest=DATASET, ranks=8), assumptions).problem
+    assert problem.recipe is not None and problem.recipe.recompute == "full"
+    place = Place(num_ranks=8, ranks_per_node=8, capacity_bytes=made_for_64.memory.capacity_bytes)
+    fit = place.fit(load_model("qwen3-8b"), problem.recipe, problem.sync)
+    assert problem.tokens_per_rank == fit.tokens != made_for_64.memory.tokens_per_rank()
+    assert "on each of 8 ranks" in assumptions.assumed["--tokens-per-rank"]
+    assert "the cost profile's" in assumptions.assumed["recipe"]
+
+
+def test_the_budget_counts_copies_of_keys_that_ranks_may_hold(folder: Path) -> None:
+    """64 ranks split 32 heads, 8 of keys and values, into copies; the 8 of a node do not."""
+
+    def tokens(attention: Any) -> int:
+        return resolve(PlanRequest(manifest=DATASET, attention=attention), Assumptions()).problem.tokens_per_rank
+
+    computed = profile_of(folder)
+    computed_tokens = [tokens("ring"), tokens("2d"), tokens("auto"), tokens("ulysses")]
+    assert len({*computed_tokens[:3]}) == 1
+    assert 0.9 < computed_tokens[3] / computed_tokens[0] < 1.0
+    readings = [{"tokens": count, "peak_bytes": 1.0} for count in (1024, 2048)]
+    profile_of(folder, origin="measured", measurement={"memory_readings": readings})
+    assert tokens("ulysses") < tokens("2d") == tokens("ring")
+    profile_of(folder, recipe=None)  # which says nothing of what is kept
+    assert tokens("ulysses") < tokens("2d") == tokens("ring") == computed.memory.tokens_per_rank()
+
+
+def test_bytes_of_a_token_that_were_measured_stay(folder: Path) -> None:
+    computed = profile_of(folder)
+    readings = [{"tokens": tokens, "peak_bytes": 1.0} for tokens in (1024, 2048)]
+    profile_of(
+        folder,
+        origin="measured",
+        memory=replace(computed.memory, bytes_per_token=1e6),
+        measurement={"memory_readings": readings},
+    )
+    assumptions = Assumptions()
+    problem = resolve(PlanRequest(manifest=DATASET), assumptions).problem
+    assert problem.recipe is not None
+    place = Place(num_ranks=64, ranks_per_node=8, capacity_bytes=computed.memory.capacity_bytes)
+    state = place.memory(load_model("qwen3-8b"), problem.recipe, problem.sync).binding(place.capacity_bytes).fixed_bytes
+    assert problem.tokens_per_rank == int((place.capacity_bytes - state) / 1e6)
+    assert assumptions.assumed["--tokens-per-rank"].endswith("and a token 1.00 MB, measured)")
+
+
+def test_times_of_another_recipe_are_refused(folder: Path) -> None:
+    profile_of(folder)
+    with raises(
+        snapshot(
+            "UsageError: the cost profile of qwen3-8b on h100-8x8 has times of ZeRO-3, bf16, full recomputation, chunked loss; make another with: fcp profile --analytic --cluster h100-8x8 --model qwen3-8b --recompute none -o profile.yaml"
+        )
+    ):
+        resolve(PlanRequest(manifest=DATASET, recipe=RecipeRequest(recompute="none")), Assumptions())
+
+
+def test_a_profile_that_knows_no_recipe_gives_plans_without_one(folder: Path) -> None:
+    (folder / "profile.yaml").write_text(PROFILE)
+    problem = resolve(PlanRequest(manifest=DATASET), Assumptions()).problem
+    assert (problem.recipe, problem.sync) == (None, "iteration")
+
+
+def test_another_model_than_the_profile_is_of_has_its_own_computed(folder: Path) -> None:
+    (folder / "profile.yaml").write_text(PROFILE)
+    assumptions = Assumptions()
+    assert resolve(PlanRequest(manifest=DATASET, model="llama3-8b"), assumptions).problem.profile.model == "llama3-8b"
+    assert resolve(PlanRequest(manifest=DATASET, model="qwen3-8b"), Assumptions()).problem.recipe is None
+    with raises(
+        snapshot(
+            "UsageError: profile.yaml is of qwen3-8b on example-8x8; drop --model, --cluster and --attention-kernel to use it, or --profile to have one computed"
+        )
+    ):
+        resolve(PlanRequest(manifest=DATASET, model="llama3-8b", profile=Path("profile.yaml")), Assumptions())
+
+
+def test_the_profile_of_the_folder_comes_before_the_shipped_one(folder: Path) -> None:
+    (folder / "profile.yaml").write_text(PROFILE.replace("qwen3-8b", "mine"))
+    assumptions = Assumptions()
+    assert resolve(PlanRequest(manifest=DATASET), assumptions).problem.profile.model == "mine"
+    assert assumptions.assumed["--profile"].startswith("profile.yaml (found here")
+
+
+def test_what_is_said_is_not_assumed(folder: Path) -> None:
+    (folder / "other.yaml").write_text(PROFILE)
+    assumptions = Assumptions()
+    request = PlanRequest(
+        manifest=DATASET,
+        profile=Path("other.yaml"),
+        ranks=3,
+        ranks_per_node=2,
+        tokens_per_rank=100,
+        global_batch_size=2,
+        headroom=0.25,
+    )
+    inputs = resolve(request, assumptions)
+    assert assumptions.assumed == {}
+    assert (inputs.problem.num_ranks, inputs.problem.ranks_per_node) == (3, 2)
+    assert inputs.problem.tokens_per_rank == 75
+    assert inputs.settings.global_batch_size == 2
+
+
+def test_a_node_has_no_more_ranks_than_the_job() -> None:
+    assert resolve(PlanRequest(manifest=DATASET, ranks=4), Assumptions()).problem.ranks_per_node == 4
+
+
+def test_memory_figures_give_the_token_budget(folder: Path) -> None:
+    (folder / "profile.yaml").write_text(
+        PROFILE + "memory: {bytes_per_token: 1000, model_state_bytes: 500000, capacity_bytes: 2500000}\n"
+    )
+    assumptions = Assumptions()
+    assert resolve(PlanRequest(manifest=DATASET), assumptions).problem.tokens_per_rank == 2000
+    assert "the profile's memory" in assumptions.assumed["--tokens-per-rank"]
+
+
+def test_a_budget_over_the_profiles_memory_is_said(folder: Path) -> None:
+    (folder / "profile.yaml").write_text(
+        PROFILE + "memory: {bytes_per_token: 1000, model_state_bytes: 500000, capacity_bytes: 2500000}\n"
+    )
+    assumptions = Assumptions()
+    inputs = resolve(PlanRequest(manifest=DATASET, tokens_per_rank=2001), assumptions)
+    assert inputs.problem.tokens_per_rank == 2001
+    assert assumptions.warnings == snapshot(
+        ["--tokens-per-rank is 2,001, but by the profile's memory a rank holds 2,000"]
+    )
+    assert "--tokens-per-rank" not in assumptions.assumed
+    assumptions = Assumptions()
+    resolve(PlanRequest(manifest=DATASET, tokens_per_rank=2000), assumptions)
+    assert assumptions.warnings == []
+
+
+def test_without_memory_figures_the_budget_is_assumed(folder: Path) -> None:
+    (folder / "profile.yaml").write_text(PROFILE)
+    assert resolve(PlanRequest(manifest=DATASET), Assumptions()).problem.tokens_per_rank == 16384
+
+
+def test_memory_without_room_is_refused(folder: Path) -> None:
+    (folder / "profile.yaml").write_text(
+        PROFILE + "memory: {bytes_per_token: 1000, model_state_bytes: 9000, capacity_bytes: 9000}\n"
+    )
+    with raises(snapshot("UsageError: the profile's memory leaves no room for tokens; give --tokens-per-rank")):
+        resolve(PlanRequest(manifest=DATASET), Assumptions())
+
+
+def test_an_unknown_cluster_needs_the_number_of_ranks(folder: Path) -> None:
+    (folder / "profile.yaml").write_text(PROFILE.replace("example-8x8", "elsewhere"))
+    with raises(snapshot("UsageError: the profile's cluster 'elsewhere' is not known here; give --ranks")):
+        resolve(PlanRequest(manifest=DATASET), Assumptions())
+
+
+@pytest.mark.parametrize("headroom", [-0.1, 1.0])
+def test_headroom_is_a_fraction(headroom: float) -> None:
+    with pytest.raises(UsageError, match=r"--headroom is .* it must be a fraction"):
+        resolve(PlanRequest(manifest=DATASET, headroom=headroom), Assumptions())
+
+
+def of_devices(folder: Path, tensor_parallel: int, pipeline_parallel: int) -> Path:
+    path = folder / "cut.yaml"
+    cut = f"tensor_parallel: {tensor_parallel}, pipeline_parallel: {pipeline_parallel}"
+    path.write_text(f"{PROFILE}\nmeasurement: {{{cut}}}\n")
+    return path
+
+
+def test_what_a_rank_is_made_of_comes_from_the_profile_and_divides_the_cluster(folder: Path) -> None:
+    assumptions = Assumptions()
+    request = PlanRequest(manifest=DATASET, profile=of_devices(folder, 2, 2), sync="microbatch")
+    problem = resolve(request, assumptions).problem
+    assert (problem.tensor_parallel, problem.pipeline_parallel) == (2, 2)
+    assert (problem.num_ranks, problem.ranks_per_node) == (16, 4)  # of 64 devices; a stage has 4 of them on a node
+    assert assumptions.assumed["--tensor-parallel"] == "2 (the cost profile)"
+    assert assumptions.assumed["--ranks"] == "16 (the cluster example-8x8, 4 devices per rank)"
+
+
+def test_padded_rings_round_the_budget_to_what_sequences_are_padded_to(folder: Path) -> None:
+    (folder / "profile.yaml").write_text(PROFILE)
+    assumptions = Assumptions()
+    request = PlanRequest(manifest=DATASET, padded_rings=True, tensor_parallel=2, tokens_per_rank=1003)
+    problem = resolve(request, assumptions).problem
+    assert (problem.padding_multiple, problem.tokens_per_rank) == (4, 1000)
+    assert "of 1003, since sequences are padded to multiples of 4" in assumptions.assumed["--tokens-per-rank"]
+    with raises(snapshot("UsageError: a rank may hold 3 tokens, but sequences are padded to 4 on it")):
+        resolve(PlanRequest(manifest=DATASET, padded_rings=True, tensor_parallel=2, tokens_per_rank=3), Assumptions())
+
+
+def test_a_profile_that_does_not_say_what_its_ranks_are_made_of_is_told(folder: Path) -> None:
+    (folder / "profile.yaml").write_text(PROFILE)
+    assumptions = Assumptions()
+    problem = resolve(PlanRequest(manifest=DATASET, ranks=4, tensor_parallel=2), assumptions).problem
+    assert (problem.num_ranks, problem.tensor_parallel, problem.pipeline_parallel) == (4, 2, 1)
+    assert "the cost profile does not say" in assumptions.assumed["devices of a rank"]
+
+
+def test_a_profile_of_other_devices_is_refused_with_the_command_that_makes_the_right_one(folder: Path) -> None:
+    with pytest.raises(UsageError) as error:
+        resolve(PlanRequest(manifest=DATASET, profile=of_devices(folder, 2, 1), tensor_parallel=4), Assumptions())
+    assert str(error.value) == snapshot(
+        "the plan is for tensor parallel 4 and pipeline parallel 1, but the cost profile of qwen3-8b on example-8x8 is "
+        "for tensor parallel 2 and pipeline parallel 1; make one with: fcp profile --analytic --model qwen3-8b "
+        "--cluster example-8x8 --tensor-parallel 4 --pipeline-parallel 1 -o profile.yaml"
+    )
+
+
+def test_virtual_stages_ask_for_waves_and_a_pipeline_does_not(folder: Path) -> None:
+    request = PlanRequest(manifest=DATASET, profile=of_devices(folder, 1, 2))
+    plain = resolve(request, Assumptions()).problem
+    assert plain.sync == "iteration" and plain.pipeline is not None and plain.pipeline.virtual_stages == 1
+    interleaved = resolve(replace(request, virtual_stages=2), Assumptions()).problem
+    assert interleaved.sync == "microbatch" and interleaved.pipeline is not None
+    with pytest.raises(UsageError, match="--virtual-stages is 2, whose ranks must run equally many micro-batches; add"):
+        resolve(replace(request, virtual_stages=2, sync="iteration"), Assumptions())
+    with pytest.raises(UsageError, match="2 stages of 20 blocks of layers each exceed the 36 layers of qwen3-8b"):
+        resolve(replace(request, virtual_stages=20), Assumptions())
+    with pytest.raises(UsageError, match="--virtual-stages is 2, but there is no pipeline"):
+        resolve(PlanRequest(manifest=DATASET, profile=of_devices(folder, 2, 1), virtual_stages=2), Assumptions())
+
+
+def test_a_pipeline_takes_its_shares_from_model_recipe_and_cluster() -> None:
+    profile, ranks = (
+        parse_cost_profile(PROFILE, name="it"),
+        JobRanks(num_ranks=8, ranks_per_node=8, pipeline_parallel=2),
+    )
+    whole, again = (pipeline_of(profile, ranks, Recipe(recompute=recompute)) for recompute in ("none", "full"))
+    assert whole is not None and again is not None
+    assert (whole.forward_share, again.forward_share) == (1 / 3, 1 / 4)
+    assert whole.head_share == pytest.approx(0.082, abs=1e-3)  # of Qwen3-8B's matrices
+    assert whole.send_seconds_per_token == pytest.approx(2 * 4096 / profile.bandwidth.inter_node)
+    unknown = pipeline_of(replace(profile, model="mine"), ranks, None)
+    assert unknown == Pipeline(forward_share=1 / 3)
+
+
+def test_images_under_a_profile_without_an_encoder_are_warned_of(folder: Path) -> None:
+    pq.write_table(pa.table({"length": [4096] * 8, "vision_patches": [1024] * 8}), "lengths.parquet")
+    for model, warned in (("qwen3-8b", True), ("qwen3-vl-8b", False)):
+        assumptions = Assumptions()
+        resolve(PlanRequest(manifest=Path("lengths.parquet"), model=model, cluster="h100-8x8"), assumptions)
+        assert any("knows no vision encoder" in warning for warning in assumptions.warnings) is warned
