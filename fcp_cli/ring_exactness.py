@@ -1,4 +1,4 @@
-"""What no ring computes exactly: special layers of some model types, and rotations that grow with the longest sequence."""
+"""What no ring computes exactly: special layers of some models, and rotations that grow with the longest sequence."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def missing_for_rings(model_type: str) -> str | None:
 
 
 def growing_rotation(*settings: Any) -> str | None:
-    """Return the first rotary type that changes frequencies with the longest position, or None: a rank sees a part of it.
+    """Return the first rotary type that changes frequencies with the longest position; None: none does.
 
     Args:
         settings: values of `rope_parameters` and `rope_scaling` in a configuration: mappings, mappings by kind of
