@@ -110,7 +110,7 @@ $(MSRUN_STAMP): pyproject.toml constraints.txt
 	touch $(MSRUN_STAMP)
 
 test-msrun: $(MSRUN_STAMP)
-	$(MSRUN_VENV)/bin/python -m pytest -m mindspore
+	$(MSRUN_VENV)/bin/python -m pytest -m mindspore tests/launching tests/runtime/test_mindspore.py
 
 # Real jobs under a real Slurm: a controller and two nodes on this machine, in a temporary folder, ended with the tests. Needs
 # root, on Debian or Ubuntu, whose packages of Slurm and munge it installs where they are not there.

@@ -17,6 +17,7 @@ from fcp_cli.vision.parts import VisualSequence
 from tests.runtime.plans import Row, make_step
 
 pytest.importorskip("transformers")
+pytest.importorskip("datasets", reason="the examples read data by datasets")
 
 from tests.runtime.vision_models import FAMILIES
 from tests.runtime.workers.vision_trainer_worker import collate

@@ -17,6 +17,8 @@ from tests.patience import PATIENCE_SECONDS
 from tests.runtime.launch import ROOT
 from tests.runtime.plans import Row, write_plan
 
+pytest.importorskip("datasets", reason="the examples read data by datasets")
+
 pytestmark = [pytest.mark.hf, pytest.mark.full, pytest.mark.processes, pytest.mark.distributed]
 
 EXAMPLES = ROOT / "examples" / "hugging_face"

@@ -8,15 +8,18 @@ from inspect import Parameter, Signature
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import accelerate.accelerator
 import pytest
-import transformers.trainer
 
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.hugging_face import checks, follow
 from fcp_cli.integrations.hugging_face.accelerate import hooks as accelerate_hooks
 from fcp_cli.integrations.hugging_face.mixin import following
 from fcp_cli.integrations.hugging_face.trainer_hooks import hook_trainer
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+import accelerate.accelerator
+import transformers.trainer
 
 pytestmark = pytest.mark.hf
 
