@@ -217,9 +217,6 @@ def fitting_recipe(
         place: ranks and devices.
         sync: of the plan; None: chosen, too.
         wanted_tokens: that a rank is to hold.
-
-    Raises:
-        UsageError: the given settings contradict each other.
     """
     check_trained(spec, request.applied_to(Recipe()))
     best: FittedRecipe | None = None

@@ -79,11 +79,7 @@ def backward_of(spec: ModelSpec, recipe: Recipe) -> Backward:
 
 
 def check_trained(spec: ModelSpec, recipe: Recipe) -> None:
-    """Refuse a recipe that trains nothing of a model.
-
-    Raises:
-        UsageError: nothing is left to train.
-    """
+    """Refuse a recipe that trains nothing of a model."""
     if recipe.freeze_vision and spec.vision is None:
         raise UsageError(f"--freeze-vision: {spec.name} has no vision encoder")
     trained = trained_parameters(spec, recipe)

@@ -45,9 +45,6 @@ def read_text(path: Path, *, error: type[FcpError], label: str = "", most_bytes:
         error: the class to raise.
         label: precedes the path in messages, with a space behind it: "the model ".
         most_bytes: larger files are refused.
-
-    Raises:
-        FcpError: of the class `error`: it cannot be read, is no UTF-8, or is larger.
     """
     try:
         with open_input(path, most_bytes=most_bytes) as file:
@@ -63,20 +60,12 @@ def read_text(path: Path, *, error: type[FcpError], label: str = "", most_bytes:
 
 
 def decode_json(text: str | bytes, *, most_values: int = MOST_VALUES) -> Any:
-    """Return the document of a JSON text.
-
-    Raises:
-        DamagedError: it is not JSON, or holds more than the bounds of this file allow.
-    """
+    """Return the document of a JSON text."""
     return bounded(_loaded(text, parse_constant=_refuse_constant), most_values=most_values)
 
 
 def decode_record(line: str | bytes) -> Any:
-    """Return the JSON value of one record of a data set; numbers are left for whoever uses them: data may hold NaN.
-
-    Raises:
-        DamagedError: it is not JSON, or is nested too deeply.
-    """
+    """Return the JSON value of one record of a data set; numbers are left for whoever uses them: data may hold NaN."""
     value = _loaded(line)
     brackets = (b"[", b"{") if isinstance(line, bytes) else ("[", "{")
     if sum(map(line.count, brackets)) > MOST_DEPTH:  # type: ignore[arg-type]  # only then can it be nested deeply
@@ -85,11 +74,7 @@ def decode_record(line: str | bytes) -> Any:
 
 
 def read_json(path: Path, *, error: type[FcpError], label: str = "") -> Any:
-    """Return the value of a JSON file.
-
-    Raises:
-        FcpError: of the class `error`: the file cannot be read, or is not JSON.
-    """
+    """Return the value of a JSON file."""
     text = read_text(path, error=error, label=label)
     try:
         return decode_json(text)
@@ -100,11 +85,7 @@ def read_json(path: Path, *, error: type[FcpError], label: str = "") -> Any:
 
 
 def read_object(path: Path, *, error: type[FcpError], label: str = "") -> dict[str, Any]:
-    """Return the JSON object that a file holds.
-
-    Raises:
-        FcpError: of the class `error`: the file cannot be read, or holds something else.
-    """
+    """Return the JSON object that a file holds."""
     document = read_json(path, error=error, label=label)
     if not isinstance(document, dict):
         raise error(f"{path} is not a JSON object but {kind_of(document)}")
@@ -112,11 +93,7 @@ def read_object(path: Path, *, error: type[FcpError], label: str = "") -> dict[s
 
 
 def read_records(path: Path, *, error: type[FcpError]) -> list[dict[str, Any]]:
-    """Return the records of a data set that is one JSON list of at most `MOST_LIST_BYTES`.
-
-    Raises:
-        FcpError: of the class `error`: the file cannot be read, or is no list of objects.
-    """
+    """Return the records of a data set that is one JSON list of at most `MOST_LIST_BYTES`."""
     text = read_text(path, error=error, most_bytes=MOST_LIST_BYTES)
     try:
         document = decode_record(text)
@@ -128,11 +105,7 @@ def read_records(path: Path, *, error: type[FcpError]) -> list[dict[str, Any]]:
 
 
 def parse_yaml(text: str, *, name: str, error: type[FcpError]) -> Any:
-    """Return the document of a YAML text; `name` stands for the file in the message.
-
-    Raises:
-        FcpError: of the given class: it is not YAML, or holds more than the bounds of this file allow.
-    """
+    """Return the document of a YAML text; `name` stands for the file in the message."""
     try:
         if len(text) > MOST_YAML_BYTES:
             raise DamagedError(f"it is larger than {MOST_YAML_BYTES >> 10} KiB")
@@ -156,9 +129,6 @@ def bounded(document: Any, *, most_values: int = MOST_VALUES, checks_values: boo
         document: of JSON or YAML; one value may stand in many places, or within itself.
         most_values: in all, each counted where it stands.
         checks_values: whether numbers must be finite, and texts such as UTF-8 can hold.
-
-    Raises:
-        DamagedError: it is not; the message has the path of the place.
     """
     # Of each mapping or list: itself, and the keys that lead to it, the nearest first.
     waiting: deque[tuple[Any, int, _Place]] = deque([([document], 0, None)])

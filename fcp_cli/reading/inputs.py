@@ -34,20 +34,13 @@ def open_input(path: Path, *, seekable: bool = False, most_bytes: int | None = N
         path: the file; the null device is an empty one.
         seekable: whether the format is read from its end, or twice.
         most_bytes: larger files are refused; a pipe's size is unknown, so its reader counts.
-
-    Raises:
-        OSError: it cannot be opened, is a device, a socket or a folder, is larger, or is a pipe and must be seekable.
     """
     require_input(path, seekable=seekable, most_bytes=most_bytes)
     return path.open("rb")
 
 
 def require_input(path: Path, *, seekable: bool = False, most_bytes: int | None = None) -> None:
-    """Check that `open_input` would open a path, for libraries that open files by name.
-
-    Raises:
-        OSError: see `open_input`.
-    """
+    """Check that `open_input` would open a path, for libraries that open files by name."""
     status = path.stat()
     is_pipe = stat.S_ISFIFO(status.st_mode)
     if is_pipe and seekable:
@@ -93,11 +86,7 @@ class _Unpacked(io.RawIOBase):
 
 
 def open_records(path: Path, *, seekable: bool = False) -> BinaryIO:
-    """Open a file of records, and unpack it as it is read if its name ends in `.gz` or `.zst`.
-
-    Raises:
-        OSError: see `open_input`; reading raises it for a stream that is damaged or ends early.
-    """
+    """Open a file of records, and unpack it as it is read if its name ends in `.gz` or `.zst`."""
     stream = open_input(path, seekable=seekable)
     return buffered(_Unpacked(stream, _COMPRESSIONS[path.suffix])) if is_compressed(path) else stream
 
@@ -117,11 +106,7 @@ def _scratch(process: int) -> _Scratch:
 
 
 def open_unpacked(path: Path, byte_offset: int) -> BinaryIO:
-    """Open the content of a compressed file at a byte. A process unpacks each file once, to disk.
-
-    Raises:
-        OSError: the file cannot be read, or the disk is full.
-    """
+    """Open the content of a compressed file at a byte. A process unpacks each file once, to disk."""
     scratch = _scratch(os.getpid())  # forked workers share no position
     with scratch.lock:
         if path not in scratch.starts:
@@ -147,11 +132,7 @@ def too_large(path: Path, most_bytes: int) -> OSError:
 
 
 def bounded_lines(stream: IO[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a stream, each with its end; the last may have none.
-
-    Raises:
-        OSError: the stream cannot be read, or a line is longer.
-    """
+    """Yield the lines of a stream, each with its end; the last may have none."""
     number = 1
     while line := stream.readline(MOST_LINE_BYTES + 1):
         if len(line) > MOST_LINE_BYTES:

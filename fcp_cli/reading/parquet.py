@@ -31,11 +31,7 @@ _MARK_BYTES: Final = len(_MARK) + 4
 
 
 def open_parquet(path: Path, footer: Any = None) -> Any:
-    """Open a Parquet file; its names are known to be readable.
-
-    Raises:
-        Exception: one of `FAILURES`.
-    """
+    """Open a Parquet file; its names are known to be readable."""
     require_input(path, seekable=True)
     if footer is None:
         _verify_footer(path)
@@ -45,11 +41,7 @@ def open_parquet(path: Path, footer: Any = None) -> Any:
 
 
 def open_footer(path: Path) -> Any:
-    """Read the footer of a Parquet file; its names are known to be readable.
-
-    Raises:
-        Exception: one of `FAILURES`.
-    """
+    """Read the footer of a Parquet file; its names are known to be readable."""
     require_input(path, seekable=True)
     _verify_footer(path)
     footer = pq.read_metadata(_by_ranges(path))
@@ -87,11 +79,7 @@ def _verify_footer(path: Path) -> None:
 
 
 def footer_document(pairs: Mapping[bytes, bytes] | None) -> Any:
-    """Return the JSON that fcp wrote among the key-value pairs of a footer; None where there is none.
-
-    Raises:
-        DamagedError: it is not JSON, or larger than fcp writes it.
-    """
+    """Return the JSON that fcp wrote among the key-value pairs of a footer; None where there is none."""
     text = (pairs or {}).get(FOOTER_KEY)
     return None if text is None else decode_json(text, most_values=_MOST_VALUES)
 
@@ -104,11 +92,7 @@ def reason_of(failure: BaseException) -> str:
 
 
 def require_names(schema: Any) -> None:
-    """Check that the columns' names are UTF-8 and distinct: pyarrow decodes them late, and allows repeated ones.
-
-    Raises:
-        ValueError: one is not UTF-8, or there twice.
-    """
+    """Check that the columns' names are UTF-8 and distinct: pyarrow decodes them late, and allows repeated ones."""
     name = next((name for name, count in Counter(schema.names).items() if count > 1), None)
     if name is not None:
         raise ValueError(f"it has two columns named {name!r}")

@@ -20,11 +20,7 @@ _HEADER_BYTES: Final = _STATED.size + 8  # with a digest of the two before
 
 
 def write_record(file: IO[bytes], content: bytes) -> None:
-    """Append a record.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Append a record."""
     stated = _STATED.pack(len(content), _digest(content, 16))
     file.write(stated + _digest(stated, 8))
     file.write(content)
@@ -32,12 +28,7 @@ def write_record(file: IO[bytes], content: bytes) -> None:
 
 
 def read_records(path: Path) -> Iterator[bytes]:
-    """Yield the contents of whole records; one that a kill cut off at the end of the file is skipped.
-
-    Raises:
-        OSError: the file cannot be read.
-        DamagedError: a record is not as it was written.
-    """
+    """Yield the contents of whole records; one that a kill cut off at the end of the file is skipped."""
     size = path.stat().st_size
     with open_input(path, seekable=True) as file:
         number = 0
@@ -64,11 +55,7 @@ def table_content(table: pa.Table) -> bytes:
 
 
 def table_of_content(content: bytes) -> Any:
-    """Return the Arrow table of a record; its offsets and texts are sound, and no value is null.
-
-    Raises:
-        DamagedError: it holds no such table.
-    """
+    """Return the Arrow table of a record; its offsets and texts are sound, and no value is null."""
     try:
         with pa.ipc.open_stream(pa.py_buffer(content)) as reader:
             table = reader.read_all()

@@ -63,11 +63,7 @@ class RemotePath(PosixPath):
         return self
 
     def store(self) -> tuple[Any, str]:
-        """Return the fsspec file system of the URL and the name there.
-
-        Raises:
-            StoreError: the scheme is unknown, or its driver is not installed; the message has the command.
-        """
+        """Return the fsspec file system of the URL and the name there."""
         url = str(self)
         try:
             from fsspec.core import url_to_fs
@@ -83,12 +79,7 @@ class RemotePath(PosixPath):
             raise StoreError(errno.EINVAL, first_sentence(error), url) from error
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """Return size and kind; a digest of entity tag and time stands for inode and time of the last change.
-
-        Raises:
-            FileNotFoundError: there is no such object or prefix.
-            StoreError: the store refuses, or failed several times.
-        """
+        """Return size and kind; a digest of entity tag and time stands for inode and time of the last change."""
         system, name = self.store()
         info: Mapping[str, Any] = retried(lambda: system.info(name), str(self))
         if info["type"] == "directory":
@@ -137,9 +128,6 @@ class RemoteFile(io.RawIOBase):
     Args:
         path: the object.
         reads_ahead: fetch more than is asked for while reads follow each other, up to 8 MiB.
-
-    Raises:
-        OSError: it cannot be opened.
     """
 
     def __init__(self, path: RemotePath, *, reads_ahead: bool = True) -> None:
@@ -237,12 +225,7 @@ def data_path(text: str | Path) -> Path:
 
 
 def retried(ask: Callable[[], _Answer], url: str) -> _Answer:
-    """Return the answer of a store; transient failures are retried, each time after a longer wait.
-
-    Raises:
-        FileNotFoundError: there is no such object.
-        StoreError: any other failure, at once if another attempt cannot help.
-    """
+    """Return the answer of a store; transient failures are retried, each time after a longer wait."""
     for attempt in itertools.count():
         try:
             return ask()

@@ -156,9 +156,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
             text: of the template.
             name: for errors.
             file: stands in tracebacks through it.
-
-        Raises:
-            TemplateSyntaxError: it is not one, or is too long.
         """
         if len(text) > MOST_TEMPLATE_BYTES:
             raise TemplateSyntaxError(f"a template may have {MOST_TEMPLATE_BYTES >> 10} KiB, and this has more", 1)
@@ -250,12 +247,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def rendered(template: Template, values: Mapping[str, Any]) -> str:
-    """Render a template of a sandbox within limits that grow with the values.
-
-    Raises:
-        WorkLimitError: it would take more.
-        TemplateError: it has a mistake.
-    """
+    """Render a template of a sandbox within limits that grow with the values."""
     with limited_work(dict(values)):
         return template.render(values)
 

@@ -20,9 +20,6 @@ def tar_files(
         path: for messages.
         stream: the tar, read from where it stands; the files can be read until it is closed.
         error: the class to raise.
-
-    Raises:
-        FcpError: of the class `error`: it is no such tar, or a header in it is damaged; the message has its byte.
     """
     before = -1
     try:
@@ -41,11 +38,7 @@ def tar_files(
 def tar_content(
     archive: tarfile.TarFile, member: tarfile.TarInfo, *, error: type[FcpError], most_bytes: int = 1 << 26
 ) -> bytes:
-    """Return the beginning of a file in a tar.
-
-    Raises:
-        FcpError: of the class `error`: the tar ends before it.
-    """
+    """Return the beginning of a file in a tar."""
     try:
         if member.issparse() or archive.fileobj is None:
             opened = archive.extractfile(member)

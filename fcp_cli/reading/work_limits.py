@@ -43,11 +43,7 @@ class RenderingLimit:
         self.most = VALUE_BASE + VALUE_PER_UNIT * (items + characters)
 
     def spend(self, units: int) -> None:
-        """Count work.
-
-        Raises:
-            WorkLimitError: none is left.
-        """
+        """Count work."""
         self.left -= units
         if self.left < 0:
             raise WorkLimitError("it takes too much work: loops too often, or over too much text")
@@ -63,11 +59,7 @@ class RenderingLimit:
         return value
 
     def allow(self, size: int) -> None:
-        """Count a value of `size` characters and items before it is made.
-
-        Raises:
-            WorkLimitError: it is too large.
-        """
+        """Count a value of `size` characters and items before it is made."""
         self.fit(size)
         self.spend(size)
 
@@ -80,11 +72,7 @@ class RenderingLimit:
             raise WorkLimitError(f"it makes a number of more than {MOST_BITS} bits")
 
     def made(self, value: Any) -> Any:
-        """Count a new value, and return it; an iterator counts its items as they are taken.
-
-        Raises:
-            WorkLimitError: it is too large with all that it holds: a list of lists may hold one text many times.
-        """
+        """Count a new value, and return it; an iterator counts its items as they are taken."""
         kind = type(value)
         if kind is str:
             self.allow(len(value))
@@ -124,9 +112,6 @@ def measured(value: Any, *, most: int) -> tuple[int, int]:
     """Return the numbers of items and characters of a value, each counted wherever it appears.
 
     Stops soon after the two exceed `most` together, so that values which share parts cost no more than that.
-
-    Raises:
-        WorkLimitError: it is nested too deeply.
     """
     items, characters = 0, 0
     waiting: list[tuple[Any, int]] = [((value,), 0)]

@@ -47,11 +47,7 @@ _LOSSES_OF_A_BATCH = ("aot", "aot_unpaired", "sft")
 
 
 def check_trainer_module(trainer: ModuleType) -> None:
-    """Check the methods of `transformers.trainer.Trainer` that are replaced or relied on.
-
-    Raises:
-        RunError: one is missing, or takes other arguments.
-    """
+    """Check the methods of `transformers.trainer.Trainer` that are replaced or relied on."""
     import transformers
 
     found = f"transformers {transformers.__version__}"
@@ -61,11 +57,7 @@ def check_trainer_module(trainer: ModuleType) -> None:
 
 
 def check_trl(utils: ModuleType, trainer: Any) -> None:
-    """Check the fused head of `trl.trainer.utils`, and that a trainer keeps what it logs where it is put.
-
-    Raises:
-        RunError: something is missing, or takes other arguments.
-    """
+    """Check the fused head of `trl.trainer.utils`, and that a trainer keeps what it logs where it is put."""
     import trl
 
     found, advice = f"trl {trl.__version__}", _advice("trl", TRL_KNOWN_TO_WORK)
@@ -81,11 +73,7 @@ def _advice(package: str, versions: Sequence[str]) -> str:
 
 
 def check_trainer(trainer: Any) -> None:
-    """Check what the script asks of a trainer.
-
-    Raises:
-        RunError: it asks for something that a plan cannot follow.
-    """
+    """Check what the script asks of a trainer."""
     for refusals in (_refused_overrides, _refused_settings, _refused_models, _refused_of_trl):
         for is_refused, reason in refusals(trainer):
             if is_refused:
@@ -109,11 +97,7 @@ def loss_function_of(trainer: Any) -> str | None:
 
 
 def check_schedule(trainer: Any, metadata: PlanMetadata, plan: Any) -> None:
-    """Check that the trainer's global batches and steps are the plan's, which its schedules and logs count.
-
-    Raises:
-        RunError: they are not.
-    """
+    """Check that the trainer's global batches and steps are the plan's, which its schedules and logs count."""
     args = trainer.args
     check_global_batch(
         metadata,

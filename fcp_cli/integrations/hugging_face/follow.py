@@ -46,9 +46,6 @@ class TrainerFollower:
     Args:
         trainer: a `transformers.Trainer`.
         plan: plan file; None: the one in FCP_PLAN.
-
-    Raises:
-        FcpError: the plan, the data or what the script asks for cannot be followed.
     """
 
     def __init__(self, trainer: Any, plan: Path | None = None) -> None:
@@ -199,11 +196,7 @@ def _own_loss(
 
 
 def base_model(model: Any) -> PreTrainedModel:
-    """Return the model of transformers inside adapters.
-
-    Raises:
-        RunError: it is none, or its adapters change more than layers.
-    """
+    """Return the model of transformers inside adapters."""
     for adapter in (getattr(model, "peft_config", None) or {}).values():
         if getattr(adapter, "is_prompt_learning", False):
             raise RunError(

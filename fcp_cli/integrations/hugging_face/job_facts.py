@@ -83,9 +83,6 @@ def facts_of(settings: LoopSettings, loader: Any, model: Any, device: torch.devi
         loader: its own, of the training data.
         model: that it trains, of transformers, perhaps with adapters.
         device: of this rank.
-
-    Raises:
-        RunError: the data has no whole step.
     """
     rows, world = len(loader.dataset), dist.get_world_size()
     batch = settings.rows_per_pass * settings.accumulates * world
@@ -156,11 +153,7 @@ def _own_batches(loader: Any) -> Any:
 
 
 def is_shuffled(loader: Any) -> bool:
-    """Return whether a loop's own loader visits the rows at random, and not in the data's order.
-
-    Raises:
-        RunError: it visits them in another way, which a plan would replace.
-    """
+    """Return whether a loop's own loader visits the rows at random, and not in the data's order."""
     if not hasattr(loader.dataset, "__len__"):
         return True  # a stream, which is refused with its own reason
     batches = _own_batches(loader)
@@ -246,9 +239,6 @@ def start_session(
         pairs: a row is a pair of answers.
         plan: plan file; None: the one in FCP_PLAN.
         config: of the model, whose images and videos the collator may give; None: it gives none.
-
-    Raises:
-        FcpError: the plan cannot be followed, or none can be made.
     """
     if plan is not None or not is_launched_without_plan():
         return start(plan, device=device)

@@ -66,11 +66,7 @@ def place_of(function: Callable[..., Any]) -> str:
 
 
 def check_order(trainer: Any, loader: Any, metadata: PlanMetadata) -> None:
-    """Check the rows that a loader of the script's own visits: every row at most once, at random or in order.
-
-    Raises:
-        RunError: it visits them in another way, which a plan would replace; or in order, and the plan shuffles.
-    """
+    """Check the rows that a loader of the script's own visits: every row at most once, at random or in order."""
     overrides = [found for name in _ORDER if (found := find_override(trainer, name)) is not None]
     batches = getattr(loader, "batch_sampler", None)
     if not overrides or batches is None:  # of a stream: `CollatedRows` says why not

@@ -26,9 +26,6 @@ class PlannedModel:
     Attributes:
         model: as given.
         current: the micro-batch that is out; None between.
-
-    Raises:
-        RunError: the model cannot follow a plan.
     """
 
     def __init__(self, model: nn.Module) -> None:

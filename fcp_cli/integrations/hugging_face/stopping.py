@@ -63,11 +63,7 @@ class StopAtStepEnd(TrainerCallback):
             signal.signal(signal.SIGINT, self._before)
 
     def end(self) -> None:
-        """End the script if it was stopped, once every rank has written its part; else the run has nothing to resume.
-
-        Raises:
-            SystemExit: it was stopped.
-        """
+        """End the script if it was stopped, once every rank has written its part; else the run has nothing to resume."""
         run_dir = os.environ.get(RUN_DIR_VARIABLE)
         if self.has_stopped:
             self._world.start_sum(torch.zeros(1, dtype=torch.int64)).wait()

@@ -13,11 +13,7 @@ from fcp_cli.integrations.hugging_face.accelerate.hooks import OF_TRAINER
 
 
 def hook_trainer(trainer: ModuleType) -> None:
-    """Hook `transformers.trainer`, to be called once it has been imported, before its importer sees it.
-
-    Raises:
-        RunError: this version of transformers lacks what is relied on.
-    """
+    """Hook `transformers.trainer`, to be called once it has been imported, before its importer sees it."""
     from fcp_cli.integrations.hugging_face.checks import check_trainer_module
 
     check_trainer_module(trainer)

@@ -55,11 +55,7 @@ class WrittenLoop(ABC):
 
     @abstractmethod
     def settings(self, loader: Any) -> LoopSettings:
-        """Return the settings of the loop.
-
-        Raises:
-            RunError: it cannot be followed.
-        """
+        """Return the settings of the loop."""
 
     @property
     @abstractmethod
@@ -80,11 +76,7 @@ class WrittenLoop(ABC):
         return None if self.planned is None else self.planned.current
 
     def follow(self, loader: Any) -> None:
-        """Let the rows of a loader be those of the plan, which is made if the job has none.
-
-        Raises:
-            RunError: they are other rows than the plan's, or than those of the epochs before.
-        """
+        """Let the rows of a loader be those of the plan, which is made if the job has none."""
         if self._rows is not None:
             if loader.dataset is not self._trained.dataset:
                 self._rows.require_same(loader)
@@ -107,11 +99,7 @@ class WrittenLoop(ABC):
         self._trained = loader
 
     def epoch(self, loader: Any) -> Iterator[dict[str, Tensor]]:
-        """Yield this rank's micro-batches until the plan's epoch ends.
-
-        Raises:
-            RunError: the plan has ended; the data is not the plan's; the loop skipped something.
-        """
+        """Yield this rank's micro-batches until the plan's epoch ends."""
         self.follow(loader)
         assert self.session is not None
         end = self.metadata.end_step

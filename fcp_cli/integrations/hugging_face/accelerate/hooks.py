@@ -37,11 +37,7 @@ RELIED_ON: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def hook_accelerator(accelerator: ModuleType) -> None:
-    """Hook `accelerate.accelerator`, to be called once it has been imported, before its importer sees it.
-
-    Raises:
-        RunError: this version of accelerate lacks what is relied on.
-    """
+    """Hook `accelerate.accelerator`, to be called once it has been imported, before its importer sees it."""
     import accelerate
 
     advice = f"versions known to work: {', '.join(KNOWN_TO_WORK)}; pip install accelerate=={KNOWN_TO_WORK[-1]}"

@@ -32,9 +32,6 @@ class AcceleratedLoop(WrittenLoop):
 
     In a job that was launched without a plan, one is made when the first prepared loader gives batches to a model in
     training mode.
-
-    Raises:
-        FcpError: the plan cannot be followed.
     """
 
     BACKWARD = "accelerator.backward"
@@ -50,11 +47,7 @@ class AcceleratedLoop(WrittenLoop):
         return int(self.accelerator.gradient_accumulation_steps)
 
     def adopt(self, model: nn.Module) -> bool:
-        """Hook a model that is about to be prepared, if anything of it is trained; return whether it is.
-
-        Raises:
-            RunError: it cannot be followed, or is the second.
-        """
+        """Hook a model that is about to be prepared, if anything of it is trained; return whether it is."""
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return False
         if self.planned is not None:

@@ -29,9 +29,6 @@ def one_sequence(batch: Any, row: int, *, masked: bool = False) -> tuple[Tensor,
         batch: of a collator.
         row: of the data.
         masked: the plan is for masks; else token types that say of one are refused.
-
-    Raises:
-        RunError: it holds none, several, or more than tokens and labels; or a mask that no ring can follow.
     """
     if not isinstance(batch, Mapping) or "input_ids" not in batch:
         raise RunError(f"the data collator makes of row {row} no dictionary with input_ids, which a plan follows")
@@ -69,11 +66,7 @@ def one_sequence(batch: Any, row: int, *, masked: bool = False) -> tuple[Tensor,
 
 
 def one_pair(batch: Any, row: int) -> JoinedSequences:
-    """Return the preferred and the rejected sequence in a batch of one pair, with TRL's `completion_mask` or labels.
-
-    Raises:
-        RunError: it is none.
-    """
+    """Return the preferred and the rejected sequence in a batch of one pair, with TRL's `completion_mask` or labels."""
     answers = "labels" if isinstance(batch, Mapping) and "labels" in batch else "completion_mask"
     names = ("input_ids", "attention_mask", answers)
     if not isinstance(batch, Mapping) or any(name not in batch for name in names):
@@ -130,11 +123,7 @@ def _mask_of(batch: Mapping[Any, Any], kept: slice, row: int) -> Mask | None:
 
 
 def unpadded(batch: Mapping[Any, Any], row: int) -> slice:
-    """Return where the sequence of a batch of one item lies between its padding.
-
-    Raises:
-        RunError: the padding lies within it.
-    """
+    """Return where the sequence of a batch of one item lies between its padding."""
     mask = batch.get("attention_mask")
     if mask is None or _is_matrix(mask):
         return slice(0, torch.as_tensor(batch["input_ids"]).shape[1])

@@ -48,9 +48,6 @@ def one_row(batch: Any, row: int, *, pairs: bool = False, masked: bool = False, 
         pairs: it is a pair of answers.
         masked: the plan is for masks.
         config: of the model; only those of `FAMILIES` have pictures.
-
-    Raises:
-        RunError: it is no such row, or has more than a plan can follow.
     """
     if pairs:
         return one_pair(batch, row)
@@ -70,11 +67,7 @@ def has_masks_of_types(config: Any) -> bool:
 
 
 def size_of_row(batch: Any, row: int, *, pairs: bool = False, config: Any = None) -> RowSize:
-    """Return the size of a row as `one_row` reads it.
-
-    Raises:
-        RunError: it is no such row, or has more than a plan can follow.
-    """
+    """Return the size of a row as `one_row` reads it."""
     found = one_row(batch, row, pairs=pairs, masked=has_masks_of_types(config), config=config)
     if isinstance(found, tuple):
         return RowSize(len(found[0]))

@@ -44,9 +44,6 @@ class CollatedRows:
 
     Attributes:
         learned: tokens with a label of each row that was read.
-
-    Raises:
-        RunError: the data set has no length, another than the manifest, or a row of another length.
     """
 
     def __init__(
@@ -128,11 +125,7 @@ class CollatedRows:
         return sampler.fetch_from(loader, read=self.read)
 
     def read(self, batch: Any, row: int) -> Collated:
-        """Return what the collator made of one row; its mask may be for the plan to say.
-
-        Raises:
-            RunError: it is not what a plan can follow, or has another length than in the manifest.
-        """
+        """Return what the collator made of one row; its mask may be for the plan to say."""
         found = one_row(batch, row, pairs=self._pairs, masked=self._has_masks, config=self._config)
         ids, labels = found if isinstance(found, tuple) else (found.tokens, found.labels)
         tokens = len(ids)

@@ -35,9 +35,6 @@ class LogitPreferenceLoss(PreferenceLoss):
     Args:
         trainer: of the framework.
         judged: its `compute_loss`, as messages name it.
-
-    Raises:
-        RunError: the loss depends on the pairs before.
     """
 
     def __init__(self, trainer: Any, judged: Override) -> None:
