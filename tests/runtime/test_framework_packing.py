@@ -1,4 +1,4 @@
-"""Frameworks' packing under a plan, and loops that are refused, on stand-ins for the modules that hold them."""
+"""Frameworks' packing under a plan, on stand-ins for the modules that hold it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from fcp_cli.errors import RunError
 from fcp_cli.integrations import framework_packing
 from fcp_cli.integrations.framework_packing import replaced_packing, unpack_axolotl, unpack_swift
-from fcp_cli.integrations.own_loops import refuse_verl
 
 
 def test_axolotl_validates_settings_without_packing_and_without_sums_over_ranks(
@@ -51,21 +50,3 @@ def test_the_rows_of_replaced_packing_are_known_to_whoever_prices_them(monkeypat
 def test_an_axolotl_without_the_hooked_function_is_refused() -> None:
     with pytest.raises(RunError, match=r"this axolotl has no axolotl.utils.config.validate_config; version known"):
         unpack_axolotl(ModuleType("axolotl.utils.config"))
-
-
-def test_verls_sft_trainer_is_refused_when_it_makes_its_collator(monkeypatch: pytest.MonkeyPatch) -> None:
-    class SFTTensorCollator:
-        def __init__(self, pad_mode: str = "left_right") -> None: ...
-
-        def __call__(self, batch: Any) -> Any: ...
-
-    class Own(SFTTensorCollator):
-        def __call__(self, batch: Any) -> Any: ...
-
-    monkeypatch.setenv("FCP_PLAN", "plan.parquet")
-    module = ModuleType("verl.utils.dataset.dataset_utils")
-    module.SFTTensorCollator = SFTTensorCollator  # type: ignore[attr-defined]
-    refuse_verl(module)
-    with pytest.raises(RunError, match=r"^verl's SFT trainer cuts each .* without the plan plan\.parquet; train"):
-        SFTTensorCollator("no_padding")
-    Own("no_padding")
