@@ -18,6 +18,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from benchmarks.fake_rank import FakeJob, tracked_step
 from fcp_cli.memory.fitting import LEAST_TOKENS, Place, fitting_recipe
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.memory.table import RESERVE_FRACTION
@@ -26,7 +27,6 @@ from fcp_cli.models.descriptions import shipped_names
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.recipe import Recipe, RecipeRequest
-from fcp_cli.verification.fake_devices import FakeJob, tracked_step
 
 MODELS = ("qwen3-8b", "qwen3-vl-8b", "llama3-8b", "internvl3-8b", "qwen3-tiny", "qwen3-vl-tiny")
 CLUSTERS = ("h100-8x8", "a100-8x8", "ascend910b-8x8", "h200-8x8")

@@ -23,7 +23,6 @@ _BY_FORMAT: Final = {
     "fcp-plan": _Known("plan", "a plan", "'fcp inspect {}' shows it"),
     "fcp-execution-plan": _Known("execution plan", "a plan in Megatron's words", "name the plan.parquet next to it"),
     "fcp-cost-profile": _Known("cost profile", "a cost profile", "'fcp profile show {}' shows it"),
-    "fcp-measured": _Known("measured", "figures of a device", "a copy in profiles/measured serves its jobs"),
     "fcp-metrics": _Known("metrics", "the metrics of a run", "'fcp report PLAN --metrics {}' draws them"),
     "fcp-samples": _Known("samples", "the samples of a measurement", "'fcp profile --from-samples {}' fits them"),
     "fcp-launch": _Known("launch", "the record of a launch", "name the run's folder"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, Literal, get_args
 if TYPE_CHECKING:
     from fcp_cli.plugins import Registry
 
-Known = Literal["models", "clusters", "measured", "solvers", "targets", "integrations"]
+Known = Literal["models", "clusters", "solvers", "targets", "integrations"]
 KINDS: Final[tuple[Known, ...]] = get_args(Known)
 OF_OPTION: Final[dict[str, Known]] = {
     "model": "models",
@@ -23,10 +23,6 @@ def known_names(kind: Known) -> list[str]:
     """Return the names of one kind, as they are typed."""
     if kind in ("solvers", "targets", "integrations"):
         return _registry(kind).names()
-    if kind == "measured":
-        from fcp_cli.cost.measured import shipped_measured
-
-        return list(dict.fromkeys(one.device for one in shipped_measured()))
     from fcp_cli.models.descriptions import shipped_names
 
     return shipped_names("model" if kind == "models" else "cluster")

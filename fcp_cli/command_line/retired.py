@@ -9,6 +9,7 @@ RETIRED: Final[dict[tuple[str, str], str]] = {
     ("launch", "--random-weights"): "write --weights random",
     ("launch", "--warmup-ratio"): "write --warmup-steps X, which below 1 is a share of the schedule",
     ("manifest build", "--text-field"): "write --column",
+    ("profile", "--share"): "send the profile itself: nothing read the shared file",
     ("profile", "--hf-config"): "write --model, which takes a config.json",
 }
 """Command and flag -> what to write instead, or why nothing replaces it."""

@@ -17,9 +17,7 @@ from fcp_cli.options import Arg, Opt
 class ListOptions:
     """Kind of names to list."""
 
-    kind: Annotated[
-        Known | None, Arg("models, clusters, measured, solvers, targets or integrations; without it, all.")
-    ] = None
+    kind: Annotated[Known | None, Arg("models, clusters, solvers, targets or integrations; without it, all.")] = None
     json: Annotated[bool, Opt("Print one JSON document on stdout.")] = False
 
 
@@ -27,7 +25,7 @@ class ListOptions:
 def list_names(options: ListOptions) -> None:
     """List names that options take: models, clusters, solvers, targets.
 
-    Devices with a measured profile and the frameworks that fcp injects into are listed, too.
+    The frameworks that fcp injects into are listed, too.
     """
     kinds = [kind for kind in KINDS if options.kind in (None, kind)]
     found = {str(kind): known_names(kind) for kind in kinds}

@@ -39,14 +39,6 @@ class ProfileOptions(ProfileRequest):
             "The profile to write; - is stdout.", flags=("--output", "-o"), trust="writes", common=True, group="Output"
         ),
     ] = _OUTPUT
-    share: Annotated[
-        Path | None,
-        Opt(
-            "Also write the measurements of the device, without names or paths, for others.",
-            metavar="FILE",
-            trust="writes",
-        ),
-    ] = None
     json: Annotated[bool, Opt("Print the result as one JSON document.", common=True)] = False
 
 
@@ -67,7 +59,6 @@ def profile(options: ProfileOptions) -> None:
 
     output, assumptions = options.output, Assumptions()
     _refuse_two_documents(output, options.json)
-    _check_share(options)
     if options.samples is None and str(output) != "-":
         options = replace(options, samples=output.with_suffix(".samples.jsonl"))
     if options.from_samples is not None:
@@ -87,27 +78,8 @@ def profile(options: ProfileOptions) -> None:
         if failure is None and (kept := keep_measured(found, measurement.model)) is not None:
             note(f"kept in {kept}, too, for scripts that 'fcp launch' plans for on this machine")
     _finish(found, output, options.json, assumptions)
-    if options.share is not None:
-        _share(found, options.share)
     if failure is not None:
         raise ProfileError(failure)
-
-
-def _check_share(options: ProfileOptions) -> None:
-    share = options.share
-    if share is None:
-        return
-    if options.analytic:
-        raise UsageError("--share writes measurements; drop --analytic")
-    if share in (options.output, options.samples, options.from_samples):
-        raise UsageError(f"--share {share} would overwrite another file of the command; name a new one")
-
-
-def _share(found: CostProfile, path: Path) -> None:
-    from fcp_cli.profiling.share import file_name, shared_text
-
-    write_text_atomically(path, shared_text(found))
-    note(f"wrote {path}; as profiles/measured/{file_name(found)} it serves all users of the device")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

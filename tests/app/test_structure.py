@@ -420,7 +420,6 @@ WRITERS: dict[str, str] = {
     "fcp_cli.training.weights.published_folder": _FOLDER,
     "fcp_cli.manifest.columns.new_column": _TEMPORARY,
     "fcp_cli.planning.dataset.estimate.estimate_plan": "a buffer in memory, whose size is asked for",
-    "fcp_cli.verification.fake_devices.tracked_step": _TEMPORARY,
     "fcp_cli.verification.processes.run_rank": _TEMPORARY,
     "fcp_cli.verification.verify.verify": _TEMPORARY,
 }

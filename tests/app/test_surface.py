@@ -37,7 +37,7 @@ SURFACE = {
         --model -m --cluster --sync --zero --shard-ranks --reduce --precision --recompute --loss --offload
         --freeze-vision --lora --freeze --budget-minutes --max-length --degrees --ranks --device --layers --samples --fresh
         --from-samples --nodes --devices-per-node --analytic --attention-kernel --tensor-parallel --pipeline-parallel --expert-parallel
-        --output -o --share --json
+        --output -o --json
     """,
     "profile show": """
         PROFILE --lengths --degrees --json

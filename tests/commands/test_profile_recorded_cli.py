@@ -87,31 +87,3 @@ def test_a_measurement_that_ended_early_is_fitted_all_the_same(tmp_path: Path, f
     profile = load_cost_profile(tmp_path / "profile.yaml")
     assert "memory.bytes_per_token: from the model's figures" in profile.measurement["assumed"]
     assert (profile.memory.tokens_per_rank() or 0) >= 16_384
-
-
-def test_what_was_measured_is_shared_without_names_or_paths(tmp_path: Path, fcp: Fcp) -> None:
-    write_samples(tmp_path / "h100.samples.jsonl", Recipe(zero_stage=3, recompute="selective"))
-    done = fcp("profile", "--from-samples", "h100.samples.jsonl", "-o", "h100.yaml", "--share", "shared.yaml")
-    assert done.err.splitlines()[-1] == (
-        "wrote shared.yaml; as profiles/measured/nvidia-h100-80gb-hbm3.yaml it serves all users of the device"
-    )
-    assert (
-        (tmp_path / "shared.yaml").read_text(encoding="utf-8").startswith("format: fcp-measured/1\ndevice: NVIDIA H100")
-    )
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--analytic", "--share", "a.yaml"), "--share writes measurements; drop --analytic"),
-        (
-            ("-o", "a.yaml", "--share", "a.yaml"),
-            "--share a.yaml would overwrite another file of the command; name a new one",
-        ),
-    ],
-)
-def test_what_cannot_be_shared_is_refused_before_anything_is_measured(
-    words: tuple[str, ...], message: str, fcp: Fcp
-) -> None:
-    done = fcp("profile", *words, status=2)
-    assert done.err.splitlines()[-1] == f"error: {message}"

@@ -24,7 +24,6 @@ EXCEPTIONS = {
     "fcp_cli/commands/plan.py:_plan_to_stdout": _OWN,
     "fcp_cli/commands/trust.py:trust": _NOT_YET,
     "fcp_cli/compiling/compile.py:package_stamp": _SYSTEM,
-    "fcp_cli/cost/measured.py:read_measured": _NOT_YET,
     "fcp_cli/integrations/megatron/measured.py:ScheduleRecorder.begin": _OWN,
     "fcp_cli/launching/console_scripts.py:_head": _NOT_YET,
     "fcp_cli/launching/console_scripts.py:_swift_settings": _NOT_YET,

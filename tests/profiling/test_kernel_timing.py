@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 
 from fcp_cli.cost.attention_kernels import KernelTable, KernelTiming, ShapeClass, shape_class
-from fcp_cli.cost.measured import MeasuredDevice, measured_table, read_measured
-from fcp_cli.errors import ProfileError, UsageError
+from fcp_cli.errors import ProfileError
 from fcp_cli.profiling.assemble import profile_from_samples
 from fcp_cli.profiling.samples import append_line, read_samples
-from fcp_cli.profiling.share import file_name, shared_text
 from fcp_cli.recipe import Recipe
 from fcp_cli.report.profiles import reading
 from tests.profiling.recorded import write_samples
@@ -168,47 +166,11 @@ def measured(folder: Path) -> Path:
     return path
 
 
-def test_what_is_shared_names_the_device_alone(tmp_path: Path) -> None:
+def test_a_profile_names_its_kernel_and_what_each_kernel_is_the_quickest_of(tmp_path: Path) -> None:
     profile = profile_from_samples(read_samples(measured(tmp_path)))
     assert profile.attention_kernels == TABLE and profile.attention_kernel == "cudnn"
     shares = "Attention kernels, by the number of shapes that each is the quickest of: cudnn 1, fa2 1."
     assert shares in reading(profile, [1])
-    text = shared_text(profile)
-    assert "qwen3" not in text and "/" not in text.replace("fcp-measured/1", "") and str(tmp_path) not in text
-    assert file_name(profile) == "nvidia-h100-80gb-hbm3.yaml"
-    shared = tmp_path / file_name(profile)
-    shared.write_text(text, encoding="utf-8")
-    found = read_measured(shared)
-    assert found.attention_kernels == TABLE and (found.ranks, found.ranks_per_node) == (8, 8)
-    assert found.links is not None and found.links["intra_node"].bytes_per_second == pytest.approx(370e9, rel=0.05)
-    assert found.ring is not None
-    with pytest.raises(UsageError, match="these samples name no device"):
-        shared_text(replace(profile, measurement={}))
-
-
-def test_a_shared_file_serves_other_users_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fcp_cli.command_line.known_names import known_names
-    from fcp_cli.cost import measured as measured_module
-
-    folder = tmp_path / "profiles" / "measured"
-    folder.mkdir(parents=True)
-    profile = profile_from_samples(read_samples(measured(tmp_path)))
-    (folder / "h100.yaml").write_text(shared_text(profile), encoding="utf-8")
-    older = shared_text(replace(profile, measurement={**profile.measurement, "torch": "2.11"}, attention_kernels=None))
-    (folder / "h100-older.yaml").write_text(older, encoding="utf-8")
-    monkeypatch.setattr(measured_module, "shipped", lambda _: tmp_path / "profiles")
-    measured_module.shipped_measured.cache_clear()
-    assert measured_table(TABLE.device) == TABLE and measured_table("NVIDIA A100") is None
-    assert known_names("measured") == [TABLE.device]
-    measured_module.shipped_measured.cache_clear()
-
-
-def test_a_file_that_is_no_measurement_is_refused_in_a_line(tmp_path: Path) -> None:
-    path = tmp_path / "a.yaml"
-    document = asdict(MeasuredDevice(format="fcp-measured/2", device="a", release="b", ranks=1, ranks_per_node=1))
-    path.write_text(str(document).replace("'", '"').replace("None", "null"), encoding="utf-8")
-    with pytest.raises(ProfileError, match="is 'fcp-measured/2'; this fcp reads fcp-measured/1"):
-        read_measured(path)
 
 
 def test_a_damaged_table_in_the_samples_is_refused_in_a_line(tmp_path: Path) -> None:

@@ -178,14 +178,6 @@ def test_a_table_of_another_device_decides_nothing(monkeypatch: pytest.MonkeyPat
     )
 
 
-def test_a_device_that_others_have_measured_needs_no_profile_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, profile: CostProfile
-) -> None:
-    shipped = table_of("NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(kernel_agreement, "measured_table", {shipped.device: shipped}.get)
-    assert agreed(monkeypatch, profile).preference.table == shipped
-
-
 def test_only_cuda_has_a_choice(
     monkeypatch: pytest.MonkeyPatch, profile: CostProfile, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -63,7 +63,7 @@ class StopAtStepEnd(TrainerCallback):
             signal.signal(signal.SIGINT, self._before)
 
     def end(self) -> None:
-        """End the script if it was stopped, once every rank has written its part; else the run has nothing to resume."""
+        """End the script if it was stopped, once every rank has written its part: a run resumes from all of them."""
         run_dir = os.environ.get(RUN_DIR_VARIABLE)
         if self.has_stopped:
             self._world.start_sum(torch.zeros(1, dtype=torch.int64)).wait()

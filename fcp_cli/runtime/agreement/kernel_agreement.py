@@ -12,7 +12,6 @@ import torch
 
 from fcp_cli.cost.attention_kernels import LEAST_UNMEASURED_TOKENS, KernelTable, default_order
 from fcp_cli.cost.kernel_names import KERNELS, VARIABLE, KernelName
-from fcp_cli.cost.measured import measured_table
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
@@ -82,10 +81,9 @@ def agree_on_kernels(world: World, device: torch.device, profile: CostProfile) -
 
 
 def _table_of(profile: CostProfile, device: torch.device) -> KernelTable | None:
-    """Return the profile's table if it was measured on devices like this one, else the shipped one of this device."""
-    name, table = torch.cuda.get_device_name(device), profile.attention_kernels
-    found = table if table is not None and table.device == name else measured_table(name)
-    return found if found is not None and found.timings else None
+    """Return the profile's table if it was measured on devices like this one."""
+    table = profile.attention_kernels
+    return table if table and table.device == torch.cuda.get_device_name(device) and table.timings else None
 
 
 def _reasons(table: KernelTable | None, device: torch.device, asked: KernelName | None) -> dict[KernelName, str | None]:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from benchmarks.live_memory import LiveMemory
 from fcp_cli.runtime.session.start import start
 from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.settings import TrainSettings
 from fcp_cli.training.trainer import Trainer
-from fcp_cli.verification.live_memory import LiveMemory
 from tests.verification.real_cases import CASES, TOKENS, settings_of, write_case
 
 

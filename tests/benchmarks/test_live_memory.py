@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fcp_cli.verification.live_memory import LiveMemory
+from benchmarks.live_memory import LiveMemory
 
 pytestmark = pytest.mark.torch
 

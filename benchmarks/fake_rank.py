@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed import device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.live_memory import LiveMemory
 from fcp_cli import __version__
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.file.reader import PlanReader
@@ -40,7 +41,6 @@ from fcp_cli.runtime.session.session import Session
 from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.settings import TrainSettings
 from fcp_cli.training.trainer import Trainer
-from fcp_cli.verification.live_memory import LiveMemory
 from fcp_cli.vision import grids as tower
 from fcp_cli.vision.families import FAMILIES
 

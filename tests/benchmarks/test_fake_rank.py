@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.fake_rank import FakeJob, tracked_step
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.recipe import Recipe, Recompute
-from fcp_cli.verification.fake_devices import FakeJob, tracked_step
 from tests.runtime.launch import torchrun
 from tests.verification import real_cases
 
