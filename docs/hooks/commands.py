@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from fcp_cli.reference import CommandEntry, OptionEntry, command_entries
+from docs.hooks.reference import CommandEntry, OptionEntry, command_entries
 
 FOLDER = "reference/commands"
 

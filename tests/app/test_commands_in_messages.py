@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fcp_cli.reference import CommandEntry, command_entries
+from docs.hooks.reference import CommandEntry, command_entries
 from tests.syntax import nodes_of
 
 PACKAGE = Path(__file__).parents[2] / "fcp_cli"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.reference import command_entries
+from docs.hooks.reference import command_entries
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fcp_cli"

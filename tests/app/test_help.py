@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from docs.hooks.reference import CommandEntry, command_entries
 from fcp_cli.app import app
 from fcp_cli.command_line.retired import RETIRED
 from fcp_cli.errors import UsageError
-from fcp_cli.reference import CommandEntry, command_entries
 
 LINES, COLUMNS, OPTIONS = 50, 80, 20
 COMMANDS = {" ".join(entry.words): entry for entry in command_entries()}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.reference import command_entries
+from docs.hooks.reference import command_entries
 
 pytestmark = pytest.mark.processes
 pytest.importorskip("mkdocs", reason="the site needs the dependency group 'docs'")

@@ -10,8 +10,8 @@ import shlex
 import pytest
 from typer.testing import CliRunner
 
+from docs.hooks.reference import CommandEntry, command_entries
 from fcp_cli.app import app
-from fcp_cli.reference import CommandEntry, command_entries
 
 # Arguments by their metavar, then options by all their spellings.
 SURFACE = {

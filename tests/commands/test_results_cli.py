@@ -8,7 +8,7 @@ from typing import Final
 
 import pytest
 
-from fcp_cli.reference import command_entries
+from docs.hooks.reference import command_entries
 from tests.commands.planning_folder import EIGHT_RANKS, fcp, write_dataset
 from tests.report.runs import write_run
 
