@@ -6,6 +6,7 @@ from typing import Final
 
 RETIRED: Final[dict[tuple[str, str], str]] = {
     ("compare", "--stress"): "no effect it simulated changed which strategy is ahead",
+    ("launch", "--planner"): "rank 0 plans for all nodes",
     ("launch", "--random-weights"): "write --weights random",
     ("launch", "--warmup-ratio"): "write --warmup-steps X, which below 1 is a share of the schedule",
     ("manifest build", "--text-field"): "write --column",

@@ -40,7 +40,7 @@ def online_settings(request: LaunchRequest, target: str, assumed: Assumptions) -
     problem, _budget = resolve_problem(wanted, assumed, data=unknown_lengths())
     batching = stream_batching(request.global_batch_size, request.global_batch_tokens, request.reorder_window)
     given = {name: value for name in STREAM_OPTIONS if (value := getattr(request, name)) is not None}
-    options = OnlineOptions(planner=request.planner, **given)
+    options = OnlineOptions(**given)
     require_fitting(batching, options)
     metadata = stream_metadata(problem, solver_of(problem), request.global_batch_size, batching)
     return OnlineSettings(metadata=metadata, options=options)

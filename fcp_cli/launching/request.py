@@ -9,7 +9,6 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from fcp_cli.cost.kernel_names import KernelChoice
 from fcp_cli.options import MOST_AHEAD, MOST_RANKS, MOST_ROWS, MOST_TOKENS, MOST_WAIT, Arg, Opt, OptionGroup
-from fcp_cli.plan.metadata.planner_place import PlannerPlace
 from fcp_cli.training.settings import Device, TrainSettings
 
 Launcher: TypeAlias = Literal["torchrun", "msrun"]
@@ -193,7 +192,6 @@ class LaunchRequest:
     online: Annotated[
         bool, Opt("Plan the stream of your script while it trains.", common=True, group="Plan while it trains")
     ] = False
-    planner: Annotated[PlannerPlace, Opt("One planning process of an online job, or one on each node.")] = "rank0"
     profile: Annotated[
         Path | None, Opt("Cost profile of a job that starts without a plan.", unset="profile.yaml here, else computed")
     ] = None

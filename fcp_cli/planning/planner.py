@@ -155,7 +155,7 @@ class Planner:
             global_batch_size: sequences per optimizer step.
             global_batch_tokens: most tokens per optimizer step instead. Neither: the stream gives whole batches.
             reorder_window: so many batches in a row may share their sequences out anew; None: all keep their order.
-            options: fields of `OnlineOptions`: ahead, planner, stream_begins, refit_every.
+            options: fields of `OnlineOptions`: ahead, stream_begins, refit_every.
 
         Raises:
             UsageError: both sizes are given, or a value cannot be used.

@@ -75,7 +75,7 @@ SURFACE = {
         --on-nan --grad-ring-dtype --seed
         --checkpoint-every --keep --accept-unrecorded --async-save --no-async-save --length-column --log-every --bad-rows --decode-workers
         --cache-embeddings
-        --online --planner --profile --global-batch-size --global-batch-tokens --ahead --stream-begins
+        --online --profile --global-batch-size --global-batch-tokens --ahead --stream-begins
         --reorder-window --refit-every
     """,
     "check": """

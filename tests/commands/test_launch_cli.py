@@ -494,7 +494,7 @@ def test_an_error_of_the_preflight_stops_the_launch_before_anything_is_written(
 def test_a_script_that_plans_while_it_trains_is_told_what_for_and_where_its_plan_goes(fcp: Fcp) -> None:
     Path("mine.py").write_text("")
     words = ("--online", "--model", "qwen3-tiny", "--ranks", "2", "--global-batch-size", "8", "--run-dir", "r")
-    printed = shlex.split(fcp(*words, "--planner", "all", "--dry-run", "--", "mine.py").out)
+    printed = shlex.split(fcp(*words, "--dry-run", "--", "mine.py").out)
     variables = dict(word.split("=", 1) for word in printed if word.startswith("FCP_"))
     assert Path(variables["FCP_ONLINE"]).parts[-2:] == ("r", "online.json")
     assert Path(variables["FCP_PLAN"]).parts[-2:] == ("r", "plan.parquet")

@@ -30,10 +30,7 @@ pytestmark = pytest.mark.torch
 class OneRank:
     """A `Control` of a job of one rank."""
 
-    rank, size, plans = 0, 1, True
-
-    def spread(self, message: bytes) -> bytes:
-        return message
+    rank, size = 0, 1
 
     def from_rank(self, rank: int, message: bytes) -> bytes:
         return message

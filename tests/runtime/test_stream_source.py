@@ -22,7 +22,6 @@ from fcp_cli.plan.check import check_plan
 from fcp_cli.plan.file.messages import Message, steps_of, table_bytes
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.metadata.online import OnlineSettings
-from fcp_cli.plan.metadata.planner_place import PlannerPlace
 from fcp_cli.plan.ring_order import ring_order
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.online.serving import Service
@@ -58,18 +57,10 @@ class Table:
 
 
 class ThreadControl:
-    """A `Control` of threads on nodes of two ranks."""
+    """A `Control` of threads."""
 
-    def __init__(self, table: Table, rank: int, place: PlannerPlace) -> None:
+    def __init__(self, table: Table, rank: int) -> None:
         self._table, self.rank, self.size = table, rank, RANKS
-        self._planner = 0 if place == "rank0" else rank - rank % 2
-
-    @property
-    def plans(self) -> bool:
-        return self.rank == self._planner
-
-    def spread(self, message: bytes) -> bytes:
-        return bytes(self._table.tell(self.rank, message)[self._planner])
 
     def from_rank(self, rank: int, message: bytes) -> bytes:
         return bytes(self._table.tell(self.rank, message)[rank])
@@ -81,8 +72,8 @@ class ThreadControl:
 class PlanningInProcess:
     """The planning process without a process."""
 
-    def __init__(self, given: OnlineSettings, plan: Path | None, first_step: int) -> None:
-        facts = {"settings": given.to_json(), "plan": plan and str(plan), "first_step": first_step}
+    def __init__(self, given: OnlineSettings, plan: Path, first_step: int) -> None:
+        facts = {"settings": given.to_json(), "plan": str(plan), "first_step": first_step}
         self._service = Service(json.loads(json.dumps(facts)))
         self.opened = self._service.opened()
 
@@ -133,7 +124,7 @@ def follow(
     table = Table()
 
     def run(_meeting: Meeting, rank: int) -> Any:
-        control = ThreadControl(table, rank, online.options.planner)
+        control = ThreadControl(table, rank)
         mine = StreamSource(stream(rank), online, plan, control, lambda given: given)
         steps: list[Any] = []
         try:
@@ -159,12 +150,11 @@ def lengths(rank: int, count: int = 14, seed: int = 0) -> Iterable[tuple[int, in
     return ((100 + place, int(length)) for place, length in enumerate(drawn))
 
 
-@pytest.mark.parametrize("place", ["rank0", "all"])
 @pytest.mark.parametrize("ahead", [0, 3])
 def test_all_ranks_follow_the_same_steps_and_know_the_ids_of_their_sequences(
-    tmp_path: Path, planner: Planner, place: PlannerPlace, ahead: int
+    tmp_path: Path, planner: Planner, ahead: int
 ) -> None:
-    online = planner.online(global_batch_size=4, planner=place, ahead=ahead)
+    online = planner.online(global_batch_size=4, ahead=ahead)
     found = follow(tmp_path / "plan.parquet", lengths, online)
     assert all(rank == found[0] for rank in found) and [len(ids) for _, ids in found[0]] == [4, 4, 4, 2]
     for number, (_step, ids) in enumerate(found[0]):
@@ -179,12 +169,10 @@ def test_a_run_that_is_left_and_begun_again_follows_the_same_steps(
 ) -> None:
     plan, rule = tmp_path / "plan.parquet", {"global_batch_size": 3, "reorder_window": window}
     whole = follow(tmp_path / "whole.parquet", lengths, planner.online(**rule))[0]
-    for place in ("rank0", "all"):
-        online = planner.online(**rule, planner=place)
-        before = follow(plan, lengths, online, most=3)
-        after = follow(plan, lengths, online, first=3)
-        assert [rank[:3] + later for rank, later in zip(before, after, strict=True)] == RANKS * [whole]
-        assert [step.to_dict() for step in PlanReader(plan).steps()] == [step for step, _ in whole]
+    before = follow(plan, lengths, planner.online(**rule), most=3)
+    after = follow(plan, lengths, planner.online(**rule), first=3)
+    assert [rank[:3] + later for rank, later in zip(before, after, strict=True)] == RANKS * [whole]
+    assert [step.to_dict() for step in PlanReader(plan).steps()] == [step for step, _ in whole]
 
 
 def test_a_stream_that_goes_on_from_here_is_numbered_on(tmp_path: Path, planner: Planner) -> None:
@@ -221,7 +209,7 @@ def test_what_was_measured_is_counted_from_a_step_on_and_again_after_a_restart(
     plan, whole = tmp_path / "plan.parquet", tmp_path / "whole.parquet"
     many = partial(lengths, count=54)
     rule: dict[str, Any] = {"global_batch_size": 6, "ahead": 0, "refit_every": 4}
-    online = planner.online(**rule, planner="all")
+    online = planner.online(**rule)
     found = follow(whole, many, online, takes=takes_longer)
     assert all(rank == found[0] for rank in found) and len(found[0]) == 9
     refits = PlanReader(whole).metadata.refits
@@ -289,18 +277,6 @@ def rows(rank: int, *, odd: int | None = None, short: bool = False) -> list[dict
             {},
             "the stream gives (100, 127) where a batch is due; name global_batch_size or global_batch_tokens for a "
             "stream of single sequences: planner.online(global_batch_size=...)",
-        ),
-        (
-            lambda rank: lengths(rank, seed=rank // 2),
-            {"global_batch_size": 4, "planner": "all"},
-            "step 0 is planned otherwise on rank 2 than on rank 0 (2 ranks differ from it); give every rank the same "
-            "stream: the same data, seed and order",
-        ),
-        (
-            lambda rank: lengths(rank, count=14 - 6 * (rank // 2)),
-            {"global_batch_size": 4, "planner": "all"},
-            "the stream of rank 2 ends before step 2, that of rank 0 goes on; give every rank the same stream: the same "
-            "data, seed and order",
         ),
         (
             partial(rows, odd=1),

@@ -244,7 +244,7 @@ def start_session(
         return start(plan, device=device)
     join_process_group(device)
     _end_planning()  # of a loop before in the same script
-    path, control = Path(os.environ["FCP_PLAN"]), ProcessControl("rank0")
+    path, control = Path(os.environ["FCP_PLAN"]), ProcessControl()
     if control.from_rank(0, bytes([path.exists()])) != bytes([False]):  # rank 0 knows: a trainer before had it made
         return start(path, device=device)
     lengths = LoadedLengths(loader, pairs=pairs, config=config)

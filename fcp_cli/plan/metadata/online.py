@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata.plan_metadata import METADATA_KEY, PlanMetadata, parse_metadata
-from fcp_cli.plan.metadata.planner_place import PlannerPlace
 from fcp_cli.reading.documents import read_json
 from fcp_cli.reading.inputs import require_input
 from fcp_cli.validation import Count, NonNegativeCount, validated
@@ -23,14 +22,12 @@ class OnlineOptions:
 
     Attributes:
         ahead: steps that are planned before the one that trains; 0 where a batch depends on the step before it.
-        planner: who plans; see `PlannerPlace`.
         stream_begins: after a restart the stream comes `over` again from its first sequence, or goes on from `here`, as
             rollouts do.
         refit_every: steps between refits of the profile to measured micro-batches; None: never.
     """
 
     ahead: NonNegativeCount = 2
-    planner: PlannerPlace = "rank0"
     stream_begins: Literal["over", "here"] = "over"
     refit_every: Count | None = None
 

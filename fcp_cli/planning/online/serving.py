@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 import numpy as np
-import pyarrow as pa
 
 from fcp_cli.errors import FcpError, PlanError
 from fcp_cli.plan.file.messages import Message, read_message, steps_bytes, table_of, write_message
@@ -74,21 +73,17 @@ class Service:
         if self.settings.options.refit_every is not None and self.settings.metadata.pipeline is not None:
             raise PlanError("refit_every knows no pipelines, whose micro-batches wait for each other; leave it out")
         self._planner = StreamPlanner(self.settings.metadata)
-        self._journal: OnlineJournal | None = None
-        self._kept: pa.Table | None = None
-        if facts["plan"] is not None:
-            self._journal = OnlineJournal(Path(facts["plan"]))
-            self._kept = self._journal.begin(self.settings.metadata, facts["first_step"])
+        self._journal = OnlineJournal(Path(facts["plan"]))
+        self._kept = self._journal.begin(self.settings.metadata, facts["first_step"])
         self.first_sequence = 0 if self._kept is None else len(self._kept)
 
     def opened(self) -> dict[str, Any]:
         """Return the first message to the job."""
-        journal = self._journal
         return {
             "kind": "opened",
             "first_sequence": self.first_sequence,
-            "planned_to": 0 if journal is None else journal.planned_to,
-            "refits": [] if journal is None else [asdict(refit) for refit in journal.metadata.refits or ()],
+            "planned_to": self._journal.planned_to,
+            "refits": [asdict(refit) for refit in self._journal.metadata.refits or ()],
         }
 
     def answer(self, message: Message) -> tuple[dict[str, Any], bytes] | None:
@@ -116,14 +111,13 @@ class Service:
             table=table_of_columns(columns, name="the stream"),
         )
         steps = self._planner.plan(window)
-        if self._journal is not None:
-            self._journal.append(columns, steps)
+        self._journal.append(columns, steps)
         return {"kind": "steps"}, steps_bytes(steps)
 
     def _refit(self, message: Message) -> tuple[dict[str, Any], bytes]:
-        """Answer with the refit from a step on, and record it; all planning processes adopt it."""
+        """Answer with the refit from a step on, and record it."""
         found, line = self._planner.refit(message.facts["first_step"], table_of(message.table))
-        if found is not None and self._journal is not None:
+        if found is not None:
             self._journal.note_refit(found)
         return {"kind": "refit", "refit": found and asdict(found), "line": line}, b""
 
@@ -146,8 +140,6 @@ class Service:
             )
 
     def _close(self, end_step: int) -> tuple[dict[str, Any], bytes]:
-        if self._journal is None:
-            return {"kind": "closed", "plan_hash": None}, b""
         if not end_step:
             self._journal.remove()
             return {"kind": "closed", "plan_hash": None}, b""

@@ -86,17 +86,12 @@ class StreamProcess(PlanningProcess):
 
     Args:
         settings: of the plan.
-        plan: path of the plan; None: another process of the job writes it.
+        plan: path of the plan.
         first_step: with which the job begins.
     """
 
-    def __init__(self, settings: OnlineSettings, plan: Path | None, first_step: int) -> None:
-        opening = {
-            "settings": settings.to_json(),
-            "plan": None if plan is None else str(plan),
-            "first_step": first_step,
-        }
-        super().__init__(opening)
+    def __init__(self, settings: OnlineSettings, plan: Path, first_step: int) -> None:
+        super().__init__({"settings": settings.to_json(), "plan": str(plan), "first_step": first_step})
 
     def plan(self, window: ReadWindow) -> list[StepPlan]:
         """Return the planned steps of a window."""

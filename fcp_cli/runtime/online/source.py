@@ -21,8 +21,6 @@ from typing import Any, Final
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import FcpError, RunError
 from fcp_cli.plan.file.messages import steps_bytes, steps_of
-from fcp_cli.plan.file.schema import steps_to_arrow
-from fcp_cli.plan.metadata.hashing import PlanHasher
 from fcp_cli.plan.metadata.online import OnlineSettings
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.runtime.data.followed_plans import note_follower
@@ -66,7 +64,7 @@ class StreamSource:
         self.measured = Measured()
         self.is_stopped = False
         self._stream = stream
-        self._process: Any = None  # a PlanningProcess, on ranks that plan
+        self._process: Any = None  # a PlanningProcess, on rank 0
         self._planned: queue.SimpleQueue[StepPlan | BaseException | None] = queue.SimpleQueue()
         self._windows: queue.SimpleQueue[ReadWindow | BaseException | None] = queue.SimpleQueue()
         self._given: dict[int, tuple[Any, bool]] = {}  # sequence -> id or row, and whether it is a row
@@ -83,14 +81,12 @@ class StreamSource:
         window = self.settings.window
         begins = first_step - first_step % window
         opened = self._on_rank_0(lambda: self._begin_process(begins))
-        if self._control.plans and self._control.rank:
-            self._process = StreamProcess(self.settings, None, begins)
         self._refits = Refits(self.settings.options.refit_every, opened, begins)
         self._adopt(self._refits.in_force(begins))
         note_follower(self.path)
         self._first_step, self._begins = first_step, begins
         self._reads = self._begin_reading(begins, opened)
-        if self._control.plans and self._reads is not None:
+        if self._control.rank == 0 and self._reads is not None:
             self._start(self._reads, "fcp-stream")
         self._start(self._agree, "fcp-planner")
         self.want(first_step)
@@ -164,10 +160,7 @@ class StreamSource:
         told = self._control.table([digest])[:, 0]
         others = [rank for rank, word in enumerate(told.tolist()) if word != told[0]]
         if others:
-            raise RunError(
-                f"rank {others[0]} plans for something else than rank 0{_and_more(others)}: give every rank the same "
-                "planner"
-            )
+            raise RunError(f"rank {others[0]} plans for something else than rank 0: give every rank the same planner")
         if self.settings.metadata.num_ranks != self._control.size:
             raise RunError(
                 f"the planner is for {self.settings.metadata.num_ranks} ranks but {self._control.size} were launched; "
@@ -257,8 +250,8 @@ class StreamSource:
 
     def _next_window(self, due: int) -> list[StepPlan] | None:
         """Return the next window's steps; None if the stream has ended or the loop was left. Every rank calls it."""
-        told = self._plan_window(due) if self._control.plans else b""
-        facts, table = _split(self._control.spread(told))
+        told = self._plan_window(due) if self._control.rank == 0 else b""
+        facts, table = _split(self._control.from_rank(0, told))
         state, fault = int(facts["state"]), str(facts.get("fault", ""))
         steps = steps_of(table) if state == STEPS else []
         if state in (STEPS, END):
@@ -266,10 +259,10 @@ class StreamSource:
                 self._note_given(facts, steps, due)
             except Exception as error:
                 state, fault = _FAULT, _line(error)
-        digest = _digest(steps, facts.get("ids"))
-        words = self._control.table([state, digest])
-        self._require_agreement(words, fault, due)
-        return steps if state == STEPS and not (words[:, 0] == _LEFT).any() else None
+        states = self._control.table([state])[:, 0].tolist()
+        if _FAULT in states:
+            raise RunError(self._control.from_rank(states.index(_FAULT), fault.encode()).decode())
+        return steps if state == STEPS and _LEFT not in states else None
 
     def _plan_window(self, due: int) -> bytes:
         """Return the planned window as a message, or why there is none."""
@@ -306,7 +299,7 @@ class StreamSource:
 
     def _note_given(self, facts: Mapping[str, Any], steps: list[StepPlan], due: int) -> None:
         """Record the sequences of a window; a rank that does not plan reads its own rows."""
-        if self._control.plans:
+        if self._control.rank == 0:
             return
         if facts.get("ids") is not None:
             for place, given in enumerate(facts["ids"]):
@@ -337,37 +330,8 @@ class StreamSource:
                 )
             self._given[number] = (item.given, item.is_row)
 
-    def _require_agreement(self, words: IntArray, fault: str, due: int) -> None:
-        """Raise on every rank alike if a rank failed, or if ranks have planned different steps."""
-        states = words[:, 0].tolist()
-        if _FAULT in states:
-            raise RunError(self._control.from_rank(states.index(_FAULT), fault.encode()).decode())
-        if _LEFT in states:
-            return
-        others = [rank for rank, row in enumerate(words.tolist()) if row != words[0].tolist()]
-        if others:
-            outcome = "ends" if END in (states[others[0]], states[0]) else "is planned otherwise"
-            where = f"step {due} {outcome} on rank {others[0]} than on rank 0{_and_more(others)}"
-            if outcome == "ends":
-                ends = others[0] if states[others[0]] == END else 0
-                goes_on = 0 if ends else others[0]
-                where = f"the stream of rank {ends} ends before step {due}, that of rank {goes_on} goes on"
-            raise RunError(f"{where}; {_SAME}")
-
 
 _SAME: Final = "give every rank the same stream: the same data, seed and order"
-
-
-def _and_more(others: list[int]) -> str:
-    return f" ({len(others)} ranks differ from it)" if len(others) > 1 else ""
-
-
-def _digest(steps: list[StepPlan], ids: Any) -> int:
-    if not steps:
-        return 0
-    hasher = PlanHasher()
-    hasher.update(steps_to_arrow(steps))
-    return _word(hasher.rows_digest() + json.dumps(ids).encode())
 
 
 def _word(content: bytes) -> int:

@@ -73,7 +73,7 @@ def start(
     metadata = agree_on_plan(world, path, device) if online is None else online.metadata
     _agree_on_kernels(world, device, metadata)
     if online is not None and stream is not None and not isinstance(stream, StreamSource):
-        source = StreamSource(stream, online, path, ProcessControl(online.options.planner), fetch)
+        source = StreamSource(stream, online, path, ProcessControl(), fetch)
         metrics = metrics or _measured_stream(online, path)
     session = Session.join(
         path,
