@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from fcp_cli.report.watch import RunState, Standing
     from fcp_cli.runs.metrics_reader import MetricsTail
     from fcp_cli.runs.metrics_record import MetricsRecord
-    from fcp_cli.runs.step_position import StepPosition
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,16 +129,6 @@ class _Watched:
             self._damaged = self.tail.damaged
             note(f"warning: {self.tail.path}: {counted(self._damaged, 'line')} damaged; skipped")
 
-    def position(self) -> StepPosition | None:
-        """Return how far the run's long step has come, if it is in one."""
-        from fcp_cli.runs.folder import RunPaths
-        from fcp_cli.runs.step_position import read_position
-
-        found = read_position(RunPaths(run_dir=self.tail.path.parent).position)
-        if found is None or self.standing != "running" or found.step <= self.state.last_step:
-            return None
-        return found if found.began > self.state.started else None  # an earlier start may have come further
-
     def remark(self) -> str | None:
         return self.state.remark(self.standing, self.heartbeat, quiet_seconds=self.quiet_seconds)
 
@@ -170,16 +159,11 @@ def _follow_live(watched: _Watched, console: Console, interval: float) -> None:
     from rich.live import Live
 
     from fcp_cli.report.watch import run_view
-    from fcp_cli.training.progress import position_line
 
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
             standing = watched.update()
-            position = watched.position()
-            if position is not None:
-                remark: str | None = position_line(position, steps=watched.state.steps)
-            else:
-                remark = watched.remark() if standing == "running" else None  # an end has its line below the view
+            remark = watched.remark() if standing == "running" else None  # an end has its line below the view
             live.update(run_view(watched.state, remark, ascii_only=watched.ascii_only), refresh=True)
             if standing != "running":
                 return
@@ -192,8 +176,6 @@ def _follow_lines(watched: _Watched, console: Console, interval: float, every: i
     lines, waits = TrainingProgress(console, every=every), False
     while watched.update(lines.feed) == "running":
         watched.note_damage()
-        if (position := watched.position()) is not None:
-            lines.show_position(position)
         if watched.state.run is None and not waits:
             note(f"waiting for {watched.tail.path}")
             waits = True

@@ -17,7 +17,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TextIO
 
-from fcp_cli.console import human
 from fcp_cli.errors import FcpError, RunError
 from fcp_cli.files import write_text_atomically
 from fcp_cli.launching.job.commands import path_of_python
@@ -34,7 +33,6 @@ from fcp_cli.runs.owner import STALE_SECONDS
 from fcp_cli.runs.ownership import Ownership, own
 from fcp_cli.runs.record import write_record
 from fcp_cli.runs.summary import closing_line
-from fcp_cli.training.progress import TrainingProgress
 
 _GRACE_SECONDS = 280  # Slurm is asked to send SIGTERM 300 seconds before it ends the job
 _STOP_FILE_VARIABLE = "FCP_STOP_FILE"  # set by Slurm's script, which makes the file when it receives that signal
@@ -96,9 +94,7 @@ def _run(command: Sequence[str], options: argparse.Namespace, environment: Mappi
         paths = RunPaths(run_dir=Path(environment[RUN_DIR_VARIABLE]))
         owned.enter_context(_own(paths.run_dir))
         _write_record(paths, Path(environment[PLAN_VARIABLE]), options.record)
-        # Of long steps only: the ranks show their steps themselves.
-        progress = None if "--quiet" in command else TrainingProgress(human(), every=0)
-        heartbeat, watcher = paths.heartbeat, RunWatcher(paths, progress)
+        heartbeat, watcher = paths.heartbeat, RunWatcher(paths, None)  # the ranks show their steps themselves
     with beating(heartbeat) as pulse:
 
         def watch() -> None:

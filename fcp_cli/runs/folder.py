@@ -21,11 +21,6 @@ class RunPaths:
         return self.run_dir / "metrics.jsonl"
 
     @property
-    def position(self) -> Path:
-        """Where rank 0 is within a long step; see `runs.step_position`."""
-        return self.run_dir / "position.json"
-
-    @property
     def checkpoints(self) -> Path:
         return self.run_dir / "checkpoints"
 

@@ -97,7 +97,7 @@ def _latest_sign(path: Path) -> float:
     """Return the latest time at which the job wrote to its folder; 0 if it holds nothing of a job."""
     paths = RunPaths(run_dir=path.parent)
     times = [0.0]
-    for file in (path, paths.metrics, paths.position, paths.heartbeat):
+    for file in (path, paths.metrics, paths.heartbeat):
         # Network file systems ask the server on open, and otherwise trust their cache.
         with suppress(OSError):
             opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # without waiting for the writer of a pipe

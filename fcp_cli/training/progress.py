@@ -5,13 +5,11 @@ It is fed with metrics records, so the trainer and `fcp watch` show the same.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from fcp_cli.runs.metrics_record import EvalRecord, MetricsRecord, StepRecord
-from fcp_cli.runs.step_position import StepPosition
 from fcp_cli.words import clock, counted, short_count, short_seconds
 
 if TYPE_CHECKING:
@@ -19,8 +17,6 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 _STEPS_FOR_PACE = 20
-_LONG_SECONDS = 10.0  # after which a step that is not over shows where it is
-_LINE_SECONDS = 60.0  # between two lines about that where they stay
 
 
 def progress_line(record: StepRecord, *, steps: int, seconds_left: float | None) -> str:
@@ -62,28 +58,17 @@ def _loss(value: float | None) -> str:
     return "nan" if value is None else format(value, ".4f")
 
 
-def position_line(position: StepPosition, *, steps: int) -> str:
-    """Describe how far a step has come that is not over yet."""
-    number = f"{position.step + 1}/{steps}" if steps else str(position.step + 1)
-    return (
-        f"step {number}  micro-batch {position.done + 1} of {position.microbatches}  {clock(position.seconds)} of "
-        f"{clock(position.predicted_seconds)} planned"
-    )
-
-
 class TrainingProgress:
     """The live display of a run. Feed it every record; close it at the end, however the end comes.
 
     Args:
         console: where to print.
-        every: steps between two plain lines; the first and the last step are always printed; 0: none, for a script that
-            shows its steps itself, of which only how far a long one has come is told.
+        every: steps between two plain lines; the first and the last step are always printed.
     """
 
     def __init__(self, console: Console, *, every: int = 10) -> None:
         self._console = console
         self._every = every
-        self._latest_step, self._told = -1, time.monotonic()
         self._steps = 0
         self._first_step: int | None = None
         self._pace: deque[float] = deque(maxlen=_STEPS_FOR_PACE)
@@ -92,28 +77,14 @@ class TrainingProgress:
     def feed(self, record: MetricsRecord) -> None:
         if record["kind"] == "run":
             self._steps = record.get("steps", 0)
-            self._first_step, self._latest_step = None, record.get("first_step", 0) - 1
+            self._first_step = None
         elif record["kind"] == "step":
             self._show(record)
         elif record["kind"] == "eval":
             line = evaluation_line(record, steps=self._steps)
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)  # above the live line, if any
 
-    def show_position(self, position: StepPosition) -> None:
-        """Show the progress of a long step: in place on a terminal, else by a line a minute."""
-        if position.step <= self._latest_step or position.seconds < _LONG_SECONDS:
-            return
-        line = position_line(position, steps=self._steps)
-        if self._console.is_terminal and self._every:
-            self._update_live(line)
-        elif time.monotonic() - self._told > _LINE_SECONDS:
-            self._told = time.monotonic()
-            self._console.print(line, markup=False, soft_wrap=True)
-
     def _show(self, record: StepRecord) -> None:
-        self._latest_step, self._told = record["step"], time.monotonic()
-        if not self._every:
-            return
         if not record.get("warm_up"):
             self._pace.append(record["seconds"])
         step, pace = record["step"], self._pace

@@ -12,8 +12,6 @@ import pytest
 from inline_snapshot import snapshot
 
 from fcp_cli.runs.heartbeat import beating
-from fcp_cli.runs.step_position import StepPosition, write_position
-from fcp_cli.training import progress
 from tests.commands.planning_folder import assert_one_error_line, fcp
 from tests.patience import PATIENCE_SECONDS
 from tests.report.runs import make_example_plan, write_run
@@ -49,36 +47,6 @@ def test_damaged_lines_are_counted_in_a_warning(plan: Path, tmp_path: Path) -> N
         result = fcp("watch", ".", *words, cwd=tmp_path)
         warnings = [line for line in result.stderr.splitlines() if line.startswith("warning: ")]
         assert (result.returncode, warnings) == (0, ["warning: metrics.jsonl: 2 lines damaged; skipped"])
-
-
-def test_a_long_step_is_shown_where_it_is(plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_run(tmp_path / "metrics.jsonl", plan)
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:3]))
-    (tmp_path / "launch.json").write_text("{}")
-    at = StepPosition(
-        step=2, done=4, microbatches=17, planned_seconds=70.0, predicted_seconds=289.0, began=time.time() - 100.0
-    )
-    write_position(tmp_path / "position.json", at)
-    monkeypatch.setattr(progress, "_LINE_SECONDS", -1.0)
-    monkeypatch.setattr(time, "sleep", lambda _: path.write_text("".join(lines)))
-    shown = fcp("watch", ".", cwd=tmp_path).stdout.splitlines()
-    assert any(re.fullmatch(r"step 3/4  micro-batch 5 of 17  \d:\d\d of 4:49 planned", line) for line in shown)
-    assert [line.split()[1] for line in shown if "loss" in line and line.startswith("step")] == [
-        *("1/4", "2/4", "3/4", "4/4"),
-    ]
-
-
-def test_where_an_earlier_start_was_is_not_shown(plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_run(tmp_path / "metrics.jsonl", plan)
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:3]))
-    (tmp_path / "launch.json").write_text("{}")
-    at = StepPosition(step=3, done=4, microbatches=17, planned_seconds=70.0, predicted_seconds=289.0, began=1.0)
-    write_position(tmp_path / "position.json", at)
-    monkeypatch.setattr(progress, "_LINE_SECONDS", -1.0)
-    monkeypatch.setattr(time, "sleep", lambda _: path.write_text("".join(lines)))
-    assert "micro-batch 5 of 17" not in fcp("watch", ".", cwd=tmp_path).stdout
 
 
 def test_a_finished_run_without_a_measured_step_says_so(tmp_path: Path) -> None:

@@ -34,8 +34,6 @@ def write_runs(folder: Path) -> None:
     beat: dict[str, Any] = {"format": "fcp-heartbeat/1", "host": "here", "pid": 2**22 - 3, "process_started": 5}
     beat["started"] = "2026-01-01T00:00:00+00:00"
     (run / "heartbeat.json").write_text(json.dumps({**beat, "ended": "finished"}))
-    position = {"format": "fcp-step-position/1", "step": 1, "done": 1, "microbatches": 3, "planned_seconds": 0.5}
-    (run / "position.json").write_text(json.dumps({**position, "predicted_seconds": 2.0, "began": 1767225600.0}))
     header: dict[str, Any] = {"format": "fcp-checkpoint/2", "step": 1, "plan_hash": plan_hash, "num_ranks": 4}
     header |= {"sharding": "replicated", "model": "qwen3-tiny", "torch": "2.13", "shards": None}
     (folder / _CHECKPOINT).write_text(json.dumps(header))
@@ -74,7 +72,6 @@ _RESUMED = (
 _WHOLE: dict[str, Change] = {
     f"{RUN}/launch.json": mutations.of_json,
     f"{RUN}/heartbeat.json": mutations.of_json,
-    f"{RUN}/position.json": mutations.of_json,
     f"{RUN}/metrics.jsonl": mutations.of_lines,
     f"{RUN}/plan.parquet": of_plan,
     _CHECKPOINT: mutations.of_json,
@@ -102,7 +99,6 @@ KINDS: dict[str, Kind] = {
     ),
     "launch record": of_files(f"{RUN}/launch.json", *_SEEN, *_RESUMED, change=mutations.of_json),
     "heartbeat": of_files(f"{RUN}/heartbeat.json", *_SEEN, change=mutations.of_json),
-    "step position": of_files(f"{RUN}/position.json", *_SEEN, change=mutations.of_json),
     "checkpoint header": of_files(_CHECKPOINT, *_RESUMED, change=mutations.of_json),
     "submission": of_files(_SUBMITTED, *_ASKED, share=0.6),
     "words of schedulers": of_files(

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,6 @@ from fcp_cli.runs.checkpoint_header import checkpoints, read_header
 from fcp_cli.runs.folder import next_run_dir
 from fcp_cli.runs.heartbeat import read_heartbeat
 from fcp_cli.runs.launch_record import latest_run_dir, read_launch, write_launch
-from fcp_cli.runs.step_position import StepPosition, read_position, write_position
 from fcp_cli.runs.submission import read_submission
 from fcp_cli.runs.summary import summary_of
 from tests.messages import raises
@@ -80,7 +78,7 @@ def test_a_checkpoint_with_a_damaged_header_is_refused(tmp_path: Path) -> None:
         read_header(checkpoint)
 
 
-@pytest.mark.parametrize("name", ["heartbeat.json", "job.json", "launch.json", "position.json", "metrics.jsonl"])
+@pytest.mark.parametrize("name", ["heartbeat.json", "job.json", "launch.json", "metrics.jsonl"])
 @pytest.mark.parametrize("kind", ["pipe", "device"])
 def test_pipes_and_devices_in_a_run_folder_are_not_waited_for(tmp_path: Path, name: str, kind: str) -> None:
     if kind == "pipe":
@@ -93,23 +91,9 @@ def test_pipes_and_devices_in_a_run_folder_are_not_waited_for(tmp_path: Path, na
         "launch.json": lambda path: read_launch(path.parent),
         "metrics.jsonl": summary_of,
     }
-    if name == "position.json":
-        assert read_position(tmp_path / name) is None
-        return
     reason = "it is a pipe" if kind == "pipe" else "it is not a regular file"
     with pytest.raises(RunError, match=f"{name}: {reason}"):
         readers[name](tmp_path / name)
-
-
-def test_a_damaged_position_is_not_shown(tmp_path: Path) -> None:
-    at = StepPosition(step=1, done=2, microbatches=3, planned_seconds=1.0, predicted_seconds=2.0, began=5.0)
-    write_position(tmp_path / "position.json", at)
-    assert read_position(tmp_path / "position.json") == at
-    document = json.loads((tmp_path / "position.json").read_text())
-    changes: list[dict[str, object]] = [{"step": "1"}, {"began": None}, {"done": -1}, {"microbatches": []}]
-    for change in (*changes, {"format": "other"}):
-        (tmp_path / "position.json").write_text(json.dumps(document | change))
-        assert read_position(tmp_path / "position.json") is None
 
 
 def test_no_run_to_resume_is_one_line(tmp_path: Path) -> None:

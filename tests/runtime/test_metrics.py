@@ -15,7 +15,6 @@ from torch._C._distributed_c10d import HashStore
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.runs.metrics import MetricsWriter
 from fcp_cli.runs.metrics_reader import open_run
-from fcp_cli.runs.step_position import read_position
 from fcp_cli.runtime.metrics import recorder as recording
 from fcp_cli.runtime.metrics.mailbox import MessageLostError, MetricsMailbox
 from fcp_cli.runtime.metrics.message import RankMeasurement, mean_loss, step_measurement
@@ -142,9 +141,8 @@ def test_a_step_is_written_when_the_device_has_passed_it_and_nobody_waits_for_th
     run_step(recorder, 1)
     assert len(read_metrics(recorder.path)) == 1
     clock.passed = 5.0
-    row = next(PlanReader(plan).steps()).microbatch(0)
     recorder._looked = 0.0
-    recorder.enter(row, 0, 1)
+    recorder.enter()
     step = read_metrics(recorder.path)[1]
     assert (step["step"], step["loss"], step["learning_rate"], step["grad_norm"]) == (0, 1.5, 1e-3, None)
     assert step["seconds"] == 3.0  # begin, two marks, and the optimizer's
@@ -179,19 +177,6 @@ def test_a_resumed_loop_drops_what_it_will_make_again(plan: Path) -> None:
         ("step", 1),
         ("step", 2),
     ]
-
-
-def test_a_long_step_says_where_it_is(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "_POSITION_SECONDS", 0.0)
-    recorder = alone(plan)
-    recorder.open(0)
-    recorder.begin(0, 12.0)
-    recorder.enter(next(PlanReader(plan).steps()).microbatch(0), 3, 17)
-    found = read_position(plan.with_name("position.json"))
-    assert found is not None
-    assert (found.step, found.done, found.microbatches, found.predicted_seconds) == (0, 3, 17, 12.0)
-    assert 0.0 <= found.seconds < 60.0
-    recorder.close()
 
 
 def test_a_full_disk_ends_the_metrics_and_not_the_training(

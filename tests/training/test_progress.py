@@ -1,17 +1,12 @@
 from __future__ import annotations
 
 import io
-import re
-import time
 from typing import Any
 
-import pytest
 from inline_snapshot import snapshot
 from rich.console import Console
 
 from fcp_cli.runs.metrics_record import RunRecord
-from fcp_cli.runs.step_position import StepPosition
-from fcp_cli.training import progress
 from fcp_cli.training.progress import TrainingProgress, progress_line
 from fcp_cli.words import clock, short_count
 
@@ -93,38 +88,3 @@ def test_on_a_terminal_one_line_is_drawn_over_and_the_last_stays() -> None:
 def test_short_forms() -> None:
     assert [short_count(number) for number in (12, 1234, 5_600_000)] == ["12", "1.23k", "5.6M"]
     assert [clock(seconds) for seconds in (0.4, 61, 3600)] == ["0:00", "1:01", "1:00:00"]
-
-
-def test_a_script_that_shows_its_steps_itself_is_told_of_long_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    console = Console(file=io.StringIO(), width=80)
-    shown = TrainingProgress(console, every=0)
-    shown.feed(run(9))
-    shown.feed(step(0))
-    monkeypatch.setattr(progress, "_LINE_SECONDS", -1.0)
-
-    def at(number: int, seconds: float) -> StepPosition:
-        return StepPosition(
-            step=number,
-            done=2,
-            microbatches=5,
-            planned_seconds=3.0,
-            predicted_seconds=60.0,
-            began=time.time() - seconds,
-        )
-
-    shown.show_position(at(0, 99.0))  # over already
-    shown.show_position(at(1, 5.0))  # not long yet
-    shown.show_position(at(1, 61.0))
-    assert isinstance(console.file, io.StringIO)
-    assert re.fullmatch(r"step 2/9  micro-batch 3 of 5  1:\d\d of 1:00 planned\n", console.file.getvalue())
-
-
-def test_in_a_log_a_long_step_has_a_line_a_minute() -> None:
-    console = Console(file=io.StringIO(), width=80)
-    shown = TrainingProgress(console, every=1)
-    shown.feed(run(9))
-    at = StepPosition(step=0, done=2, microbatches=5, planned_seconds=3.0, predicted_seconds=60.0, began=0.0)
-    for _ in range(3):
-        shown.show_position(at)
-    assert isinstance(console.file, io.StringIO)
-    assert console.file.getvalue() == ""

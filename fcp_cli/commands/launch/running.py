@@ -96,13 +96,13 @@ def _run_watched(job: Job, node_rank: int, *, json: bool) -> tuple[JobOutcome, R
 
 
 def _watcher(job: Job, node_rank: int) -> RunWatcher:
-    """Return the follower of the metrics: it shows the bundled trainer's steps, and of a script the long ones."""
+    """Return the follower of the metrics; it shows the steps of the bundled trainer, and a script shows its own."""
     from fcp_cli.launching.supervision.watching import RunWatcher
     from fcp_cli.training.progress import TrainingProgress
 
-    shows = node_rank == 0 and verbosity.level >= 0
-    every = job.settings.log_every if job.settings is not None else 0
-    return RunWatcher(job.paths, TrainingProgress(human(), every=every) if shows else None)
+    if node_rank or verbosity.level < 0 or job.settings is None:
+        return RunWatcher(job.paths, None)
+    return RunWatcher(job.paths, TrainingProgress(human(), every=job.settings.log_every))
 
 
 def _shows(job: Job) -> bool:

@@ -35,7 +35,6 @@ class ScheduleRecorder:
         self._recorder, self._clock = job.recorder, job.clock
         self._is_open = False
         self._record: RunningStep | None = None
-        self._microbatches = 0
         self._running: tuple[int, Any] | None = None  # order and begin
         self._first: Any = None  # mark of the step's first forward
         self._sums: list[Tensor] = []
@@ -49,7 +48,6 @@ class ScheduleRecorder:
             self._recorder.open(step.step)
             self._is_open = True
         self._record = self._recorder.begin(step.step, step.makespan_seconds)
-        self._microbatches = len(step.rows)
         self._sums, self._tokens = [], []
         self._first = None
 
@@ -62,7 +60,7 @@ class ScheduleRecorder:
         if not is_last_chunk:
             return
         self._close(now)
-        self._recorder.enter(row, len(self._record.marks), self._microbatches)
+        self._recorder.enter()
         self._running = (row.order, now if self._record.marks else self._first)
 
     def add_loss(self, loss_sum: Any, tokens: Any) -> None:

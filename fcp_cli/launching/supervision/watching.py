@@ -1,4 +1,4 @@
-"""Follow the metrics of the job that runs: show its steps, its position within a long one, and its totals."""
+"""Follow the metrics of the job that runs: show its steps and its totals."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from datetime import datetime, timezone
 
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.metrics_reader import MetricsTail
-from fcp_cli.runs.step_position import read_position
 from fcp_cli.runs.summary import RunSummary
 from fcp_cli.training.progress import TrainingProgress
 
@@ -30,7 +29,6 @@ class RunWatcher:
         self.summary = RunSummary()
         self.paths, self._progress = paths, progress
         self._tail = MetricsTail(paths.metrics, since=datetime.now(timezone.utc).isoformat())
-        self._began = time.time()
         self._polled = 0.0
 
     def poll(self) -> None:
@@ -50,6 +48,3 @@ class RunWatcher:
             self.summary.feed(record)
             if self._progress is not None:
                 self._progress.feed(record)
-        position = None if self._progress is None else read_position(self.paths.position)
-        if self._progress is not None and position is not None and position.began > self._began:  # of this start
-            self._progress.show_position(position)

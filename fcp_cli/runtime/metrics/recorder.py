@@ -26,10 +26,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fcp_cli.errors import FcpError
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
-from fcp_cli.plan.step import MicroBatch, StepPlan
+from fcp_cli.plan.step import StepPlan
 from fcp_cli.runs.metrics import MetricsWriter, StepMeasurement
 from fcp_cli.runs.recorded_steps import recorded_steps, unrecorded
-from fcp_cli.runs.step_position import StepPosition, write_position
 from fcp_cli.runtime.data.prefetch import Prefetched
 from fcp_cli.runtime.metrics.mailbox import MessageLostError, MetricsMailbox, job_store
 from fcp_cli.runtime.metrics.message import RankMeasurement, mean_loss, step_measurement
@@ -37,7 +36,6 @@ from fcp_cli.runtime.metrics.run_record import METRICS_VARIABLE, begin_metrics, 
 from fcp_cli.runtime.metrics.running_step import RunningStep
 from fcp_cli.runtime.metrics.timing import clock_for
 
-_POSITION_SECONDS = 5.0  # between two notes of where a long step is
 _LOOK_SECONDS = 0.5  # between two looks of rank 0 for messages, while a step runs
 _LAST_SECONDS = 30.0  # that rank 0 waits for the other ranks' last messages when the loop is over
 _PLANS_AHEAD = 2
@@ -90,7 +88,7 @@ class Recorder:
         self._current: RunningStep | None = None
         self._waiting: deque[RunningStep] = deque()  # over, but perhaps not for the device
         self._uncollected: deque[RunningStep] = deque()  # of rank 0, which other ranks may not have left yet
-        self._told = self._looked = 0.0
+        self._looked = 0.0
         self._hook: Any = None
         _recorders.add(self)
 
@@ -153,27 +151,12 @@ class Recorder:
         self._current = RunningStep(
             step=step, predicted_seconds=predicted_seconds, begin=self._clock.mark() if begin is None else begin
         )
-        self._told = time.monotonic()
         return self._current
 
-    def enter(self, row: MicroBatch, done: int, microbatches: int) -> None:
-        """Note that a micro-batch begins, `done` of the rank's `microbatches` of the step being over."""
+    def enter(self) -> None:
+        """Note that a micro-batch begins."""
         if self._waiting or self._uncollected:
             self._advance()
-        now = time.monotonic()
-        if self.rank or now - self._told < _POSITION_SECONDS or self._current is None:
-            return
-        self._told = now
-        position = StepPosition(
-            step=row.step,
-            done=done,
-            microbatches=microbatches,
-            planned_seconds=row.start_seconds,
-            predicted_seconds=self._current.predicted_seconds,
-            began=self._current.began,
-        )
-        with suppress(FcpError):  # a full disk must not end the job
-            write_position(self.path.with_name("position.json"), position)
 
     def end(self) -> None:
         """Note that the current step is over, if it is whole; a step that was left in its midst is forgotten."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,6 @@ class RunningStep:
         begin, end: marks of its start and of its end, when the optimizer has stepped; None until then.
         marks: (order, begin, end) of each micro-batch.
         predicted_seconds: makespan of the step in the plan.
-        began: wall-clock time of its start.
         loss_sum, divisor: sum of the rank's token losses and its share of the loss denominator, in host memory or on
             the way there; None if the loop has no loss.
         is_whole: whether all its micro-batches have run.
@@ -33,7 +31,6 @@ class RunningStep:
     step: int
     predicted_seconds: float
     begin: Any
-    began: float = field(default_factory=time.time)
     end: Any = None
     marks: list[tuple[int, Any, Any]] = field(default_factory=list)
     loss_sum: Tensor | None = None

@@ -106,7 +106,7 @@ class Step(FollowedStep):
                 is_last = position == len(self._shards) - 1
                 place = None if watch is None else watch.begin(self.index, shard.row)
                 if recorder is not None:
-                    recorder.enter(shard.row, position, len(self))
+                    recorder.enter()
                 begin = self._job.clock.mark()
                 self._sync.before_microbatch(is_last=is_last)
                 microbatch = self._enter(shard, is_last=is_last)
