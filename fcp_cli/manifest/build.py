@@ -98,11 +98,7 @@ def _read_back(temporary: Path, path: Path) -> LengthTable:
 
 
 def counted_batches(batches: Iterable[RowBatch], source: Source) -> Iterator[RowBatch]:
-    """Yield batches of a source without their empty sequences, which count as skipped.
-
-    Raises:
-        ManifestError: the source cannot be read, or a sequence is longer than any plan can hold.
-    """
+    """Yield batches of a source without their empty sequences, which count as skipped."""
     for batch in batches:
         lengths = batch.rows.column("length").to_numpy(zero_copy_only=False)
         bad = np.flatnonzero((lengths < 0) | (lengths > LONGEST_TOKENS))

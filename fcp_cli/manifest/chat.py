@@ -107,9 +107,6 @@ class ChatEncoder:
         folder: with tokenizer.json, tokenizer_config.json and the chat template, as `save_pretrained` writes them.
         train_on: learn `all` tokens, those of every `assistant` turn, or those of the last turn (`completion`).
         processor: of the checkpoint, for images and videos; None accepts text only.
-
-    Raises:
-        ManifestError: transformers is missing, or the folder holds no tokenizer, or one without marks for pictures.
     """
 
     def __init__(self, folder: Path, train_on: TrainOn, processor: VisionProcessor | None = None) -> None:
@@ -134,11 +131,7 @@ class ChatEncoder:
         self._marks: Marks | None = None if processor is None else _marks_of(processor, self._tokenizer, folder)
 
     def __call__(self, record: Mapping[str, Any], place: str) -> Encoded:
-        """Encode one record.
-
-        Raises:
-            ManifestError: it has none of the forms above, or the template fails on it; the message begins with `place`.
-        """
+        """Encode one record."""
         return self.many([record], [place])[0]
 
     def many(

@@ -32,9 +32,6 @@ def render_chat(
         tools: JSON schemas of functions, or None.
         prompts: end with the generation prompt of the assistant's turn.
         special_tokens: by the names under which templates know them.
-
-    Raises:
-        Exception: the template has a mistake, raises one, or exceeds its limits.
     """
     from fcp_cli.reading.sandbox import rendered
 

@@ -50,11 +50,7 @@ def empty_factors(rows: int, names: Collection[str] = FACTORS) -> dict[str, Floa
 def checked_table(
     name: str, length_column: str, lengths: IntArray, factors: Mapping[str, FloatArray | IntArray]
 ) -> LengthTable:
-    """Return the table, without factors that are 0 throughout, if every value is one that a sequence can have.
-
-    Raises:
-        ManifestError: it names the first bad row, its value, and how many there are.
-    """
+    """Return the table, without factors that are 0 throughout, if every value is one that a sequence can have."""
     bad = np.concatenate(
         [first + np.flatnonzero((part <= 0) | (part > LONGEST_TOKENS)) for first, part in chunked(lengths)]
     )
@@ -70,11 +66,7 @@ def checked_table(
 
 
 def with_steps(table: LengthTable, steps: IntArray | None, column: str | None) -> LengthTable:
-    """Return the table of a trace, whose rows follow each other step by step; any other table unchanged.
-
-    Raises:
-        ManifestError: a row has an earlier step than the one before it.
-    """
+    """Return the table of a trace, whose rows follow each other step by step; any other table unchanged."""
     if steps is None:
         return table
     falling = np.flatnonzero(steps[1:] < steps[:-1])

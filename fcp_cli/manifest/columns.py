@@ -19,11 +19,7 @@ _CHUNK_ROWS: Final = 1 << 22
 
 
 def new_column(rows: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Return a column of zeros, which a large manifest has in a file of the folder for temporary files (`TMPDIR`).
-
-    Raises:
-        ManifestError: the file cannot be made.
-    """
+    """Return a column of zeros, which a large manifest has in a file of the folder for temporary files (`TMPDIR`)."""
     if rows <= ROWS_IN_MEMORY:
         return np.zeros(rows, dtype)
     try:

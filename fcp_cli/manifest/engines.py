@@ -62,10 +62,6 @@ def part_folder(source: Source, output: Path, engine: str, shards: int | None) -
         output: the manifest.
         engine: `ray` or `slurm`.
         shards: number of parts; None: one per 256 MiB of text.
-
-    Raises:
-        UsageError: the source is only read whole.
-        FcpError: the folder cannot be made.
     """
     whole = divisible(source)
     path = output.absolute().with_name(f"{output.name}.parts")
@@ -90,9 +86,6 @@ def count_on_ray(
         parts: to be counted.
         reopen: opens the whole source on any node.
         address: of a cluster, as `ray://HOST:PORT`; None: the one that Ray finds, else one on this machine.
-
-    Raises:
-        FcpError: Ray is not installed, or a part cannot be counted; parts that are written stay.
     """
     try:
         import ray

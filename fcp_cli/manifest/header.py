@@ -25,11 +25,7 @@ NOT_PARQUET: Final = (*LINE_SUFFIXES, *TABLE_SUFFIXES, ".arrow", ".feather", ".i
 
 @contextmanager
 def readable(path: Path, *, kind: str = "Parquet") -> Iterator[None]:
-    """Turn every way in which a data file can be unreadable into one line.
-
-    Raises:
-        ManifestError: the block met a damaged, truncated or unreadable file.
-    """
+    """Turn every way in which a data file can be unreadable into one line."""
     try:
         yield
     except StoreError as error:
@@ -42,11 +38,7 @@ def readable(path: Path, *, kind: str = "Parquet") -> Iterator[None]:
 
 
 def manifest_files(path: Path) -> list[Path]:
-    """Return the file itself, or the `.parquet` files of a folder, else its `.arrow` files, in name order.
-
-    Raises:
-        ManifestError: there is no such file, or the folder holds none.
-    """
+    """Return the file itself, or the `.parquet` files of a folder, else its `.arrow` files, in name order."""
     if path.is_dir():
         files = sorted(path.glob("*.parquet")) or sorted(path.glob("*.arrow"))
         if not files:
@@ -69,11 +61,7 @@ def _what_folder(path: Path) -> str:
 
 
 def read_footer(file: Path) -> Any:
-    """Read the Parquet footer of one file of a manifest.
-
-    Raises:
-        ManifestError: the file is no Parquet, is a plan, or has a manifest format that this version cannot read.
-    """
+    """Read the Parquet footer of one file of a manifest."""
     if mistaken := another_kind(file, "manifest"):
         raise ManifestError(mistaken)
     with readable(file):
@@ -94,11 +82,7 @@ def read_header(footer: Any) -> dict[str, Any]:
 
 
 def manifest_source(path: str | Path) -> dict[str, Any] | None:
-    """Return the recorded source of a built manifest; None for data planned without a build.
-
-    Raises:
-        ManifestError: the file is missing, damaged or no manifest.
-    """
+    """Return the recorded source of a built manifest; None for data planned without a build."""
     path = Path(path)
     files = manifest_files(path)
     if path.is_dir() or path.suffix in NOT_PARQUET:

@@ -13,11 +13,7 @@ _NAME: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def local_checkpoint(name: str) -> Path:
-    """Return the path itself where there is something, else the folder of that name in the hub's cache.
-
-    Raises:
-        ManifestError: there is neither; the message has the command that downloads it.
-    """
+    """Return the path itself where there is something, else the folder of that name in the hub's cache."""
     path = Path(name)
     if path.exists() or not _NAME.fullmatch(name) or path.suffix in (".json", ".model"):
         return path

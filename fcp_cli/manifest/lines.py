@@ -37,9 +37,6 @@ def read_lengths_jsonl(
         step_column: of a trace: key of the step of each line; None: it is no trace.
         place: source of the lines, for messages.
         name: of the table.
-
-    Raises:
-        ManifestError: a line is not JSON, has no length, or holds a value that no sequence can have.
     """
     # Arrays of numbers: a list would hold an object for each of the millions of lengths that a pipe may bring.
     lengths, etas, steps = array("q"), array("d"), array("q")

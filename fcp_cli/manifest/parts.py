@@ -43,11 +43,7 @@ _source: DivisibleSource | None = None
 
 
 def parse_part(text: str) -> Part:
-    """Parse `--shard I/N`, in which I counts from 1.
-
-    Raises:
-        UsageError: it is none of N parts.
-    """
+    """Parse `--shard I/N`, in which I counts from 1."""
     index, _, count = text.partition("/")
     if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count) <= _MOST_PARTS):
         raise UsageError(f"--shard {text} is not I/N, the I-th of N parts with I from 1 to N, as 3/16")
@@ -55,11 +51,7 @@ def parse_part(text: str) -> Part:
 
 
 def divisible(source: Source) -> DivisibleSource:
-    """Return a source that has parts.
-
-    Raises:
-        UsageError: it is only read whole.
-    """
+    """Return a source that has parts."""
     if not isinstance(source, DivisibleSource):
         kind = source.describe()["kind"]
         raise UsageError(f"--shard is for JSON lines, conversations, Parquet and Arrow; {kind} is only read whole")
@@ -175,11 +167,7 @@ class PartHeader:
 
 
 def part_identity(source: DivisibleSource, part: Part) -> PartHeader:
-    """Return the header of a part that was not counted yet: two parts are of one content if theirs are equal.
-
-    Raises:
-        ManifestError: a file of the source is gone.
-    """
+    """Return the header of a part that was not counted yet: two parts are of one content if theirs are equal."""
     description = source.describe()
     return PartHeader(
         format=PART_FORMAT,
@@ -230,10 +218,6 @@ def write_part(source: DivisibleSource, rows: Source, part: Part, path: Path, *,
         part: which one it is.
         path: the file to write.
         advance: called with the units that were done since the last call.
-
-    Raises:
-        ManifestError: the source cannot be read, or a file of it changed meanwhile.
-        FcpError: the file cannot be written.
     """
     identity = part_identity(source, part)
     with replaced_atomically(path) as temporary, RowWriter(temporary) as writer:
@@ -254,9 +238,6 @@ class MergedParts:
 
     Args:
         paths: files of `write_part`, in any order.
-
-    Raises:
-        ManifestError: a file is no part, belongs to another build, or is there twice; or a part is missing.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:

@@ -143,12 +143,7 @@ def media_records(name: str, rows: int, *, seed: int, scale: Scale = AS_PUBLISHE
 def write_media_records(
     path: Path, name: str, rows: int, *, seed: int, scale: Scale = AS_PUBLISHED, advance: Callable[[int], None]
 ) -> None:
-    """Write `media_records` as JSON lines, whole or not at all; `advance` gets the rows done since its last call.
-
-    Raises:
-        UsageError: the name of the file would not be recognised.
-        FcpError: the file cannot be written.
-    """
+    """Write `media_records` as JSON lines, whole or not at all; `advance` gets the rows done since its last call."""
     if path.suffix != ".jsonl":
         raise UsageError(f"-o {path} must end in .jsonl: these are sizes, which 'fcp manifest build' counts")
     with replaced_atomically(path) as temporary, temporary.open("w", encoding="utf-8") as stream:

@@ -61,11 +61,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A `tokenizer.json`, with the special tokens that its own post-processor adds, without truncation or padding.
-
-    Raises:
-        ManifestError: the file is missing or no tokenizer, or the `tokenizers` library is not installed.
-    """
+    """A `tokenizer.json`, with the special tokens that its own post-processor adds, without truncation or padding."""
 
     def __init__(self, path: Path) -> None:
         file = path / "tokenizer.json" if path.is_dir() else path
@@ -152,11 +148,7 @@ def _quiet_panics() -> Iterator[None]:
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """Open the tokenizer that a manifest or `--tokenizer` names.
-
-    Raises:
-        ManifestError: there is no such tokenizer.
-    """
+    """Open the tokenizer that a manifest or `--tokenizer` names."""
     return ByteTokenizer() if name == "bytes" else FileTokenizer(local_checkpoint(name))
 
 

@@ -137,10 +137,6 @@ def open_tokens(
         length_column: the column that was planned, as for `read_manifest`.
         kept: a folder with a copy of the checkpoint's tokenizer, for where that is gone.
         entries: of the model's vocabulary; None: whatever the tokens are.
-
-    Raises:
-        ManifestError: the manifest has no source with tokens (use `SyntheticTokens`), or the source is gone. Calling
-            the reader raises it where a sequence changed.
     """
     path = Path(manifest_path)
     recorded = manifest_source(path)
@@ -163,9 +159,6 @@ def open_tokens(
 def open_media(manifest_path: str | Path) -> MediaRecords | None:
     """Open the sizes of images and videos that a manifest was built from; None where it was built from
     something else than JSON lines of sizes.
-
-    Raises:
-        ManifestError: the manifest is missing or damaged, older than the sizes it names, or they are gone.
     """
     path = Path(manifest_path)
     source = manifest_source(path)
@@ -185,10 +178,6 @@ def open_pictures(manifest_path: str | Path, *, kept: Path | None = None) -> Pic
     Args:
         manifest_path: the manifest.
         kept: a folder with a copy of the checkpoint's tokenizer and processor, for where those are gone.
-
-    Raises:
-        ManifestError: the manifest is missing or damaged, or its source is gone, or the checkpoint's
-            processor is gone or changed.
     """
     path = Path(manifest_path)
     source = manifest_source(path)

@@ -16,11 +16,7 @@ Versions: TypeAlias = Sequence[tuple[str, int, int]]
 
 
 def file_versions(source: Source) -> tuple[tuple[str, int, int], ...]:
-    """Return the versions of the files of a source, if it knows them: a folder of texts does not.
-
-    Raises:
-        ManifestError: one is gone.
-    """
+    """Return the versions of the files of a source, if it knows them: a folder of texts does not."""
     files: Sequence[Path] = getattr(source, "files", ())
     return tuple((file.name, *version) for file, version in zip(files, each(_version, files), strict=True))
 
@@ -41,10 +37,6 @@ def differing(before: Versions, now: Versions) -> str:
 
 
 def require_unchanged(source: Source, before: Versions) -> None:
-    """Check that the files of a source are those that were read.
-
-    Raises:
-        ManifestError: one changed, or is gone.
-    """
+    """Check that the files of a source are those that were read."""
     if changed := differing(before, file_versions(source)):
         raise ManifestError(f"{source.describe()['path']}: {changed} changed while it was read; build again")

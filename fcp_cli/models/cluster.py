@@ -101,11 +101,7 @@ class ClusterSpec:
         return next(iter(self.attention), None)
 
     def running(self, kernel: KernelChoice) -> ClusterSpec:
-        """Return the cluster with profiles computed for another kernel; `auto` changes nothing.
-
-        Raises:
-            UsageError: the cluster has no rate of it.
-        """
+        """Return the cluster with profiles computed for another kernel; `auto` changes nothing."""
         if kernel == "auto":
             return self
         if kernel not in self.attention:

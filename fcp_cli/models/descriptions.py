@@ -16,11 +16,7 @@ Kind = Literal["model", "cluster"]
 
 
 def read_description(path: Path, *, kind: Kind) -> dict[str, Any]:
-    """Return the mapping in a description file, without its format.
-
-    Raises:
-        ProfileError: it cannot be read, is not YAML, or has not the format `fcp-<kind>/1`.
-    """
+    """Return the mapping in a description file, without its format."""
     text = read_text(path, error=ProfileError, label=f"the {kind} ")
     document = parse_yaml(text, name=str(path), error=ProfileError)
     found = document.pop("format", None) if isinstance(document, dict) else type(document).__name__
@@ -30,11 +26,7 @@ def read_description(path: Path, *, kind: Kind) -> dict[str, Any]:
 
 
 def find_shipped(name: str, *, kind: Kind) -> Path:
-    """Return the shipped description of that name or alias; case, dashes and an organisation prefix do not matter.
-
-    Raises:
-        ProfileError: there is none; the message lists the nearest names.
-    """
+    """Return the shipped description of that name or alias; case, dashes and an organisation prefix do not matter."""
     names, path = _shipped_names(kind), _shipped_path(name, kind)
     if path is not None:
         return path

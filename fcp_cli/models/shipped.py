@@ -18,18 +18,10 @@ DEFAULT_MODEL: Final = "qwen3-vl-8b"
 
 
 def shipped_profile_path(model: str) -> Path:
-    """Return the path of the profile of a shipped model on the example cluster.
-
-    Raises:
-        ProfileError: there is no such model.
-    """
+    """Return the path of the profile of a shipped model on the example cluster."""
     return shipped("profiles") / "cost" / f"{load_model(model).name}-{EXAMPLE_CLUSTER}.yaml"
 
 
 def shipped_profile(model: str) -> CostProfile:
-    """Load the analytic profile of a shipped model on the example cluster.
-
-    Raises:
-        ProfileError: there is no such model, or no profile of it: 'fcp profile --analytic' makes one.
-    """
+    """Load the analytic profile of a shipped model on the example cluster."""
     return load_cost_profile(shipped_profile_path(model))

@@ -40,11 +40,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def find_weights(folder: Path) -> WeightFiles:
-    """Find the weights of a checkpoint folder, and check that its files are whole.
-
-    Raises:
-        RunError: there are none, a file is missing, truncated or damaged.
-    """
+    """Find the weights of a checkpoint folder, and check that its files are whole."""
     if (folder / INDEX).is_file():
         document = read_json(folder / INDEX, error=RunError)
         names = document.get("weight_map") if isinstance(document, dict) else None
@@ -86,11 +82,7 @@ def _tensors_of(file: Path) -> list[str]:
 
 
 def opened_file(file: Path, *, framework: str = "numpy") -> Any:
-    """Open a file of tensors; `framework` is `pt` for those of torch.
-
-    Raises:
-        RunError: it is missing, truncated or damaged.
-    """
+    """Open a file of tensors; `framework` is `pt` for those of torch."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -37,9 +37,6 @@ def refuse_inexpressible(*, attention: str | None, encoder_balance: str | None, 
         attention: how groups split heads; None: they do not.
         encoder_balance: who shares a vision encoder's work; None: the ranks of a ring.
         truncates: whether sequences were cut to a length.
-
-    Raises:
-        UsageError: see above.
     """
     no_field = "Megatron's execution plan has no field for"
     if attention is not None:

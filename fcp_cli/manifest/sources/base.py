@@ -82,11 +82,7 @@ class Source(Protocol):
         """Return the JSON `source` of the manifest: `kind`, absolute `path`, and the settings that read the tokens."""
 
     def batches(self) -> Iterator[RowBatch]:
-        """Count the sequences, some at a time.
-
-        Raises:
-            ManifestError: a part of the source cannot be read; the message names it.
-        """
+        """Count the sequences, some at a time."""
 
 
 @runtime_checkable

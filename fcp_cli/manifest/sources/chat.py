@@ -152,11 +152,7 @@ class ChatTokens:
 
 
 def chat_records(file: Path, start: int = 0, stop: int | None = None) -> Iterator[ChatRecord]:
-    """Yield the records of one file that begin at its unit `start` or later, and before `stop`.
-
-    Raises:
-        ManifestError: it cannot be read, or holds something else than records.
-    """
+    """Yield the records of one file that begin at its unit `start` or later, and before `stop`."""
     if _is_lines(file):
         for line in json_lines(file, start, stop):
             record = json_record(line.content, line.place)
@@ -187,11 +183,7 @@ def _units(file: Path) -> int:
 
 
 def record_at(file: Path, at: int, place: str) -> dict[str, Any]:
-    """Read one record again, from where `ChatRecord.at` says.
-
-    Raises:
-        ManifestError: it is gone; the message begins with `place`.
-    """
+    """Read one record again, from where `ChatRecord.at` says."""
     if _is_lines(file):
         return json_record(line_at(file, at), place)
     if file.suffix == ".json":

@@ -202,11 +202,7 @@ class ColumnarTokens:
 def columnar(
     path: Path, shards: Sequence[DataFile], column: str | None, tokenizer: Tokenizer, *, mask_column: str = ""
 ) -> Columnar:
-    """Open the source; its column is found by name or by the usual names of such columns.
-
-    Raises:
-        ManifestError: no such column, or one that holds neither tokens, texts nor lengths, or shards that differ.
-    """
+    """Open the source; its column is found by name or by the usual names of such columns."""
     schema = shards[0].schema
     usual = next((name for name in _USUAL_COLUMNS if name in schema.names and _content(schema.field(name).type)), None)
     column = column or usual

@@ -81,9 +81,6 @@ def detect_kind(path: Path, files: Sequence[Path] = ()) -> str:
     Args:
         path: the source.
         files: of it that were named one by one.
-
-    Raises:
-        ManifestError: there is nothing at the path, or a file with an unknown suffix.
     """
     kind = _kind_by_name(files[0] if files else path)
     files = files or (_shard_paths(path, kind) if kind in _SHARDED and path.is_dir() else [path])
@@ -136,11 +133,7 @@ def _kind_by_name(path: Path) -> str:
 def open_source(
     path: Path, kind: str, options: SourceOptions, *, output: Path | None = None, files: Sequence[Path] = ()
 ) -> Source:
-    """Open a source to count its sequences, as `_open_source` does, which have masks where the options say so.
-
-    Raises:
-        UsageError: also for masks that sequences of the kind cannot have.
-    """
+    """Open a source to count its sequences, as `_open_source` does, which have masks where the options say so."""
     if options.mask is None:
         return _open_source(path, kind, options, output, files)
     rule = mask_rule(options.mask)

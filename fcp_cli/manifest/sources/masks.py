@@ -38,11 +38,7 @@ class MaskRule:
         return f"{self.kind}:{self.column}" if self.column else self.kind
 
     def numbers(self, value: Any) -> list[int]:
-        """Return a value of the column in the manifest's form; a null is a causal sequence.
-
-        Raises:
-            MaskError: the value is no mask of this kind.
-        """
+        """Return a value of the column in the manifest's form; a null is a causal sequence."""
         if value is None:
             return []
         flat = [value] if self.kind == "prefix" else value
@@ -54,11 +50,7 @@ class MaskRule:
         return list(token_types(flat).numbers) if self.kind == "types" else flat
 
     def mask(self, numbers: list[int]) -> Mask:
-        """Return the mask from its form in a manifest.
-
-        Raises:
-            MaskError: there is none such.
-        """
+        """Return the mask from its form in a manifest."""
         return mask_of(self.kind, numbers)
 
 
@@ -67,11 +59,7 @@ def _is_pair(span: Any) -> bool:
 
 
 def mask_rule(text: str) -> MaskRule:
-    """Parse the value of `--mask`.
-
-    Raises:
-        UsageError: it is no kind of mask, or one without its column.
-    """
+    """Parse the value of `--mask`."""
     kind, _, column = text.partition(":")
     if kind not in get_args(MaskKind) or bool(column) == (kind == "full"):
         raise UsageError(f"--mask {text}: it is {_KINDS}")

@@ -122,11 +122,7 @@ class MediaRecords:
         self._byte_offsets = byte_offsets
 
     def __call__(self, row: int) -> tuple[tuple[Visual, ...], tuple[Visual, ...]]:
-        """Return (images, videos) of one row.
-
-        Raises:
-            ManifestError: the file is gone, or has another record there.
-        """
+        """Return (images, videos) of one row."""
         line, place = line_at(self.path, int(self._byte_offsets[row])), f"{self.path} at byte {self._byte_offsets[row]}"
         return visuals_of(json_record(line, place), self.processor, place)
 
@@ -154,11 +150,7 @@ def _pieces(text: str) -> list[str]:
 def visuals_of(
     record: dict[str, Any], processor: VisionProcessor, place: str
 ) -> tuple[tuple[Visual, ...], tuple[Visual, ...]]:
-    """Return (images, videos) of a record of sizes.
-
-    Raises:
-        ManifestError: it is no such record, or holds a picture that the processor refuses.
-    """
+    """Return (images, videos) of a record of sizes."""
     images, videos = (
         tuple(_visual(size, processor, place) for size in _sizes(record, kind, place)) for kind in ("images", "videos")
     )

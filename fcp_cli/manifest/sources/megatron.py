@@ -53,11 +53,7 @@ class MegatronIndex:
 
     @classmethod
     def open(cls, path: Path, *, vocab_size: int | None = None) -> MegatronIndex:
-        """Read and check the header.
-
-        Raises:
-            ManifestError: the file is missing, truncated, or no Megatron index.
-        """
+        """Read and check the header."""
         try:
             with open_input(path, seekable=True) as stream:
                 header = stream.read(_HEADER.size)
@@ -100,11 +96,7 @@ class MegatronIndex:
             )
 
     def tokens(self) -> _Tokens:
-        """Map the whole `.bin`, or of a store, read its ranges: [tokens].
-
-        Raises:
-            ManifestError: it is missing.
-        """
+        """Map the whole `.bin`, or of a store, read its ranges: [tokens]."""
         try:
             size = self.bin.stat().st_size // np.dtype(self.token_type).itemsize
             # An empty file cannot be mapped.
@@ -115,11 +107,7 @@ class MegatronIndex:
             ) from error
 
     def span(self, tokens: _Tokens, sequence: int, byte_offset: int, length: int) -> _Tokens:
-        """Return the tokens of one sequence.
-
-        Raises:
-            ManifestError: the `.bin` ends before it.
-        """
+        """Return the tokens of one sequence."""
         start = byte_offset // tokens.itemsize
         if not 0 <= start <= start + length <= len(tokens):
             raise ManifestError(
@@ -174,11 +162,7 @@ def _mapped(path: Path, kind: str, offset: int, count: int) -> Any:
 
 
 class MegatronTokens:
-    """Tokens of the `.bin` next to an index; `sequences` are the rows' numbers in it.
-
-    Raises:
-        ManifestError: the `.bin` is missing.
-    """
+    """Tokens of the `.bin` next to an index; `sequences` are the rows' numbers in it."""
 
     def __init__(self, index: MegatronIndex, sequences: IntArray) -> None:
         self._index = index

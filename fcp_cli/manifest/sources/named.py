@@ -16,10 +16,6 @@ def named_source(words: Sequence[str]) -> tuple[Path, tuple[Path, ...]]:
     Args:
         words: one file, folder or prefix; or any number of files and globs, whose order is that of the rows. The files
             that match a glob are in the order of their names.
-
-    Raises:
-        ManifestError: nothing matches a glob, or there is no such file.
-        UsageError: a file is named twice, or they have no folder in common.
     """
     if len(words) == 1 and not _is_glob(words[0]):
         return data_path(words[0]), ()

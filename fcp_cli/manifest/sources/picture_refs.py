@@ -31,11 +31,7 @@ class Picture(Protocol):
         """The file that holds it, for messages."""
 
     def content(self, most_bytes: int = -1) -> Content:
-        """Return its file, or its bytes: all, or the first so many.
-
-        Raises:
-            ManifestError: they cannot be read.
-        """
+        """Return its file, or its bytes: all, or the first so many."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,9 +110,6 @@ def refer(value: Any, folder: Path, place: str) -> Picture:
         value: of the field.
         folder: that a path counts from.
         place: of the record, for messages.
-
-    Raises:
-        ManifestError: it is something else, or on another machine.
     """
     if isinstance(value, FilePicture | TarPicture | CellPicture | HeldPicture):
         return value

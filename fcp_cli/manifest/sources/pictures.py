@@ -148,11 +148,7 @@ class PictureData:
 def encode(
     encoder: ChatEncoder, group: Sequence[Conversation], sizes: Sequence[Sequence[PictureSize]]
 ) -> list[Encoded]:
-    """Encode conversations whose pictures have these sizes.
-
-    Raises:
-        ManifestError: the template fails on one, or the processor refuses a size.
-    """
+    """Encode conversations whose pictures have these sizes."""
     assert encoder.processor is not None
     pictures = [
         [Pictured(visual=_visual(size, encoder.processor, one.place), is_video=size.frames is not None) for size in own]
@@ -205,11 +201,7 @@ class PictureRecords:
         return encoded.tokens, encoded.labels
 
     def read(self, row: int) -> PictureRow:
-        """Return one row, with no pixel read.
-
-        Raises:
-            ManifestError: its record is gone or has changed.
-        """
+        """Return one row, with no pixel read."""
         sizes = tuple(PictureSize(**values) for values in self._sizes[row].as_py())
         videos = sum(size.frames is not None for size in sizes)
         file, at = self._source.files[self._shards[row]], int(self._records[row])

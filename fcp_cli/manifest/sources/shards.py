@@ -59,11 +59,7 @@ def _cut(batches: Iterable[Any], first: int, start: int, stop: int | None) -> It
 
 
 class ParquetShard:
-    """A Parquet file; its groups are its row groups.
-
-    Raises:
-        ManifestError: the file is missing, damaged or no Parquet.
-    """
+    """A Parquet file; its groups are its row groups."""
 
     is_arrow = False
 
@@ -92,9 +88,6 @@ class ArrowShard:
     """An Arrow IPC file, or an IPC stream as the `datasets` library writes; its groups are its record batches.
 
     Both are memory-mapped: nothing is copied unless the file is compressed. Of a store, the ranges of batches are read.
-
-    Raises:
-        ManifestError: the file is missing, damaged or no Arrow data.
     """
 
     is_arrow = True
@@ -145,11 +138,7 @@ class ArrowShard:
 
 
 class CsvShard:
-    """A `.csv` or `.tsv` file, in memory as one group; without a header line, a lone column is `length`.
-
-    Raises:
-        ManifestError: the file is missing, or no such table.
-    """
+    """A `.csv` or `.tsv` file, in memory as one group; without a header line, a lone column is `length`."""
 
     is_arrow = False
 
@@ -183,9 +172,6 @@ def open_shard(path: Path) -> DataFile:
 def python_rows(batch: Any, path: Path) -> list[dict[str, Any]]:
     """Return the rows of a record batch as Python values; times and dates, which may be finer or further than Python's,
     are texts.
-
-    Raises:
-        ManifestError: a column holds a value that Python cannot represent.
     """
     with readable(path, kind="rows"):
         columns = [column.cast(pa.string()) if _is_time(column.type) else column for column in batch.columns]

@@ -24,11 +24,7 @@ class Message(NamedTuple):
 
 
 def write_message(pipe: IO[bytes], facts: Mapping[str, Any], table: bytes = b"") -> None:
-    """Write one message and let it go.
-
-    Raises:
-        OSError: nobody reads any more.
-    """
+    """Write one message and let it go."""
     pipe.write(json.dumps({**facts, "bytes": len(table)}).encode() + b"\n")
     pipe.write(table)
     pipe.flush()

@@ -19,9 +19,6 @@ def part_of_steps(text: str, first_step: int, steps: int) -> tuple[PlanPart, int
         text: as typed; without A from the first step, without B to the last.
         first_step: of the plan.
         steps: of the plan.
-
-    Raises:
-        UsageError: it is no range of the plan's steps.
     """
     begin, _, end = text.partition(":")
     if not all(word.isdecimal() for word in (begin, end) if word):
@@ -33,11 +30,7 @@ def part_of_steps(text: str, first_step: int, steps: int) -> tuple[PlanPart, int
 
 
 def part_of_shard(text: str, first_step: int, steps: int) -> tuple[PlanPart, int]:
-    """Parse `--shard I/N`: return the I-th of N nearly equal parts, and the number of its steps.
-
-    Raises:
-        UsageError: it is none of N parts, or the plan has fewer steps.
-    """
+    """Parse `--shard I/N`: return the I-th of N nearly equal parts, and the number of its steps."""
     index, _, count = text.partition("/")
     if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
         raise UsageError(f"--shard {text} is not I/N, the I-th of N parts with I from 1 to N, as 3/16")

@@ -49,11 +49,7 @@ def stored_steps(table: pa.Table, limits: StepLimits) -> Iterator[tuple[StepPlan
 
 
 def steps_in_order(table: pa.Table, limits: StepLimits, *, due: int, splits_heads: bool) -> list[StepPlan]:
-    """Return the steps of a table that a journal kept, of which the first is `due`.
-
-    Raises:
-        DamagedError: it has other columns or steps, or a value that no plan has.
-    """
+    """Return the steps of a table that a journal kept, of which the first is `due`."""
     if not table.schema.equals(schema_of(splits_heads=splits_heads)):
         raise DamagedError("it does not have the columns of steps")
     steps: list[StepPlan] = []

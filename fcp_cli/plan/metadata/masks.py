@@ -33,11 +33,7 @@ class PlannedMasks:
     packed: str = ""
 
     def of_rows(self, rows: int) -> MaskRows:
-        """Unpack the masks of so many rows.
-
-        Raises:
-            ValueError: they are damaged, or of another number of rows.
-        """
+        """Unpack the masks of so many rows."""
         if self.kind == "full":
             return MaskRows("full", np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64))
         if rows + self.count > _MOST_NUMBERS:

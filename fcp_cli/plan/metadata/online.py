@@ -50,11 +50,7 @@ class OnlineSettings:
 
 
 def settings_of_json(document: Mapping[str, Any], *, name: str) -> OnlineSettings:
-    """Read the document of `OnlineSettings.to_json`; `name` is the file's in messages.
-
-    Raises:
-        FcpError: it is damaged, or of another version.
-    """
+    """Read the document of `OnlineSettings.to_json`; `name` is the file's in messages."""
     where = f"{name}: it does not say what to plan for"
     if not isinstance(document, Mapping) or set(document) != {"metadata", "options"}:
         raise RunError(where)
@@ -65,11 +61,7 @@ def settings_of_json(document: Mapping[str, Any], *, name: str) -> OnlineSetting
 
 
 def read_online_settings(path: Path) -> OnlineSettings:
-    """Read the settings that `fcp launch --online` wrote.
-
-    Raises:
-        FcpError: the file is missing or damaged.
-    """
+    """Read the settings that `fcp launch --online` wrote."""
     try:
         require_input(path, seekable=True)
     except OSError as error:

@@ -119,11 +119,7 @@ def pack_rows(mask: npt.NDArray[np.bool_]) -> str:
 
 
 def unpack_rows(text: str, rows: int) -> npt.NDArray[np.bool_]:
-    """Decode the mask [rows] that `pack_rows` encoded.
-
-    Raises:
-        ValueError: it is damaged, or of another number of rows.
-    """
+    """Decode the mask [rows] that `pack_rows` encoded."""
     try:
         # No more than one byte too many: damaged data may unpack to any size.
         unpacked = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), -(-rows // 8) + 1)
@@ -259,11 +255,7 @@ class PlanMetadata(PlanSetup):
 
 
 def parse_metadata(raw: Mapping[bytes, bytes] | None, *, name: str) -> PlanMetadata:
-    """Read the metadata of a Parquet schema; `name` stands for the file in messages.
-
-    Raises:
-        PlanError: the file is not a plan, or of another format; its metadata is damaged, or has a key that is unknown.
-    """
+    """Read the metadata of a Parquet schema; `name` stands for the file in messages."""
     try:
         document = footer_document(raw)
     except ValueError as error:

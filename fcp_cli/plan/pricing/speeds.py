@@ -22,11 +22,7 @@ def named_speeds(speeds: Speeds | None) -> Mapping[str, float] | None:
 
 
 def speeds_of(named: Mapping[str, float] | None, num_ranks: int) -> Speeds | None:
-    """Return the speeds that `named_speeds` encoded, [ranks].
-
-    Raises:
-        ValueError: a name is no rank.
-    """
+    """Return the speeds that `named_speeds` encoded, [ranks]."""
     if not named:
         return None
     speeds = [1.0] * num_ranks
