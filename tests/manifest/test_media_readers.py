@@ -15,7 +15,7 @@ import pytest
 from inline_snapshot import snapshot
 
 from fcp_cli.manifest.sources.detect import detect_kind
-from fcp_cli.manifest.sources.media_readers import video_size
+from fcp_cli.manifest.sources.media_readers import image_size, video_size
 from fcp_cli.manifest.tokens import open_media
 from tests.manifest.datasets import build, tar, write_parquet, write_tokenizer
 from tests.messages import raises
@@ -251,7 +251,7 @@ def test_a_bad_sample_of_a_tar_is_named(files: dict[str, bytes], message: str, t
         (
             "s.tar",
             b"x" * 600,
-            snapshot("ManifestError: FOLDER/s.tar cannot be read as an uncompressed tar: invalid header"),
+            snapshot("ManifestError: FOLDER/s.tar cannot be read as an uncompressed tar: there is no header at byte 0"),
         ),
         (
             "s.json",
@@ -299,3 +299,22 @@ def test_a_bad_file_is_named(name: str, content: bytes, message: str, tmp_path: 
 def test_a_folder_without_tars_says_what_media_may_be(tmp_path: Path) -> None:
     with raises(snapshot("ManifestError: FOLDER holds no .tar file; --kind media takes tars, tables, .json or .jsonl")):
         counted(tmp_path)
+
+
+@pytest.mark.parametrize("orientation", [None, 1, 6])
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [("PNG", {}), ("JPEG", {}), ("JPEG", {"progressive": True}), ("JPEG", {"comment": b"x" * 9000}), ("WEBP", {})],
+)
+def test_the_size_of_a_picture_is_that_of_its_turned_pixels(
+    form: str, options: dict[str, Any], orientation: int | None
+) -> None:
+    image_module = pytest.importorskip("PIL.Image")
+    exif = image_module.Exif()
+    if orientation is not None and form == "JPEG":  # of PNG and WebP, the tag is not looked at
+        exif[274] = orientation
+    stream = io.BytesIO()
+    image_module.new("RGB", (300, 200)).save(stream, form, exif=exif, **options)
+    wanted = (300, 200) if orientation == 6 and form == "JPEG" else (200, 300)
+    found = image_size(io.BytesIO(stream.getvalue()), "a picture")
+    assert (found["height"], found["width"]) == wanted

@@ -279,7 +279,7 @@ def _lines_between(
 
 def _line_members(tar: Path) -> list[FileSpan]:
     with open_input(tar, seekable=True) as stream:
-        members = [member for _, member in tar_files(tar, stream, error=ManifestError)]
+        members = list(tar_files(tar, stream, error=ManifestError))
     lines = [member for member in members if member.name.endswith(LINE_SUFFIXES)]
     return [FileSpan(0, member.offset_data, member.offset_data + member.size) for member in lines]
 
@@ -291,7 +291,7 @@ line_members = cached_by_file(_line_members, maxsize=1024)
 def holds_lines(tar: Path) -> bool:
     """Return whether the first file in a tar is one of JSON lines; False if it cannot be read."""
     with suppress(OSError, ManifestError), open_input(tar, seekable=True) as stream:
-        return next((m.name.endswith(LINE_SUFFIXES) for _, m in tar_files(tar, stream, error=ManifestError)), False)
+        return next((m.name.endswith(LINE_SUFFIXES) for m in tar_files(tar, stream, error=ManifestError)), False)
     return False
 
 

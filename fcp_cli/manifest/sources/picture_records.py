@@ -9,12 +9,11 @@ pictures, `.txt` is its caption and `.json` holds further fields.
 from __future__ import annotations
 
 import re
-import tarfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from fcp_cli.manifest.sources.media_readers import IMAGE_SUFFIXES, VIDEO_SUFFIXE
 from fcp_cli.manifest.sources.picture_refs import CellPicture, Picture, TarPicture, refer
 from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, PARQUET_SUFFIXES, open_shard, python_rows
 from fcp_cli.reading.inputs import cached_by_file, open_input
-from fcp_cli.reading.tar import tar_content, tar_files
+from fcp_cli.reading.tar import TarMember, tar_content, tar_files
 from fcp_cli.words import counted
 
 _TABLES: Final = (*PARQUET_SUFFIXES, *ARROW_SUFFIXES)
@@ -138,29 +137,27 @@ def _samples(path: Path, start: int) -> Iterator[tuple[dict[str, Any], int, int,
     try:
         with open_input(path, seekable=True) as stream:
             stream.seek(start)
-            for archive, member in tar_files(path, stream, error=ManifestError):
+            for member in tar_files(path, stream, error=ManifestError):
                 name, suffix = split_member(member.name)
                 if name != key and sample:
                     yield sample, begun, member.offset - begun, f"{path}: {key}"
                     sample, begun = {}, member.offset
                 key = name
-                _add_member(sample, archive, member, suffix, path)
+                _add_member(sample, stream, member, suffix, path)
     except OSError as error:
         raise ManifestError(f"cannot read {path}: {error.strerror or error}") from error
     if sample:
         yield sample, begun, size_of(path) - begun, f"{path}: {key}"
 
 
-def _add_member(
-    sample: dict[str, Any], archive: tarfile.TarFile, member: tarfile.TarInfo, suffix: str, path: Path
-) -> None:
+def _add_member(sample: dict[str, Any], stream: IO[bytes], member: TarMember, suffix: str, path: Path) -> None:
     last = "." + suffix.rpartition(".")[2]
     kind = "images" if last in IMAGE_SUFFIXES else "videos" if last in VIDEO_SUFFIXES else None
     if kind is not None:
         picture = TarPicture(path=path, member=member.name, byte_offset=member.offset_data, size_bytes=member.size)
         sample.setdefault(kind, []).append(picture)
     elif last in (".txt", ".json"):
-        content = tar_content(archive, member, error=ManifestError)
+        content = tar_content(path, stream, member, error=ManifestError)
         if last == ".txt":
             sample["caption"] = content.decode("utf-8", "replace")
         else:
