@@ -22,7 +22,9 @@ class CheckOptions:
     """The options of `fcp check`."""
 
     plan: Annotated[Path, Arg("The plan to check.")] = Path("plan.parquet")
-    manifest: Annotated[Path | None, Opt("Its manifest, to check lengths and all times against.")] = None
+    manifest: Annotated[
+        tuple[Path, ...], Opt("Its manifest, to check lengths and all times against; once for each of a mixture.")
+    ] = ()
     length_column: Annotated[str, Opt("Column of the manifest with lengths.")] = "length"
     json: Annotated[bool, Opt("Print the findings as one JSON document on stdout.")] = False
 
@@ -33,15 +35,15 @@ def check(options: CheckOptions) -> None:
 
     Exit status 0 for a sound plan, 1 for any other.
     """
-    from fcp_cli.manifest.read import read_manifest
     from fcp_cli.plan.check import check_plan
     from fcp_cli.plan.file.reader import PlanReader
+    from fcp_cli.planning.batching.mixing import planned_manifest
 
     plan, table = options.plan, None
-    if options.manifest is not None:
-        table = read_manifest(options.manifest, length_column=options.length_column)
-    findings = list(islice(check_plan(plan, manifest=table), _MOST_SHOWN))
     metadata = PlanReader(plan).metadata
+    if options.manifest:
+        table = planned_manifest(metadata, options.manifest, length_column=options.length_column)
+    findings = list(islice(check_plan(plan, manifest=table), _MOST_SHOWN))
     if options.json:
         shown = [{"step": f.step, "order": f.order, "message": f.message} for f in findings]
         print_json({"plan": str(plan), "plan_hash": metadata.plan_hash, "sound": not findings, "findings": shown})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,7 +27,9 @@ class InspectOptions:
     why: Annotated[
         int | None, Opt("With --step: explain the degree of this micro-batch.", min=0, metavar="MICROBATCH")
     ] = None
-    manifest: Annotated[Path | None, Opt("The plan's manifest, if it has mask or vision columns.")] = None
+    manifest: Annotated[
+        tuple[Path, ...], Opt("The plan's manifest, if it has mask or vision columns; once for each of a mixture.")
+    ] = ()
     json: Annotated[bool, Opt("Print one JSON document on stdout.")] = False
 
 
@@ -56,7 +59,7 @@ def _step(file: PlanFile, wanted: int) -> StepPlan:
     return file.step(wanted)
 
 
-def _inspect_degree(file: PlanFile, wanted: int, order: int, manifest: Path | None, json: bool) -> None:
+def _inspect_degree(file: PlanFile, wanted: int, order: int, manifest: Sequence[Path], json: bool) -> None:
     from fcp_cli.planning.fcp.solver import winner_of
     from fcp_cli.planning.problem import problem_of
     from fcp_cli.report.why import explain_degree, print_why
@@ -88,7 +91,7 @@ def _inspect_step(file: PlanFile, wanted: int, json: bool) -> None:
         print_step(results(), file.metadata, step)
 
 
-def _inspect_plan(file: PlanFile, manifest: Path | None, json: bool) -> None:
+def _inspect_plan(file: PlanFile, manifest: Sequence[Path], json: bool) -> None:
     from fcp_cli.report.plan_tables import print_plan, speedup_text
 
     summary, sample, longest = _summarise(file)
@@ -129,7 +132,9 @@ def _summarise(file: PlanFile) -> tuple[PlanSummary, list[StepPlan], int]:
     return summary, sample, longest
 
 
-def _speedup(file: PlanFile, sample: list[StepPlan], longest: int, manifest: Path | None) -> tuple[float, int] | None:
+def _speedup(
+    file: PlanFile, sample: list[StepPlan], longest: int, manifest: Sequence[Path]
+) -> tuple[float, int] | None:
     from fcp_cli.planning.baselines.baseline import static_speedup
     from fcp_cli.planning.problem import problem_of
 

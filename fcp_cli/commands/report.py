@@ -38,7 +38,9 @@ class ReportOptions:
         Path | None, Opt("metrics.jsonl of a run that followed the plan, or its folder.", metavar="RUN_DIR")
     ] = None
     output: Annotated[Path, Opt("The page to write.", flags=("--output", "-o"), trust="writes")] = Path("report.html")
-    manifest: Annotated[Path | None, Opt("The plan's manifest, if it has mask or vision columns.")] = None
+    manifest: Annotated[
+        tuple[Path, ...], Opt("The plan's manifest, if it has mask or vision columns; once for each of a mixture.")
+    ] = ()
     json: Annotated[bool, Opt("Print its figures as one JSON document on stdout.")] = False
 
 
@@ -55,7 +57,7 @@ def report(options: ReportOptions) -> None:
     options, output = _of_a_run(options), options.output
     if not output.parent.is_dir():
         raise FcpError(f"cannot write {output}: there is no folder {output.parent}")
-    refuse_to_overwrite(output, options.plan, options.metrics, options.manifest)
+    refuse_to_overwrite(output, options.plan, options.metrics, *options.manifest)
     file = open_plan(options.plan)
     table = file.manifest(options.manifest)
     javascript_bundle()  # before the work: it may be missing
@@ -94,8 +96,8 @@ def _of_a_run(options: ReportOptions) -> ReportOptions:
     with suppress(RunError):  # a job that was started without `fcp launch` has no record
         launched = read_launch(folder)
         plan = followed_plan(folder, launched)
-        if manifest is None and launched.manifest and Path(launched.manifest).is_file():
-            manifest = Path(launched.manifest)
+        if not manifest and all(path.is_file() for path in launched.manifests):
+            manifest = launched.manifests
     if not plan.is_file():
         raise RunError(f"{folder} holds no plan.parquet; name the plan: fcp report PLAN --metrics {folder}")
     return replace(options, plan=plan, metrics=folder, manifest=manifest)

@@ -147,9 +147,10 @@ class LaunchRequest:
         ),
     ] = None
     resume: Annotated[bool, Opt("Continue a run from its newest checkpoint.", common=True)] = False
-    manifest: Annotated[Path | None, Opt("Manifest of the plan, to read tokens through.", unset="next to the plan")] = (
-        None
-    )
+    manifest: Annotated[
+        tuple[Path, ...],
+        Opt("Manifest of the plan, to read tokens through; once for each of a mixture.", unset="next to the plan"),
+    ] = ()
     synthetic: Annotated[bool, Opt("Train on random tokens of the planned lengths.")] = False
     grace: Annotated[
         int,

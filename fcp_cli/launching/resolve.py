@@ -232,8 +232,8 @@ def _as_before(request: LaunchRequest, assumed: Assumptions) -> LaunchRequest:
         run_dir=run_dir,
         plan=request.plan or followed_plan(run_dir, before),
         model=request.model or model_of_run(run_dir, before.model),
-        manifest=request.manifest or (Path(before.manifest) if before.manifest else None),
-        synthetic=request.synthetic or (request.manifest is None and before.manifest is None),
+        manifest=request.manifest or before.manifests,
+        synthetic=request.synthetic or not (request.manifest or before.manifests),
         training={**training, **request.training},
     )
 
@@ -243,7 +243,7 @@ def _plan(request: LaunchRequest, assumed: Assumptions) -> tuple[Path, PlanMetad
     if request.plan is not None or DEFAULT_PLAN.is_file():
         plan = request.plan or DEFAULT_PLAN
         return plan, preflight.check_plan(plan)
-    manifest = request.manifest or manifest_here()
+    manifest = next(iter(request.manifest), None) or manifest_here()
     if request.dry_run and request.model is not None:
         return DEFAULT_PLAN, assumed_plan(
             DEFAULT_PLAN, request.model, request.ranks, manifest or Path(USUAL_MANIFESTS[0]), assumed

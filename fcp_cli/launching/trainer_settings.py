@@ -56,7 +56,7 @@ def trainer_settings(request: LaunchRequest, job: Job, assumed: Assumptions) -> 
         model=model,
         weights=_weights(request, model, assumed),
         random_weights=_wants_random_weights(request),
-        manifest=None if request.synthetic else _manifest(request, plan, metadata, assumed),
+        manifest=() if request.synthetic else _manifests(request, plan, metadata, assumed),
         run_dir=run_dir_of(request, Path(model).stem).absolute(),
         resume=request.resume,
         **{name: value for name, value in request.training.items() if name not in (*_PATHS, "random_weights")},
@@ -104,7 +104,7 @@ def recorded_settings(training: Mapping[str, Any], path: Path) -> Mapping[str, A
     if "warmup_ratio" in training:  # of a run that an earlier version started
         share = training["warmup_ratio"]
         training = {name: value for name, value in training.items() if name != "warmup_ratio"} | {"warmup_steps": share}
-    of_paths = {Path: str, Path | None: str | None}
+    of_paths = {Path: str, Path | None: str | None, tuple[Path, ...]: tuple[str, ...]}
     kinds = [(name, of_paths.get(kind, kind), None) for name, kind in get_type_hints(TrainSettings).items()]
     shape = make_dataclass("RecordedSettings", kinds, kw_only=True)
     validated(training, shape, where=f"{path} is damaged: training", error=RunError)
@@ -151,7 +151,7 @@ def _check_tokenizer(settings: TrainSettings) -> None:
     """Refuse manifests whose tokens are not those of the checkpoint that is trained."""
     from fcp_cli.training.data import check_tokenizer
 
-    for manifest in filter(None, (settings.manifest, settings.eval_manifest)):
+    for manifest in filter(None, (*settings.manifest, settings.eval_manifest)):
         if settings.weights is not None and manifest.exists():
             check_tokenizer(manifest, settings.weights)
 
@@ -197,35 +197,50 @@ def _planned_profile(metadata: PlanMetadata) -> dict[str, Any]:
     return profile if isinstance(profile, dict) else {}
 
 
-def _manifest(request: LaunchRequest, plan: Path, metadata: PlanMetadata, assumed: Assumptions) -> Path | None:
-    """Return the manifest to read tokens through; None trains on random ones."""
+def _manifests(request: LaunchRequest, plan: Path, metadata: PlanMetadata, assumed: Assumptions) -> tuple[Path, ...]:
+    """Return the manifest to read tokens through, or all that the plan mixes; none trains on random tokens."""
     from fcp_cli.manifest.tokens import open_media
-    from fcp_cli.training.data import has_tokens
+    from fcp_cli.planning.batching.mixing import mixed_manifests
+    from fcp_cli.training.data import has_tokens, require_texts
 
-    name = metadata.manifest.name
-    candidates = (plan.parent / name, Path(name))
-    manifest = request.manifest or next((path for path in candidates if path.exists()), None)
-    if manifest is None and is_assumed(metadata):
-        assumed.assume("--manifest", name, "not there yet: 'fcp manifest build' makes it")
-        return Path(name).absolute()
-    if manifest is None:
+    mixture = metadata.mixture
+    names = [metadata.manifest.name] if mixture is None else [source.name for source in mixture.sources]
+    near = [next((path for path in (plan.parent / name, Path(name)) if path.exists()), None) for name in names]
+    manifests = request.manifest or tuple(path for path in near if path is not None)
+    if not manifests and is_assumed(metadata):
+        assumed.assume("--manifest", names[0], "not there yet: 'fcp manifest build' makes it")
+        return (Path(names[0]).absolute(),)
+    if not request.manifest and None in near:
+        named = "it" if mixture is None else f"each of {', '.join(names)}"
         raise RunError(
-            f"{plan} was made from {name}, which is not next to it; name it with --manifest, or train on random "
-            "tokens with --synthetic"
+            f"{plan} was made from {names[near.index(None)]}, which is not next to it; name {named} with --manifest, "
+            "or train on random tokens with --synthetic"
         )
     length_column = request.training.get("length_column", "length")
-    if not is_assumed(metadata):
-        _check_manifest(manifest, length_column, plan, metadata)
+    if mixture is not None:
+        manifests = tuple(mixed_manifests(mixture, manifests, length_column=length_column))
+        require_texts(manifests)
+    elif len(manifests) > 1:
+        raise UsageError(f"{plan} is of one manifest, {names[0]}, but --manifest names {len(manifests)}")
+    elif not is_assumed(metadata):
+        _check_manifest(manifests[0], length_column, plan, metadata)
     kept = RunPaths(run_dir=request.run_dir).origin if request.resume and request.run_dir is not None else None
-    if not has_tokens(manifest, length_column=length_column, kept=kept):
-        if open_media(manifest) is not None:
-            assumed.assume("text and pixels", "random", f"{manifest} holds sizes of images and videos only")
-            return manifest.absolute()
-        assumed.assume("tokens", "random", f"{manifest} holds lengths only, no source of tokens")
-        return None
-    if request.manifest is None:
-        assumed.assume("--manifest", manifest, "the plan was made from it")
-    return manifest.absolute()
+    for manifest in manifests:
+        if has_tokens(manifest, length_column=length_column, kept=kept):
+            continue
+        if mixture is not None:
+            raise RunError(
+                f"{manifest} holds lengths only, no source of tokens; build it from its texts, or train on random "
+                "tokens with --synthetic"
+            )
+        if open_media(manifest) is None:
+            assumed.assume("tokens", "random", f"{manifest} holds lengths only, no source of tokens")
+            return ()
+        assumed.assume("text and pixels", "random", f"{manifest} holds sizes of images and videos only")
+        return (manifest.absolute(),)
+    if not request.manifest:
+        assumed.assume("--manifest", " ".join(map(str, manifests)), "the plan was made from it")
+    return tuple(manifest.absolute() for manifest in manifests)
 
 
 def _check_manifest(manifest: Path, length_column: str, plan: Path, metadata: PlanMetadata) -> None:

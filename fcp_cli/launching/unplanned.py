@@ -21,7 +21,7 @@ def has_plan_made(request: LaunchRequest, target: str, plan: Path) -> bool:
         target: where the job runs.
         plan: that would be followed if none is named.
     """
-    given = request.plan is not None or request.online or request.manifest is not None
+    given = request.plan is not None or request.online or bool(request.manifest)
     if not request.program or given or plan.is_file():
         return False
     return target == LOCAL and request.inject in (None, "entry") and request.launcher == "torchrun"

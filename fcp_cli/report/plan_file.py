@@ -6,17 +6,17 @@ lists in `problems` edits of the file and skipped steps.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fcp_cli.errors import PlanError
-from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.plan.step import StepPlan
+from fcp_cli.planning.batching.mixing import planned_manifest
 from fcp_cli.words import counted
 
 _QUICK_BYTES = 100_000_000  # to hash a larger file takes longer than to show one of its steps should
@@ -66,14 +66,14 @@ class PlanFile:
             raise self.nothing_to_show(f"step {wanted}")
         return found
 
-    def manifest(self, path: Path | None) -> LengthTable | None:
-        """Read the manifest that this plan was made from, or return None without a path."""
-        if path is None:
+    def manifest(self, paths: Sequence[Path]) -> LengthTable | None:
+        """Read the manifests that this plan was made from, or return None without a path."""
+        if not paths:
             return None
-        table, planned = read_manifest(path), self.metadata.manifest
+        table, planned = planned_manifest(self.metadata, paths, length_column="length"), self.metadata.manifest
         if len(table) != planned.rows:
             raise PlanError(
-                f"--manifest {path} has {counted(len(table), 'row')}, but {self.path} was planned from "
+                f"--manifest {paths[0]} has {counted(len(table), 'row')}, but {self.path} was planned from "
                 f"{counted(planned.rows, 'row')} of {planned.name}; name that one"
             )
         return table

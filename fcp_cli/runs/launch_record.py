@@ -38,7 +38,8 @@ class LaunchRecord:
     """Every setting of the launched job.
 
     Attributes:
-        plan, run_dir, manifest: absolute paths; the manifest is that of the bundled trainer, None for random tokens.
+        plan, run_dir, manifest: absolute paths; the manifest is that of the bundled trainer, None for random tokens,
+            and a list of those of a mixture.
         training: settings of the bundled trainer that are not at their defaults; None for a script.
         program: as typed after `--`, or the bundled trainer's module.
         environment: set by fcp.
@@ -52,7 +53,7 @@ class LaunchRecord:
     num_ranks: Count
     run_dir: PathText
     model: PathText | None
-    manifest: PathText | None
+    manifest: PathText | tuple[PathText, ...] | None
     training: dict[str, Any] | None
     program: list[str]
     target: str = "local"
@@ -62,6 +63,11 @@ class LaunchRecord:
     environment: dict[str, str] = field(default_factory=dict)
     commands: list[NodeCommand] = field(default_factory=list)
     files: list[JobFile] = field(default_factory=list)
+
+    @property
+    def manifests(self) -> tuple[Path, ...]:
+        named = (self.manifest,) if isinstance(self.manifest, str) else self.manifest or ()
+        return tuple(map(Path, named))
 
     def text(self) -> str:
         """Return the record as it stands in its file."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from fcp_cli.errors import RunError
 from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.runs.checkpoint_header import check_plan_of, checkpoints, read_header
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.launch_record import LaunchRecord, followed_plan, read_launch
@@ -82,7 +83,7 @@ def read_trained_run(run_dir: Path, *, manifest: Path | None = None) -> TrainedR
     return TrainedRun(
         plan=plan,
         first_step=header.step,
-        manifest=_manifest(manifest, launched, plan, reader.metadata.manifest.name),
+        manifest=_manifest(manifest, launched, plan, reader.metadata),
         length_column=_length_column(run_dir, launched.training),
         model=launched.model,
     )
@@ -96,11 +97,13 @@ def _length_column(run_dir: Path, training: Mapping[str, Any]) -> str:
     return column
 
 
-def _manifest(given: Path | None, launched: LaunchRecord, plan: Path, name: str) -> Path:
+def _manifest(given: Path | None, launched: LaunchRecord, plan: Path, metadata: PlanMetadata) -> Path:
     if given is not None:
         return given
-    remembered = [Path(launched.manifest)] if launched.manifest else []
-    places = [*remembered, Path(launched.plan).parent / name, plan.parent / name, Path(name)]
+    if metadata.mixture is not None:
+        raise RunError(f"{plan} mixes manifests; name each with --mix FILE:WEIGHT, with its weight from now on")
+    name = metadata.manifest.name
+    places = [*launched.manifests, Path(launched.plan).parent / name, plan.parent / name, Path(name)]
     found = next((path for path in places if path.is_file()), None)
     if found is None:
         raise RunError(

@@ -2,34 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fcp_cli.errors import ManifestError, RunError
 from fcp_cli.manifest.header import manifest_source
 from fcp_cli.manifest.tokenizer import FileTokenizer
-from fcp_cli.manifest.tokens import SyntheticTokens, TokenReader, open_media, open_tokens
+from fcp_cli.manifest.tokens import SyntheticTokens, TokenReader, open_media, open_pictures, open_tokens
 from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.planning.batching.mixing import mixed_manifests
 from fcp_cli.runtime.agreement.plan_agreement import require_causal
+from fcp_cli.runtime.data.mixed_fetch import mixed_fetch
 
 
 def open_data(
     plan: Path,
-    manifest: Path | None,
+    manifests: Sequence[Path],
     *,
     vocab_size: int,
     seed: int,
     length_column: str = "length",
     kept: Path | None = None,
-) -> TokenReader:
-    """Open the tokens of a manifest's source, or random ones of the plan's lengths.
+) -> Callable[[int], Any]:
+    """Open the tokens of the source of a plan's manifest, or of all that it mixes, or random ones of its lengths.
 
-    They are random where `manifest` is None, or was built from sizes of images and videos. `kept` as for `open_tokens`.
+    They are random without a manifest, or if it was built from sizes of images and videos. `kept` as for `open_tokens`.
     """
-    if manifest is None or open_media(manifest) is not None:
-        require_causal(PlanReader(plan).metadata, plan, "random tokens")
+    metadata = PlanReader(plan).metadata
+    if not manifests or (metadata.mixture is None and open_media(manifests[0]) is not None):
+        require_causal(metadata, plan, "random tokens")
         return SyntheticTokens(planned_lengths(plan), vocab_size, seed)
+    if metadata.mixture is None:
+        return _open_tokens(manifests[0], length_column, kept, vocab_size)
+    require_texts(manifests)
+    paths = mixed_manifests(metadata.mixture, manifests, length_column=length_column)
+    names = [source.name for source in metadata.mixture.sources]
+    opened = {
+        name: _open_tokens(path, length_column, kept, vocab_size) for name, path in zip(names, paths, strict=True)
+    }
+    return mixed_fetch(plan, lambda name, row: opened[name](row))
+
+
+def require_texts(manifests: Sequence[Path]) -> None:
+    """Refuse a mixture of pictures, which the bundled trainer shows from one manifest alone."""
+    for path in manifests:
+        if open_pictures(path) is not None or open_media(path) is not None:
+            raise RunError(
+                f"{path} holds pictures, but the bundled trainer mixes texts alone; give a script of your own, whose "
+                "fetch is fcp_cli.runtime.mixed_fetch"
+            )
+
+
+def _open_tokens(manifest: Path, length_column: str, kept: Path | None, vocab_size: int) -> TokenReader:
     tokens = open_tokens(manifest, length_column=length_column, kept=kept, entries=vocab_size)
     if tokens.vocab_size > vocab_size:
         raise RunError(

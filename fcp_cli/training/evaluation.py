@@ -55,7 +55,7 @@ def open_held_out(settings: TrainSettings, session: Session, open_fetch: Callabl
     check_recipe(
         settings.recipe(session.metadata.recipe, sync=metadata.sync, device=session.device.type), sync=metadata.sync
     )
-    fetch = open_fetch(replace(settings, plan=plan, manifest=settings.eval_manifest))
+    fetch = open_fetch(replace(settings, plan=plan, manifest=(settings.eval_manifest,)))
     return held_out_session(plan, metadata, session, fetch)
 
 

@@ -38,7 +38,8 @@ class TrainSettings(RecipeRequest):
         model: name of a shipped model, a model YAML, a Hugging Face config.json, or the folder of a checkpoint.
         weights: folder of the Hugging Face checkpoint to start from; None starts from random weights.
         run_dir: folder for metrics and checkpoints, shared by all nodes.
-        manifest: the manifest of the plan, whose source holds the tokens; None trains on synthetic tokens.
+        manifest: manifest of the plan, whose source holds the tokens, or all that it mixes; none trains on synthetic
+            tokens.
         length_column: the manifest's column that was planned.
         bad_rows: action on a row whose images or videos fail to decode: stop, or skip and count it.
         decode_workers: processes of each rank that decode pictures; 0 decodes in the trainer's own.
@@ -83,7 +84,7 @@ class TrainSettings(RecipeRequest):
     ] = None
     random_weights: bool = False
     export_every: Annotated[int, Opt("Steps between exports of RUN/model; 0: only at the end.", min=0)] = 0
-    manifest: Path | None = None
+    manifest: tuple[Path, ...] = ()
     eval_manifest: Annotated[
         Path | None, Opt("Held-out rows to compute losses of.", unset="none", group="evaluation")
     ] = None
@@ -194,7 +195,7 @@ class TrainSettings(RecipeRequest):
             flag = f.name.replace("_", "-")
             words.append(f"--no-{flag}" if value is False else f"--{flag}")
             if not isinstance(value, bool):
-                words.append(str(value))
+                words += map(str, value) if isinstance(value, tuple) else [str(value)]
         return words
 
 
@@ -210,7 +211,8 @@ def parse_settings(argv: Sequence[str]) -> TrainSettings:
     hints = get_type_hints(TrainSettings)
     for f in fields(TrainSettings):
         parser.add_argument(f"--{f.name.replace('_', '-')}", **_argument(f.name, hints[f.name], f.default))
-    return TrainSettings(**vars(parser.parse_args(argv)))
+    given = vars(parser.parse_args(argv))
+    return TrainSettings(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
 
 
 def _argument(name: str, hint: Any, default: Any) -> dict[str, Any]:
@@ -220,6 +222,8 @@ def _argument(name: str, hint: Any, default: Any) -> dict[str, Any]:
 
         return {"action": BooleanOptionalAction, "default": default}
     kind = str if get_origin(hint) is Literal else next((part for part in get_args(hint) if part is not NoneType), hint)
+    if get_origin(hint) is tuple:
+        return {"type": kind, "nargs": "*", "default": default, "help": "default: none"}
     if default is not MISSING:
         return {"type": kind, "default": default, "help": "default: %(default)s"}
     fallback = os.environ.get({"plan": "FCP_PLAN", "run_dir": "FCP_RUN_DIR"}.get(name, ""))

@@ -132,21 +132,22 @@ def open_visuals(settings: TrainSettings, config: Any) -> SyntheticVisuals | Pic
         settings: of the run.
         config: of the whole model.
     """
-    if settings.manifest is None:
+    if len(settings.manifest) != 1:
         return None
+    (manifest,) = settings.manifest
     kept = RunPaths(run_dir=settings.run_dir).origin if settings.resume else None
-    pictures = open_pictures(settings.manifest, kept=kept)
-    sizes = open_media(settings.manifest) if pictures is None and has_vision(config) else None
+    pictures = open_pictures(manifest, kept=kept)
+    sizes = open_media(manifest) if pictures is None and has_vision(config) else None
     records = pictures or sizes
     if records is None:
         return None
     if not has_vision(config):
         raise RunError(
-            f"{settings.manifest} holds pictures, but the model {settings.model} has no vision encoder; train a "
+            f"{manifest} holds pictures, but the model {settings.model} has no vision encoder; train a "
             "vision-language model, or build a manifest of texts alone"
         )
     _require_same_patches(records, config)
-    lengths = read_manifest(settings.manifest, length_column=settings.length_column).length_tokens
+    lengths = read_manifest(manifest, length_column=settings.length_column).length_tokens
     if pictures is not None:
         _require_vocabulary(pictures, config)
         workers = settings.decode_workers
@@ -156,7 +157,7 @@ def open_visuals(settings: TrainSettings, config: Any) -> SyntheticVisuals | Pic
         return PictureVisuals(pictures, lengths, config, pool)
     if settings.weights is not None:
         raise RunError(
-            f"{settings.manifest} was built from sizes alone, so the weights of {settings.weights} would be trained on "
+            f"{manifest} was built from sizes alone, so the weights of {settings.weights} would be trained on "
             "made-up pixels; build it from the pictures with 'fcp manifest build DATA --kind media --processor "
             f"{settings.weights}', or rehearse with --weights random"
         )

@@ -22,14 +22,14 @@ REQUIRED: dict[str, Any] = {"plan": Path("plan.parquet"), "model": "qwen3-tiny",
     learning_rate=st.floats(0, 10, allow_nan=False),
     precision=st.sampled_from(["auto", "fp32", "bf16"]),
     resume=st.booleans(),
-    manifest=st.none() | st.just(Path("a b.parquet")),
+    manifest=st.sampled_from([(), (Path("a b.parquet"),), (Path("a b.parquet"), Path("c"))]),
 )
 def test_settings_survive_the_command_line(
     steps: int | None,
     learning_rate: float,
     precision: Literal["auto", "fp32", "bf16"],
     resume: bool,
-    manifest: Path | None,
+    manifest: tuple[Path, ...],
 ) -> None:
     before = TrainSettings(
         **REQUIRED, steps=steps, learning_rate=learning_rate, precision=precision, resume=resume, manifest=manifest

@@ -14,6 +14,7 @@ from fcp_cli.launching.job.job import Job
 from fcp_cli.launching.request import LOCAL
 from fcp_cli.runs.folder import from_here
 from fcp_cli.runs.launch_record import JobFile, LaunchRecord, NodeCommand
+from fcp_cli.training.settings import TrainSettings
 
 # Elsewhere in the record, or true of one start only.
 _NOT_REMEMBERED = ("plan", "model", "run_dir", "manifest", "resume", "accept_unrecorded", "quiet")
@@ -39,7 +40,7 @@ def launch_record(job: Job, files: Mapping[str, str] = MappingProxyType({})) -> 
         num_ranks=job.metadata.num_ranks,
         run_dir=str(job.run_dir),
         model=job.model,
-        manifest=str(settings.manifest) if settings is not None and settings.manifest is not None else None,
+        manifest=_manifest_of(settings),
         training=training,
         program=list(job.program) if settings is not None else without_entry([*job.program, *job.arguments]),
         target=job.target,
@@ -53,6 +54,11 @@ def launch_record(job: Job, files: Mapping[str, str] = MappingProxyType({})) -> 
         ],
         files=[JobFile(name=name, text=text) for name, text in files.items()],
     )
+
+
+def _manifest_of(settings: TrainSettings | None) -> str | tuple[str, ...] | None:
+    names = () if settings is None else tuple(map(str, settings.manifest))
+    return names if len(names) > 1 else next(iter(names), None)
 
 
 def again_command(job: Job) -> str:

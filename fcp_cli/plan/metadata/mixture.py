@@ -48,6 +48,9 @@ class Mixture:
         begins = [stage.first_step for stage in self.stages]
         if not self.sources or sum(source.rows for source in self.sources) != rows:
             return f"its sources do not have {rows} rows together"
+        names = [source.name for source in self.sources]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            return f"two of its sources are named {twice}"
         if begins[:1] != [0] or any(after <= before for before, after in pairwise(begins)):
             return "its stages do not ascend from step 0"
         for stage in self.stages:

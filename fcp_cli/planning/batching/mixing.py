@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fcp_cli.manifest.columns import chunked, new_column
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata.mixture import Mixture, MixtureSource, MixtureStage
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.planning.batching.shuffling import permuted
 
 _FACTORS = ("eta", "vision_patches", "vision_patch_pairs")
@@ -44,7 +46,10 @@ def read_mixture(
         weights[step][name] = weight
     names = list(dict.fromkeys(name for stage in weights.values() for name in stage))
     tables = [read_manifest(Path(name), length_column=length_column) for name in names]
-    sources = [MixtureSource(name=table.name, rows=len(table), content_hash=table.content_hash()) for table in tables]
+    sources = [
+        MixtureSource(name=source, rows=len(table), content_hash=table.content_hash())
+        for source, table in zip(_source_names(names), tables, strict=True)
+    ]
     _require_distinct(names, sources)
     if before is not None:
         names, tables, sources = _after(before, names, tables, sources)
@@ -58,7 +63,57 @@ def read_mixture(
         stages.append(MixtureStage(first_step=step, weights=tuple(now.values())))
     if stages[0].first_step:
         raise UsageError(f"--mix gives no weight for steps 0 to {stages[0].first_step - 1}; add one without @STEP")
-    return _joined(names, tables), Mixture(sources=tuple(sources), stages=tuple(stages))
+    mixture = Mixture(sources=tuple(sources), stages=tuple(stages))
+    if fault := mixture.fault(sum(map(len, tables))):
+        raise ManifestError(f"--mix: {fault}; rename one of its manifests")
+    return _joined(names, tables, mixture), mixture
+
+
+def planned_manifest(metadata: PlanMetadata, paths: Sequence[Path], *, length_column: str) -> LengthTable:
+    """Read the manifest of a plan, or all manifests that it mixes, in any order.
+
+    Raises:
+        UsageError: several manifests are named, but the plan is of one.
+        ManifestError: a manifest cannot be read, is none that the plan mixes, or one of those is not named.
+    """
+    if metadata.mixture is not None:
+        found = mixed_manifests(metadata.mixture, paths, length_column=length_column)
+        return _joined(list(map(str, found)), list(found.values()), metadata.mixture)
+    if len(paths) > 1:
+        raise UsageError(f"the plan is of one manifest, {metadata.manifest.name}, but --manifest names {len(paths)}")
+    return read_manifest(paths[0], length_column=length_column)
+
+
+def mixed_manifests(mixture: Mixture, paths: Sequence[Path], *, length_column: str) -> dict[Path, LengthTable]:
+    """Read the manifests that a plan mixes, by their content; return them in the order of its sources.
+
+    Raises:
+        ManifestError: a manifest cannot be read, is none that the plan mixes, or one of those is not named.
+    """
+    tables = {path: read_manifest(path, length_column=length_column) for path in paths}
+    found = {table.content_hash(): path for path, table in tables.items()}
+    for source in mixture.sources:
+        if source.content_hash not in found:
+            named = ", ".join(map(str, paths))
+            raise ManifestError(
+                f"the plan mixes {source.name}, which is none of {named}, or was changed since; name it with --manifest"
+            )
+    for content_hash in found.keys() - {source.content_hash for source in mixture.sources}:
+        names = ", ".join(source.name for source in mixture.sources)
+        raise ManifestError(f"{found[content_hash]} is none of the manifests that the plan mixes: {names}")
+    return {found[source.content_hash]: tables[found[source.content_hash]] for source in mixture.sources}
+
+
+def _source_names(names: Sequence[str]) -> list[str]:
+    """Return what a plan calls its sources: names of files, with as many folders as tell them apart."""
+    parts = [Path(name).absolute().parts for name in names]
+    for depth in count(1):
+        short = ["/".join(one[-depth:]) for one in parts]
+        if len(set(short)) == len(set(parts)):
+            break
+    # One more folder for those alone that share the name of a file.
+    files = [one[-1] for one in parts]
+    return [file if files.count(file) == 1 else one for file, one in zip(files, short, strict=True)]
 
 
 def mixed_files(words: Sequence[str]) -> list[Path]:
@@ -106,10 +161,15 @@ def _after(
         )
     order = [hashes.index(source.content_hash) for source in before.sources]
     order += [place for place in range(len(names)) if place not in order]
-    return [names[at] for at in order], [tables[at] for at in order], [sources[at] for at in order]
+    known = len(before.sources)  # loops know their names
+    return (
+        [names[at] for at in order],
+        [tables[at] for at in order],
+        [*before.sources, *(sources[at] for at in order[known:])],
+    )
 
 
-def _joined(names: Sequence[str], tables: Sequence[LengthTable]) -> LengthTable:
+def _joined(names: Sequence[str], tables: Sequence[LengthTable], mixture: Mixture) -> LengthTable:
     """Return the virtual manifest."""
     first = tables[0]
     for name, table in zip(names, tables, strict=True):
@@ -133,7 +193,7 @@ def _joined(names: Sequence[str], tables: Sequence[LengthTable]) -> LengthTable:
                 whole[start + at : start + at + len(part)] = part
             start += len(table)
         columns[column] = whole
-    return LengthTable(name="+".join(table.name for table in tables), column=first.column, **columns)
+    return LengthTable(name="+".join(source.name for source in mixture.sources), column=first.column, **columns)
 
 
 class MixedRows:

@@ -108,6 +108,21 @@ def test_the_check_finds_a_step_with_other_shares(tmp_path: Path, two: tuple[Pat
     assert "where their weights make [6, 2]" in str(next(check_plan(tmp_path / "plan.parquet")))
 
 
+def test_manifests_of_one_file_name_are_named_by_their_folders(tmp_path: Path) -> None:
+    names = []
+    for number, place in enumerate(("x/en/l.parquet", "y/en/l.parquet", "web.parquet")):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        names.append(f"{write(tmp_path / place, [5 + number, 6])}:1")
+    first = read_mixture(names[:1], length_column="length")[1]
+    table, mixed = read_mixture(names, length_column="length")
+    assert [source.name for source in mixed.sources] == ["x/en/l.parquet", "y/en/l.parquet", "web.parquet"]
+    assert table.name == "x/en/l.parquet+y/en/l.parquet+web.parquet"
+    # A loop that was trained on one of them still finds it under its name.
+    later = read_mixture(names, length_column="length", before=first, first_step=3)[1]
+    assert [source.name for source in later.sources] == ["l.parquet", "y/en/l.parquet", "web.parquet"]
+    assert "two of its sources are named 0" in Mixture(sources=2 * mixture(1).sources, stages=()).fault(100)
+
+
 def test_mixtures_that_cannot_be_are_one_line(tmp_path: Path, two: tuple[Path, Path]) -> None:
     a, b = two
     copy = tmp_path / "copy.parquet"
