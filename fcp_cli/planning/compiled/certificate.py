@@ -175,17 +175,29 @@ def area_bound(simple: float, waves: bool, sequences: Sequences, inputs: Planner
 
 
 @kernel
-def _densest(tokens: float, skipped: int, by_density: IntArray, sequences: Sequences) -> float:
-    """Return the most work that so many tokens can hold, sequences taken in fractions, without one of them."""
-    work = 0.0
+def _held_without(skipped: int, by_density: IntArray, sequences: Sequences) -> Any:
+    """Return [sequences] all but one by falling density, and [sequences] their tokens and work summed, from 0."""
+    n, k = len(by_density), 0
+    others, tokens, work = np.zeros(n, dtype=np.int64), np.zeros(n), np.zeros(n)
     for i in by_density:
-        if i == skipped:
-            continue
-        if sequences.tokens[i] >= tokens:
-            return float(work + sequences.work[i] * tokens / sequences.tokens[i])
-        work += sequences.work[i]
-        tokens -= sequences.tokens[i]
-    return float(work)
+        if i != skipped:
+            others[k] = i
+            k += 1
+            tokens[k] = tokens[k - 1] + sequences.tokens[i]
+            work[k] = work[k - 1] + sequences.work[i]
+    return others, tokens, work
+
+
+@leaf
+def _densest(
+    tokens: float, others: IntArray, held_tokens: FloatArray, held_work: FloatArray, sequences: Sequences
+) -> float:
+    """Return the most work that so many tokens can hold, sequences taken in fractions; see `_held_without`."""
+    k = _first_not_below(tokens, held_tokens)
+    if k == 0 or held_tokens[k] < tokens:
+        return float(held_work[k])
+    i = others[k - 1]
+    return float(held_work[k - 1] + sequences.work[i] * (tokens - held_tokens[k - 1]) / sequences.tokens[i])
 
 
 @kernel
@@ -211,6 +223,7 @@ def _wave_of(
     second, only T(j, d) and the other waves' beta are counted.
     """
     num_ranks, beta = inputs.num_ranks, inputs.prices.beta
+    without_j, held_tokens, held_work = _held_without(j, by_density, sequences)
     least = np.inf
     for degree in range(
         max(1, (sequences.tokens[j] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank), num_ranks + 1
@@ -219,7 +232,7 @@ def _wave_of(
             continue
         others = num_ranks - degree
         # Without j: it would be counted twice, here and as the work of its own pack.
-        held = _densest(float(others * inputs.tokens_per_rank), j, by_density, sequences)
+        held = _densest(float(others * inputs.tokens_per_rank), without_j, held_tokens, held_work, sequences)
         for k in range(-1, len(inputs.splits.heads) if degree > 1 else 0):
             shortest, growth = _growth(k, j, degree, dense, thin, sequences, inputs)
             if shortest + more_waves >= least:

@@ -17,6 +17,7 @@ from fcp_cli.cost import formula
 from fcp_cli.cost.formula import GroupTerms, UnitPrices
 
 NONE = -1
+_MOST_ENTRIES = 1 << 16  # of the table of `most_work`
 _LONGEST = 1 << 62  # tokens of the shortest sequence of none
 UNPLACED = -1  # `across` of a group of which nothing is known but that it lies across nodes
 
@@ -383,6 +384,37 @@ def set_room(tree: Tree, leaf: int, seconds: float, tokens: int) -> None:
         tree.seconds[node] = most_seconds
         tree.tokens[node] = most_tokens
         node >>= 1
+
+
+@kernel
+def most_work(sequences: Sequences, inputs: PlannerInputs) -> FloatArray:
+    """Return [tokens // `_tokens_of_entry` + 1] the most work of a sequence of up to so many tokens."""
+    unit = _tokens_of_entry(inputs)
+    most = np.zeros(inputs.tokens_per_rank // unit + 1)
+    for i in range(len(sequences.work)):
+        if sequences.tokens[i] <= inputs.tokens_per_rank:
+            entry = sequences.tokens[i] // unit
+            most[entry] = max(most[entry], sequences.work[i])
+    for entry in range(1, len(most)):
+        most[entry] = max(most[entry], most[entry - 1])
+    return most
+
+
+@inlined
+def _tokens_of_entry(inputs: PlannerInputs) -> int:
+    return int(inputs.tokens_per_rank // _MOST_ENTRIES + 1)
+
+
+@inlined
+def usable_seconds(seconds: float, tokens: int, most: FloatArray, inputs: PlannerInputs) -> float:
+    """Return the free seconds of a bin without those that no sequence within its free tokens could fill.
+
+    With these in a `Tree`, `first_with_room` finds the same bin, but no longer visits the many bins that have seconds
+    and hardly any tokens: a search for it grew with the number of bins.
+    """
+    if tokens < 0:
+        return -np.inf
+    return float(min(seconds, most[min(tokens, inputs.tokens_per_rank) // _tokens_of_entry(inputs)]))
 
 
 @leaf

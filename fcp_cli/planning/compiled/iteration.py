@@ -107,7 +107,7 @@ def schedule(
     bins = inputs.num_ranks + min(4 * inputs.num_ranks, n)
     timeline = make_timeline(inputs.num_ranks, bins - inputs.num_ranks)
     rings = make_rings(n)
-    singles = make_single_rank_packs(n, bins, _slots(bins, sequences, inputs), n)
+    singles = make_single_rank_packs(bins, _slots(bins, sequences, inputs), sequences, inputs)
     single_order = np.zeros(n, dtype=np.int64)
     if limit < np.inf:
         late = _attempt(limit, ride, sequences, inputs, timeline, rings, singles, single_order)

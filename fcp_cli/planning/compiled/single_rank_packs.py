@@ -37,12 +37,14 @@ from fcp_cli.planning.compiled.core import (
     load_at,
     make_loads,
     make_tree,
+    most_work,
     pack_seconds,
     padded_load,
     roomiest,
     set_room,
     together,
     total_of,
+    usable_seconds,
 )
 from fcp_cli.planning.compiled.rings import Rings, Timeline
 
@@ -63,6 +65,8 @@ class SingleRankPacks(NamedTuple):
         head, after, before: the sequences of each bin as linked lists.
         bin_of, slot_of: [sequences]; a sequence that rides in ring g has bin -2 - g.
         rings: the load of each ring, riders included.
+        most: see `core.most_work`.
+        soonest: [2 x a power of two] tree of the seconds that each rank has left, for the rank that ends last.
     """
 
     free: FloatArray
@@ -73,6 +77,8 @@ class SingleRankPacks(NamedTuple):
     bin_of: IntArray
     slot_of: IntArray
     rings: Loads
+    most: FloatArray
+    soonest: FloatArray
 
 
 class Trees(NamedTuple):
@@ -98,17 +104,22 @@ class Exchange(NamedTuple):
 
 
 @kernel
-def make_single_rank_packs(sequences: int, bins: int, slots: int, rings: int) -> Any:
-    """Make empty bins with `slots` slots each."""
+def make_single_rank_packs(bins: int, slots: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
+    """Make empty bins with `slots` slots each, and rings for all sequences."""
+    n, leaves = len(sequences.work), 1
+    while leaves < inputs.num_ranks:
+        leaves *= 2
     return SingleRankPacks(
         np.zeros(bins),
         np.full((bins, slots), CLOSED),
         np.full(bins, END),
-        np.full(sequences, END),
-        np.full(sequences, END),
-        np.full(sequences, NONE),
-        np.zeros(sequences, dtype=np.int64),
-        make_loads(rings),
+        np.full(n, END),
+        np.full(n, END),
+        np.full(n, NONE),
+        np.zeros(n, dtype=np.int64),
+        make_loads(n),
+        most_work(sequences, inputs),
+        np.full(2 * leaves, np.inf),
     )
 
 
@@ -319,7 +330,7 @@ def _update_trees(b: int, tree: Tree, closed: Tree, inputs: PlannerInputs, singl
             can_open = True
             break
         most = max(most, singles.slot_tokens[b, slot])
-    set_room(tree, b, singles.free[b], most)
+    set_room(tree, b, usable_seconds(singles.free[b], most, singles.most, inputs), most)
     # Finite: more than the leaves beyond the bins have, so that `roomiest` always answers a bin.
     set_room(closed, b, singles.free[b] - inputs.prices.beta if can_open else -1e300, 0)
 
@@ -338,7 +349,9 @@ def balance(
     """
     bins = inputs.num_ranks + gaps
     evaluations, sample, in_vain = 0, 0, 0
-    worst = _last_to_end(inputs, singles)
+    for rank in range(inputs.num_ranks):
+        _enter_end(rank, inputs, singles)
+    worst = _last_to_end(singles)
     # Exchanges move work about, so that the ranks' mean stays; it is out of reach where they end as good as together.
     even = total_of(singles.free[: inputs.num_ranks]) / inputs.num_ranks - _EVEN * target
     while (
@@ -355,18 +368,31 @@ def balance(
             continue
         in_vain = 0
         _exchange(found.i, found.j, found.bin, sequences, inputs, singles)
-        worst = _last_to_end(inputs, singles)
+        _enter_end(worst, inputs, singles)
+        _enter_end(found.bin, inputs, singles)
+        worst = _last_to_end(singles)
     return float(target - singles.free[worst])
 
 
 @leaf
-def _last_to_end(inputs: PlannerInputs, singles: SingleRankPacks) -> int:
-    """Return the rank with the fewest seconds left; gaps do not count, since something ends them anyway."""
-    worst = 0
-    for rank in range(1, inputs.num_ranks):
-        if singles.free[rank] < singles.free[worst]:
-            worst = rank
-    return worst
+def _enter_end(b: int, inputs: PlannerInputs, singles: SingleRankPacks) -> None:
+    """Enter the seconds that a bin has left into the tree; gaps do not count, since something ends them anyway."""
+    if b >= inputs.num_ranks:
+        return
+    node = (len(singles.soonest) >> 1) + b
+    singles.soonest[node] = singles.free[b]
+    while node > 1:
+        node >>= 1
+        singles.soonest[node] = min(singles.soonest[2 * node], singles.soonest[2 * node + 1])
+
+
+@leaf
+def _last_to_end(singles: SingleRankPacks) -> int:
+    """Return the first rank with the fewest seconds left."""
+    leaves, node = len(singles.soonest) >> 1, 1
+    while node < leaves:
+        node = 2 * node if singles.soonest[2 * node] <= singles.soonest[2 * node + 1] else 2 * node + 1
+    return node - leaves
 
 
 @leaf

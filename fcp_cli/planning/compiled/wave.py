@@ -29,10 +29,12 @@ from fcp_cli.planning.compiled.core import (
     load_at,
     make_loads,
     make_tree,
+    most_work,
     pack_seconds,
     padded_load,
     set_room,
     together,
+    usable_seconds,
 )
 from fcp_cli.planning.compiled.ways import least_of_packs
 
@@ -49,7 +51,8 @@ class Wave(NamedTuple):
         degree, first, across, loads: [num_ranks] per group, of which `first` is the first rank; see `pack_seconds`.
         group_of: [sequences] group of each sequence that the wave took.
         free, start: [nodes] ranks of a node that have no group yet, which are neighbours, and the first of them.
-        bucket, next_node: [ranks_per_node + 1] and [nodes] nodes by free ranks, as linked lists that end with -1.
+        bucket, next_node, before_node: [ranks_per_node + 1] and [nodes] nodes by free ranks, as lists linked both ways
+            that end with -1.
         used: [num_ranks] 1 for a rank that has a group; kept only where rings come from a catalogue.
         used_before: [num_ranks + 1] how many of the ranks before each are used.
         groups: [1] number of groups.
@@ -66,6 +69,7 @@ class Wave(NamedTuple):
     start: IntArray
     bucket: IntArray
     next_node: IntArray
+    before_node: IntArray
     used: IntArray
     used_before: IntArray
     groups: IntArray
@@ -82,6 +86,7 @@ class Pool(NamedTuple):
         kept: sequences that the best wave so far leaves.
         shortest: seconds of each sequence alone on the degree that suits it best; 0 before anybody asked.
         least: rank-seconds of each sequence in the narrowest ring that holds it, `work_in_rings`.
+        most: [tokens] see `core.most_work`.
     """
 
     waiting: IntArray
@@ -90,6 +95,7 @@ class Pool(NamedTuple):
     kept: IntArray
     shortest: FloatArray
     least: FloatArray
+    most: FloatArray
 
 
 @kernel
@@ -103,6 +109,7 @@ def make_pool(sequences: Sequences, inputs: PlannerInputs) -> Any:
         np.zeros(n, dtype=np.int64),
         np.zeros(n),
         work_in_rings(sequences, inputs),
+        most_work(sequences, inputs),
     )
 
 
@@ -120,6 +127,7 @@ def make_wave(sequences: int, inputs: PlannerInputs) -> Any:
         np.zeros(nodes, dtype=np.int64),
         np.zeros(nodes, dtype=np.int64),
         np.zeros(inputs.ranks_per_node + 1, dtype=np.int64),
+        np.zeros(nodes, dtype=np.int64),
         np.zeros(nodes, dtype=np.int64),
         np.zeros(num_ranks, dtype=np.int64),
         np.zeros(num_ranks + 1, dtype=np.int64),
@@ -146,7 +154,10 @@ def _reset(inputs: PlannerInputs, wave: Wave) -> None:
 @inlined
 def _list_by_free_ranks(node: int, wave: Wave) -> None:
     """Enter a node into the list of the nodes with as many free ranks."""
-    wave.next_node[node] = wave.bucket[wave.free[node]]
+    after = wave.bucket[wave.free[node]]
+    wave.next_node[node], wave.before_node[node] = after, -1
+    if after >= 0:
+        wave.before_node[after] = node
     wave.bucket[wave.free[node]] = node
 
 
@@ -229,14 +240,13 @@ def _take(first: int, degree: int, inputs: PlannerInputs, wave: Wave) -> None:
 @leaf
 def _unlist(node: int, wave: Wave) -> None:
     """Take a node out of the list that it is in."""
-    free = wave.free[node]
-    if wave.bucket[free] == node:
-        wave.bucket[free] = wave.next_node[node]
-        return
-    before = wave.bucket[free]
-    while wave.next_node[before] != node:
-        before = wave.next_node[before]
-    wave.next_node[before] = wave.next_node[node]
+    before, after = wave.before_node[node], wave.next_node[node]
+    if before >= 0:
+        wave.next_node[before] = after
+    else:
+        wave.bucket[wave.free[node]] = after
+    if after >= 0:
+        wave.before_node[after] = before
 
 
 @leaf
@@ -353,14 +363,10 @@ def _free_seconds(g: int, target: float, inputs: PlannerInputs, wave: Wave) -> f
 
 
 @leaf
-def _update_room(g: int, target: float, inputs: PlannerInputs, tree: Tree, wave: Wave) -> None:
+def _update_room(g: int, target: float, pool: Pool, inputs: PlannerInputs, tree: Tree, wave: Wave) -> None:
     """Update the free seconds and tokens of group g in the tree."""
-    set_room(
-        tree,
-        g,
-        _free_seconds(g, target, inputs, wave),
-        wave.degree[g] * inputs.tokens_per_rank - wave.loads.tokens[g],
-    )
+    tokens = wave.degree[g] * inputs.tokens_per_rank - wave.loads.tokens[g]
+    set_room(tree, g, usable_seconds(_free_seconds(g, target, inputs, wave), tokens, pool.most, inputs), tokens)
 
 
 @leaf
@@ -492,7 +498,7 @@ def _fill_groups(
     """Lay the sequences that a single rank could run where they fit first; return how many are left over."""
     # Rings were made first: small sequences fill the room that they leave before single ranks.
     for g in range(wave.groups[0]):
-        _update_room(g, target, inputs, tree, wave)
+        _update_room(g, target, pool, inputs, tree, wave)
     for k in range(small):
         i = pool.small[k]
         g = _group_for(i, target, sequences, inputs, tree, wave)
@@ -501,7 +507,7 @@ def _fill_groups(
             rest += 1
         else:
             _add(i, g, sequences, inputs, wave)
-            _update_room(g, target, inputs, tree, wave)
+            _update_room(g, target, pool, inputs, tree, wave)
     return rest
 
 
