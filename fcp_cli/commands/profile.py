@@ -178,32 +178,6 @@ def _refit_document(result: Refit, output: Path) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DiffOptions:
-    """Two profiles."""
-
-    first: Annotated[Path, Arg("A cost profile.")]
-    second: Annotated[Path, Arg("Another.")]
-    json: Annotated[bool, Opt("Print the result as one JSON document on stdout.")] = False
-
-
-@profile_app.command()
-@takes(DiffOptions, "fcp profile diff profile.yaml refitted.yaml", "fcp profile diff profile.yaml refitted.yaml --json")
-def diff(options: DiffOptions) -> None:
-    """Show two profiles side by side, figure by figure."""
-    from fcp_cli.cost.explain import differences
-    from fcp_cli.cost.profile import load_cost_profile
-    from fcp_cli.report.profiles import print_differences
-
-    a, b = load_cost_profile(options.first), load_cost_profile(options.second)
-    rows = differences(a, b)
-    if options.json:
-        figures = {row.path: {"first": row.first, "second": row.second, "ratio": row.ratio} for row in rows}
-        print_json({"first": str(options.first), "second": str(options.second), "figures": figures})
-    else:
-        print_differences(results(), a, b, rows)
-
-
 def _measured(
     measurement: Measurement, options: ProfileOptions, assumptions: Assumptions
 ) -> tuple[CostProfile, str | None]:

@@ -131,24 +131,3 @@ def example_lengths(profile: CostProfile) -> list[int]:
     middle = break_even_tokens(profile) or 16384.0
     centre = round(math.log2(min(max(middle, 256.0), 2.0**40)))
     return [2**exponent for exponent in range(max(centre - 4, 6), centre + 4)]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """One number in two profiles."""
-
-    path: str
-    first: float
-    second: float
-
-    @property
-    def ratio(self) -> float | None:
-        """second / first; None if the first is 0."""
-        return self.second / self.first if self.first else None
-
-
-def differences(first: CostProfile, second: CostProfile) -> list[Difference]:
-    """Put every number of two profiles side by side."""
-    values = [{figure.path: figure.value for figure in figures_of(profile)} for profile in (first, second)]
-    paths = dict.fromkeys([*values[0], *values[1]])
-    return [Difference(path=path, first=values[0].get(path, 0.0), second=values[1].get(path, 0.0)) for path in paths]

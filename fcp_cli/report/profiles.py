@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from fcp_cli.console import print_table
 from fcp_cli.cost.explain import (
-    Difference,
     break_even_tokens,
     example_lengths,
     figures_of,
@@ -181,17 +180,6 @@ def _add_encoder_errors(table: Table, encoder: Mapping[str, Any]) -> None:
             str(fit["held_out_points"]),
             str(fit["fitted_points"]),
         )
-
-
-def print_differences(console: Console, first: CostProfile, second: CostProfile, rows: Sequence[Difference]) -> None:
-    """Print two profiles side by side."""
-    for name, profile in (("first", first), ("second", second)):
-        console.print(f"{name}: {profile.model} on {profile.cluster}, {profile.origin}", markup=False)
-    table = _table("figure", "first", "second", "ratio")
-    for row in rows:
-        ratio = "same" if row.first == row.second else "-" if row.ratio is None else f"{row.ratio:.3f}"
-        table.add_row(row.path.split(".")[-1], f"{row.first:.4g}", f"{row.second:.4g}", ratio)
-    print_table(console, table)
 
 
 def _table(*columns: str, left: Sequence[int] = (0,)) -> Table:

@@ -61,7 +61,7 @@ def test_the_version_is_printed_alone(tmp_path: Path) -> None:
         (("plan", "a", "--headroom", "1"), ("--headroom is 1; it must be below 1; see '", " plan --help'")),
         (("plan", "a", "--sync", "waves"), ("--sync is 'waves'; it must be one of iteration, microbatch", "--help'")),
         (("manifest", "synth", "x"), ("DATASET is 'x'; it must be one of msrvtt, internvid, ", " synth --help'")),
-        (("profile", "diff", "a"), ("missing argument ", " profile diff --help'")),
+        (("profile", "fit"), ("missing argument ", " profile fit --help'")),
     ],
 )
 def test_wrong_usage_is_one_line_that_names_the_help(

@@ -45,9 +45,6 @@ SURFACE = {
     "profile fit": """
         RUN_DIR --output -o --profile --plan --skip-steps --json
     """,
-    "profile diff": """
-        FIRST SECOND --json
-    """,
     "demo": """
         --output -o --json
     """,

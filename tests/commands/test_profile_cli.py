@@ -103,14 +103,6 @@ def test_show_explains_each_figure_and_the_break_even_length(tmp_path: Path, fcp
     assert len(document["seconds"]["4096"]) == 4
 
 
-def test_diff_gives_the_ratio_of_every_figure(tmp_path: Path, fcp: Fcp) -> None:
-    fcp("profile", "--analytic", "-o", "a.yaml")
-    fcp("profile", "--analytic", "--tensor-parallel", "2", "-o", "b.yaml")
-    figures = json.loads(fcp("profile", "diff", "a.yaml", "b.yaml", "--json").out)["figures"]
-    assert figures["coefficients.linear_seconds_per_token"]["ratio"] == pytest.approx(0.5)
-    assert figures["bandwidth_bytes_per_second.intra_node"]["ratio"] == 1.0
-
-
 def test_a_profile_is_summed_up_alike_when_it_is_made_and_when_it_is_shown(tmp_path: Path, fcp: Fcp) -> None:
     made = fcp("profile", "--analytic", "-o", "a.yaml").out
     shown = fcp("profile", "show", "a.yaml").out

@@ -26,7 +26,6 @@ _RESULTS: Final = {
     "manifest show": ("manifest show dataset.parquet", "longest 1 %"),
     "plan": (f"plan dataset.parquet {' '.join(EIGHT_RANKS)} --solver static -o other.parquet", "step time"),
     "profile": ("profile --analytic --model qwen3-8b --cluster h100-8x8 -o made.yaml", "of degree 8"),
-    "profile diff": ("profile diff profile.yaml profile.yaml", "second: qwen3-8b on"),
     "profile show": ("profile show profile.yaml", "attention_seconds_per_tok"),
     "watch": ("watch run --once", "4/4"),
 }

@@ -39,7 +39,6 @@ _SOUND: dict[str, tuple[str, Mapping[str, str | None]]] = {
     "profile": ("", {"--analytic": None, "--model": "qwen3-8b", "--cluster": "example-8x8", "-o": "out.yaml"}),
     "profile show": ("profile.yaml", {"--json": None}),
     "profile fit": ("runs/tiny-001", {"--skip-steps": "0", "-o": "out.yaml"}),
-    "profile diff": ("profile.yaml other.yaml", {}),
     "manifest build": ("texts.jsonl", _OUT),
     "manifest merge": ("half-1.parquet half-2.parquet", _OUT),
     "manifest show": ("dataset.parquet", {"--json": None}),

@@ -25,7 +25,6 @@ from tests.commands.planning_folder import fcp, write_dataset
 from tests.fuzz import mutations
 from tests.fuzz.kind import Change, Kind, of_files, parquet, words_of
 from tests.manifest.datasets import write_arrow, write_jsonl
-from tests.planning.examples import PROFILE
 
 # Plan -> words that make it, from the sound manifests and profiles.
 PLANS = {
@@ -58,7 +57,6 @@ def write_planning(folder: Path) -> None:
     (folder / "numbers.txt").write_text("".join(f"{n}\n" for n in lengths))
     write_arrow(folder / "dataset.arrow", {"length": lengths, "eta": [0.5] * len(lengths)}, stream=False)
     write_arrow(folder / "stream.arrow", {"length": lengths, "eta": [0.5] * len(lengths)}, stream=True)
-    (folder / "other.yaml").write_text(PROFILE)
     (folder / "speeds.yaml").write_text("node1: 0.9\n1: 0.7\n2-3: 0.8\n")
     _write_masked(folder)
     sized = [{"images": [{"height": 280, "width": 560}] * (i % 3), "text_tokens": 50 * i + 5} for i in range(32)]
@@ -202,7 +200,6 @@ KINDS: dict[str, Kind] = {
         "plan dataset.parquet --solver static --profile FILE PLAN -o out.parquet",
         "plan dataset.parquet --profile FILE --sync microbatch PLAN -o out.parquet",
         "plan dataset.parquet --profile FILE PLAN -o out.parquet",
-        "profile diff FILE other.yaml --json",
         "launch --online --profile FILE --ranks 4 --dry-run --json -- script.py",
         change=mutations.of_yaml,
     ),

@@ -89,7 +89,7 @@ class PlanReader:
             yield from (found for found in stored_steps(held, limits) if found[0].step >= first)
 
     def predicted_seconds(self) -> tuple[IntArray, FloatArray]:
-        """Return [steps] the optimizer steps of the plan, and [steps] the makespan of each, reading two columns alone."""
+        """Return [steps] the optimizer steps, and [steps] the makespan of each, reading two columns alone."""
         try:
             table = self._without_nulls(self._file.read(columns=["step", "step_seconds"]))
         except FAILURES as error:

@@ -27,15 +27,12 @@ SHARED_WAVES = "shared-waves.parquet"  # all ranks of a wave share the encoder's
 
 CASES: Mapping[str, tuple[str, VisionCase]] = {
     "plain": (ITERATION, VisionCase()),
-    "frozen": (ITERATION, VisionCase(frozen=True)),
     "labels": (ITERATION, VisionCase(labelled=True)),
     "recomputed": (ITERATION, VisionCase(recompute="non-reentrant")),
     "recomputed reentrant": (ITERATION, VisionCase(recompute="reentrant")),
     "frozen recomputed": (ITERATION, VisionCase(frozen=True, recompute="non-reentrant")),
     "ddp": (ITERATION, VisionCase(wrapping="ddp", recompute="selective")),
     "ddp frozen": (ITERATION, VisionCase(wrapping="ddp", frozen=True)),
-    "fsdp": (WAVES, VisionCase(wrapping="fsdp")),
-    "fsdp over the wave": (SHARED_WAVES, VisionCase(wrapping="fsdp")),
     "fsdp frozen over the wave": (SHARED_WAVES, VisionCase(wrapping="fsdp", frozen=True)),
     "internvl fsdp over the wave recomputed": (
         SHARED_WAVES,
@@ -48,7 +45,6 @@ CASES: Mapping[str, tuple[str, VisionCase]] = {
     "fsdp frozen": (WAVES, VisionCase(wrapping="fsdp", frozen=True)),
     "qwen2_5_vl": (ITERATION, VisionCase(family="qwen2_5_vl", labelled=True)),
     "qwen2_5_vl fsdp recomputed": (WAVES, VisionCase(family="qwen2_5_vl", wrapping="fsdp", recompute="non-reentrant")),
-    "internvl": (ITERATION, VisionCase(family="internvl")),
     "internvl ddp frozen": (ITERATION, VisionCase(family="internvl", wrapping="ddp", frozen=True)),
     "internvl fsdp recomputed": (WAVES, VisionCase(family="internvl", wrapping="fsdp", recompute="non-reentrant")),
 }
