@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import atexit
 import os
+import runpy
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
-from fcp_cli.errors import FcpError
+from fcp_cli.errors import FcpError, UsageError
 from fcp_cli.runtime.communication.launcher_watch import end_with_launcher
 from fcp_cli.runtime.injection.error_file import record_error
 from fcp_cli.runtime.injection.install import install
-from fcp_cli.runtime.injection.program import parse_program, run_program
 from fcp_cli.runtime.injection.ranks import is_scheduler
 from fcp_cli.runtime.online.early import start_early
 
@@ -22,10 +24,10 @@ def main() -> None:
     end_with_launcher()
     atexit.register(_end_failed_rank)  # the first to be registered is the last to run
     try:
-        program = parse_program(sys.argv[1:])
+        is_module, program = _parsed(sys.argv[1:])
         install(os.environ)
         start_early(os.environ)
-        run_program(program)
+        _run(program, is_module=is_module)
     except FcpError as error:
         record_error(error)
         print(f"error: {error}", file=sys.stderr)
@@ -39,6 +41,33 @@ def main() -> None:
     except BaseException:
         _failed.append(1)
         raise
+
+
+def _parsed(words: Sequence[str]) -> tuple[bool, list[str]]:
+    """Return whether the program is a module, and its name with its arguments; torchrun swallows the `--` before it."""
+    rest = list(words[1:] if words and words[0] == "--" else words)
+    is_module = bool(rest) and rest[0] == "-m"
+    if is_module:
+        rest.pop(0)
+    if not rest or (rest[0].startswith("-") and not Path(rest[0]).exists()):
+        raise UsageError("usage: python -m fcp_cli.runtime -- SCRIPT ARGS   (or -- -m MODULE ARGS)")
+    return is_module, rest
+
+
+def _run(program: list[str], *, is_module: bool) -> None:
+    """Run a program as `__main__`, with `sys.argv` and `sys.path[0]` as Python sets them."""
+    sys.argv, name = program, program[0]
+    keeps_path = getattr(sys.flags, "safe_path", False)  # python -P, from 3.11 on
+    if is_module:
+        if not keeps_path:
+            sys.path[0] = str(Path.cwd())
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+        return
+    if not Path(name).exists():
+        raise UsageError(f"there is no script {name}")
+    if not keeps_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(name))  # noqa: PTH120  as Python does: '' never
+    runpy.run_path(name, run_name="__main__")
 
 
 _failed: list[int] = []  # the exit status of a program that ended with an exception

@@ -56,13 +56,6 @@ class PlanHasher:
         # One width and byte order for all, so that the hash depends neither on the writer's types nor on the machine.
         self._digests[name].update(np.ascontiguousarray(values, dtype=dtype).tobytes())
 
-    def rows_digest(self) -> bytes:
-        """Return a digest of the rows alone, 32 bytes."""
-        total = hashlib.sha256()
-        for digest in self._digests.values():
-            total.update(digest.digest())
-        return total.digest()
-
     def hexdigest(self, metadata: PlanMetadata) -> str:
         """Return the plan hash, 64 hexadecimal digits."""
         total = hashlib.sha256(metadata.hashed_json())

@@ -69,10 +69,6 @@ class StaticSolver:
             else np.full(packs.number, self.heads_degree, dtype=np.int32),
         )
 
-    @property
-    def num_groups(self) -> int:
-        return self.problem.num_ranks // self.degree
-
 
 def make_solver(batches: GlobalBatches) -> StaticSolver:
     """Make the static solver with the least predicted time over the plan, or over a sample of its steps."""
