@@ -52,7 +52,7 @@ def main() -> None:
     recorder = _recorder()
 
     def guarded() -> None:
-        recorder.enter(shard.row, 0, 8)
+        recorder.enter()
         ring = Ring(shard.layout)
         ring.context.place = guards.place(3, shard.row)
         microbatch = LocalMicroBatch(shard, ring, device, is_last=True, guards=guards, divisor=7)

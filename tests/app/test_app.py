@@ -8,26 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands.planning_folder import fcp, fcp_process
 from tests.patience import PATIENCE_SECONDS
-
-pytestmark = pytest.mark.processes
 
 HEAVY = ("torch", "numba", "scipy", "pyarrow", "numpy", "transformers", "yaml")
 
 
-def fcp(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    import os
-
-    return subprocess.run(
-        [sys.executable, "-m", "fcp_cli", *arguments],
-        cwd=cwd,
-        env={**os.environ, **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-    )
-
-
+@pytest.mark.processes
 def test_help_imports_nothing_heavy() -> None:
     program = (
         "import sys, contextlib, io\n"
@@ -43,8 +30,9 @@ def test_help_imports_nothing_heavy() -> None:
     assert result.stdout.strip() == "[]"
 
 
+@pytest.mark.processes
 def test_the_version_is_printed_alone(tmp_path: Path) -> None:
-    result = fcp("--version", cwd=tmp_path)
+    result = fcp_process("--version", cwd=tmp_path)
     assert result.returncode == 0
     assert result.stdout.startswith("fcp ")
 
@@ -97,13 +85,13 @@ def test_a_wrong_value_that_was_not_typed_says_where_it_was_set(tmp_path: Path) 
     result = fcp("plan", "dataset.parquet", cwd=tmp_path)
     assert result.returncode == 2
     assert "--ranks is 'four'; it must be a whole number (set by plan.ranks in fcp.yaml); see" in result.stderr
-    result = fcp("plan", "dataset.parquet", cwd=tmp_path, env={"FCP_PLAN_RANKS": "four"})
+    result = fcp("plan", "dataset.parquet", cwd=tmp_path, FCP_PLAN_RANKS="four")
     assert "(set by FCP_PLAN_RANKS)" in result.stderr
     assert "(set" not in fcp("plan", "dataset.parquet", "--ranks", "four", cwd=tmp_path).stderr
 
 
 def test_a_switch_that_was_not_typed_must_be_true_or_false(tmp_path: Path) -> None:
-    result = fcp("plan", "dataset.parquet", cwd=tmp_path, env={"FCP_PLAN_SHUFFLE": "maybe"})
+    result = fcp("plan", "dataset.parquet", cwd=tmp_path, FCP_PLAN_SHUFFLE="maybe")
     assert "--shuffle is 'maybe'; it must be true or false (set by FCP_PLAN_SHUFFLE); see" in result.stderr
 
 

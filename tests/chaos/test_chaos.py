@@ -144,10 +144,10 @@ def test_on_other_ranks_rounding_is_allowed_after_the_last_exact_step_alone(
 @pytest.mark.distributed
 @pytest.mark.hf
 def test_jobs_that_are_struck_end_and_resume_to_what_an_undisturbed_one_makes() -> None:
-    kinds = ("kill-rank", "kill-fcp", "clock")
+    kinds = ("kill-fcp", "clock")  # tests/training/test_resume.py kills ranks
     assert set(kinds) <= KINDS.keys()
     done = subprocess.run(
-        [sys.executable, "-m", "tests.chaos", "3", "0", *kinds],
+        [sys.executable, "-m", "tests.chaos", "2", "0", *kinds],
         cwd=Path(__file__).parents[2],
         env={**os.environ, "PYTHONPATH": ""},
         capture_output=True,
@@ -156,4 +156,4 @@ def test_jobs_that_are_struck_end_and_resume_to_what_an_undisturbed_one_makes() 
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "| all | 3 | 3 | 3 | 0 |" in done.stdout
+    assert "| all | 2 | 2 | 2 | 0 |" in done.stdout

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,25 @@ def fcp(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[s
     out.flush()
     printed = out.buffer.getvalue().decode(errors="replace")  # -o - writes bytes there
     return subprocess.CompletedProcess(arguments, status, printed, err.getvalue())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """Exit status and both streams of one run of `fcp`."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def last_line(self) -> str:
+        return self.err.splitlines()[-1]
+
+
+def typed(*arguments: object) -> Outcome:
+    """Run `fcp` in this process and folder, 80 columns wide."""
+    done = fcp(*map(str, arguments), cwd=Path.cwd())
+    return Outcome(status=done.returncode, out=done.stdout, err=done.stderr)
 
 
 def fcp_process(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:

@@ -8,7 +8,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,30 +16,19 @@ import pyarrow.parquet as pq
 import pytest
 from inline_snapshot import snapshot
 
-from fcp_cli import app
+import fcp_cli
 from fcp_cli.errors import RunError
 from fcp_cli.machine import devices, network
 from fcp_cli.machine.devices import LocalDevices
 from fcp_cli.runs.heartbeat import read_heartbeat
 from fcp_cli.runs.launch_record import write_launch
+from tests.commands.planning_folder import Outcome, typed
 from tests.forked_ranks import shared_by_scripts
 from tests.forked_ranks.rank_forking import SHARED
 from tests.runs.records import launch_record
 from tests.training.small_runs import run_fcp, write_manifest, write_small_plan
 
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    status: int
-    out: str
-    err: str
-
-    @property
-    def last_line(self) -> str:
-        return self.err.splitlines()[-1]
-
-
-Fcp = Callable[..., Result]
+Fcp = Callable[..., Outcome]
 
 
 @pytest.fixture(scope="module")
@@ -57,21 +46,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def fcp(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Fcp:
+def fcp(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Fcp:
     """Run `fcp launch ...` in this process, on a machine of two cores."""
     laptop = LocalDevices(device="cpu", num_devices=0, num_cores=2, memory_bytes=16 << 30)
     monkeypatch.setattr(devices, "find_machine", lambda device="auto": laptop)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.chdir(folder)
-
-    def run(*words: str) -> Result:
-        monkeypatch.setattr(sys, "argv", ["fcp", "launch", *words])
-        with pytest.raises(SystemExit) as ended:
-            app.main()
-        shown = capsys.readouterr()
-        return Result(status=int(ended.value.code or 0), out=shown.out, err=shown.err)
-
-    return run
+    return partial(typed, "launch")
 
 
 def test_with_nothing_more_it_says_what_it_assumed(fcp: Fcp, folder: Path) -> None:
@@ -159,7 +140,7 @@ def test_a_command_of_ones_own_gets_the_hooks_by_its_environment(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "/mine")
     words = shlex.split(fcp("--inject", "env", "--dry-run", "--", "bash", "train.sh", "a b").out)
-    site = Path(app.__file__).parent / "runtime" / "injection" / "site"
+    site = Path(fcp_cli.__file__).parent / "runtime" / "injection" / "site"
     assert words == [
         "env",
         f"FCP_PLAN={folder}/plan.parquet",

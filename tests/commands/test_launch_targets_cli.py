@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from inline_snapshot import snapshot
 
-from fcp_cli import app
 from fcp_cli.machine import devices
 from fcp_cli.machine.devices import LocalDevices
+from tests.commands.planning_folder import typed
 from tests.training.small_runs import write_manifest, write_small_plan
 
 Fcp = Callable[..., tuple[int, str, list[str]]]
 
 
 @pytest.fixture
-def fcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Fcp:
+def fcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fcp:
     """Run `fcp launch ...` in this process and an empty folder, on a laptop: status, stdout, lines of stderr."""
     laptop = LocalDevices(device="cpu", num_devices=0, num_cores=2, memory_bytes=16 << 30)
     monkeypatch.setattr(devices, "find_machine", lambda device="auto": laptop)
@@ -27,11 +26,8 @@ def fcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.chdir(tmp_path)
 
     def run(*words: str) -> tuple[int, str, list[str]]:
-        monkeypatch.setattr(sys, "argv", ["fcp", "launch", *words])
-        with pytest.raises(SystemExit) as ended:
-            app.main()
-        shown = capsys.readouterr()
-        return int(ended.value.code or 0), shown.out, shown.err.splitlines()
+        done = typed("launch", *words)
+        return done.status, done.out, done.err.splitlines()
 
     return run
 

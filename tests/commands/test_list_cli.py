@@ -22,13 +22,12 @@ def test_each_kind_is_listed_one_name_a_line(kind: Known, capsys: pytest.Capture
     known = {
         "models": "qwen3-8b (Qwen/Qwen3-8B)",
         "clusters": "h100-8x8 (h100)",
-        "measured": "",
         "solvers": "fcp",
         "targets": "slurm",
         "integrations": "transformers.trainer",
     }
     names = listed(capsys, kind)
-    assert known[kind] in names or kind == "measured", "users measure devices"
+    assert known[kind] in names
     assert [f"  {name}" for name in names] == [line for line in listed(capsys) if line[2:] in names]
 
 

@@ -13,36 +13,16 @@ from typing import Any
 import pytest
 from inline_snapshot import snapshot
 
-from fcp_cli import app
-from fcp_cli.console import verbosity
+from tests.commands.planning_folder import typed
 from tests.manifest.datasets import write_jsonl, write_parquet, write_tokenizer, write_tree
 from tests.patience import PATIENCE_SECONDS
 
 
-class Outcome:
-    """Exit status and both streams of one run of `fcp`."""
-
-    def __init__(self, status: int, out: str, err: str) -> None:
-        self.status, self.out, self.err = status, out, err
-
-
 @pytest.fixture
-def fcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Run `fcp` in an empty folder, in this process, 80 columns wide."""
+def fcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run `fcp` in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(verbosity, "level", 0)
-
-    def run(*arguments: str | Path) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["fcp", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            app.main()
-            raise SystemExit(0)
-        streams = capsys.readouterr()
-        status = caught.value.code
-        return Outcome(status if isinstance(status, int) else int(status is not None), streams.out, streams.err)
-
-    return run
+    return typed
 
 
 def lines(text: str) -> list[str]:

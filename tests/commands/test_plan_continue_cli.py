@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,12 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 from inline_snapshot import snapshot
 
-from fcp_cli import app
 from fcp_cli.models.shipped import shipped_profile_path
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.runs.checkpoint_header import CheckpointHeader
 from fcp_cli.runs.launch_record import write_launch
 from fcp_cli.runs.ownership import own
+from tests.commands.planning_folder import typed
 from tests.runs.records import launch_record
 from tests.training.small_runs import write_manifest, write_small_plan
 
@@ -55,14 +54,12 @@ def save(folder: Path, step: int, plan_hash: str | None = None) -> None:
 
 
 @pytest.fixture
-def fcp(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Fcp:
+def fcp() -> Fcp:
     """Run `fcp plan --continue-from run ...`: exit status and the last line on stderr."""
 
     def run(*words: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["fcp", "plan", "--continue-from", "run", *words])
-        with pytest.raises(SystemExit) as ended:
-            app.main()
-        return int(ended.value.code or 0), capsys.readouterr().err.splitlines()[-1]
+        done = typed("plan", "--continue-from", "run", *words)
+        return done.status, done.last_line
 
     return run
 
@@ -177,14 +174,8 @@ def test_a_budget_too_small_for_the_ranks_that_are_left_is_named(fcp: Fcp, folde
     assert not (folder / "plan-from-step-2.parquet").exists()
 
 
-def test_neither_a_manifest_nor_a_run_is_wrong_usage(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-
-    monkeypatch.setattr(sys, "argv", ["fcp", "plan"])
-    with pytest.raises(SystemExit) as ended:
-        app.main()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == snapshot(
-        "error: name the MANIFEST to plan, like 'fcp plan dataset.parquet', or a run with --continue-from\n"
+def test_neither_a_manifest_nor_a_run_is_wrong_usage() -> None:
+    done = typed("plan")
+    assert (done.status, done.err) == snapshot(
+        (2, "error: name the MANIFEST to plan, like 'fcp plan dataset.parquet', or a run with --continue-from\n")
     )

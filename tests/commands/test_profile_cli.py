@@ -12,8 +12,6 @@ import pytest
 import yaml
 from inline_snapshot import snapshot
 
-from fcp_cli import app
-from fcp_cli.console import verbosity
 from fcp_cli.cost.profile import load_cost_profile
 from fcp_cli.machine.processes import descendants, send
 from fcp_cli.profiling.measurement import default_degrees, read_measurement
@@ -21,6 +19,7 @@ from fcp_cli.profiling.points import heads_points, measurement_points
 from fcp_cli.profiling.refit import HOLD_OUT_EVERY
 from fcp_cli.profiling.samples import read_samples
 from fcp_cli.recipe import Recipe
+from tests.commands.planning_folder import Outcome, typed
 from tests.forked_ranks import is_rank
 from tests.patience import PATIENCE_SECONDS, wait_until
 from tests.profiling.test_refit import PLANNED, write_run
@@ -28,33 +27,20 @@ from tests.profiling.test_refit import PLANNED, write_run
 ENVIRONMENT = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
 
 
-class Outcome:
-    """Both streams of one run of `fcp`."""
-
-    def __init__(self, out: str, err: str) -> None:
-        self.out, self.err = out, err
-
-
 class Fcp(Protocol):
     def __call__(self, *words: str, status: int = 0) -> Outcome: ...
 
 
 @pytest.fixture
-def fcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Fcp:
-    """Run `fcp` in an empty folder, in this process, 80 columns wide; it must leave with the given status."""
+def fcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fcp:
+    """Run `fcp` in an empty folder; it must leave with the given status."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(verbosity, "level", 0)
 
     def run(*words: str, status: int = 0) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["fcp", *words])
-        with pytest.raises(SystemExit) as caught:
-            app.main()
-            raise SystemExit(0)
-        streams = capsys.readouterr()
-        assert (caught.value.code or 0) == status, streams.err
-        return Outcome(streams.out, streams.err)
+        done = typed(*words)
+        assert done.status == status, done.err
+        return done
 
     return run
 
