@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from fcp_cli.runtime.session.session import Session
     from fcp_cli.runtime.session.start import start, steps
     from fcp_cli.runtime.session.step import Step
-    from fcp_cli.runtime.states.frames import with_frames_before
 
 __all__ = [
     "ActivationOffload",
@@ -46,7 +45,6 @@ __all__ = [
     "recomputed",
     "start",
     "steps",
-    "with_frames_before",
 ]
 
 _MODULES = {
@@ -69,7 +67,6 @@ _MODULES = {
     "recomputed": ".recomputation.recompute",
     "start": ".session.start",
     "steps": ".session.start",
-    "with_frames_before": ".states.frames",
 }
 
 

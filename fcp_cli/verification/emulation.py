@@ -1,6 +1,6 @@
-"""The ranks of a job inside one process: as threads for whole training steps, or in lock step for one ring.
+"""The ranks of a job inside one process, as threads.
 
-Nothing here runs on a cluster: `fcp verify` replays plans of many ranks with it; tests and benchmarks run rings.
+Nothing here runs on a cluster: `fcp verify` replays plans of many ranks with it.
 On a CPU, autograd runs backward in the thread that calls it, so each rank's backward may wait for the others'.
 """
 
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.communication.transport import Handle, Waits
+from fcp_cli.runtime.communication.transport import Handle
 
 Result = TypeVar("Result")
 
@@ -62,18 +61,13 @@ class ThreadTransport:
     def start(self, kind: str, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> Handle:
         if send is not None:  # a copy, since the ring fills the same buffer at its next hop
             self._mailbox.between(self._rank, to).put(send.detach().clone())
-        return _Delivery(self._mailbox, self._rank, kind, receive, source, self._timeout_seconds)
-
-
-class LockstepTransport(ThreadTransport):
-    """One rank of several that run in one thread, as generators driven by `run_lockstep`."""
-
-    def __init__(self, mailbox: Mailbox, rank: int) -> None:
-        super().__init__(mailbox, rank, timeout_seconds=0.0)
+        return Delivery(self._mailbox, self._rank, kind, receive, source, self._timeout_seconds)
 
 
 @dataclass(slots=True)
-class _Delivery:
+class Delivery:
+    """A message on its way, and where it is to be put; None: nothing comes."""
+
     mailbox: Mailbox
     rank: int
     kind: str
@@ -99,31 +93,6 @@ class _Delivery:
                 f"got {tuple(message.shape)}"
             )
         self.receive.copy_(message)
-
-
-def run_lockstep(members: Sequence[Waits[Result]]) -> list[Result]:
-    """Drive the generators of all members of a ring in one thread; return their results, in order.
-
-    Each generator yields the handle it waits for. Raises: RunError when no member can continue.
-    """
-    results: dict[int, Result] = {}
-    waiting: deque[tuple[int, Handle | None]] = deque((i, None) for i in range(len(members)))
-    stalled = 0
-    while waiting:
-        index, handle = waiting.popleft()
-        if handle is not None:
-            # When a whole round has moved no member, none ever will: the wait then raises.
-            if isinstance(handle, _Delivery) and not handle.ready() and stalled <= len(waiting):
-                stalled += 1
-                waiting.append((index, handle))
-                continue
-            handle.wait()
-        stalled = 0
-        try:
-            waiting.append((index, next(members[index])))
-        except StopIteration as stop:
-            results[index] = stop.value
-    return [results[i] for i in range(len(members))]
 
 
 class Meeting:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from benchmarks.lockstep import LockstepTransport, run_lockstep
 from fcp_cli.runtime.agreement.grad_ring import GradRingDtype
 from fcp_cli.runtime.layouts.layout import ShardLayout, shard_layout
 from fcp_cli.runtime.ring_attention.passes import group_backward, group_forward
 from fcp_cli.runtime.ring_attention.ring import AttentionSpec, Ring
-from fcp_cli.verification.emulation import LockstepTransport, Mailbox, run_lockstep
+from fcp_cli.verification.emulation import Mailbox
 from fcp_cli.verification.order import Operation
 from fcp_cli.verification.recording import RecordingTransport
 from tests.runtime.reference import Example

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.lockstep import LockstepTransport, run_lockstep
 from fcp_cli.runtime.layouts.layout import shard_layout
 from fcp_cli.runtime.ring_attention.ring import Ring
-from fcp_cli.verification.emulation import LockstepTransport, Mailbox, run_lockstep
+from fcp_cli.verification.emulation import Mailbox
 from fcp_cli.verification.order import Operation, check_order
 from fcp_cli.verification.recording import RecordingTransport
 from tests.runtime.emulation import run_recorded

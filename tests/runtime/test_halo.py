@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.lockstep import LockstepTransport, run_lockstep
 from fcp_cli.runtime.communication.transport import GroupChannel, Waits
 from fcp_cli.runtime.layouts.layout import shard_layout
 from fcp_cli.runtime.ring_attention.halo import FetchedRows, Halo, ReturnedRows, halo_of
-from fcp_cli.verification.emulation import LockstepTransport, Mailbox, run_lockstep
+from fcp_cli.verification.emulation import Mailbox
 from fcp_cli.verification.order import check_order
 from fcp_cli.verification.recording import RecordingTransport
 

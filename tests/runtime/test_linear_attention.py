@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.lockstep import LockstepTransport, run_lockstep
 from fcp_cli.errors import RunError
 from fcp_cli.masks import CAUSAL, full
 from fcp_cli.memory.activations import state_bytes
@@ -29,7 +30,7 @@ from fcp_cli.runtime.states.linear_attention import DeltaRule, DeltaTokens
 from fcp_cli.runtime.states.linear_convolution import short_convolution
 from fcp_cli.runtime.states.linear_states import carry
 from fcp_cli.runtime.states.state_layers import run_rule
-from fcp_cli.verification.emulation import LockstepTransport, Mailbox, Meeting, ThreadTransport, run_lockstep, run_ranks
+from fcp_cli.verification.emulation import Mailbox, Meeting, ThreadTransport, run_ranks
 from fcp_cli.verification.order import check_order
 from fcp_cli.verification.recording import RecordingTransport
 from tests.runtime.sharded_layers import GROUPS, PACKS, Shards, on_ranks, require_equal

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.lockstep import LockstepTransport, run_lockstep
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.agreement.grad_ring import GradRingDtype
 from fcp_cli.runtime.communication.transport import Handle
@@ -26,7 +27,7 @@ from fcp_cli.runtime.ring_attention import ring_passes
 from fcp_cli.runtime.ring_attention.attention import attention
 from fcp_cli.runtime.ring_attention.ring import AttentionSpec, Ring, current_ring
 from fcp_cli.runtime.ring_attention.ring_passes import ring_forward
-from fcp_cli.verification.emulation import LockstepTransport, Mailbox, ThreadTransport, run_lockstep
+from fcp_cli.verification.emulation import Mailbox, ThreadTransport
 from fcp_cli.verification.order import Operation, check_order
 from tests.runtime.emulation import run_emulated, run_recorded, unshard
 from tests.runtime.fake_npu import FakeNpu

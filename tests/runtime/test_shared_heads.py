@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.lockstep import LockstepTransport
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.communication.shared_heads import of_products, row_products
 from fcp_cli.runtime.communication.transport import Handle, drive
@@ -15,7 +16,7 @@ from fcp_cli.runtime.layouts.layout import UlyssesLayout, shard_layout
 from fcp_cli.runtime.ring_attention.attention import attention
 from fcp_cli.runtime.ring_attention.passes import group_forward
 from fcp_cli.runtime.ring_attention.ring import AttentionSpec, Ring
-from fcp_cli.verification.emulation import LockstepTransport, Mailbox
+from fcp_cli.verification.emulation import Mailbox
 from fcp_cli.verification.order import check_order
 from tests.runtime.emulation import run_emulated, run_recorded
 from tests.runtime.reference import absolute_error, can_share, make_example, relative_error

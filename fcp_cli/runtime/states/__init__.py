@@ -1,1 +1,1 @@
-"""Layers that carry a state along a sequence: linear attention, state spaces, convolutions, frames of a video."""
+"""Layers that carry a state along a sequence: linear attention, state spaces, convolutions."""
