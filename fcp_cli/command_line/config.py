@@ -56,13 +56,7 @@ def _of_commands(name: str, group: Any) -> str:
 
 
 def unknown_variables(environment: Iterable[str], group: Any, *, prefix: str = "FCP") -> Iterator[str]:
-    """Yield a line for each variable that begins like those of a command's options, and is none.
-
-    Args:
-        environment: names of variables.
-        group: the commands.
-        prefix: of the group's variables.
-    """
+    """Yield a line for each variable that begins like those of a command's options, and is none."""
     names = list(environment)
     for verb, command in group.commands.items():
         known = set(_variables(command, f"{prefix}_{verb.upper()}"))

@@ -15,13 +15,7 @@ from fcp_cli.planning.settings.settings import FOLDER_PROFILE, resolve_problem
 
 
 def online_settings(request: LaunchRequest, target: str, assumed: Assumptions) -> OnlineSettings:
-    """Return the planning settings of a script's stream.
-
-    Args:
-        request: of the user.
-        target: where the job runs.
-        assumed: receives the defaults.
-    """
+    """Return the planning settings of a script's stream."""
     if not request.program:
         raise UsageError(
             "--online is for a script of your own, given after --; the bundled trainer knows its lengths before: "

@@ -115,15 +115,7 @@ class Footprint:
 def default_layers(
     spec: ModelSpec, recipe: Recipe, *, device: str, device_bytes: float, ranks: int = 1
 ) -> tuple[int, ...]:
-    """Return the whole model's layers where training them leaves room for packs, else two counts that do.
-
-    Args:
-        spec: the model.
-        recipe: that packs run under.
-        device: kind of device.
-        device_bytes: memory of a rank.
-        ranks: that measure together.
-    """
+    """Return the whole model's layers where training them leaves room for packs, else two counts that do."""
 
     def footprint(layers: int) -> Footprint:
         blocks = 0 if spec.vision is None else max(1, spec.vision.depth * layers // spec.num_layers)

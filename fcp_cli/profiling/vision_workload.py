@@ -49,13 +49,7 @@ def build_encoder(spec: ModelSpec, blocks: int, device: torch.device, recipe: Re
 
 
 class VisionWorkload:
-    """Runs one call of the encoder, as the runtime makes it in every micro-batch.
-
-    Args:
-        model: as `build_encoder` makes it.
-        device: where it lives.
-        recipe: that calls run under.
-    """
+    """Runs one call of the encoder, as the runtime makes it in every micro-batch."""
 
     def __init__(self, model: nn.Module, device: torch.device, recipe: Recipe) -> None:
         self.model = model

@@ -14,13 +14,7 @@ from fcp_cli.runs.folder import RunPaths
 
 
 def write_record(run_dir: Path, plan: Path, metadata: PlanMetadata) -> None:
-    """Copy the plan, write out its cost profile, and list the versions of this machine.
-
-    Args:
-        run_dir: that is there.
-        plan: that the run follows.
-        metadata: of the plan.
-    """
+    """Copy the plan, write out its cost profile, and list the versions of this machine."""
     paths = RunPaths(run_dir=run_dir)
     if plan != paths.plan:  # a resumed run follows its own copy
         with replaced_atomically(paths.plan) as temporary:

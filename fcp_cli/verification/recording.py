@@ -98,12 +98,7 @@ class ProcessRecorder:
 
 
 class RecordedGroup(dist.ProcessGroup):
-    """A process group over gloo whose operations are written down. A Python one, which C++ (DDP's reducer) calls too.
-
-    Args:
-        recorder: of this process.
-        options: torch's `_DistributedBackendOptions`.
-    """
+    """A process group over gloo whose operations are written down. A Python one, which C++ (DDP's reducer) calls too."""
 
     def __init__(self, recorder: ProcessRecorder, options: Any) -> None:
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]

@@ -69,11 +69,7 @@ class Guards:
         return SameData(self._world, step, [shard.digest for shard in shards if shard.digest is not None])
 
     def expect_as_before(self, ring: Ring, order: int) -> None:
-        """Let a ring be used as often as the rank's rings before: ranks that differ would wait for each other.
-
-        Args:
-            ring, order: of a micro-batch.
-        """
+        """Let a ring be used as often as the rank's rings before: ranks that differ would wait for each other."""
         ring.context.most_forwards, ring.context.most_backwards = self._most_forwards, self._most_backwards
         if self._passes is not None:
             self._passes.watch(ring, order)

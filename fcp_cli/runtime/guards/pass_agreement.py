@@ -21,11 +21,7 @@ _KINDS = ("forward", "backward", "recomputed forward", _END)
 
 
 class PassAgreement:
-    """The passes of one rank in the first step of a loop.
-
-    Args:
-        world: all ranks.
-    """
+    """The passes of one rank in the first step of a loop."""
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -272,10 +272,6 @@ class MaskedLayout(RingLayout):
     """Layout of a pack in which a sequence has a mask: zig-zag chunks of the stretches that its mask cuts it into.
 
     The sequences without one lie as they otherwise do, and take part in the same calls.
-
-    Args:
-        lengths, degree: as of any layout.
-        masks: of each sequence.
     """
 
     __slots__ = ("_sequences",)

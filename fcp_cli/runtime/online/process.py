@@ -22,10 +22,6 @@ from fcp_cli.runtime.online.items import ReadWindow
 class PlanningProcess:
     """Plans steps of one job in a child process, which ends when this process does, however that is.
 
-    Args:
-        opening: facts of the job.
-        table: of its first message.
-
     Attributes:
         opened: the recorded `refits`, the step that earlier starts have `planned_to`, and facts of a subclass's own.
     """
