@@ -34,13 +34,7 @@ _LAUNCHERS: Final = frozenset({"accelerate", "accelerate-launch", "torchrun", "d
 
 
 def python_program(words: Sequence[str], assumed: Assumptions, *, python: str = sys.executable) -> tuple[str, ...]:
-    """Return a script or `-m MODULE` with its arguments, which every rank runs as Python.
-
-    Args:
-        words: typed after `--`.
-        assumed: receives a launcher that is skipped.
-        python: interpreter of the ranks.
-    """
+    """Return a script or `-m MODULE` with its arguments, which every rank runs as Python."""
     first, *rest = words
     if _PYTHON.match(Path(first).name) and not _is_script(Path(first)):
         return python_program(_after_interpreter(first, rest), assumed, python=python)

@@ -150,13 +150,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters[name] = functions.reading(function)
 
     def compiled(self, text: str, *, name: str = "template", file: str | None = None) -> Template:
-        """Compile a template.
-
-        Args:
-            text: of the template.
-            name: for errors.
-            file: stands in tracebacks through it.
-        """
+        """Compile a template."""
         if len(text) > MOST_TEMPLATE_BYTES:
             raise TemplateSyntaxError(f"a template may have {MOST_TEMPLATE_BYTES >> 10} KiB, and this has more", 1)
         with limited_work(None):

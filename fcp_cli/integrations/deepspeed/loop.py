@@ -18,11 +18,7 @@ from fcp_cli.integrations.hugging_face.written_loop import WrittenLoop
 
 
 class EngineLoop(WrittenLoop):
-    """One engine's way through the plan. Every rank makes it, when the first batch is asked for.
-
-    Args:
-        engines: of the script that train.
-    """
+    """One engine's way through the plan. Every rank makes it, when the first batch is asked for."""
 
     BACKWARD = "engine.backward"
 

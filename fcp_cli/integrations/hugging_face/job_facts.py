@@ -76,14 +76,7 @@ class LoopSettings:
 
 
 def facts_of(settings: LoopSettings, loader: Any, model: Any, device: torch.device) -> JobFacts:
-    """Return the facts of a loop in a process group.
-
-    Args:
-        settings: of the loop.
-        loader: its own, of the training data.
-        model: that it trains, of transformers, perhaps with adapters.
-        device: of this rank.
-    """
+    """Return the facts of a loop in a process group."""
     rows, world = len(loader.dataset), dist.get_world_size()
     batch = settings.rows_per_pass * settings.accumulates * world
     last: LastBatch = "drop" if settings.drops_last else "keep"
@@ -115,13 +108,7 @@ def facts_of(settings: LoopSettings, loader: Any, model: Any, device: torch.devi
 
 
 def trainer_settings(trainer: Any, kind: str, loader: Any) -> LoopSettings:
-    """Return the settings of a `transformers.Trainer` about to train.
-
-    Args:
-        trainer: as it is.
-        kind: the class whose loss it uses.
-        loader: its own.
-    """
+    """Return the settings of a `transformers.Trainer` about to train."""
     args, has_limit = trainer.args, trainer.args.max_steps > 0
     return LoopSettings(
         loop=kind,

@@ -29,13 +29,7 @@ from fcp_cli.runtime.metrics.run_record import METRICS_VARIABLE, begin_metrics, 
 
 
 class MeasuredSteps:
-    """The steps of one rank, as they run; nothing is measured unless FCP_METRICS is set on all of them. Collective.
-
-    Args:
-        plan, metadata: the plan file and its metadata.
-        ranks: all ranks of the job.
-        first_step: of the loop.
-    """
+    """The steps of one rank, as they run; nothing is measured unless FCP_METRICS is set on all of them. Collective."""
 
     def __init__(self, plan: Path, metadata: PlanMetadata, ranks: MindSporeRanks, first_step: int) -> None:
         path = os.environ.get(METRICS_VARIABLE)

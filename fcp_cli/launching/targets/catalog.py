@@ -155,13 +155,7 @@ def target_of(name: str) -> Target:
 
 
 def job_files(target: Target, job: Job, *, template: Path | None = None) -> dict[str, str]:
-    """Return name and text of a job's files, the one that starts a node's ranks first. Nothing is written.
-
-    Args:
-        target: where it runs.
-        job: to launch.
-        template: a site's own, instead of the target's.
-    """
+    """Return name and text of a job's files, the one that starts a node's ranks first. Nothing is written."""
     with _faults_named(job.target):
         values = template_values(job, target.node(job), target.ready)
     rendered = [(name, _template(target, name)) for name in (target.template, *target.others)]

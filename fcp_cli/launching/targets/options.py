@@ -105,11 +105,6 @@ def for_cluster(request: ClusterOptions, job: Job, assumed: Assumptions) -> Job:
     """Complete a job that was resolved as if it ran here with everything that the templates of its target need.
 
     Variables that the user has set here are set on the nodes, too.
-
-    Args:
-        request: of the user.
-        job: whose `target` is not `LOCAL`.
-        assumed: receives the defaults.
     """
     target = target_of(job.target)
     if target.is_container and request.image is None:

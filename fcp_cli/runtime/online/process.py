@@ -78,13 +78,7 @@ class PlanningProcess:
 
 
 class StreamProcess(PlanningProcess):
-    """Plans windows of a stream.
-
-    Args:
-        settings: of the plan.
-        plan: path of the plan.
-        first_step: with which the job begins.
-    """
+    """Plans windows of a stream."""
 
     def __init__(self, settings: OnlineSettings, plan: Path, first_step: int) -> None:
         super().__init__({"settings": settings.to_json(), "plan": str(plan), "first_step": first_step})

@@ -56,13 +56,7 @@ class MicroBatchContext:
     begin_pass: Callable[[str, int], None] | None = None
 
     def begin_forward(self, tokens: int, *, degree: int, attention_calls: int) -> None:
-        """Count a forward of a layer that mixes tokens; raise RunError if it must not run.
-
-        Args:
-            tokens: that the layer was called with, padding included.
-            degree: members of the ring.
-            attention_calls: calls of attention on the ring so far.
-        """
+        """Count a forward of a layer that mixes tokens; raise RunError if it must not run."""
         if self.backward_forbidden:  # a recomputation, which would otherwise fail with hops under way
             raise RunError(self.backward_forbidden)
         if torch._C._current_graph_task_id() == -1:  # -1 outside backward: not a recomputation

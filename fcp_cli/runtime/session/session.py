@@ -252,13 +252,7 @@ def _when_asked(begin: Callable[[], Generator[Step, None, None]]) -> Generator[S
 
 
 def _warn_if_begun_again(first_step: int, begins_with: int, rank: int) -> None:
-    """Print one line on rank 0 if Slurm has requeued this job and its script has loaded no checkpoint.
-
-    Args:
-        first_step: step that the script begins with.
-        begins_with: step that the plan begins with.
-        rank: of this process.
-    """
+    """Print one line on rank 0 if Slurm has requeued this job and its script has loaded no checkpoint."""
     restarts = os.environ.get(_RESTARTS, "")
     if rank == 0 and restarts.isdecimal() and int(restarts) and first_step == begins_with:
         print(

@@ -93,12 +93,7 @@ def _compute(convolve: Callable[[Tensor], Tensor], rows: Tensor, kernel_size: in
 
 
 def begin_layer(ring: Ring, batch: int, tokens: int) -> None:
-    """Count a forward of a layer that runs through sequences in their order.
-
-    Args:
-        ring: of the micro-batch.
-        batch, tokens: that the layer was given.
-    """
+    """Count a forward of a layer that runs through sequences in their order."""
     if batch != 1 or tokens < ring.tokens:
         raise RunError(
             f"a layer that keeps a state was given a batch of {batch} with {tokens} tokens, but rank "

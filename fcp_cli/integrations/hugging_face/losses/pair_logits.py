@@ -30,12 +30,7 @@ _EXACT, _ROUGH = 1e-5, 1e-2
 
 
 class LogitPreferenceLoss(PreferenceLoss):
-    """The loss of a framework's own DPO trainer, with what it logs besides means over logits.
-
-    Args:
-        trainer: of the framework.
-        judged: its `compute_loss`, as messages name it.
-    """
+    """The loss of a framework's own DPO trainer, with what it logs besides means over logits."""
 
     def __init__(self, trainer: Any, judged: Override) -> None:
         super().__init__(trainer, (), type(trainer).compute_loss)
