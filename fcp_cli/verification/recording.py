@@ -98,7 +98,7 @@ class ProcessRecorder:
 
 
 class RecordedGroup(dist.ProcessGroup):
-    """A process group over gloo whose operations are written down. A Python one, which C++ (DDP's reducer) calls too."""
+    """A process group over gloo whose operations are recorded; a Python one, which C++ (DDP's reducer) calls too."""
 
     def __init__(self, recorder: ProcessRecorder, options: Any) -> None:
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
