@@ -27,7 +27,7 @@ from transformers import masking_utils
 
 from fcp_cli.cost.model import windowed_pairs
 from fcp_cli.integrations.transformers.linear import hook_linear_layers
-from fcp_cli.memory.activations import final_norm_bytes, layer_bytes
+from fcp_cli.memory.activations import final_norm_bytes, input_bytes, layer_bytes
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.models.descriptions import shipped_names
 from fcp_cli.models.layers import LINEAR_CHUNK
@@ -245,6 +245,7 @@ def main(names: list[str]) -> None:
         spec = load_model(name)
         found, precision = counted(spec, tokens=_TOKENS), precision_of(Recipe())
         kept = sum(count * layer_bytes(spec, kind, precision) for kind, count in spec.kinds.items())
+        kept += input_bytes(spec, precision) - 2 * 8  # without positions and labels
         kept += final_norm_bytes(spec, precision) - precision.activation * spec.hidden_size  # which the head would read
         errors = [
             f"{spec.text_parameters - found.parameters}",
@@ -264,7 +265,7 @@ def causal_operations(spec: ModelSpec, tokens: int) -> float:
 
 
 def _layers(spec: ModelSpec) -> str:
-    kinds = {kind: f"{kind.attention}, {'experts' if kind.has_experts else 'dense'}" for kind in spec.kinds}
+    kinds = {kind: ", ".join(part for part in (kind.attention, kind.mlp) if part != "none") for kind in spec.kinds}
     return "; ".join(f"{count} {kinds[kind]}" for kind, count in spec.kinds.items())
 
 

@@ -24,18 +24,35 @@ _LABEL_BYTES = 32  # per token: label's column, whether it is in the block, log-
 
 def input_bytes(spec: ModelSpec, precision: Precision) -> int:
     """Count the bytes per token of a micro-batch itself: three int64 of ids, positions and labels, and the rotation."""
-    rotated = spec.head_dim if spec.latent is None else spec.latent.rotary_size
-    return 3 * 8 + 2 * precision.residual * rotated
+    sizes = {spec.heads(kind).head_dim for kind in spec.kinds if kind.attends}
+    rotated = sum(sizes) if spec.latent is None else spec.latent.rotary_size
+    return 3 * 8 + 2 * precision.residual * rotated + layer_input_bytes(spec, precision)
+
+
+def layer_input_bytes(spec: ModelSpec, precision: Precision) -> int:
+    """Count the bytes per token of the layers' own embeddings: the input of their matrix, a norm and what is added."""
+    if spec.layer_inputs is None:
+        return 0
+    t, size = precision.activation, spec.layer_inputs.size
+    return t * spec.hidden_size + spec.num_layers * (_norm_bytes(spec, size, t) + t * size)
 
 
 def layer_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
     """Count the bytes per token that autograd keeps for one layer of a kind."""
-    return attention_side_bytes(spec, kind, precision) + mlp_side_bytes(spec, kind, precision)
+    own = 0
+    if spec.layer_inputs is not None:  # its matrices, their activation function and the norm
+        t, h = precision.activation, spec.hidden_size
+        own = t * h + 3 * t * spec.layer_inputs.size + _norm_bytes(spec, h, t)
+    return attention_side_bytes(spec, kind, precision) + mlp_side_bytes(spec, kind, precision) + own
 
 
 def _norm_bytes(spec: ModelSpec, width: int, own: int) -> int:
     """Count the bytes that an RMS norm of an input of `own` bytes keeps: fp32 input, normalised value, and scale."""
-    return (4 + (4 if spec.has("fp32 norms") else own)) * width + 4
+    return (4 + (4 if spec.has("fp32 norms") else own)) * width + _scale_bytes(spec)
+
+
+def _scale_bytes(spec: ModelSpec) -> int:
+    return 8 if spec.has("power norms") else 4
 
 
 def _layer_norm_bytes(spec: ModelSpec, precision: Precision, *, readers: int) -> int:
@@ -50,6 +67,8 @@ def _layer_norm_bytes(spec: ModelSpec, precision: Precision, *, readers: int) ->
 def attention_side_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
     """Count the bytes per token that autograd keeps for the first half of a layer: norm and attention."""
     t, of_attention = precision.activation, attention_bytes(spec, kind, precision)
+    if kind.attention == "none":
+        return 0
     if kind.attention == "linear":
         linear = spec.linear_figures
         # A norm over each head, its gate in fp32 before and after SiLU, and their product.
@@ -69,10 +88,12 @@ def attention_side_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision)
         ranks = [rank for rank in (latent.query_rank, latent.key_value_rank) if rank is not None]
         made = sum(_norm_bytes(spec, rank, t) + t * rank for rank in ranks)
         return _layer_norm_bytes(spec, precision, readers=2) + made + of_attention
-    q, k = spec.num_heads * spec.head_dim, spec.key_size
-    own = 4 if spec.has("fp32 norms") else t
-    scales = 2 if spec.has("wide qk norm") else spec.num_heads + spec.num_kv_heads
-    head_norms = (4 + own) * (q + k) + 4 * scales if spec.qk_norm else 0
+    q, k = spec.query_size(kind), 0 if kind.reuses else spec.key_size(kind)
+    own, key_heads = 4 if spec.has("fp32 norms") else t, 0 if kind.reuses else spec.heads(kind).num_kv_heads
+    scales = 2 if spec.has("wide qk norm") else spec.num_heads + key_heads
+    head_norms = (4 + own) * (q + k) + _scale_bytes(spec) * scales if spec.qk_norm else 0
+    if spec.has("value norm"):
+        head_norms += 4 * k + _scale_bytes(spec) * key_heads
     gate = 2 * t * q if spec.has("query gate") else 0  # its sigmoid, and the gated output
     return _layer_norm_bytes(spec, precision, readers=3) + head_norms + gate + of_attention
 
@@ -93,11 +114,14 @@ def attention_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> i
     if kind.attention == "mamba":
         mamba = spec.mamba_figures
         return t * (3 * mamba.mixed_size + mamba.width) + 2 * 4 * mamba.heads
-    q, out = spec.num_heads * spec.head_dim, _output_size(spec, kind)
+    if kind.attention == "none":
+        return 0
+    q, out = spec.query_size(kind), _output_size(spec, kind)
     if kind.attention == "latent":
         product = out + q - spec.num_heads * spec.latent_figures.rotary_size
         return t * (2 * q + product + out) + 4 * spec.num_heads
-    return t * (2 * q + 2 * spec.key_size) + 4 * spec.num_heads
+    own = 0 if kind.reuses else spec.key_size(kind) + spec.value_size(kind)
+    return t * (2 * q + own) + 4 * spec.num_heads
 
 
 def _mixed_size(linear: Linear) -> int:
@@ -111,7 +135,7 @@ def _output_size(spec: ModelSpec, kind: LayerKind) -> int:
         return spec.linear_figures.value_heads * spec.linear_figures.value_size
     if kind.attention == "mamba":
         return spec.mamba_figures.width
-    return spec.num_heads * (spec.latent_figures.value_size if kind.attention == "latent" else spec.head_dim)
+    return spec.num_heads * spec.value_dim(kind) if kind.attends else 0
 
 
 def mlp_side_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
@@ -119,16 +143,29 @@ def mlp_side_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> in
     tensors of its width, or router and experts, which keep theirs for each that a token goes to.
     """
     t, r, h, experts = precision.activation, precision.residual, spec.hidden_size, spec.experts
+    products, computed = _mlp_widths(spec)
+    widths = products + computed if products > 1 else computed  # the function of an MLP without a gate keeps its result
+    if kind.mlp == "none":
+        return 0
     if experts is None or not kind.has_experts:
-        return _layer_norm_bytes(spec, precision, readers=2) + 4 * t * spec.dense_width
+        return _layer_norm_bytes(spec, precision, readers=products) + widths * t * spec.dense_width(kind)
     # Grouped products know no autocast: they work in the type of the weights. Two tensors of the layer's width, and of
-    # the experts' the first product and four or, with clamps, five tensors computed from it.
-    widths = 7 if spec.has("expert biases") else 4
-    of_experts = experts.active * r * (2 * h + widths * experts.ffn_size)
-    shared = 4 * t * experts.shared_ffn_size + (t * h + t if spec.has("shared gate") else 0)
-    readers = 1 + (2 if experts.shared_ffn_size else 0)
+    # the experts' the first product and what is computed from it.
+    wide = experts.latent_size or h
+    of_experts = experts.active * r * (2 * wide + (7 if spec.has("expert biases") else widths) * experts.ffn_size)
+    shared = widths * t * experts.shared_ffn_size + (t * h + t if spec.has("shared gate") else 0)
+    if experts.latent_size is not None:
+        shared += t * wide  # the sum of experts, which becomes wide again
+    if spec.has("norms of experts"):  # of both branches' outputs, and of the experts' input
+        shared += 3 * _norm_bytes(spec, h, t)
+    readers = 1 + (products if experts.shared_ffn_size else 0)
     norm = _layer_norm_bytes(spec, precision, readers=readers)
     return norm + _router_bytes(spec, experts, precision) + of_experts + shared
+
+
+def _mlp_widths(spec: ModelSpec) -> tuple[int, int]:
+    """Return the tensors of an MLP's width that its first matrices make, and that are computed from them."""
+    return (1, 2) if spec.has("plain mlp") else (2, 2)
 
 
 def _router_bytes(spec: ModelSpec, experts: Experts, precision: Precision) -> int:
@@ -139,6 +176,9 @@ def _router_bytes(spec: ModelSpec, experts: Experts, precision: Precision) -> in
     if spec.has("expert biases"):  # chooses before it normalises, and each place takes the biases of its expert
         return experts.active * (2 * r + 5 * 8)
     scores = 4 * experts.count + 4
+    if spec.has("norms of experts"):  # a norm without a weight, two scales, and the weights of experts
+        own = (4 + 2 * precision.activation) * spec.hidden_size + _scale_bytes(spec)
+        return scores + own + experts.active * (4 + r + 5 * 8)
     if not spec.has("sigmoid router"):
         return scores + experts.active * (4 + r + 4 * 8)
     wide = 4 * spec.hidden_size if r != 4 and not spec.has("16-bit router") else 0  # it scores in fp32
@@ -166,21 +206,22 @@ def mlp_product_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) ->
 
     Of experts that one, too, since the gradients of their weights need it.
     """
-    t, experts = precision.activation, spec.experts
+    t, experts, (products, _) = precision.activation, spec.experts, _mlp_widths(spec)
     if experts is None or not kind.has_experts:
-        return 2 * t * spec.dense_width
-    routed = experts.active * precision.residual * (spec.hidden_size + 2 * experts.ffn_size)
-    return routed + 2 * t * experts.shared_ffn_size
+        return products * t * spec.dense_width(kind) if kind.mlp != "none" else 0
+    wide = experts.latent_size or spec.hidden_size
+    routed = experts.active * precision.residual * (wide + products * experts.ffn_size)
+    return routed + products * t * experts.shared_ffn_size
 
 
 def _activation_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
     """Count the bytes per token of what an MLP computes between its matrices, and of tokens copied for experts."""
-    t, experts = precision.activation, spec.experts
+    t, experts, (_, computed) = precision.activation, spec.experts, _mlp_widths(spec)
     if experts is None or not kind.has_experts:
-        return 2 * t * spec.dense_width
-    widths = 5 if spec.has("expert biases") else 2
-    routed = experts.active * precision.residual * (spec.hidden_size + widths * experts.ffn_size)
-    return routed + 2 * t * experts.shared_ffn_size
+        return computed * t * spec.dense_width(kind) if kind.mlp != "none" else 0
+    widths, wide = 5 if spec.has("expert biases") else computed, experts.latent_size or spec.hidden_size
+    routed = experts.active * precision.residual * (wide + widths * experts.ffn_size)
+    return routed + computed * t * experts.shared_ffn_size
 
 
 def _extra_product_bytes(spec: ModelSpec, kind: LayerKind, recipe: Recipe, precision: Precision) -> int:
@@ -192,7 +233,10 @@ def _extra_product_bytes(spec: ModelSpec, kind: LayerKind, recipe: Recipe, preci
     if recipe.recompute != "elementwise":
         return 0
     t, h, experts = precision.activation, spec.hidden_size, spec.experts
-    made = spec.num_heads * spec.head_dim * (2 if spec.has("query gate") else 1) + spec.key_size
+    made = 0
+    if kind.attends:
+        made = spec.query_size(kind) * (2 if spec.has("query gate") else 1)
+        made += 0 if kind.reuses else spec.key_size(kind)
     if kind.attention == "linear":
         made = _mixed_size(spec.linear_figures) + _output_size(spec, kind)
     elif kind.attention == "mamba":
@@ -227,7 +271,7 @@ def mlp_backward_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -
     """
     t, r, experts = precision.activation, precision.residual, spec.experts
     if experts is None or not kind.has_experts:
-        return r * spec.hidden_size + 2 * t * spec.dense_width
+        return r * spec.hidden_size + (2 * t * spec.dense_width(kind) if kind.mlp != "none" else 0)
     return r * spec.hidden_size + experts.active * r * (spec.hidden_size + 2 * experts.ffn_size)
 
 
@@ -242,8 +286,10 @@ def attention_backward_bytes(spec: ModelSpec, kind: LayerKind, precision: Precis
         return precision.residual * spec.hidden_size + t * (out + _mixed_size(spec.linear_figures))
     if kind.attention == "mamba":
         return precision.residual * spec.hidden_size + t * (out + spec.mamba_figures.projected_size)
-    q = spec.num_heads * spec.head_dim
-    alone = precision.residual * spec.hidden_size + t * (q + out + spec.key_size + spec.value_size)
+    if kind.attention == "none":
+        return precision.residual * spec.hidden_size
+    q = spec.query_size(kind)
+    alone = precision.residual * spec.hidden_size + t * (q + out + spec.key_size(kind) + spec.value_size(kind))
     return alone + (4 * q + t * (q + 2 * out) if in_rings else 0)
 
 
@@ -254,9 +300,9 @@ def replicated_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision, cop
         spec, kind, precision: of the layer.
         copies: ranks that have the same heads, where more ranks share heads than there are of keys and values.
     """
-    if kind.keeps_state:
+    if not kind.attends:
         return 0.0
-    return precision.activation * (copies - 1) * (spec.key_size + spec.value_size)
+    return precision.activation * (copies - 1) * (spec.key_size(kind) + spec.value_size(kind))
 
 
 def exchanged_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
@@ -264,7 +310,7 @@ def exchanged_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> i
 
     The gradient of the output, and its placeholder, of the exchanged tokens and heads.
     """
-    return 0 if kind.keeps_state else 2 * precision.activation * _output_size(spec, kind)
+    return 2 * precision.activation * _output_size(spec, kind) if kind.attends else 0
 
 
 def state_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> tuple[float, float]:
@@ -292,7 +338,9 @@ def ring_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
     Layers with windows take as many in addition to their halos, which are short where a rank holds much: the rows of
     their one call, its gradients, and the sums of these in fp32.
     """
-    return 0 if kind.keeps_state else 2 * (spec.key_size + spec.value_size) * (precision.activation + 4)
+    if not kind.attends:
+        return 0
+    return 2 * (spec.key_size(kind) + spec.value_size(kind)) * (precision.activation + 4)
 
 
 def layer_forward_bytes(spec: ModelSpec, precision: Precision, *, in_rings: bool) -> int:
@@ -301,9 +349,11 @@ def layer_forward_bytes(spec: ModelSpec, precision: Precision, *, in_rings: bool
     One half of a layer is at work at a time, on top of the residual stream; it holds no more than autograd would keep
     of it, and in a ring the sum of results in fp32.
     """
-    sums = 4 * spec.num_heads * spec.head_dim if in_rings else 0
     halves = [
-        max(attention_side_bytes(spec, kind, precision) + sums, mlp_side_bytes(spec, kind, precision))
+        max(
+            attention_side_bytes(spec, kind, precision) + (4 * spec.query_size(kind) if in_rings else 0),
+            mlp_side_bytes(spec, kind, precision),
+        )
         for kind in spec.kinds
     ]
     return precision.residual * spec.hidden_size + max(halves)
@@ -311,7 +361,8 @@ def layer_forward_bytes(spec: ModelSpec, precision: Precision, *, in_rings: bool
 
 def forward_ring_bytes(spec: ModelSpec, precision: Precision) -> int:
     """Return the bytes per token of the buffers of a ring without a backward: two for keys and values."""
-    return 2 * (spec.key_size + spec.value_size) * precision.activation
+    attending = [spec.key_size(kind) + spec.value_size(kind) for kind in spec.kinds if kind.attends]
+    return 2 * max(attending, default=0) * precision.activation
 
 
 def final_norm_bytes(spec: ModelSpec, precision: Precision) -> int:

@@ -70,7 +70,7 @@ def rank_memory(
 
 def most_copies(spec: ModelSpec, cut: Cut, sharing: int) -> float:
     """Return how many ranks hold the same key/value head, at most, where so many may share heads."""
-    query_heads, heads = (max(1, count // cut.tensor_parallel) for count in (spec.num_heads, spec.num_kv_heads))
+    query_heads, heads = (max(1, count // cut.tensor_parallel) for count in (spec.num_heads, spec.shared_kv_heads))
     return max(1.0, *(u / heads for u in (1, *heads_degrees(query_heads, heads, sharing))))
 
 

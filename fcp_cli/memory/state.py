@@ -99,7 +99,8 @@ class State:
             self._stage_layers * (spec.layers_parameters - self._elsewhere(spec.expert_parameters)) / spec.num_layers
         )
         vision = spec.vision.parameters if spec.vision else 0  # on the first pipeline stage
-        return (layers + spec.hidden_size + vision) / self.cut.tensor_parallel + self.tables
+        rest = spec.root_vectors + sum(spec.layer_input_parameters) + vision
+        return (layers + rest) / self.cut.tensor_parallel + self.tables
 
     @property
     def _stage_layers(self) -> int:
@@ -140,7 +141,8 @@ class State:
         """The parameters that belong to no layer: tables, and a vision model's patch embedding and projector."""
         vision = self.spec.vision
         rest = vision.parameters - vision.block_parameters if vision else 0
-        return self.tables + (self.spec.hidden_size + rest) / self.cut.tensor_parallel
+        rest += self.spec.root_vectors + sum(self.spec.layer_input_parameters)
+        return self.tables + rest / self.cut.tensor_parallel
 
     @property
     def computed_weight(self) -> int:

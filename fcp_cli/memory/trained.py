@@ -230,7 +230,10 @@ def _weights(spec: ModelSpec) -> Iterator[tuple[str, int]]:
             yield _weight(spec, layer, name, matrix), matrix.parameters
         vectors = spec.layer_parameters(kind) - sum(matrix.parameters for matrix in matrices.values())
         yield f"{root}layers.{layer}.input_layernorm.weight", vectors
-    yield f"{root}norm.weight", spec.hidden_size
+    yield f"{root}norm.weight", spec.root_vectors
+    for name, size in zip(("embed_tokens_per_layer", "per_layer_model_projection"), spec.layer_input_parameters):
+        if size:
+            yield f"{root}{name}.weight", size
     if not spec.tied_embeddings:
         yield "lm_head.weight", spec.embedding_parameters
     if spec.vision is not None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from fcp_cli.errors import ProfileError
 from fcp_cli.models.hf_vision import VisionFamily, family_of, vision_figures
-from fcp_cli.models.layers import Architecture, Attention
+from fcp_cli.models.layers import Architecture, Attention, Mlp
 from fcp_cli.models.sizes import MOST_LAYERS
 from fcp_cli.reading.documents import kind_of, read_json
 from fcp_cli.ring_exactness import growing_rotation, missing_for_rings
@@ -35,6 +35,8 @@ _ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "minimax_m2": "minimax_m2",
     "glm4_moe_lite": "glm4_moe_lite",
     "bamba": "bamba",
+    "nemotron_h": "nemotron_h",
+    "gemma4_text": "gemma4_text",
 }
 
 # Figures of a description -> their names in a config.json, which differ between families for experts alone.
@@ -66,6 +68,20 @@ EXPERT_NAMES: Final[Mapping[Architecture, Mapping[str, str]]] = {
     "deepseek_v3": _DEEPSEEK_EXPERTS,
     "glm4_moe": _DEEPSEEK_EXPERTS,
     "glm4_moe_lite": _DEEPSEEK_EXPERTS,
+    "nemotron_h": {
+        "count": "n_routed_experts",
+        "active": "num_experts_per_tok",
+        "ffn_size": "moe_intermediate_size",
+        "shared_ffn_size": "moe_shared_expert_intermediate_size",
+        "latent_size": "moe_latent_size",
+    },
+    # A dense MLP beside the experts is one that every token passes.
+    "gemma4_text": {
+        "count": "num_experts",
+        "active": "top_k_experts",
+        "ffn_size": "moe_intermediate_size",
+        "shared_ffn_size": "intermediate_size",
+    },
 }
 LATENT_NAMES: Final = {
     "query_rank": "q_lora_rank",
@@ -80,30 +96,78 @@ LINEAR_NAMES: Final = {
     "value_size": "linear_value_head_dim",
     "kernel_size": "linear_conv_kernel_dim",
 }
-MAMBA_NAMES: Final = {
-    "heads": "mamba_n_heads",
-    "head_size": "mamba_d_head",
-    "groups": "mamba_n_groups",
-    "state_size": "mamba_d_state",
-    "kernel_size": "mamba_d_conv",
-    "chunk_size": "mamba_chunk_size",
+MAMBA_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
+    "bamba": {
+        "heads": "mamba_n_heads",
+        "head_size": "mamba_d_head",
+        "groups": "mamba_n_groups",
+        "state_size": "mamba_d_state",
+        "kernel_size": "mamba_d_conv",
+        "chunk_size": "mamba_chunk_size",
+    },
+    "nemotron_h": {
+        "heads": "mamba_num_heads",
+        "head_size": "mamba_head_dim",
+        "groups": "n_groups",
+        "state_size": "ssm_state_size",
+        "kernel_size": "conv_kernel",
+        "chunk_size": "chunk_size",
+    },
 }
 LAYER_TYPES: Final[Mapping[Attention, str]] = {
     "full": "full_attention",
     "window": "sliding_attention",
     "linear": "linear_attention",
 }
+MIXERS: Final[Mapping[str, tuple[Attention, Mlp]]] = {
+    "linear_attention": ("mamba", "none"),
+    "full_attention": ("full", "none"),
+    "mlp": ("none", "dense"),
+    "moe": ("none", "experts"),
+}
+"""Layers of a family whose layers have either a mixer or an MLP."""
+
+_OLDER_MIXERS: Final = {
+    "M": "linear_attention",
+    "*": "full_attention",
+    "-": "mlp",
+    "E": "moe",
+    "mamba": "linear_attention",
+    "attention": "full_attention",
+}
 # Model types that train under a plan, but whose layers are of no kind here.
 _UNDESCRIBED: Final[Mapping[str, str]] = {
-    "gemma4_text": "has heads of two sizes, and layers that share keys and values",
     "minimax_m3_vl_text": "has experts beside a dense MLP in chosen layers",
     "mimo_v2_flash": "has twice as many key heads in its windows, and values of their own size",
-    "nemotron_h": "has layers of either a mixer, an MLP or experts",
 }
 # Defaults of a family's class that its published files omit.
 _DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "gemma3_text": {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
     "gpt_oss": {"attention_bias": True},
+    "gemma4_text": {
+        "vocab_size": 262_144,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 512,
+        "global_head_dim": 512,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262_144,
+    },
+    "nemotron_h": {
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "conv_kernel": 4,
+        "chunk_size": 128,
+    },
+}
+# Settings with another value of which a class has other parameters than those that are counted.
+_ONLY: Final[Mapping[str, Mapping[str, Any]]] = {
+    "nemotron_h": {"use_bias": False, "mlp_bias": False, "use_conv_bias": True},
 }
 _UNTIED: Final = ("qwen2_5_vl_text", "bamba", *EXPERT_NAMES)  # where they do not say
 _WITH_HEAD_NORMS: Final = (
@@ -116,6 +180,7 @@ _WITH_HEAD_NORMS: Final = (
     "qwen3_5_text",
     "qwen3_5_moe_text",
     "minimax_m2",
+    "gemma4_text",
 )
 
 
@@ -211,24 +276,76 @@ def _text_figures(text: Mapping[str, Any], architecture: Architecture, *, where:
             f"{where}: its rope_type {growing} rotates by the longest position that a rank sees, which no plan can be "
             "followed with; choose another, such as yarn"
         )
+    for key, only in _ONLY.get(model_type, {}).items():
+        if text.get(key, only) != only:
+            raise ProfileError(f"{where}: {key} is {shown(text[key])}; {only} alone is known for {model_type}")
     found = {figure: text.get(name) for figure, name in TEXT_NAMES.items()}
-    kinds, experts = _attention(text, architecture, where=where), _experts(text, architecture, where=where)
-    if experts is not None and not experts.get("dense_layers"):
+    mixers = _mixers(text, where=where) if architecture == "nemotron_h" else None
+    kinds = [attention for attention, _ in mixers] if mixers else _attention(text, architecture, where=where)
+    experts = _experts(text, architecture, where=where)
+    if mixers is not None:
+        mlps = [mlp for _, mlp in mixers]
+        found |= {"num_layers": len(mixers), "mlp": mlps}
+        experts = experts if "experts" in mlps else None
+    has_dense = mixers is not None and "dense" in found["mlp"]
+    if experts is not None and not experts.get("dense_layers") and not has_dense:
         found["ffn_size"] = None  # of no layer
+    if architecture == "gemma4_text":
+        found |= _gemma4_figures(text, kinds)
     return found | {
         "num_kv_heads": text.get("num_key_value_heads", text.get("num_attention_heads")),
         "head_dim": _head_dim(text, where=where),
         "qkv_bias": bool(text.get("attention_bias", False)) or _ARCHITECTURES[model_type] == "qwen2",
         "qk_norm": model_type in _WITH_HEAD_NORMS or bool(text.get("use_qk_norm", False)),
         "rope_theta": text.get("rope_theta") or rope.get("rope_theta") or 10_000.0,
-        "norm_eps": text.get("rms_norm_eps") or 1e-6,
+        "norm_eps": text.get("rms_norm_eps") or text.get("layer_norm_epsilon") or 1e-6,
         "attention": None if set(kinds) == {"full"} else kinds,
         "window_tokens": text.get("sliding_window") if "window" in kinds else None,
         "experts": experts,
         "latent": _named_figures(text, LATENT_NAMES) if "latent" in kinds else None,
         "linear": _named_figures(text, LINEAR_NAMES) if "linear" in kinds else None,
-        "mamba": _named_figures(text, MAMBA_NAMES) if "mamba" in kinds else None,
+        "mamba": _named_figures(text, MAMBA_NAMES[architecture]) if "mamba" in kinds else None,
     }
+
+
+def _mixers(text: Mapping[str, Any], *, where: str) -> list[tuple[Attention, Mlp]]:
+    """Return attention and MLP of each layer of which either is missing."""
+    key = next((key for key in ("layers_block_type", "layer_types", "hybrid_override_pattern") if text.get(key)), None)
+    named = text[key] if key is not None else []
+    if not isinstance(named, (list, str)) or not 0 < len(named) <= MOST_LAYERS:
+        raise ProfileError(f"{where}: {key or 'layers_block_type'} is {shown(named)}; it must name the layers")
+    found = [_OLDER_MIXERS.get(name, name) if isinstance(name, str) else name for name in named]
+    unknown = [name for name in found if not isinstance(name, str) or name not in MIXERS]
+    if unknown:
+        raise ProfileError(f"{where}: {key} has {shown(unknown[0])}; known: {', '.join(MIXERS)}")
+    return [MIXERS[name] for name in found]
+
+
+def _gemma4_figures(text: Mapping[str, Any], kinds: list[Attention]) -> dict[str, Any]:
+    """Return the figures of Gemma 4's full layers, of the last ones without keys of their own, and of its inputs."""
+    overrides = text.get("per_layer_config")  # as transformers 5 saves them
+    of_full = {"head_dim": text["global_head_dim"], "num_key_value_heads": text.get("num_global_key_value_heads")}
+    if isinstance(overrides, dict) and overrides:
+        of_full |= next(iter(overrides.values()))
+    keys_as_values = bool(text.get("attention_k_eq_v"))
+    heads = of_full["num_key_value_heads"] if keys_as_values else None
+    found: dict[str, Any] = {
+        "full_heads": {
+            "num_kv_heads": heads or text["num_key_value_heads"],
+            "head_dim": of_full["head_dim"],
+            "keys_as_values": keys_as_values,
+        }
+    }
+    if text.get("num_kv_shared_layers"):
+        width = text["intermediate_size"]
+        is_double = text.get("use_double_wide_mlp") and isinstance(width, int)
+        found["reused"] = {"layers": text["num_kv_shared_layers"], "ffn_size": 2 * width if is_double else width}
+    if text["hidden_size_per_layer_input"]:
+        found["layer_inputs"] = {
+            "size": text["hidden_size_per_layer_input"],
+            "vocab_size": text["vocab_size_per_layer_input"],
+        }
+    return found
 
 
 def _named_figures(text: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -253,7 +370,7 @@ def _head_dim(text: Mapping[str, Any], *, where: str) -> Any:
 
 def _experts(text: Mapping[str, Any], architecture: Architecture, *, where: str) -> dict[str, Any] | None:
     names = EXPERT_NAMES.get(architecture)
-    if names is None:
+    if names is None or text.get("enable_moe_block", architecture != "gemma4_text") is False:
         return None
     others = [("mlp_only_layers", []), ("decoder_sparse_step", 1)]
     for key, usual in others:
@@ -268,7 +385,7 @@ def _experts(text: Mapping[str, Any], architecture: Architecture, *, where: str)
     if "dense_layers" in names and "dense_layers" not in found and isinstance(kinds, list):
         found["dense_layers"] = next((layer for layer, kind in enumerate(kinds) if kind != "dense"), len(kinds))
     shared, width = text.get("n_shared_experts"), found.get("ffn_size")
-    if isinstance(shared, int) and isinstance(width, int):
+    if isinstance(shared, int) and isinstance(width, int) and "shared_ffn_size" not in names:
         found["shared_ffn_size"] = shared * width
     return found
 
@@ -294,7 +411,7 @@ def _attention(text: Mapping[str, Any], architecture: Architecture, *, where: st
         return [by_name[name] for name in types]
     if architecture == "gpt_oss":
         return ["window", "full"]
-    if architecture == "gemma3_text":
+    if architecture in ("gemma3_text", "gemma4_text"):
         return [*_repeated("window", text.get("sliding_window_pattern", 6)), "full"]
     if architecture in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
         return [*_repeated("linear", text.get("full_attention_interval", 4)), "full"]

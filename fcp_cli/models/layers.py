@@ -6,11 +6,12 @@ knows of families. Symbols: h = hidden_size, H = num_heads, K = num_kv_heads, D 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from fcp_cli.models.sizes import (
     ExpertCount,
@@ -45,8 +46,11 @@ Architecture: TypeAlias = Literal[
     "minimax_m2",
     "glm4_moe_lite",
     "bamba",
+    "nemotron_h",
+    "gemma4_text",
 ]
-Attention: TypeAlias = Literal["full", "window", "latent", "linear", "mamba"]
+Attention: TypeAlias = Literal["full", "window", "latent", "linear", "mamba", "none"]
+Mlp: TypeAlias = Literal["dense", "experts", "none"]
 
 LINEAR_CHUNK: Final = 64
 """Tokens that kernels of linear attention take at once."""
@@ -63,8 +67,13 @@ Trait: TypeAlias = Literal[
     "16-bit router",
     "wide qk norm",
     "split linear inputs",
+    "power norms",
+    "value norm",
+    "norms of experts",
+    "plain mlp",
 ]
-# Features of families besides their figures. `fp32 norms` multiply with their weight before they round.
+# Features of families besides their figures. `fp32 norms` multiply with their weight before they round, `power norms`
+# keep the mean of squares besides its root; a `plain mlp` has no gate.
 _TRAITS: Final[Mapping[Architecture, frozenset[Trait]]] = {
     "gemma3_text": frozenset({"fp32 norms", "four norms"}),
     "gemma3": frozenset({"fp32 norms", "four norms"}),
@@ -76,13 +85,77 @@ _TRAITS: Final[Mapping[Architecture, frozenset[Trait]]] = {
     "qwen3_next": frozenset({"fp32 norms", "query gate", "shared gate"}),
     "qwen3_5": frozenset({"fp32 norms", "query gate", "split linear inputs"}),
     "qwen3_5_moe": frozenset({"fp32 norms", "query gate", "shared gate", "split linear inputs"}),
+    "nemotron_h": frozenset({"fp32 norms", "sigmoid router", "plain mlp"}),
+    "gemma4_text": frozenset({"fp32 norms", "four norms", "power norms", "value norm", "norms of experts"}),
 }
-_NAMES_OF_EXPERTS: Final[Mapping[Architecture, tuple[str, str]]] = {
-    "gpt_oss": ("router", "shared_expert"),
-    "deepseek_v3": ("gate", "shared_experts"),
-    "glm4_moe": ("gate", "shared_experts"),
-    "glm4_moe_lite": ("gate", "shared_experts"),
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Names:
+    """Names of a layer's modules in transformers."""
+
+    attention: str = "self_attn"
+    mamba: str = "mamba"
+    mlp: str = "mlp"
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    shared: str = "mlp.shared_expert"
+
+
+_NAMES: Final[Mapping[Architecture, _Names]] = {
+    "gpt_oss": _Names(router="mlp.router"),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite"), _Names(shared="mlp.shared_experts")),
+    "bamba": _Names(mlp="feed_forward"),
+    "nemotron_h": _Names(
+        attention="mixer",
+        mamba="mixer",
+        mlp="mixer",
+        router="mixer.gate",
+        experts="mixer.experts",
+        shared="mixer.shared_experts",
+    ),
+    "gemma4_text": _Names(router="router.proj", experts="experts", shared="mlp"),
 }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heads:
+    """Key and value heads of layers that differ from the others'.
+
+    Attributes:
+        head_dim: of queries, keys and values.
+        keys_as_values: values are made of the keys' product, without a matrix of their own.
+    """
+
+    num_kv_heads: HeadCount
+    head_dim: Width
+    keys_as_values: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reused:
+    """Last layers, which attend to the keys and values of the last layer of their kind before them.
+
+    Attributes:
+        layers: number of them.
+        ffn_size: width of their MLP.
+    """
+
+    layers: LayerIndex
+    ffn_size: Width
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerInputs:
+    """A second embedding, of which each layer adds its own part to the residual stream.
+
+    Attributes:
+        size: of a token's embedding for one layer.
+        vocab_size: rows of the table.
+    """
+
+    size: Width
+    vocab_size: VocabularySize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +168,7 @@ class Experts:
         ffn_size: width of one, a gated MLP.
         shared_ffn_size: width of the shared MLP that every token passes; 0 without one.
         dense_layers: first layers of the model that have an MLP of `ffn_size` instead.
+        latent_size: width of an expert's input and output, if it is not the hidden size.
     """
 
     count: ExpertCount
@@ -102,6 +176,7 @@ class Experts:
     ffn_size: Width
     shared_ffn_size: OptionalWidth = 0
     dense_layers: LayerIndex = 0
+    latent_size: Width | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,9 +257,12 @@ class TextFigures:
         ffn_size: width of the gated MLP (three matrices of hidden_size x ffn_size); given where a layer has no experts.
         qkv_bias: biases on the query, key and value projections.
         qk_norm: RMS norms over head_dim on queries and keys.
-        attention: of the first layers, repeated over all: `full`, `window`, `latent`, `linear` or `mamba`.
+        attention: of the first layers, repeated over all: `full`, `window`, `latent`, `linear`, `mamba` or `none`.
         window_tokens: that a token of a `window` layer attends to, itself among them.
-        experts, latent, linear, mamba: given where layers have them.
+        mlp: of the first layers, repeated over all: `dense`, `experts` or `none`; None: experts in all layers but
+            `experts.dense_layers`, if there are any.
+        full_heads: of `full` layers, if they differ from those of windows.
+        experts, latent, linear, mamba, reused, layer_inputs: given if layers have them.
     """
 
     num_layers: LayerCount
@@ -205,14 +283,33 @@ class TextFigures:
     latent: Latent | None = None
     linear: Linear | None = None
     mamba: Mamba | None = None
+    mlp: tuple[Mlp, ...] | None = None
+    full_heads: Heads | None = None
+    reused: Reused | None = None
+    layer_inputs: LayerInputs | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """Kind of a layer: its attention, and whether it has experts."""
+    """Kind of a layer: its attention and its MLP.
+
+    Attributes:
+        attention, mlp: `none` without one.
+        reuses: it attends to the keys and values of an earlier layer.
+    """
 
     attention: Attention
-    has_experts: bool = False
+    mlp: Mlp = "dense"
+    reuses: bool = False
+
+    @property
+    def has_experts(self) -> bool:
+        return self.mlp == "experts"
+
+    @property
+    def attends(self) -> bool:
+        """Whether queries meet keys and values."""
+        return self.attention in ("full", "window", "latent")
 
     @property
     def keeps_state(self) -> bool:
@@ -259,26 +356,71 @@ class LanguageModel(TextFigures):
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer, in their order."""
         dense = self.num_layers if self.experts is None else self.experts.dense_layers
-        return _kinds_of_layers(self.num_layers, self.attention, dense)
+        reused = 0 if self.reused is None else self.reused.layers
+        return _kinds_of_layers(self.num_layers, self.attention, self.mlp, dense, reused)
 
     @property
     def kinds(self) -> dict[LayerKind, int]:
         """The kinds of layers, with how many there are of each."""
         return dict(Counter(self.layer_kinds))
 
-    @property
-    def key_size(self) -> int:
-        """Elements of the keys that a token has in a layer that attends by softmax."""
-        return self.num_kv_heads * self.head_dim
+    def heads(self, kind: LayerKind) -> Heads:
+        """Return the key and value heads of a layer that attends by softmax."""
+        if kind.attention == "full" and self.full_heads is not None:
+            return self.full_heads
+        return Heads(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+
+    def value_dim(self, kind: LayerKind) -> int:
+        """Return the size of a value's head in such a layer."""
+        return self.heads(kind).head_dim if self.latent is None else self.latent.value_size
+
+    def query_size(self, kind: LayerKind) -> int:
+        """Return the elements of the queries that a token has in such a layer."""
+        return self.num_heads * self.heads(kind).head_dim
+
+    def key_size(self, kind: LayerKind) -> int:
+        """Return the elements of the keys that a token has in such a layer."""
+        return self.heads(kind).num_kv_heads * self.heads(kind).head_dim
+
+    def value_size(self, kind: LayerKind) -> int:
+        """Return the elements of the values that a token has in such a layer."""
+        return self.heads(kind).num_kv_heads * self.value_dim(kind)
+
+    def key_value_elements(self, *attention: Attention) -> int:
+        """Return the elements of keys and values that a token has in all layers of some kinds of attention."""
+        return sum(
+            count * (self.key_size(kind) + self.value_size(kind))
+            for kind, count in self.kinds.items()
+            if kind.attention in attention
+        )
+
+    def hop_elements(self, tensor_parallel: int) -> int:
+        """Return the elements of a token's keys and values in a message of a ring, at most."""
+        return max(
+            max(1, heads.num_kv_heads // tensor_parallel) * (heads.head_dim + self.value_dim(kind))
+            for kind in self.kinds
+            if kind.attends
+            for heads in [self.heads(kind)]
+        )
+
+    def query_elements(self, *attention: Attention) -> int:
+        """Return the elements of queries and outputs that a token has in all layers of some kinds of attention."""
+        return sum(
+            count * self.num_heads * (self.heads(kind).head_dim + self.value_dim(kind))
+            for kind, count in self.kinds.items()
+            if kind.attention in attention
+        )
 
     @property
-    def value_size(self) -> int:
-        """Elements of the values that a token has in a layer that attends by softmax."""
-        return self.num_kv_heads * (self.head_dim if self.latent is None else self.latent.value_size)
+    def shared_kv_heads(self) -> int:
+        """Greatest number of ranks that can split the key and value heads of every layer."""
+        heads = [self.heads(kind).num_kv_heads for kind in self.kinds if kind.attends]
+        return math.gcd(*heads) if heads else self.num_kv_heads
 
-    @property
-    def dense_width(self) -> int:
-        """The width of the MLP of layers without experts, of a model that has such layers."""
+    def dense_width(self, kind: LayerKind) -> int:
+        """Return the width of the MLP of a layer without experts."""
+        if kind.reuses and self.reused is not None:
+            return self.reused.ffn_size
         assert self.ffn_size is not None, "a description with layers without experts has their width"
         return self.ffn_size
 
@@ -302,7 +444,7 @@ class LanguageModel(TextFigures):
 
     @property
     def ring_layers(self) -> int:
-        """Layers whose keys and values go round a ring; others pass on a state or the tokens of a window."""
+        """Layers whose keys and values go round a ring."""
         return sum(kind.attention in ("full", "latent") for kind in self.layer_kinds)
 
     @property
@@ -311,16 +453,21 @@ class LanguageModel(TextFigures):
         return sum(kind.attention == "window" for kind in self.layer_kinds)
 
     @property
+    def state_layers(self) -> int:
+        """Layers that pass on a state."""
+        return sum(kind.keeps_state for kind in self.layer_kinds)
+
+    @property
     def layer_period(self) -> int:
         """Layers after which their kinds repeat; 1 where all are alike, or they do not repeat from the first on."""
         kinds = self.layer_kinds
-        periods = range(1, min(len(self.attention), self.num_layers // 2) + 1)
+        periods = range(1, min(max(len(self.attention), len(self.mlp or ())), self.num_layers // 2) + 1)
         found = (period for period in periods if kinds == (kinds[:period] * len(kinds))[: len(kinds)])
         return next(found, 1)
 
     def matrices(self, kind: LayerKind) -> dict[str, Matrix]:
         """Return the matrices of a layer of a kind by their names below it."""
-        return _ATTENTION_MATRICES[kind.attention](self) | _mlp_matrices(self, kind)
+        return _ATTENTION_MATRICES[kind.attention](self, kind) | _mlp_matrices(self, kind) | _layer_input_matrices(self)
 
     def layer_parameters(self, kind: LayerKind) -> int:
         """Return the parameters of a layer of a kind: matrices, biases and norms."""
@@ -348,7 +495,8 @@ class LanguageModel(TextFigures):
     @property
     def largest_mlp_matrix_parameters(self) -> int:
         """Parameters of the largest tensor of an MLP, in which matrices of all experts are one."""
-        return max(matrix.parameters for kind in self.kinds for matrix in _mlp_matrices(self, kind).values())
+        matrices = (matrix for kind in self.kinds for matrix in _mlp_matrices(self, kind).values())
+        return max((matrix.parameters for matrix in matrices), default=0)
 
     def layer_expert_parameters(self, kind: LayerKind) -> int:
         """Return the parameters of a layer's experts, which ranks of expert parallelism share out."""
@@ -363,7 +511,15 @@ class LanguageModel(TextFigures):
     def matrix_parameters(self) -> int:
         """Parameters that every token is multiplied with: of the layers' matrices, and the output layer."""
         layers = sum(count * self.active_layer_parameters(kind) for kind, count in self.kinds.items())
-        return layers + self.embedding_parameters
+        return layers + self.embedding_parameters + self.layer_input_parameters[1]
+
+    @property
+    def layer_input_parameters(self) -> tuple[int, int]:
+        """Parameters of the table of the layers' own embeddings, and of the matrix that adds to them."""
+        if self.layer_inputs is None:
+            return 0, 0
+        width = self.num_layers * self.layer_inputs.size
+        return self.layer_inputs.vocab_size * width, self.hidden_size * width
 
     @property
     def embedding_parameters(self) -> int:
@@ -372,9 +528,14 @@ class LanguageModel(TextFigures):
     @property
     def text_parameters(self) -> int:
         """Parameters of the language model alone."""
-        # A tied table serves input and output; the last term is the final norm.
+        # A tied table serves input and output.
         tables = self.embedding_parameters * (1 if self.tied_embeddings else 2)
-        return self.layers_parameters + tables + self.hidden_size
+        return self.layers_parameters + tables + self.root_vectors + sum(self.layer_input_parameters)
+
+    @property
+    def root_vectors(self) -> int:
+        """Parameters of the norms outside of layers."""
+        return self.hidden_size + (0 if self.layer_inputs is None else self.layer_inputs.size)
 
     @property
     def active_parameters(self) -> int:
@@ -385,21 +546,38 @@ class LanguageModel(TextFigures):
 
 
 @cache  # asked for again and again while recipes are tried
-def _kinds_of_layers(layers: int, attention: tuple[Attention, ...], dense: int) -> tuple[LayerKind, ...]:
-    return tuple(LayerKind(attention[layer % len(attention)], layer >= dense) for layer in range(layers))
+def _kinds_of_layers(
+    layers: int, attention: tuple[Attention, ...], mlp: tuple[Mlp, ...] | None, dense: int, reused: int
+) -> tuple[LayerKind, ...]:
+    def mlp_of(layer: int) -> Mlp:
+        return mlp[layer % len(mlp)] if mlp else "experts" if layer >= dense else "dense"
+
+    return tuple(
+        LayerKind(attention[layer % len(attention)], mlp_of(layer), layer >= layers - reused) for layer in range(layers)
+    )
 
 
-def _softmax_matrices(spec: LanguageModel) -> dict[str, Matrix]:
-    h, queries = spec.hidden_size, spec.num_heads * spec.head_dim
-    return {
-        "self_attn.q_proj": Matrix((h, queries * (2 if spec.has("query gate") else 1))),
-        "self_attn.k_proj": Matrix((h, spec.key_size)),
-        "self_attn.v_proj": Matrix((h, spec.value_size)),
-        "self_attn.o_proj": Matrix((queries, h)),
+def _names(spec: LanguageModel) -> _Names:
+    return _NAMES.get(spec.architecture, _Names())
+
+
+def _no_matrices(spec: LanguageModel, kind: LayerKind) -> dict[str, Matrix]:
+    return {}
+
+
+def _softmax_matrices(spec: LanguageModel, kind: LayerKind) -> dict[str, Matrix]:
+    h, queries, name = spec.hidden_size, spec.query_size(kind), _names(spec).attention
+    found = {
+        f"{name}.q_proj": Matrix((h, queries * (2 if spec.has("query gate") else 1))),
+        f"{name}.k_proj": Matrix((h, spec.key_size(kind))),
+        f"{name}.v_proj": Matrix((h, spec.value_size(kind))),
+        f"{name}.o_proj": Matrix((queries, h)),
     }
+    missing = ("k_proj", "v_proj") if kind.reuses else ("v_proj",) if spec.heads(kind).keys_as_values else ()
+    return {key: matrix for key, matrix in found.items() if not key.endswith(missing)}
 
 
-def _latent_matrices(spec: LanguageModel) -> dict[str, Matrix]:
+def _latent_matrices(spec: LanguageModel, kind: LayerKind) -> dict[str, Matrix]:
     h, queries, latent = spec.hidden_size, spec.num_heads * spec.head_dim, spec.latent_figures
     to_queries = {"self_attn.q_proj": Matrix((h, queries))}
     if latent.query_rank is not None:
@@ -415,7 +593,7 @@ def _latent_matrices(spec: LanguageModel) -> dict[str, Matrix]:
     }
 
 
-def _linear_matrices(spec: LanguageModel) -> dict[str, Matrix]:
+def _linear_matrices(spec: LanguageModel, kind: LayerKind) -> dict[str, Matrix]:
     h, linear = spec.hidden_size, spec.linear_figures
     keys, values = linear.key_heads * linear.key_size, linear.value_heads * linear.value_size
     inputs = {
@@ -436,12 +614,12 @@ def _linear_matrices(spec: LanguageModel) -> dict[str, Matrix]:
     }
 
 
-def _mamba_matrices(spec: LanguageModel) -> dict[str, Matrix]:
-    h, mamba = spec.hidden_size, spec.mamba_figures
+def _mamba_matrices(spec: LanguageModel, kind: LayerKind) -> dict[str, Matrix]:
+    h, mamba, name = spec.hidden_size, spec.mamba_figures, _names(spec).mamba
     return {
-        "mamba.in_proj": Matrix((h, mamba.projected_size)),
-        "mamba.conv1d": Matrix((mamba.kernel_size, mamba.mixed_size), is_linear=False),
-        "mamba.out_proj": Matrix((mamba.width, h)),
+        f"{name}.in_proj": Matrix((h, mamba.projected_size)),
+        f"{name}.conv1d": Matrix((mamba.kernel_size, mamba.mixed_size), is_linear=False),
+        f"{name}.out_proj": Matrix((mamba.width, h)),
     }
 
 
@@ -451,36 +629,55 @@ _ATTENTION_MATRICES: Final = {
     "latent": _latent_matrices,
     "linear": _linear_matrices,
     "mamba": _mamba_matrices,
+    "none": _no_matrices,
 }
 
 
-def _gated_mlp(prefix: str, hidden_size: int, width: int) -> dict[str, Matrix]:
-    up, down = Matrix((hidden_size, width)), Matrix((width, hidden_size))
-    return {f"{prefix}.gate_proj": up, f"{prefix}.up_proj": up, f"{prefix}.down_proj": down}
+def _mlp(spec: LanguageModel, name: str, width: int) -> dict[str, Matrix]:
+    up, down = Matrix((spec.hidden_size, width)), Matrix((width, spec.hidden_size))
+    gate = {} if spec.has("plain mlp") else {f"{name}.gate_proj": up}
+    return gate | {f"{name}.up_proj": up, f"{name}.down_proj": down}
 
 
 def _mlp_matrices(spec: LanguageModel, kind: LayerKind) -> dict[str, Matrix]:
-    h, experts = spec.hidden_size, spec.experts
+    h, experts, names = spec.hidden_size, spec.experts, _names(spec)
     if experts is None or not kind.has_experts:
-        return _gated_mlp("feed_forward" if spec.architecture == "bamba" else "mlp", h, spec.dense_width)
-    router, shared = _NAMES_OF_EXPERTS.get(spec.architecture, ("gate", "shared_expert"))
+        return {} if kind.mlp == "none" else _mlp(spec, names.mlp, spec.dense_width(kind))
+    is_plain, wide = spec.has("plain mlp"), experts.latent_size or h
+    first, inner = ("up_proj", 1) if is_plain else ("gate_up_proj", 2)
+    each: dict[str, Any] = {"copies": experts.count, "active": experts.active, "is_linear": False}
     found = {
-        f"mlp.{router}": Matrix((h, experts.count), is_linear=False),
-        "mlp.experts.gate_up_proj": Matrix((h, 2 * experts.ffn_size), experts.count, experts.active, is_linear=False),
-        "mlp.experts.down_proj": Matrix((experts.ffn_size, h), experts.count, experts.active, is_linear=False),
+        names.router: Matrix((h, experts.count), is_linear=spec.has("norms of experts")),
+        f"{names.experts}.{first}": Matrix((wide, inner * experts.ffn_size), **each),
+        f"{names.experts}.down_proj": Matrix((experts.ffn_size, wide), **each),
     }
+    if experts.latent_size is not None:
+        found |= {f"{names.mlp}.fc1_latent_proj": Matrix((h, wide)), f"{names.mlp}.fc2_latent_proj": Matrix((wide, h))}
     if experts.shared_ffn_size:
-        found |= _gated_mlp(f"mlp.{shared}", h, experts.shared_ffn_size)
+        found |= _mlp(spec, names.shared, experts.shared_ffn_size)
     return found | ({"mlp.shared_expert_gate": Matrix((h, 1))} if spec.has("shared gate") else {})
+
+
+def _layer_input_matrices(spec: LanguageModel) -> dict[str, Matrix]:
+    if spec.layer_inputs is None:
+        return {}
+    h, size = spec.hidden_size, spec.layer_inputs.size
+    return {"per_layer_input_gate": Matrix((h, size)), "per_layer_projection": Matrix((size, h))}
 
 
 def _vectors(spec: LanguageModel, kind: LayerKind) -> int:
     """Count the parameters of a layer outside of matrices: norms, biases, and attention's own vectors."""
-    found = (4 if spec.has("four norms") else 2) * spec.hidden_size
-    found += _VECTORS[kind.attention](spec) if kind.keeps_state else _softmax_vectors(spec, kind.attention)
+    halves = (kind.attention != "none") + (kind.mlp != "none")
+    norms = halves * (2 if spec.has("four norms") else 1) + (spec.layer_inputs is not None)
+    found = norms * spec.hidden_size
+    if kind.attention != "none":
+        found += _VECTORS[kind.attention](spec) if kind.keeps_state else _softmax_vectors(spec, kind)
     experts = spec.experts
-    if kind.has_experts and experts is not None and spec.has("expert biases"):
-        found += experts.count * (1 + 2 * experts.ffn_size + spec.hidden_size)  # the router's, too
+    if kind.has_experts and experts is not None:
+        if spec.has("expert biases"):
+            found += experts.count * (1 + 2 * experts.ffn_size + spec.hidden_size)  # the router's, too
+        if spec.has("norms of experts"):  # three of them, and the router's scales of its input and of each expert
+            found += 4 * spec.hidden_size + experts.count
     return found
 
 
@@ -501,14 +698,15 @@ _VECTORS: Final[Mapping[Attention, Callable[[LanguageModel], int]]] = {
 }
 
 
-def _softmax_vectors(spec: LanguageModel, attention: Attention) -> int:
-    if attention == "latent":
+def _softmax_vectors(spec: LanguageModel, kind: LayerKind) -> int:
+    if kind.attention == "latent":
         latent = spec.latent_figures
         norms = (latent.query_rank or 0) + latent.key_value_rank
         biases = norms + latent.rotary_size + spec.hidden_size
         return norms + (biases if spec.qkv_bias else 0)
-    biases = spec.num_heads * spec.head_dim + spec.key_size + spec.value_size if spec.qkv_bias else 0
+    own = 0 if kind.reuses else 1  # keys and values
+    biases = spec.query_size(kind) + own * (spec.key_size(kind) + spec.value_size(kind)) if spec.qkv_bias else 0
     biases += spec.hidden_size if spec.has("output bias") else 0
-    heads = (spec.num_heads, spec.num_kv_heads) if spec.has("wide qk norm") else (1, 1)
-    norms = sum(heads) * spec.head_dim if spec.qk_norm else 0
+    heads = (spec.num_heads, spec.heads(kind).num_kv_heads) if spec.has("wide qk norm") else (1, own)
+    norms = sum(heads) * spec.heads(kind).head_dim if spec.qk_norm else 0
     return biases + norms + (spec.num_heads if spec.has("sinks") else 0)

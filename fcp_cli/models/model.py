@@ -10,7 +10,7 @@ from typing import Any, Literal
 from fcp_cli.errors import ProfileError
 from fcp_cli.models.descriptions import find_shipped, read_description
 from fcp_cli.models.hf_config import read_hf_config
-from fcp_cli.models.layers import Architecture, LanguageModel, TextFigures
+from fcp_cli.models.layers import Architecture, Heads, LanguageModel, TextFigures
 from fcp_cli.models.sizes import HeadCount, KernelSize, LayerCount, LayerIndex, PixelCount, Width
 from fcp_cli.validation import NonEmptyText, validated
 
@@ -190,6 +190,10 @@ def load_hf_config(path: Path) -> ModelSpec:
     return _checked(spec, where=str(path))
 
 
+def _blocks_of_heads(spec: ModelSpec) -> list[tuple[str, TextFigures | Heads]]:
+    return [("", spec), *([("full_heads.", spec.full_heads)] if spec.full_heads is not None else [])]
+
+
 def _values(text: TextFigures) -> dict[str, Any]:
     return {f.name: getattr(text, f.name) for f in fields(TextFigures)}
 
@@ -198,9 +202,12 @@ def _checked(spec: ModelSpec, *, where: str) -> ModelSpec:
     """Return the model, unless figures contradict each other; the message names the first that do."""
     complaints = [
         (
-            spec.num_heads % spec.num_kv_heads != 0,
-            f"num_kv_heads {spec.num_kv_heads} does not divide num_heads {spec.num_heads}",
-        ),
+            spec.num_heads % heads.num_kv_heads != 0,
+            f"{block}num_kv_heads {heads.num_kv_heads} does not divide num_heads {spec.num_heads}",
+        )
+        for block, heads in _blocks_of_heads(spec)
+    ]
+    complaints += [
         (spec.head_dim % 2 != 0, f"head_dim {spec.head_dim} is odd; rotary positions need an even one"),
         (spec.hidden_size % 2 != 0, f"hidden_size {spec.hidden_size} is odd"),
         (
@@ -230,8 +237,26 @@ def _kind_complaints(spec: ModelSpec) -> list[tuple[bool, str]]:
         )
         for kind, figures in needed.items()
     ]
-    has_dense = any(not kind.has_experts for kind in spec.layer_kinds)
-    complaints.append((has_dense and spec.ffn_size is None, "ffn_size is missing, and layers have no experts"))
+    kinds = spec.layer_kinds if spec.attention else ()
+    is_empty = [kind.attention == kind.mlp == "none" for kind in kinds]
+    complaints += [
+        (
+            any(kind.mlp == "dense" for kind in kinds) and spec.ffn_size is None,
+            "ffn_size is missing, and layers have no experts",
+        ),
+        (any(is_empty), f"layer {is_empty.index(True) if any(is_empty) else 0} has neither attention nor an MLP"),
+        (any(kind.has_experts for kind in kinds) and experts is None, "mlp has experts, and the block is missing"),
+    ]
+    if spec.reused is not None:
+        first = spec.num_layers - spec.reused.layers
+        before, after = ({kind.attention for kind in part} for part in (kinds[: max(first, 0)], kinds[first:]))
+        complaints.append(
+            (
+                first < 1 or not after <= before,
+                f"reused.layers {spec.reused.layers} of {spec.num_layers} leaves no layer of their kinds whose keys "
+                "and values they could reuse",
+            )
+        )
     if experts is not None:
         complaints.append(
             (experts.active > experts.count, f"experts.active {experts.active} exceeds experts.count {experts.count}")
@@ -252,7 +277,7 @@ def _kind_complaints(spec: ModelSpec) -> list[tuple[bool, str]]:
         complaints += [
             (mamba.heads % mamba.groups != 0, f"mamba.groups {mamba.groups} does not divide mamba.heads {mamba.heads}"),
             (
-                mamba.width % spec.hidden_size != 0,
+                spec.architecture == "bamba" and mamba.width % spec.hidden_size != 0,
                 f"mamba.heads {mamba.heads} of mamba.head_size {mamba.head_size} are no multiple of hidden_size "
                 f"{spec.hidden_size}",
             ),

@@ -33,8 +33,8 @@ def forward_operations(spec: ModelSpec) -> Operations:
     vision = spec.vision
     return Operations(
         linear_per_token=2.0 * spec.matrix_parameters + _linear_attention(spec) + _state_spaces(spec),
-        attention_per_token2=_of_pairs(spec, "full") + _of_pairs(spec, "latent"),
-        window_per_token2=_of_pairs(spec, "window"),
+        attention_per_token2=1.0 * spec.query_elements("full", "latent"),
+        window_per_token2=1.0 * spec.query_elements("window"),
         vision_per_patch=_operations_per_patch(vision) if vision else 0.0,
         vision_per_patch2=4.0 * vision.full_attention_blocks * vision.hidden_size if vision else 0.0,
     )
@@ -44,9 +44,6 @@ def _layers(spec: LanguageModel, attention: Attention) -> int:
     return sum(kind.attention == attention for kind in spec.layer_kinds)
 
 
-def _of_pairs(spec: LanguageModel, attention: Attention) -> float:
-    value_size = spec.value_size // spec.num_kv_heads
-    return 1.0 * _layers(spec, attention) * spec.num_heads * (spec.head_dim + value_size)
 
 
 def _linear_attention(spec: LanguageModel) -> float:

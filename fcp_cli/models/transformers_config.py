@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from fcp_cli.models.hf_config import EXPERT_NAMES, LATENT_NAMES, LAYER_TYPES, LINEAR_NAMES, MAMBA_NAMES, TEXT_NAMES
+from fcp_cli.models.hf_config import (
+    EXPERT_NAMES,
+    LATENT_NAMES,
+    LAYER_TYPES,
+    LINEAR_NAMES,
+    MAMBA_NAMES,
+    MIXERS,
+    TEXT_NAMES,
+)
 from fcp_cli.models.layers import Experts
 from fcp_cli.models.model import ModelSpec, VisionSpec
 
@@ -40,9 +48,16 @@ def text_config(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
         arguments |= {name: getattr(spec.linear, figure) for figure, name in LINEAR_NAMES.items()}
     if spec.mamba is not None:
         kinds = enumerate(spec.layer_kinds)
-        arguments |= {name: getattr(spec.mamba, figure) for figure, name in MAMBA_NAMES.items()}
-        arguments["mamba_expand"] = spec.mamba.width // spec.hidden_size
-        arguments["attn_layer_indices"] = [layer for layer, kind in kinds if kind.attention == "full"]
+        names = MAMBA_NAMES.get(spec.architecture, MAMBA_NAMES["bamba"])
+        arguments |= {name: getattr(spec.mamba, figure) for figure, name in names.items()}
+        if spec.architecture == "bamba":
+            arguments["mamba_expand"] = spec.mamba.width // spec.hidden_size
+            arguments["attn_layer_indices"] = [layer for layer, kind in kinds if kind.attention == "full"]
+    if spec.architecture == "nemotron_h":
+        types = {halves: name for name, halves in MIXERS.items()}
+        arguments["layers_block_type"] = [types[kind.attention, kind.mlp] for kind in spec.layer_kinds]
+    if spec.architecture == "gemma4_text":
+        arguments |= _gemma4_arguments(spec)
     if spec.window_tokens is not None or spec.linear is not None:
         arguments["layer_types"] = [LAYER_TYPES[kind.attention] for kind in spec.layer_kinds]
         arguments |= {} if spec.window_tokens is None else {"sliding_window": spec.window_tokens}
@@ -51,9 +66,23 @@ def text_config(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
     return model_type, arguments
 
 
+def _gemma4_arguments(spec: ModelSpec) -> dict[str, Any]:
+    full, reused, inputs = spec.full_heads, spec.reused, spec.layer_inputs
+    found: dict[str, Any] = {"enable_moe_block": spec.experts is not None, "hidden_size_per_layer_input": 0}
+    if full is not None:
+        found |= {"global_head_dim": full.head_dim, "num_global_key_value_heads": full.num_kv_heads}
+        found["attention_k_eq_v"] = full.keys_as_values
+    if reused is not None:
+        found |= {"num_kv_shared_layers": reused.layers, "use_double_wide_mlp": reused.ffn_size != spec.ffn_size}
+    if inputs is not None:
+        found |= {"hidden_size_per_layer_input": inputs.size, "vocab_size_per_layer_input": inputs.vocab_size}
+    return found
+
+
 def _expert_arguments(spec: ModelSpec, experts: Experts) -> dict[str, Any]:
     names = EXPERT_NAMES.get(spec.architecture, EXPERT_NAMES["qwen3_moe"])
-    found = {name: getattr(experts, figure) for figure, name in names.items()} | {"attention_bias": spec.qkv_bias}
+    found: dict[str, Any] = {name: getattr(experts, figure) for figure, name in names.items()}
+    found["attention_bias"] = spec.qkv_bias
     if "n_routed_experts" in found:
         found["n_shared_experts"] = experts.shared_ffn_size // experts.ffn_size
     return found | {"norm_topk_prob": True}

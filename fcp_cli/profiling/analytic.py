@@ -23,6 +23,7 @@ from fcp_cli.memory.state import WHOLE, Cut, State
 from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.memory.trained import backward_of, check_trained, trained_parameters
 from fcp_cli.models.cluster import ClusterSpec
+from fcp_cli.models.layers import Attention
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.models.operations import forward_operations
 from fcp_cli.profiling.host import host_operations
@@ -57,20 +58,17 @@ def ring_bytes_per_token(
         recompute: the forward ring runs once more in the backward.
         reached: share of the layers that have a backward.
     """
-    return _sent_per_token(spec, spec.ring_layers, kv_bytes, gradient_bytes, recompute=recompute, reached=reached)
+    return _sent_per_token(spec.key_value_elements("full", "latent"), kv_bytes, gradient_bytes, recompute=recompute, reached=reached)
 
 
 def halo_bytes_per_token(
     spec: ModelSpec, *, kv_bytes: int, gradient_bytes: int, recompute: bool = False, reached: float = 1.0
 ) -> float:
     """Return the bytes that a token of a halo takes, all layers with windows; the arguments are those of rings."""
-    return _sent_per_token(spec, spec.window_layers, kv_bytes, gradient_bytes, recompute=recompute, reached=reached)
+    return _sent_per_token(spec.key_value_elements("window"), kv_bytes, gradient_bytes, recompute=recompute, reached=reached)
 
 
-def _sent_per_token(
-    spec: ModelSpec, layers: int, kv_bytes: int, gradient_bytes: int, *, recompute: bool, reached: float
-) -> float:
-    elements = 1.0 * layers * (spec.key_size + spec.value_size)
+def _sent_per_token(elements: int, kv_bytes: int, gradient_bytes: int, *, recompute: bool, reached: float) -> float:
     return elements * (kv_bytes + reached * ((2 if recompute else 1) * kv_bytes + gradient_bytes))
 
 
@@ -80,7 +78,7 @@ def messages_per_hop(spec: ModelSpec, *, recompute: bool = False, reached: float
     One forward and one backward, where dK/dV ride with K/V; recomputing runs the forward's ring once more. States of
     linear attention go up the ring and down again.
     """
-    per_pass = spec.ring_layers + 2 * (spec.num_layers - spec.ring_layers - spec.window_layers)
+    per_pass = spec.ring_layers + 2 * spec.state_layers
     return per_pass * (1 + reached * (2 if recompute else 1))
 
 
@@ -106,12 +104,14 @@ def counted_heads(spec: ModelSpec, recipe: Recipe, cut: Cut = WHOLE, *, message_
     passes = 1 + reached * (1 + (recipe.recompute == "full"))
     activation = precision_of(recipe).activation
     layers = spec.ring_layers + spec.window_layers
-    size = passes * layers * (spec.key_size + spec.value_size) * activation
+    attending: tuple[Attention, ...] = ("full", "latent", "window")
+    size = passes * spec.key_value_elements(*attending) * activation
+    queries = passes * spec.query_elements(*attending) * activation
     numbers = reached * layers * spec.num_heads * max(4, activation)
     return Heads(
         query_heads=max(1, spec.num_heads // cut.tensor_parallel),
-        key_value_heads=max(1, spec.num_kv_heads // cut.tensor_parallel),
-        exchange_bytes_per_token=(size * spec.num_heads / spec.num_kv_heads + numbers) / cut.devices,
+        key_value_heads=max(1, spec.shared_kv_heads // cut.tensor_parallel),
+        exchange_bytes_per_token=(queries + numbers) / cut.devices,
         key_value_exchange_bytes_per_token=size / cut.devices,
         exchange_seconds=(2 * passes + reached) * spec.num_layers * message_seconds / cut.pipeline_parallel,
     )
@@ -238,7 +238,11 @@ class _Job:
         if self.cluster.memory_bytes_per_second is None:
             return 0.0
         forwards = 1 + reached * (self.recipe.recompute == "full")
-        elements = self.spec.ring_layers * self.spec.num_heads * self.spec.value_size / self.spec.num_kv_heads
+        elements = sum(
+            count * self.spec.num_heads * self.spec.value_dim(kind)
+            for kind, count in self.spec.kinds.items()
+            if kind.attention in ("full", "latent")
+        )
         size = elements * (forwards * CHUNK_BYTES_FORWARD + reached * CHUNK_BYTES_BACKWARD)
         return size / self.cluster.memory_bytes_per_second / self.cut.devices
 
@@ -291,7 +295,7 @@ class _Job:
         if not self.cluster.message_seconds:
             return 0.0, 0.0
         spec, cut = self.spec, self.cut
-        size = spec.ring_layers * (spec.key_size + spec.value_size) * gradient_bytes * reached / cut.devices
+        size = spec.key_value_elements("full", "latent") * gradient_bytes * reached / cut.devices
         return size, 2 * spec.ring_layers * reached * self.cluster.message_seconds / cut.pipeline_parallel
 
     def coefficients(self) -> Coefficients:

@@ -16,8 +16,8 @@ from fcp_cli.recipe import Recipe, Recompute
 
 
 class _Operations(NamedTuple):
-    forward: int
-    backward: int
+    forward: float
+    backward: float
 
 
 _LAYER: Final = _Operations(48, 87)
@@ -53,10 +53,11 @@ def host_operations(spec: ModelSpec, recipe: Recipe) -> float:
 def layer_operations(spec: ModelSpec, kind: LayerKind) -> _Operations:
     """Return the operations of a layer, forward and backward."""
     parts = [_LAYER]
-    if spec.qk_norm:
+    if spec.qk_norm and kind.attends:
         parts.append(_HEAD_NORMS)
     if spec.experts is not None and kind.has_experts:
         parts.append(_EXPERTS)
     if spec.has("four norms"):
         parts.append(_TWO_MORE_NORMS)
-    return _Operations(sum(part.forward for part in parts), sum(part.backward for part in parts))
+    share = ((kind.attention != "none") + (kind.mlp != "none")) / 2  # a norm and what follows it
+    return _Operations(share * sum(part.forward for part in parts), share * sum(part.backward for part in parts))

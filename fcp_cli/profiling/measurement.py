@@ -124,7 +124,7 @@ def shareable(spec: ModelSpec, most: int) -> tuple[int, ...]:
     """Return how many ranks, up to `most`, can share a model's heads; none where a layer has no heads to share."""
     if any(kind.attention not in ("full", "latent") for kind in spec.kinds):
         return ()
-    return heads_degrees(spec.num_heads, spec.num_kv_heads, most)
+    return heads_degrees(spec.num_heads, spec.shared_kv_heads, most)
 
 
 def default_degrees(ranks: int, most: int = 8) -> tuple[int, ...]:

@@ -199,15 +199,16 @@ class Measurer:
         known = kernel_table(read_samples(self.request.samples))
         if known is not None and (known.device, known.release) == (name, torch.__version__):
             return known
-        value_dim = spec.value_size // spec.num_kv_heads
-        signature = Signature(spec.num_heads, spec.num_kv_heads, spec.head_dim, value_dim, self.workload.dtype)
+        kind = max((kind for kind in spec.kinds if kind.attends), key=spec.query_size)
+        heads, key_heads, size = spec.num_heads, spec.heads(kind).num_kv_heads, spec.heads(kind).head_dim
+        signature = Signature(heads, key_heads, size, spec.value_dim(kind), self.workload.dtype)
         timings = time_kernels(self.device, signature, self.request.max_length)
         if not timings:
             return None
         table = KernelTable(
             device=name,
             release=torch.__version__,
-            heads=(spec.num_heads, spec.num_kv_heads, spec.head_dim),
+            heads=(heads, key_heads, size),
             layers=spec.num_layers,
             timings=tuple(timings),
         )

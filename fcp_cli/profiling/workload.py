@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -30,8 +31,8 @@ def build_model(spec: ModelSpec, layers: int, device: torch.device, recipe: Reci
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model_type, figures = text_config(spec)
-    config = AutoConfig.for_model(model_type, **{**figures, "num_hidden_layers": layers})
+    model_type, figures = text_config(replace(spec, num_layers=layers))
+    config = AutoConfig.for_model(model_type, **figures)
     config.use_cache = False
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=WEIGHT_DTYPES[recipe.precision])  # type: ignore[no-untyped-call]

@@ -13,7 +13,7 @@ from inline_snapshot import snapshot
 
 from fcp_cli.errors import ProfileError
 from fcp_cli.files import shipped
-from fcp_cli.memory.activations import final_norm_bytes, layer_bytes
+from fcp_cli.memory.activations import final_norm_bytes, input_bytes, layer_bytes
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.models.layers import TextFigures
 from fcp_cli.models.model import ModelSpec, load_hf_config, load_model
@@ -46,6 +46,7 @@ def require_equal_figures(spec: ModelSpec, *, tokens: int) -> None:
     assert causal_operations(spec, tokens) == pytest.approx(found.operations, rel=0.002)
     precision = precision_of(Recipe())
     kept = sum(count * layer_bytes(spec, kind, precision) for kind, count in spec.kinds.items())
+    kept += input_bytes(spec, precision) - 2 * 8  # without positions and labels
     kept += final_norm_bytes(spec, precision) - precision.activation * spec.hidden_size  # which the head would read
     assert kept == pytest.approx(found.bytes_per_token, rel=0.002)
 
@@ -160,7 +161,7 @@ def test_layers_that_cannot_be_are_rejected(changes: dict[str, Any], message: st
             "qwen3-next-80b-a3b",
             {"attention": ["linear", "rwkv"]},
             snapshot(
-                "ProfileError: FOLDER/model.yaml: text.attention[1] is 'rwkv'; it must be one of full, latent, linear, mamba, window"
+                "ProfileError: FOLDER/model.yaml: text.attention[1] is 'rwkv'; it must be one of full, latent, linear, mamba, none, window"
             ),
         ),
         (

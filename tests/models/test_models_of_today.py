@@ -27,6 +27,26 @@ DESCRIBED = [
     Layers(kind="qwen3_5_moe_text", settings={"num_hidden_layers": 4}),
     Layers(kind="minimax_m2", settings={"num_hidden_layers": 2}),
     Layers(kind="glm4_moe_lite", settings={"num_hidden_layers": 3}),
+    Layers(kind="nemotron_h", settings={"hybrid_override_pattern": "MEM*-"}),
+    Layers(kind="nemotron_h", settings={"layers_block_type": ["linear_attention", "moe"], "moe_latent_size": 1024}),
+    Layers(kind="gemma4_text", settings={"num_hidden_layers": 12, "num_kv_shared_layers": 6}),
+    Layers(
+        kind="gemma4_text", settings={"num_hidden_layers": 12, "num_kv_shared_layers": 6, "use_double_wide_mlp": True}
+    ),
+    Layers(
+        kind="gemma4_text",
+        settings={
+            "num_hidden_layers": 6,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 2,
+            "enable_moe_block": True,
+            "num_experts": 128,
+            "top_k_experts": 8,
+            "moe_intermediate_size": 704,
+            "intermediate_size": 2112,
+        },
+    ),
 ]
 
 
@@ -36,7 +56,7 @@ def _saved(config: Any, folder: Path) -> Path:
 
 
 @pytest.mark.hf
-@pytest.mark.parametrize("layers", DESCRIBED, ids=lambda layers: layers.kind)
+@pytest.mark.parametrize("layers", DESCRIBED, ids=lambda layers: " ".join((layers.kind, *layers.settings)))
 def test_a_described_model_has_the_figures_of_transformers_own(layers: Layers, tmp_path: Path) -> None:
     from transformers import AutoConfig
 
@@ -92,8 +112,7 @@ def test_an_internvl_with_experts_is_described(tmp_path: Path) -> None:
         ("deepseek_v32", "an indexer selects among all earlier ones"),
         ("kimi_linear", r"decays per channel \(KDA\)"),
         ("minimax", "lightning attention"),
-        ("gemma4_text", "heads of two sizes.*--profile"),
-        ("nemotron_h", "either a mixer, an MLP or experts.*--profile"),
+        ("mimo_v2_flash", "twice as many key heads.*--profile"),
     ],
 )
 def test_another_model_is_refused_in_one_line_with_the_reason(kind: str, reason: str, tmp_path: Path) -> None:

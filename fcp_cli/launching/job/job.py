@@ -232,9 +232,8 @@ class Job:
         with suppress(ProfileError):
             if name is not None:
                 spec = load_model(name)
-                heads = max(1, spec.num_kv_heads // self.metadata.tensor_parallel)
-                sizes = (spec.key_size + spec.value_size) // spec.num_kv_heads
-                return heads * sizes * _BFLOAT16_BYTES * self.metadata.tokens_per_rank
+                sizes = spec.hop_elements(self.metadata.tensor_parallel)
+                return sizes * _BFLOAT16_BYTES * self.metadata.tokens_per_rank
         return None
 
     def job_environment(self) -> dict[str, str]:
