@@ -398,6 +398,11 @@ def patch_bytes(vision: VisionSpec, precision: Precision) -> int:
     if vision.kind == "qwen2_5_vl":
         of_width = (11 if t == r else 12) * t + 8
         return of_width * vision.hidden_size + 4 * t * vision.ffn_size + 4 * vision.num_heads + 8
+    if vision.kind == "gemma4":
+        # Four norms and those of queries and keys keep two tensors in fp32, that of values one; inputs of matrices,
+        # which autocast casts once for each of them.
+        of_width = 52 + (6 if t == r else 9) * t
+        return of_width * vision.hidden_size + 4 * t * vision.ffn_size + 28 * vision.num_heads + 32
     widths, extra = (11, 0) if vision.kind == "qwen3_vl" else (10 if vision.kind == "internvit" else 8, 4 * (r - t))
     return (widths * t + extra) * vision.hidden_size + 2 * t * vision.ffn_size + 4 * vision.num_heads + 4 * r
 
@@ -421,6 +426,6 @@ def vision_block_bytes(spec: ModelSpec, recipe: Recipe, precision: Precision) ->
         return 0.0
     keeps_nothing = recipe.recomputes_layers or not backward_of(spec, recipe).vision.inputs
     again = patch_bytes(vision, precision) if keeps_nothing else 0
-    factors = 2 if vision.kind == "qwen2_5_vl" else 1  # of the product that a gated MLP makes
+    factors = 2 if vision.has_gated_mlp else 1  # of the product that a gated MLP makes
     gradients = precision.residual * vision.hidden_size + factors * precision.activation * vision.ffn_size
     return float(vision.merge_size**2 * (again + gradients))

@@ -196,7 +196,10 @@ def _adapter_parameters(matrices: Mapping[str, tuple[int, int]], lora: Lora) -> 
 def _vision_projections(vision: VisionSpec) -> dict[str, tuple[int, int]]:
     """Return the ends of each matrix of a block of the encoder; there are three in a gated MLP, and two in others."""
     h, f, kind = vision.hidden_size, vision.ffn_size, vision.kind
-    if kind in ("internvit", "siglip"):
+    if kind == "gemma4":
+        attention = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), (h, h))
+        mlp = {"gate_proj": (h, f), "up_proj": (h, f), "down_proj": (f, h)}
+    elif kind in ("internvit", "siglip"):
         last = "projection_layer" if kind == "internvit" else "out_proj"
         attention = dict.fromkeys(("q_proj", "k_proj", "v_proj", last), (h, h))
         mlp = {"fc1": (h, f), "fc2": (f, h)}
@@ -214,6 +217,8 @@ def _mergers(vision: VisionSpec) -> dict[str, tuple[int, int]]:
     merged, out = vision.hidden_size * vision.merge_size**2, vision.out_hidden_size
     if vision.kind == "siglip":
         return {}  # its matrix is no linear layer of PyTorch
+    if vision.kind == "gemma4":
+        return {"embed_vision.embedding_projection": (vision.hidden_size, out)}
     if vision.kind == "internvit":
         return {"projector.linear_1": (merged, out), "projector.linear_2": (out, out)}
     first, second = ("linear_fc1", "linear_fc2") if vision.kind == "qwen3_vl" else ("0", "2")
@@ -255,7 +260,7 @@ def _projector(vision: VisionSpec) -> str:
 
 
 def _has_tower(vision: VisionSpec) -> bool:
-    return vision.kind in ("internvit", "siglip")
+    return vision.kind in ("internvit", "siglip", "gemma4")
 
 
 def _layers(spec: ModelSpec) -> str:

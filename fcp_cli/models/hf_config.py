@@ -76,12 +76,15 @@ EXPERT_NAMES: Final[Mapping[Architecture, Mapping[str, str]]] = {
         "latent_size": "moe_latent_size",
     },
     # A dense MLP beside the experts is one that every token passes.
-    "gemma4_text": {
-        "count": "num_experts",
-        "active": "top_k_experts",
-        "ffn_size": "moe_intermediate_size",
-        "shared_ffn_size": "intermediate_size",
-    },
+    **dict.fromkeys(
+        ("gemma4_text", "gemma4"),
+        {
+            "count": "num_experts",
+            "active": "top_k_experts",
+            "ffn_size": "moe_intermediate_size",
+            "shared_ffn_size": "intermediate_size",
+        },
+    ),
 }
 LATENT_NAMES: Final = {
     "query_rank": "q_lora_rank",
@@ -135,9 +138,10 @@ _OLDER_MIXERS: Final = {
     "mamba": "linear_attention",
     "attention": "full_attention",
 }
-# Model types that train under a plan, but whose layers are of no kind here.
+# Model types whose layers or encoders are of no kind here.
 _UNDESCRIBED: Final[Mapping[str, str]] = {
     "minimax_m3_vl_text": "has experts beside a dense MLP in chosen layers",
+    "qwen3_omni_moe": "has an audio encoder beside that of images (thinker_config), and a talker",
     "mimo_v2_flash": "has twice as many key heads in its windows, and values of their own size",
 }
 # Defaults of a family's class that its published files omit.
@@ -201,15 +205,26 @@ class HfConfig:
     vision: Mapping[str, Any] | None
 
 
+def read_configuration(path: Path) -> dict[str, Any]:
+    """Return the document of a config.json, with numbers that are not finite as transformers 5 writes them.
+
+    Raises:
+        ProfileError: unreadable, or no JSON object.
+    """
+    label = "the model configuration "
+    document = read_json(path, error=ProfileError, label=label, constant=lambda name: {"__float__": name})
+    if not isinstance(document, dict):
+        raise ProfileError(f"{path} is not a model configuration: expected a JSON object")
+    return document
+
+
 def read_hf_config(path: Path) -> HfConfig:
     """Read a Hugging Face config.json: the language model, and the encoder of a vision-language model.
 
     Raises:
         ProfileError: unreadable, not a model of a known architecture, or with an encoder that fcp cannot describe.
     """
-    document = read_json(path, error=ProfileError, label="the model configuration ")
-    if not isinstance(document, dict):
-        raise ProfileError(f"{path} is not a model configuration: expected a JSON object")
+    document = read_configuration(path)
     family = family_of(document, where=path)
     whole = _text_block(document, family, path)
     model_type = whole["model_type"]

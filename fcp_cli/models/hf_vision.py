@@ -197,6 +197,40 @@ def _read_gemma3(tower: Mapping[str, Any], document: Mapping[str, Any]) -> dict[
     return figures | {"merge_size": image // patch // tokens}
 
 
+# Defaults of Gemma4VisionConfig in transformers 5.24.
+_GEMMA4: Final = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "head_dim": 64,
+    "pooling_kernel_size": 3,
+    "patch_size": 16,
+    "position_embedding_size": 10240,
+}
+
+
+def _read_gemma4(tower: Mapping[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:
+    if document.get("audio_config") is not None:
+        raise _FigureError(
+            "audio_config is an encoder that fcp cannot describe; a copy of the file without it is the model that "
+            "transformers builds for text and images"
+        )
+    tower = {**_GEMMA4, **tower}
+    heads, size = tower["num_attention_heads"], _whole(tower["head_dim"], "head_dim")
+    known = {"num_key_value_heads": heads, "hidden_size": heads * size}
+    for name, described in known.items():
+        if tower[name] != described:
+            raise _FigureError(f"vision_config.{name} is {tower[name]!r}; only {described!r} is known")
+    return _blocks(tower, document) | {
+        "kind": "gemma4",
+        "temporal_patch_size": 1,
+        "merge_size": tower["pooling_kernel_size"],
+        "axis_positions": tower["position_embedding_size"],
+    }
+
+
 def _blocks(tower: Mapping[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:
     text = document.get("text_config") or document.get("llm_config") or {}
     return {
@@ -251,5 +285,6 @@ _FAMILIES: Final[Mapping[str, VisionFamily]] = {
     "internvl_chat": VisionFamily(
         architecture="internvl", text_types=_INTERNVL_TEXT, is_tied=None, read=_read_internvl
     ),
+    "gemma4": VisionFamily(architecture="gemma4", text_types=("gemma4_text",), is_tied=True, read=_read_gemma4),
     "gemma3": VisionFamily(architecture="gemma3", text_types=("gemma3_text",), is_tied=True, read=_read_gemma3),
 }

@@ -48,6 +48,7 @@ Architecture: TypeAlias = Literal[
     "bamba",
     "nemotron_h",
     "gemma4_text",
+    "gemma4",
 ]
 Attention: TypeAlias = Literal["full", "window", "latent", "linear", "mamba", "none"]
 Mlp: TypeAlias = Literal["dense", "experts", "none"]
@@ -86,7 +87,10 @@ _TRAITS: Final[Mapping[Architecture, frozenset[Trait]]] = {
     "qwen3_5": frozenset({"fp32 norms", "query gate", "split linear inputs"}),
     "qwen3_5_moe": frozenset({"fp32 norms", "query gate", "shared gate", "split linear inputs"}),
     "nemotron_h": frozenset({"fp32 norms", "sigmoid router", "plain mlp"}),
-    "gemma4_text": frozenset({"fp32 norms", "four norms", "power norms", "value norm", "norms of experts"}),
+    **dict.fromkeys(
+        ("gemma4_text", "gemma4"),
+        frozenset({"fp32 norms", "four norms", "power norms", "value norm", "norms of experts"}),
+    ),
 }
 
 
@@ -114,7 +118,7 @@ _NAMES: Final[Mapping[Architecture, _Names]] = {
         experts="mixer.experts",
         shared="mixer.shared_experts",
     ),
-    "gemma4_text": _Names(router="router.proj", experts="experts", shared="mlp"),
+    **dict.fromkeys(("gemma4_text", "gemma4"), _Names(router="router.proj", experts="experts", shared="mlp")),
 }
 
 

@@ -21,8 +21,10 @@ class VisionSpec:
 
     Attributes:
         kind: `qwen3_vl` (merger and deepstack mergers), `qwen2_5_vl` (gated MLPs, attention in windows, merger),
-            `internvit` (class token, pixel shuffle, MLP projector) or `siglip` (means of patches, a norm and a matrix).
+            `internvit` (class token, pixel shuffle, MLP projector), `siglip` (means of patches, a norm and a matrix) or
+            `gemma4` (blocks of Gemma 4's language model, means of patches, a matrix).
         image_size: side in pixels of the square that the position table covers; None where there is no table.
+        axis_positions: rows of the table of each axis, of an encoder that has two.
         merge_size: side of the square of patches that becomes one token.
         out_hidden_size: hidden size of the language model that it feeds.
         deepstack_layers: blocks of the tower whose output, through a merger each, feeds early layers of the language
@@ -32,7 +34,7 @@ class VisionSpec:
         full_attention_layers: blocks that attend to the whole image or frame though others have windows.
     """
 
-    kind: Literal["qwen3_vl", "qwen2_5_vl", "internvit", "siglip"]
+    kind: Literal["qwen3_vl", "qwen2_5_vl", "internvit", "siglip", "gemma4"]
     depth: LayerCount
     hidden_size: Width
     num_heads: HeadCount
@@ -42,19 +44,26 @@ class VisionSpec:
     merge_size: KernelSize
     out_hidden_size: Width
     image_size: PixelCount | None = None
+    axis_positions: Width | None = None
     deepstack_layers: tuple[LayerIndex, ...] = ()
     window_size: PixelCount | None = None
     full_attention_layers: tuple[LayerIndex, ...] = ()
 
     @property
+    def has_gated_mlp(self) -> bool:
+        return self.kind in ("qwen2_5_vl", "gemma4")
+
+    @property
     def block_parameters(self) -> int:
         """Parameters of the matrices that a patch is multiplied with in the blocks, without biases and norms."""
-        mlp_matrices = 3 if self.kind == "qwen2_5_vl" else 2
+        mlp_matrices = 3 if self.has_gated_mlp else 2
         return self.depth * (4 * self.hidden_size**2 + mlp_matrices * self.hidden_size * self.ffn_size)
 
     @property
     def table_patches(self) -> int:
         """Entries of the position table; 0 where positions are rotary alone."""
+        if self.axis_positions is not None:
+            return 2 * self.axis_positions
         return 0 if self.image_size is None else (self.image_size // self.patch_size) ** 2
 
     @property
@@ -81,15 +90,17 @@ class VisionSpec:
     @property
     def encoder_parameters(self) -> int:
         """Parameters of embedding, positions and blocks, without the projector."""
-        h, is_qwen2_5 = self.hidden_size, self.kind == "qwen2_5_vl"
+        h, is_qwen2_5, is_gemma4 = self.hidden_size, self.kind == "qwen2_5_vl", self.kind == "gemma4"
         # The first matrix takes the three colours of a patch, of as many frames as are merged in time.
         embedding = 3 * self.temporal_patch_size * self.patch_size**2 * h + self.table_patches * h
-        embedding += 0 if is_qwen2_5 else h
+        embedding += 0 if is_qwen2_5 or is_gemma4 else h
         class_token = 2 * h if self.kind == "internvit" else 0  # the token and its position
         layer_scales = 2 * h if self.kind == "internvit" else 0
         # Two norms, which have no bias in Qwen2.5-VL; biases of qkv and out, and of the MLP's matrices.
         norms, mlp = (2 * h, 2 * self.ffn_size + h) if is_qwen2_5 else (4 * h, self.ffn_size + h)
         vectors = norms + 4 * h + mlp + layer_scales
+        if is_gemma4:  # four norms, and those of queries and keys
+            vectors = 4 * h + 2 * (h // self.num_heads)
         last_norm = 2 * h if self.kind == "siglip" else 0
         return embedding + class_token + self.block_parameters + self.depth * vectors + last_norm
 
@@ -97,8 +108,8 @@ class VisionSpec:
     def projector_parameters(self) -> int:
         """Parameters of everything between the last block and the language model."""
         merged, out = self.hidden_size * self.merge_size**2, self.out_hidden_size
-        if self.kind == "siglip":
-            return self.hidden_size + self.hidden_size * out
+        if self.kind in ("siglip", "gemma4"):
+            return (self.hidden_size if self.kind == "siglip" else 0) + self.hidden_size * out
         if self.kind == "internvit":
             return 2 * merged + (merged + 1) * out + (out + 1) * out
         mlp = (merged + 1) * merged + (merged + 1) * out
@@ -313,7 +324,12 @@ def _vision_complaints(spec: ModelSpec, vision: VisionSpec) -> list[tuple[bool, 
             f"vision.window_size {vision.window_size} is smaller than merge_size x patch_size",
         ),
         (
-            (vision.image_size is None) != (vision.kind == "qwen2_5_vl"),
-            f"vision.image_size is {vision.image_size}; every kind but qwen2_5_vl has a position table, and needs it",
+            (vision.image_size is None) != (vision.kind in ("qwen2_5_vl", "gemma4")),
+            f"vision.image_size is {vision.image_size}; kinds but qwen2_5_vl and gemma4 have a table of positions in a "
+            "square, and need it",
+        ),
+        (
+            (vision.axis_positions is None) == (vision.kind == "gemma4"),
+            f"vision.axis_positions is {vision.axis_positions}; gemma4 needs it, and no other kind has it",
         ),
     ]

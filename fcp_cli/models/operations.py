@@ -44,8 +44,6 @@ def _layers(spec: LanguageModel, attention: Attention) -> int:
     return sum(kind.attention == attention for kind in spec.layer_kinds)
 
 
-
-
 def _linear_attention(spec: LanguageModel) -> float:
     layers = _layers(spec, "linear")
     if not layers:

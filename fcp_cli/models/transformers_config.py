@@ -22,6 +22,7 @@ _BACKBONES: Final = {
     "internvl": "qwen2",
     "qwen3_vl_moe": "qwen3_moe",
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
@@ -56,7 +57,7 @@ def text_config(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
     if spec.architecture == "nemotron_h":
         types = {halves: name for name, halves in MIXERS.items()}
         arguments["layers_block_type"] = [types[kind.attention, kind.mlp] for kind in spec.layer_kinds]
-    if spec.architecture == "gemma4_text":
+    if model_type == "gemma4_text":
         arguments |= _gemma4_arguments(spec)
     if spec.window_tokens is not None or spec.linear is not None:
         arguments["layer_types"] = [LAYER_TYPES[kind.attention] for kind in spec.layer_kinds]
@@ -102,6 +103,8 @@ def whole_config(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
     if spec.architecture == "gemma3":
         whole = {"tie_word_embeddings": spec.tied_embeddings, "image_token_index": min(262_144, spec.vocab_size - 2)}
         return "gemma3", {**whole, "text_config": text, **_gemma3_config(spec.vision)}
+    if spec.architecture == "gemma4":
+        return "gemma4", {**whole, "text_config": text, **gemma4_config(spec.vision)}
     # Rotary frequencies of time, height and width: 24, 20 and 20 of 64 in Qwen3-VL, 16, 24 and 24 in Qwen2.5-VL.
     # Qwen3.5 rotates a quarter of a head, in 11, 11 and 10 of 32.
     rotated = 0.25 if spec.architecture.startswith("qwen3_5") else 1.0
@@ -151,6 +154,22 @@ def _gemma3_config(vision: VisionSpec) -> dict[str, Any]:
         "vision_use_head": False,
     }
     return {"vision_config": tower, "mm_tokens_per_image": vision.table_patches // vision.merge_size**2}
+
+
+def gemma4_config(vision: VisionSpec) -> dict[str, Any]:
+    """Return the blocks of a Gemma 4's encoders, of which it has that of images alone."""
+    tower = {
+        "hidden_size": vision.hidden_size,
+        "intermediate_size": vision.ffn_size,
+        "num_hidden_layers": vision.depth,
+        "num_attention_heads": vision.num_heads,
+        "num_key_value_heads": vision.num_heads,
+        "head_dim": vision.hidden_size // vision.num_heads,
+        "pooling_kernel_size": vision.merge_size,
+        "patch_size": vision.patch_size,
+        "position_embedding_size": vision.axis_positions,
+    }
+    return {"vision_config": tower, "audio_config": None}
 
 
 def _qwen3_vl_tower(vision: VisionSpec) -> dict[str, Any]:

@@ -58,14 +58,18 @@ def ring_bytes_per_token(
         recompute: the forward ring runs once more in the backward.
         reached: share of the layers that have a backward.
     """
-    return _sent_per_token(spec.key_value_elements("full", "latent"), kv_bytes, gradient_bytes, recompute=recompute, reached=reached)
+    return _sent_per_token(
+        spec.key_value_elements("full", "latent"), kv_bytes, gradient_bytes, recompute=recompute, reached=reached
+    )
 
 
 def halo_bytes_per_token(
     spec: ModelSpec, *, kv_bytes: int, gradient_bytes: int, recompute: bool = False, reached: float = 1.0
 ) -> float:
     """Return the bytes that a token of a halo takes, all layers with windows; the arguments are those of rings."""
-    return _sent_per_token(spec.key_value_elements("window"), kv_bytes, gradient_bytes, recompute=recompute, reached=reached)
+    return _sent_per_token(
+        spec.key_value_elements("window"), kv_bytes, gradient_bytes, recompute=recompute, reached=reached
+    )
 
 
 def _sent_per_token(elements: int, kv_bytes: int, gradient_bytes: int, *, recompute: bool, reached: float) -> float:

@@ -106,10 +106,14 @@ def choose_measurement(request: ProfileRequest, assumptions: Assumptions) -> Mea
     kind, units = _units(request, assumptions)
     on_cpu = kind == "cpu"
     spec = load_model(request.model or (_CPU_MODEL if on_cpu else DEFAULT_MODEL))
-    if spec.vision is not None and spec.vision.kind == "siglip":
+    unmeasured = {
+        "siglip": "takes images of one size alone, by which its times cannot be told apart",
+        "gemma4": "is none that fcp runs",
+    }
+    if spec.vision is not None and spec.vision.kind in unmeasured:
         raise RunError(
-            f"the encoder of {spec.name} takes images of one size alone, by which its times cannot be told apart; "
-            f"compute a profile: fcp profile --analytic --model {spec.name}"
+            f"the encoder of {spec.name} {unmeasured[spec.vision.kind]}; compute a profile: "
+            f"fcp profile --analytic --model {spec.name}"
         )
     _assume(assumptions, "--model", request.model, spec.name, "small enough for a CPU" if on_cpu else "--model sets it")
     device = None if on_cpu or request.nodes > 1 else _device(kind)

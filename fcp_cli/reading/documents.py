@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -59,9 +59,11 @@ def read_text(path: Path, *, error: type[FcpError], label: str = "", most_bytes:
         raise error(f"cannot read {label}{path}: {reason}") from failure
 
 
-def decode_json(text: str | bytes, *, most_values: int = MOST_VALUES) -> Any:
-    """Return the document of a JSON text."""
-    return bounded(_loaded(text, parse_constant=_refuse_constant), most_values=most_values)
+def decode_json(
+    text: str | bytes, *, most_values: int = MOST_VALUES, constant: Callable[[str], Any] | None = None
+) -> Any:
+    """Return the document of a JSON text; `constant` returns the value of NaN or Infinity, which are refused else."""
+    return bounded(_loaded(text, parse_constant=constant or _refuse_constant), most_values=most_values)
 
 
 def decode_record(line: str | bytes) -> Any:
@@ -73,11 +75,13 @@ def decode_record(line: str | bytes) -> Any:
     return value
 
 
-def read_json(path: Path, *, error: type[FcpError], label: str = "") -> Any:
-    """Return the value of a JSON file."""
+def read_json(
+    path: Path, *, error: type[FcpError], label: str = "", constant: Callable[[str], Any] | None = None
+) -> Any:
+    """Return the value of a JSON file; `constant` is that of `decode_json`."""
     text = read_text(path, error=error, label=label)
     try:
-        return decode_json(text)
+        return decode_json(text, constant=constant)
     except ImpossibleValueError as failure:
         raise error(f"{path}: {failure}") from failure
     except DamagedError as failure:

@@ -13,10 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from fcp_cli.errors import ProfileError
+from fcp_cli.models.hf_config import read_configuration
 from fcp_cli.models.model import load_model
 from fcp_cli.models.transformers_config import whole_config
-from fcp_cli.reading.documents import read_object
 from fcp_cli.recipe import Recompute
 from fcp_cli.runtime.injection.integrations import transformers_models
 from fcp_cli.training.initial import draw_weights
@@ -102,7 +101,7 @@ def model_config(name: str) -> Any:
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     if path.suffix == ".json":
-        document = read_object(path, error=ProfileError)
+        document = _with_infinities(read_configuration(path))
         if document.get("model_type") not in FAMILIES:
             document = document.get("text_config") or document.get("llm_config") or document
         model_type, arguments = document.pop("model_type"), document
@@ -113,6 +112,16 @@ def model_config(name: str) -> Any:
     config = AutoConfig.for_model(model_type, **arguments)
     config.get_text_config().use_cache = False
     return config
+
+
+def _with_infinities(value: Any) -> Any:
+    """Return a configuration with the numbers that are not finite: Mamba-2 bounds time steps by infinity."""
+    if isinstance(value, dict):
+        named = value.get("__float__")
+        if named in ("Infinity", "-Infinity"):
+            return float(named)
+        return {key: _with_infinities(one) for key, one in value.items()}
+    return [_with_infinities(one) for one in value] if isinstance(value, list) else value
 
 
 def has_vision(config: Any) -> bool:

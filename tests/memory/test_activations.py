@@ -10,7 +10,7 @@ import pytest
 from fcp_cli.memory.activations import layer_bytes, patch_bytes, recomputed_bytes
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.models.model import ModelSpec, VisionSpec, load_model
-from fcp_cli.models.transformers_config import text_config, whole_config
+from fcp_cli.models.transformers_config import gemma4_config, text_config, whole_config
 from fcp_cli.profiling.analytic import MOVED_PER_RECOMPUTED_BYTE
 from fcp_cli.recipe import PrecisionName, Recipe, Recompute
 
@@ -124,6 +124,46 @@ def test_encoder_activations_are_those_that_autograd_keeps(name: str, precision:
     one, two = (_kept_bytes_per_patch(name, replace(small, depth=depth), precision) for depth in (1, 2))
     # A class token among 1,024 patches, and autocast's copies of biases, do not grow with them.
     assert two - one == pytest.approx(patch_bytes(small, precision_of(Recipe(precision=precision))), rel=2e-3)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "amp"])
+def test_the_encoder_of_gemma4_keeps_and_computes_what_is_counted(precision: PrecisionName) -> None:
+    one, two = (_bytes_and_operations_of_gemma4(depth, precision) for depth in (1, 2))
+    vision = _gemma4_tower(1)
+    assert two[0] - one[0] == pytest.approx(patch_bytes(vision, precision_of(Recipe(precision=precision))), rel=2e-3)
+    of_block = 2 * vision.block_parameters
+    assert two[1] - one[1] == of_block  # attention's pairs are not counted on CPUs
+
+
+def _gemma4_tower(depth: int) -> VisionSpec:
+    return VisionSpec(
+        kind="gemma4", depth=depth, hidden_size=64, num_heads=4, ffn_size=96, patch_size=16, temporal_patch_size=1,
+        merge_size=3, out_hidden_size=64, axis_positions=100,
+    )  # fmt: skip
+
+
+def _bytes_and_operations_of_gemma4(depth: int, precision: str) -> tuple[float, float]:
+    """Bytes that autograd saved, and operations of matrices, of an encoder's forward, per patch."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoConfig, AutoModel
+
+    small: dict[str, Any] = {
+        "num_hidden_layers": 1,
+        "hidden_size": 64,
+        "vocab_size": 8,
+        "vocab_size_per_layer_input": 8,
+    }
+    config = AutoConfig.for_model("gemma4", text_config=small, **gemma4_config(_gemma4_tower(depth))).vision_config
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    encoder = AutoModel.from_config(config).to(dtype)  # type: ignore[no-untyped-call]
+    side = torch.arange(36)
+    places = torch.stack(torch.meshgrid(side, side, indexing="ij"), -1).reshape(1, -1, 2)
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "amp")
+    with _KeptStorages(encoder) as kept, FlopCounterMode(display=False) as counter, autocast:
+        encoder(torch.zeros(1, len(side) ** 2, 3 * 16**2, dtype=dtype), places)
+    copies = 2 * _gemma4_tower(depth).block_parameters if precision == "amp" else 0
+    return (kept.num_bytes - copies) / len(side) ** 2, counter.get_total_flops() / len(side) ** 2
 
 
 def _kept_bytes_per_patch(name: str, vision: VisionSpec, precision: str) -> float:

@@ -141,13 +141,13 @@ def _changed(document: dict[str, Any], **changes: Any) -> dict[str, Any]:
         (
             {"model_type": "llava", "text_config": {"model_type": "llama"}, "vision_config": {}},
             snapshot(
-                "ProfileError: FOLDER/config.json: model_type 'llava' has an encoder (vision_config) that fcp cannot describe; known are gemma3, internvl, internvl_chat, qwen2_5_vl, qwen3_5, qwen3_5_moe, qwen3_vl, qwen3_vl_moe. Give a description by --model MODEL.yaml"
+                "ProfileError: FOLDER/config.json: model_type 'llava' has an encoder (vision_config) that fcp cannot describe; known are gemma3, gemma4, internvl, internvl_chat, qwen2_5_vl, qwen3_5, qwen3_5_moe, qwen3_vl, qwen3_vl_moe. Give a description by --model MODEL.yaml"
             ),
         ),
         (
             {"model_type": "qwen3", "mm_vision_tower": "openai/clip"},
             snapshot(
-                "ProfileError: FOLDER/config.json: model_type 'qwen3' has an encoder (mm_vision_tower) that fcp cannot describe; known are gemma3, internvl, internvl_chat, qwen2_5_vl, qwen3_5, qwen3_5_moe, qwen3_vl, qwen3_vl_moe. Give a description by --model MODEL.yaml"
+                "ProfileError: FOLDER/config.json: model_type 'qwen3' has an encoder (mm_vision_tower) that fcp cannot describe; known are gemma3, gemma4, internvl, internvl_chat, qwen2_5_vl, qwen3_5, qwen3_5_moe, qwen3_vl, qwen3_vl_moe. Give a description by --model MODEL.yaml"
             ),
         ),
         (

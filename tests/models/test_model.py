@@ -129,7 +129,7 @@ def test_an_architecture_of_no_family_is_rejected(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump({**_document(), "architecture": "mamba"}))
     with raises(
         snapshot(
-            "ProfileError: FOLDER/model.yaml: architecture is 'mamba'; it must be one of bamba, deepseek_v3, gemma3, gemma3_text, gemma4_text, glm4_moe, glm4_moe_lite, gpt_oss, internvl, llama, minimax_m2, nemotron_h, qwen2, qwen2_5_vl, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_next, qwen3_vl, qwen3_vl_moe"
+            "ProfileError: FOLDER/model.yaml: architecture is 'mamba'; it must be one of bamba, deepseek_v3, gemma3, gemma3_text, gemma4, gemma4_text, glm4_moe, glm4_moe_lite, gpt_oss, internvl, llama, minimax_m2, nemotron_h, qwen2, qwen2_5_vl, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_next, qwen3_vl, qwen3_vl_moe"
         )
     ):
         load_model(path)
@@ -259,7 +259,7 @@ def test_the_whole_vision_model_has_as_many_parameters(name: str) -> None:
         (
             {"image_size": 448},
             snapshot(
-                "ProfileError: FOLDER/model.yaml: vision.image_size is 448; every kind but qwen2_5_vl has a position table, and needs it"
+                "ProfileError: FOLDER/model.yaml: vision.image_size is 448; kinds but qwen2_5_vl and gemma4 have a table of positions in a square, and need it"
             ),
         ),
     ],

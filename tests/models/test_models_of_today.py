@@ -67,8 +67,8 @@ def test_a_described_model_has_the_figures_of_transformers_own(layers: Layers, t
 
 
 @pytest.mark.hf
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
-def test_qwen3_5_with_its_encoder_has_the_parameters_of_transformers_own(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"])
+def test_a_qwen_with_its_encoder_has_the_parameters_of_transformers_own(kind: str, tmp_path: Path) -> None:
     import torch
     import transformers
     from transformers import AutoConfig
@@ -76,6 +76,8 @@ def test_qwen3_5_with_its_encoder_has_the_parameters_of_transformers_own(kind: s
     family: Any = transformers.AutoModelForImageTextToText
 
     tower: dict[str, Any] = {"depth": 3, "out_hidden_size": 512}
+    if kind == "qwen3_vl_moe":
+        tower["deepstack_visual_indexes"] = [0, 2]
     config = AutoConfig.for_model(
         kind, text_config={"num_hidden_layers": 4, "hidden_size": 512, "vocab_size": 1000}, vision_config=tower
     )
@@ -86,6 +88,45 @@ def test_qwen3_5_with_its_encoder_has_the_parameters_of_transformers_own(kind: s
         with torch.device("meta"):
             model = family.from_config(made)
         assert sum(parameter.numel() for parameter in model.parameters()) == spec.parameters
+
+
+@pytest.mark.hf
+def test_gemma4_with_its_encoder_has_the_parameters_of_transformers_own(tmp_path: Path) -> None:
+    import torch
+    import transformers
+    from transformers import AutoConfig
+
+    family: Any = transformers.AutoModelForImageTextToText
+
+    text: dict[str, Any] = {"num_hidden_layers": 6, "vocab_size": 300_000, "hidden_size": 512}
+    config = AutoConfig.for_model("gemma4", text_config=text, vision_config={"num_hidden_layers": 3})
+    spec = load_model(_saved(config, tmp_path))
+    assert spec.vision is not None
+    rebuilt = AutoConfig.for_model(whole_config(spec)[0], **whole_config(spec)[1])
+    for made in (config, rebuilt):
+        with torch.device("meta"):
+            model = family.from_config(made)
+        assert sum(parameter.numel() for parameter in model.parameters()) == spec.parameters
+        tower = sum(parameter.numel() for parameter in model.model.vision_tower.parameters())
+        assert tower == spec.vision.encoder_parameters
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize(
+    ("kind", "blocks", "reason"),
+    [
+        ("gemma4", {"text_config": {}, "vision_config": {}, "audio_config": {}}, "audio_config is an encoder"),
+        ("qwen3_omni_moe", {}, "an audio encoder.*thinker_config"),
+    ],
+)
+def test_a_model_with_an_audio_encoder_is_refused_in_one_line(
+    kind: str, blocks: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    from transformers import AutoConfig
+
+    with pytest.raises(ProfileError, match=reason) as refused:
+        load_model(_saved(AutoConfig.for_model(kind, **blocks), tmp_path))
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.hf
