@@ -236,9 +236,10 @@ def _weights(spec: ModelSpec) -> Iterator[tuple[str, int]]:
         vectors = spec.layer_parameters(kind) - sum(matrix.parameters for matrix in matrices.values())
         yield f"{root}layers.{layer}.input_layernorm.weight", vectors
     yield f"{root}norm.weight", spec.root_vectors
-    for name, size in zip(("embed_tokens_per_layer", "per_layer_model_projection"), spec.layer_input_parameters):
-        if size:
-            yield f"{root}{name}.weight", size
+    if spec.layer_inputs is not None:
+        table, matrix = spec.layer_input_parameters
+        yield f"{root}embed_tokens_per_layer.weight", table
+        yield f"{root}per_layer_model_projection.weight", matrix
     if not spec.tied_embeddings:
         yield "lm_head.weight", spec.embedding_parameters
     if spec.vision is not None:

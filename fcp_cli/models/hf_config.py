@@ -59,6 +59,13 @@ _DEEPSEEK_EXPERTS: Final = {
     "ffn_size": "moe_intermediate_size",
     "dense_layers": "first_k_dense_replace",
 }
+# A dense MLP beside the experts is one that every token passes.
+_GEMMA4_EXPERTS: Final = {
+    "count": "num_experts",
+    "active": "top_k_experts",
+    "ffn_size": "moe_intermediate_size",
+    "shared_ffn_size": "intermediate_size",
+}
 EXPERT_NAMES: Final[Mapping[Architecture, Mapping[str, str]]] = {
     "qwen3_moe": _QWEN_EXPERTS,
     "qwen3_next": {**_QWEN_EXPERTS, "shared_ffn_size": "shared_expert_intermediate_size"},
@@ -75,16 +82,8 @@ EXPERT_NAMES: Final[Mapping[Architecture, Mapping[str, str]]] = {
         "shared_ffn_size": "moe_shared_expert_intermediate_size",
         "latent_size": "moe_latent_size",
     },
-    # A dense MLP beside the experts is one that every token passes.
-    **dict.fromkeys(
-        ("gemma4_text", "gemma4"),
-        {
-            "count": "num_experts",
-            "active": "top_k_experts",
-            "ffn_size": "moe_intermediate_size",
-            "shared_ffn_size": "intermediate_size",
-        },
-    ),
+    "gemma4_text": _GEMMA4_EXPERTS,
+    "gemma4": _GEMMA4_EXPERTS,
 }
 LATENT_NAMES: Final = {
     "query_rank": "q_lora_rank",

@@ -151,7 +151,9 @@ class Follower:
         given = arguments["data_iterator"]
         # Of an interleaved pipeline each chunk has one, and None if it neither begins nor ends the model.
         iterators = given if isinstance(given, list) else [given]
-        step = self._data.next_step(next((each for each in iterators if each is not None), None))
+        first = next((each for each in iterators if each is not None), None)
+        # Of Megatron-Bridge's virtual stages, it is a new one in each step, around that of the loader.
+        step = self._data.next_step(getattr(first, "iterator", first))
         self._check_batch(step, arguments)
         is_first = not self._is_announced
         if is_first:

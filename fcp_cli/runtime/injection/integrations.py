@@ -23,6 +23,9 @@ HOOKS: Mapping[str, str] = {
     "megatron.core.pipeline_parallel.schedules": f"{_INTEGRATIONS}.megatron_schedule:hook_schedules",
     "megatron.core.utils": f"{_INTEGRATIONS}.megatron.data.batches:hook_batches",
     "megatron.training.utils": f"{_INTEGRATIONS}.megatron.data.batches:hook_batches",
+    "megatron.bridge.data.batch_utils": f"{_INTEGRATIONS}.megatron.data.bridge:hook_splitting",
+    "megatron.bridge.data.finetuning": f"{_INTEGRATIONS}.megatron.data.bridge:hook_splitting",  # to 0.5
+    "megatron.bridge.data.loaders": f"{_INTEGRATIONS}.megatron.data.bridge:hook_cycling",
     "transformers.trainer": f"{_INTEGRATIONS}.hugging_face.trainer_hooks:hook_trainer",
     "accelerate.accelerator": f"{_INTEGRATIONS}.hugging_face.accelerate.hooks:hook_accelerator",
     "lightning.pytorch.loops.fit_loop": f"{_INTEGRATIONS}.lightning.hooks:hook_fit_loop",

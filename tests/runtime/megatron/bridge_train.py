@@ -1,4 +1,4 @@
-"""Megatron-Bridge's own training step, data sampler, forward step and loss, around a small GPTModel: LENGTHS RESULTS.
+"""Megatron-Bridge's own training step, data sampler, forward step and loss, around a small GPTModel: LENGTHS RESULTS [LOADER].
 
 Bridge imports what only machines with GPUs have (Transformer Engine, ModelOpt). So its files are run without what they
 import from Bridge itself and from there: the calls that pass through them are given here, and do nothing.
@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -29,7 +30,10 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import RerunDataIterator
+from torch.nn.functional import pad
 from torch.utils.data import DataLoader
+
+from fcp_cli.integrations.megatron.data.bridge import hook_cycling
 
 BRIDGE = Path(os.environ["FCP_MEGATRON_BRIDGE_SOURCE"]) / "src" / "megatron" / "bridge"
 GLOBAL_BATCH_SIZE, STEPS = 8, 12
@@ -53,7 +57,7 @@ def file_of_bridge(path: str, **given: Any) -> dict[str, Any]:
     return found
 
 
-def configuration(settings: Any) -> Any:
+def configuration(settings: Any, loader: str) -> Any:
     """Of the fields of Bridge's `ConfigContainer` those that a step reads."""
     return SimpleNamespace(
         model=SimpleNamespace(seq_length=128, qk_clip=False, virtual_pipeline_model_parallel_size=None),
@@ -67,14 +71,34 @@ def configuration(settings: Any) -> Any:
             barrier_with_L1_time=False, log_num_zeros_in_grad=False, reuse_grad_buf_for_mxfp8_param_ag=False
         ),
         ddp=SimpleNamespace(overlap_param_gather=False),
-        dataset=SimpleNamespace(dataloader_type="single", skip_getting_attention_mask_from_dataset=False),
+        dataset=SimpleNamespace(dataloader_type=loader, skip_getting_attention_mask_from_dataset=False),
         dist=SimpleNamespace(use_decentralized_pg=True),
         rerun_state_machine=SimpleNamespace(check_for_nan_in_loss=True, check_for_spiky_loss=False),
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
     )
 
 
-def main(lengths: Path, results: Path) -> None:
+def padded(items: list[dict[str, Any]]) -> dict[str, Any]:
+    """Collate items of several lengths, as Bridge's fine-tuning does: all as long as the longest."""
+    most = max(len(item["tokens"]) for item in items)
+    short = [{name: item[name] for name in ("tokens", "labels", "loss_mask", "position_ids")} for item in items]
+    found: dict[str, Any] = {
+        name: torch.stack([pad(item[name], (0, most - len(item[name]))) for item in short]) for name in short[0]
+    }
+    mask = torch.ones(len(items), 1, most, most, dtype=torch.bool).triu(1)
+    return found | {"attention_mask": mask}
+
+
+def importable(*names: str) -> None:
+    """Let these modules of Bridge be imported without its packages' own code, which imports all of it."""
+    for package in ("megatron.bridge", "megatron.bridge.data"):
+        sys.modules[package] = ModuleType(package)
+        sys.modules[package].__path__ = [str(BRIDGE.joinpath(*package.split(".")[2:]))]
+    for name in names:
+        import_module(name)
+
+
+def main(lengths: Path, results: Path, loader: str = "single") -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     dist.init_process_group("gloo")
@@ -98,10 +122,20 @@ def main(lengths: Path, results: Path) -> None:
     )
     train_step = file_of_bridge("training/train.py")["train_step"]
     samplers = file_of_bridge("data/samplers.py")
-    state = MagicMock(cfg=configuration(settings))
+    state = MagicMock(cfg=configuration(settings, loader))
     dataset = tiny.Sequences(pq.read_table(lengths).column("length").to_pylist())
     sampler = samplers["MegatronPretrainingSampler"](len(dataset), 0, 1, rank, ranks)
-    iterator = RerunDataIterator(iter(DataLoader(dataset, batch_sampler=sampler)))
+    rows: Any = DataLoader(dataset, batch_sampler=sampler)
+    if loader == "batch":
+        importable("megatron.bridge.data.batch_utils")
+        sampler = samplers["MegatronPretrainingBatchSampler"](len(dataset), 0, 1, GLOBAL_BATCH_SIZE, rank, ranks)
+        rows = DataLoader(dataset, batch_sampler=sampler, collate_fn=padded)
+        cycling = ModuleType("megatron.bridge.data.loaders")
+        cycling.__dict__.update(file_of_bridge("data/loaders.py"))
+        if "FCP_PLAN" in os.environ:  # the file is run, not imported, so that nothing hooks it
+            hook_cycling(cycling)
+        rows = cycling.cyclic_iter(rows)
+    iterator = RerunDataIterator(iter(rows))
     forward_backward = get_forward_backward_func(pp_size=1, vp_size=None)
     found = []
     for _ in range(STEPS):
@@ -125,4 +159,4 @@ def main(lengths: Path, results: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

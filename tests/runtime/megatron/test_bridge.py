@@ -22,7 +22,8 @@ SCRIPT = ROOT / "tests" / "runtime" / "megatron" / "bridge_train.py"
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 
 
-def test_its_training_step_has_the_losses_and_weights_that_it_has_without_fcp(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loader", ["single", "batch"])
+def test_its_training_step_has_the_losses_and_weights_that_it_has_without_fcp(loader: str, tmp_path: Path) -> None:
     if not os.environ.get("FCP_MEGATRON_BRIDGE_SOURCE"):
         pytest.skip("opt-in: FCP_MEGATRON_BRIDGE_SOURCE names a checkout of Megatron-Bridge 0.6.0; megatron-core 0.19")
     draw = random.Random(1)
@@ -32,8 +33,8 @@ def test_its_training_step_has_the_losses_and_weights_that_it_has_without_fcp(tm
     making = ("--solver", "fcp-paper", "--sync", "iteration", "--no-shuffle", "-o", "plan.parquet")
     planned = run_fcp("plan", "lengths.parquet", *options, *making, folder=tmp_path)
     assert planned.returncode == 0, planned.stderr
-    torchrun(str(SCRIPT), str(tmp_path / "lengths.parquet"), str(tmp_path / "alone"), num_ranks=2, **EAGER)
-    words = ("launch", "--plan", "plan.parquet", "--", str(SCRIPT), "lengths.parquet", "planned")
+    torchrun(str(SCRIPT), str(tmp_path / "lengths.parquet"), str(tmp_path / "alone"), loader, num_ranks=2, **EAGER)
+    words = ("launch", "--plan", "plan.parquet", "--", str(SCRIPT), "lengths.parquet", "planned", loader)
     done = run_fcp(*words, folder=tmp_path, **EAGER)
     assert done.returncode == 0, done.stderr
     assert "from step 0 of 12, 2 ranks, sync iteration" in done.stderr

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from fcp_cli.errors import RunError
+from fcp_cli.integrations.megatron.data.bridge import hook_cycling, hook_splitting
 from fcp_cli.integrations.megatron.data.samples import (
     LocalShard,
     Samples,
@@ -198,6 +201,77 @@ def test_what_follows_a_token_is_what_follows_it_in_its_sequence_whoever_holds_t
         5: [6, 0, 1, 0, 2.0, 2.0],
         6: [0, 0, 0, 0, 2.0, 2.0],
     }
+
+
+class _Packs:
+    """Packs as Megatron-Bridge keeps them: a token more of each sequence than it trains on, and where they begin."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, at: int) -> dict[str, Any]:
+        return {"input_ids": list(range(10 * at, 10 * at + LENGTH + 2)), "seq_boundaries": [0, 4, LENGTH + 2]}
+
+
+def _collated(items: list[dict[str, Any]]) -> dict[str, Any]:
+    (item,) = items
+    first, second = item["input_ids"][:4], item["input_ids"][4:]
+    return {
+        "tokens": torch.tensor([[*first[:-1], *second[:-1], -7]]),  # padded at the end
+        "labels": torch.tensor([[*first[1:], *second[1:], -7]]),
+        "cu_seqlens_q": torch.tensor([[0, 3, LENGTH, LENGTH + 1]]),
+        "attention_mask": None,
+        "token_count": [LENGTH],
+    }
+
+
+@pytest.fixture
+def bridge() -> ModuleType:
+    """Return the functions of Megatron-Bridge through which a batch loader passes, hooked."""
+
+    def cyclic_iter(iter: Any) -> Any:
+        while True:
+            yield from iter
+
+    def prepare_finetuning_batch(data_iterator: Any, num_microbatches: int, default_seq_length: int) -> Any:
+        return iter(next(data_iterator)), 77
+
+    module = ModuleType("megatron.bridge.data")
+    module.__dict__.update(cyclic_iter=cyclic_iter, prepare_finetuning_batch=prepare_finetuning_batch)
+    hook_cycling(module)
+    hook_splitting(module)
+    return module
+
+
+def test_the_packs_behind_a_loader_of_whole_batches_are_read_as_its_collation_makes_them(bridge: ModuleType) -> None:
+    loader = DataLoader(_Packs(), batch_sampler=_Counting([[0, 1], [2, 3]]), collate_fn=_collated)  # type: ignore[arg-type]
+    samples = find_samples(bridge.cyclic_iter(loader))
+    assert (len(samples.dataset), samples.consumed) == (4, 6)
+    shards = [load_shard(replace(ROW, ranks=(0, 1), lengths=(LENGTH,)), samples, rank=rank) for rank in range(2)]
+    assert all(shard.layout.lengths == (3, LENGTH - 3) for shard in shards)
+    tokens = torch.cat([shard.batch["tokens"][0] for shard in shards])
+    labels = torch.cat([shard.batch["labels"][0] for shard in shards])
+    assert sorted(tokens.tolist()) == [0, 1, 2, *range(4, LENGTH + 1)]
+    assert labels.tolist() == (tokens + 1).tolist()
+
+
+def test_a_training_step_draws_no_batch_and_evaluation_does(bridge: ModuleType) -> None:
+    batches = iter([["drawn"]])
+    assert bridge.prepare_finetuning_batch(batches, 1, 16) == (batches, 16)
+    with torch.no_grad():
+        found, length = bridge.prepare_finetuning_batch(
+            data_iterator=batches, num_microbatches=1, default_seq_length=16
+        )
+    assert (list(found), length) == (["drawn"], 77)
+
+
+def test_a_loader_begins_again_where_it_ends(bridge: ModuleType) -> None:
+    cycle = iter(bridge.cyclic_iter([1, 2]))
+    assert [next(cycle) for _ in range(5)] == [1, 2, 1, 2, 1]
+
+
+class _Counting(list[list[int]]):
+    consumed_samples = 6
 
 
 def test_batches_that_were_drawn_before_the_schedule_was_asked_are_refused() -> None:

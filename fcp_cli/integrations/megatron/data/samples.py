@@ -110,10 +110,8 @@ LocalStep: TypeAlias = LoadedStep[LocalShard]
 
 def find_samples(data_iterator: Any) -> Samples:
     """Find the data set behind a data iterator, and how far training has come."""
-    inner = data_iterator
-    while hasattr(inner, "iterable"):  # megatron.core.rerun_state_machine.RerunDataIterator
-        inner = inner.iterable
-    dataset = getattr(inner, "_dataset", None)  # of the iterator of a torch DataLoader
+    inner = source_of(data_iterator)
+    dataset = getattr(inner, "_dataset", getattr(inner, "dataset", None))  # of a torch DataLoader or its iterator
     if dataset is None or not hasattr(dataset, "__getitem__"):
         raise RunError(
             f"the data iterator is a {type(inner).__name__}, behind which no data set with random access can be found; "
@@ -126,7 +124,39 @@ def find_samples(data_iterator: Any) -> Samples:
             f"the data loader's sampler, a {type(sampler).__name__}, does not show where training resumes in the plan; "
             "use one with a fixed attribute consumed_samples, like MegatronPretrainingSampler"
         )
-    return Samples(dataset=dataset, collate=inner._collate_fn, consumed=int(consumed))
+    collate = getattr(inner, "_collate_fn", getattr(inner, "collate_fn", None))
+    first = dataset[0]
+    if isinstance(first, Mapping) and TOKENS not in first and TOKENS in collate([first]):
+        dataset, collate = _Collated(dataset, collate), _batch_of_one
+    return Samples(dataset=dataset, collate=collate, consumed=int(consumed))
+
+
+def source_of(data_iterator: Any) -> Any:
+    """Return the iterator or loader inside those of Megatron that wrap it."""
+    inner = data_iterator
+    # Of megatron.core.rerun_state_machine, and of Bridge's virtual stages.
+    while (wrapped := getattr(inner, "iterable", getattr(inner, "iterator", None))) is not None:
+        inner = wrapped
+    return inner
+
+
+class _Collated:
+    """A data set whose items become tokens when they are collated, such as Megatron-Bridge's of packed sequences."""
+
+    def __init__(self, dataset: Any, collate: Callable[[Sequence[Any]], Mapping[str, Any]]) -> None:
+        self._dataset = dataset
+        self._collate = collate
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, at: int) -> dict[str, Tensor]:
+        batch = self._collate([self._dataset[at]])
+        return {name: value[0] for name, value in batch.items() if isinstance(value, Tensor) and len(value) == 1}
+
+
+def _batch_of_one(items: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor.unsqueeze(0) for name, tensor in items[0].items()}
 
 
 def _sampler(iterator: Any) -> Any:
