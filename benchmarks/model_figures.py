@@ -30,7 +30,7 @@ from fcp_cli.integrations.transformers.linear import hook_linear_layers
 from fcp_cli.memory.activations import final_norm_bytes, input_bytes, layer_bytes
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.models.descriptions import shipped_names
-from fcp_cli.models.layers import LINEAR_CHUNK
+from fcp_cli.models.figures import LINEAR_CHUNK
 from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.models.operations import forward_operations as operations_of
 from fcp_cli.models.transformers_config import text_config

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from fcp_cli.memory.precision import Precision
 from fcp_cli.memory.trained import backward_of
-from fcp_cli.models.layers import LINEAR_CHUNK, Experts, LayerKind, Linear
+from fcp_cli.models.figures import LINEAR_CHUNK, Experts, LayerKind, Linear
 from fcp_cli.models.model import ModelSpec, VisionSpec
 from fcp_cli.recipe import Recipe
 

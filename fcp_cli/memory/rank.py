@@ -11,7 +11,7 @@ from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.state import WHOLE, Cut, State, communicators
 from fcp_cli.memory.table import MemoryItem, Moment, RankMemory
 from fcp_cli.memory.trained import backward_of
-from fcp_cli.models.layers import LayerKind
+from fcp_cli.models.figures import LayerKind
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.recipe import Recipe

@@ -237,9 +237,9 @@ def _weights(spec: ModelSpec) -> Iterator[tuple[str, int]]:
         yield f"{root}layers.{layer}.input_layernorm.weight", vectors
     yield f"{root}norm.weight", spec.root_vectors
     if spec.layer_inputs is not None:
-        table, matrix = spec.layer_input_parameters
-        yield f"{root}embed_tokens_per_layer.weight", table
-        yield f"{root}per_layer_model_projection.weight", matrix
+        embeddings, projection = spec.layer_input_parameters
+        yield f"{root}embed_tokens_per_layer.weight", embeddings
+        yield f"{root}per_layer_model_projection.weight", projection
     if not spec.tied_embeddings:
         yield "lm_head.weight", spec.embedding_parameters
     if spec.vision is not None:

@@ -5,186 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from fcp_cli.errors import ProfileError
+from fcp_cli.models.figures import Architecture, Attention, Mlp
+from fcp_cli.models.hf_names import (
+    ARCHITECTURES,
+    DEFAULTS,
+    EXPERT_NAMES,
+    LATENT_NAMES,
+    LAYER_TYPES,
+    LINEAR_NAMES,
+    MAMBA_NAMES,
+    MIXERS,
+    OLDER_MIXERS,
+    ONLY,
+    TEXT_NAMES,
+    UNDESCRIBED,
+    UNTIED,
+    WITH_HEAD_NORMS,
+)
 from fcp_cli.models.hf_vision import VisionFamily, family_of, vision_figures
-from fcp_cli.models.layers import Architecture, Attention, Mlp
 from fcp_cli.models.sizes import MOST_LAYERS
 from fcp_cli.reading.documents import kind_of, read_json
 from fcp_cli.ring_exactness import growing_rotation, missing_for_rings
 from fcp_cli.validation import shown
-
-# Model type of a language model -> the family whose layers it has.
-_ARCHITECTURES: Final[Mapping[str, Architecture]] = {
-    "qwen3": "qwen3",
-    "qwen3_vl_text": "qwen3",
-    "qwen2": "qwen2",
-    "qwen2_5_vl_text": "qwen2",
-    "llama": "llama",
-    "mistral": "llama",
-    "qwen3_moe": "qwen3_moe",
-    "qwen3_vl_moe_text": "qwen3_moe",
-    "gemma3_text": "gemma3_text",
-    "gpt_oss": "gpt_oss",
-    "deepseek_v3": "deepseek_v3",
-    "glm4_moe": "glm4_moe",
-    "qwen3_next": "qwen3_next",
-    "qwen3_5_text": "qwen3_5",
-    "qwen3_5_moe_text": "qwen3_5_moe",
-    "minimax_m2": "minimax_m2",
-    "glm4_moe_lite": "glm4_moe_lite",
-    "bamba": "bamba",
-    "nemotron_h": "nemotron_h",
-    "gemma4_text": "gemma4_text",
-}
-
-# Figures of a description -> their names in a config.json, which differ between families for experts alone.
-TEXT_NAMES: Final = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "ffn_size": "intermediate_size",
-    "vocab_size": "vocab_size",
-    "tied_embeddings": "tie_word_embeddings",
-    "rope_theta": "rope_theta",
-    "norm_eps": "rms_norm_eps",
-}
-_QWEN_EXPERTS: Final = {"count": "num_experts", "active": "num_experts_per_tok", "ffn_size": "moe_intermediate_size"}
-_DEEPSEEK_EXPERTS: Final = {
-    "count": "n_routed_experts",
-    "active": "num_experts_per_tok",
-    "ffn_size": "moe_intermediate_size",
-    "dense_layers": "first_k_dense_replace",
-}
-# A dense MLP beside the experts is one that every token passes.
-_GEMMA4_EXPERTS: Final = {
-    "count": "num_experts",
-    "active": "top_k_experts",
-    "ffn_size": "moe_intermediate_size",
-    "shared_ffn_size": "intermediate_size",
-}
-EXPERT_NAMES: Final[Mapping[Architecture, Mapping[str, str]]] = {
-    "qwen3_moe": _QWEN_EXPERTS,
-    "qwen3_next": {**_QWEN_EXPERTS, "shared_ffn_size": "shared_expert_intermediate_size"},
-    "qwen3_5_moe": {**_QWEN_EXPERTS, "shared_ffn_size": "shared_expert_intermediate_size"},
-    "minimax_m2": {"count": "num_local_experts", "active": "num_experts_per_tok", "ffn_size": "intermediate_size"},
-    "gpt_oss": {"count": "num_local_experts", "active": "num_experts_per_tok", "ffn_size": "intermediate_size"},
-    "deepseek_v3": _DEEPSEEK_EXPERTS,
-    "glm4_moe": _DEEPSEEK_EXPERTS,
-    "glm4_moe_lite": _DEEPSEEK_EXPERTS,
-    "nemotron_h": {
-        "count": "n_routed_experts",
-        "active": "num_experts_per_tok",
-        "ffn_size": "moe_intermediate_size",
-        "shared_ffn_size": "moe_shared_expert_intermediate_size",
-        "latent_size": "moe_latent_size",
-    },
-    "gemma4_text": _GEMMA4_EXPERTS,
-    "gemma4": _GEMMA4_EXPERTS,
-}
-LATENT_NAMES: Final = {
-    "query_rank": "q_lora_rank",
-    "key_value_rank": "kv_lora_rank",
-    "rotary_size": "qk_rope_head_dim",
-    "value_size": "v_head_dim",
-}
-LINEAR_NAMES: Final = {
-    "key_heads": "linear_num_key_heads",
-    "value_heads": "linear_num_value_heads",
-    "key_size": "linear_key_head_dim",
-    "value_size": "linear_value_head_dim",
-    "kernel_size": "linear_conv_kernel_dim",
-}
-MAMBA_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
-    "bamba": {
-        "heads": "mamba_n_heads",
-        "head_size": "mamba_d_head",
-        "groups": "mamba_n_groups",
-        "state_size": "mamba_d_state",
-        "kernel_size": "mamba_d_conv",
-        "chunk_size": "mamba_chunk_size",
-    },
-    "nemotron_h": {
-        "heads": "mamba_num_heads",
-        "head_size": "mamba_head_dim",
-        "groups": "n_groups",
-        "state_size": "ssm_state_size",
-        "kernel_size": "conv_kernel",
-        "chunk_size": "chunk_size",
-    },
-}
-LAYER_TYPES: Final[Mapping[Attention, str]] = {
-    "full": "full_attention",
-    "window": "sliding_attention",
-    "linear": "linear_attention",
-}
-MIXERS: Final[Mapping[str, tuple[Attention, Mlp]]] = {
-    "linear_attention": ("mamba", "none"),
-    "full_attention": ("full", "none"),
-    "mlp": ("none", "dense"),
-    "moe": ("none", "experts"),
-}
-"""Layers of a family whose layers have either a mixer or an MLP."""
-
-_OLDER_MIXERS: Final = {
-    "M": "linear_attention",
-    "*": "full_attention",
-    "-": "mlp",
-    "E": "moe",
-    "mamba": "linear_attention",
-    "attention": "full_attention",
-}
-# Model types whose layers or encoders are of no kind here.
-_UNDESCRIBED: Final[Mapping[str, str]] = {
-    "minimax_m3_vl_text": "has experts beside a dense MLP in chosen layers",
-    "qwen3_omni_moe": "has an audio encoder beside that of images (thinker_config), and a talker",
-    "mimo_v2_flash": "has twice as many key heads in its windows, and values of their own size",
-}
-# Defaults of a family's class that its published files omit.
-_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "gemma3_text": {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
-    "gpt_oss": {"attention_bias": True},
-    "gemma4_text": {
-        "vocab_size": 262_144,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "sliding_window": 512,
-        "global_head_dim": 512,
-        "hidden_size_per_layer_input": 256,
-        "vocab_size_per_layer_input": 262_144,
-    },
-    "nemotron_h": {
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "conv_kernel": 4,
-        "chunk_size": 128,
-    },
-}
-# Settings with another value of which a class has other parameters than those that are counted.
-_ONLY: Final[Mapping[str, Mapping[str, Any]]] = {
-    "nemotron_h": {"use_bias": False, "mlp_bias": False, "use_conv_bias": True},
-}
-_UNTIED: Final = ("qwen2_5_vl_text", "bamba", *EXPERT_NAMES)  # where they do not say
-_WITH_HEAD_NORMS: Final = (
-    "qwen3",
-    "qwen3_vl_text",
-    "qwen3_moe",
-    "qwen3_vl_moe_text",
-    "gemma3_text",
-    "qwen3_next",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-    "minimax_m2",
-    "gemma4_text",
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,19 +72,19 @@ def read_hf_config(path: Path) -> HfConfig:
     family = family_of(document, where=path)
     whole = _text_block(document, family, path)
     model_type = whole["model_type"]
-    if model_type not in _ARCHITECTURES:
+    if model_type not in ARCHITECTURES:
         missing = missing_for_rings(model_type)
         if missing is not None:
             raise ProfileError(
                 f"{path}: model_type is {model_type!r}, which {missing}; no plan can be followed with it"
             )
-        if model_type in _UNDESCRIBED:
+        if model_type in UNDESCRIBED:
             raise ProfileError(
-                f"{path}: model_type is {model_type!r}, which {_UNDESCRIBED[model_type]}: fcp does not describe it; "
+                f"{path}: model_type is {model_type!r}, which {UNDESCRIBED[model_type]}: fcp does not describe it; "
                 "give a profile of such a model with --profile"
             )
-        raise ProfileError(f"{path}: model_type is {model_type!r}; known: {', '.join(sorted(_ARCHITECTURES))}")
-    architecture = _ARCHITECTURES[model_type]
+        raise ProfileError(f"{path}: model_type is {model_type!r}; known: {', '.join(sorted(ARCHITECTURES))}")
+    architecture = ARCHITECTURES[model_type]
     figures = _text_figures(whole, architecture, where=str(path))
     return HfConfig(
         name=Path(_named(document) or path.resolve().parent.name).name or path.stem,
@@ -261,10 +106,10 @@ def _text_block(document: Mapping[str, Any], family: VisionFamily | None, path: 
             f"{path}: text_config.model_type is {model_type!r}; known for {document['model_type']}: "
             f"{', '.join(family.text_types)}"
         )
-    whole = {**_DEFAULTS.get(model_type, {}), **text, "model_type": model_type}
+    whole = {**DEFAULTS.get(model_type, {}), **text, "model_type": model_type}
     if family is not None and family.is_tied is not None:  # transformers ignores the language model's own setting
         whole["tie_word_embeddings"] = document.get("tie_word_embeddings", family.is_tied)
-    whole.setdefault("tie_word_embeddings", document.get("tie_word_embeddings", model_type not in _UNTIED))
+    whole.setdefault("tie_word_embeddings", document.get("tie_word_embeddings", model_type not in UNTIED))
     return whole
 
 
@@ -290,7 +135,7 @@ def _text_figures(text: Mapping[str, Any], architecture: Architecture, *, where:
             f"{where}: its rope_type {growing} rotates by the longest position that a rank sees, which no plan can be "
             "followed with; choose another, such as yarn"
         )
-    for key, only in _ONLY.get(model_type, {}).items():
+    for key, only in ONLY.get(model_type, {}).items():
         if text.get(key, only) != only:
             raise ProfileError(f"{where}: {key} is {shown(text[key])}; {only} alone is known for {model_type}")
     found = {figure: text.get(name) for figure, name in TEXT_NAMES.items()}
@@ -301,7 +146,7 @@ def _text_figures(text: Mapping[str, Any], architecture: Architecture, *, where:
         mlps = [mlp for _, mlp in mixers]
         found |= {"num_layers": len(mixers), "mlp": mlps}
         experts = experts if "experts" in mlps else None
-    has_dense = mixers is not None and "dense" in found["mlp"]
+    has_dense = mixers is not None and ("none", "dense") in mixers
     if experts is not None and not experts.get("dense_layers") and not has_dense:
         found["ffn_size"] = None  # of no layer
     if architecture == "gemma4_text":
@@ -309,8 +154,8 @@ def _text_figures(text: Mapping[str, Any], architecture: Architecture, *, where:
     return found | {
         "num_kv_heads": text.get("num_key_value_heads", text.get("num_attention_heads")),
         "head_dim": _head_dim(text, where=where),
-        "qkv_bias": bool(text.get("attention_bias", False)) or _ARCHITECTURES[model_type] == "qwen2",
-        "qk_norm": model_type in _WITH_HEAD_NORMS or bool(text.get("use_qk_norm", False)),
+        "qkv_bias": bool(text.get("attention_bias", False)) or ARCHITECTURES[model_type] == "qwen2",
+        "qk_norm": model_type in WITH_HEAD_NORMS or bool(text.get("use_qk_norm", False)),
         "rope_theta": text.get("rope_theta") or rope.get("rope_theta") or 10_000.0,
         "norm_eps": text.get("rms_norm_eps") or text.get("layer_norm_epsilon") or 1e-6,
         "attention": None if set(kinds) == {"full"} else kinds,
@@ -328,7 +173,7 @@ def _mixers(text: Mapping[str, Any], *, where: str) -> list[tuple[Attention, Mlp
     named = text[key] if key is not None else []
     if not isinstance(named, (list, str)) or not 0 < len(named) <= MOST_LAYERS:
         raise ProfileError(f"{where}: {key or 'layers_block_type'} is {shown(named)}; it must name the layers")
-    found = [_OLDER_MIXERS.get(name, name) if isinstance(name, str) else name for name in named]
+    found = [OLDER_MIXERS.get(name, name) if isinstance(name, str) else name for name in named]
     unknown = [name for name in found if not isinstance(name, str) or name not in MIXERS]
     if unknown:
         raise ProfileError(f"{where}: {key} has {shown(unknown[0])}; known: {', '.join(MIXERS)}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fcp_cli.errors import ProfileError
-from fcp_cli.models.layers import Architecture
+from fcp_cli.models.figures import Architecture
 from fcp_cli.reading.documents import kind_of
 
 

@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 from fcp_cli.errors import ProfileError
 from fcp_cli.models.descriptions import find_shipped, read_description
+from fcp_cli.models.figures import Architecture, KeyValueHeads, TextFigures
 from fcp_cli.models.hf_config import read_hf_config
-from fcp_cli.models.layers import Architecture, Heads, LanguageModel, TextFigures
+from fcp_cli.models.layers import LanguageModel
 from fcp_cli.models.sizes import HeadCount, KernelSize, LayerCount, LayerIndex, PixelCount, Width
 from fcp_cli.validation import NonEmptyText, validated
 
@@ -201,7 +202,7 @@ def load_hf_config(path: Path) -> ModelSpec:
     return _checked(spec, where=str(path))
 
 
-def _blocks_of_heads(spec: ModelSpec) -> list[tuple[str, TextFigures | Heads]]:
+def _blocks_of_heads(spec: ModelSpec) -> list[tuple[str, TextFigures | KeyValueHeads]]:
     return [("", spec), *([("full_heads.", spec.full_heads)] if spec.full_heads is not None else [])]
 
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fcp_cli.models.layers import LINEAR_CHUNK, Attention, LanguageModel
+from fcp_cli.models.figures import LINEAR_CHUNK, Attention
+from fcp_cli.models.layers import LanguageModel
 from fcp_cli.models.model import ModelSpec, VisionSpec
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from fcp_cli.models.hf_config import (
+from fcp_cli.models.figures import Experts
+from fcp_cli.models.hf_names import (
     EXPERT_NAMES,
     LATENT_NAMES,
     LAYER_TYPES,
@@ -13,7 +14,6 @@ from fcp_cli.models.hf_config import (
     MIXERS,
     TEXT_NAMES,
 )
-from fcp_cli.models.layers import Experts
 from fcp_cli.models.model import ModelSpec, VisionSpec
 
 _BACKBONES: Final = {

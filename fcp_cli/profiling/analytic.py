@@ -23,7 +23,7 @@ from fcp_cli.memory.state import WHOLE, Cut, State
 from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.memory.trained import backward_of, check_trained, trained_parameters
 from fcp_cli.models.cluster import ClusterSpec
-from fcp_cli.models.layers import Attention
+from fcp_cli.models.figures import Attention
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.models.operations import forward_operations
 from fcp_cli.profiling.host import host_operations

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from fcp_cli.memory.trained import backward_of
-from fcp_cli.models.layers import LayerKind
+from fcp_cli.models.figures import LayerKind
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.recipe import Recipe, Recompute
 

@@ -15,7 +15,7 @@ from fcp_cli.errors import ProfileError
 from fcp_cli.files import shipped
 from fcp_cli.memory.activations import final_norm_bytes, input_bytes, layer_bytes
 from fcp_cli.memory.precision import precision_of
-from fcp_cli.models.layers import TextFigures
+from fcp_cli.models.figures import TextFigures
 from fcp_cli.models.model import ModelSpec, load_hf_config, load_model
 from fcp_cli.models.transformers_config import text_config
 from fcp_cli.recipe import Recipe

@@ -19,7 +19,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.masks import CAUSAL, full
 from fcp_cli.memory.activations import state_bytes
 from fcp_cli.memory.precision import precision_of
-from fcp_cli.models.layers import LayerKind, Linear
+from fcp_cli.models.figures import LayerKind, Linear
 from fcp_cli.models.model import load_model
 from fcp_cli.recipe import Recipe
 from fcp_cli.runtime.layouts.layout import shard_layout

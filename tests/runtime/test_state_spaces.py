@@ -16,7 +16,7 @@ from benchmarks.lockstep import LockstepTransport, run_lockstep
 from fcp_cli.errors import RunError
 from fcp_cli.memory.activations import state_bytes
 from fcp_cli.memory.precision import precision_of
-from fcp_cli.models.layers import LayerKind, Mamba
+from fcp_cli.models.figures import LayerKind, Mamba
 from fcp_cli.models.model import load_model
 from fcp_cli.recipe import Recipe
 from fcp_cli.runtime.layouts.layout import shard_layout

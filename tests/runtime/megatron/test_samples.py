@@ -244,7 +244,7 @@ def bridge() -> ModuleType:
 
 
 def test_the_packs_behind_a_loader_of_whole_batches_are_read_as_its_collation_makes_them(bridge: ModuleType) -> None:
-    loader = DataLoader(_Packs(), batch_sampler=_Counting([[0, 1], [2, 3]]), collate_fn=_collated)  # type: ignore[arg-type]
+    loader: Any = DataLoader(_Packs(), batch_sampler=_Counting([[0, 1], [2, 3]]), collate_fn=_collated)  # type: ignore[arg-type]
     samples = find_samples(bridge.cyclic_iter(loader))
     assert (len(samples.dataset), samples.consumed) == (4, 6)
     shards = [load_shard(replace(ROW, ranks=(0, 1), lengths=(LENGTH,)), samples, rank=rank) for rank in range(2)]

@@ -124,7 +124,7 @@ def find_samples(data_iterator: Any) -> Samples:
             f"the data loader's sampler, a {type(sampler).__name__}, does not show where training resumes in the plan; "
             "use one with a fixed attribute consumed_samples, like MegatronPretrainingSampler"
         )
-    collate = getattr(inner, "_collate_fn", getattr(inner, "collate_fn", None))
+    collate: Any = getattr(inner, "_collate_fn", None) or inner.collate_fn
     first = dataset[0]
     if isinstance(first, Mapping) and TOKENS not in first and TOKENS in collate([first]):
         dataset, collate = _Collated(dataset, collate), _batch_of_one
