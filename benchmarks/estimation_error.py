@@ -67,7 +67,7 @@ def scaled(name: str) -> dict[str, object]:
         "num_heads": spec.num_heads,
         "num_kv_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim // WIDTH_DIVISOR,
-        "ffn_size": spec.ffn_size // WIDTH_DIVISOR,
+        "ffn_size": (spec.ffn_size or 0) // WIDTH_DIVISOR,
         "vocab_size": VOCAB_SIZE,
         "tied_embeddings": spec.tied_embeddings,
         "qkv_bias": spec.qkv_bias,
