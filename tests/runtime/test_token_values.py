@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from fcp_cli.errors import RunError
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.session.token_values import collect
+from fcp_cli.runtime.session.token_values import collect, part_of
 from fcp_cli.verification.emulation import Meeting, ThreadWorld, run_ranks
 
 pytestmark = pytest.mark.torch
@@ -51,3 +53,19 @@ def test_a_rank_whose_values_do_not_fit_stops_all_of_them() -> None:
         "values of rank 1 are not one per token; its own message says which",
         "micro-batch 0 has values of the shape (2,), but this rank holds 3 of its tokens; give one value for each",
     ]
+
+
+def test_experts_chosen_for_each_token_and_layer_are_handed_to_whoever_holds_the_token() -> None:
+    """As routing replay needs them: Megatron's own goes by the place in a static shard."""
+    routes = {
+        row: torch.stack([values, -values]).T.long()[:, :, None].expand(-1, -1, 3) for row, values in VALUES.items()
+    }
+    layout = shard_layout(LENGTHS, 2)
+    for rank in range(2):
+        found = part_of(routes, ROW, layout, rank)
+        assert found.shape == (1, layout.tokens(rank), 2, 3)
+        assert found[0, :, 0, 0].tolist() == (-found[0, :, 1, 2]).tolist() == part(rank).tolist()
+    short = replace(ROW, sequences=(3,), lengths=(2,), ranks=(0, 1, 2))
+    idle = part_of(routes, short, shard_layout((2,), 3), 2)
+    assert idle.dtype == torch.int64 and not idle.any()
+    assert idle.shape[2:] == (2, 3)

@@ -231,6 +231,11 @@ def _moe_refusals(setting: Callable[[str], Any]) -> Iterable[tuple[bool, str]]:
         "experts are routed to at random, which no plan repeats; leave input jitter and forced balancing out",
     )
     yield (
+        bool(setting("moe_enable_routing_replay")),
+        "routing replay gives each token the experts of the one that lay at its place, and a plan lays tokens "
+        "otherwise; leave --moe-enable-routing-replay out",
+    )
+    yield (
         bool(setting("overlap_moe_expert_parallel_comm")),
         "overlapped expert communication runs forwards and backwards by another schedule, which is not hooked; leave "
         "--overlap-moe-expert-parallel-comm out",

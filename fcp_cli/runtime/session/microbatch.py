@@ -111,10 +111,10 @@ class LocalMicroBatch:
         return token_log_probs(logits, self.labels)
 
     def part_of(self, values: Mapping[int, Tensor]) -> Tensor:
-        """Return [1, tokens] this rank's shard of values per token: log-probabilities of another pass, advantages.
+        """Return [1, tokens, ...] this rank's shard of values per token: log-probabilities, advantages, chosen experts.
 
         Args:
-            values: manifest row -> [length], as `Step.collect` returns them.
+            values: manifest row -> [length, ...], as `Step.collect` returns them.
 
         Raises:
             RunError: a sequence has no values, or not as many as tokens.

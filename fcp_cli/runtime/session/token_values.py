@@ -38,10 +38,10 @@ def token_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def part_of(values: Mapping[int, Tensor], row: MicroBatch, layout: ShardLayout, member: int) -> Tensor:
-    """Return [1, tokens] the values of the tokens that a rank holds of a micro-batch; 0 for a rank that holds none.
+    """Return [1, tokens, ...] the values of the tokens that a rank holds of a micro-batch; 0 for a rank with none.
 
     Args:
-        values: manifest row -> [length].
+        values: manifest row -> [length, ...].
         row, layout, member: the micro-batch, and the rank's place in it.
     """
     for sequence, length in zip(row.sequences, row.lengths, strict=True):
@@ -50,8 +50,8 @@ def part_of(values: Mapping[int, Tensor], row: MicroBatch, layout: ShardLayout, 
             has = "no values" if found is None else f"values of the shape {tuple(found.shape)}"
             raise RunError(f"row {sequence} has {has}; the micro-batch needs one for each of its {length} tokens")
     if not layout.tokens(member):
-        kind = next(iter(values.values())).dtype if values else torch.float32
-        return torch.zeros((1, 1), dtype=kind)
+        any_values = next(iter(values.values()), torch.zeros(0))
+        return any_values.new_zeros((1, 1, *any_values.shape[1:]))
     pack = torch.cat([values[sequence] for sequence in row.sequences])
     return pack[torch.from_numpy(layout.index(member)).to(pack.device)].unsqueeze(0)
 

@@ -143,6 +143,7 @@ SETTINGS: Mapping[str, tuple[Mapping[str, Any], str]] = {
                  "rest of the micro-batch, which the plan chooses; leave --moe-expert-capacity-factor out"),
     "sinkhorn": ({**_EXPERTS, "moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn routing depends on the rest of "
                  "the micro-batch"),
+    "replay": ({**_EXPERTS, "moe_enable_routing_replay": True}, "routing replay gives each token the experts of the one"),
     "jitter": ({**_EXPERTS, "moe_input_jitter_eps": 0.1}, "experts are routed to at random, which no plan repeats"),
     "allgather": ({**_EXPERTS, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"}, "expert "
                   "parallel with the token dispatcher allgather needs equally many tokens on all ranks; set "
