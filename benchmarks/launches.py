@@ -1,4 +1,6 @@
-"""Launches of a micro-batch by counts, and what graphs of a few padded shapes could save: `python -m benchmarks.launches`.
+"""Launches of a micro-batch by counts, and what graphs of a few padded shapes could save.
+
+Run `python -m benchmarks.launches [--seeds 2]`.
 
 First the operations that the host issues for a layer and for the rest of a micro-batch, forward and backward, by the
 degree of its ring: counted on the CPU by torch's dispatcher, of a small Qwen3 in bf16 under the runtime's ring, without
@@ -122,7 +124,8 @@ def print_steps(seeds: int) -> None:
                 for seed in range(seeds):
                     drawn = lengths(family, sequences=SEQUENCES, seed=seed)
                     table = LengthTable(name=family, length_tokens=np.minimum(drawn, budget * RANKS))
-                    batches = [GlobalBatches(table, one, BatchSettings(global_batch_size=SEQUENCES)) for one in problems]
+                    settings = BatchSettings(global_batch_size=SEQUENCES)
+                    batches = [GlobalBatches(table, one, settings) for one in problems]
                     assignment = make_solver("fcp", batches[0]).assign(batches[0].batch(0))
                     step, free = (assemble(assignment, one.batch(0), one.problem) for one in batches)
                     saved.append(1 - free.makespan_seconds / step.makespan_seconds)

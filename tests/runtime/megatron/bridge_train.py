@@ -128,7 +128,8 @@ def main(lengths: Path, results: Path, loader: str = "single") -> None:
     rows: Any = DataLoader(dataset, batch_sampler=sampler)
     if loader == "batch":
         importable("megatron.bridge.data.batch_utils")
-        sampler = samplers["MegatronPretrainingBatchSampler"](len(dataset), 0, 1, GLOBAL_BATCH_SIZE, rank, ranks)
+        whole = samplers["MegatronPretrainingBatchSampler"]
+        sampler = whole(len(dataset), 0, 1, GLOBAL_BATCH_SIZE, rank, ranks, shuffle=False)
         rows = DataLoader(dataset, batch_sampler=sampler, collate_fn=padded)
         cycling = ModuleType("megatron.bridge.data.loaders")
         cycling.__dict__.update(file_of_bridge("data/loaders.py"))
