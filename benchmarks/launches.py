@@ -59,14 +59,21 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def operations(layers: int, degree: int) -> int:
     """Count the operations of one micro-batch of a small model, forward and backward, on a member of a ring."""
-    small = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn_size": 96, "vocab_size": 64}
+    small: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "ffn_size": 96,
+        "vocab_size": 64,
+    }
     spec, recipe, device = replace(load_model("qwen3-8b"), **small), Recipe(precision="bf16"), torch.device("cpu")
     workload = Workload(build_model(spec, layers, device, recipe), device, recipe, SilentTransport())
     run = workload.microbatch((96 * degree,), range(degree), 0)
     run()
     with _Counting() as counting:  # type: ignore[no-untyped-call]
         run()
-    return counting.number
+    return int(counting.number)
 
 
 def print_operations() -> None:
@@ -102,7 +109,8 @@ def graphs_of_busiest(step: StepPlan) -> int:
 
 def _shapes(tokens: FloatArray) -> FloatArray:
     """Return the lengths to which micro-batches are padded."""
-    return np.ceil(2 ** (np.ceil(np.log2(tokens) * SHAPES_PER_OCTAVE) / SHAPES_PER_OCTAVE))
+    shapes: FloatArray = np.ceil(2 ** (np.ceil(np.log2(tokens) * SHAPES_PER_OCTAVE) / SHAPES_PER_OCTAVE))
+    return shapes
 
 
 def print_steps(seeds: int) -> None:
