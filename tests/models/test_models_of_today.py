@@ -161,3 +161,31 @@ def test_another_model_is_refused_in_one_line_with_the_reason(kind: str, reason:
     with pytest.raises(ProfileError, match=reason) as refused:
         load_model(tmp_path)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("infinity", ["Infinity", '{"__float__": "Infinity"}'])
+def test_a_configuration_that_bounds_time_steps_by_infinity_is_read_and_built(infinity: str, tmp_path: Path) -> None:
+    """Published files have JavaScript's Infinity, those of transformers 5 a mapping."""
+    from fcp_cli.training.models import model_config
+
+    document = {
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "M*-E",
+        "hidden_size": 64,
+        "vocab_size": 100,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+        "intermediate_size": 96,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+    }
+    text = json.dumps(document)[:-1] + f', "time_step_limit": [0.0, {infinity}]}}'
+    (tmp_path / "config.json").write_text(text)
+    kinds = [(kind.attention, kind.mlp) for kind in load_model(tmp_path).layer_kinds]
+    assert kinds == [("mamba", "none"), ("full", "none"), ("none", "dense"), ("none", "experts")]
+    assert model_config(str(tmp_path)).time_step_limit[1] == float("inf")
