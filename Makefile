@@ -131,7 +131,8 @@ $(TARGETS_STAMP): pyproject.toml
 test-targets: $(TARGETS_STAMP)
 	$(TARGETS_VENV)/bin/python -m pytest tests/launching/test_real_tools.py
 
-# Manifests from a real server of S3 with faults, and by real Ray with a worker killed; started and ended by the tests.
+# Manifests from a real server of S3 with faults, from Azure's emulator where npm is, and by real Ray with a worker killed; all are
+# started and ended by the tests.
 STORES_VENV  ?= .venv-stores
 STORES_STAMP := $(STORES_VENV)/.installed
 
@@ -139,6 +140,7 @@ $(STORES_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(STORES_VENV)
 	$(STORES_VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(STORES_VENV)/bin/python -m pip install --quiet --editable ".[remote]" tokenizers --group dev --group stores
+	! command -v npm > /dev/null || npm install --silent --no-fund --no-audit --prefix $(STORES_VENV) azurite@3.37.0
 	touch $(STORES_STAMP)
 
 test-stores: $(STORES_STAMP)

@@ -1,10 +1,11 @@
 """MB/s of counting the tokens of JSON lines: what limits a build, and its peers on the same files.
 
     python -m benchmarks.tokenizing [--megabytes N] [--peers PYTHON]
-    python -m benchmarks.tokenizing --stream GIGABYTES
+    python -m benchmarks.tokenizing --stream GIGABYTES [--name d.jsonl.zst]
 
 The texts are this package's own, drawn at random, and so is the tokenizer (BPE, 16,000 tokens) that is trained on
-them. Rates are by processor time of all processes, which other work on the machine hardly changes, and by wall time.
+them. Rates are by processor time of all processes, which other work on the machine hardly changes, and by wall time. A
+build without its start is what the last three quarters of the texts add to the first.
 PYTHON has `datatrove[io,processing]` and `datasets`. `--stream` serves JSON lines that lie nowhere by HTTP, and prints
 the resident memory of the build that reads them.
 """
@@ -22,15 +23,22 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from fcp_cli.machine.host import usable_cores
 from fcp_cli.reading.documents import decode_record
 
 ROOT: Final = Path(__file__).parents[1]
 _LINE_BYTES: Final = 4096
+_BLOCK_LINES: Final = 512
+_SAMPLE_SECONDS: Final = 2.0
 _PEERS: Final = {
     "datatrove": """
 from datatrove.executor import LocalPipelineExecutor
@@ -118,17 +126,34 @@ def compare(megabytes: int, peers: str | None) -> None:
         texts: list[str] = []
         report("parsing JSON", size, timed(lambda: texts.extend(decode_record(line)["text"] for line in lines)))
         report("tokenizer alone, one thread", size, timed(lambda: _tokenize(folder / "tokenizer.json", texts)))
-        build = [sys.executable, "-m", "fcp_cli", "manifest", "build", *map(str, paths)]
-        build += ["--tokenizer", str(folder / "tokenizer.json"), "-o", str(folder / "m.parquet")]
+        quarters = [folder / "quarters" / path.name for path in paths]
+        quarters[0].parent.mkdir()
+        for path, quarter in zip(paths, quarters, strict=True):
+            part = path.read_bytes().splitlines(keepends=True)
+            quarter.write_bytes(b"".join(part[: len(part) // 4]))
+        more = size - sum(path.stat().st_size for path in quarters) / 1e6
         for processes in sorted({1, cores}):
-            words = [*build, "--workers", str(processes)]
-            report(f"fcp, {processes} processes", size, timed(lambda words=words: run(words)))  # type: ignore[misc]
+            whole, part = (timed(partial(_build, folder, files, processes)) for files in (paths, quarters))
+            report(f"fcp, {processes} processes", size, whole)
+            report("  the same, without its start", more, (whole[0] - part[0], whole[1] - part[1]))
         for peer, program in _PEERS.items() if peers else ():
             script = folder / "peer.py"
             settings = {"folder": name, "tokenizer": str(folder / "tokenizer.json"), "processes": cores}
             script.write_text(program.format(**settings))
             command = [str(peers), str(script)]
             report(f"{peer}, {cores} processes", size, timed(lambda command=command: run(command)))  # type: ignore[misc]
+
+
+def _build(folder: Path, files: Sequence[Path], processes: int) -> None:
+    words = [
+        "--tokenizer",
+        str(folder / "tokenizer.json"),
+        "--workers",
+        str(processes),
+        "-o",
+        str(folder / "m.parquet"),
+    ]
+    run([sys.executable, "-m", "fcp_cli", "manifest", "build", *map(str, files), *words])
 
 
 def _tokenize(file: Path, texts: list[str]) -> None:
@@ -139,22 +164,50 @@ def _tokenize(file: Path, texts: list[str]) -> None:
         tokenizer.encode_batch_fast(texts[start : start + 1024])
 
 
-def stream(gigabytes: float) -> None:
-    """Build a manifest of lines that a server makes up, and print the memory of the process as it goes on."""
-    line = b'{"text": "' + b"x" * (_LINE_BYTES - 13) + b'"}\n'
-    lines = int(gigabytes * 1e9) // _LINE_BYTES
-    block = line * 512
+def stream(gigabytes: float, name: str) -> None:
+    """Build a manifest of lines that a server makes up, and print the memory of the process as it goes on.
 
-    class Lines(BaseHTTPRequestHandler):
+    Args:
+        gigabytes: of text, unpacked.
+        name: of the object; one that ends in `.zst` is frames of zstd.
+    """
+    text = "".join(random.Random(0).choices("etaoin shrdlu", k=_LINE_BYTES - 13))
+    block = (json.dumps({"text": text}) + "\n").encode() * _BLOCK_LINES
+    blocks = int(gigabytes * 1e9) // len(block)
+    if name.endswith(".zst"):
+        block = pa.Codec("zstd").compress(block, asbytes=True)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _repeating(f"/{name}", block, blocks))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_address[1]}/{name}"
+    with tempfile.TemporaryDirectory() as folder:
+        build = ["manifest", "build", url, "--workers", "1", "-o", f"{folder}/m.parquet"]
+        began, found = time.monotonic(), list[float]()
+        with subprocess.Popen([sys.executable, "-m", "fcp_cli", "-q", *build]) as process:
+            while process.poll() is None:
+                time.sleep(_SAMPLE_SECONDS)
+                found.append(_resident_mebibytes(process.pid))
+                print(f"{time.monotonic() - began:6.0f} s {found[-1]:6.0f} MiB", flush=True)
+        rows = pq.read_metadata(f"{folder}/m.parquet").num_rows
+    running = [each for each in found if each]
+    quarters = [max(part) for part in np.array_split(running, 4)]
+    print(f"{gigabytes:g} GB as {name}, {rows:,} lines of {blocks * _BLOCK_LINES:,}, status {process.returncode}")
+    print("most MiB in each quarter of the time:", ", ".join(f"{most:.0f}" for most in quarters))
+
+
+def _repeating(path: str, block: bytes, times: int) -> type[BaseHTTPRequestHandler]:
+    """Return a handler that serves a block, again and again, as one object with ranges."""
+    whole = block * 2
+
+    class Repeating(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
-            self.answer(0, lines * _LINE_BYTES, has_body=False)
+            self.answer(0, times * len(block), has_body=False)
 
         def do_GET(self) -> None:
             first, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
             self.answer(int(first), int(last) + 1, has_body=True)
 
         def answer(self, start: int, stop: int, *, has_body: bool) -> None:
-            if self.path != "/d.jsonl":
+            if self.path != path:
                 self.send_error(404)
                 return
             self.send_response(206 if has_body else 200)
@@ -162,37 +215,15 @@ def stream(gigabytes: float) -> None:
             self.send_header("Content-Length", str(stop - start))
             self.end_headers()
             while has_body and start < stop:
-                at = start % _LINE_BYTES
-                piece = block[at : at + stop - start]
+                at = start % len(block)
+                piece = whole[at : at + min(stop - start, len(block))]
                 self.wfile.write(piece)
                 start += len(piece)
 
         def log_message(self, *arguments: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Lines)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_address[1]}/d.jsonl"
-    with tempfile.TemporaryDirectory() as name:
-        command = [
-            sys.executable,
-            "-m",
-            "fcp_cli",
-            "-q",
-            "manifest",
-            "build",
-            url,
-            "--workers",
-            "1",
-            "-o",
-            f"{name}/m.parquet",
-        ]
-        began = time.monotonic()
-        with subprocess.Popen(command) as build:
-            while build.poll() is None:
-                time.sleep(5.0)
-                print(f"{time.monotonic() - began:6.0f} s {_resident_mebibytes(build.pid):6.0f} MiB", flush=True)
-        print(f"{gigabytes} GB, status {build.returncode}")
+    return Repeating
 
 
 def _resident_mebibytes(process: int) -> float:
@@ -208,9 +239,10 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=60)
     parser.add_argument("--peers", help="Python with datatrove and datasets")
     parser.add_argument("--stream", type=float, help="gigabytes to read by HTTP")
+    parser.add_argument("--name", default="d.jsonl", help="of what is read: d.jsonl or d.jsonl.zst")
     options = parser.parse_args()
     if options.stream:
-        stream(options.stream)
+        stream(options.stream, options.name)
         return
     os.environ["RAYON_NUM_THREADS"] = "1"  # peers start a process per core, too
     compare(options.megabytes, options.peers)

@@ -108,12 +108,16 @@ class RemotePath(PosixPath):
         system, name = self.store()
         for child in retried(lambda: system.ls(name, detail=False), str(self)):
             if child.rstrip("/") != name.rstrip("/"):
-                yield RemotePath(system.unstrip_protocol(child))
+                yield self._named(child)
 
     def glob(self, pattern: str, **options: Any) -> Iterator[RemotePath]:  # type: ignore[override]
         system, name = self.store()
         for found in sorted(retried(lambda: system.glob(f"{name}/{pattern}"), str(self))):
-            yield RemotePath(system.unstrip_protocol(found))
+            yield self._named(found)
+
+    def _named(self, name: str) -> RemotePath:
+        """Return the URL of a listed name under the scheme that the user gave: a driver may have several."""
+        return RemotePath(name if "://" in name else f"{str(self).partition('://')[0]}://{name}")
 
     def open(self, mode: str = "rb", buffering: int = -1, *args: Any, **options: Any) -> Any:
         """Open for reading bytes: read ahead in a growing window, or by the ranges asked for if `buffering` is 0."""

@@ -1,4 +1,4 @@
-"""A real server of S3 behind a proxy that fails, and real Ray with a worker killed: nothing is lost, nothing is twice.
+"""A real server of S3, and Azure's emulator, behind a proxy that fails, and real Ray with a worker killed: nothing is lost, nothing is twice.
 
 Run by `make test-stores`.
 """
@@ -11,6 +11,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ import pytest
 
 from tests.manifest.datasets import tar, write_tokenizer, zstd
 from tests.manifest.stores import Faults, failing_proxy
+from tests.ports import unused_port
 
 pytestmark = pytest.mark.stores
 
@@ -36,6 +38,23 @@ def table(records: list[dict[str, Any]]) -> bytes:
     stream = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(records), stream, row_group_size=2000)
     return stream.getvalue()
+
+
+def objects() -> dict[str, bytes]:
+    """The records in every form, in three shards each, by the names of their objects."""
+    third, forms = len(RECORDS) // 3, dict[str, bytes]()
+    for shard in range(3):
+        own = RECORDS[shard * third : (shard + 1) * third]
+        lines = b"".join(json.dumps(record).encode() + b"\n" for record in own)
+        cut = lines.index(b"\n", len(lines) // 2)
+        forms |= {
+            f"plain/{shard}.jsonl": lines,
+            f"zst/{shard}.jsonl.zst": zstd(lines),
+            f"gz/{shard}.jsonl.gz": gzip.compress(lines, 1),
+            f"parquet/{shard}.parquet": table(own),
+            f"tars/{shard}.tar": tar({"a.jsonl": lines[:cut], "b.jsonl": lines[cut + 1 :]}),  # no end of the last line
+        }
+    return forms
 
 
 @pytest.fixture(scope="module")
@@ -61,20 +80,8 @@ def bucket(server: int) -> Any:
         aws_secret_access_key="secret",
     )
     client.create_bucket(Bucket="data")
-    third = len(RECORDS) // 3
-    for shard in range(3):
-        own = RECORDS[shard * third : (shard + 1) * third]
-        lines = b"".join(json.dumps(record).encode() + b"\n" for record in own)
-        cut = lines.index(b"\n", len(lines) // 2)
-        forms = {
-            f"plain/{shard}.jsonl": lines,
-            f"zst/{shard}.jsonl.zst": zstd(lines),
-            f"gz/{shard}.jsonl.gz": gzip.compress(lines, 1),
-            f"parquet/{shard}.parquet": table(own),
-            f"tars/{shard}.tar": tar({"a.jsonl": lines[:cut], "b.jsonl": lines[cut + 1 :]}),  # no end of the last line
-        }
-        for name, content in forms.items():
-            client.put_object(Bucket="data", Key=name, Body=content)
+    for name, content in objects().items():
+        client.put_object(Bucket="data", Key=name, Body=content)
     return client
 
 
@@ -111,21 +118,17 @@ def test_every_sequence_of_a_store_that_fails_is_counted_once(
         done = fcp([*build, "-o", str(tmp_path / "m.parquet")], of_store(url))
     assert done.returncode == 0, done.stderr
     assert faults.failed >= 1
-    found = pq.read_table(tmp_path / "m.parquet").column("length").to_pylist()
-    (tmp_path / "all.jsonl").write_bytes(LINES)
-    local = fcp(
-        [
-            "manifest",
-            "build",
-            str(tmp_path / "all.jsonl"),
-            "--tokenizer",
-            str(tokenizer),
-            "-o",
-            str(tmp_path / "l.parquet"),
-        ]
-    )
+    assert_counted_as_here(tmp_path, tokenizer)
+
+
+def assert_counted_as_here(folder: Path, tokenizer: Path) -> None:
+    """The manifest `m.parquet` has the lengths of a build from one local file."""
+    found = pq.read_table(folder / "m.parquet").column("length").to_pylist()
+    (folder / "all.jsonl").write_bytes(LINES)
+    build = ["manifest", "build", str(folder / "all.jsonl"), "--tokenizer", str(tokenizer)]
+    local = fcp([*build, "-o", str(folder / "l.parquet")])
     assert local.returncode == 0, local.stderr
-    assert found == pq.read_table(tmp_path / "l.parquet").column("length").to_pylist()
+    assert found == pq.read_table(folder / "l.parquet").column("length").to_pylist()
 
 
 def test_tokens_are_read_again_from_the_store(
@@ -153,6 +156,75 @@ def test_missing_keys_and_buckets_are_one_line(tmp_path: Path, server: int, buck
     ]:
         done = fcp(["manifest", "build", *words, "-o", output], environment)
         assert (done.returncode, done.stderr.splitlines()[-1]) == (1, message)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def azure() -> Iterator[int]:
+    """The port of Azurite, Azure's own emulator, with the same objects."""
+    from azure.storage.blob import BlobServiceClient
+
+    program = Path(sys.prefix) / "node_modules" / ".bin" / "azurite-blob"
+    if not program.exists():
+        pytest.skip("azurite is not installed; make test-stores installs it where npm is")
+    port = unused_port()
+    command = [str(program), "--inMemoryPersistence", "--silent", "--skipApiVersionCheck", "--blobPort", str(port)]
+    with subprocess.Popen(command, env={**os.environ, "AZURITE_ACCOUNTS": "account:a2V5"}) as emulator:
+        try:
+            settings = of_azure(f"http://127.0.0.1:{port}")["AZURE_STORAGE_CONNECTION_STRING"]
+            wait_for(lambda: port_answers(port))
+            with BlobServiceClient.from_connection_string(settings) as client:
+                container = client.create_container("data")
+                for name, content in objects().items():
+                    container.upload_blob(name, content)
+            yield port
+        finally:
+            emulator.terminate()
+
+
+def of_azure(url: str) -> dict[str, str]:
+    account = "DefaultEndpointsProtocol=http;AccountName=account;AccountKey=a2V5"
+    return {"AZURE_STORAGE_CONNECTION_STRING": f"{account};BlobEndpoint={url}/account;"}
+
+
+def port_answers(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+# Azure's client itself waits 15 seconds and more after each error: few requests may meet one.
+@pytest.mark.parametrize(
+    ("url", "faults"),
+    [
+        ("az://data/plain/*.jsonl", Faults(errors=7, cuts=5)),
+        ("az://data/zst/", Faults(errors=7, cuts=5)),
+        ("az://data/parquet", Faults()),
+    ],
+)
+def test_every_sequence_of_azure_is_counted_once_and_read_again(
+    tmp_path: Path, azure: int, url: str, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fcp_cli.manifest.tokens import open_tokens
+
+    tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
+    with failing_proxy(azure, faults) as endpoint:
+        build = ["manifest", "build", url, "--tokenizer", str(tokenizer), "--workers", "2"]
+        done = fcp([*build, "-o", str(tmp_path / "m.parquet")], of_azure(endpoint))
+    assert done.returncode == 0, done.stderr
+    assert (faults.failed >= 1) == (faults.errors > 0)
+    assert_counted_as_here(tmp_path, tokenizer)
+    for name, value in of_azure(f"http://127.0.0.1:{azure}").items():
+        monkeypatch.setenv(name, value)
+    tokens, local = open_tokens(tmp_path / "m.parquet"), open_tokens(tmp_path / "l.parquet")
+    for row in (0, 20_001, 59_000):
+        assert tokens(row).tolist() == local(row).tolist()
+
+
+def test_what_is_missing_in_azure_is_one_line(tmp_path: Path, azure: int) -> None:
+    environment, output = of_azure(f"http://127.0.0.1:{azure}"), str(tmp_path / "m.parquet")
+    for url in ("az://data/none.jsonl", "az://nothing/d.jsonl"):
+        done = fcp(["manifest", "build", url, "-o", output], environment)
+        assert (done.returncode, done.stderr.splitlines()[-1]) == (1, f"error: there is no source {url}")
     assert not list(tmp_path.iterdir())
 
 

@@ -167,3 +167,22 @@ def test_a_file_that_is_named_twice_is_refused(
         named_source(words)
     path, files = named_source(["b.jsonl", "a.jsonl"])
     assert (path, [file.name for file in files]) == (tmp_path, ["b.jsonl", "a.jsonl"])
+
+
+def test_what_is_listed_keeps_the_scheme_that_was_given() -> None:
+    import fsspec
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    class TwoNames(MemoryFileSystem):  # type: ignore[misc]  # as those of Azure and Google
+        protocol = ("first", "second")
+        store: dict[str, Any] = {}  # noqa: RUF012
+        pseudo_dirs = [""]  # noqa: RUF012
+
+        @classmethod
+        def _strip_protocol(cls, path: str) -> str:
+            return str(MemoryFileSystem._strip_protocol(path.replace("second://", "memory://")))
+
+    fsspec.register_implementation("second", TwoNames)
+    TwoNames().pipe("/d/a.jsonl", b"{}")
+    folder = remote_path("second://d")
+    assert list(map(str, folder.iterdir())) == list(map(str, folder.glob("*.jsonl"))) == ["second://d/a.jsonl"]
