@@ -23,7 +23,7 @@ from fcp_cli.manifest.header import readable
 from fcp_cli.manifest.sources.jsonl import json_lines, json_record, size_of
 from fcp_cli.manifest.sources.shards import open_shard, python_rows
 from fcp_cli.reading.documents import read_records
-from fcp_cli.reading.inputs import open_input, require_input
+from fcp_cli.reading.inputs import head_of, open_input, require_input
 from fcp_cli.reading.remote import RemotePath
 from fcp_cli.reading.tar import MemberStream, TarMember, tar_content, tar_files
 from fcp_cli.validation import shown
@@ -157,10 +157,14 @@ def _with_sizes(record: dict[str, Any], folder: Path, place: str) -> dict[str, A
     names = _names(record, "image", place)
     if len(names) == 1 and record.get("width") is not None:
         return _from_metadata(record, place)
-    images = [image_size(folder / name, f"{place}: {name}") for name in names]
+    images = [_usual_size(_head(folder, name)) or image_size(folder / name, f"{place}: {name}") for name in names]
     videos = [video_size(folder / name, f"{place}: {name}") for name in _names(record, "video", place)]
     texts = {name: record[name] for name in ("id", *TEXT_COLUMNS) if name in record}
     return texts | {"images": images, "videos": videos}
+
+
+def _head(folder: Path, name: str) -> bytes:
+    return b"" if isinstance(folder, RemotePath) else head_of(f"{folder}/{name}", _HEAD_BYTES)
 
 
 def _names(record: dict[str, Any], kind: str, place: str) -> list[str]:
