@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import resource
@@ -126,6 +127,8 @@ def compare(megabytes: int, peers: str | None) -> None:
         texts: list[str] = []
         report("parsing JSON", size, timed(lambda: texts.extend(decode_record(line)["text"] for line in lines)))
         report("tokenizer alone, one thread", size, timed(lambda: _tokenize(folder / "tokenizer.json", texts)))
+        together = timed(partial(_tokenize_together, folder / "tokenizer.json", texts, cores))
+        report(f"tokenizer alone, {cores} processes at a time", size, together)
         quarters = [folder / "quarters" / path.name for path in paths]
         quarters[0].parent.mkdir()
         for path, quarter in zip(paths, quarters, strict=True):
@@ -162,6 +165,16 @@ def _tokenize(file: Path, texts: list[str]) -> None:
     tokenizer = Tokenizer.from_file(str(file))
     for start in range(0, len(texts), 1024):
         tokenizer.encode_batch_fast(texts[start : start + 1024])
+
+
+def _tokenize_together(file: Path, texts: list[str], processes: int) -> None:
+    """Tokenize shares of the texts in forked processes, as many as fcp starts: cores may share what one had alone."""
+    context = multiprocessing.get_context("fork")
+    started = [context.Process(target=_tokenize, args=(file, texts[part::processes])) for part in range(processes)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
 
 
 def stream(gigabytes: float, name: str) -> None:
