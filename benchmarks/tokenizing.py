@@ -136,9 +136,9 @@ def compare(megabytes: int, peers: str | None) -> None:
             quarter.write_bytes(b"".join(part[: len(part) // 4]))
         more = size - sum(path.stat().st_size for path in quarters) / 1e6
         for processes in sorted({1, cores}):
-            whole, part = (timed(partial(_build, folder, files, processes)) for files in (paths, quarters))
+            whole, first = (timed(partial(_build, folder, files, processes)) for files in (paths, quarters))
             report(f"fcp, {processes} processes", size, whole)
-            report("  the same, without its start", more, (whole[0] - part[0], whole[1] - part[1]))
+            report("  the same, without its start", more, (whole[0] - first[0], whole[1] - first[1]))
         for peer, program in _PEERS.items() if peers else ():
             script = folder / "peer.py"
             settings = {"folder": name, "tokenizer": str(folder / "tokenizer.json"), "processes": cores}

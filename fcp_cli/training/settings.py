@@ -212,7 +212,7 @@ def parse_settings(argv: Sequence[str]) -> TrainSettings:
     for f in fields(TrainSettings):
         parser.add_argument(f"--{f.name.replace('_', '-')}", **_argument(f.name, hints[f.name], f.default))
     given = vars(parser.parse_args(argv))
-    return TrainSettings(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+    return TrainSettings(**{**given, "manifest": tuple(given["manifest"])})
 
 
 def _argument(name: str, hint: Any, default: Any) -> dict[str, Any]:

@@ -400,6 +400,7 @@ WRITERS: dict[str, str] = {
     "fcp_cli.profiling.measure._run": _LOG,
     "fcp_cli.profiling.measure.run_measurement": _TEMPORARY,
     "fcp_cli.profiling.samples.append_line": _GROWS,
+    "fcp_cli.reading.inputs.head_of": "opens for reading alone",
     "fcp_cli.reading.inputs.__init__": _TEMPORARY,
     "fcp_cli.reading.inputs.open_unpacked": _TEMPORARY,
     "fcp_cli.runs.metrics.__init__": _GROWS,

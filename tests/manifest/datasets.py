@@ -6,7 +6,7 @@ import io
 import json
 import struct
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import pyarrow.parquet as pq
 from fcp_cli.arrays import IntArray
 from fcp_cli.manifest.build import BuiltManifest, build_manifest
 from fcp_cli.manifest.sources.detect import SourceOptions, detect_kind, open_source
-from fcp_cli.manifest.tokens import TokenReader
 
 MEGATRON_CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 
@@ -29,7 +28,7 @@ def build(source: Path, output: Path, *, kind: str | None = None, **options: Any
     return build_manifest(opened, output)
 
 
-def tokens_at(reader: TokenReader, row: int) -> IntArray:
+def tokens_at(reader: Callable[[int], Any], row: int) -> IntArray:
     """Return the tokens of a row of data that has no labels."""
     found = reader(row)
     assert isinstance(found, np.ndarray)

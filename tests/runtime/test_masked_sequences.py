@@ -167,7 +167,7 @@ def test_what_has_no_masks_refuses_a_plan_that_was_made_for_some(tmp_path: Path)
     with pytest.raises(RunError, match=message.format("pairs of answers")):
         CollatedRows(SimpleNamespace(dataset=[[1]] * 6), plan, metadata, pairs=True)
     with pytest.raises(RunError, match=message.format("random tokens")):
-        open_data(plan, None, vocab_size=64, seed=0)
+        open_data(plan, (), vocab_size=64, seed=0)
     with pytest.raises(RunError, match=message.format("Megatron")):
         require_causal(metadata, plan, "Megatron")
     plain = write_plan(tmp_path / "plain.parquet", [PLAN], num_ranks=4)

@@ -174,7 +174,7 @@ def test_a_picture_that_changed_since_is_named_when_it_is_decoded(
 
 
 def settings(folder: Path, **changes: Any) -> TrainSettings:
-    given: dict[str, Any] = {"model": str(folder / "checkpoint"), "manifest": folder / "m.parquet", **changes}
+    given: dict[str, Any] = {"model": str(folder / "checkpoint"), "manifest": (folder / "m.parquet",), **changes}
     return TrainSettings(plan=folder / "plan.parquet", run_dir=folder / "run", decode_workers=0, **given)
 
 

@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_tokens_come_from_the_manifests_source(folder: Path) -> None:
-    fetch = open_data(folder / "plan.parquet", folder / "lengths.parquet", vocab_size=256, seed=0)
+    fetch = open_data(folder / "plan.parquet", [folder / "lengths.parquet"], vocab_size=256, seed=0)
     assert bytes(tokens_at(fetch, 0).tolist()).decode() == (folder / "text" / "000.txt").read_text()
 
 
@@ -35,7 +35,7 @@ def test_a_vocabulary_too_small_for_the_tokens_is_one_line(folder: Path) -> None
             "RunError: the tokens of FOLDER/lengths.parquet go up to 255, but the model's vocabulary has 100 entries; choose the tokenizer's own model, or build the manifest with another --tokenizer"
         )
     ):
-        open_data(folder / "plan.parquet", folder / "lengths.parquet", vocab_size=100, seed=0)
+        open_data(folder / "plan.parquet", [folder / "lengths.parquet"], vocab_size=100, seed=0)
 
 
 def test_a_row_with_a_token_beyond_the_vocabulary_is_named(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_manifest_of_another_tokenizer_than_the_checkpoints_is_refused(tmp_pat
 
 
 def test_synthetic_tokens_have_the_planned_lengths(folder: Path) -> None:
-    fetch = open_data(folder / "plan.parquet", None, vocab_size=50, seed=0)
+    fetch = open_data(folder / "plan.parquet", (), vocab_size=50, seed=0)
     lengths = planned_lengths(folder / "plan.parquet")
     assert len(lengths) == PlanReader(folder / "plan.parquet").metadata.manifest.rows
     planned = np.flatnonzero(lengths)

@@ -187,7 +187,7 @@ def train_alone(folder: Path, case: Case) -> Trained:
         [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}],
         betas=(0.9, 0.95),
     )
-    fetch = open_data(settings.plan, None, vocab_size=VOCAB_SIZE, seed=0)
+    fetch = open_data(settings.plan, (), vocab_size=VOCAB_SIZE, seed=0)
     gradients, norms = [], []
     for step in PlanReader(settings.plan).steps():
         optimizer.zero_grad()

@@ -230,7 +230,7 @@ def _sample(stream: IO[bytes], path: Path, key: str, sample: dict[str, Any], don
     return MediaRecord(record=record, place=place, done=done)
 
 
-def video_size(source: Path | io.RawIOBase, place: str) -> dict[str, float]:
+def video_size(source: Path | IO[bytes] | io.RawIOBase, place: str) -> dict[str, float]:
     """Read height, width, number of frames and frames per second from a video's container; no frame is decoded.
 
     Sizes are those of the stored frames; a camera's turn does not change how many tokens they become.

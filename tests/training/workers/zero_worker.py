@@ -121,7 +121,7 @@ class WatchedTrainer(Trainer):
 
 @contextmanager
 def trainer_of(settings: TrainSettings) -> Iterator[WatchedTrainer]:
-    fetch = open_data(settings.plan, None, vocab_size=VOCAB_SIZE, seed=0)
+    fetch = open_data(settings.plan, (), vocab_size=VOCAB_SIZE, seed=0)
     with start(settings.plan, fetch) as session, closing(WatchedTrainer(settings, session)) as trainer:
         trainer.watch(Collectives())
         yield trainer
