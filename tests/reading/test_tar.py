@@ -7,7 +7,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fcp_cli.errors import ManifestError
@@ -75,6 +75,7 @@ def test_every_cut_and_every_changed_byte_of_a_header_ends(tmp_path: Path) -> No
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0/"), min_size=1, max_size=60).map(
     lambda one: f"a{one}"
 )
+LONG = 11 * "a folder/" + 5 * "name"
 PATHS = st.lists(NAMES, min_size=1, max_size=6).map("/".join)
 
 
@@ -85,6 +86,9 @@ PATHS = st.lists(NAMES, min_size=1, max_size=6).map("/".join)
     form=st.sampled_from([tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]),
     time=st.sampled_from([0, 1.5, -1, 2**40]),
 )
+@example(files=[(LONG, b"x", "file"), ("b", b"y", "file")], form=tarfile.USTAR_FORMAT, time=0)
+@example(files=[(3 * LONG, b"x", "file"), ("b", b"y", "file")], form=tarfile.GNU_FORMAT, time=0)
+@example(files=[(3 * LONG, b"x", "file"), ("b", b"y", "file")], form=tarfile.PAX_FORMAT, time=0)
 def test_files_are_those_that_the_standard_library_finds(
     files: list[tuple[str, bytes, str]], form: int, time: float
 ) -> None:
