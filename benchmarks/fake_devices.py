@@ -8,7 +8,7 @@
 Each row builds the whole model as the trainer does, shards it, and runs the second of two steps, of two micro-batches
 in rings of two ranks, on tensors that have shapes but no memory. `tracked` is the most that was alive at once,
 `estimate` what `rank_memory` says without the links between devices, which are no tensors, and without visual tokens,
-since the sequences are text.
+since the sequences are text. With `--recompute as-needed` the levels are those of a device of `--capacity` bytes.
 """
 
 from __future__ import annotations
@@ -16,16 +16,23 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.fake_rank import FakeJob, tracked_step
+from fcp_cli.cost.profile import CostProfile, dump_cost_profile, parse_cost_profile
+from fcp_cli.cost.recompute_levels import layers_by_level
+from fcp_cli.memory.activations import kept_bytes
 from fcp_cli.memory.fitting import LEAST_TOKENS, Place, fitting_recipe
+from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.rank import rank_memory
-from fcp_cli.memory.table import RESERVE_FRACTION
+from fcp_cli.memory.table import RESERVE_FRACTION, RankMemory
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.descriptions import shipped_names
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.profiling.analytic import analytic_profile
+from fcp_cli.profiling.as_needed import as_needed_profile
 from fcp_cli.recipe import Recipe, RecipeRequest
 
 MODELS = ("qwen3-8b", "qwen3-vl-8b", "llama3-8b", "internvl3-8b", "qwen3-tiny", "qwen3-vl-tiny")
@@ -51,6 +58,9 @@ def main() -> None:
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--tokens", default="4096,16384", help="of a rank in each micro-batch")
     parser.add_argument("--ranks", default="8,64")
+    parser.add_argument(
+        "--capacity", type=float, default=73.6e9, help="bytes that a rank may use, of --recompute as-needed"
+    )
     parser.add_argument("--defaults", action="store_true", help="the default recipes of all models instead")
     parser.add_argument("--track", default="", help="with --defaults: models whose memory is tracked, too")
     options = parser.parse_args()
@@ -70,7 +80,55 @@ def jobs(options: Any) -> Iterator[FakeJob]:
         settings: dict[str, Any] = {"recompute": recompute, "loss": loss, "reduce": reduce, "precision": precision}
         recipe = Recipe(zero_stage=stage, **settings)
         on_cpu = precision in ("fp32", "fp64")  # of which an accelerator has no fused attention
-        yield FakeJob(model=model, recipe=recipe, sync=sync, tokens=int(tokens), ranks=int(ranks), on_cpu=on_cpu)
+        job = FakeJob(model=model, recipe=recipe, sync=sync, tokens=int(tokens), ranks=int(ranks), on_cpu=on_cpu)
+        yield with_levels(job, capacity_bytes=options.capacity) if recompute == "as-needed" else job
+
+
+def with_levels(job: FakeJob, *, capacity_bytes: float) -> FakeJob:
+    """Return a job whose layers recompute as needed on devices of which a rank may use so many bytes."""
+    spec, cluster = load_model(job.model), load_cluster("h100-8x8")
+    place = Place(
+        num_ranks=job.ranks,
+        ranks_per_node=min(8, job.ranks),
+        capacity_bytes=capacity_bytes,
+        on_cpu=job.on_cpu,
+        most_peers=0,
+    )
+    fit = place.fit(spec, job.recipe, job.sync)
+
+    def profile_of(recipe: Recipe) -> CostProfile:
+        return analytic_profile(spec, cluster, recipe=recipe, sync=job.sync, ranks=job.ranks)
+
+    profile = as_needed_profile(job.recipe, fit.level_tokens, profile_of)
+    return replace(job, cost_profile=dump_cost_profile(profile))
+
+
+def estimate(job: FakeJob) -> RankMemory:
+    """Return the memory of a rank whose layers all recompute alike."""
+    memory = rank_memory(load_model(job.model), job.recipe, sync=job.sync, ranks=job.ranks, on_cpu=job.on_cpu)
+    return memory.without(*UNTRACKED)
+
+
+def estimated_bytes(job: FakeJob) -> float:
+    """Return the peak by the memory model.
+
+    Of two levels it is the start of backward, before which the first layers kept less, or that of these first layers,
+    when those behind them have been freed.
+    """
+    if not job.cost_profile:
+        return estimate(job).total_bytes(job.tokens)
+    levels, spec = parse_cost_profile(job.cost_profile, name="levels").recompute_levels, load_model(job.model)
+    number, count = layers_by_level(levels, job.tokens, spec.num_layers)
+    pair = [replace(job.recipe, recompute=levels[max(place, 0)].recompute) for place in (number - 1, number)]
+    low, high = (estimate(replace(job, recipe=recipe)).total_bytes(job.tokens) for recipe in pair)
+    of_low, of_high = (
+        job.tokens * kept_bytes(spec, kind, recipe, precision_of(recipe))
+        for kind in list(spec.kinds)[:1]
+        for recipe in pair
+    )
+    if count == spec.num_layers:
+        return high
+    return max(low - count * (of_low - of_high), high - (spec.num_layers - count) * of_high)
 
 
 def print_table(rows: Iterator[FakeJob]) -> None:
@@ -80,13 +138,12 @@ def print_table(rows: Iterator[FakeJob]) -> None:
     errors = []
     for job in rows:
         tracked = tracked_step(job).peak_bytes
-        memory = rank_memory(load_model(job.model), job.recipe, sync=job.sync, ranks=job.ranks).without(*UNTRACKED)
-        estimate = memory.total_bytes(job.tokens)
-        errors.append(abs(estimate / tracked - 1))
+        expected = estimated_bytes(job)
+        errors.append(abs(expected / tracked - 1))
         once = ", gradients summed once a step" if job.recipe.zero_stage == 3 and job.recipe.reduce == "step" else ""
         cells = [job.model, str(job.ranks), f"{job.tokens:,}", job.recipe.describe() + once, job.sync]
-        cells += [f"{tracked / 1e9:.3f} GB", f"{estimate / 1e9:.3f} GB", f"{estimate / tracked - 1:+.1%}"]
-        print(f"| {' | '.join((*cells, memory.peak(job.tokens).name))} |", flush=True)
+        cells += [f"{tracked / 1e9:.3f} GB", f"{expected / 1e9:.3f} GB", f"{expected / tracked - 1:+.1%}"]
+        print(f"| {' | '.join((*cells, estimate(job).peak(job.tokens).name))} |", flush=True)
     print(f"\n{len(errors)} rows, largest error {max(errors):.1%}, mean {sum(errors) / len(errors):.1%}")
 
 

@@ -60,6 +60,7 @@ class FakeJob:
         degree: members of the groups.
         heads_degree: of them, those of a set that shares the heads.
         on_cpu: ranks run on hosts, whose attention has another kernel.
+        cost_profile: of the plan; it has the levels of layers that recompute as needed.
     """
 
     model: str
@@ -70,6 +71,7 @@ class FakeJob:
     degree: int = 2
     heads_degree: int = 1
     on_cpu: bool = False
+    cost_profile: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,7 +136,8 @@ def _write_plan(path: Path, job: FakeJob) -> PlanMetadata:
         shuffle=False,
         solver="by hand",
         manifest=ManifestReference(name="lengths.parquet", rows=1 << 20, content_hash="0" * 64),
-        cost_profile="",
+        cost_profile=job.cost_profile,
+        recipe=job.recipe if job.cost_profile else None,
         attention="2d" if job.heads_degree > 1 else None,
     )
     with plan_writer(path, metadata) as writer:

@@ -16,7 +16,8 @@ from fcp_cli.tuning import check_tuning
 ZeroStage: TypeAlias = Literal[0, 1, 2, 3]
 Reduce: TypeAlias = Literal["step", "wave"]
 PrecisionName: TypeAlias = Literal["bf16", "amp", "fp32", "fp64"]
-Recompute: TypeAlias = Literal["none", "activation", "elementwise", "selective", "full"]
+LayerRecompute: TypeAlias = Literal["none", "activation", "elementwise", "selective"]  # runs no ring again
+Recompute: TypeAlias = Literal["none", "activation", "elementwise", "selective", "full", "as-needed"]
 Loss: TypeAlias = Literal["chunked", "plain"]
 Offload: TypeAlias = Literal["none", "activations"]
 SplitAttention: TypeAlias = Literal["ulysses", "2d"]  # groups split heads alone, or both heads and tokens
@@ -47,7 +48,7 @@ PrecisionOption: TypeAlias = Annotated[
     Opt("bf16 keeps fp32 master weights, amp is fp32 under autocast; auto: fp32 on a CPU, else bf16."),
 ]
 RecomputeOption: TypeAlias = Annotated[
-    Literal["auto", "none", "activation", "elementwise", "selective", "full"],
+    Literal["auto", "none", "activation", "elementwise", "selective", "full", "as-needed"],
     Opt("Activations that backward recomputes; selective: all but attention's.", common=True),
 ]
 LossOption: TypeAlias = Annotated[
@@ -74,7 +75,8 @@ class Recipe:
             `fp32`; `fp64` for proofs.
         recompute: activations of a layer that backward recomputes: `none`, those of the MLP's activation function
             (`activation`), of norms and rotations, too (`elementwise`), all but attention's (`selective`), or all
-            (`full`).
+            (`full`); `as-needed`: in each micro-batch as many of these but `full`, in as many layers, as its rank's
+            tokens need, by the `recompute_levels` of the plan's profile.
         loss: `chunked` cross entropy never holds all logits at once, `plain` does.
         offload: whether the inputs of recomputed layers wait in the host's memory.
         freeze_vision: a vision encoder runs without being trained.
@@ -123,7 +125,10 @@ class Recipe:
     def describe(self) -> str:
         """Return the recipe in a few words for a person."""
         words = [f"ZeRO-{self.zero_stage}", self.precision]
-        words += [f"{self.recompute} recomputation"] if self.recompute != "none" else []
+        if self.recompute != "none":
+            words.append(
+                "recomputation as needed" if self.recompute == "as-needed" else f"{self.recompute} recomputation"
+            )
         words += [f"{self.loss} loss"]
         words += ["offloaded activations"] if self.offload == "activations" else []
         words += [f"sharded over {self.shard_ranks} ranks"] if self.shard_ranks else []
@@ -224,6 +229,11 @@ def check_recipe(recipe: Recipe, *, sync: str) -> None:
         raise UsageError(
             "--zero 3 gathers weights in every micro-batch, of which ranks run different numbers under sync iteration; "
             "give --zero 2, or plan with 'fcp plan --sync microbatch'"
+        )
+    if recipe.offload == "activations" and recipe.recompute == "as-needed":
+        raise UsageError(
+            "--offload activations moves the inputs of all layers, and --recompute is as-needed; add --recompute full, "
+            "or leave --offload out"
         )
     if recipe.offload == "activations" and not recipe.recomputes_layers:
         raise UsageError(

@@ -33,6 +33,8 @@ class UnitPrices(NamedTuple):
         key_value_heads: that ranks share before they hold copies; infinite if the profile prices no heads.
         exchange, key_value_exchange: [2] seconds in which all other ranks' share of a token is exchanged for heads.
         exchange_message: fixed seconds per other rank of the exchange.
+        again: [3, 2] seconds per token of a rank, and seconds to subtract, of each line whose maximum, 0 included, is
+            the time of recomputation as needed.
     """
 
     beta: float
@@ -49,6 +51,7 @@ class UnitPrices(NamedTuple):
     exchange: FloatArray
     key_value_exchange: FloatArray
     exchange_message: float
+    again: FloatArray
 
 
 class GroupTerms(NamedTuple):
@@ -143,8 +146,22 @@ def pack_parts(
 
 
 def overlapped_seconds(parts: PackParts) -> Number:
-    """Return the seconds of a pack, halos aside: attention runs while its ring travels."""
+    """Return the seconds of a pack, halos and recomputation aside: attention runs while its ring travels."""
     return parts.other + np.maximum(parts.attention, parts.hidden) + parts.exposed
+
+
+def recomputation_seconds(tokens: Number, degree: Number, prices: UnitPrices) -> Number:
+    """Return the seconds in which a pack's ranks recompute as much as their tokens need: convex in these.
+
+    Args:
+        tokens: of the pack.
+        degree: of the group.
+        prices: of the profile.
+    """
+    held, again = tokens / degree, prices.again
+    first = np.maximum(0.0, again[0, 0] * held - again[0, 1])
+    second = np.maximum(again[1, 0] * held - again[1, 1], again[2, 0] * held - again[2, 1])
+    return np.maximum(first, second)
 
 
 def halo_messages(sets: Number, shortest_tokens: Number, reach: Number) -> Number:

@@ -20,6 +20,14 @@ as long as that, and nobody more than in a ring; rows further away than a chunk 
 which no member sees more than r + 1. No kernel of other layers runs meanwhile, and those with windows could
 hide little of a long one: nothing hides halos.
 
+If a profile has recompute_levels, each rank recomputes as much as its tokens t = sum_k length_k / d need, and this adds
+
+again     = max(0, max_j (a_j t - f_j)),     a_j T_j - f_j = s_j T_j,  a_j T_(j+1) - f_j = s_(j+1) T_(j+1)
+
+where a rank holds T_j tokens if all layers recompute by level j, and each takes s_j seconds longer. Between T_j and
+T_(j+1) the share of layers of level j + 1 is such that kept bytes, linear in the share, fit: as a product with the
+tokens, that is linear, and so are the seconds.
+
 The degree is d = u r: sets of u ranks split the heads, and r sets form a ring. q and k are the exchange's bytes per
 token of queries and of keys, c = max(1, u / key_value_heads): where the set has more ranks than there are key/value
 heads, some hold the same. With s = 0, its default, attention may hide the whole ring but its last hop; with s = 1 it
@@ -41,6 +49,7 @@ from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost import formula
 from fcp_cli.cost.formula import GroupTerms, PackParts, UnitPrices
 from fcp_cli.cost.profile import Coefficients, CostProfile
+from fcp_cli.cost.recompute_levels import recomputation_lines
 from fcp_cli.manifest.table import LengthTable
 
 Index: TypeAlias = IntArray | int | slice | tuple[slice | EllipsisType | None, ...]
@@ -237,6 +246,7 @@ def unit_prices(profile: CostProfile) -> UnitPrices:
         exchange=exchange,
         key_value_exchange=key_value_exchange,
         exchange_message=0.0 if heads is None else heads.exchange_seconds,
+        again=recomputation_lines(profile.priced_levels),
     )
 
 
@@ -284,9 +294,16 @@ def group_seconds(profile: CostProfile, work: Work, *, degree: npt.ArrayLike, **
         place: `crosses_nodes`, `heads_degree` and `sets_cross_nodes`; see `group_terms`.
     """
     seconds = formula.overlapped_seconds(pack_parts(profile, work, degree=degree, **place))
+    seconds = seconds + recomputation_seconds(profile, work.tokens, degree=degree)
     if work.windows is not None:
         seconds = seconds + halo_seconds(profile, work.windows, group_terms(profile, degree=degree, **place))
     return np.asarray(seconds, dtype=np.float64)
+
+
+def recomputation_seconds(profile: CostProfile, tokens: npt.ArrayLike, *, degree: npt.ArrayLike) -> FloatArray:
+    """Predict the seconds in which packs of so many tokens recompute as needed; 0 if their profile has no levels."""
+    d = np.asarray(degree, dtype=np.float64)
+    return np.asarray(formula.recomputation_seconds(np.asarray(tokens), d, unit_prices(profile)), dtype=np.float64)
 
 
 def halo_seconds(profile: CostProfile, windows: WindowWork, terms: GroupTerms) -> FloatArray:

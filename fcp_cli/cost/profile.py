@@ -4,8 +4,9 @@ Two keys are optional and come together: the coefficient `exposed_ring_share`, a
 fit of the same samples without it, for whatever compares strategies. Optional, too, are the coefficients of chunks, of
 a ring's last hop, of layers with windows and of their halos, the block `step` with the seconds of a step outside its
 micro-batches, the block `heads`, without which groups are rings, the block `recipe`, which times and memory are of,
-`sync`, which its memory is of, `phase`, which its times are of where it is not training, and `attention_kernels`, a
-measured table of the device's kernels. A reader refuses every key that it does not know.
+`sync`, which its memory is of, `recompute_levels`, if ranks recompute as needed, `phase`, which its times are of where
+it is not training, and `attention_kernels`, a measured table of the device's kernels. A reader refuses every key that
+it does not know.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from msgspec import Meta
 
 from fcp_cli.cost.attention_kernels import KernelTable
 from fcp_cli.cost.kernel_names import KERNELS, KernelName
+from fcp_cli.cost.recompute_levels import RecomputeLevel, check_levels
 from fcp_cli.errors import ProfileError
 from fcp_cli.kinds import another_kind
 from fcp_cli.reading.documents import parse_yaml, read_text
@@ -167,6 +169,7 @@ class CostProfile:
         heads: prices groups that split heads; None: they are rings.
         recipe: that the times and the memory are of; None if nobody said.
         sync: of the memory figures, which depend on gathered and kept tensors; None if unknown.
+        recompute_levels: of recomputation as needed, by rising tokens; the coefficients are of the first. None: ().
         phase: `forward` where the times are of forward passes alone; None: of training.
         attention_kernels: measured kernels of the device, or None.
         text: the YAML it was read from, kept whole for the plan's metadata.
@@ -183,6 +186,7 @@ class CostProfile:
     heads: Heads | None = None
     recipe: Recipe | None = None
     sync: Sync | None = None
+    recompute_levels: tuple[RecomputeLevel, ...] = ()
     phase: Phase | None = None
     attention_kernels: KernelTable | None = None
     measurement: Mapping[str, Any] = field(default_factory=dict)
@@ -193,6 +197,11 @@ class CostProfile:
         """Ranks that share out the experts of a layer, as the measurement block says; 1 if it says nothing."""
         found = self.measurement.get("expert_parallel", 1)
         return found if isinstance(found, int) and found > 0 else 1
+
+    @property
+    def priced_levels(self) -> tuple[RecomputeLevel, ...]:
+        """Levels of recomputation that take time: none of forward passes."""
+        return self.recompute_levels if self.phase is None else ()
 
     @property
     def prices_vision(self) -> bool:
@@ -253,6 +262,7 @@ class _File(_Costs):
     heads: Heads | None = None
     recipe: Recipe | None = None
     sync: Sync | None = None
+    recompute_levels: tuple[RecomputeLevel, ...] = ()
     phase: Phase | None = None
     attention_kernels: KernelTable | None = None
     measurement: Mapping[str, Any] | None = None
@@ -289,6 +299,12 @@ def parse_cost_profile(text: str, *, name: str) -> CostProfile:
             _require_time(costs.coefficients, f"{name}: {place}coefficients")
             _require_part(costs.coefficients, f"{name}: {place}coefficients")
             _require_window(costs.coefficients, f"{name}: {place}coefficients")
+    check_levels(file.recompute_levels, f"{name}: recompute_levels")
+    if (file.recipe is not None and file.recipe.recompute == "as-needed") != bool(file.recompute_levels):
+        raise ProfileError(
+            f"{name}: recompute_levels come with recipe.recompute: as-needed, and neither without the other; "
+            "'fcp profile --analytic --recompute as-needed' computes both"
+        )
     return CostProfile(
         model=file.model,
         cluster=file.cluster,
@@ -301,6 +317,7 @@ def parse_cost_profile(text: str, *, name: str) -> CostProfile:
         heads=file.heads,
         recipe=file.recipe,
         sync=file.sync,
+        recompute_levels=file.recompute_levels,
         phase=file.phase,
         attention_kernels=file.attention_kernels,
         measurement=file.measurement or {},
@@ -369,6 +386,8 @@ def dump_cost_profile(profile: CostProfile) -> str:
         document["recipe"] = {name: value for name, value in asdict(profile.recipe).items() if value is not None}
     if profile.sync is not None:
         document["sync"] = profile.sync
+    if profile.recompute_levels:
+        document["recompute_levels"] = [asdict(level) for level in profile.recompute_levels]
     if profile.phase is not None:
         document["phase"] = profile.phase
     if profile.attention_kernels is not None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from fcp_cli.errors import UsageError
+from fcp_cli.memory.activations import kept_bytes, vision_bytes
+from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.memory.state import Cut
 from fcp_cli.memory.table import RankMemory
@@ -20,6 +22,7 @@ from fcp_cli.memory.trained import check_trained
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.plan.pricing.setup import RankShape, Sync, fields_of
 from fcp_cli.recipe import (
+    LayerRecompute,
     Offload,
     Recipe,
     RecipeRequest,
@@ -35,8 +38,9 @@ LEAST_TOKENS: Final = 16_384
 
 # Cheapest in time first.
 _OFFLOADS: Final[tuple[Offload, ...]] = ("none", "activations")
-_RECOMPUTATIONS: Final[tuple[Recompute, ...]] = ("none", "activation", "elementwise", "selective", "full")
-KEEP_PRODUCTS: Final[tuple[Recompute, ...]] = ("activation", "elementwise")
+_RECOMPUTATIONS: Final[tuple[Recompute, ...]] = ("none", "activation", "elementwise", "selective", "full", "as-needed")
+_LEVELS: Final[tuple[LayerRecompute, ...]] = ("none", "activation", "elementwise", "selective")  # of as-needed
+KEEP_PRODUCTS: Final[tuple[Recompute, ...]] = ("activation", "elementwise", "as-needed")
 """Kinds of recomputation that the bundled trainer and Hugging Face models run, and Megatron does not."""
 _SYNCS: Final[tuple[Sync, ...]] = ("iteration", "microbatch")
 _REDUCES: Final[tuple[Reduce, ...]] = ("wave", "step")
@@ -134,7 +138,13 @@ class Place(JobRanks):
         return self.measured_bytes_per_token + max(0.0, slope - ring.bytes_per_token)
 
     def fit(self, spec: ModelSpec, recipe: Recipe, sync: Sync, *, wanted_tokens: int = LEAST_TOKENS) -> FittedRecipe:
-        """Return the room that a recipe leaves."""
+        """Return the room that a recipe leaves.
+
+        Raises:
+            UsageError: layers are to recompute as needed, and not all of the model's are alike.
+        """
+        if recipe.recompute == "as-needed":
+            return self._fit_as_needed(spec, recipe, sync, wanted_tokens=wanted_tokens)
         memory = self.memory(spec, recipe, sync)
         tokens, per_token = memory.tokens(self.capacity_bytes), self._bytes_per_token(memory, spec, recipe, sync)
         if self.measured_bytes_per_token:
@@ -151,6 +161,35 @@ class Place(JobRanks):
             bytes_per_token=per_token,
         )
 
+    def _fit_as_needed(self, spec: ModelSpec, recipe: Recipe, sync: Sync, *, wanted_tokens: int) -> FittedRecipe:
+        """Return the room with all layers at the last level, and that of each level."""
+        levels = _levels_of(spec, recipe)
+        if not levels:
+            raise UsageError(
+                f"--recompute as-needed takes layers one by one, and those of {spec.name} differ in what they keep; "
+                "give --recompute selective"
+            )
+        fits = {
+            kind: self.fit(spec, replace(recipe, recompute=kind), sync, wanted_tokens=wanted_tokens) for kind in levels
+        }
+        held = {kind: max(1, fit.tokens) for kind, fit in fits.items() if fit.tokens or kind == levels[-1]}
+        return replace(fits[levels[-1]], recipe=recipe, level_tokens=held)
+
+
+def _levels_of(spec: ModelSpec, recipe: Recipe) -> tuple[LayerRecompute, ...]:
+    """Return the levels that the layers of a model may mix; none if its layers differ in what they keep.
+
+    A trained vision encoder recomputes all of its layers, or none, so that levels agree on it.
+    """
+    precision = precision_of(recipe)
+    encodes = vision_bytes(spec, recipe, precision) > 0
+    levels = tuple(kind for kind in _LEVELS if not encodes or replace(recipe, recompute=kind).recomputes_layers)
+    alike = all(
+        len({kept_bytes(spec, kind, replace(recipe, recompute=level), precision) for kind in spec.kinds}) == 1
+        for level in levels
+    )
+    return levels if alike else ()
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FittedRecipe:
@@ -162,6 +201,7 @@ class FittedRecipe:
         tokens: that a rank may hold; 0 where not even the model fits.
         wanted_tokens: that were to fit.
         bytes_per_token: that one takes where tokens are most, by the memory model or as measured.
+        level_tokens: that a rank holds with all layers at each level, if they recompute as needed.
     """
 
     recipe: Recipe
@@ -170,6 +210,7 @@ class FittedRecipe:
     tokens: int
     wanted_tokens: int
     bytes_per_token: float
+    level_tokens: Mapping[LayerRecompute, int] = field(default_factory=dict)
 
     @property
     def is_enough(self) -> bool:
@@ -240,6 +281,8 @@ def all_fits(spec: ModelSpec, request: RecipeRequest, place: Place, *, sync: Syn
     """
     found: dict[tuple[Recipe, Sync], FittedRecipe] = {}
     for recipe, its_sync in _candidates(request, place, sync, extents=_extents(place)):
+        if recipe.recompute == "as-needed" and "recompute" not in request.given() and not _levels_of(spec, recipe):
+            continue
         resident = found.get((replace(recipe, offload="none"), its_sync))
         if resident is None or not resident.is_enough:
             found[recipe, its_sync] = place.fit(spec, recipe, its_sync)

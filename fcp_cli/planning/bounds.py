@@ -10,12 +10,12 @@ from dataclasses import replace
 import numpy as np
 
 from fcp_cli.arrays import FloatArray
-from fcp_cli.cost.model import Work
+from fcp_cli.cost.model import Work, recomputation_seconds
 from fcp_cli.plan.pricing.pipeline import Pipeline
 from fcp_cli.plan.pricing.speeds import Speeds
 from fcp_cli.planning.compiled.alone import alone_by_degree, least_alone, longest_alone, work_in_rings
 from fcp_cli.planning.compiled.certificate import area_bound, crowd_bound, wave_bound
-from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, planner_inputs
+from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, planner_inputs, shared_tokens
 from fcp_cli.planning.problem import Problem
 
 _MOST_ABREAST = 16  # sequences of which more fit side by side are left to the work's bound
@@ -121,7 +121,8 @@ def area_bound_seconds(work: Work, problem: Problem) -> float:
 
     A micro-batch of degree d holds at most d * tokens_per_rank tokens and costs its ranks d * microbatch_seconds
     in addition to the work, so the ranks together pay for at least tokens / tokens_per_rank micro-batches; and every
-    rank that works pays for one.
+    rank that works pays for one. With recomputation, beta and S(h) for h tokens of a rank are at least h times their
+    least sum per token.
 
     Of a rank of speed s, a second does s seconds of work. One that does none wastes the step, which lasts at least as
     long as the least micro-batch on the quickest rank.
@@ -131,8 +132,13 @@ def area_bound_seconds(work: Work, problem: Problem) -> float:
         together, quickest = sum(problem.rank_speeds), max(problem.rank_speeds)
         paid = max(together / quickest, float(work.tokens.sum()) / problem.tokens_per_rank)
         return float(work.total_seconds.sum() + problem.profile.coefficients.microbatch_seconds * paid) / together
-    microbatches = max(1.0, float(work.tokens.sum()) / (n * problem.tokens_per_rank))
-    return float(work.total_seconds.sum()) / n + problem.profile.coefficients.microbatch_seconds * microbatches
+    tokens, beta = float(work.tokens.sum()) / n, problem.profile.coefficients.microbatch_seconds
+    fixed = beta * max(1.0, tokens / problem.tokens_per_rank)
+    if problem.profile.priced_levels:
+        best = shared_tokens(problem)
+        paid = beta + float(recomputation_seconds(problem.profile, best, degree=1))
+        fixed = max(fixed, tokens / best * paid)
+    return float(work.total_seconds.sum()) / n + fixed
 
 
 def longest_sequence_bound_seconds(work: Work, problem: Problem) -> float:

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from fcp_cli.arrays import IntArray
+from fcp_cli.cost.formula import recomputation_seconds
 from fcp_cli.cost.model import Work, token_in_window_seconds, unit_prices
+from fcp_cli.cost.recompute_levels import cheapest_tokens
 from fcp_cli.planning.compiled.core import PlannerInputs, Sequences, Splits
 from fcp_cli.planning.compiled.ways import tabulated
 from fcp_cli.planning.problem import Problem
@@ -52,6 +54,7 @@ def _made(problem: Problem, groups: list[range], whole_nodes: bool) -> PlannerIn
         num_ranks=problem.num_ranks,
         ranks_per_node=min(problem.ranks_per_node, problem.num_ranks),
         tokens_per_rank=problem.tokens_per_rank,
+        shared_tokens=shared_tokens(problem),
         prices=unit_prices(problem.profile),
         floor=problem.profile.step.floor_seconds(problem.sync),
         fill=0.0,
@@ -64,6 +67,22 @@ def _made(problem: Problem, groups: list[range], whole_nodes: bool) -> PlannerIn
         splits=_splits_of(problem),
     )
     return changed(inputs)
+
+
+def shared_tokens(problem: Problem) -> int:
+    """Return the tokens of a rank's micro-batch at which a token takes the least fixed seconds and recomputation."""
+    levels, tokens = problem.profile.priced_levels, problem.tokens_per_rank
+    return min(tokens, cheapest_tokens(levels, problem.profile.coefficients.microbatch_seconds)) if levels else tokens
+
+
+def with_recomputation(sequences: Sequences, inputs: PlannerInputs) -> Sequences:
+    """Return sequences whose work on a single rank has their recomputation: alone, or as a share of a full pack."""
+    if not inputs.prices.again.any():
+        return sequences
+    tokens, full = sequences.tokens, min(inputs.shared_tokens, inputs.tokens_per_rank)
+    packed = recomputation_seconds(float(full), 1, inputs.prices) / full * tokens
+    alone = recomputation_seconds(tokens.astype(np.float64), 1, inputs.prices)
+    return sequences._replace(work=sequences.work + np.where(tokens > full, alone, packed))
 
 
 def without_splits(inputs: PlannerInputs) -> PlannerInputs:

@@ -77,6 +77,11 @@ def asked_sync(request: ProfileRequest) -> Sync | None:
 
 def _fit(spec: ModelSpec, request: ProfileRequest, place: Place, assumptions: Assumptions) -> FittedRecipe:
     """Return the recipe: the request, completed by settings that fit; `assumptions` collects the choices."""
+    if request.recipe.recompute == "as-needed":
+        raise UsageError(
+            "--recompute as-needed mixes levels by the memory of a plan's ranks, which 'fcp plan' without a profile "
+            "computes; profile one of them: --recompute none, activation, elementwise or selective"
+        )
     sync = asked_sync(request)
     # One rank has none to wait for: it stands for those of a plan, which `fcp plan` makes for `iteration`.
     fit = fitting_recipe(spec, request.recipe, place, sync=sync or (None if place.num_ranks > 1 else "iteration"))

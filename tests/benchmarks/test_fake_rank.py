@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.fake_devices import estimated_bytes, with_levels
 from benchmarks.fake_rank import FakeJob, tracked_step
+from fcp_cli.cost.profile import parse_cost_profile
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.metadata.plan_metadata import Sync
@@ -86,6 +90,34 @@ def test_the_estimate_of_layers_whose_halos_travel_is_the_tracked_peak(tmp_path:
         assert memory.items(8192)["halo buffers"] > 0.2 * memory.total_bytes(8192)
 
 
+_DEEP = """\
+format: fcp-model/1
+name: deep-tiny
+architecture: qwen3
+text: {num_layers: 6, hidden_size: 128, num_heads: 4, num_kv_heads: 2, head_dim: 32, ffn_size: 384, vocab_size: 256, \
+tied_embeddings: true, qk_norm: true}
+"""
+
+
+def test_layers_that_recompute_as_needed_fill_the_memory_and_no_more(tmp_path: Path) -> None:
+    """From a little more than fits without recomputation up to what fits with all of it, level by level."""
+    path, recipe = tmp_path / "deep-tiny.yaml", Recipe(zero_stage=3, recompute="as-needed")
+    path.write_text(_DEEP, encoding="utf-8")
+    memory, room = rank_memory(load_model(path), recipe, sync="microbatch", ranks=8), 0.4e9
+    job = with_levels(
+        FakeJob(model=str(path), recipe=recipe, sync="microbatch", tokens=8, ranks=8),
+        capacity_bytes=memory.total_bytes(1) + room,
+    )
+    levels = parse_cost_profile(job.cost_profile, name="levels").recompute_levels
+    assert len(levels) > 1
+    places = [levels[-1].tokens, *((2 * low.tokens + high.tokens) // 3 for low, high in pairwise(levels))]
+    for tokens in (tokens // 8 * 8 for tokens in places):
+        there = replace(job, tokens=tokens)
+        peak = tracked_step(there).peak_bytes
+        assert estimated_bytes(there) == pytest.approx(peak, rel=0.05)
+        assert peak < memory.without("communicators").total_bytes(1) + room
+
+
 _EXPERTS = """\
 format: fcp-model/1
 name: experts-tiny
@@ -156,9 +188,10 @@ def test_the_estimate_of_adapters_is_a_bound() -> None:
 def test_the_estimate_is_what_real_ranks_allocate(tmp_path: Path) -> None:
     """On two gloo ranks, tensors and all; the CPU's kernels answer as those of a device do."""
     torchrun("-m", "tests.verification.workers.memory_worker", str(tmp_path), num_ranks=2)
-    spec = load_model("qwen3-tiny")
     for name, (sync, recipe) in real_cases.CASES.items():
-        estimate = rank_memory(spec, recipe, sync=sync, ranks=2, on_cpu=True).total_bytes(real_cases.TOKENS)
+        job = FakeJob(model="qwen3-tiny", recipe=recipe, sync=sync, tokens=real_cases.TOKENS, ranks=2, on_cpu=True)
+        levels = real_cases.LEVELS if recipe.recompute == "as-needed" else ""
+        estimate = estimated_bytes(replace(job, cost_profile=levels))
         for rank in range(2):
             measured = json.loads((tmp_path / f"{name}-{rank}.json").read_text())
             assert estimate == pytest.approx(measured, rel=0.1), name

@@ -216,7 +216,7 @@ def test_recipe_and_sync_survive_writing_and_reading() -> None:
             "recipe",
             {"recompute": "some"},
             snapshot(
-                "ProfileError: profile.yaml: recipe.recompute is 'some'; it must be one of activation, elementwise, full, none, selective; 'fcp profile show' lists a whole profile"
+                "ProfileError: profile.yaml: recipe.recompute is 'some'; it must be one of activation, as-needed, elementwise, full, none, selective; 'fcp profile show' lists a whole profile"
             ),
         ),
         (

@@ -135,7 +135,7 @@ def test_kinds_that_keep_products_are_searched_where_the_runtime_runs_the_layers
     def kinds(**where: Any) -> set[Recompute]:
         return {one.recipe.recompute for one in all_fits(spec_of("qwen3-8b"), RecipeRequest(), place(**where))}
 
-    assert kinds() == {"none", "activation", "elementwise", "selective", "full"}
+    assert kinds() == {"none", "activation", "elementwise", "selective", "full", "as-needed"}
     assert kinds(tensor_parallel=2) == {"none", "selective", "full"}
     with raises(
         snapshot(
@@ -145,7 +145,32 @@ def test_kinds_that_keep_products_are_searched_where_the_runtime_runs_the_layers
         all_fits(spec_of("qwen3-8b"), RecipeRequest(recompute="elementwise"), place(tensor_parallel=2))
 
 
+def test_layers_recompute_as_needed_if_they_keep_alike() -> None:
+    found = fit(recompute="as-needed", zero="3", sync="microbatch")
+    assert list(found.level_tokens) == ["none", "activation", "elementwise", "selective"]
+    assert list(found.level_tokens.values()) == sorted(found.level_tokens.values())
+    assert found.tokens == found.level_tokens["selective"]
+    # A trained encoder recomputes all layers or none.
+    assert list(fit("qwen3-vl-8b", recompute="as-needed").level_tokens) == ["elementwise", "selective"]
+    assert len(fit("qwen3-vl-8b", recompute="as-needed", freeze_vision=True).level_tokens) > 2
+    assert "as-needed" not in {
+        one.recipe.recompute for one in all_fits(spec_of("qwen3-next-80b-a3b"), RecipeRequest(), place())
+    }
+    with raises(
+        snapshot(
+            "UsageError: --recompute as-needed takes layers one by one, and those of qwen3-next-80b-a3b differ in what they keep; give --recompute selective"
+        )
+    ):
+        fit("qwen3-next-80b-a3b", recompute="as-needed")
+
+
 def test_what_contradicts_itself_is_one_line() -> None:
+    with raises(
+        snapshot(
+            "UsageError: --offload activations moves the inputs of all layers, and --recompute is as-needed; add --recompute full, or leave --offload out"
+        )
+    ):
+        fit(recompute="as-needed", offload="activations")
     with raises(
         snapshot(
             "UsageError: --zero 3 gathers weights in every micro-batch, of which ranks run different numbers under sync iteration; give --zero 2, or plan with 'fcp plan --sync microbatch'"

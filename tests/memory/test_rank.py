@@ -78,6 +78,7 @@ def test_what_recomputes_more_holds_less(model: str) -> None:
     held = [
         memory_of(model, zero_stage=3, recompute=kind).as_profile_memory(80e9).bytes_per_token
         for kind in get_args(Recompute)
+        if kind != "as-needed"
     ]
     assert held == sorted(held, reverse=True) and len(set(held)) == len(held)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from fcp_cli.cost.recompute_levels import RecomputeLevel
 from fcp_cli.recipe import Loss, Recompute, Reduce
 from fcp_cli.runtime.data.loader import Fetch
 from fcp_cli.runtime.recomputation.offload import ActivationOffload
@@ -30,7 +31,14 @@ Wrapping = Literal[
     "fsdp", "fsdp kept", "hsdp", "hsdp kept", "hsdp without names", "fsdp over half", "fsdp of a part",
     "fsdp undivided", "fsdp kept undivided", "fsdp divided twice", "fsdp1 of a part", "replicate",
 ]  # fmt: skip
-Recomputation = Literal["off", "activation", "elementwise", "selective", "non-reentrant", "reentrant"]
+Recomputation = Literal["off", "activation", "elementwise", "selective", "as-needed", "non-reentrant", "reentrant"]
+# Under which the micro-batches of small steps mix all levels.
+LEVELS = (
+    RecomputeLevel(recompute="none", tokens=3),
+    RecomputeLevel(recompute="activation", tokens=7, seconds_per_token=1e-6),
+    RecomputeLevel(recompute="elementwise", tokens=13, seconds_per_token=4e-6),
+    RecomputeLevel(recompute="selective", tokens=40, seconds_per_token=2e-5),
+)
 VOCAB_SIZE = TinyConfig().vocab_size
 
 
@@ -106,8 +114,8 @@ def recompute(model: Any, how: Recomputation) -> None:
     """Switch a transformers model's recomputation on."""
     from fcp_cli.integrations.transformers import recompute_layers
 
-    if how in ("activation", "elementwise", "selective"):
-        recompute_layers(model.train(), how)
+    if how in ("activation", "elementwise", "selective", "as-needed"):
+        recompute_layers(model.train(), how, LEVELS)
     elif how != "off":
         model.train()
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # 4.x

@@ -10,11 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile, dump_cost_profile
+from fcp_cli.cost.recompute_levels import RecomputeLevel
 from fcp_cli.plan.file.writer import plan_writer
 from fcp_cli.plan.metadata.masks import PlannedMasks
 from fcp_cli.plan.metadata.plan_metadata import EncoderBalance, ManifestReference, PlanMetadata, Sync
 from fcp_cli.plan.pricing.pipeline import Pipeline
 from fcp_cli.plan.step import StepPlan
+from fcp_cli.recipe import Recipe
 
 
 class Row(NamedTuple):
@@ -24,6 +27,25 @@ class Row(NamedTuple):
     lengths: Sequence[int] = ()
     wave: int = -1
     heads_degree: int = 1
+
+
+def levels_profile(*levels: RecomputeLevel) -> str:
+    """A cost profile of layers that recompute as needed."""
+    profile = CostProfile(
+        model="m",
+        cluster="c",
+        origin="assumed",
+        coefficients=Coefficients(
+            attention_seconds_per_token2=1e-9,
+            linear_seconds_per_token=1e-4,
+            ring_bytes_per_token=1.0,
+            microbatch_seconds=0.01,
+        ),
+        bandwidth=Bandwidth(intra_node=1e9, inter_node=1e9),
+        recipe=Recipe(recompute="as-needed"),
+        recompute_levels=levels,
+    )
+    return dump_cost_profile(profile)
 
 
 def write_plan(
@@ -40,6 +62,8 @@ def write_plan(
     encoder_ranks: int | None = None,
     masked_sequences: int | None = None,
     masks: PlannedMasks | None = None,
+    recipe: Recipe | None = None,
+    cost_profile: str | None = None,
 ) -> Path:
     """Write a plan whose sequences are numbered in order of appearance, of a manifest of so many rows."""
     sequences = 0
@@ -54,7 +78,9 @@ def write_plan(
         masked_sequences=masked_sequences,
         masks=masks,
         attention="2d" if shares_heads else None,
+        recipe=recipe,
     )
+    metadata = metadata if cost_profile is None else replace(metadata, cost_profile=cost_profile)
     with plan_writer(path, metadata) as writer:
         for number, step in enumerate(steps):
             writer.append(make_step(step, step=number, first_sequence=sequences, shares_heads=shares_heads))

@@ -34,6 +34,7 @@ _REMAINING = (
     "ddp waves",
     "masked",
     "recomputed",
+    "recomputed as needed",
     "smoothed",
     "bf16",
     "max_steps",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fcp_cli.masks import MaskRows
 from fcp_cli.plan.metadata.masks import planned_masks
 from fcp_cli.plan.metadata.plan_metadata import Sync
-from tests.runtime.plans import Row, write_plan
+from fcp_cli.recipe import Recipe
+from tests.runtime.models import LEVELS
+from tests.runtime.plans import Row, levels_profile, write_plan
 
 GLOBAL_BATCH = 8
 _ITERATION = (
@@ -62,6 +65,12 @@ def write_plans(folder: Path) -> None:
                 masked_sequences=len(LENGTHS),
                 masks=planned_masks(masks),
             )
+        else:
+            needed: dict[str, Any] = {
+                "recipe": Recipe(zero_stage=3, recompute="as-needed"),
+                "cost_profile": levels_profile(*LEVELS),
+            }
+            write_plan(folder / "as-needed.parquet", steps, num_ranks=2, sync=sync, rows=len(LENGTHS), **needed)
         pairs = iter(sum(pair) for pair in PAIRED)
         paired = [[row._replace(lengths=[next(pairs) for _ in row.lengths]) for row in step] for step in steps]
         longer = [[row._replace(lengths=[max(length, 2) for length in row.lengths]) for row in step] for step in steps]

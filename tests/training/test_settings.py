@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from inline_snapshot import snapshot
 
 from fcp_cli.errors import UsageError
+from fcp_cli.recipe import Recipe
 from fcp_cli.training.settings import TrainSettings, parse_settings
 from fcp_cli.tuning import Lora, parse_lora
 
@@ -89,6 +90,17 @@ def test_embeddings_of_a_trained_encoder_are_not_kept() -> None:
         "--cache-embeddings keeps the outputs of a frozen vision encoder, but this run trains it; add --freeze-vision, or leave --cache-embeddings out"
     )
     assert replace(settings, freeze_vision=True).recipe(None, sync="iteration", device="cpu").freeze_vision
+
+
+def test_layers_that_recompute_as_needed_need_a_plan_with_levels() -> None:
+    settings, planned = TrainSettings(**REQUIRED, recompute="as-needed"), Recipe(precision="fp32", recompute="full")
+    for other, made in ((planned, "was made for --recompute full"), (None, "names no recipe")):
+        with pytest.raises(
+            UsageError, match=f"--recompute as-needed takes its levels from the plan, and this one {made}"
+        ):
+            settings.recipe(other, sync="iteration", device="cpu")
+    followed = replace(planned, recompute="as-needed")
+    assert settings.recipe(followed, sync="iteration", device="cpu").recompute == "as-needed"
 
 
 def test_adapters_and_frozen_patterns_exclude_each_other() -> None:

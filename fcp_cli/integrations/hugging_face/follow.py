@@ -32,7 +32,7 @@ from fcp_cli.integrations.hugging_face.losses.trl_losses import PreferenceLoss, 
 from fcp_cli.integrations.hugging_face.overrides import WatchedMethods, check_order, find_override
 from fcp_cli.integrations.hugging_face.own_loss import LossContext, OwnLoss
 from fcp_cli.integrations.hugging_face.stopping import StopAtStepEnd
-from fcp_cli.integrations.transformers.preparation import SwitchedAttention
+from fcp_cli.integrations.transformers.preparation import SwitchedAttention, recompute_layers
 from fcp_cli.runtime.session.session import Session
 from fcp_cli.runtime.session.step import Step
 
@@ -70,6 +70,7 @@ class TrainerFollower:
         self._rows = rows_of(self.session, loader, pairs=pairs, config=model.config)
         reference = getattr(trainer, "ref_model", None)
         models = (model,) if reference is None else (model, base_model(trainer.accelerator.unwrap_model(reference)))
+        self._base = model
         self._attentions = [SwitchedAttention(one) for one in models]
         planned = _planned_loss(trainer, kind, models, self.session, self._rows)
         self._loss = _own_loss(trainer, self._attentions, self._rows, planned)
@@ -130,6 +131,8 @@ class TrainerFollower:
         wanted = self._trainer.state.global_step
         if self._steps is None:
             self._announce(wanted)
+            if self.session.recompute_levels:  # whatever checkpointing the script chose
+                recompute_layers(self._base, "as-needed", self.session.recompute_levels)
             self.session.fetch = self._rows.ahead(PlanSampler(self.session, first_step=wanted))
             self._steps = self.session.steps(model, first_step=wanted, mean_over=self._loss.mean_over)
         elif wanted % self.session.metadata.steps_per_epoch == 0:

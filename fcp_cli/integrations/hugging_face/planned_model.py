@@ -5,15 +5,17 @@ For loops that call `model(**batch).loss` themselves, around accelerate and in L
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
+from fcp_cli.cost.recompute_levels import RecomputeLevel
 from fcp_cli.integrations.hugging_face.follow import base_model
 from fcp_cli.integrations.transformers.loss import prepare_loss
-from fcp_cli.integrations.transformers.preparation import SwitchedAttention
+from fcp_cli.integrations.transformers.preparation import SwitchedAttention, recompute_layers
 from fcp_cli.runtime.session.microbatch import LocalMicroBatch
 
 
@@ -58,6 +60,11 @@ class PlannedModel:
         """Give the model its own attention and loss."""
         self.current = None
         self._on_rings.close()
+
+    def recompute_by(self, levels: Sequence[RecomputeLevel]) -> None:
+        """Recompute layers as needed if the plan has levels, whatever checkpointing the script chose."""
+        if levels:
+            recompute_layers(base_model(self.model), "as-needed", levels)
 
     def release(self) -> None:
         """Take the hooks away, for another run of the same model."""

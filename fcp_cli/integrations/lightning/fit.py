@@ -95,6 +95,7 @@ class LightningFit:
         """Begin with the plan before the optimizer's first step, which stops a process that follows none."""
         if self._steps is None:
             first = self._trainer.global_step
+            self._model.recompute_by(self.session.recompute_levels)
             self.session.fetch = self._rows.ahead(PlanSampler(self.session, first_step=first))
             self._steps = self.session.steps(self._trainer.strategy.model, first_step=first)
 

@@ -99,7 +99,7 @@ class Follower:
         metadata = RankJob.agree(
             self._plan, self._device, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel
         )
-        require_training(metadata)
+        require_training(metadata, self._plan, self.stack.name)
         if not self.stack.follows_masks:
             require_causal(metadata, self._plan, self.stack.name)
         checks.check_interleaving(

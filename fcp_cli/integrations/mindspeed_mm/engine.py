@@ -85,6 +85,7 @@ def _planned_steps(engine: Any) -> Any:
     from fcp_cli.integrations.hugging_face.checks import check_global_batch
     from fcp_cli.integrations.hugging_face.data.sampler import PlanSampler
     from fcp_cli.integrations.hugging_face.follow import base_model
+    from fcp_cli.runtime.agreement.plan_agreement import require_training
     from fcp_cli.runtime.data.followed_step import plan_path
     from fcp_cli.runtime.session.start import start
 
@@ -92,6 +93,7 @@ def _planned_steps(engine: Any) -> Any:
         if is_refused:
             raise RunError(f"MindSpeed-MM's {name} cannot follow a plan; {instead}")
     session = start(plan_path(None), device=next(engine.model.parameters()).device)
+    require_training(session.metadata, session.plan, "MindSpeed-MM")
     check_global_batch(session.metadata, engine.args.training.global_batch_size, "training.global_batch_size")
     config = base_model(engine.model).config
     loader = engine.train_dataloader

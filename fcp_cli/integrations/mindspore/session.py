@@ -28,7 +28,11 @@ from fcp_cli.integrations.mindspore.ranks import MindSporeRanks, join
 from fcp_cli.integrations.mindspore.ring import MindSporeRing
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.plan.step import MicroBatch
-from fcp_cli.runtime.agreement.plan_agreement import agree_by, require_causal, require_training
+from fcp_cli.runtime.agreement.plan_agreement import (
+    agree_by,
+    require_causal,
+    require_training,
+)
 from fcp_cli.runtime.communication.launcher_watch import end_with_launcher
 from fcp_cli.runtime.data.cursor import PlanCursor, RankStep
 from fcp_cli.runtime.data.followed_step import FollowedStep, plan_path, require_length
@@ -61,7 +65,7 @@ def start(plan: str | Path | None = None, fetch: Fetch | None = None) -> MindSpo
     ranks = join()
     end_with_launcher()
     metadata = agree_by(path, ranks.gather)
-    require_training(metadata)
+    require_training(metadata, path, "MindSpore")
     require_causal(metadata, path, "MindSpore's rings")
     if metadata.attention is not None:
         raise RunError(

@@ -22,7 +22,7 @@ for the device in every forward.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
@@ -30,7 +30,9 @@ from typing import Any, Final
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from fcp_cli.cost.recompute_levels import RecomputeLevel
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.transformers.linear import hook_linear_layers, linear_layers
 from fcp_cli.integrations.transformers.loss import prepare_loss, takes_labels
@@ -40,6 +42,7 @@ from fcp_cli.ring_exactness import missing_for_rings
 from fcp_cli.runtime.communication.connections import expect_halo_pattern
 from fcp_cli.runtime.communication.exchange import exchange
 from fcp_cli.runtime.pictures.visuals import VisualShard
+from fcp_cli.runtime.recomputation.as_needed import LayerLevels
 from fcp_cli.runtime.recomputation.recompute import recomputed
 from fcp_cli.runtime.ring_attention.attention import attention
 from fcp_cli.runtime.ring_attention.ring import Ring, current_ring
@@ -134,7 +137,9 @@ def _run_on_rings(model: transformers.PreTrainedModel) -> Any:
     return text
 
 
-def recompute_layers(model: transformers.PreTrainedModel, how: Recompute) -> None:
+def recompute_layers(
+    model: transformers.PreTrainedModel, how: Recompute, levels: Sequence[RecomputeLevel] = ()
+) -> None:
     """Make backward compute the activations of each layer again, while the model trains.
 
     Layers of a vision encoder are recomputed whole, since their attention runs on no ring; `activation` changes none.
@@ -143,19 +148,24 @@ def recompute_layers(model: transformers.PreTrainedModel, how: Recompute) -> Non
         model: of transformers; given to `prepare` before or after.
         how: `full` keeps the inputs of layers alone, `selective` also the results of attention, `elementwise` those and
             the outputs of matrix products; `activation` recomputes the MLP's activation function alone, and `none`
-            changes nothing.
+            changes nothing. `as-needed` chooses for each layer and call, by the tokens of its input.
+        levels: of `as-needed`: the plan's, `session.recompute_levels`.
 
     Raises:
-        RunError: `activation`, for a model whose layers have no MLP by a known name.
+        RunError: `activation`, for a model whose layers have no MLP by a known name; `as-needed`, without levels or for
+            a model whose layers cannot be recomputed one by one.
     """
     if how == "none":
         return
     if how == "activation":
-        _recompute_activations(model)
+        _recompute_activations(model, always=True)
         return
     # Its name before transformers 5 still works there, with a warning.
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False})
+    if how == "as-needed":
+        _recompute_as_needed(model, levels)
+        return
     run: Any = partial(recomputed, keeps_attention=how == "selective", keeps_products=how == "elementwise")
     decoder = set(_decoder(model).modules())
     modules: Iterator[Any] = model.modules()
@@ -164,8 +174,39 @@ def recompute_layers(model: transformers.PreTrainedModel, how: Recompute) -> Non
             module._gradient_checkpointing_func = run if module in decoder else recomputed
 
 
-def _recompute_activations(model: transformers.PreTrainedModel) -> None:
-    """Let the MLP of each decoder layer keep its input and the outputs of its matrix products alone."""
+def _recompute_as_needed(model: transformers.PreTrainedModel, levels: Sequence[RecomputeLevel]) -> None:
+    """Let each decoder layer choose its level at each call; a vision encoder recomputes all layers, or none."""
+    if not levels:
+        raise RunError(
+            "layers recompute as needed by the levels of a plan, and this one has none; plan with "
+            "'fcp plan --recompute as-needed'"
+        )
+    inside, count = set(_decoder(model).modules()), model.config.get_text_config().num_hidden_layers
+    layers: list[Any] = [one for one in _decoder(model).modules() if isinstance(one, GradientCheckpointingLayer)]
+    if len(layers) != count:
+        raise RunError(
+            f"{type(model).__name__} has {count} layers, and {len(layers)} of its modules can be recomputed one by "
+            "one; plan with --recompute selective"
+        )
+    if any(level.recompute == "activation" for level in levels):
+        _recompute_activations(model, always=False)
+    chosen = LayerLevels(levels, layers=len(layers))
+    for index, layer in enumerate(layers):
+        layer._gradient_checkpointing_func = partial(chosen.run, index)
+    others: list[Any] = [module for module in model.modules() if module not in inside]
+    for module in others:
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module._gradient_checkpointing_func = recomputed
+            module.gradient_checkpointing = levels[0].recompute not in ("none", "activation")
+
+
+def _recompute_activations(model: transformers.PreTrainedModel, *, always: bool) -> None:
+    """Let the MLP of each decoder layer keep its input and the outputs of its matrix products alone.
+
+    Args:
+        model: of transformers.
+        always: False: only in layers whose level says so.
+    """
     mlps: list[Any] = [part for name, part in _decoder(model).named_modules() if name.rpartition(".")[2] in _MLPS]
     if not mlps:
         raise RunError(
@@ -173,7 +214,7 @@ def _recompute_activations(model: transformers.PreTrainedModel) -> None:
             "recomputed; give --recompute elementwise"
         )
     for mlp in mlps:
-        mlp.forward = partial(_run_mlp, mlp, mlp.forward)
+        mlp.forward = partial(_run_mlp, mlp, mlp.forward, always)
 
 
 def _decoder(model: Any) -> nn.Module:
@@ -185,8 +226,8 @@ def _decoder(model: Any) -> nn.Module:
 _MLPS = ("mlp", "feed_forward")
 
 
-def _run_mlp(mlp: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    if not (mlp.training and torch.is_grad_enabled()):
+def _run_mlp(mlp: nn.Module, forward: Any, always: bool, *args: Any, **kwargs: Any) -> Any:
+    if not (mlp.training and torch.is_grad_enabled() and (always or LayerLevels.recomputes_activation())):
         return forward(*args, **kwargs)
     return recomputed(forward, *args, keeps_products=True, **kwargs)
 

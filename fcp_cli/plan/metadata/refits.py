@@ -79,6 +79,9 @@ def refitted(profile: CostProfile, refit: ScheduledRefit | None) -> CostProfile:
     return replace(
         profile,
         heads=heads and replace(heads, exchange_seconds=heads.exchange_seconds * by.ring),
+        recompute_levels=tuple(
+            replace(level, seconds_per_token=level.seconds_per_token * by.linear) for level in profile.recompute_levels
+        ),
         coefficients=replace(
             c,
             microbatch_seconds=c.microbatch_seconds * by.microbatch,

@@ -27,6 +27,7 @@ from fcp_cli.planning.compiled.core import (
     is_way,
     most_of,
     pack_seconds,
+    recomputation_seconds,
     seconds_by,
     sequence_load,
     total_of,
@@ -141,11 +142,14 @@ def area_bound(simple: float, waves: bool, sequences: Sequences, inputs: Planner
     If a schedule of makespan T exists, every micro-batch ends within T, so each sequence takes its least area for T
     (`_least_area`, a function that falls with T), and on top each rank pays beta for each of its micro-batches: on the
     mean at least `_microbatches` of them and at least one (an idle rank wastes T >= beta), under waves at least
-    ceil(tokens / (N E)). Their sum over N must be <= T; bisection keeps the largest T that is refuted.
+    ceil(tokens / (N E)). With recomputation, beta and S(h) for h tokens of a rank are at least h times their least sum
+    per token, that of `shared_tokens`. Their sum over N must be <= T; bisection keeps the largest T that is refuted.
     """
     n = len(sequences.work)
     tokens = total_of(sequences.tokens) / inputs.num_ranks
     outlasting, linear_per_token = 0.0, np.inf
+    least_tokens = inputs.shared_tokens
+    paid = inputs.prices.beta + recomputation_seconds(least_tokens, 1, inputs.prices)
     for i in range(n):
         outlasting = max(outlasting, sequences.attention[i] / sequences.tokens[i])
         linear_per_token = min(linear_per_token, sequences.linear[i] / sequences.tokens[i])
@@ -165,7 +169,8 @@ def area_bound(simple: float, waves: bool, sequences: Sequences, inputs: Planner
         count = _microbatches(makespan, tokens, linear_per_token, inputs)
         # The margin keeps a step that fills its waves exactly from counting one wave more.
         count = max(1.0, np.ceil(tokens / inputs.tokens_per_rank - _MARGIN) if waves else count)
-        if total / inputs.num_ranks + inputs.prices.beta * count <= makespan:
+        fixed = max(inputs.prices.beta * count, tokens / least_tokens * paid)
+        if total / inputs.num_ranks + fixed <= makespan:
             held = makespan
             if _step == 0:
                 break
@@ -260,7 +265,8 @@ def _growth(k: int, j: int, degree: int, dense: float, thin: float, sequences: S
     """Return T(j, d) with the k-th heads degree, -1 for a ring, and how much work j's pack gains for a second more."""
     load = sequence_load(j, sequences, inputs)
     if degree == 1:
-        return inputs.prices.beta + load.linear + load.attention, 1.0
+        again = recomputation_seconds(load.tokens, 1, inputs.prices)
+        return inputs.prices.beta + load.linear + load.attention + again, 1.0
     across, sets, exchange = at_best(degree, inputs), degree, 0.0
     shortest = np.inf
     if is_way(k, degree, across, inputs):

@@ -24,6 +24,7 @@ UNPLACED = -1  # `across` of a group of which nothing is known but that it lies 
 group_terms = inlined(formula.group_terms)
 pack_parts = inlined(formula.pack_parts)
 overlapped_seconds = inlined(formula.overlapped_seconds)
+recomputation_seconds = inlined(formula.recomputation_seconds)
 halo_messages = inlined(formula.halo_messages)
 halo_seconds = inlined(formula.halo_seconds)
 
@@ -87,6 +88,8 @@ class PlannerInputs(NamedTuple):
     Attributes:
         num_ranks, ranks_per_node: ranks r with equal r // ranks_per_node share a node; the last node may be smaller.
         tokens_per_rank: tokens that a rank may hold in one micro-batch.
+        shared_tokens: that sequences which share a single rank's micro-batch may hold together: more would cost more
+            recomputation than another micro-batch.
         prices: of the profile.
         floor: least seconds of a wave.
         fill: share of the token budget that waves to come are expected to hold, by which a wave is rated; 0: all of it
@@ -103,6 +106,7 @@ class PlannerInputs(NamedTuple):
     num_ranks: int
     ranks_per_node: int
     tokens_per_rank: int
+    shared_tokens: int
     prices: UnitPrices
     floor: float
     fill: float
@@ -225,7 +229,8 @@ def pack_seconds(load: Load, degree: int, across: int, inputs: PlannerInputs) ->
         inputs: the ranks and their cost.
     """
     if degree == 1:  # the commonest by far, and the same sum
-        return inputs.prices.beta + load.linear + load.attention
+        again = recomputation_seconds(load.tokens, 1, inputs.prices)
+        return float(inputs.prices.beta + load.linear + load.attention + again)
     splits, best = inputs.splits, np.inf
     row = splits.row_of_span[across + 1]  # `across` begins at UNPLACED, -1
     for way in range(splits.first[row, degree], splits.first[row, degree + 1]):
@@ -238,6 +243,7 @@ def seconds_by(terms: Any, load: Load, degree: int, inputs: PlannerInputs) -> fl
     """Return the predicted seconds of a pack on a group of these terms."""
     prices = inputs.prices
     seconds = overlapped_seconds(pack_parts(load.attention, load.linear, load.tokens, degree, terms, prices))
+    seconds += recomputation_seconds(load.tokens, degree, prices)
     if prices.reach:
         messages = halo_messages(terms.sets, load.shortest, prices.reach)
         seconds += halo_seconds(load.halo, messages, terms, prices)

@@ -71,17 +71,17 @@ def _slots(bins: int, sequences: Sequences, inputs: PlannerInputs) -> int:
     """Return how many slots each bin gets: enough that `fill` never lacks one in every bin at once.
 
     A slot is opened only if no open slot of its bin has the tokens, so any two slots of a bin hold more than one
-    budget, and all bins together open fewer than 2 x tokens / budget + bins slots. Four times the mean of the ranks,
-    and 8, are more than that. No bin can use more slots than there are single-rank sequences. If rings hold so many
-    tokens that bins x slots would fill the memory, only the tokens of those count: it stays linear in sequences and
-    ranks.
+    budget, that of sequences which share one, and all bins together open fewer than 2 x tokens / budget + bins slots.
+    Four times the mean of the ranks, and 8, are more than that. No bin can use more slots than there are single-rank
+    sequences. If rings hold so many tokens that bins x slots would fill the memory, only the tokens of those count: it
+    stays linear in sequences and ranks.
     """
     singles, single_tokens = 0, 0
     for i in range(len(sequences.tokens)):
         if sequences.tokens[i] <= inputs.tokens_per_rank:
             singles += 1
             single_tokens += sequences.tokens[i]
-    step_tokens = inputs.num_ranks * inputs.tokens_per_rank
+    step_tokens = inputs.num_ranks * min(inputs.shared_tokens, inputs.tokens_per_rank)
     slots = int(4 * (total_of(sequences.tokens) / step_tokens)) + 8
     return int(min(slots, singles + 1, max(_MOST_SLOTS // bins, int(4 * (single_tokens / step_tokens)) + 8)))
 

@@ -2,8 +2,8 @@
 
 A bin is an interval of one rank's time: from its last ring to the target, or a wait before a ring. Its sequences lie in
 slots, one slot per micro-batch, each within the token budget; every open slot costs the bin a micro-batch's fixed
-seconds. Small sequences may also ride in a ring: where its ranks have tokens to spare, that costs no
-further micro-batch.
+seconds. Several sequences share a slot only up to `shared_tokens`; one alone may have up to the budget. Small sequences
+may also ride in a ring: where its ranks have tokens to spare, that costs no further micro-batch.
 
     fill:     for each sequence, by falling work:
                   lay it into the first open slot whose bin has the seconds and which has the tokens;
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.compiling.compile import kernel, leaf
+from fcp_cli.compiling.compile import inlined, kernel, leaf
 from fcp_cli.planning.compiled.core import (
     NONE,
     Loads,
@@ -158,10 +158,11 @@ def _take(i: int, sequences: Sequences, inputs: PlannerInputs, singles: SingleRa
 
 
 @leaf
-def _slot_with_room(b: int, tokens: int, singles: SingleRankPacks) -> int:
-    """Return the first open slot of a bin with so many tokens left, or NONE."""
+def _slot_with_room(b: int, tokens: int, inputs: PlannerInputs, singles: SingleRankPacks) -> int:
+    """Return the first open slot of a bin with so many tokens left to share, or NONE."""
+    held_back = max(0, inputs.tokens_per_rank - inputs.shared_tokens)
     for slot in range(singles.slot_tokens.shape[1]):
-        if singles.slot_tokens[b, slot] >= tokens:
+        if singles.slot_tokens[b, slot] >= tokens + held_back:
             return slot
     return NONE
 
@@ -310,7 +311,7 @@ def _lay(
             # Also if late: balancing may still move it, while a lost sequence could not be planned.
             b = roomiest(closed)
             late += closed.seconds[1] < work
-        slot = _slot_with_room(b, tokens, singles)
+        slot = _slot_with_room(b, tokens, inputs, singles)
         if slot == NONE:
             slot = _closed_slot(b, singles)
         if slot == NONE:
@@ -330,7 +331,8 @@ def _update_trees(b: int, tree: Tree, closed: Tree, inputs: PlannerInputs, singl
             can_open = True
             break
         most = max(most, singles.slot_tokens[b, slot])
-    set_room(tree, b, usable_seconds(singles.free[b], most, singles.most, inputs), most)
+    shared = most - max(0, inputs.tokens_per_rank - inputs.shared_tokens)
+    set_room(tree, b, usable_seconds(singles.free[b], shared, singles.most, inputs), shared)
     # Finite: more than the leaves beyond the bins have, so that `roomiest` always answers a bin.
     set_room(closed, b, singles.free[b] - inputs.prices.beta if can_open else -1e300, 0)
 
@@ -419,7 +421,7 @@ def _best_exchange(
             evaluations += 1
             score = min(singles.free[worst] + work + alone, singles.free[c] - work)
             if score > best:
-                if _slot_with_room(c, tokens, singles) == NONE:
+                if _slot_with_room(c, tokens, inputs, singles) == NONE:
                     score = min(score, singles.free[c] - work - inputs.prices.beta)
                     if score > best and _closed_slot(c, singles) == NONE:
                         score = best
@@ -432,11 +434,22 @@ def _best_exchange(
                 score = min(singles.free[worst] + less, singles.free[c] - less)
                 if score > best:
                     fewer = tokens - sequences.tokens[j]
-                    if at + fewer >= 0 and singles.slot_tokens[c, singles.slot_of[j]] >= fewer:
+                    left = singles.slot_tokens[c, singles.slot_of[j]]
+                    if _holds(at, -fewer, sequences.tokens[i], inputs) and _holds(left, fewer, tokens - fewer, inputs):
                         best, best_i, best_j, best_bin = score, i, j, c
                 j = singles.after[j]
         i = singles.after[i]
     return Exchange(best_i, best_j, best_bin, evaluations)
+
+
+@inlined
+def _holds(left: int, more: int, tokens: int, inputs: PlannerInputs) -> bool:
+    """Return whether a slot with so many tokens left takes a sequence of `more` tokens more for one of `tokens`."""
+    if more <= 0:
+        return True
+    is_alone = left + tokens == inputs.tokens_per_rank
+    held_back = 0 if is_alone else max(0, inputs.tokens_per_rank - inputs.shared_tokens)
+    return bool(left - more >= held_back)
 
 
 @leaf
@@ -445,7 +458,7 @@ def _exchange(i: int, j: int, c: int, sequences: Sequences, inputs: PlannerInput
     b, slot = singles.bin_of[i], singles.slot_of[i]
     if j == END:
         _take(i, sequences, inputs, singles)
-        to = _slot_with_room(c, sequences.tokens[i], singles)
+        to = _slot_with_room(c, sequences.tokens[i], inputs, singles)
         if to == NONE:
             to = _closed_slot(c, singles)
         _put(i, c, to, sequences, inputs, singles)

@@ -32,6 +32,7 @@ from fcp_cli.planning.compiled.core import (
     most_work,
     pack_seconds,
     padded_load,
+    recomputation_seconds,
     set_room,
     together,
     usable_seconds,
@@ -358,7 +359,8 @@ def _free_seconds(g: int, target: float, inputs: PlannerInputs, wave: Wave) -> f
     degree, tokens, across = wave.degree[g], wave.loads.tokens[g], wave.across[g]
     # A lower bound of the ring's share, so that the tree never hides a group that has room.
     exposed = least_of_packs(1.0, tokens, 1.0, degree, across, inputs) if degree > 1 else 0.0
-    computed = degree * (target - inputs.prices.beta - exposed)
+    again = recomputation_seconds(tokens, degree, inputs.prices)
+    computed = degree * (target - inputs.prices.beta - exposed - again)
     return float(computed - wave.loads.attention[g] - wave.loads.linear[g])
 
 
@@ -375,7 +377,8 @@ def _group_for(i: int, target: float, sequences: Sequences, inputs: PlannerInput
     work, tokens = sequences.work[i], sequences.tokens[i]
     g = first_with_room(tree, work - _SLACK, tokens, 0)
     while g != NONE:
-        if wave.degree[g] == 1:  # the tree's seconds are exact for single ranks, and a bound for rings
+        # The tree's seconds are exact for single ranks without recomputation, and a bound for others.
+        if wave.degree[g] == 1 and inputs.prices.again[0, 0] == 0.0:
             return g
         pack = together(load_at(g, wave.loads), padded_load(i, wave.degree[g], sequences, inputs))
         if pack_seconds(pack, wave.degree[g], wave.across[g], inputs) <= target + _SLACK:
@@ -401,7 +404,8 @@ def place_rings(target: float, count: int, pool: Pool, sequences: Sequences, inp
     for k in range(count):
         i = pool.waiting[k]
         # What a single rank can do needs no ring: those are laid last, where they fit.
-        seconds = inputs.prices.beta + sequences.work[i]
+        again = recomputation_seconds(sequences.tokens[i], 1, inputs.prices)
+        seconds = inputs.prices.beta + sequences.work[i] + again
         if sequences.tokens[i] <= inputs.tokens_per_rank and seconds <= target + _SLACK:
             pool.small[small] = i
             small += 1

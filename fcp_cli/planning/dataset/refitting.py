@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.cost.model import group_terms, halo_seconds, pack_parts
+from fcp_cli.cost.model import group_terms, halo_seconds, pack_parts, recomputation_seconds
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata.refits import MOST_FACTOR, Factors, ScheduledRefit, refit_text
 from fcp_cli.plan.pricing.packs import crosses_nodes, pack_work, single_rank_work
@@ -154,7 +154,7 @@ class Refitter:
             step=np.full(len(rows), step.step),
             rank=np.array([group[0] if len(group) == 1 else -1 for group in groups], dtype=np.int64),
             beta=np.full(len(rows), profile.coefficients.microbatch_seconds),
-            linear=(pack.linear_seconds / degree)[at],
+            linear=(pack.linear_seconds / degree + recomputation_seconds(profile, pack.tokens, degree=degree))[at],
             windows=windows[at],
             halos=halos[at],
             attention=parts.attention[at],

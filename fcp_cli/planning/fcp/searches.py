@@ -13,6 +13,7 @@ from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.compiled import iteration, microbatch
 from fcp_cli.planning.compiled.core import PlannerInputs, Sequences
 from fcp_cli.planning.compiled.single_rank_packs import CLOSED
+from fcp_cli.planning.kernel_inputs import with_recomputation
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 
 # Amounts of work, counted so that no result depends on how fast the machine is.
@@ -147,6 +148,7 @@ def assign_timelines(
     lower: float, order: IntArray, sequences: Sequences, inputs: PlannerInputs, limit_seconds: float = np.inf
 ) -> Assignment | None:
     """Plan timelines; None if that takes as long as a step that is known."""
+    sequences = with_recomputation(sequences, inputs)
     exchanges = _EXCHANGES * (1 if len(order) <= 1024 else len(order) // 64)
     rings, singles, timeline, found = iteration.schedule(lower, limit_seconds, True, exchanges, sequences, inputs)
     if not found:

@@ -413,7 +413,8 @@ class FcpSolver:
         if self.options.get("max_degree") != 1:
             yield from equal_length_candidates(batch, self.problem, replicas_of(self.problem, self.inputs))
         for plain in plain_problems(self.problem, int(batch.work.tokens.max())):
-            inputs = self.inputs._replace(tokens_per_rank=plain.tokens_per_rank)
+            tokens = plain.tokens_per_rank
+            inputs = self.inputs._replace(tokens_per_rank=tokens, shared_tokens=tokens)
             found = FcpSolver(problem=plain, inputs=inputs, degrees=self.degrees).assign(batch)
             yield PipelineStep.of(found, batch, self.problem)
 
@@ -443,10 +444,13 @@ def reduced_budgets(inputs: PlannerInputs, sequences: Sequences) -> Iterator[tup
     these steps compete.
     """
     ranks, tokens, longest = inputs.num_ranks, inputs.tokens_per_rank, int(sequences.tokens.max())
-    for share in _LESS_TOKENS:
-        fewer = whole_budget(int(share * tokens), inputs.padding or None)
+    budgets = {f"{share:g} of the token budget": int(share * tokens) for share in _LESS_TOKENS}
+    if inputs.shared_tokens < tokens:
+        budgets = {"as few tokens as recomputation pays for": inputs.shared_tokens, **budgets}
+    for name, budget in budgets.items():
+        fewer = whole_budget(budget, inputs.padding or None)
         if fewer and longest <= ranks * fewer and (longest > fewer or int(sequences.tokens.sum()) > fewer):
-            yield f"{share:g} of the token budget", inputs._replace(tokens_per_rank=fewer)
+            yield name, inputs._replace(tokens_per_rank=fewer)
 
 
 def _without_waves(assignment: Assignment) -> Assignment:

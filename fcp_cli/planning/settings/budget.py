@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from fcp_cli.console import Assumptions
@@ -17,7 +18,7 @@ from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata, Sync
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.settings.options import PlanRequest
-from fcp_cli.recipe import Recipe, RecipeRequest, check_recipe, flag_words
+from fcp_cli.recipe import LayerRecompute, Recipe, RecipeRequest, check_recipe, flag_words
 from fcp_cli.words import duration
 
 ASSUMED_TOKENS_PER_RANK: Final = 16_384
@@ -39,6 +40,7 @@ class Budget:
         cluster: that the profile was computed for; None if there was a profile.
         tried: recipes that were compared by their predicted time; 0: the recipe was not chosen by time.
         other_sync: as `RecipeChoice.other_sync`.
+        level_tokens: that a rank holds at each level of recomputation as needed, under a profile that was given.
     """
 
     tokens_per_rank: int
@@ -48,6 +50,7 @@ class Budget:
     cluster: ClusterSpec | None = None
     tried: int = 0
     other_sync: Problem | None = None
+    level_tokens: Mapping[LayerRecompute, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,6 +140,12 @@ def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: JobRanks,
     The memory of the plan's own ranks, sync and recipe is computed again if the profile names its recipe,
     or one is asked for: a profile made for 64 ranks has another share of the model's state than 8 have.
     """
+    if request.recipe.recompute == "as-needed" and not profile.recompute_levels:
+        raise UsageError(
+            f"the cost profile of {profile.model} on {profile.cluster} has no recompute_levels, by which "
+            "--recompute as-needed chooses; leave --profile out, or use another folder: 'fcp plan' computes them for "
+            "--model and --cluster"
+        )
     sync: Sync = request.sync or ("iteration" if ranks.virtual_stages == 1 else "microbatch")
     spec = _known_model(profile.model)
     if profile.recipe is None and not request.recipe.given():
@@ -163,7 +172,7 @@ def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: JobRanks,
         reason = "the cost profile's"
     else:
         reason = f"the cost profile's, shared out for {place.num_ranks} ranks"
-    budget = _said(request, place, fit, assumptions, reason)
+    budget = replace(_said(request, place, fit, assumptions, reason), level_tokens=fit.level_tokens)
     if request.phase == "forward":
         return budget
     open_request = unfixed_request(request.recipe)
@@ -296,6 +305,18 @@ def say_what_offloading_costs(budget: Budget, profile: CostProfile, assumptions:
         "offloading",
         f"{cost.moved_bytes / 1e9:.1f} GB for a micro-batch of {budget.tokens_per_rank:,} tokens",
         f"{duration(cost.visible_seconds)} longer at 25 GB/s each way; smaller ones that fit stay on the device",
+    )
+
+
+def say_what_is_recomputed(profile: CostProfile, assumptions: Assumptions) -> None:
+    """Describe the levels of recomputation as needed."""
+    if not profile.priced_levels:
+        return
+    steps = [f"{level.recompute} up to {level.tokens:,}" for level in profile.priced_levels]
+    assumptions.assume(
+        "recomputation",
+        f"{', '.join(steps)} tokens of a rank in a micro-batch",
+        "in as many layers as its own tokens need",
     )
 
 

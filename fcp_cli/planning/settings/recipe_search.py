@@ -1,5 +1,7 @@
 """Chooses the recipe whose steps take the least predicted time, on a sample of the steps of a plan.
 
+Offloading activations must gain 1 %.
+
 Every recipe that fits has a proven lower bound of the sampled steps; recipes are planned by rising bound until the next
 bound is no less than the quickest time. The search counts its work and reads no clock, so that the same data,
 seed and profile give the same recipe on every machine.
@@ -25,8 +27,9 @@ from fcp_cli.planning.problem import Problem
 from fcp_cli.words import counted, duration
 
 _MANY_RANKS: Final = 256  # above which, and for pipelines, whose steps take longer to plan, one step is the sample
-_MOST_PLANNED: Final = 16  # recipes of which the sample is planned
+_MOST_PLANNED: Final = 8  # recipes of which the sample is planned
 _FOR_RUNNER_UP: Final = 6  # of these, to find the second-quickest, too
+_LEAST_GAIN: Final = 0.01  # of offloading, over the quickest recipe without it
 _UNKNOWN_SEQUENCES: Final = 512  # of a step whose lengths nobody knows yet
 
 
@@ -92,7 +95,7 @@ class RecipeChoice:
     """The quickest recipe, and others.
 
     Attributes:
-        fit: the quickest recipe.
+        fit: the quickest recipe, or one without offloading that is hardly slower.
         seconds: predicted mean of a sampled step under it.
         others: (recipe, seconds) of the planned ones, quickest first.
         usual: the first recipe of the fixed order that leaves 16,384 tokens, or None if it holds not all sequences.
@@ -163,12 +166,15 @@ def quickest_recipe(
             break
         found[index] = sampled_seconds(held[index].problem, sample, max_degree=data.max_degree)
     order = sorted(found, key=lambda index: (found[index], index))
-    best = order[0]
-    others = (held[index].problem for index in order[1:])
+    # The host's memory is another thing that may run out: for less than that, nothing is offloaded.
+    resident = next((index for index in order if held[index].fit.recipe.offload == "none"), order[0])
+    best = resident if found[resident] <= (1.0 + _LEAST_GAIN) * found[order[0]] else order[0]
+    order.remove(best)
+    others = (held[index].problem for index in order)
     return RecipeChoice(
         fit=held[best].fit,
         seconds=found[best],
-        others=tuple((held[index].fit, found[index]) for index in order[1:]),
+        others=tuple((held[index].fit, found[index]) for index in order),
         usual=usual if first else None,
         usual_seconds=found[first[0]] if first else math.nan,
         tried=len(held),

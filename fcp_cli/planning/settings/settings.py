@@ -48,6 +48,7 @@ from fcp_cli.planning.settings.budget import (
     options_that_hold,
     profiled_budget,
     require_room,
+    say_what_is_recomputed,
     say_what_offloading_costs,
 )
 from fcp_cli.planning.settings.continuation import (
@@ -64,8 +65,9 @@ from fcp_cli.planning.settings.rank_speeds import requested_speeds, speeds_of_ru
 from fcp_cli.planning.settings.ranks import devices_of_rank, ranks_on, ranks_under, require_pipelines
 from fcp_cli.planning.settings.recipe_search import RecipeCandidate, RecipeChoice, RecipeData, quickest_recipe
 from fcp_cli.profiling.analytic import analytic_profile
+from fcp_cli.profiling.as_needed import as_needed_profile, with_level_tokens
 from fcp_cli.profiling.forward import forward_profile
-from fcp_cli.recipe import SplitAttention
+from fcp_cli.recipe import Recipe, SplitAttention
 from fcp_cli.words import counted
 
 FOLDER_PROFILE = Path("profile.yaml")
@@ -131,6 +133,11 @@ def resolve_continuation(
         assumptions.assume("--tokens-per-rank", metadata.tokens_per_rank, "the run's plan")
     tokens, padding = request.tokens_per_rank or metadata.tokens_per_rank, metadata.padding_multiple
     profile = _profile_of_run(request.profile, plan, metadata, first_step, assumptions)
+    if profile.recompute_levels and (ranks != metadata.num_ranks or request.recipe.given()):
+        raise UsageError(
+            f"{plan} recomputes layers as needed by the memory of its {counted(metadata.num_ranks, 'rank')}; continue "
+            "it on as many with the same recipe, or begin a new plan"
+        )
     if metadata.phase == "forward":
         profile = forward_profile(profile)
     tensor, pipeline = devices_of_rank(profile, metadata.tensor_parallel, metadata.pipeline_parallel, assumptions)
@@ -268,7 +275,10 @@ def resolve_problem(
         ranks = replace(ranks_under(profile, request, assumptions), most_peers=most_peers)
         ranks = ranks.that_share(request.attention, prices_heads=profile.heads is not None)
         budget = profiled_budget(request, profile, ranks, assumptions)
+        if budget.level_tokens:
+            profile = with_level_tokens(profile, budget.level_tokens)
     say_what_offloading_costs(budget, profile, assumptions)
+    say_what_is_recomputed(profile, assumptions)
     return _problem(request, profile, ranks, budget, assumptions), budget
 
 
@@ -435,10 +445,15 @@ class _Basis:
 
     def profile(self, fit: FittedRecipe) -> CostProfile:
         """Compute the cost profile of a recipe."""
+        if fit.level_tokens:
+            return as_needed_profile(fit.recipe, fit.level_tokens, lambda one: self._profile(one, fit))
+        return self._profile(fit.recipe, fit)
+
+    def _profile(self, recipe: Recipe, fit: FittedRecipe) -> CostProfile:
         return analytic_profile(
             self.spec,
             self.cluster,
-            recipe=fit.recipe,
+            recipe=recipe,
             sync=fit.sync,
             ranks=self.ranks.num_ranks,
             cut=self.place.cut,
@@ -456,6 +471,8 @@ class _Basis:
         if self.cluster.links_per_node is None:  # gathering weights has no price: as much of it as usual
             gathering = attrgetter("sync", "recipe.zero_stage", "recipe.shard_ranks", "recipe.reduce")
             fits = [fit for fit in fits if gathering(fit) == gathering(usual)]
+        if data.least_tokens > 1:  # loops of lengths that come at run time recompute all micro-batches alike
+            fits = [fit for fit in fits if not fit.level_tokens]
         candidates = []
         for fit in fits:
             with suppress(FcpError):  # no room for this padding, these stages

@@ -163,7 +163,17 @@ def require_causal(metadata: PlanMetadata, path: Path, loop: str) -> None:
         )
 
 
-def require_training(metadata: PlanMetadata) -> None:
-    """Raise RunError if a loop that trains was given a plan of forward passes, which have room for more tokens."""
+def require_training(metadata: PlanMetadata, path: Path | None = None, loop: str | None = None) -> None:
+    """Raise RunError if a loop that trains was given a plan that has room for more tokens than it holds.
+
+    Args:
+        metadata, path: of the plan.
+        loop: name of one that recomputes all micro-batches alike; None: it recomputes as a plan says.
+    """
     if metadata.phase == "forward":
         raise RunError(NO_TRAINING)
+    if loop is not None and metadata.recipe is not None and metadata.recipe.recompute == "as-needed":
+        raise RunError(
+            f"{path} was planned with --recompute as-needed, which {loop} cannot choose for each micro-batch; plan "
+            "with --recompute selective"
+        )

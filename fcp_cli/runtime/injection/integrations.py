@@ -6,13 +6,14 @@ further modules by entry points of the group `fcp.integrations`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Protocol, cast
 
+from fcp_cli.cost.recompute_levels import RecomputeLevel
 from fcp_cli.errors import FcpError
 from fcp_cli.plugins import Registry
 from fcp_cli.recipe import Recompute
@@ -76,7 +77,7 @@ class ModelPreparation(Protocol):
     def prepare(self, model: Any) -> None:
         """Run the model's attention on the ring of the current micro-batch."""
 
-    def recompute_layers(self, model: Any, how: Recompute) -> None:
+    def recompute_layers(self, model: Any, how: Recompute, levels: Sequence[RecomputeLevel] = ()) -> None:
         """Recompute the activations of each layer in backward."""
 
     def weights_to_come(self) -> AbstractContextManager[None]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from fcp_cli.cost.profile import parse_cost_profile
+from fcp_cli.cost.recompute_levels import RecomputeLevel
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.runtime.agreement.grad_ring import GradRingDtype, agreed_grad_dtype
 from fcp_cli.runtime.agreement.plan_agreement import agree_on_plan
@@ -110,6 +113,14 @@ class RankJob:
     def connect(self) -> None:
         """Open the connections between all ranks that meet in rings of the plan. Every process calls it, once."""
         self.connections.open_all(planned_hops(self.plan), report=report_to_stderr(self.world.rank, self.device))
+
+    @cached_property
+    def recompute_levels(self) -> tuple[RecomputeLevel, ...]:
+        """Return the levels by which layers recompute as needed; none if the plan's recipe is another."""
+        recipe, text = self.metadata.recipe, self.metadata.cost_profile
+        if recipe is None or recipe.recompute != "as-needed":
+            return ()
+        return parse_cost_profile(text, name="the plan's cost profile").recompute_levels
 
     @property
     def rank(self) -> int:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -48,7 +49,7 @@ coefficients:
   key_value_exchange_bytes_per_token: {exchange}
   exchange_seconds: {hop}
 step: {{wave_floor_seconds: {floor}}}
-bandwidth_bytes_per_second: {{intra_node: {intra}, inter_node: {inter}}}
+{levels}bandwidth_bytes_per_second: {{intra_node: {intra}, inter_node: {inter}}}
 common_ground:
   coefficients:
     attention_seconds_per_token2: 0.01
@@ -57,6 +58,17 @@ common_ground:
     microbatch_seconds: {beta}
   bandwidth_bytes_per_second: {{intra_node: {intra}, inter_node: {inter}}}
 """
+
+
+# From the fewest tokens of a rank on, or from some; in one line, or in three, each dearer than the one before.
+_LEVELS = {
+    "alike": "",
+    "cheap": "- {recompute: none, tokens: 3}\n- {recompute: selective, tokens: 20, seconds_per_token: 0.05}\n",
+    "dear": "- {recompute: none, tokens: 7}\n- {recompute: selective, tokens: 20, seconds_per_token: 1.5}\n",
+    "frontier": "- {recompute: none, tokens: 2}\n- {recompute: activation, tokens: 4, seconds_per_token: 0.1}\n"
+    "- {recompute: elementwise, tokens: 9, seconds_per_token: 0.3}\n"
+    "- {recompute: selective, tokens: 20, seconds_per_token: 1.0}\n",
+}
 
 
 # Halos of three tokens, which take one message or several: from cheap to dear, and on the ring.
@@ -98,7 +110,7 @@ class Exhaustive:
         crosses = len(set(nodes)) > 1
         if work.windows is not None:
             linear += float(work.windows.seconds.sum())
-        return min(
+        return self.recomputation_seconds(tokens / degree) + min(
             self.split_seconds(attention, linear, tokens, degree, heads_degree, crosses=crosses)
             + self.halo_seconds(work.tokens.tolist(), degree, heads_degree, crosses=crosses)
             for heads_degree in ((1, 2, 4) if self.problem.attention else (1,))
@@ -129,6 +141,16 @@ class Exhaustive:
         exposed = c.exposed_ring_share * (ring - home) + home
         attention = (attention + c.chunk_seconds_per_token * tokens * hops) / degree
         return c.microbatch_seconds + linear / degree + max(attention, ring - exposed) + exposed + exchange
+
+    def recomputation_seconds(self, tokens: float) -> float:
+        """The seconds of layers of two levels, as many of the dearer as the bytes that the other keeps leave."""
+        levels = self.problem.profile.recompute_levels
+        if not levels or tokens <= levels[0].tokens:
+            return 0.0
+        low, high = next((low, high) for low, high in pairwise(levels) if tokens <= high.tokens)
+        # A layer keeps 1 / its level's tokens of the room, for each token.
+        share = (tokens / low.tokens - 1.0) / (tokens / low.tokens - tokens / high.tokens)
+        return tokens * ((1.0 - share) * low.seconds_per_token + share * high.seconds_per_token)
 
     def halo_seconds(self, lengths: list[int], degree: int, heads_degree: int, *, crosses: bool) -> float:
         """The seconds of the halos of sequences in a ring of sets of `heads_degree` ranks."""
@@ -214,6 +236,7 @@ def _subsets(mask: int) -> Iterator[int]:
 @settings(max_examples=40)
 @given(data=st.data())
 def test_no_schedule_beats_the_bound_and_the_planner_is_one_of_them(sync: Sync, data: st.DataObject) -> None:
+    levels = _LEVELS[data.draw(st.sampled_from(sorted(_LEVELS)), label="levels")]
     text = _PROFILE.format(
         linear=data.draw(st.sampled_from(["0.02", "0.1", "1.0"]), label="linear"),
         beta=data.draw(st.sampled_from(["0.0", "0.3", "3.0"]), label="beta"),
@@ -225,6 +248,7 @@ def test_no_schedule_beats_the_bound_and_the_planner_is_one_of_them(sync: Sync, 
         exchange=data.draw(st.sampled_from(["0.1", "1.0"]), label="exchange"),
         windows=_WINDOWS[data.draw(st.sampled_from(sorted(_WINDOWS)), label="windows")],
         floor=data.draw(st.sampled_from(["0.0", "1.0", "4.0"]), label="floor"),
+        levels=levels and f"recipe: {{recompute: as-needed}}\nrecompute_levels:\n{levels}",
         intra=data.draw(st.sampled_from(["10.0", "2.0"]), label="intra"),
         inter=data.draw(st.sampled_from(["10.0", "1.0", "0.5"]), label="inter"),
     )
@@ -257,6 +281,33 @@ def test_no_schedule_beats_the_bound_and_the_planner_is_one_of_them(sync: Sync, 
         assert wave_bound(sequences, planner_inputs(problem)) <= optimum * (1 + 1e-9)
         assert crowd_bound(0.0, sequences, planner_inputs(problem)) <= optimum * (1 + 1e-9)
     assert optimum <= planned * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("sync", ["iteration", "microbatch"])
+def test_where_each_rank_holds_the_tokens_that_cost_the_least_each_no_gap_is_left(sync: Sync) -> None:
+    """Nine of the frontier: fixed seconds of 3 and 2.7 of recomputation; with more, or less, each token costs more."""
+    few: dict[str, str] = dict.fromkeys(("hop", "exposed", "chunk", "home", "floor"), "0.0")
+    text = _PROFILE.format(
+        **few,
+        linear="0.02",
+        beta="3.0",
+        kv="1",
+        exchange="1.0",
+        windows="",
+        intra="2.0",
+        inter="1.0",
+        levels=f"recipe: {{recompute: as-needed}}\nrecompute_levels:\n{_LEVELS['frontier']}",
+    )
+    problem = Problem(
+        num_ranks=3, ranks_per_node=3, tokens_per_rank=20, sync=sync, profile=parse_cost_profile(text, name="test")
+    )
+    table = LengthTable(name="lengths", length_tokens=np.array([9, 9, 9], dtype=np.int64))
+    batches = GlobalBatches(table, problem, BatchSettings(global_batch_size=3, shuffle=False))
+    batch = batches.batch(0)
+    makespan = assemble(make_solver(batches).assign(batch), batch, problem).makespan_seconds
+    assert makespan == pytest.approx(3.0 + 2.7 + 9 * 0.02 + 81 * 0.01)
+    assert lower_bound_seconds(batch.work, problem) == pytest.approx(makespan, rel=1e-6)
+    assert lower_bound_seconds(batch.work, problem) <= makespan * (1 + 1e-9)
 
 
 def test_long_sequences_that_crowd_into_one_wave_raise_the_bound_to_what_can_be_planned() -> None:

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fcp_cli.console import Assumptions
+from fcp_cli.errors import UsageError
 from fcp_cli.memory.fitting import LEAST_TOKENS, all_fits
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.planning.dataset.verdict import MEGATRON, _planned_again
@@ -21,7 +22,7 @@ from fcp_cli.planning.settings import recipe_search
 from fcp_cli.planning.settings.options import PlanRequest
 from fcp_cli.planning.settings.recipe_search import RecipeCandidate, RecipeChoice, quickest_recipe, sampled_seconds
 from fcp_cli.planning.settings.settings import PlanInputs, problem_under, resolve, resolve_problem
-from fcp_cli.recipe import RecipeRequest
+from fcp_cli.recipe import RecipeRequest, Recompute
 from tests.planning.examples import compile_planner, long_tail
 
 
@@ -107,6 +108,57 @@ def test_the_lines_name_the_runner_up_and_the_first_that_leaves_16k_tokens(tmp_p
     assert ", sync " in assumptions.assumed["runner-up"] and "%" in assumptions.assumed["runner-up"]
 
 
+def test_as_needed_is_quicker_than_any_one_level_and_a_plan_of_it_is_sound(tmp_path: Path) -> None:
+    def of(recompute: Recompute) -> PlanInputs:
+        return inputs_of(tmp_path, recipe=RecipeRequest(recompute=recompute, zero="3"), sync="microbatch")
+
+    as_needed = of("as-needed")
+    sample = [as_needed.batches().batch(step).rows for step in range(2)]
+    sequences = [as_needed.table.take(rows) for rows in sample]
+    uniform = [
+        sampled_seconds(of(kind).problem, sequences) for kind in ("none", "activation", "elementwise", "selective")
+    ]
+    assert sampled_seconds(as_needed.problem, sequences) < min(uniform)
+    levels = as_needed.problem.profile.recompute_levels
+    assert levels[-1].tokens == as_needed.problem.tokens_per_rank
+    assert as_needed.problem.recipe is not None and as_needed.problem.recipe.recompute == "as-needed"
+
+
+def test_a_profile_with_levels_gets_those_of_the_ranks_that_it_plans_for(tmp_path: Path) -> None:
+    recipe = RecipeRequest(recompute="as-needed", zero="3")
+    first = inputs_of(tmp_path, recipe=recipe, sync="microbatch").problem
+    profile = tmp_path / "levels.yaml"
+    profile.write_text(first.profile.text, encoding="utf-8")
+    given: dict[str, Any] = {"model": None, "cluster": None, "profile": profile}
+    same, fewer = (inputs_of(tmp_path, ranks=ranks, sync="microbatch", **given).problem for ranks in (16, 8))
+    assert same.profile.recompute_levels == first.profile.recompute_levels
+    assert fewer.profile.recompute_levels[-1].tokens == fewer.tokens_per_rank < first.tokens_per_rank
+    assert fewer.profile.recompute_levels[0].seconds_per_token == 0
+    profile.write_text(
+        inputs_of(tmp_path, recipe=RecipeRequest(recompute="none")).problem.profile.text, encoding="utf-8"
+    )
+    with pytest.raises(UsageError, match="has no recompute_levels, by which --recompute as-needed chooses"):
+        inputs_of(tmp_path, recipe=RecipeRequest(recompute="as-needed"), **given)
+
+
+@pytest.mark.parametrize(("gain", "offloads"), [(0.005, False), (0.02, True)])
+def test_offloading_must_gain_a_hundredth(
+    gain: float, offloads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = inputs_of(tmp_path)
+    of = {
+        fit.recipe.offload: fit for fit in (one.fit for one in candidates_of(inputs)) if fit.recipe.recompute == "full"
+    }
+    pair = [one for one in candidates_of(inputs) if one.fit.key in {of[name].key for name in ("none", "activations")}]
+    seconds = {"none": 1.0, "activations": 1.0 - gain}
+    assert [one.fit.recipe.offload for one in pair] == ["none", "activations"]
+    monkeypatch.setattr(recipe_search, "sampled_seconds", lambda problem, *_, **__: seconds[problem.recipe.offload])
+    assert inputs.data is not None
+    found = quickest_recipe(pair, pair[0].fit, inputs.data)
+    assert found is not None and (found.fit.recipe.offload == "activations") == offloads
+    assert len(found.others) == 1 and found.others[0][0] != found.fit
+
+
 def test_only_settings_that_were_left_open_are_searched(tmp_path: Path) -> None:
     fixed = RecipeRequest(zero="2", recompute="selective", shard_ranks=8)
     inputs = inputs_of(tmp_path, recipe=fixed, sync="iteration")
@@ -117,9 +169,9 @@ def test_only_settings_that_were_left_open_are_searched(tmp_path: Path) -> None:
 
 
 def test_a_recipe_that_cannot_hold_the_longest_sequence_is_none(tmp_path: Path) -> None:
-    short, long = [4096] * 64, [4096] * 63 + [400_000]
-    assert inputs_of(tmp_path, lengths=short).problem.tokens_per_rank * 16 < 400_000
-    assert inputs_of(tmp_path, lengths=long).problem.tokens_per_rank * 16 >= 400_000
+    short, long = [4096] * 64, [4096] * 63 + [700_000]
+    assert inputs_of(tmp_path, lengths=short).problem.tokens_per_rank * 16 < 700_000
+    assert inputs_of(tmp_path, lengths=long).problem.tokens_per_rank * 16 >= 700_000
     one_rank = [4096] * 63 + [60_000]
     assert inputs_of(tmp_path, lengths=one_rank, max_degree=1).problem.tokens_per_rank >= 60_000
 

@@ -85,6 +85,7 @@ GRADIENT_CASES: Mapping[str, tuple[str, Case]] = {
             offloads=True,
         ),
     ),
+    "qwen3 fsdp as needed": (WAVES, Case(family="qwen3", wrapping="fsdp", recompute="as-needed", labelled=True)),
     "llama hsdp chunked fp32": (
         WAVES,
         Case(family="llama", wrapping="hsdp", loss="chunked", recompute="non-reentrant", dtype=torch.float32),
