@@ -18,7 +18,7 @@ WORKER = Footprint(spec=load_model("qwen3-8b"), recipe=Recipe(), layers=6, ranks
 
 
 @pytest.mark.parametrize("precision", ["bf16", "amp", "fp32"])
-@pytest.mark.parametrize("recompute", get_args(Recompute))
+@pytest.mark.parametrize("recompute", get_args(Recompute)[:-1])  # the last mixes others
 @pytest.mark.parametrize("model", ["qwen3-8b", "qwen3-vl-8b", "llama3-8b", "internvl3-8b"])
 def test_every_part_of_a_measurement_of_an_8b_model_fits_80_gb(
     model: str, precision: PrecisionName, recompute: Recompute

