@@ -89,18 +89,22 @@ def least_of_tiers(prices: FloatArray, degree: int, inputs: PlannerInputs) -> fl
 
 
 @kernel
-def work_in_rings(sequences: Sequences, inputs: PlannerInputs) -> FloatArray:
-    """Return [sequences] rank-seconds that each adds to any pack that holds it, at least.
+def work_in_rings(longest_wave: float, sequences: Sequences, inputs: PlannerInputs) -> FloatArray:
+    """Return [sequences] rank-seconds that each adds to any pack that holds it and ends within `longest_wave` seconds.
 
-    Its work, and, where it needs a ring of d ranks or more, t (k (d - 1) + e (c_d (d - 1) - g_d) + g_d): see
-    `_least_area`. What a pack pays once is not in it, nor is a ring where sets of ranks may share heads.
+    Its work, and, if it needs a ring of d ranks or more, t (k (d - 1) + e (c_d (d - 1) - g_d) + g_d): see
+    `_least_area`. What a pack pays once is not in it, nor is a ring if sets of ranks may share heads.
     """
     least = np.zeros(len(sequences.work))
     for i in range(len(least)):
         least[i] = sequences.work[i]
-        degree = (sequences.tokens[i] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank
         # If sets may share heads, a ring of fewer sets costs less, so that nothing is certain.
-        if degree > 1 and not len(inputs.splits.heads):
+        if len(inputs.splits.heads):
+            continue
+        degree = (sequences.tokens[i] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank
+        while degree < inputs.num_ranks and alone_at_best(i, degree, sequences, inputs) > longest_wave:
+            degree += 1
+        if degree > 1:
             home = home_seconds(degree, inputs)
             exposed = inputs.prices.exposed * (traffic_seconds(degree, degree, inputs) - home) + home
             least[i] += (inputs.prices.chunk * (degree - 1) + exposed) * sequences.tokens[i]

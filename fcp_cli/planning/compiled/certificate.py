@@ -17,7 +17,14 @@ import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.compiling.compile import inlined, kernel, leaf
-from fcp_cli.planning.compiled.alone import alone_at_best, at_best, home_seconds, least_of_tiers, traffic_seconds
+from fcp_cli.planning.compiled.alone import (
+    alone_at_best,
+    at_best,
+    home_seconds,
+    least_of_tiers,
+    traffic_seconds,
+    work_in_rings,
+)
 from fcp_cli.planning.compiled.core import (
     Load,
     PlannerInputs,
@@ -36,6 +43,7 @@ from fcp_cli.planning.compiled.core import (
 
 _STEPS = 24  # of bisection: 2^-24 of the interval is finer than any gap that is shown, and the bound holds at each step
 _LONGEST = 4  # sequences whose wave is tried: each is a bound by itself, and those with less work bound less
+_NARROWINGS = 4  # of the interval in which a makespan that the waves' bounds refute is sought
 _GRID = 1.003  # ratio of the lengths of a wave that are tried; the bound loses no more than that
 _MARGIN = 1e-9  # relative; keeps rounding on the safe side
 
@@ -140,10 +148,11 @@ def area_bound(simple: float, waves: bool, sequences: Sequences, inputs: Planner
     """Return the makespan below which not even the areas of all micro-batches fit into N ranks.
 
     If a schedule of makespan T exists, every micro-batch ends within T, so each sequence takes its least area for T
-    (`_least_area`, a function that falls with T), and on top each rank pays beta for each of its micro-batches: on the
-    mean at least `_microbatches` of them and at least one (an idle rank wastes T >= beta), under waves at least
-    ceil(tokens / (N E)). With recomputation, beta and S(h) for h tokens of a rank are at least h times their least sum
-    per token, that of `shared_tokens`. Their sum over N must be <= T; bisection keeps the largest T that is refuted.
+    (`_least_area`, a function that falls with T). Under waves it ends within T - `other_waves`, which stands for T
+    there. On top each rank pays beta for each of its micro-batches: on the mean at least `_microbatches` of them and at
+    least one (an idle rank wastes T >= beta), under waves at least ceil(tokens / (N E)). With recomputation, beta and
+    S(h) for h tokens of a rank are at least h times their least sum per token, that of `shared_tokens`. Their sum over
+    N must be <= T; bisection keeps the largest T that is refuted.
     """
     n = len(sequences.work)
     tokens = total_of(sequences.tokens) / inputs.num_ranks
@@ -154,18 +163,19 @@ def area_bound(simple: float, waves: bool, sequences: Sequences, inputs: Planner
         outlasting = max(outlasting, sequences.attention[i] / sequences.tokens[i])
         linear_per_token = min(linear_per_token, sequences.linear[i] / sequences.tokens[i])
     refuted, held = simple * (1.0 - _MARGIN), np.inf
+    others = other_waves(sequences, inputs) if waves else 0.0
     for _step in range(_STEPS):
         # The simple bound first: where it holds, one pass over the sequences is all.
         makespan = simple * (1.0 + _MARGIN) if _step == 0 else 0.5 * (refuted + held)
         # No upper end is known yet: grow by a quarter until a makespan is not refuted.
         if held == np.inf and _step:
             makespan = refuted * 1.25
-        total = 0.0
+        total, longest = 0.0, makespan - others
         for i in range(n):
-            if inputs.prices.beta + sequences.work[i] <= makespan and sequences.tokens[i] <= inputs.tokens_per_rank:
+            if inputs.prices.beta + sequences.work[i] <= longest and sequences.tokens[i] <= inputs.tokens_per_rank:
                 total += sequences.work[i]
             else:
-                total += _least_area(i, makespan, outlasting, sequences, inputs)
+                total += _least_area(i, longest, outlasting, sequences, inputs)
         count = _microbatches(makespan, tokens, linear_per_token, inputs)
         # The margin keeps a step that fills its waves exactly from counting one wave more.
         count = max(1.0, np.ceil(tokens / inputs.tokens_per_rank - _MARGIN) if waves else count)
@@ -177,6 +187,28 @@ def area_bound(simple: float, waves: bool, sequences: Sequences, inputs: Planner
         else:
             refuted = makespan
     return float(refuted)
+
+
+@kernel
+def other_waves(sequences: Sequences, inputs: PlannerInputs) -> float:
+    """Return the least seconds of all waves but one, whichever that one is.
+
+    No wave does more than the work of the densest N E tokens. The others do the rest, at best evenly; there are at
+    least ceil(tokens / (N E)) - 1 of them, each of which pays beta, and lasts for its floor.
+    """
+    room = inputs.num_ranks * inputs.tokens_per_rank
+    count = max(0, (total_of(sequences.tokens) - 1) // room)
+    density, _thin = _densities(sequences)
+    left = total_of(sequences.work)
+    for i in falling_order(density):
+        taken = min(room, sequences.tokens[i])
+        left -= sequences.work[i] * taken / sequences.tokens[i]
+        room -= taken
+        if room == 0:
+            break
+    # The margin: of no work left, sums in another order leave a last bit.
+    seconds = (1.0 - _MARGIN) * max(0.0, left) / inputs.num_ranks + inputs.prices.beta * count
+    return float(max(seconds, inputs.floor * count))
 
 
 @kernel
@@ -223,8 +255,9 @@ def _wave_of(
     at most d delta if attention hides all of j's ring that may hide; if not, they bring x tokens with
     (c_d (d - 1) + thin) x <= d delta and work <= dense x (thin, dense: least l / t and greatest w / t of any sequence).
     If u ranks share heads, T and c are those of the ring of d / u sets, and x tokens are exchanged as well.
-    Other waves do the rest of the work, at least rest / N seconds, and pay beta each. The sum is convex and piecewise
-    linear in delta: its least value lies at delta = 0 or where Y stops growing. If X could grow by more than N per
+    Other waves do the rest of the work, at least rest / N seconds, and pay beta each; any rest takes one wave at least.
+    As long as there is a rest the sum is convex and piecewise linear in delta: its least value lies at delta = 0 or
+    where Y stops growing, or else where nothing is left. If X could grow by more than N per
     second, only T(j, d) and the other waves' beta are counted.
     """
     num_ranks, beta = inputs.num_ranks, inputs.prices.beta
@@ -246,16 +279,17 @@ def _wave_of(
             if growth > num_ranks:
                 least = min(least, shortest + more_waves)
                 continue
-            value = np.inf
-            # Convex and piecewise linear: the least value is at one of its two corners.
-            for corner in range(2):
-                delta = 0.0
-                if corner:
-                    delta = held / others - (shortest - beta) if others else 0.0
-                    if delta <= 0.0:
-                        continue
-                done = sequences.work[j] + growth * delta + min(others * (shortest + delta - beta), held)
-                value = min(value, shortest + delta + more_waves + max(0.0, total - done) / num_ranks)
+            grown = sequences.work[j] + others * (shortest - beta)
+            # All work is done in this wave from here on: either term of Y may be what it lacks.
+            enough = max(0.0, (total - grown) / (growth + others), (total - sequences.work[j] - held) / growth)
+            value = shortest + more_waves + enough
+            # Before that: convex and piecewise linear, so that the least value is at one of its two corners.
+            for delta in (0.0, held / others - (shortest - beta) if others else 0.0):
+                if 0.0 <= delta < enough:
+                    done = min(grown + (growth + others) * delta, sequences.work[j] + growth * delta + held)
+                    # Work that is left takes a wave, even if all tokens would fit into this one.
+                    further = max(more_waves, beta) + (total - done) / num_ranks
+                    value = min(value, shortest + delta + further)
             least = min(least, value)
     return float(least)
 
@@ -495,3 +529,35 @@ def crowd_bound(at_least: float, sequences: Sequences, inputs: PlannerInputs) ->
             makespan = step_end
         best = max(best, bound * (1.0 - _MARGIN))
     return float(best)
+
+
+@kernel
+def waves_bound(at_least: float, sequences: Sequences, inputs: PlannerInputs) -> float:
+    """Return the largest of `wave_bound` and `crowd_bound`, both with work in rings; `at_least` if they are no better.
+
+    In a schedule that ends before B no wave outlasts B - `other_waves`, so that each sequence has a ring no narrower
+    than it takes to end by then. If the bounds with that work are B or more, there is no such schedule. Both fall with
+    B: the largest such B lies between the bound without a limit and the bound at that bound.
+    """
+    others = other_waves(sequences, inputs)
+    refuted = _bound_of_waves(np.inf, at_least, sequences, inputs)
+    # Heads that are split leave no ring certain: no limit changes anything.
+    high = refuted if len(inputs.splits.heads) else _bound_of_waves(refuted - others, refuted, sequences, inputs)
+    makespan = high
+    for _narrowing in range(_NARROWINGS):
+        if high <= refuted * (1.0 + _MARGIN):
+            break
+        if _bound_of_waves(makespan - others, 0.0, sequences, inputs) >= makespan:
+            refuted = makespan
+        else:
+            high = makespan
+        makespan = 0.5 * (refuted + high)
+    return float(refuted)
+
+
+@kernel
+def _bound_of_waves(longest_wave: float, at_least: float, sequences: Sequences, inputs: PlannerInputs) -> float:
+    ringed = Sequences(
+        sequences.attention, sequences.linear, work_in_rings(longest_wave, sequences, inputs), sequences.tokens
+    )
+    return float(crowd_bound(max(at_least, wave_bound(ringed, inputs)), ringed, inputs))

@@ -109,7 +109,7 @@ def make_pool(sequences: Sequences, inputs: PlannerInputs) -> Any:
         np.zeros(n, dtype=np.int64),
         np.zeros(n, dtype=np.int64),
         np.zeros(n),
-        work_in_rings(sequences, inputs),
+        work_in_rings(np.inf, sequences, inputs),
         most_work(sequences, inputs),
     )
 
