@@ -8,7 +8,8 @@
         list candidate targets: ends of the longest sequence, and a grid         candidates
         rate each: target + penalty + least seconds of its remainder             outlook, _least_for_rest
         fill waves by the best rated targets; keep the one with the least        _choose_wave
-            seconds + penalty + least seconds of its true remainder
+            seconds + penalty + least seconds of its true remainder; on a detour,
+            drop it and the targets like it, and choose again
         continue with the remainder of that wave
 
 No array overflows: every wave takes a sequence at least, so there are at most as many waves as sequences; and the
@@ -38,6 +39,8 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 # Of the seconds that refused work would fill, as a penalty: the bound of the remainder, which shares all work evenly,
 # does not see that such work needs rings in a later wave.
 _REFUSAL = 0.25
+# Of a target's seconds, within which another one fills much the same wave.
+_ALIKE = 0.005
 
 
 class Targets(NamedTuple):
@@ -235,10 +238,18 @@ def _copy(values: IntArray, count: int, to: IntArray) -> None:
 
 @kernel
 def _choose_wave(
-    fills: int, count: int, targets: Targets, pool: Pool, sequences: Sequences, inputs: PlannerInputs, wave: Wave
+    passes: int,
+    fills: int,
+    count: int,
+    targets: Targets,
+    pool: Pool,
+    sequences: Sequences,
+    inputs: PlannerInputs,
+    wave: Wave,
 ) -> Any:
     """Choose the next wave among the `fills` best rated targets, and keep its remainder in `pool.kept`.
 
+    The best is passed over so many times.
     Waves are filled with single ranks in pairs; at last once more with the winner's target and ranks one by one. Where
     no target took anything that is the first one, by which the longest sequence ends.
 
@@ -249,26 +260,35 @@ def _choose_wave(
     for c in range(found):
         targets.worth[c] = -targets.value[c]
     by_value = falling_order(targets.worth[:found])
-    least, chosen, chosen_pair, kept = np.inf, 0, True, -1
+    last = 0.0
     tried = min(fills, found)
-    for x in range(tried + 1):
-        pair = x < tried
-        c = by_value[x] if pair else chosen
-        if pair and targets.value[c] >= least:  # rated as if small sequences were a fluid, which real ones seldom beat
-            continue
-        seconds, rest, left = _fill_and_rate(targets.seconds[c], pair, count, pool, sequences, inputs, wave)
-        value = seconds + targets.penalty[c] + rest
-        if value < least:
-            least, chosen, chosen_pair, kept = value, c, pair, left
-            _copy(pool.left_over, left, pool.kept)
+    for p in range(passes + 1):
+        # A detour: neither the target that won last nor those that are much the same.
+        for c in range(found if p else 0):
+            if abs(targets.seconds[c] - last) <= _ALIKE * last:
+                targets.value[c] = np.inf
+        least, chosen, chosen_pair, kept = np.inf, 0, True, -1
+        for x in range(tried + 1):
+            pair = x < tried
+            c = by_value[x] if pair else chosen
+            # Rated as if small sequences were a fluid, which real ones seldom beat.
+            if pair and targets.value[c] >= least:
+                continue
+            seconds, rest, left = _fill_and_rate(targets.seconds[c], pair, count, pool, sequences, inputs, wave)
+            value = seconds + targets.penalty[c] + rest
+            if value < least:
+                least, chosen, chosen_pair, kept = value, c, pair, left
+                _copy(pool.left_over, left, pool.kept)
+        last = targets.seconds[chosen]
     return targets.seconds[chosen], chosen_pair, kept
 
 
 @kernel
-def search(limit: float, tries: int, fills: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
+def search(detours: IntArray, limit: float, tries: int, fills: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Search greedily over waves, as the module says.
 
     Args:
+        detours: how many times the first waves, one by one, pass over the best target; later waves never do.
         limit: seconds of a step that is known; only a quicker one is of interest.
         tries: candidate targets rated for each wave.
         fills: of which so many are filled.
@@ -298,7 +318,9 @@ def search(limit: float, tries: int, fills: int, sequences: Sequences, inputs: P
                 last = last_wave(pair, best - done, tolerance, count, pool, sequences, inputs, wave)
                 if done + last < best:
                     best, best_wave, best_target, best_pair = done + last, w, last, pair
-        target, pair, left = _choose_wave(fills, count, options, pool, sequences, inputs, wave)
+        target, pair, left = _choose_wave(
+            detours[w] if w < len(detours) else 0, fills, count, options, pool, sequences, inputs, wave
+        )
         # No target took anything: the best step so far stands.
         if left < 0:
             break
@@ -316,13 +338,21 @@ def search(limit: float, tries: int, fills: int, sequences: Sequences, inputs: P
 
 
 @kernel
-def plan(limit: float, tries: int, fills: int, is_last: bool, sequences: Sequences, inputs: PlannerInputs) -> Any:
+def plan(
+    detours: IntArray,
+    limit: float,
+    tries: int,
+    fills: int,
+    is_last: bool,
+    sequences: Sequences,
+    inputs: PlannerInputs,
+) -> Any:
     """Search, and write down the waves that were found: all, or where more sequences follow all but the last.
 
     Returns:
         The targets, none if no step is quicker than the limit; and the waves as `replay` returns them.
     """
-    _seconds, targets, pairs = search(limit, tries, fills, sequences, inputs)
+    _seconds, targets, pairs = search(detours, limit, tries, fills, sequences, inputs)
     kept = len(targets) if is_last else max(0, len(targets) - 1)
     return targets, replay(targets[:kept], pairs[:kept], sequences, inputs)
 

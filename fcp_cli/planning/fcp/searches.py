@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -80,12 +80,23 @@ def best_of(candidates: Iterable[Candidate], bound_seconds: Callable[[], float],
 
 
 def assign_waves(
-    order: IntArray, sequences: Sequences, inputs: PlannerInputs, limit_seconds: float = np.inf
+    order: IntArray,
+    sequences: Sequences,
+    inputs: PlannerInputs,
+    limit_seconds: float = np.inf,
+    detours: Sequence[int] = (),
 ) -> Assignment | None:
     """Plan waves; None if that takes as long as a step that is known.
 
     A step of very many waves is planned in parts, each with the last wave of the part before: the search looks
     at all that waits for every wave, so that its time grows with the square of the waves.
+
+    Args:
+        order: [sequences] position in the batch of each sequence.
+        sequences: by falling work.
+        inputs: the ranks and their prices.
+        limit_seconds: of a step that is known.
+        detours: see `microbatch.search`; of each part.
     """
     found, held, waves = [], np.empty(0, dtype=np.int64), 0
     seconds, work = 0.0, float(sequences.work.sum())  # planned, and not yet planned
@@ -100,7 +111,9 @@ def assign_waves(
             tokens=sequences.tokens[members],
         )
         is_last = number == len(parts)
-        targets, written = microbatch.plan(limit, _TARGETS_PER_WAVE, _FILLS_PER_WAVE, is_last, own, inputs)
+        targets, written = microbatch.plan(
+            np.array(detours, dtype=np.int64), limit, _TARGETS_PER_WAVE, _FILLS_PER_WAVE, is_last, own, inputs
+        )
         if len(targets) == 0:
             return None
         last = len(targets) if is_last else len(targets) - 1

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -47,7 +48,8 @@ _SYNCS: tuple[Sync, ...] = ("iteration", "microbatch")
 _LESS_TOKENS = 0.8, 0.5  # of a rank's, with which a step is planned again where the gap is large
 _FEW_RANKS, _LEFT_OVER = 128, 1 / 8  # up to so many ranks one degree may leave such a share of them over
 _FEW_SEQUENCES = 256  # up to which timelines are planned again so
-_FLOOR_SHARES = 1 / 8, 1 / 4, 1 / 2  # of a wave's floor, by which micro-batches are made dearer in turn
+_DETOURS = 3, 2  # waves that pass over their best target, one after the other, and how many times at most
+_DEARER = 1.0, 1.3, 1.7  # micro-batches than the profile says: waves then are fewer
 _EXPECTED_FILL = 0.92  # of waves to come: a wave that leaves few tokens more then pays no whole wave for them
 _CHOOSING_STEPS = 16  # planned again and again to choose groups under a limit
 _PRICED_STEPS = 16  # planned with and without a limit
@@ -303,6 +305,8 @@ class FcpSolver:
         for name, inputs, work in self._perturbed_inputs(batch.work):
             other = replace(self, inputs=inputs)
             yield Candidate(name, partial(self._perturbed, other, name, replace(batch, work=work), batch), CLOSE_ENOUGH)
+        if self.problem.sync == "microbatch":
+            yield Candidate("detours", partial(self._again_with_detours, batch), CLOSE_ENOUGH)
         if not self.options and is_tiny(batch, self.problem):
             yield Candidate("exact", partial(self._exact, batch), 0.0)
 
@@ -393,20 +397,44 @@ class FcpSolver:
 
     def _perturbed_inputs(self, work: Work) -> Iterator[tuple[str, PlannerInputs, Work]]:
         """Yield inputs and work by which the greedy search goes other ways."""
-        if self.problem.sync == "iteration":
-            return
         encoder = encoder_seconds(work, self.problem.profile)
-        if self.problem.profile.step.lockstep and encoder.any():
+        if self.problem.sync == "microbatch" and self.problem.profile.step.lockstep and encoder.any():
             # Waves wait for the slowest encoder and then for the slowest rest: more even in the one, or in the other.
             yield "even without encoder", self.inputs, replace(work, linear_seconds=work.linear_seconds - encoder)
             yield "even encoder", self.inputs, replace(work, linear_seconds=work.linear_seconds + encoder)
-        filled = self.inputs._replace(fill=_EXPECTED_FILL)
-        yield f"waves to come {_EXPECTED_FILL:g} full", filled, work
-        if self.inputs.floor:
-            for share in _FLOOR_SHARES:
-                beta = self.inputs.prices.beta + share * self.inputs.floor
-                yield f"micro-batches dearer by {share:g} of the floor", repriced(self.inputs, beta=beta), work
-                yield f"the same, waves to come {_EXPECTED_FILL:g} full", repriced(filled, beta=beta), work
+
+    def _again_with_detours(self, batch: Batch, found: Found) -> Found:
+        """Search for waves again: by other ratings, then with detours from the best."""
+        assert found.assignment is not None, "the schedules of one degree come first"
+        plain = without_splits(self.inputs) if found.name.startswith("rings, ") else self.inputs
+        order, sequences = by_falling_work(batch.work)
+        waves = int(found.assignment.wave.max()) + 1
+
+        def again(name: str, inputs: PlannerInputs, detours: Sequence[int], found: Found) -> Found:
+            # The search pays the dearer price in each wave; it needs no more waves for that.
+            dearer = waves * (inputs.prices.beta - plain.prices.beta)
+
+            def assign(_work: Work, *given: Any) -> Assignment | None:
+                return assign_waves(*given[:-1], given[-1] + dearer, detours)
+
+            return self._search(batch, order, sequences, inputs, name, found, assign=assign)
+
+        name, inputs = "waves", plain
+        for fill, dearer in list(product((0.0, _EXPECTED_FILL), _DEARER))[1:]:
+            label = f"waves to come {fill or 1:g} full, micro-batches {dearer:g} times as dear"
+            other = repriced(plain._replace(fill=fill), beta=dearer * plain.prices.beta)
+            answer = again(label, other, (), found)
+            if answer is not found:
+                found, name, inputs = answer, label, other
+        kept: tuple[int, ...] = ()
+        for wave in range(min(_DETOURS[0], waves - 1)):  # the last wave takes what is left
+            best = (*kept, 0)
+            for passes in range(1, _DETOURS[1] + 1):
+                answer = again(f"{name}, detour from wave {wave}", inputs, (*kept, passes), found)
+                if answer is not found:
+                    found, best = answer, (*kept, passes)
+            kept = best
+        return found
 
     def _for_pipelines(self, batch: Batch) -> Iterator[PipelineStep]:
         """Yield steps for pipelines: of micro-batches of like length, and as waves or timelines alone would have it."""
