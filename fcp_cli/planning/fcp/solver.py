@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import product
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -49,8 +48,9 @@ _LESS_TOKENS = 0.8, 0.5  # of a rank's, with which a step is planned again where
 _FEW_RANKS, _LEFT_OVER = 128, 1 / 8  # up to so many ranks one degree may leave such a share of them over
 _FEW_SEQUENCES = 256  # up to which timelines are planned again so
 _DETOURS = 3, 2  # waves that pass over their best target, one after the other, and how many times at most
-_DEARER = 1.0, 1.3, 1.7  # micro-batches than the profile says: waves then are fewer
-_EXPECTED_FILL = 0.92  # of waves to come: a wave that leaves few tokens more then pays no whole wave for them
+# By how full waves to come are (0: all but the last are), and how dear micro-batches, waves are rated when a step is
+# planned again: where the next ones are less than full, one that leaves few tokens more pays no whole wave for them.
+_RATINGS = (0.92, 1.0), (0.0, 1.3), (0.92, 1.3), (0.0, 1.7), (0.92, 1.7)
 _CHOOSING_STEPS = 16  # planned again and again to choose groups under a limit
 _PRICED_STEPS = 16  # planned with and without a limit
 _NEVER_PAYS_SECONDS = 1e9  # of a hop: far above any step, and small enough that sums keep their seconds
@@ -283,24 +283,26 @@ class FcpSolver:
         for lengths in ([1], [1, 2], [room]):
             table = LengthTable(name="a tiny step", length_tokens=np.array(lengths, dtype=np.int64))
             batch = batch_of(table, plain.problem)
-            for candidate in plain._candidates(batch):
+            for candidate in plain._candidates(batch, plain._bound(batch.work)):
                 candidate.improve(Found())
             StaticSolver(problem=plain.problem, degree=1).assign(batch)
             lower_bound_seconds(batch.work, plain.problem)
 
     def best(self, batch: Batch) -> Found:
         """Return the quickest answer on ranks of one speed without pipelines, and the candidate that gave it."""
-        return best_of(self._candidates(batch), self._bound(batch.work), Found())
+        bound = self._bound(batch.work)
+        return best_of(self._candidates(batch, bound), bound, Found())
 
     def _bound(self, work: Work) -> Callable[[], float]:
-        return partial(lower_bound_seconds, work, self.problem)
+        return cache(partial(lower_bound_seconds, work, self.problem))
 
-    def _candidates(self, batch: Batch) -> Iterator[Candidate]:
+    def _candidates(self, batch: Batch, bound: Callable[[], float]) -> Iterator[Candidate]:
         """Yield everything that is tried for a step."""
         yield from self._searches(batch)
+        yield Candidate("one degree", partial(self._one_degree, batch, "one degree"))
         if self.problem.attention == "2d":  # a plan of rings may be quicker than the greedy search among all ways
             rings = replace(self, inputs=without_splits(self.inputs))
-            nested = partial(best_of, rings._searches(batch, "rings, "), self._bound(batch.work))
+            nested = partial(best_of, rings._searches(batch, "rings, "), bound)
             yield Candidate("rings", nested, CLOSE_ENOUGH)
         for name, inputs, work in self._perturbed_inputs(batch.work):
             other = replace(self, inputs=inputs)
@@ -311,7 +313,7 @@ class FcpSolver:
             yield Candidate("exact", partial(self._exact, batch), 0.0)
 
     def _searches(self, batch: Batch, prefix: str = "") -> Iterator[Candidate]:
-        """Yield the searches of these inputs for the step, and the schedules of one degree."""
+        """Yield the searches of these inputs for the step."""
         order, sequences = by_falling_work(batch.work)
         search = partial(self._search, batch, order, sequences, self.inputs)
         if self.problem.sync == "iteration":
@@ -322,7 +324,6 @@ class FcpSolver:
         for name, inputs in reduced:
             again = partial(self._search, batch, order, sequences, inputs, f"{prefix}{name}", assign=self._again)
             yield Candidate(f"{prefix}{name}", again, CLOSE_ENOUGH)
-        yield Candidate(f"{prefix}one degree", partial(self._one_degree, batch, f"{prefix}one degree"))
 
     def _search(
         self,
@@ -404,25 +405,24 @@ class FcpSolver:
             yield "even encoder", self.inputs, replace(work, linear_seconds=work.linear_seconds + encoder)
 
     def _again_with_detours(self, batch: Batch, found: Found) -> Found:
-        """Search for waves again: by other ratings, then with detours from the best."""
+        """Search for waves again by other ratings, then with detours from the best of them."""
         assert found.assignment is not None, "the schedules of one degree come first"
-        plain = without_splits(self.inputs) if found.name.startswith("rings, ") else self.inputs
         order, sequences = by_falling_work(batch.work)
-        waves = int(found.assignment.wave.max()) + 1
+        waves, beta = int(found.assignment.wave.max()) + 1, self.inputs.prices.beta
 
         def again(name: str, inputs: PlannerInputs, detours: Sequence[int], found: Found) -> Found:
             # The search pays the dearer price in each wave; it needs no more waves for that.
-            dearer = waves * (inputs.prices.beta - plain.prices.beta)
+            dearer = waves * (inputs.prices.beta - beta)
 
             def assign(_work: Work, *given: Any) -> Assignment | None:
                 return assign_waves(*given[:-1], given[-1] + dearer, detours)
 
             return self._search(batch, order, sequences, inputs, name, found, assign=assign)
 
-        name, inputs = "waves", plain
-        for fill, dearer in list(product((0.0, _EXPECTED_FILL), _DEARER))[1:]:
-            label = f"waves to come {fill or 1:g} full, micro-batches {dearer:g} times as dear"
-            other = repriced(plain._replace(fill=fill), beta=dearer * plain.prices.beta)
+        name, inputs = "waves", self.inputs
+        for fill, dearer in _RATINGS:
+            label = f"waves, if later ones were {fill or 1:.0%} full and micro-batches {dearer:g} times as dear"
+            other = repriced(self.inputs._replace(fill=fill), beta=dearer * beta)
             answer = again(label, other, (), found)
             if answer is not found:
                 found, name, inputs = answer, label, other

@@ -18,11 +18,12 @@ from fcp_cli.cost.profile import parse_cost_profile
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches, batch_of
 from fcp_cli.planning.bounds import lower_bound_seconds, simple_bound_seconds
-from fcp_cli.planning.compiled.certificate import crowd_bound, wave_bound
+from fcp_cli.planning.compiled.alone import work_in_rings
+from fcp_cli.planning.compiled.certificate import crowd_bound, other_waves, wave_bound, waves_bound
 from fcp_cli.planning.fcp.solver import make_solver
-from fcp_cli.planning.kernel_inputs import by_falling_work, planner_inputs
+from fcp_cli.planning.kernel_inputs import by_falling_work, planner_inputs, repriced
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.work import work_on
 from tests.planning.examples import example_problem, table_of
@@ -320,3 +321,30 @@ def test_long_sequences_that_crowd_into_one_wave_raise_the_bound_to_what_can_be_
     step = assemble(make_solver(batches).assign(batch), batch, problem)
     assert step.makespan_seconds > 1.05 * one_by_one
     assert step.gap < 0.03
+
+
+def test_what_one_wave_may_last_at_most_makes_rings_wider_and_raises_the_bound() -> None:
+    lengths = [60_000, 55_000, 50_000, 45_000, 40_000, 35_000] + [4096] * 300
+    problem = example_problem("microbatch", num_ranks=32, ranks_per_node=8)
+    batch = batch_of(table_of(lengths), problem)
+    inputs = repriced(planner_inputs(problem), chunk=2e-5)
+    _order, sequences = by_falling_work(batch.work)
+    others = other_waves(sequences, inputs)
+    bound = waves_bound(0.0, sequences, inputs)
+    narrowest, limited = (work_in_rings(limit, sequences, inputs) for limit in (np.inf, bound - others))
+    assert others > 0.0
+    assert np.all(limited >= narrowest) and limited.sum() > narrowest.sum()
+    at_narrowest = sequences._replace(work=narrowest)
+    unlimited = crowd_bound(wave_bound(at_narrowest, inputs), at_narrowest, inputs)
+    assert bound > 1.002 * unlimited
+
+
+def test_work_that_one_wave_leaves_takes_another_wave_even_if_all_tokens_fit_into_one() -> None:
+    lengths = [97_665, 75_001] + [1500] * 480
+    problem = example_problem("microbatch", num_ranks=64, ranks_per_node=8)
+    batch = batch_of(table_of(lengths), problem)
+    assert batch.work.tokens.sum() <= 64 * problem.tokens_per_rank
+    _order, sequences = by_falling_work(batch.work)
+    inputs = planner_inputs(problem)
+    free = repriced(inputs, beta=0.0)
+    assert wave_bound(sequences, inputs) > wave_bound(sequences, free) + 1.2 * inputs.prices.beta
