@@ -414,8 +414,10 @@ class FcpSolver:
             # The search pays the dearer price in each wave; it needs no more waves for that.
             dearer = waves * (inputs.prices.beta - beta)
 
-            def assign(_work: Work, *given: Any) -> Assignment | None:
-                return assign_waves(*given[:-1], given[-1] + dearer, detours)
+            def assign(
+                _work: Work, order: IntArray, sequences: Sequences, inputs: PlannerInputs, limit: float
+            ) -> Assignment | None:
+                return assign_waves(order, sequences, inputs, limit + dearer, detours)
 
             return self._search(batch, order, sequences, inputs, name, found, assign=assign)
 
