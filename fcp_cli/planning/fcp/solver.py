@@ -406,7 +406,8 @@ class FcpSolver:
 
     def _again_with_detours(self, batch: Batch, found: Found) -> Found:
         """Search for waves again by other ratings, then with detours from the best of them."""
-        assert found.assignment is not None, "the schedules of one degree come first"
+        if found.assignment is None:  # compiling ahead: there is nothing to search again
+            return found
         order, sequences = by_falling_work(batch.work)
         waves, beta = int(found.assignment.wave.max()) + 1, self.inputs.prices.beta
 
