@@ -50,11 +50,22 @@ def least_alone(members: IntArray, speeds: FloatArray, sequences: Sequences, inp
 @kernel
 def longest_alone(speeds: FloatArray, sequences: Sequences, inputs: PlannerInputs) -> float:
     """Return the most that any sequence takes on the degree that suits it best; the arguments are `least_alone`'s."""
-    longest = 0.0
-    for i in range(len(sequences.tokens)):
-        # `longest` is enough for the next sequence: it can only raise the maximum by taking more.
-        longest = max(longest, _least(i, longest, speeds, sequences, inputs))
+    longest, heaviest = 0.0, np.argmax(sequences.work)
+    for k in range(-1, len(sequences.tokens)):
+        # The heaviest first: those that have no more of anything take no longer, and are most of all.
+        i = heaviest if k < 0 else k
+        if k < 0 or not _is_within(i, heaviest, sequences, inputs):
+            # `longest` is enough for the next sequence: it can only raise the maximum by taking more.
+            longest = max(longest, _least(i, longest, speeds, sequences, inputs))
     return longest
+
+
+@inlined
+def _is_within(i: int, other: int, sequences: Sequences, inputs: PlannerInputs) -> bool:
+    """Return whether a sequence has no more work and tokens than another one, and no messages of halos of its own."""
+    lighter = sequences.attention[i] <= sequences.attention[other] and sequences.linear[i] <= sequences.linear[other]
+    shorter = sequences.tokens[i] <= sequences.tokens[other]
+    return bool(lighter and shorter and (not inputs.prices.reach or sequences.tokens[i] == sequences.tokens[other]))
 
 
 @kernel

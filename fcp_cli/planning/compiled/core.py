@@ -444,6 +444,23 @@ def first_with_room(tree: Tree, seconds: float, tokens: int, start: int) -> int:
         node += 1
 
 
+@kernel
+def dealt(work: FloatArray, ranks: IntArray) -> IntArray:
+    """Deal sequences, given by falling work, to parts of these ranks; return [sequences] the part of each.
+
+    Each goes to the part with the least work a rank so far.
+    """
+    part_of, held, tree = np.empty(len(work), dtype=np.int64), np.zeros(len(ranks)), make_tree(len(ranks))
+    for part in range(len(ranks)):
+        set_room(tree, part, 0.0, 0)
+    for i in range(len(work)):
+        part = roomiest(tree)
+        part_of[i] = part
+        held[part] += work[i]
+        set_room(tree, part, -held[part] / ranks[part], 0)
+    return part_of
+
+
 @leaf
 def roomiest(tree: Tree) -> int:
     """Return the first bin with the most seconds left."""

@@ -28,6 +28,7 @@ from fcp_cli.planning.compiled.core import PlannerInputs, Sequences, total_of
 from fcp_cli.planning.compiled.rings import Rings, Timeline, make_rings, make_timeline, place_rings
 from fcp_cli.planning.compiled.single_rank_packs import SingleRankPacks, balance, fill, make_single_rank_packs
 
+_ALIKE = 2e-4  # relative; a part of a step that ends by so much later than another is not planned again
 _MOST_SLOTS = 1 << 26  # of all bins together, 512 MB; more only if the packs themselves need them
 
 
@@ -90,9 +91,9 @@ def _slots(bins: int, sequences: Sequences, inputs: PlannerInputs) -> int:
 def schedule(
     lower: float, limit: float, ride: bool, work_limit: int, sequences: Sequences, inputs: PlannerInputs
 ) -> Any:
-    """Return the best schedule found: rings, single-rank packs and timelines; and whether it is worth a look.
+    """Return the best schedule found: rings, single-rank packs and timelines; its target and its end.
 
-    It is not if rings and packs do not fit by the limit.
+    The target is 0 if rings and packs do not fit by the limit.
 
     Args:
         lower: seconds that no schedule can beat.
@@ -112,7 +113,7 @@ def schedule(
     if limit < np.inf:
         late = _attempt(limit, ride, sequences, inputs, timeline, rings, singles, single_order)
         if late != 0:
-            return rings, singles, timeline, False
+            return rings, singles, timeline, 0.0, 0.0
     # The gap to the lower bound that fits, and the largest known not to. All ends late enough fit, so this ends.
     # It begins small and doubles: an attempt far above the first fit would lay a step that nobody wants.
     gap, infeasible = 0.002, 0.0
@@ -142,4 +143,33 @@ def schedule(
     # The arrays hold the last attempt: to run the best one again is cheaper than a copy of each quicker one.
     late = _attempt(best_target, ride, sequences, inputs, timeline, rings, singles, single_order)
     balance(best_target, timeline.gaps[0], work_limit, sequences, inputs, singles)
-    return rings, singles, timeline, True
+    return rings, singles, timeline, best_target, best
+
+
+@kernel
+def follow(
+    target: float, end: float, ride: bool, work_limit: int, sequences: Sequences, inputs: PlannerInputs
+) -> Any:
+    """Return the rings, single-rank packs and timelines by the target of a like step, which ends at `end`.
+
+    Later targets are tried too if this step then ends later, until all sequences end by one of them.
+    """
+    n = len(sequences.work)
+    bins = inputs.num_ranks + min(4 * inputs.num_ranks, n)
+    timeline = make_timeline(inputs.num_ranks, bins - inputs.num_ranks)
+    rings = make_rings(n)
+    singles = make_single_rank_packs(bins, _slots(bins, sequences, inputs), sequences, inputs)
+    single_order = np.zeros(n, dtype=np.int64)
+    best, best_target, step, late = np.inf, target, 0.0, -1
+    while best > end * (1.0 + _ALIKE) and late != 0:
+        tried = target * (1.0 + step)
+        late = _attempt(tried, ride, sequences, inputs, timeline, rings, singles, single_order)
+        if late >= 0:
+            reached = balance(tried, timeline.gaps[0], work_limit, sequences, inputs, singles)
+            if reached < best:
+                best, best_target = reached, tried
+        step = 2.0 * step + 0.0005
+    if best_target != tried:
+        _attempt(best_target, ride, sequences, inputs, timeline, rings, singles, single_order)
+        balance(best_target, timeline.gaps[0], work_limit, sequences, inputs, singles)
+    return rings, singles, timeline

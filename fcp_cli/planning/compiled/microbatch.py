@@ -350,11 +350,33 @@ def plan(
     """Search, and write down the waves that were found: all, or where more sequences follow all but the last.
 
     Returns:
-        The targets, none if no step is quicker than the limit; and the waves as `replay` returns them.
+        The targets, none if no step is quicker than the limit; whether the single ranks of each wave go in pairs; and
+        the waves as `replay` returns them.
     """
     _seconds, targets, pairs = search(detours, limit, tries, fills, sequences, inputs)
     kept = len(targets) if is_last else max(0, len(targets) - 1)
-    return targets, replay(targets[:kept], pairs[:kept], sequences, inputs)
+    return targets, pairs, replay(targets[:kept], pairs[:kept], sequences, inputs)
+
+
+@kernel
+def follow(targets: FloatArray, pairs: BoolArray, sequences: Sequences, inputs: PlannerInputs) -> Any:
+    """Return the waves by the targets of a like step, the last by a later one if need be, as `replay` does."""
+    n = len(sequences.work)
+    wave, pool, count = make_wave(n, inputs), make_pool(sequences, inputs), n
+    own_targets, used = targets.copy(), len(targets)
+    for w in range(len(targets) - 1):
+        count = fill_wave(targets[w], pairs[w], count, pool, sequences, inputs, wave)
+        _copy(pool.left_over, count, pool.waiting)
+        if count == 0:
+            used = w + 1
+            break
+    last, step = len(targets) - 1, 2.5e-4
+    while count and fill_wave(own_targets[last], pairs[last], count, pool, sequences, inputs, wave):
+        own_targets[last] *= 1.0 + step
+        step *= 2.0
+        if step > 0.1:
+            break  # not alike: some will be left over
+    return replay(own_targets[:used], pairs[:used], sequences, inputs)
 
 
 @kernel

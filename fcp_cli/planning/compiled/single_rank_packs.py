@@ -47,12 +47,14 @@ from fcp_cli.planning.compiled.core import (
     usable_seconds,
 )
 from fcp_cli.planning.compiled.rings import Rings, Timeline
+from fcp_cli.planning.compiled.ways import traffic_of
 
 CLOSED = -1  # tokens left in a slot that is not in use
 END = -1
 _SAMPLE = 160  # bins that balancing compares the worst bin with, at most
 _SAMPLES_IN_VAIN = 16  # samples without a better exchange after which balancing ends
 _EPSILON = 1e-9  # seconds: an exchange must gain more than rounding does, or balancing would not end
+_RIDE = 1.02  # of its work, by which a sequence may lengthen the ring that it rides in, all ranks together
 _EVEN = 5e-5  # of the target; ranks that end as close to their mean are not balanced further
 
 
@@ -66,6 +68,7 @@ class SingleRankPacks(NamedTuple):
         bin_of, slot_of: [sequences]; a sequence that rides in ring g has bin -2 - g.
         rings: the load of each ring, riders included.
         most: see `core.most_work`.
+        richest: [sequences] most that a sequence, or one of less work, may lengthen its ring's ranks by for each token.
         soonest: [2 x a power of two] tree of the seconds that each rank has left, for the rank that ends last.
     """
 
@@ -78,6 +81,7 @@ class SingleRankPacks(NamedTuple):
     slot_of: IntArray
     rings: Loads
     most: FloatArray
+    richest: FloatArray
     soonest: FloatArray
 
 
@@ -107,6 +111,10 @@ class Exchange(NamedTuple):
 def make_single_rank_packs(bins: int, slots: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Make empty bins with `slots` slots each, and rings for all sequences."""
     n, leaves = len(sequences.work), 1
+    richest = np.zeros(n + 1)
+    for i in range(n - 1, -1, -1):
+        spared = _RIDE * sequences.work[i] - sequences.linear[i]
+        richest[i] = max(richest[i + 1], spared / sequences.tokens[i])
     while leaves < inputs.num_ranks:
         leaves *= 2
     return SingleRankPacks(
@@ -119,6 +127,7 @@ def make_single_rank_packs(bins: int, slots: int, sequences: Sequences, inputs: 
         np.zeros(n, dtype=np.int64),
         make_loads(n),
         most_work(sequences, inputs),
+        richest,
         np.full(2 * leaves, np.inf),
     )
 
@@ -230,7 +239,7 @@ def _ride(
         after = pack_seconds(more, degree, across, inputs)
         room = _ring_room(g, timeline, rings, singles)
         # Riding saves a micro-batch's beta, but may lengthen the ring for all its ranks: by 2 % of the work at most.
-        if after - before <= room and degree * (after - before) <= sequences.work[i] * 1.02:
+        if after - before <= room and degree * (after - before) <= sequences.work[i] * _RIDE:
             enter_load(g, more, singles.rings)
             for r in range(rings.first[g], rings.first[g] + rings.degree[g]):
                 singles.free[r] -= after - before
@@ -239,8 +248,15 @@ def _ride(
                 tree, g, degree * (room - after + before), degree * inputs.tokens_per_rank - singles.rings.tokens[g]
             )
             return g
-        # Its ranks' bins were filled since its room was entered.
-        set_room(tree, g, degree * room, degree * inputs.tokens_per_rank - singles.rings.tokens[g])
+        # Its ranks' bins were filled since its room was entered. Of the sequences to come, those with more tokens than
+        # the ring's attention still hides lengthen it too much: unseen, it would be tried for all of them.
+        tokens = degree * inputs.tokens_per_rank - held.tokens
+        traffic, growth = traffic_of(held.tokens, degree, across, inputs)
+        hidden = degree * (before * (1.0 + _EPSILON) - inputs.prices.beta - traffic) - held.linear
+        per_token = degree * growth - singles.richest[i]
+        if hidden < per_token * tokens:
+            tokens = int(np.ceil(max(0.0, hidden / per_token)))
+        set_room(tree, g, degree * room, tokens)
         g = first_with_room(tree, sequences.work[i], sequences.tokens[i], g + 1)
     return NONE
 

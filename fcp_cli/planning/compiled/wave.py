@@ -37,10 +37,11 @@ from fcp_cli.planning.compiled.core import (
     together,
     usable_seconds,
 )
-from fcp_cli.planning.compiled.ways import least_of_packs
+from fcp_cli.planning.compiled.ways import least_of_packs, traffic_of
 
 # Seconds: sums that agree on paper may differ in their last bits, and must not cost a rank or a wave.
 _SLACK = 1e-12
+_MARGIN = 1e-9  # relative; keeps rounding on the safe side
 
 
 class Wave(NamedTuple):
@@ -88,6 +89,7 @@ class Pool(NamedTuple):
         shortest: seconds of each sequence alone on the degree that suits it best; 0 before anybody asked.
         least: rank-seconds of each sequence in the narrowest ring that holds it, `work_in_rings`.
         most: [tokens] see `core.most_work`.
+        thin: [1] least linear work of a token of any sequence.
     """
 
     waiting: IntArray
@@ -97,12 +99,15 @@ class Pool(NamedTuple):
     shortest: FloatArray
     least: FloatArray
     most: FloatArray
+    thin: FloatArray
 
 
 @kernel
 def make_pool(sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Make a pool in which all sequences wait."""
-    n = len(sequences.work)
+    n, thin = len(sequences.work), np.full(1, np.inf)
+    for i in range(n):
+        thin[0] = min(thin[0], sequences.linear[i] / sequences.tokens[i])
     return Pool(
         np.arange(n),
         np.zeros(n, dtype=np.int64),
@@ -111,6 +116,7 @@ def make_pool(sequences: Sequences, inputs: PlannerInputs) -> Any:
         np.zeros(n),
         work_in_rings(np.inf, sequences, inputs),
         most_work(sequences, inputs),
+        thin,
     )
 
 
@@ -367,7 +373,15 @@ def _free_seconds(g: int, target: float, inputs: PlannerInputs, wave: Wave) -> f
 @leaf
 def _update_room(g: int, target: float, pool: Pool, inputs: PlannerInputs, tree: Tree, wave: Wave) -> None:
     """Update the free seconds and tokens of group g in the tree."""
-    tokens = wave.degree[g] * inputs.tokens_per_rank - wave.loads.tokens[g]
+    degree, held = wave.degree[g], wave.loads.tokens[g]
+    tokens = degree * inputs.tokens_per_rank - held
+    if degree > 1:
+        # A ring that outlasts its attention has no seconds for many tokens: unseen, it would be tried for all of them.
+        traffic, growth = traffic_of(held, degree, wave.across[g], inputs)
+        seconds = degree * (target * (1.0 + _MARGIN) - inputs.prices.beta - traffic) - wave.loads.linear[g]
+        per_token = pool.thin[0] + degree * growth
+        if seconds < per_token * tokens:
+            tokens = int(np.ceil(max(0.0, seconds / per_token)))
     set_room(tree, g, usable_seconds(_free_seconds(g, target, inputs, wave), tokens, pool.most, inputs), tokens)
 
 

@@ -110,6 +110,18 @@ def _is_no_quicker(one: Any, other: Any, degree: int, most: int, inputs: Planner
 
 
 @inlined
+def traffic_of(tokens: int, degree: int, across: int, inputs: PlannerInputs) -> Any:
+    """Return the least seconds of a pack's traffic, and by how much each further token lengthens them at least.
+
+    The least over the ways of B(t) is concave, so that it lies above its chord up to what a group may hold.
+    """
+    most = degree * inputs.tokens_per_rank
+    now = least_of_packs(0.0, tokens, 1.0, degree, across, inputs)
+    growth = (least_of_packs(0.0, most, 1.0, degree, across, inputs) - now) / (most - tokens) if most > tokens else 0.0
+    return now, growth
+
+
+@inlined
 def least_of_packs(
     hiding: float, tokens: float, packs: float, degree: int, across: int, inputs: PlannerInputs
 ) -> float:

@@ -7,12 +7,14 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from fcp_cli.arrays import FloatArray, IntArray
+from fcp_cli.arrays import IntArray
 from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.compiled import iteration, microbatch
 from fcp_cli.planning.compiled.core import PlannerInputs, Sequences
-from fcp_cli.planning.compiled.single_rank_packs import CLOSED
+from fcp_cli.planning.compiled.rings import Rings, Timeline
+from fcp_cli.planning.compiled.single_rank_packs import CLOSED, SingleRankPacks
+from fcp_cli.planning.fcp.rank_parts import Groups, Part, joined, rank_parts
 from fcp_cli.planning.kernel_inputs import with_recomputation
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 
@@ -101,6 +103,9 @@ def assign_waves(
     found, held, waves = [], np.empty(0, dtype=np.int64), 0
     seconds, work = 0.0, float(sequences.work.sum())  # planned, and not yet planned
     parts = wave_parts(sequences, inputs)
+    alike = rank_parts(sequences, inputs) if len(parts) == 1 else []
+    if alike:
+        return _waves_in_parts(alike, order, limit_seconds, detours)
     limit = limit_seconds if len(parts) == 1 else np.inf
     for number, part in enumerate(parts, 1):
         members = np.sort(np.concatenate((held, part)))
@@ -111,7 +116,7 @@ def assign_waves(
             tokens=sequences.tokens[members],
         )
         is_last = number == len(parts)
-        targets, written = microbatch.plan(
+        targets, _pairs, written = microbatch.plan(
             np.array(detours, dtype=np.int64), limit, _TARGETS_PER_WAVE, _FILLS_PER_WAVE, is_last, own, inputs
         )
         if len(targets) == 0:
@@ -131,13 +136,38 @@ def assign_waves(
     for (members, one, *_), first in zip(found, firsts, strict=False):
         taken = one.group_of >= 0
         group_of[members[taken]] = one.group_of[taken] + first
-    return gather(
-        order=order,
-        group_of=group_of,
-        wave=np.concatenate([one.wave[:groups] + before for _, one, groups, before in found]),
-        degree=np.concatenate([one.degree[:groups] for _, one, groups, _ in found]),
-        first_rank=np.concatenate([one.first[:groups] for _, one, groups, _ in found]),
+    wave = np.concatenate([one.wave[:groups] + before for _, one, groups, before in found])
+    degree = np.concatenate([one.degree[:groups] for _, one, groups, _ in found])
+    first_rank = np.concatenate([one.first[:groups] for _, one, groups, _ in found])
+    return gather(order, Groups(group_of, wave, degree, first_rank, np.zeros(len(wave))))
+
+
+def _waves_in_parts(
+    parts: list[Part], order: IntArray, limit_seconds: float, detours: Sequence[int]
+) -> Assignment | None:
+    """Plan the waves of the first part; those of the others follow its targets."""
+    first = parts[0]
+    targets, pairs, written = microbatch.plan(
+        np.array(detours, dtype=np.int64),
+        limit_seconds,
+        _TARGETS_PER_WAVE,
+        _FILLS_PER_WAVE,
+        True,
+        first.sequences,
+        first.inputs,
     )
+    if len(targets) == 0:
+        return None
+    answers = [written]
+    for part in parts[1:]:
+        answers.append(microbatch.follow(targets, pairs, part.sequences, part.inputs))
+        if answers[-1][2]:
+            return None
+    found = [
+        Groups(one.group_of, one.wave[:groups], one.degree[:groups], one.first[:groups], np.zeros(groups))
+        for one, groups, _left in answers
+    ]
+    return gather(order, joined(parts, found))
 
 
 def wave_parts(sequences: Sequences, inputs: PlannerInputs) -> list[IntArray]:
@@ -160,12 +190,26 @@ def wave_parts(sequences: Sequences, inputs: PlannerInputs) -> list[IntArray]:
 def assign_timelines(
     lower: float, order: IntArray, sequences: Sequences, inputs: PlannerInputs, limit_seconds: float = np.inf
 ) -> Assignment | None:
-    """Plan timelines; None if that takes as long as a step that is known."""
+    """Plan timelines; None if that takes as long as a step that is known.
+
+    On very many ranks the first of parts that are alike is planned, and the others follow its target.
+    """
     sequences = with_recomputation(sequences, inputs)
-    exchanges = _EXCHANGES * (1 if len(order) <= 1024 else len(order) // 64)
-    rings, singles, timeline, found = iteration.schedule(lower, limit_seconds, True, exchanges, sequences, inputs)
-    if not found:
+    parts = rank_parts(sequences, inputs)
+    own, ranks = (parts[0].sequences, parts[0].inputs) if parts else (sequences, inputs)
+    exchanges = _EXCHANGES * (1 if len(own.work) <= 1024 else len(own.work) // 64)
+    *answer, target, end = iteration.schedule(lower, limit_seconds, True, exchanges, own, ranks)
+    if not target:
         return None
+    found = [_timeline_groups(*answer, ranks)]
+    for part in parts[1:]:
+        answer = iteration.follow(target, end, True, exchanges, part.sequences, part.inputs)
+        found.append(_timeline_groups(*answer, part.inputs))
+    return gather(order, joined(parts, found) if parts else found[0])
+
+
+def _timeline_groups(rings: Rings, singles: SingleRankPacks, timeline: Timeline, inputs: PlannerInputs) -> Groups:
+    """Return the rings and the slots in use as groups."""
     count, gaps = int(rings.placed[0]), int(timeline.gaps[0])
     slots = singles.slot_tokens.shape[1]
     bins, slot = np.nonzero(singles.slot_tokens[: inputs.num_ranks + gaps] != CLOSED)
@@ -177,8 +221,7 @@ def assign_timelines(
     group_of[rings.sequence[:count]] = np.arange(count)
     bin_rank = np.concatenate((np.arange(inputs.num_ranks), timeline.gap_rank[:gaps]))
     bin_start = np.concatenate((timeline.free, timeline.gap_start[:gaps]))
-    return gather(
-        order=order,
+    return Groups(
         group_of=group_of,
         wave=np.full(count + len(bins), -1),
         degree=np.concatenate((rings.degree[:count], np.ones(len(bins), dtype=np.int64))),
@@ -188,24 +231,12 @@ def assign_timelines(
     )
 
 
-def gather(
-    *,
-    order: IntArray,
-    group_of: IntArray,
-    wave: IntArray,
-    degree: IntArray,
-    first_rank: IntArray,
-    key: FloatArray | None = None,
-) -> Assignment:
+def gather(order: IntArray, groups: Groups) -> Assignment:
     """Write groups and members as an Assignment, by (wave, key, longest sequence first), without empty groups.
 
-    Args:
-        order: [sequences] position in the batch of each sequence.
-        group_of: [sequences] its group.
-        wave, degree, first_rank: [groups], of neighbouring ranks.
-        key: [groups] or None: all alike.
+    `order` is [sequences] the position in the batch of each sequence.
     """
-    key = np.zeros(len(degree)) if key is None else key
+    group_of, wave, degree, first_rank, key = groups
     sizes = np.bincount(group_of, minlength=len(wave))
     firsts = np.full(len(wave), len(order))
     np.minimum.at(firsts, group_of, np.arange(len(order)))

@@ -37,6 +37,7 @@ from fcp_cli.planning.fcp.pipelines import (
     quickest_of,
     replicas_of,
 )
+from fcp_cli.planning.fcp.rank_parts import has_parts
 from fcp_cli.planning.fcp.searches import CLOSE_ENOUGH, Candidate, Found, assign_timelines, assign_waves, best_of
 from fcp_cli.planning.fcp.speeds import assign_at_speeds
 from fcp_cli.planning.fcp.tiny import assign_tiny, is_tiny
@@ -280,7 +281,8 @@ class FcpSolver:
         plain = replace(self, problem=replace(self.problem, pipeline=None, rank_speeds=None, encoder_balance=None))
         room = self.problem.tokens_per_rank * (1 if self.options.get("max_degree") == 1 else self.problem.num_ranks)
         # One alone is tiny on more ranks than two are; one that fills all ranks is bounded in another way.
-        for lengths in ([1], [1, 2], [room]):
+        # And where there are ranks for several parts, as many as make parts alike.
+        for lengths in ([1], [1, 2], [room], *([[1] * self.problem.num_ranks] if has_parts(self.inputs) else [])):
             table = LengthTable(name="a tiny step", length_tokens=np.array(lengths, dtype=np.int64))
             batch = batch_of(table, plain.problem)
             for candidate in plain._candidates(batch, plain._bound(batch.work)):
