@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,13 +14,27 @@ from fcp_cli.reading.parquet import END_BYTES, footer_mark, footer_size
 
 
 @contextmanager
-def parquet_writer(temporary: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
-    """Write a Parquet file to a path of `replaced_atomically`, which must hold it before the rename."""
+def parquet_writer(temporary: Path, schema: pa.Schema, *, deltas: Collection[str] = ()) -> Iterator[pq.ParquetWriter]:
+    """Write a Parquet file to a path of `replaced_atomically`, which must hold it before the rename.
+
+    `deltas` are columns of integers, or lists of them, that are stored as differences; others have dictionaries.
+    """
+    leaf_of = {field.name: f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name for field in schema}
+    others = [leaf for name, leaf in leaf_of.items() if name not in deltas]
+    encodings = {leaf_of[name]: "DELTA_BINARY_PACKED" for name in deltas}
     # Without Arrow's own copy of the schema, readers take the footer's key-value metadata for the schema's: so the
     # totals and the hash of a plan, known only at the end, become schema metadata of a streamed file.
     with (
         pa.OSFile(str(temporary), "wb") as sink,
-        pq.ParquetWriter(sink, schema, compression="zstd", store_schema=False, write_page_checksum=True) as writer,
+        pq.ParquetWriter(
+            sink,
+            schema,
+            compression="zstd",
+            store_schema=False,
+            write_page_checksum=True,
+            use_dictionary=others,
+            column_encoding=encodings or None,
+        ) as writer,
     ):
         yield writer
     with temporary.open("r+b") as file:

@@ -21,6 +21,8 @@ from fcp_cli.plan.step import RingGroup, StepPlan
 
 # Row groups hold whole steps, so that a reader can start at any step without reading earlier ones.
 _ROWS_PER_ROW_GROUP = 32_768
+# Ascending, or scattered over so many values that a dictionary has nearly as many entries.
+_DELTAS = ("order", "wave", "ranks", "sequences")
 
 
 class PlanWriter:
@@ -85,7 +87,9 @@ def plan_writer(path: Path, metadata: PlanMetadata) -> Iterator[PlanWriter]:
     """
     with (
         replaced_atomically(path) as temporary,
-        parquet_writer(temporary, schema_of(splits_heads=metadata.attention is not None)) as parquet,
+        parquet_writer(
+            temporary, schema_of(splits_heads=metadata.attention is not None), deltas=_DELTAS
+        ) as parquet,
     ):
         writer = PlanWriter(parquet, metadata)
         yield writer

@@ -1,0 +1,101 @@
+"""What a job of very many ranks does besides planning, counted: `python -m benchmarks.job_scale --ranks 65536`.
+
+A plan of several steps is made, and then: bytes of a step in the file by column, seconds to prove the plan and to find
+its connections at the start, the part of a file that one rank reads for a step, peers of a rank and rounds of first
+contacts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from benchmarks.planner import SYNCS, problem_of
+from benchmarks.workloads import FAMILIES, MAX_LENGTH, family_table
+from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.peers import plan_peers
+from fcp_cli.planning.batching.batches import BatchSettings
+from fcp_cli.planning.dataset.run import make_plan
+from fcp_cli.planning.settings.settings import PlanInputs
+from fcp_cli.runtime.data.cursor import PlanCursor
+
+
+def main() -> None:
+    """Print the counts of one family and sync."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=65_536)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--sequences", type=int, default=4, help="of a rank and step")
+    parser.add_argument("--family", default="github", choices=FAMILIES)
+    parser.add_argument("--sync", default="iteration", choices=SYNCS)
+    parser.add_argument("--keep", type=Path, help="a folder in which the plan stays")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        plan = (options.keep or Path(folder)) / "plan.parquet"
+        seconds = _timed(lambda: _make(plan, options))[0] / options.steps
+        print(f"{options.ranks:,} ranks, {options.family}, {options.sync}: planned and written in {seconds:.2f} s a step")
+        _file(plan, options.steps)
+        _start(plan, options.steps)
+        _peers(plan)
+
+
+def _make(plan: Path, options: argparse.Namespace) -> None:
+    batch = options.sequences * options.ranks
+    table = family_table(options.family, sequences=batch * options.steps, seed=0)
+    problem = problem_of(options.sync, ranks=options.ranks, per_node=8, budget=16_384)
+    settings = BatchSettings(global_batch_size=batch, shuffle=False, max_length=MAX_LENGTH, overlong="drop")
+    make_plan(plan, PlanInputs(table=table, problem=problem, settings=settings), solver_name="fcp", workers=1)
+
+
+def _file(plan: Path, steps: int) -> None:
+    footer, columns = pq.read_metadata(plan), Counter[str]()
+    for group in range(footer.num_row_groups):
+        for number in range(footer.num_columns):
+            column = footer.row_group(group).column(number)
+            columns[column.path_in_schema.split(".")[0]] += column.total_compressed_size
+    shares = ", ".join(f"{name} {size / steps / 1e6:.2f}" for name, size in columns.most_common())
+    print(f"a step: {plan.stat().st_size / steps / 1e6:.2f} MB in {footer.num_row_groups / steps:g} row groups ({shares})")
+
+
+def _start(plan: Path, steps: int) -> None:
+    proven, _ = _timed(lambda: PlanReader(plan).content_hash())
+    last = PlanReader(plan).metadata.end_step - 1
+    opened, read = _timed(lambda: _bytes_read(plan, last))
+    print(f"all rows hashed in {proven / steps:.3f} s a step; a rank is at the last step after {opened:.2f} s")
+    print(f"which read {read / 1e6:.2f} MB")
+
+
+def _bytes_read(plan: Path, step: int) -> int:
+    before = _read_so_far()
+    next(iter(PlanCursor(plan, 0, first_step=step, ahead=0)))
+    return _read_so_far() - before
+
+
+def _read_so_far() -> int:
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["rchar"])
+
+
+def _peers(plan: Path) -> None:
+    seconds, peers = _timed(lambda: plan_peers(plan))
+    rank = int(peers.per_rank.argmax())
+    print(
+        f"{len(peers.pairs):,} connections found in {seconds:.1f} s: {peers.mean:.1f} a rank, at most {peers.most} "
+        f"(rank {rank}), so fewer than {2 * peers.most} rounds of first contacts; after each step "
+        + ", ".join(f"{mean:.1f}" for mean in peers.means())
+    )
+
+
+def _timed(work):  # type: ignore[no-untyped-def]
+    began = time.process_time()
+    found = work()
+    return time.process_time() - began, found
+
+
+if __name__ == "__main__":
+    main()
