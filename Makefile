@@ -82,7 +82,7 @@ release-check: wheel
 # The pictures of README and docs, from plans made on the spot; some minutes, nearly all for plans of 16,384 ranks.
 pictures: $(STAMP)
 	$(BIN)/python -m benchmarks.picture docs/pictures
-	$(BIN)/python -m benchmarks.planner growth --picture docs/pictures/planner-growth.svg
+	$(BIN)/python -m benchmarks.planner growth --ranks 65536 --picture docs/pictures/planner-growth.svg
 
 # Plans in wall time, on ranks that sleep an accelerator's seconds and really wait for each other; some ten minutes, mostly asleep.
 pace: $(STAMP)

@@ -2,16 +2,23 @@
 
 A plan of several steps is made, and then: bytes of a step in the file by column, seconds to prove the plan and to find
 its connections at the start, the part of a file that one rank reads for a step, peers of a rank and rounds of first
-contacts.
+contacts. A run of it is written as if all had gone as planned, for its bytes, and the time and memory of `fcp watch`
+and `fcp report`.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import resource
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pyarrow.parquet as pq
 
@@ -19,10 +26,14 @@ from benchmarks.planner import SYNCS, problem_of
 from benchmarks.workloads import FAMILIES, MAX_LENGTH, family_table
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.peers import plan_peers
+from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.batching.batches import BatchSettings
 from fcp_cli.planning.dataset.run import make_plan
 from fcp_cli.planning.settings.settings import PlanInputs
+from fcp_cli.runs.metrics import FORMAT, MetricsWriter, StepMeasurement, TimedMicroBatch
 from fcp_cli.runtime.data.cursor import PlanCursor
+
+Found = TypeVar("Found")
 
 
 def main() -> None:
@@ -38,10 +49,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         plan = (options.keep or Path(folder)) / "plan.parquet"
         seconds = _timed(lambda: _make(plan, options))[0] / options.steps
-        print(f"{options.ranks:,} ranks, {options.family}, {options.sync}: planned and written in {seconds:.2f} s a step")
+        print(
+            f"{options.ranks:,} ranks, {options.family}, {options.sync}: planned and written in {seconds:.2f} s a step"
+        )
         _file(plan, options.steps)
         _start(plan, options.steps)
         _peers(plan)
+        _run(plan)
 
 
 def _make(plan: Path, options: argparse.Namespace) -> None:
@@ -59,7 +73,9 @@ def _file(plan: Path, steps: int) -> None:
             column = footer.row_group(group).column(number)
             columns[column.path_in_schema.split(".")[0]] += column.total_compressed_size
     shares = ", ".join(f"{name} {size / steps / 1e6:.2f}" for name, size in columns.most_common())
-    print(f"a step: {plan.stat().st_size / steps / 1e6:.2f} MB in {footer.num_row_groups / steps:g} row groups ({shares})")
+    print(
+        f"a step: {plan.stat().st_size / steps / 1e6:.2f} MB in {footer.num_row_groups / steps:g} row groups ({shares})"
+    )
 
 
 def _start(plan: Path, steps: int) -> None:
@@ -91,7 +107,58 @@ def _peers(plan: Path) -> None:
     )
 
 
-def _timed(work):  # type: ignore[no-untyped-def]
+def _run(plan: Path) -> None:
+    reader, metrics = PlanReader(plan), plan.with_name("metrics.jsonl")
+    metadata = reader.metadata
+    metrics.unlink(missing_ok=True)
+    writer = MetricsWriter(metrics)
+    facts = {"plan": str(plan), "plan_hash": metadata.plan_hash, "sync": metadata.sync, "steps": metadata.steps}
+    shape = {"num_ranks": metadata.num_ranks, "ranks_per_node": metadata.ranks_per_node}
+    writer.write({"kind": "run", "format": FORMAT, "first_step": 0, **shape, **facts})
+    seconds, _ = _timed(lambda: [writer.write(_as_planned(step, metadata.num_ranks)) for step in reader.steps()])
+    writer.close()
+    size = metrics.stat().st_size / metadata.steps
+    print(f"metrics: {size / 1e6:.1f} MB and {seconds / metadata.steps:.2f} s a step")
+    page = plan.with_name("report.html")
+    commands = [("watch", "--once", str(metrics)), ("report", str(plan), "--metrics", str(metrics), "-o", str(page))]
+    for command in commands:
+        usage = _usage_of([sys.executable, "-m", "fcp_cli", *command])
+        print(f"fcp {command[0]}: {usage.ru_utime + usage.ru_stime:.1f} s, {usage.ru_maxrss / 1e3:.0f} MB")
+    print(f"the page: {page.stat().st_size / 1e6:.1f} MB")
+
+
+def _as_planned(step: StepPlan, num_ranks: int) -> dict[str, Any]:
+    ranks: list[list[TimedMicroBatch]] = [[] for _ in range(num_ranks)]
+    for row in step.microbatches():
+        timed = TimedMicroBatch(
+            order=row.order,
+            degree=row.degree,
+            tokens=row.tokens,
+            predicted_seconds=row.seconds,
+            start_seconds=row.start_seconds,
+            seconds=row.seconds,
+        )
+        for rank in row.ranks:
+            ranks[rank].append(timed)
+    return StepMeasurement(
+        step=step.step,
+        loss=1.0,
+        tokens=int(step.lengths.sum()),
+        seconds=step.makespan_seconds,
+        predicted_seconds=step.makespan_seconds,
+        ranks=ranks,
+    ).record()
+
+
+def _usage_of(command: list[str]) -> resource.struct_rusage:
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _pid, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"{' '.join(command)} failed")
+    return usage
+
+
+def _timed(work: Callable[[], Found]) -> tuple[float, Found]:
     began = time.process_time()
     found = work()
     return time.process_time() - began, found

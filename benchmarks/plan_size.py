@@ -1,7 +1,8 @@
 """Time, memory and size of plans of 10^6 sequences and more: `python -m benchmarks.plan_size 1e6 1e7`.
 
 Each manifest is written by a stream of draws, and planned in a process of its own, whose peak memory is split into its
-own pages and those of files, which the system takes back. Then a cursor resumes at the plan's last step.
+own pages and those of files, which the system takes back. Then a cursor resumes at the plan's last step. With `--keep
+FOLDER` manifests and plans stay there, and the same command continues what was interrupted.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.workloads import example_profile
+from fcp_cli.files import replaced_atomically
 from fcp_cli.manifest.read import read_manifest
+from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.batching.batches import BatchSettings
+from fcp_cli.planning.dataset.journal import is_begun
 from fcp_cli.planning.dataset.run import make_plan
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.settings.settings import PlanInputs
@@ -38,6 +42,7 @@ def main() -> None:
     parser.add_argument("--global-batch-size", type=int, default=4096)
     parser.add_argument("--steps", type=int, help="plan only the first; default: all")
     parser.add_argument("--workers", type=int)
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="continue here after an interruption")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child is not None:
@@ -45,9 +50,12 @@ def main() -> None:
         return
     for rows in map(int, options.rows):
         with tempfile.TemporaryDirectory() as folder:
-            manifest = Path(folder) / "lengths.parquet"
+            manifest = (options.keep or Path(folder)) / f"lengths-{rows}.parquet"
+            manifest.parent.mkdir(parents=True, exist_ok=True)
             began = time.perf_counter()
-            write_manifest(manifest, rows)
+            if not manifest.exists():
+                with replaced_atomically(manifest) as temporary:
+                    write_manifest(temporary, rows)
             written = time.perf_counter() - began
             print(f"{rows:,} sequences, {manifest.stat().st_size / 1e6:.0f} MB, written in {written:.0f} s", flush=True)
             common = [f"--{name}={value}" for name, value in _common(options).items() if value is not None]
@@ -71,7 +79,7 @@ def write_manifest(path: Path, rows: int, *, seed: int = 0) -> None:
 
 
 def _plan(manifest: Path, options: argparse.Namespace) -> None:
-    plan = manifest.with_name("plan.parquet")
+    plan = manifest.with_name(manifest.name.replace("lengths", "plan"))
     peak = _Peak()
     began = time.perf_counter()
     table = read_manifest(manifest)
@@ -81,7 +89,15 @@ def _plan(manifest: Path, options: argparse.Namespace) -> None:
     )
     settings = BatchSettings(global_batch_size=options.global_batch_size, step_limit=options.steps)
     inputs = PlanInputs(table=table, problem=problem, settings=settings)
-    result = make_plan(plan, inputs, solver_name="fcp", workers=options.workers, before=print)
+    result = make_plan(
+        plan,
+        inputs,
+        solver_name="fcp",
+        workers=options.workers,
+        before=print,
+        resume=is_begun(plan),
+        on_step=_Progress(),
+    )
     peak.stop()
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     busy = sum(one.ru_utime + one.ru_stime for one in usage)
@@ -96,6 +112,22 @@ def _plan(manifest: Path, options: argparse.Namespace) -> None:
     last = result.metadata.end_step - 1
     seconds, processor = _timed(lambda: next(iter(PlanCursor(plan, 0, first_step=last, ahead=0))))
     print(f"  a cursor at step {last:,} after {seconds:.2f} s ({processor:.2f} s of processor)", flush=True)
+
+
+class _Progress:
+    """Prints a line a minute."""
+
+    def __init__(self) -> None:
+        self._began = self._told = time.perf_counter()
+        self._first: int | None = None
+
+    def __call__(self, step: StepPlan) -> None:
+        now = time.perf_counter()
+        self._first = step.step if self._first is None else self._first
+        if now - self._told > 60.0:
+            self._told = now
+            rate = (step.step - self._first) / (now - self._began)
+            print(f"  step {step.step:,} after {now - self._began:.0f} s, {rate:.1f} steps/s", flush=True)
 
 
 def _timed(work: Callable[[], object]) -> tuple[float, float]:

@@ -19,7 +19,9 @@ def parquet_writer(temporary: Path, schema: pa.Schema, *, deltas: Collection[str
 
     `deltas` are columns of integers, or lists of them, that are stored as differences; others have dictionaries.
     """
-    leaf_of = {field.name: f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name for field in schema}
+    leaf_of = {
+        field.name: f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name for field in schema
+    }
     others = [leaf for name, leaf in leaf_of.items() if name not in deltas]
     encodings = {leaf_of[name]: "DELTA_BINARY_PACKED" for name in deltas}
     # Without Arrow's own copy of the schema, readers take the footer's key-value metadata for the schema's: so the

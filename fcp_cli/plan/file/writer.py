@@ -87,9 +87,7 @@ def plan_writer(path: Path, metadata: PlanMetadata) -> Iterator[PlanWriter]:
     """
     with (
         replaced_atomically(path) as temporary,
-        parquet_writer(
-            temporary, schema_of(splits_heads=metadata.attention is not None), deltas=_DELTAS
-        ) as parquet,
+        parquet_writer(temporary, schema_of(splits_heads=metadata.attention is not None), deltas=_DELTAS) as parquet,
     ):
         writer = PlanWriter(parquet, metadata)
         yield writer

@@ -147,9 +147,7 @@ def schedule(
 
 
 @kernel
-def follow(
-    target: float, end: float, ride: bool, work_limit: int, sequences: Sequences, inputs: PlannerInputs
-) -> Any:
+def follow(target: float, end: float, ride: bool, work_limit: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Return the rings, single-rank packs and timelines by the target of a like step, which ends at `end`.
 
     Later targets are tried too if this step then ends later, until all sequences end by one of them.
