@@ -50,7 +50,7 @@ def least_alone(members: IntArray, speeds: FloatArray, sequences: Sequences, inp
 @kernel
 def longest_alone(speeds: FloatArray, sequences: Sequences, inputs: PlannerInputs) -> float:
     """Return the most that any sequence takes on the degree that suits it best; the arguments are `least_alone`'s."""
-    longest, heaviest = 0.0, np.argmax(sequences.work)
+    longest, heaviest = 0.0, int(np.argmax(sequences.work))
     for k in range(-1, len(sequences.tokens)):
         # The heaviest first: those that have no more of anything take no longer, and are most of all.
         i = heaviest if k < 0 else k

@@ -77,11 +77,21 @@ def rank_parts(sequences: Sequences, inputs: PlannerInputs) -> list[Part]:
         Part(
             first=int(first),
             members=members,
-            sequences=Sequences(*(values[members] for values in sequences)),
+            sequences=some_of(sequences, members),
             inputs=inputs._replace(num_ranks=int(own)),
         )
         for first, own, members in zip(firsts, ranks, np.split(by_part, cuts), strict=True)
     ]
+
+
+def some_of(sequences: Sequences, members: IntArray) -> Sequences:
+    """Return some of the sequences."""
+    return Sequences(
+        attention=sequences.attention[members],
+        linear=sequences.linear[members],
+        work=sequences.work[members],
+        tokens=sequences.tokens[members],
+    )
 
 
 def joined(parts: list[Part], found: list[Groups]) -> Groups:

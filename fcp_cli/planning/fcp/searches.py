@@ -14,7 +14,7 @@ from fcp_cli.planning.compiled import iteration, microbatch
 from fcp_cli.planning.compiled.core import PlannerInputs, Sequences
 from fcp_cli.planning.compiled.rings import Rings, Timeline
 from fcp_cli.planning.compiled.single_rank_packs import CLOSED, SingleRankPacks
-from fcp_cli.planning.fcp.rank_parts import Groups, Part, joined, rank_parts
+from fcp_cli.planning.fcp.rank_parts import Groups, Part, joined, rank_parts, some_of
 from fcp_cli.planning.kernel_inputs import with_recomputation
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 
@@ -109,12 +109,7 @@ def assign_waves(
     limit = limit_seconds if len(parts) == 1 else np.inf
     for number, part in enumerate(parts, 1):
         members = np.sort(np.concatenate((held, part)))
-        own = Sequences(
-            attention=sequences.attention[members],
-            linear=sequences.linear[members],
-            work=sequences.work[members],
-            tokens=sequences.tokens[members],
-        )
+        own = some_of(sequences, members)
         is_last = number == len(parts)
         targets, _pairs, written = microbatch.plan(
             np.array(detours, dtype=np.int64), limit, _TARGETS_PER_WAVE, _FILLS_PER_WAVE, is_last, own, inputs
@@ -198,13 +193,13 @@ def assign_timelines(
     parts = rank_parts(sequences, inputs)
     own, ranks = (parts[0].sequences, parts[0].inputs) if parts else (sequences, inputs)
     exchanges = _EXCHANGES * (1 if len(own.work) <= 1024 else len(own.work) // 64)
-    *answer, target, end = iteration.schedule(lower, limit_seconds, True, exchanges, own, ranks)
+    rings, singles, timeline, target, end = iteration.schedule(lower, limit_seconds, True, exchanges, own, ranks)
     if not target:
         return None
-    found = [_timeline_groups(*answer, ranks)]
+    found = [_timeline_groups(rings, singles, timeline, ranks)]
     for part in parts[1:]:
-        answer = iteration.follow(target, end, True, exchanges, part.sequences, part.inputs)
-        found.append(_timeline_groups(*answer, part.inputs))
+        rings, singles, timeline = iteration.follow(target, end, True, exchanges, part.sequences, part.inputs)
+        found.append(_timeline_groups(rings, singles, timeline, part.inputs))
     return gather(order, joined(parts, found) if parts else found[0])
 
 
