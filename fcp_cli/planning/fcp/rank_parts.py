@@ -20,7 +20,7 @@ _PART_RANKS = 8192  # at least: rings are no wider than a part, and on fewer ran
 _UNLIKE = 1e-3  # relative; parts whose work differs by more from the mean are not alike
 
 
-class Part(NamedTuple):
+class RankPart(NamedTuple):
     """Neighbouring ranks of whole nodes, from rank `first` on, and the sequences that were dealt to them.
 
     `members` are the sequences' positions in the whole step.
@@ -54,7 +54,7 @@ def has_parts(inputs: PlannerInputs) -> bool:
     return enough and not len(inputs.group_first)
 
 
-def rank_parts(sequences: Sequences, inputs: PlannerInputs) -> list[Part]:
+def rank_parts(sequences: Sequences, inputs: PlannerInputs) -> list[RankPart]:
     """Cut a step, by falling work, into parts that are alike; return none if there are too few ranks for two.
 
     None either if groups come from a catalogue, or if a few sequences hold so much work that parts would differ.
@@ -74,7 +74,7 @@ def rank_parts(sequences: Sequences, inputs: PlannerInputs) -> list[Part]:
     by_part = np.argsort(part_of, kind="stable")
     cuts = np.cumsum(np.bincount(part_of, minlength=count))[:-1]
     return [
-        Part(
+        RankPart(
             first=int(first),
             members=members,
             sequences=some_of(sequences, members),
@@ -94,7 +94,7 @@ def some_of(sequences: Sequences, members: IntArray) -> Sequences:
     )
 
 
-def joined(parts: list[Part], found: list[Groups]) -> Groups:
+def joined(parts: list[RankPart], found: list[Groups]) -> Groups:
     """Return the groups of all parts as those of one step."""
     before = np.cumsum([0, *(len(one.wave) for one in found)])
     group_of = np.empty(sum(len(part.members) for part in parts), dtype=np.int64)

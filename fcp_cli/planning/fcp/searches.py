@@ -14,7 +14,7 @@ from fcp_cli.planning.compiled import iteration, microbatch
 from fcp_cli.planning.compiled.core import PlannerInputs, Sequences
 from fcp_cli.planning.compiled.rings import Rings, Timeline
 from fcp_cli.planning.compiled.single_rank_packs import CLOSED, SingleRankPacks
-from fcp_cli.planning.fcp.rank_parts import Groups, Part, joined, rank_parts, some_of
+from fcp_cli.planning.fcp.rank_parts import Groups, RankPart, joined, rank_parts, some_of
 from fcp_cli.planning.kernel_inputs import with_recomputation
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 
@@ -138,7 +138,7 @@ def assign_waves(
 
 
 def _waves_in_parts(
-    parts: list[Part], order: IntArray, limit_seconds: float, detours: Sequence[int]
+    parts: list[RankPart], order: IntArray, limit_seconds: float, detours: Sequence[int]
 ) -> Assignment | None:
     """Plan the waves of the first part; those of the others follow its targets."""
     first = parts[0]

@@ -30,7 +30,7 @@ def _batches(table: LengthTable, sync: Sync = "iteration", ranks: int = _RANKS) 
     return GlobalBatches(table, problem, whole)
 
 
-def _parts(batch: Batch, batches: GlobalBatches) -> list[rank_parts.Part]:
+def _parts(batch: Batch, batches: GlobalBatches) -> list[rank_parts.RankPart]:
     _order, sequences = by_falling_work(batch.work)
     return rank_parts.rank_parts(sequences, planner_inputs(batches.problem))
 
