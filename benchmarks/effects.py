@@ -19,7 +19,7 @@ from benchmarks.disturbances import EFFECTS, stressed_seconds
 from benchmarks.workloads import FAMILIES, family_table
 from fcp_cli.cost.profile import CostProfile, StepTerms
 from fcp_cli.errors import PlanError
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.metadata.plan_metadata import Sync
@@ -28,7 +28,7 @@ from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.bounds import lower_bound_seconds
 from fcp_cli.planning.problem import Assignment, Problem
 from fcp_cli.planning.solvers import make_solver
-from fcp_cli.profiling.analytic import analytic_profile
+from fcp_cli.profiling.computed.analytic import analytic_profile
 from fcp_cli.recipe import Recipe
 
 CLUSTERS = ("h100-8x8", "ascend910b-8x8")

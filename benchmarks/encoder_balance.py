@@ -24,8 +24,8 @@ from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.synth import NAMES
 from fcp_cli.manifest.tokens import open_media
 from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.training.models import model_config
-from fcp_cli.training.visuals import SyntheticVisuals
+from fcp_cli.training.pictures.visuals import SyntheticVisuals
+from fcp_cli.training.weights.models import model_config
 from fcp_cli.vision.parts import VisualSequence, share_out
 
 TARGET = 1.1

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fcp_cli.cost.profile import CostProfile, StepTerms, dump_cost_profile, parse_cost_profile
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.metadata.plan_metadata import EncoderBalance
 from fcp_cli.planning.batching.batches import BatchSettings

@@ -31,8 +31,8 @@ from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.descriptions import shipped_names
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.metadata.plan_metadata import Sync
-from fcp_cli.profiling.analytic import analytic_profile
-from fcp_cli.profiling.as_needed import as_needed_profile
+from fcp_cli.profiling.computed.analytic import analytic_profile
+from fcp_cli.profiling.computed.as_needed import as_needed_profile
 from fcp_cli.recipe import Recipe, RecipeRequest
 
 MODELS = ("qwen3-8b", "qwen3-vl-8b", "llama3-8b", "internvl3-8b", "qwen3-tiny", "qwen3-vl-tiny")

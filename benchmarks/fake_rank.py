@@ -225,7 +225,8 @@ def _fake_ranks(job: FakeJob) -> Iterator[None]:
 def _replacements(job: FakeJob) -> list[tuple[Any, str, Any]]:
     from fcp_cli.runtime.guards.guards import Guards
     from fcp_cli.runtime.ring_attention import ring_passes
-    from fcp_cli.training import shares, trainer
+    from fcp_cli.training import trainer
+    from fcp_cli.training.weights import shares
 
     make_mesh = device_mesh.init_device_mesh
 

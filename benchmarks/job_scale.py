@@ -30,7 +30,7 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.batching.batches import BatchSettings
 from fcp_cli.planning.dataset.run import make_plan
 from fcp_cli.planning.settings.settings import PlanInputs
-from fcp_cli.runs.metrics import FORMAT, MetricsWriter, StepMeasurement, TimedMicroBatch
+from fcp_cli.runs.metrics.metrics import FORMAT, MetricsWriter, StepMeasurement, TimedMicroBatch
 from fcp_cli.runtime.data.cursor import PlanCursor
 
 Found = TypeVar("Found")

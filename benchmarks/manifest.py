@@ -29,8 +29,8 @@ import pyarrow.parquet as pq
 from fcp_cli.manifest.build import build_manifest
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.sources.detect import SourceOptions, detect_kind, open_source
-from fcp_cli.manifest.sources.media_readers import read_media
-from fcp_cli.manifest.summary import summarize
+from fcp_cli.manifest.sources.media.media_readers import read_media
+from fcp_cli.manifest.table.summary import summarize
 from fcp_cli.manifest.tokens import open_tokens
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.workloads import FAMILIES, example_profile, family_table
 from fcp_cli.cost.profile import CostProfile
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.masks import CAUSAL, Mask, chunk_pairs, full, prefix, segments
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.planning.assemble import assemble

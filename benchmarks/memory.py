@@ -90,9 +90,9 @@ def measure(model: str, tokens: int) -> dict[str, float]:
     """Peaks of two training steps on one pack: resident without a profiler, then allocated with one."""
     import torch
 
-    from fcp_cli.profiling.device import PeakMemory
-    from fcp_cli.profiling.update_step import state_bytes
-    from fcp_cli.profiling.workload import SilentTransport, Workload, build_model
+    from fcp_cli.profiling.workers.device import PeakMemory
+    from fcp_cli.profiling.workers.update_step import state_bytes
+    from fcp_cli.profiling.workers.workload import SilentTransport, Workload, build_model
 
     torch.set_num_threads(1)
     device = torch.device("cpu")

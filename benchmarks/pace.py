@@ -17,10 +17,10 @@ import numpy as np
 from benchmarks.picture import sized, svg
 from fcp_cli.demo.paced import PacedSteps, PacedWork, library_table, run, typical_step, write_plans
 from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.report import chart_parts, charts
-from fcp_cli.report.page_data import Columns
+from fcp_cli.report.page import chart_parts, charts
+from fcp_cli.report.page.page_data import Columns
+from fcp_cli.report.page.run_picture import measured_bars
 from fcp_cli.report.ranks_shown import RanksShown
-from fcp_cli.report.run_picture import measured_bars
 
 STRATEGIES = ("static", "fcp-paper", "fcp")
 

@@ -16,15 +16,15 @@ import numpy as np
 
 from benchmarks.workloads import FAMILIES, MAX_LENGTH, example_profile, family_table
 from fcp_cli.demo.paced import library_table, typical_step
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.summary import PlanSummary
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import make_solver
-from fcp_cli.report import chart_parts, charts
-from fcp_cli.report.page_data import Columns, HeatMap, bars_of
+from fcp_cli.report.page import chart_parts, charts
+from fcp_cli.report.page.page_data import Columns, HeatMap, bars_of
 from fcp_cli.report.ranks_shown import RanksShown
 
 # Neighbouring cells of a heat map would show the page between them.

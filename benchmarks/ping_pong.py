@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.real_lengths import PUBLISHED, drawn
 from benchmarks.split_heads import profile_of
 from benchmarks.workloads import FAMILIES
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Problem

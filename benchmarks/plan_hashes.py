@@ -27,7 +27,7 @@ from benchmarks.split_heads import long_lengths, profile_of
 from benchmarks.workloads import FAMILIES, HELD_OUT, example_profile, family_table, lengths
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.errors import PlanError, UsageError
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.memory.fitting import JobRanks
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.plan.step import StepPlan

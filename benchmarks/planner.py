@@ -27,7 +27,7 @@ from benchmarks.picture import write_growth
 from benchmarks.workloads import FAMILIES, HELD_OUT, MAX_LENGTH, example_profile, family_table, lengths, real_table
 from fcp_cli.arrays import FloatArray
 from fcp_cli.errors import PlanError
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.plan.ring_order import ring_pairs
 from fcp_cli.plan.step import StepPlan

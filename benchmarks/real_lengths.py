@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks.split_heads import profile_of
 from benchmarks.workloads import FAMILIES, MAX_LENGTH, lengths, media_manifest, real_table
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.planning.batching.batches import BatchSettings
 from fcp_cli.planning.dataset.comparison import compare

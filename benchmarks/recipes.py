@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.workloads import FAMILIES, family_table, real_table
 from fcp_cli.console import Assumptions
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.settings.options import PlanRequest

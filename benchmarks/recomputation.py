@@ -19,7 +19,7 @@ from fcp_cli.memory.fitting import Place
 from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
-from fcp_cli.profiling.analytic import analytic_profile
+from fcp_cli.profiling.computed.analytic import analytic_profile
 from fcp_cli.recipe import Recipe, Recompute
 
 

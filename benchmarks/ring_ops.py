@@ -45,7 +45,7 @@ from fcp_cli.cost.model import group_terms, halo_seconds, window_work
 from fcp_cli.cost.profile import Bandwidth
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
-from fcp_cli.profiling.analytic import analytic_profile
+from fcp_cli.profiling.computed.analytic import analytic_profile
 from fcp_cli.recipe import Recipe
 from fcp_cli.runtime.agreement.grad_ring import GradRingDtype
 from fcp_cli.runtime.communication.transport import Handle, drive

@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.workloads import EXAMPLE_PROFILE
 from fcp_cli import Planner
 from fcp_cli.arrays import IntArray
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batching.batches import batch_of

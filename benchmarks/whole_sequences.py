@@ -27,7 +27,7 @@ from benchmarks.workloads import FAMILIES, MAX_LENGTH, example_profile, family_t
 from fcp_cli.arrays import IntArray
 from fcp_cli.cost.formula import overlapped_seconds, pack_parts
 from fcp_cli.cost.model import group_terms, unit_prices
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.plan.pricing.packs import crosses_nodes, planned_sequences, single_rank_work
 from fcp_cli.plan.pricing.timeline import start_times

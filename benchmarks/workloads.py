@@ -19,7 +19,7 @@ from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.manifest.build import build_manifest
 from fcp_cli.manifest.sources.detect import SourceOptions, open_source
 from fcp_cli.manifest.synth import Scale, write_media_records
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 
 MAX_LENGTH = 131_072
 FAMILIES = ("github", "commoncrawl", "wikipedia", "extreme")

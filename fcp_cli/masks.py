@@ -107,7 +107,7 @@ class Spans:
 
         Args:
             length: tokens of the sequence.
-            cuts: as from `cuts`, the default, or without some of them: no causal area reaches over one.
+            cuts: those of `cuts`, the default, or without some of them: no causal area reaches over one.
         """
         cuts = self.cuts(length) if cuts is None else cuts
         spans, stretches = list(self.seen_both_ways(length)), list(pairwise(cuts))
@@ -194,9 +194,9 @@ class MaskRows:
     """The masks of all sequences of a data set.
 
     Attributes:
-        kind: of all of them.
+        kind: the kind of all of them.
         offsets: [rows + 1] where the numbers of each row begin; of `full` ones, which have none, [0].
-        numbers: of all rows, on end.
+        numbers: the numbers of all rows, on end.
     """
 
     kind: MaskKind
@@ -221,7 +221,7 @@ class MaskedSequence:
 
     Attributes:
         tokens: [tokens] ids.
-        mask: of the tokens.
+        mask: the mask of the tokens.
         labels: [tokens] as Hugging Face data sets have them, or None to learn every token.
         own_labels: each token is to predict its own label, as in masked and diffusion language models; else the next.
         position_ids: [axes, tokens] where the model's positions are not those of the mask.

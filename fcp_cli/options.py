@@ -58,7 +58,7 @@ class Opt:
         metavar: placeholder of the value; without it N, X, NAME, FILE or the choices of a `Literal`.
         min, max: limits of a number; without `max` a whole one fits 64 bits.
         below: a number that it must not reach.
-        unset: for options whose default is None, the words for the effective default.
+        unset: says for options whose default is None, the words for the effective default.
         group: heading in the help of this option and of those after it, up to the next that names one; inside a
             `OptionGroup` it stands behind the group's title, as "Bundled trainer: memory".
         common: shown by --help, which folds the others into --help-all; if no option of a command is common, --help
@@ -119,10 +119,10 @@ class Option:
     """An option or argument as its dataclass declares it.
 
     Attributes:
-        name: of the field.
-        type: of one value, without None.
+        name: the name of the field.
+        type: the type of one value, without None.
         many: it collects a tuple of values.
-        default: of the field; `MISSING` where a value is required.
+        default: the value of the field if none is given; `MISSING` where a value is required.
         mark: its `Opt` or `Arg`.
         group: heading in the help, None: none.
     """
@@ -189,7 +189,7 @@ def build(kind: type[T], values: Mapping[str, Any], *, given: Collection[str], t
 
     Args:
         kind: the dataclass.
-        values: of all its options, by name.
+        values: the values of all its options, by name.
         given: names of the options whose values are no defaults.
         typed: names of those on the command line.
     """

@@ -25,8 +25,8 @@ class Plugin:
     """A name that an installed package adds.
 
     Attributes:
-        registry: that it is added to.
-        name: as users type it.
+        registry: the registry that it is added to.
+        name: the name, as users type it.
         package: name and version of the distribution.
         entry: its entry point.
     """
@@ -58,9 +58,9 @@ class Registry:
     """Names of one kind: fcp's own, and those of entry points.
 
     Attributes:
-        group: of the entry points.
-        noun: in messages.
-        option: of the command line that takes a name.
+        group: the group of the entry points.
+        noun: its name in messages.
+        option: the option of the command line that takes a name.
         own: fcp's own names, which no package replaces.
     """
 

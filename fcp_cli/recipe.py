@@ -69,7 +69,7 @@ class Recipe:
         zero_stage: 0 keeps everything on every rank; 1 shards the optimizer over the ranks, 2 gradients, too, once a
             step is over, 3 weights, too, which are then gathered layer by layer.
         shard_ranks: ranks that share one copy of the sharded tensors (HSDP); None: all.
-        reduce: under stage 3, gradients are summed over ranks once a `step`, until when each holds them whole, or after
+        reduce: under stage 3: gradients are summed over ranks once a `step`, until when each holds them whole, or after
             every `wave` of micro-batches, so that each holds its share.
         precision: `bf16` weights with fp32 master weights in the optimizer, `amp` fp32 weights under bfloat16 autocast,
             `fp32`; `fp64` for proofs.
@@ -192,7 +192,7 @@ def default_recipe(*, sync: str, device: str) -> Recipe:
     """Return the recipe of a job whose plan records none.
 
     Args:
-        sync: of the plan.
+        sync: the sync of the plan.
         device: kind of device that the ranks run on.
     """
     precision: PrecisionName = "fp32" if device == "cpu" else "bf16"
@@ -208,8 +208,8 @@ def recipe_to_follow(planned: Recipe | None, *, sync: str, device: str) -> Recip
     A plan for accelerators that is tried on a CPU is one of a small model, which fits anyhow: it runs as CPUs do best.
 
     Args:
-        planned: that the plan records.
-        sync: of the plan.
+        planned: the recipe that the plan records.
+        sync: the sync of the plan.
         device: kind of device that the ranks run on.
     """
     if planned is None or (device == "cpu" and planned.precision in _OF_ACCELERATORS):

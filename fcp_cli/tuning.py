@@ -24,7 +24,7 @@ class Lora:
 
     Attributes:
         rank: rows of A [rank, in] and columns of B [out, rank].
-        alpha: as in peft.
+        alpha: the alpha, as in peft.
         targets: last parts of the names of the linear layers that get one; or `ALL_LINEAR` alone, all but the head.
     """
 

@@ -57,7 +57,7 @@ def validated(document: Any, kind: type[T], *, where: str, error: type[FcpError]
     """Make a dataclass of a mapping.
 
     Args:
-        document: of YAML or JSON.
+        document: the document of YAML or JSON.
         kind: the dataclass; the dataclasses, lists and mappings in it are checked as strictly.
         where: begins every message; usually the file.
         error: the class to raise.

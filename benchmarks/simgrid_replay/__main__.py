@@ -37,7 +37,7 @@ from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import make_solver
-from fcp_cli.profiling.analytic import analytic_profile
+from fcp_cli.profiling.computed.analytic import analytic_profile
 from fcp_cli.recipe import Recipe
 
 Network = Literal["alone", "rails", "fat tree"]

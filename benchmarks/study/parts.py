@@ -36,7 +36,7 @@ from benchmarks.study.workload import (
     make_table,
     source_of,
 )
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.metadata.plan_metadata import Sync
 
 _T = TypeVar("_T")

@@ -12,7 +12,7 @@ from benchmarks import picture
 from benchmarks.study.parts import Study
 from benchmarks.study.published import CLAIMS, EXTREME_SPEEDUP, SCALING_SPEEDUPS, Encoder
 from benchmarks.study.runs import OURS, PAPER, STANDARD, STATIC, SYNCS, Cell
-from fcp_cli.report import chart_parts
+from fcp_cli.report.page import chart_parts
 
 _ENCODERS: Mapping[Encoder, str] = {
     "text": "text",

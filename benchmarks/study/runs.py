@@ -12,7 +12,7 @@ from typing import TypeAlias
 from benchmarks.study.baseline import StandardPacking, best_standard_packing
 from benchmarks.study.workload import Setting
 from benchmarks.workloads import MAX_LENGTH
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches

@@ -15,12 +15,12 @@ from benchmarks.study.published import Encoder
 from benchmarks.workloads import MAX_LENGTH, family_table, media_manifest
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.manifest.read import read_manifest
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.planning.problem import Problem
-from fcp_cli.profiling.analytic import analytic_profile
+from fcp_cli.profiling.computed.analytic import analytic_profile
 from fcp_cli.recipe import Recipe
 from fcp_cli.vision.qwen_processors import QwenVision
 

@@ -21,7 +21,7 @@ class ConfigFile:
     """The config file of this command line.
 
     Attributes:
-        path: as it was named or found.
+        path: the path, as it was named or found.
         digest: SHA-256 of its content, or None if it needs no trust: the user named it.
     """
 
@@ -40,7 +40,7 @@ def refuse_untrusted(
     Args:
         config: the file, or None.
         options: those that it sets for this command.
-        values: of the command's options.
+        values: the values of the command's options.
         verb: the command, as "launch".
     """
     if config is None or config.digest is None:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from fcp_cli.manifest.build import BuiltManifest
     from fcp_cli.manifest.sources.base import Part, Source
     from fcp_cli.manifest.sources.detect import SourceOptions
-    from fcp_cli.manifest.summary import ManifestSummary
-    from fcp_cli.manifest.table import LengthTable
+    from fcp_cli.manifest.table.summary import ManifestSummary
+    from fcp_cli.manifest.table.table import LengthTable
 
 manifest_app = App(
     no_args_is_help=True,
@@ -228,8 +228,8 @@ def _build_part(opened: Source, rows: Source, part: Part, options: BuildOptions)
 
 def _build_on(engine: str, opened: Source, reopen: Callable[[], Source], options: BuildOptions) -> None:
     from fcp_cli.manifest.engines import count_on_ray, part_folder
-    from fcp_cli.manifest.header import build_options
     from fcp_cli.manifest.parts import MergedParts
+    from fcp_cli.manifest.table.header import build_options
     from fcp_cli.reading.remote import data_path
 
     name, scheme, _ = engine.partition("://")
@@ -340,8 +340,8 @@ class ShowManifestOptions:
 )
 def show(options: ShowManifestOptions) -> None:
     """Show counts, percentiles and a histogram of the lengths of a manifest."""
-    from fcp_cli.manifest.header import manifest_source
     from fcp_cli.manifest.read import read_manifest
+    from fcp_cli.manifest.table.header import manifest_source
 
     table = read_manifest(options.path, length_column=options.length_column)
     source = None if str(options.path) == "-" else manifest_source(options.path)
@@ -435,7 +435,7 @@ def _report(
     path: Path, table: LengthTable, source: dict[str, Any] | None, *, json: bool, extra: dict[str, Any]
 ) -> None:
     from fcp_cli.manifest.read import remarks
-    from fcp_cli.manifest.summary import summarize
+    from fcp_cli.manifest.table.summary import summarize
 
     summary = summarize(table)
     if json:

@@ -19,9 +19,9 @@ from fcp_cli.words import counted, one_line
 
 if TYPE_CHECKING:
     from fcp_cli.cost.profile import CostProfile
+    from fcp_cli.profiling.fits.measurement import Measurement
+    from fcp_cli.profiling.fits.refit import Refit
     from fcp_cli.profiling.measure import MeasureResult
-    from fcp_cli.profiling.measurement import Measurement
-    from fcp_cli.profiling.refit import Refit
 
 profile_app = App()
 
@@ -62,8 +62,8 @@ def profile(options: ProfileOptions) -> None:
     if options.samples is None and str(output) != "-":
         options = replace(options, samples=output.with_suffix(".samples.jsonl"))
     if options.from_samples is not None:
-        from fcp_cli.profiling.assemble import profile_from_samples
-        from fcp_cli.profiling.samples import read_samples
+        from fcp_cli.profiling.fits.assemble import profile_from_samples
+        from fcp_cli.profiling.fits.samples import read_samples
 
         samples = read_samples(options.from_samples)
         found, failure = profile_from_samples(samples, request=options.recipe, sync=asked_sync(options)), None
@@ -142,8 +142,8 @@ class FitOptions:
 def fit(options: FitOptions) -> None:
     """Refit a profile from the metrics of real training runs, where every micro-batch is a sample."""
     from fcp_cli.cost.profile import load_cost_profile
-    from fcp_cli.profiling.refit import refit, samples_of_run
-    from fcp_cli.runs.metrics_reader import metrics_path
+    from fcp_cli.profiling.fits.refit import refit, samples_of_run
+    from fcp_cli.runs.metrics.metrics_reader import metrics_path
 
     output = options.output
     _refuse_two_documents(output, options.json)
@@ -182,8 +182,8 @@ def _measured(
     measurement: Measurement, options: ProfileOptions, assumptions: Assumptions
 ) -> tuple[CostProfile, str | None]:
     """Measure; return the profile of the observations, and why the measurement ended early if it did."""
-    from fcp_cli.profiling.assemble import profile_from_samples
-    from fcp_cli.profiling.samples import prepare_samples
+    from fcp_cli.profiling.fits.assemble import profile_from_samples
+    from fcp_cli.profiling.fits.samples import prepare_samples
 
     assumptions.report()
     assumptions.assumed.clear()
@@ -235,8 +235,8 @@ def job_environment(measurement: Measurement) -> dict[str, str]:
 
 
 def _print_cluster_command(measurement: Measurement, output: Path, fresh: bool) -> None:
+    from fcp_cli.profiling.fits.samples import prepare_samples
     from fcp_cli.profiling.measure import cluster_command
-    from fcp_cli.profiling.samples import prepare_samples
 
     request, samples = output.with_suffix(".request.json"), measurement.samples
     prepare_samples(measurement, fresh=fresh)

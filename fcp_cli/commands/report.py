@@ -15,13 +15,13 @@ from fcp_cli.runs.folder import RunPaths
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:
-    from fcp_cli.manifest.table import LengthTable
+    from fcp_cli.manifest.table.table import LengthTable
     from fcp_cli.plan.step import StepPlan
-    from fcp_cli.report.page_charts import Speedup
-    from fcp_cli.report.page_data import PlanPicture
+    from fcp_cli.report.page.page_charts import Speedup
+    from fcp_cli.report.page.page_data import PlanPicture
+    from fcp_cli.report.page.run_picture import RunPicture
     from fcp_cli.report.plan_file import PlanFile
-    from fcp_cli.report.run_picture import RunPicture
-    from fcp_cli.runs.metrics_reader import RunFile
+    from fcp_cli.runs.metrics.metrics_reader import RunFile
 
 _SPEEDUP_SEQUENCES = 16_384  # planned again to find the best static plan
 _METRICS_BYTES = 200_000_000  # beyond this only each k-th measured step is read
@@ -51,7 +51,7 @@ def report(options: ReportOptions) -> None:
     Of a run also its loss, and measured against planned times.
     """
     from fcp_cli.files import refuse_to_overwrite, write_text_atomically
-    from fcp_cli.report.page import PageContent, javascript_bundle
+    from fcp_cli.report.page.page import PageContent, javascript_bundle
     from fcp_cli.report.plan_file import open_plan
 
     options, output = _of_a_run(options), options.output
@@ -105,7 +105,7 @@ def _of_a_run(options: ReportOptions) -> ReportOptions:
 
 def _draw_plan(file: PlanFile) -> tuple[PlanPicture, list[StepPlan]]:
     """Return the pictures of a plan, and the steps to compare with a static plan."""
-    from fcp_cli.report.page_data import PlanPicture, evenly_spaced
+    from fcp_cli.report.page.page_data import PlanPicture, evenly_spaced
 
     meta = file.metadata
     picture, sample = PlanPicture(metadata=meta), []
@@ -130,8 +130,8 @@ def _draw_run(
     metrics: Path | None, file: PlanFile, picture: PlanPicture
 ) -> tuple[RunFile | None, RunPicture | None, list[str]]:
     """Return the run, its pictures, and a line for whatever could not be used."""
-    from fcp_cli.report.run_picture import RunPicture
-    from fcp_cli.runs.metrics_reader import open_run
+    from fcp_cli.report.page.run_picture import RunPicture
+    from fcp_cli.runs.metrics.metrics_reader import open_run
 
     if metrics is None:
         return None, None, []
@@ -155,7 +155,7 @@ def _speedup(file: PlanFile, sample: list[StepPlan], longest: int, table: Length
     """Return the predicted gain over the best static plan."""
     from fcp_cli.planning.baselines.baseline import static_speedup, typical_pair
     from fcp_cli.planning.problem import problem_of
-    from fcp_cli.report.page_charts import Speedup
+    from fcp_cli.report.page.page_charts import Speedup
 
     problem = problem_of(file.metadata, name=str(file.path))
     found = static_speedup(sample, problem, longest_tokens=longest, manifest=table)

@@ -14,7 +14,7 @@ from fcp_cli.console import Assumptions, note, print_json, results
 from fcp_cli.selftest.options import SelftestRequest
 
 if TYPE_CHECKING:
-    from fcp_cli.profiling.measurement import Measurement
+    from fcp_cli.profiling.fits.measurement import Measurement
     from fcp_cli.selftest.findings import SelftestReport
     from fcp_cli.selftest.settings import Settings
 
@@ -49,7 +49,7 @@ def selftest(options: SelftestRequest) -> None:
 def _prepare(options: SelftestRequest, folder: Path) -> Measurement:
     """Choose the packs to time, and write their request and the head of the samples into the folder."""
     from fcp_cli.profiling.choices import choose_measurement
-    from fcp_cli.profiling.samples import prepare_samples
+    from fcp_cli.profiling.fits.samples import prepare_samples
     from fcp_cli.selftest.sizes import profile_request
 
     measurement = choose_measurement(profile_request(options, folder / "packs.samples.jsonl"), Assumptions())

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fcp_cli.plan.step import StepPlan
     from fcp_cli.report.plan_file import PlanFile
     from fcp_cli.report.trace import Kind
-    from fcp_cli.runs.metrics_reader import RunFile, RunStep
+    from fcp_cli.runs.metrics.metrics_reader import RunFile, RunStep
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +101,7 @@ def _steps_of(text: str | None) -> range:
 def _open(inputs: Sequence[Path]) -> tuple[PlanFile | None, RunFile | None, list[str]]:
     """Return the plan, the run, and a line about a run that does not fit the plan and is skipped."""
     from fcp_cli.report.plan_file import open_plan
-    from fcp_cli.runs.metrics_reader import open_run
+    from fcp_cli.runs.metrics.metrics_reader import open_run
 
     plans = [path for path in inputs if _is_parquet(path)]
     runs = [path for path in inputs if path not in plans]

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fcp_cli.report.watch import RunState, Standing
-    from fcp_cli.runs.metrics_reader import MetricsTail
-    from fcp_cli.runs.metrics_record import MetricsRecord
+    from fcp_cli.runs.metrics.metrics_reader import MetricsTail
+    from fcp_cli.runs.metrics.metrics_record import MetricsRecord
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +46,7 @@ def watch(options: WatchOptions) -> None:
     Through a pipe it prints plain lines.
     """
     from fcp_cli.report.watch import WINDOW_STEPS, RunState
-    from fcp_cli.runs.metrics_reader import MetricsTail
+    from fcp_cli.runs.metrics.metrics_reader import MetricsTail
 
     run_dir = options.run_dir or _latest()
     console = results()

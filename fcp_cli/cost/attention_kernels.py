@@ -90,7 +90,7 @@ class KernelTiming:
     """Seconds of a kernel on a shape class.
 
     Attributes:
-        forward_seconds, backward_seconds: of a call whose shape was called before.
+        forward_seconds, backward_seconds: the seconds of a call whose shape was called before.
         first_seconds: extra seconds of a shape's first calls, forward and backward together.
     """
 
@@ -110,8 +110,9 @@ class KernelTable:
     Attributes:
         device, release: name of the device, version of PyTorch.
         heads: query heads, key/value heads and their size.
-        layers: of the model; each repeats a call's shape, so that a shape's first seconds are shared by so many.
-        kernel: that ran while the profile's coefficients were measured; None if a mix.
+        layers: how many layers the model has; each repeats a call's shape, so that a shape's first seconds are shared
+            by so many.
+        kernel: the kernel that ran while the profile's coefficients were measured; None if a mix.
         timings: one per kernel and class; a kernel that refused a class has none there.
     """
 

@@ -47,11 +47,11 @@ class Sample:
     Attributes:
         lengths: tokens of each sequence of the pack.
         degree: ranks of its group.
-        seconds: from the moment all ranks of the group were ready to the end of its backward.
+        seconds: the time from the moment all ranks of the group were ready to the end of its backward.
         crosses_nodes: whether the group spans nodes.
         heads_degree: ranks of a set that shares heads, inside a node.
         silent: its peers were emulated, so that nothing was communicated.
-        patches: of the pack's images and videos, and the work of their pairs of patches, in patches.
+        patches: the patches of the pack's images and videos, and the work of their pairs of patches, in patches.
     """
 
     lengths: tuple[int, ...]

@@ -30,7 +30,8 @@ class UnitPrices(NamedTuple):
         reach: tokens before its own that a token attends to in layers with halos; 0: rings carry all layers.
         halo: [2] seconds in which a token of a halo travels by one hop.
         halo_message: fixed seconds of a halo's message.
-        key_value_heads: that ranks share before they hold copies; infinite if the profile prices no heads.
+        key_value_heads: how many key/value heads ranks share before they hold copies; infinite if the profile prices
+            no heads.
         exchange, key_value_exchange: [2] seconds in which all other ranks' share of a token is exchanged for heads.
         exchange_message: fixed seconds per other rank of the exchange.
         again: [3, 2] seconds per token of a rank, and seconds to subtract, of each line whose maximum, 0 included, is
@@ -58,11 +59,11 @@ class GroupTerms(NamedTuple):
     """Seconds on a group, each as seconds per token of a pack and fixed seconds.
 
     Attributes:
-        chunk: of attention in a ring, beyond that of attention on one rank.
-        ring, hops: of the ring, last hop included.
-        home, home_hop: of its last hop.
-        exchange, messages: of tokens for heads.
-        halo: of each token of a halo.
+        chunk: the chunk of attention in a ring, beyond that of attention on one rank.
+        ring, hops: the ring and hops of the ring, last hop included.
+        home, home_hop: the home and home hop of its last hop.
+        exchange, messages: the exchange of tokens for heads, and its messages.
+        halo: the seconds of each token of a halo.
         sets: members of the ring, each of which is a set of ranks that share heads.
     """
 
@@ -81,9 +82,9 @@ class PackParts(NamedTuple):
     """Seconds of a pack on its group, before overlap.
 
     Attributes:
-        other: that overlap with nothing: fixed, linear, and exchanges for heads.
-        attention: that hide a ring.
-        hidden: of the ring, as far as attention may hide it.
+        other: those that overlap with nothing: fixed, linear, and exchanges for heads.
+        attention: the attention that hide a ring.
+        hidden: the ring's seconds, as far as attention may hide it.
         exposed: the rest of the ring.
     """
 
@@ -103,7 +104,7 @@ def group_terms(
         heads_degree: ranks of each set that shares heads; it divides the degree.
         crosses_nodes: 1 if the group's ranks lie on more than one node, else 0.
         sets_cross_nodes: 1 if a set's ranks do, else 0.
-        prices: of the profile.
+        prices: the prices of the profile.
     """
     sets = degree / heads_degree
     hops = sets - 1.0
@@ -131,9 +132,9 @@ def pack_parts(
     Args:
         attention: seconds of attention on one rank.
         linear: all other seconds on one rank, which hide no ring.
-        tokens: of the pack.
-        degree, terms: of the group.
-        prices: of the profile.
+        tokens: the tokens of the pack.
+        degree, terms: the degree and terms of the group.
+        prices: the prices of the profile.
     """
     ring, home = terms.ring * tokens + terms.hops, terms.home * tokens + terms.home_hop
     exposed = prices.exposed * (ring - home) + home
@@ -154,9 +155,9 @@ def recomputation_seconds(tokens: Number, degree: Number, prices: UnitPrices) ->
     """Return the seconds in which a pack's ranks recompute as much as their tokens need: convex in these.
 
     Args:
-        tokens: of the pack.
-        degree: of the group.
-        prices: of the profile.
+        tokens: the tokens of the pack.
+        degree: the degree of the group.
+        prices: the prices of the profile.
     """
     held, again = tokens / degree, prices.again
     first = np.maximum(0.0, again[0, 0] * held - again[0, 1])
@@ -169,8 +170,9 @@ def halo_messages(sets: Number, shortest_tokens: Number, reach: Number) -> Numbe
 
     Args:
         sets: members of the ring.
-        shortest_tokens: of any sequence of the pack: the shorter its chunks, the more of them a halo spans.
-        reach: as of `UnitPrices`.
+        shortest_tokens: the tokens of the shortest sequence of the pack: the shorter its chunks, the more of them a
+            halo spans.
+        reach: see `UnitPrices`.
     """
     rounds = np.ceil(2.0 * sets * reach / shortest_tokens)
     return np.minimum(2.0 * rounds, sets + 1.0) * np.minimum(sets - 1.0, 1.0)
@@ -182,7 +184,7 @@ def halo_seconds(halo_tokens: Number, messages: Number, terms: GroupTerms, price
     Args:
         halo_tokens: summed over the pack's sequences.
         messages: see `halo_messages`.
-        terms: of the group.
-        prices: of the profile.
+        terms: the terms of the group.
+        prices: the prices of the profile.
     """
     return terms.halo * halo_tokens + prices.halo_message * messages

@@ -50,7 +50,7 @@ from fcp_cli.cost import formula
 from fcp_cli.cost.formula import GroupTerms, PackParts, UnitPrices
 from fcp_cli.cost.profile import Coefficients, CostProfile
 from fcp_cli.cost.recompute_levels import recomputation_lines
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 
 Index: TypeAlias = IntArray | int | slice | tuple[slice | EllipsisType | None, ...]
 
@@ -86,7 +86,8 @@ class Work:
         attention_seconds: [n] alpha1 (1 + eta) length^2.
         linear_seconds: [n] alpha2 length plus the vision encoder's terms.
         tokens: [n] int64.
-        windows: of layers whose halos travel; None if there are none: attention in windows is part of the other.
+        windows: the windows of layers whose halos travel; None if there are none: attention in windows is part of the
+            other.
     """
 
     attention_seconds: FloatArray
@@ -289,7 +290,7 @@ def group_seconds(profile: CostProfile, work: Work, *, degree: npt.ArrayLike, **
 
     Args:
         profile: coefficients and bandwidths.
-        work: of the packs, on one rank.
+        work: the work of the packs, on one rank.
         degree: ranks of the group, >= 1.
         place: `crosses_nodes`, `heads_degree` and `sets_cross_nodes`; see `group_terms`.
     """

@@ -16,9 +16,9 @@ class OffloadCost:
     """The copies of one micro-batch of one rank.
 
     Attributes:
-        moved_bytes: in both directions.
-        copy_seconds: of both directions.
-        visible_seconds: that the micro-batch takes longer.
+        moved_bytes: the bytes moved in both directions.
+        copy_seconds: the seconds of copies in both directions.
+        visible_seconds: how much longer the micro-batch takes longer.
     """
 
     moved_bytes: float
@@ -46,10 +46,10 @@ def offload_cost(
     layer computes longer than its input is under way.
 
     Args:
-        input_bytes: of one layer's input: tokens of the rank x width x bytes of a number.
+        input_bytes: the input bytes of one layer's input: tokens of the rank x width x bytes of a number.
         layers: recomputed ones.
-        forward_seconds: of one layer.
-        backward_seconds: of one layer, its recomputation included.
+        forward_seconds: the forward seconds of one layer.
+        backward_seconds: the backward seconds of one layer, its recomputation included.
         bytes_per_second: one direction of the link between device and host, of this rank's share of it.
     """
     returning = max(layers - 1, 0)
@@ -73,11 +73,11 @@ def profiled_offload_cost(
     each of its own. Attention is ignored: it only makes layers longer, and copies better hidden.
 
     Args:
-        profile: whose `linear_seconds_per_token` is of all layers, forward and backward.
-        tokens: of the rank in the micro-batch.
-        layers: of the model.
-        input_bytes_per_token: of one token in a layer's input.
-        bytes_per_second: as in `offload_cost`.
+        profile: the profile whose `linear_seconds_per_token` is of all layers, forward and backward.
+        tokens: the tokens of the rank in the micro-batch.
+        layers: the layers of the model.
+        input_bytes_per_token: the input bytes per token of one token in a layer's input.
+        bytes_per_second: the bytes per second, as in `offload_cost`.
     """
     layer_seconds = profile.coefficients.linear_seconds_per_token * tokens / layers
     return offload_cost(

@@ -72,11 +72,13 @@ class Heads:
     """Price of splitting a group's attention by heads (Ulysses): all-to-alls of tokens for heads, and back.
 
     Attributes:
-        query_heads, key_value_heads: of a device; it holds more where tensor parallelism is less.
-        exchange_bytes_per_token: of all heads' queries and outputs forward, their gradients backward, all layers.
-        key_value_exchange_bytes_per_token: of keys and values, and their gradients.
+        query_heads, key_value_heads: how many of each a device has; it holds more where tensor parallelism is less.
+        exchange_bytes_per_token: the bytes of all heads' queries and outputs forward, their gradients backward, all
+            layers.
+        key_value_exchange_bytes_per_token: the bytes of keys and values, and their gradients.
         exchange_seconds: per other rank of the set, whatever the bytes: the messages of all layers.
-        bandwidth_share: of a ring's bandwidth, at which exchanges travel, copies before and after them included.
+        bandwidth_share: the share of a ring's bandwidth, at which exchanges travel, copies before and after them
+            included.
     """
 
     query_heads: Count
@@ -109,7 +111,7 @@ class StepTerms:
             hidden behind computation where that takes longer.
         tail_seconds: gradients summed over ranks once the last micro-batch has ended; waves with a floor sum them
             themselves.
-        update_seconds: of every step: the optimizer, and loading that nothing hides.
+        update_seconds: the seconds of every step: the optimizer, and loading that nothing hides.
         lockstep: the ranks of a wave meet layer by layer, so that all wait for the slowest vision encoder before the
             language model begins.
     """
@@ -167,9 +169,9 @@ class CostProfile:
         common_ground: given exactly where `coefficients` may have an `exposed_ring_share`.
         step: seconds of a step outside its micro-batches.
         heads: prices groups that split heads; None: they are rings.
-        recipe: that the times and the memory are of; None if nobody said.
-        sync: of the memory figures, which depend on gathered and kept tensors; None if unknown.
-        recompute_levels: of recomputation as needed, by rising tokens; the coefficients are of the first. None: ().
+        recipe: the recipe that the times and the memory are of; None if nobody said.
+        sync: the sync of the memory figures, which depend on gathered and kept tensors; None if unknown.
+        recompute_levels: levels of recomputation as needed, by rising tokens; coefficients are of the first. None: ().
         phase: `forward` where the times are of forward passes alone; None: of training.
         attention_kernels: measured kernels of the device, or None.
         text: the YAML it was read from, kept whole for the plan's metadata.

@@ -29,8 +29,8 @@ class RecomputeLevel:
 
     Attributes:
         recompute: the kind.
-        tokens: that a rank holds if all layers run with it.
-        seconds_per_token: of all layers, longer than with the first level.
+        tokens: the tokens that a rank holds if all layers run with it.
+        seconds_per_token: the seconds per token of all layers, longer than with the first level.
     """
 
     recompute: LayerRecompute
@@ -93,9 +93,9 @@ def layers_by_level(levels: Sequence[RecomputeLevel], tokens: int, layers: int) 
     The other layers run with the level before. Every rank may choose by its own tokens: no level runs a ring again.
 
     Args:
-        levels: of the plan's profile.
-        tokens: of the rank in the micro-batch; more than the last level holds recompute all layers by that.
-        layers: of the model.
+        levels: the levels of the plan's profile.
+        tokens: the tokens of the rank in the micro-batch; more than the last level holds recompute all layers by that.
+        layers: the layers of the model.
     """
     if tokens <= levels[0].tokens:
         return 0, layers

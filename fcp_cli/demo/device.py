@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fcp_cli.cost.profile import Coefficients, CostProfile
-from fcp_cli.profiling.analytic import ATTENTION_BACKWARD, CHUNK_BYTES_BACKWARD, CHUNK_BYTES_FORWARD
+from fcp_cli.profiling.computed.analytic import ATTENTION_BACKWARD, CHUNK_BYTES_BACKWARD, CHUNK_BYTES_FORWARD
 from fcp_cli.runtime.communication.transport import Handle, Transport
 from fcp_cli.runtime.kernels import AttentionKernel, lse_dtype
 from fcp_cli.runtime.layouts.layout import Segments

@@ -22,7 +22,7 @@ import numpy as np
 
 from fcp_cli.cost.profile import Bandwidth, CostProfile, StepTerms, dump_cost_profile
 from fcp_cli.errors import RunError
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.file.reader import PlanReader
@@ -31,9 +31,9 @@ from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.dataset.run import plan_metadata, plan_step
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import make_solver
-from fcp_cli.profiling.analytic import analytic_profile
+from fcp_cli.profiling.computed.analytic import analytic_profile
 from fcp_cli.recipe import Recipe
-from fcp_cli.runs.metrics_reader import RunStep, read_metrics, run_step
+from fcp_cli.runs.metrics.metrics_reader import RunStep, read_metrics, run_step
 
 RANKS_PER_NODE = 4
 _START_SECONDS, _MOST_PER_PREDICTED = 120.0, 3.0
@@ -44,7 +44,7 @@ class PacedWork:
     """The first steps of a table of lengths; longer sequences are dropped.
 
     Attributes:
-        sequences_per_rank: of a step.
+        sequences_per_rank: the sequences per rank of a step.
         slower: factor on all seconds of the profile, so that a hop over gloo is short in comparison.
     """
 

@@ -19,7 +19,7 @@ def step_picture(
 
     Args:
         columns: width of the picture, with 3 for the rank's number.
-        seconds: that the width stands for, so that pictures of several steps share a scale.
+        seconds: the time that the width stands for, so that pictures of several steps share a scale.
         ascii_only: draw with - and . alone.
     """
     line, dot = ("-", ".") if ascii_only else ("━", "·")

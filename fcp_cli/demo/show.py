@@ -58,8 +58,8 @@ class Demo:
     """One demo.
 
     Attributes:
-        folder: of all its files.
-        console: that it prints on.
+        folder: the folder of all its files.
+        console: the console that it prints on.
         figures: its results, for `--json`.
     """
 

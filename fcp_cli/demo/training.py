@@ -20,7 +20,7 @@ from fcp_cli.demo.paced import without_settings
 from fcp_cli.errors import RunError
 from fcp_cli.reading.documents import decode_json
 from fcp_cli.runs.folder import RunPaths
-from fcp_cli.runs.metrics_reader import read_metrics
+from fcp_cli.runs.metrics.metrics_reader import read_metrics
 
 RANKS, STEPS = 4, 5
 _VOCABULARY, _TEXTS = 1024, 20
@@ -79,7 +79,7 @@ def make_checkpoint(folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
     from transformers.utils import logging
 
-    from fcp_cli.training.models import build_model, model_config
+    from fcp_cli.training.weights.models import build_model, model_config
 
     quiet: Any = logging
     quiet.disable_progress_bar()

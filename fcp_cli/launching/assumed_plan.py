@@ -16,10 +16,10 @@ def assumed_plan(plan: Path, model: str, ranks: int | None, manifest: Path, assu
     """Return the metadata of the plan that `fcp plan` would make for a model.
 
     Args:
-        plan: where the plan would be.
+        plan: the plan where the plan would be.
         model: shipped name, or a description.
-        ranks: as given, else one per device: of this machine, or of the example cluster if it has none.
-        manifest: that it would be made from.
+        ranks: the ranks, as given, else one per device: of this machine, or of the example cluster if it has none.
+        manifest: the manifest that it would be made from.
         assumed: receives all of it, with the command that makes the plan.
     """
     from fcp_cli.planning.settings.settings import (  # slow to import, rarely needed

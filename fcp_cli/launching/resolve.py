@@ -50,7 +50,7 @@ def resolve(request: LaunchRequest, find_machine: Callable[[], LocalDevices], as
     """Complete a request and check it; nothing is written.
 
     Args:
-        request: of the user.
+        request: the request of the user.
         find_machine: looks at this machine; called once the plan is known to be good, because it is slow.
         assumed: receives the defaults.
     """

@@ -21,7 +21,7 @@ from fcp_cli.plan.metadata.again import plan_again
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.reading.documents import parse_yaml
 from fcp_cli.recipe import check_shard_ranks
-from fcp_cli.runs.checkpoint_header import checkpoints
+from fcp_cli.runs.checkpoints.checkpoint_header import checkpoints
 from fcp_cli.runs.folder import RunPaths, next_run_dir
 from fcp_cli.runs.launch_record import read_launch
 from fcp_cli.training.optional import require_libraries
@@ -40,8 +40,8 @@ def trainer_settings(request: LaunchRequest, job: Job, assumed: Assumptions) -> 
     """Complete the settings of the bundled trainer, and check that it can run.
 
     Args:
-        request: of the user.
-        job: with its plan and machines.
+        request: the request of the user.
+        job: the job with its plan and machines.
         assumed: receives the defaults.
     """
     plan, metadata = job.plan, job.metadata

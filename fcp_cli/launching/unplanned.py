@@ -17,9 +17,9 @@ def has_plan_made(request: LaunchRequest, target: str, plan: Path) -> bool:
     """Return whether a job's training loop has its plan made: a script that runs here with hooks, without a plan.
 
     Args:
-        request: of the user.
-        target: where the job runs.
-        plan: that would be followed if none is named.
+        request: the request of the user.
+        target: the target where the job runs.
+        plan: the plan that would be followed if none is named.
     """
     given = request.plan is not None or request.online or bool(request.manifest)
     if not request.program or given or plan.is_file():

@@ -22,7 +22,7 @@ class Accelerators:
 
     Attributes:
         kind: `cuda` or `npu`.
-        name: of the driver, or "" if unknown.
+        name: the name of the driver, or "" if unknown.
         count: devices that this process may use.
         memory_bytes: memory of the smallest device, or 0 if unknown.
     """

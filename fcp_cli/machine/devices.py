@@ -34,8 +34,8 @@ class LocalDevices:
         device: `cpu`, `cuda` or `npu`; `unknown` where torch is missing.
         num_devices: accelerators, or 0 on a CPU.
         num_cores: cores that this process may use.
-        memory_bytes: of the host; 0 if it is not known.
-        device_memory_bytes: of the smallest accelerator; 0 on a CPU, or if it is not known.
+        memory_bytes: the memory bytes of the host; 0 if it is not known.
+        device_memory_bytes: the device memory bytes of the smallest accelerator; 0 on a CPU, or if it is not known.
         visible: the setting that hides other devices, like `CUDA_VISIBLE_DEVICES=0`; "" if there is none.
     """
 

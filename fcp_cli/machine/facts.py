@@ -73,11 +73,12 @@ class Facts:
     Attributes:
         packages, programs: name to version or path; None if it is not there.
         machine: devices of one kind; None where torch is missing or broken, and then `machine_error` names the reason.
-        device_names, device_memory_bytes: of every accelerator, and of the smallest.
+        device_names, device_memory_bytes: the name of every accelerator, and the memory of the smallest.
         cann_home: exported by CANN's set_env.sh; `has_hccl`: whether its library is found.
         open_files: most files and sockets that a process may have open; 0 if it is not known.
         variables: those of the environment that change how a job starts or communicates.
-        master_addresses, master_is_here: of the job's node 0, if there are several nodes.
+        master_addresses, master_is_here: the addresses of the job's node 0, and whether it is this machine, if there
+            are several nodes.
         way_problem: why this node, if it is not node 0, cannot reach node 0.
         port_problem: why node 0 cannot listen where the nodes shall meet.
         hosts_here: which of the job's listed hosts are this machine.

@@ -29,7 +29,7 @@ class ProcessIdentity:
 
     Attributes:
         host: name of its machine.
-        boot_id: of that machine's kernel, which makes another one at each start.
+        boot_id: the id of that machine's kernel, which makes another one at each start.
         pid: its number.
         started_ticks: clock ticks from boot to its start.
     """

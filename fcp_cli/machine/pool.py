@@ -33,11 +33,11 @@ def in_order(
 
     Args:
         work: a function of a module, which workers import; its exceptions are raised here.
-        tasks: to be done; few are taken ahead of their results.
+        tasks: the tasks to be done; few are taken ahead of their results.
         workers: number of processes.
         initializer: called with `arguments` once in every process.
-        arguments: that travel to each process.
-        noun: of a worker, for messages: "planning process".
+        arguments: the arguments that travel to each process.
+        noun: the name of a worker, for messages: "planning process".
     """
     # Spawned, not forked: a fork of a process that has threads (Arrow's) may hang.
     context = multiprocessing.get_context("spawn")

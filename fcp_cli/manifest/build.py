@@ -16,11 +16,11 @@ import pyarrow as pa
 
 from fcp_cli.errors import ManifestError, UsageError
 from fcp_cli.files import replaced_atomically
-from fcp_cli.manifest.checks import LONGEST_TOKENS
-from fcp_cli.manifest.header import LEARNED_COLUMN, MANIFEST_FORMAT, METADATA_KEY, NOT_PARQUET
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.sources.base import RowBatch, Source, place_of
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.checks import LONGEST_TOKENS
+from fcp_cli.manifest.table.header import LEARNED_COLUMN, MANIFEST_FORMAT, METADATA_KEY, NOT_PARQUET
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.manifest.versions import file_versions, require_unchanged
 from fcp_cli.parquet_writer import parquet_writer
 

@@ -83,9 +83,9 @@ def count_on_ray(
 
     Args:
         folder: receives the parts.
-        parts: to be counted.
+        parts: the parts to be counted.
         reopen: opens the whole source on any node.
-        address: of a cluster, as `ray://HOST:PORT`; None: the one that Ray finds, else one on this machine.
+        address: the address of a cluster, as `ray://HOST:PORT`; None: the one that Ray finds, else one on this machine.
     """
     try:
         import ray

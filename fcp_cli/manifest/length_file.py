@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 
 from fcp_cli.errors import ManifestError
-from fcp_cli.manifest.checks import FACTORS
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.sources.base import RowBatch
+from fcp_cli.manifest.table.checks import FACTORS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +22,7 @@ class LengthFile:
 
     Attributes:
         path: the file.
-        column: with the lengths, of a table; None: `length`, or one of a usual name.
+        column: the column with the lengths, of a table; None: `length`, or one of a usual name.
     """
 
     path: Path

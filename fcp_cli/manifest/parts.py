@@ -25,8 +25,8 @@ from fcp_cli.kinds import another_kind
 from fcp_cli.machine.host import usable_cores
 from fcp_cli.machine.pool import in_order
 from fcp_cli.manifest.build import NO_ROWS, RowWriter, counted_batches
-from fcp_cli.manifest.header import read_header, readable
 from fcp_cli.manifest.sources.base import DivisibleSource, Part, RowBatch, Source
+from fcp_cli.manifest.table.header import read_header, readable
 from fcp_cli.manifest.versions import differing, file_versions, require_unchanged
 from fcp_cli.reading.inputs import open_input
 from fcp_cli.reading.parquet import open_footer, open_parquet
@@ -72,7 +72,7 @@ class CountedByWorkers:
         source: the source, or one part of it.
         reopen: opens the whole source in a worker; it travels there.
         workers: number of processes.
-        part: which part of the whole `source` is.
+        part: the part of of the whole `source` is.
     """
 
     source: DivisibleSource
@@ -146,7 +146,7 @@ class PartHeader:
     Attributes:
         format: `PART_FORMAT`.
         source: the recorded source of the whole manifest, without its vocabulary.
-        index: of the part, from 0.
+        index: the index of the part, from 0.
         count: number of parts.
         files: name, bytes and time of the last change of each file of the source.
         tokenizer: digest of the tokenizer's files; "" if tokens are bytes or counted already.
@@ -187,7 +187,7 @@ def counted_rows(path: Path, identity: PartHeader, part: Part) -> int | None:
 
     Args:
         path: the file, which need not be there.
-        identity: of any part of the source.
+        identity: the identity of any part of the source.
         part: which one the file should hold.
     """
     wanted = replace(identity, index=part.index, count=part.count)
@@ -214,7 +214,7 @@ def write_part(source: DivisibleSource, rows: Source, part: Part, path: Path, *,
 
     Args:
         source: the whole source.
-        rows: of the part.
+        rows: the rows of the part.
         part: which one it is.
         path: the file to write.
         advance: called with the units that were done since the last call.

@@ -16,7 +16,9 @@ import pyarrow.compute as pc
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.kinds import another_kind
-from fcp_cli.manifest.checks import (
+from fcp_cli.manifest.sources.masks import mask_rule
+from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, CsvShard, DataFile, open_shard
+from fcp_cli.manifest.table.checks import (
     FACTORS,
     LONGEST_TOKENS,
     NULL,
@@ -27,8 +29,8 @@ from fcp_cli.manifest.checks import (
     length_column_of,
     with_steps,
 )
-from fcp_cli.manifest.columns import new_column, release
-from fcp_cli.manifest.header import (
+from fcp_cli.manifest.table.columns import new_column, release
+from fcp_cli.manifest.table.header import (
     LINE_SUFFIXES,
     TABLE_SUFFIXES,
     manifest_files,
@@ -36,10 +38,8 @@ from fcp_cli.manifest.header import (
     read_footer,
     readable,
 )
-from fcp_cli.manifest.lines import read_lengths_jsonl
-from fcp_cli.manifest.sources.masks import mask_rule
-from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, CsvShard, DataFile, open_shard
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.lines import read_lengths_jsonl
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.masks import MASK_COLUMN, MaskRows
 from fcp_cli.reading.inputs import bounded_lines, open_input
 from fcp_cli.reading.parquet import open_parquet
@@ -59,7 +59,7 @@ def read_manifest(path: str | Path, *, length_column: str = "length", step_colum
             length per line; `-` reads JSON lines from standard input (see `read_lengths_jsonl`).
         length_column: an integer column of tokens, or a list column that is measured by its list lengths. Where there
             is no `length`, the default finds a column of a usual name; the table says which.
-        step_column: of a trace: the integer column with the step of each row; None: it is no trace.
+        step_column: the step column of a trace: the integer column with the step of each row; None: it is no trace.
 
     Returns:
         One entry per row; a null `eta` or vision column counts as 0, and a column of zeros is dropped.

@@ -28,7 +28,7 @@ class ClipSet:
     Attributes:
         seconds: draws a duration.
         sizes: (height, width) of the frames, each with its share.
-        frames_per_second: of the files.
+        frames_per_second: the frames per second of the files.
         caption_tokens: mean length of a caption.
         sources: figure to where it was published, or `assumed`.
     """
@@ -115,7 +115,8 @@ class Scale:
 
     Attributes:
         short_side: pixels of every picture's shorter side, for small models; None keeps the published sizes.
-        frames_per_second: of every clip, for models that take each frame they are given; None keeps the files' own.
+        frames_per_second: the frame rate of every clip, for models that take each frame they are given; None keeps the
+            files' own.
     """
 
     short_side: int | None = None
@@ -132,7 +133,7 @@ def media_records(name: str, rows: int, *, seed: int, scale: Scale = AS_PUBLISHE
         name: one of `NAMES`. `mixed` is a fifth text alone, a fifth one image, a fifth two to eight images, and the
             rest clips of all three sets in equal shares; its shares are assumed.
         rows: how many.
-        seed: of the draw; a row does not depend on how many there are.
+        seed: the seed of the draw; a row does not depend on how many there are.
         scale: factors on the pictures' sizes and durations.
     """
     for row in range(rows):

@@ -10,8 +10,18 @@ import pyarrow as pa
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
-from fcp_cli.manifest.chat import ChatEncoder
-from fcp_cli.manifest.header import (
+from fcp_cli.manifest.read import read_manifest
+from fcp_cli.manifest.sources.base import SourceTokens
+from fcp_cli.manifest.sources.chat import ChatData, ChatTokens
+from fcp_cli.manifest.sources.columnar import ColumnarTokens, columnar
+from fcp_cli.manifest.sources.jsonl import JsonLines, JsonLinesTokens
+from fcp_cli.manifest.sources.masks import MaskRule, mask_rule
+from fcp_cli.manifest.sources.media.media import MediaRecords
+from fcp_cli.manifest.sources.media.pictures import PICTURES_COLUMN, PictureData, PictureRecords
+from fcp_cli.manifest.sources.megatron import MegatronIndex, MegatronTokens
+from fcp_cli.manifest.sources.shards import open_shard
+from fcp_cli.manifest.sources.text import TextTokens
+from fcp_cli.manifest.table.header import (
     LINE_SUFFIXES,
     TABLE_SUFFIXES,
     build_command,
@@ -19,18 +29,8 @@ from fcp_cli.manifest.header import (
     manifest_source,
     readable,
 )
-from fcp_cli.manifest.read import read_manifest
-from fcp_cli.manifest.sources.base import SourceTokens
-from fcp_cli.manifest.sources.chat import ChatData, ChatTokens
-from fcp_cli.manifest.sources.columnar import ColumnarTokens, columnar
-from fcp_cli.manifest.sources.jsonl import JsonLines, JsonLinesTokens
-from fcp_cli.manifest.sources.masks import MaskRule, mask_rule
-from fcp_cli.manifest.sources.media import MediaRecords
-from fcp_cli.manifest.sources.megatron import MegatronIndex, MegatronTokens
-from fcp_cli.manifest.sources.pictures import PICTURES_COLUMN, PictureData, PictureRecords
-from fcp_cli.manifest.sources.shards import open_shard
-from fcp_cli.manifest.sources.text import TextTokens
-from fcp_cli.manifest.tokenizer import open_tokenizer
+from fcp_cli.manifest.tokenizing.chat import ChatEncoder
+from fcp_cli.manifest.tokenizing.tokenizer import open_tokenizer
 from fcp_cli.masks import MASK_COLUMN, MaskedSequence
 from fcp_cli.reading.parquet import open_parquet
 from fcp_cli.reading.remote import data_path
@@ -101,7 +101,7 @@ class MaskedTokens:
     """Tokens with the masks that a manifest keeps.
 
     Args:
-        tokens: of the sequences.
+        tokens: the tokens of the sequences.
         rule: kind of the masks.
         numbers: [rows] of each mask, as Arrow lists; None for masks without any.
     """
@@ -133,10 +133,10 @@ def open_tokens(
     Args:
         manifest_path: the manifest. A Parquet data set that was planned as it is (its `length_column` holds lists)
             is its own source.
-        source: where the data lies now, if it moved since the manifest was built.
+        source: the source where the data lies now, if it moved since the manifest was built.
         length_column: the column that was planned, as for `read_manifest`.
         kept: a folder with a copy of the checkpoint's tokenizer, for where that is gone.
-        entries: of the model's vocabulary; None: whatever the tokens are.
+        entries: the entries of the model's vocabulary; None: whatever the tokens are.
     """
     path = Path(manifest_path)
     recorded = manifest_source(path)

@@ -297,7 +297,7 @@ def replicated_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision, cop
     """Count the bytes per token of keys and values that a rank keeps of a layer on top of its own share.
 
     Args:
-        spec, kind, precision: of the layer.
+        spec, kind, precision: describe the layer.
         copies: ranks that have the same heads, where more ranks share heads than there are of keys and values.
     """
     if not kind.attends:

@@ -12,15 +12,15 @@ class Precision:
     """Bytes of one number.
 
     Attributes:
-        weight: of a weight that every rank holds whole between steps.
-        master: of the copy of it in the optimizer, 0 where the weights themselves are updated.
-        moments: of Adam's two moments together.
-        gathered: of a weight that ranks share out and that is gathered to compute with it.
-        gradient: of a gradient that is kept.
-        activation: of the outputs of matrices and attention.
-        residual: of the residual stream, which autocast leaves in the type of the weights.
-        loss: of the logits in the loss.
-        copy: of the copy of a matrix that autocast makes and autograd keeps; 0 without autocast.
+        weight: bytes of a weight that every rank holds whole between steps.
+        master: bytes of its copy in the optimizer, 0 where the weights themselves are updated.
+        moments: bytes of Adam's two moments together.
+        gathered: bytes of a weight that ranks share out and that is gathered to compute with it.
+        gradient: bytes of a gradient that is kept.
+        activation: the activation of the outputs of matrices and attention.
+        residual: bytes of the residual stream, which autocast leaves in the type of the weights.
+        loss: the loss of the logits in the loss.
+        copy: bytes of the copy of a matrix that autocast makes and autograd keeps; 0 without autocast.
     """
 
     weight: int

@@ -34,8 +34,8 @@ def rank_memory(
         spec: the model.
         recipe: the settings that the job runs with.
         sync: the plan's; under `iteration`, gradients are reduced once a step.
-        ranks: of the job.
-        cut: of the model over devices of a rank, and of its experts over ranks.
+        ranks: the ranks of the job.
+        cut: the cut of the model over devices of a rank, and of its experts over ranks.
         on_cpu: the job runs on hosts: no device communicators.
         peers: ranks that one meets in rings, whose channels take memory on accelerators.
         sharing: ranks that may share heads, at most; they hold keys and values of a head several times where they are

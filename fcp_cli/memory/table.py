@@ -16,8 +16,8 @@ class MemoryItem:
     """One thing in memory.
 
     Attributes:
-        fixed_bytes: that it takes whatever the tokens are.
-        bytes_per_token: of the rank.
+        fixed_bytes: the fixed bytes that it takes whatever the tokens are.
+        bytes_per_token: the bytes per token of the rank.
         most_bytes: limit of its bytes for tokens, for work done in chunks of limited size.
     """
 
@@ -89,8 +89,8 @@ class RankMemory:
     """Memory of a rank's fullest device; a step needs the maximum over its moments.
 
     Attributes:
-        moments: of training.
-        forward_moments: of a forward-only pass, on top of the same model's state.
+        moments: the moments of training.
+        forward_moments: the forward moments of a forward-only pass, on top of the same model's state.
     """
 
     moments: tuple[Moment, ...]

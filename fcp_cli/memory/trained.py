@@ -19,11 +19,11 @@ class Trained:
     """Parameters that a recipe of adapters or frozen patterns trains.
 
     Attributes:
-        total: of the whole model.
-        layer: of the layer of the language model that has most.
-        table: of the largest embedding or output table.
-        root: of all that is no layer of the language model.
-        adapters: of the total, those added to the model's own.
+        total: parameters of the whole model.
+        layer: parameters of the layer of the language model that has most.
+        table: parameters of the largest embedding or output table.
+        root: parameters of all that is no layer of the language model.
+        adapters: the adapters of the total, those added to the model's own.
     """
 
     total: int
@@ -59,8 +59,8 @@ class Backward:
 
     Attributes:
         layers: share of the language model's layers that it reaches.
-        language: of the language model's matrices and its output layer.
-        vision: of the encoder's and the projector's; its `inputs` are 0 where no block is trained.
+        language: passes through the language model's matrices and its output layer.
+        vision: passes through the encoder and the projector; its `inputs` are 0 where no block is trained.
     """
 
     layers: float = 1.0

@@ -65,10 +65,12 @@ class ClusterSpec:
         intra_node_bytes_per_second, inter_node_bytes_per_second: point to point, one way, inside one ring.
         message_seconds: fixed cost of one message between neighbours of a ring: of one layer, in one direction.
         microbatch_seconds: fixed cost of one forward and backward, whatever the model; None: see the next.
-        operation_seconds: of the host to issue one operation; `profiling.host` counts those of a micro-batch.
+        operation_seconds: the time of the host to issue one operation; `profiling.computed.host` counts those of a
+            micro-batch.
         links_per_node: network links that the devices of a node share, each as fast as `inter_node_bytes_per_second`;
             None: unknown, and traffic over them is not priced.
-        memory_bytes_per_second: at which a device reads and writes its own memory; None: not known, not priced.
+        memory_bytes_per_second: the rate at which a device reads and writes its own memory; None: not known, not
+            priced.
         sources: figure to where it was read; `assumed` where it was not measured.
     """
 

@@ -120,7 +120,7 @@ class KeyValueHeads:
     """Key and value heads of layers that differ from the others'.
 
     Attributes:
-        head_dim: of queries, keys and values.
+        head_dim: the head dim of queries, keys and values.
         keys_as_values: values are made of the keys' product, without a matrix of their own.
     """
 
@@ -147,7 +147,7 @@ class LayerInputs:
     """A second embedding, of which each layer adds its own part to the residual stream.
 
     Attributes:
-        size: of a token's embedding for one layer.
+        size: the size of a token's embedding for one layer.
         vocab_size: rows of the table.
     """
 
@@ -161,7 +161,7 @@ class Experts:
 
     Attributes:
         count: experts of a layer.
-        active: of them, those that a token goes to.
+        active: the active of them, those that a token goes to.
         ffn_size: width of one, a gated MLP.
         shared_ffn_size: width of the shared MLP that every token passes; 0 without one.
         dense_layers: first layers of the model that have an MLP of `ffn_size` instead.
@@ -181,10 +181,10 @@ class Latent:
     """Keys and values that are made of a small vector per token (MLA); `head_dim` is that of queries and keys.
 
     Attributes:
-        query_rank: of the vector that queries are made of; None: of the hidden state itself.
-        key_value_rank: of the vector that keys and values are made of.
+        query_rank: the query rank of the vector that queries are made of; None: of the hidden state itself.
+        key_value_rank: the key value rank of the vector that keys and values are made of.
         rotary_size: rotated part of head_dim; all heads share it in the keys.
-        value_size: of a value's head.
+        value_size: the size of a value's head.
     """
 
     query_rank: Width | None = None
@@ -199,7 +199,7 @@ class Linear:
 
     Attributes:
         key_heads, value_heads: the first divides the second.
-        key_size, value_size: of a head.
+        key_size, value_size: the sizes of a head's keys and values.
         kernel_size: tokens of the short convolution over queries, keys and values.
     """
 
@@ -215,9 +215,9 @@ class Mamba:
     """A state space of fixed size in place of attention (Mamba-2).
 
     Attributes:
-        heads: that split the layer's inner width.
-        head_size: of one.
-        groups: of heads that share the projections to and from the states; divides `heads`.
+        heads: the heads that split the layer's inner width.
+        head_size: the head size of one.
+        groups: the groups of heads that share the projections to and from the states; divides `heads`.
         state_size: numbers of the state for each of a head's.
         kernel_size: tokens of the short convolution before it.
         chunk_size: tokens that its kernel takes at once.
@@ -254,11 +254,12 @@ class TextFigures:
         ffn_size: width of the gated MLP (three matrices of hidden_size x ffn_size); given where a layer has no experts.
         qkv_bias: biases on the query, key and value projections.
         qk_norm: RMS norms over head_dim on queries and keys.
-        attention: of the first layers, repeated over all: `full`, `window`, `latent`, `linear`, `mamba` or `none`.
-        window_tokens: that a token of a `window` layer attends to, itself among them.
-        mlp: of the first layers, repeated over all: `dense`, `experts` or `none`; None: experts in all layers but
-            `experts.dense_layers`, if there are any.
-        full_heads: of `full` layers, if they differ from those of windows.
+        attention: the kinds of the first layers, repeated over all: `full`, `window`, `latent`, `linear`, `mamba` or
+            `none`.
+        window_tokens: how many tokens a token of a `window` layer attends to, itself among them.
+        mlp: the kinds of the first layers' MLPs, repeated over all: `dense`, `experts` or `none`; None: experts in all
+            layers but `experts.dense_layers`, if there are any.
+        full_heads: the heads of `full` layers, if they differ from those of windows.
         experts, latent, linear, mamba, reused, layer_inputs: given if layers have them.
     """
 

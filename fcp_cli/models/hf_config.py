@@ -37,9 +37,9 @@ class HfConfig:
     """The model of a config.json.
 
     Attributes:
-        architecture: as `ModelSpec` has it.
-        figures: of the language model by the names of `TextFigures`, not yet validated; those that the file omits are
-            missing.
+        architecture: the architecture, as `ModelSpec` has it.
+        figures: the figures of the language model by the names of `TextFigures`, not yet validated; those that the
+            file omits are missing.
         vision: figures of the encoder by the names of `VisionSpec`, not yet validated, or None without an encoder.
     """
 

@@ -21,7 +21,7 @@ class VisionFamily:
     """A family of vision-language models.
 
     Attributes:
-        architecture: as `ModelSpec` has it.
+        architecture: the architecture, as `ModelSpec` has it.
         text_types: model types that its language model may have; the first is that of a file without one.
         is_tied: whether embeddings are tied if the file does not say; None if the language model's block decides.
         read: returns the figures of `VisionSpec` from the encoder's block and the whole file.

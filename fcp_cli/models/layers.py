@@ -36,8 +36,8 @@ class Matrix:
 
     Attributes:
         ends: widths of input and output.
-        copies: of the matrix, one for each expert.
-        active: of them, those that a token is multiplied with.
+        copies: how many copies there are of the matrix, one for each expert.
+        active: the active of them, those that a token is multiplied with.
         is_linear: a linear layer of PyTorch, which can take adapters.
     """
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.layout import BrokenRule, check_layout, check_ranks, first_of, row_of_rank
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata, unpack_rows
@@ -34,7 +34,7 @@ def check_plan(path: Path, *, manifest: LengthTable | None = None) -> Iterator[B
 
     Args:
         path: the plan.
-        manifest: of the plan; without it, lengths and the times of masked or multimodal sequences are
+        manifest: the manifest of the plan; without it, lengths and the times of masked or multimodal sequences are
             checked only as far as the plan alone allows.
 
     Raises:

@@ -38,8 +38,9 @@ class PlanSummary:
     """Totals over the steps given to `add`; idle rows count as idle time, not as micro-batches.
 
     Attributes:
-        peers: of the ranks; None where nobody asks for them.
-        busiest_seconds: of the rank that computes most in each step, added up; None where ranks have no stages.
+        peers: the peers of the ranks; None where nobody asks for them.
+        busiest_seconds: the seconds of the rank that computes most in each step, added up; None where ranks have no
+            stages.
     """
 
     num_ranks: int

@@ -29,9 +29,9 @@ def lower_bound_seconds(work: Work, problem: Problem, *, extra_seconds: float = 
     The end of a step is added to it, since it follows all micro-batches.
 
     Args:
-        work: of the step's sequences.
-        problem: of the plan.
-        extra_seconds: of all waves together, outside that work.
+        work: the work of the step's sequences.
+        problem: the problem of the plan.
+        extra_seconds: the seconds of all waves together, outside that work.
     """
     global _last
     if problem.rank_speeds is not None:

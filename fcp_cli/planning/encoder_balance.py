@@ -20,7 +20,7 @@ def balanced_encoder(batches: GlobalBatches, wanted: Wanted, assumptions: Assump
     """Return the batches' problem with the requested encoder balance; `auto` takes the quicker one on the first step.
 
     Args:
-        batches: under a problem in which rings share the encoder's work.
+        batches: the batches under a problem in which rings share the encoder's work.
         wanted: the option.
         assumptions: collects the choice of `auto`.
     """
@@ -54,7 +54,7 @@ def with_encoder_ranks(batches: GlobalBatches, wanted: str, assumptions: Assumpt
     """Return the batches' problem with some of its ranks set aside for the encoder.
 
     Args:
-        batches: under a problem in which all ranks run the whole model.
+        batches: the batches under a problem in which all ranks run the whole model.
         wanted: how many, or `auto`: those that the first step is soonest with.
         assumptions: collects the choice of `auto`.
     """

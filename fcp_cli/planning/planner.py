@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from fcp_cli.console import Assumptions
 from fcp_cli.errors import ManifestError, OverlongError, UsageError
-from fcp_cli.manifest.checks import LONGEST_TOKENS, checked_table
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.checks import LONGEST_TOKENS, checked_table
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.metadata.online import OnlineOptions, OnlineSettings
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.plan.step import StepPlan
@@ -36,7 +36,7 @@ class MoreSettings(TypedDict, total=False):
 
     Attributes:
         phase: `forward` plans passes without a backward, as for log-probabilities; default: `training`.
-        rank_speeds: of ranks against the profile: one each, or by rank as `{12: 0.7}`; default: all 1.
+        rank_speeds: the rank speeds of ranks against the profile: one each, or by rank as `{12: 0.7}`; default: all 1.
     """
 
     phase: Literal["training", "forward"]
@@ -51,7 +51,7 @@ class Planner:
     called by several threads at once.
 
     Attributes:
-        problem: of every step, with the settings that the arguments left open.
+        problem: the problem of every step, with the settings that the arguments left open.
         assumed: assumptions for arguments that were not given: name -> value and reason.
     """
 
@@ -76,7 +76,7 @@ class Planner:
             ranks: model replicas; None: the cluster's.
             ranks_per_node: None: the cluster's.
             tokens_per_rank: most tokens of a rank in a micro-batch; None: by memory.
-            sync: where ranks wait for each other; None: `iteration` where that fits.
+            sync: the sync where ranks wait for each other; None: `iteration` where that fits.
             max_degree: 1 forbids rings, as trainers need that only spread whole sequences; None: no limit.
             more: `MoreSettings`.
 

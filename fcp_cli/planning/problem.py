@@ -31,7 +31,7 @@ class Problem(PlanSetup):
 
     Attributes:
         profile: prices micro-batches, and the splitting of heads if `attention` allows that.
-        rank_speeds: of all ranks against the profile; None: all as it says.
+        rank_speeds: the rank speeds of all ranks against the profile; None: all as it says.
     """
 
     rank_speeds: Speeds | None = None
@@ -73,9 +73,9 @@ def problem_of(metadata: PlanMetadata, *, name: str, step: int = 0) -> Problem:
     """Read the problem of a plan from its own metadata.
 
     Args:
-        metadata: of the plan.
+        metadata: the metadata of the plan.
         name: stands for the file in messages.
-        step: whose times and speeds hold, where they were measured anew while the run planned.
+        step: the step whose times and speeds hold, where they were measured anew while the run planned.
     """
     profile = parse_cost_profile(metadata.cost_profile, name=f"{name}: the plan's cost profile")
     shared = fields_of(PlanSetup, metadata)
@@ -126,7 +126,7 @@ class Solver(Protocol):
     """Plans one step at a time; the same batch always gives the same answer.
 
     Attributes:
-        name: as in the registry of solvers.
+        name: the name, as in the registry of solvers.
         options: other settings that determine its answers, for the plan's metadata: JSON values.
     """
 
@@ -146,9 +146,9 @@ class PricedStep:
     """A step of a strategy whose execution is none of a plan's.
 
     Attributes:
-        seconds: of the step.
-        bound_seconds: that no schedule of the same execution beats.
-        busy_rank_seconds: of all ranks, without waiting.
+        seconds: the predicted seconds of the step.
+        bound_seconds: the seconds that no schedule of the same execution beats.
+        busy_rank_seconds: the busy seconds of all ranks, without waiting.
     """
 
     seconds: float

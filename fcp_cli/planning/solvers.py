@@ -26,8 +26,8 @@ class Strategy:
     """A solver's factory, and the facts that commands need before it is imported.
 
     Attributes:
-        factory: as module:function.
-        options: that the factory takes besides the batches.
+        factory: the factory, as module:function.
+        options: the options that the factory takes besides the batches.
         attention: how its groups split heads; None: its groups are rings, and fcp's are as asked.
         knows_sync: whether it plans one sync otherwise than the other.
         is_quick: whether `fcp compare` runs it unasked.
@@ -120,7 +120,7 @@ def make_solver(name: str, batches: GlobalBatches, **options: Any) -> Solver:
     Args:
         name: one of `solver_names()`.
         batches: the batches to plan.
-        options: of the solver's factory, by name; None and False stand for options that were not given.
+        options: the options of the solver's factory, by name; None and False stand for options that were not given.
     """
     given = {option: value for option, value in options.items() if value is not None and value is not False}
     plugin = None if name in _OWN else REGISTRY.plugin(name)
@@ -164,7 +164,7 @@ class PluginSolver:
     """The solver of another package, whose faults are its own: each is one line that names the package.
 
     Attributes:
-        name: as registered, whatever the solver calls itself.
+        name: the name, as registered, whatever the solver calls itself.
         options: the solver's own, and its package, for the plan's metadata.
     """
 

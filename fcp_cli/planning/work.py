@@ -6,7 +6,7 @@ import numpy.typing as npt
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.model import Work, vision_seconds
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.pricing import packs as pricing
 from fcp_cli.plan.pricing.padded_work import padded_work
 from fcp_cli.planning.problem import Problem
@@ -36,10 +36,10 @@ def pack_work(work: Work, members: IntArray, offsets: IntArray, degree: npt.Arra
     """Add up the work of packs on groups.
 
     Args:
-        work: of the batch's sequences.
-        members: of all packs, back to back: pack p has `members[offsets[p]:offsets[p + 1]]`, at least one.
+        work: the work of the batch's sequences.
+        members: the members of all packs, back to back: pack p has `members[offsets[p]:offsets[p + 1]]`, at least one.
         offsets: [packs + 1].
-        degree: of the packs' groups: [packs], or one for all.
-        problem: for the padding of rings.
+        degree: the degree of the packs' groups: [packs], or one for all.
+        problem: the problem for the padding of rings.
     """
     return pricing.pack_work(work.take(members), offsets, degree, problem.profile, problem.padding_multiple)

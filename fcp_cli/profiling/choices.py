@@ -18,11 +18,11 @@ from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.cluster import EXAMPLE_CLUSTER, THIS_MACHINE, cluster_like, load_cluster
 from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.models.shipped import DEFAULT_MODEL
-from fcp_cli.profiling.analytic import analytic_profile
-from fcp_cli.profiling.footprint import default_layers
-from fcp_cli.profiling.measurement import Measurement, default_degrees, default_vision_layers
-from fcp_cli.profiling.memory_block import place_of
+from fcp_cli.profiling.computed.analytic import analytic_profile
+from fcp_cli.profiling.fits.measurement import Measurement, default_degrees, default_vision_layers
+from fcp_cli.profiling.fits.memory_block import place_of
 from fcp_cli.profiling.options import ProfileRequest
+from fcp_cli.profiling.workers.footprint import default_layers
 from fcp_cli.recipe import RecipeRequest
 
 _CPU_MODEL = "qwen3-tiny"
@@ -191,7 +191,7 @@ class _Device:
 def _device(kind: str) -> _Device:
     import torch
 
-    from fcp_cli.profiling.device import device_memory_bytes, device_name
+    from fcp_cli.profiling.workers.device import device_memory_bytes, device_name
 
     first = torch.device(kind, 0)
     return _Device(name=device_name(first), memory_bytes=device_memory_bytes(first, ranks_on_host=1))

@@ -20,7 +20,7 @@ from fcp_cli.errors import ProfileError
 from fcp_cli.files import write_text_atomically
 from fcp_cli.machine.accelerators import find_accelerators
 from fcp_cli.machine.host import cpu_name, usable_cores
-from fcp_cli.profiling.measurement import model_figures, timed_settings
+from fcp_cli.profiling.fits.measurement import model_figures, timed_settings
 from fcp_cli.recipe import Recipe
 from fcp_cli.words import counted, one_line
 
@@ -39,7 +39,7 @@ class KeptKey:
         ranks_per_node: ranks that share a node.
         several_nodes: rings may cross nodes.
         model: digest of the model's figures, whatever its name.
-        settings: of the recipe, as far as times depend on them.
+        settings: the settings of the recipe, as far as times depend on them.
     """
 
     device: str

@@ -19,13 +19,13 @@ from typing import Final
 
 from fcp_cli.machine.processes import kill_tree
 from fcp_cli.machine.torchrun import torchrun_argv
-from fcp_cli.profiling.measurement import Measurement
-from fcp_cli.profiling.samples import SamplesFile, read_samples
+from fcp_cli.profiling.fits.measurement import Measurement
+from fcp_cli.profiling.fits.samples import SamplesFile, read_samples
 
 _POLL_SECONDS = 0.2
 # After its budget a worker still measures the step and memory; beyond this it hangs.
 _GRACE_SECONDS = 300.0
-_WORKER = ("-m", "fcp_cli.profiling.worker")
+_WORKER = ("-m", "fcp_cli.profiling.workers.worker")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,7 @@ def run_measurement(
     """Run the worker until it ends.
 
     Args:
-        measurement: to run.
+        measurement: the measurement to run.
         environment: variables for the ranks on top of this process's: those that a job would get.
         on_progress: gets the elapsed seconds and the observations so far.
     """
@@ -77,7 +77,7 @@ def cluster_command(measurement: Measurement, request: Path, *, master: str, env
     storage.
 
     Args:
-        measurement: on several nodes.
+        measurement: the measurement on several nodes.
         request: the file that `Measurement.write` wrote.
         master: address of node 0.
         environment: variables of the job.

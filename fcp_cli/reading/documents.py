@@ -130,8 +130,8 @@ def bounded(document: Any, *, most_values: int = MOST_VALUES, checks_values: boo
     """Return a document unchanged if it is within the bounds of this file.
 
     Args:
-        document: of JSON or YAML; one value may stand in many places, or within itself.
-        most_values: in all, each counted where it stands.
+        document: the document of JSON or YAML; one value may stand in many places, or within itself.
+        most_values: the most values in all, each counted where it stands.
         checks_values: whether numbers must be finite, and texts such as UTF-8 can hold.
     """
     # Of each mapping or list: itself, and the keys that lead to it, the nearest first.

@@ -28,7 +28,7 @@ class TarMember(NamedTuple):
     """A file in a tar.
 
     Attributes:
-        name: with its folders.
+        name: the name with its folders.
         offset: first byte of its headers.
         offset_data: first byte of its content.
         size: bytes of its content.
@@ -48,7 +48,7 @@ def tar_files(path: Path, stream: IO[bytes], *, error: type[FcpError]) -> Iterat
     """Yield the files in a tar that is not compressed.
 
     Args:
-        path: for messages.
+        path: the path for messages.
         stream: the tar, read from where it stands; it may be moved while a file is looked at.
         error: the class to raise.
     """

@@ -27,8 +27,8 @@ def planned_memory(metadata: PlanMetadata, peers: int) -> RankMemory | None:
     """Return the memory of a rank by the memory model; None if the plan names no model and recipe.
 
     Args:
-        metadata: of the plan.
-        peers: of the rank that has most.
+        metadata: the metadata of the plan.
+        peers: the peers of the rank that has most.
     """
     if metadata.recipe is None:
         return None

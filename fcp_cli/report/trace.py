@@ -19,7 +19,7 @@ import numpy as np
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.plan.step import MicroBatch, StepPlan
 from fcp_cli.report.stage_bars import stage_times
-from fcp_cli.runs.metrics_reader import RunStep
+from fcp_cli.runs.metrics.metrics_reader import RunStep
 
 Event = dict[str, Any]
 Kind = Literal["planned", "measured"]
@@ -37,9 +37,9 @@ class TraceBuilder:
     With both a plan and a run, each step starts at the same time in both, and the next one after the slower of them.
 
     Attributes:
-        num_ranks, ranks_per_node: of the job.
-        metadata: of the plan, if there is one; tells of its pipelines.
-        clock_seconds: where the next step starts.
+        num_ranks, ranks_per_node: how many the job has.
+        metadata: the metadata of the plan, if there is one; tells of its pipelines.
+        clock_seconds: the time at which the next step starts.
     """
 
     num_ranks: int
@@ -207,8 +207,8 @@ def write_trace(file: TextIO, events: Iterable[Event], *, source: dict[str, Any]
 
     Args:
         file: text, open for writing.
-        events: for example of `TraceBuilder`.
-        source: of the trace; viewers show it under "metadata".
+        events: the events for example of `TraceBuilder`.
+        source: the source of the trace; viewers show it under "metadata".
     """
     file.write('{"displayTimeUnit":"ms","otherData":' + json.dumps(source) + ',"traceEvents":[')
     count = 0

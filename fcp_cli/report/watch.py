@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fcp_cli.report.bars import bar
 from fcp_cli.runs.heartbeat import Heartbeat
-from fcp_cli.runs.metrics_record import MetricsRecord, RunRecord, StepRecord
+from fcp_cli.runs.metrics.metrics_record import MetricsRecord, RunRecord, StepRecord
 from fcp_cli.words import clock, counted, one_line, short_count, short_seconds
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class RunState:
         """Return whether the run still trains, and if not, how it ended.
 
         Args:
-            heartbeat: of its launcher; None for a job that `fcp launch` did not start.
+            heartbeat: the heartbeat of its launcher; None for a job that `fcp launch` did not start.
             quiet_seconds: since the run wrote last. Ranks may train on after their launcher was killed.
         """
         starts_again = heartbeat is not None and heartbeat.started > self._started_text

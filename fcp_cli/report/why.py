@@ -14,7 +14,7 @@ import numpy as np
 
 from fcp_cli.console import print_table
 from fcp_cli.cost.model import group_seconds, pack_parts
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.plan.pricing.packs import planned_sequences, ranks_together
 from fcp_cli.plan.pricing.pipeline import Pipeline
@@ -37,9 +37,9 @@ class Alternative:
     Attributes:
         tokens_per_rank: most tokens that a rank would hold.
         fits: whether that is within the token budget.
-        crosses_nodes: as planned; at another degree, whether no node is large enough.
+        crosses_nodes: whether it does, as planned; at another degree, whether no node is large enough.
         heads_degree: ranks of a set that splits heads, so that it takes least; as planned at the planned degree.
-        split_seconds: by heads degree, all that there may be.
+        split_seconds: the split seconds by heads degree, all that there may be.
         seconds, attention_seconds, ring_seconds: predicted; the longer of the last two is part of the first. The ring's
             are those that attention can hide: all of them but for a profile's `exposed_ring_share`.
         end_seconds: when it would end if it started as planned; of pipelines, when the step would, if it took so long
@@ -123,9 +123,9 @@ def explain_degree(
     Args:
         step: the planned step.
         order: a micro-batch of it that is not idle.
-        problem: of the plan.
+        problem: the problem of the plan.
         manifest: gives `eta` and vision columns; without it every sequence counts as causal text.
-        metadata: of the plan; for the seconds of its pipelines.
+        metadata: the metadata of the plan; for the seconds of its pipelines.
     """
     microbatch = step.microbatch(order)
     degrees = [

@@ -37,8 +37,8 @@ class Heartbeat:
     """The launcher's latest sign of life, and how long ago it was.
 
     Attributes:
-        host, pid, process_started, boot_id: of the launcher. The last two are None if its system has no /proc, and the
-            boot id in files of earlier versions, too.
+        host, pid, process_started, boot_id: identify the launcher. The last two are None if its system has no /proc,
+            and the boot id in files of earlier versions, too.
         started: ISO time of the launch.
         ended: how the job ended, or None.
         age_seconds: since the last sign of life.

@@ -41,10 +41,10 @@ class LaunchRecord:
         plan, run_dir, manifest: absolute paths; the manifest is that of the bundled trainer, None for random tokens,
             and a list of those of a mixture.
         training: settings of the bundled trainer that are not at their defaults; None for a script.
-        program: as typed after `--`, or the bundled trainer's module.
+        program: the program, as typed after `--`, or the bundled trainer's module.
         environment: set by fcp.
-        commands: of every node of a local job.
-        files: that start the job on a cluster.
+        commands: the commands of every node of a local job.
+        files: the files that start the job on a cluster.
     """
 
     format: str = FORMAT

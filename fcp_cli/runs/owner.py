@@ -32,11 +32,11 @@ class Owner:
     """The process that owns a run folder.
 
     Attributes:
-        host, pid: of the launcher, or of rank 0 if fcp did not start the job.
+        host, pid: the host and pid of the launcher, or of rank 0 if fcp did not start the job.
         process: its identity, or None on systems without /proc.
         since: ISO time at which it took the folder.
         job: the same for all nodes of a job and all starts of a batch job; may be "".
-        mark: in the environment of the processes that it starts; see `machine.started_by`.
+        mark: the mark in the environment of the processes that it starts; see `machine.started_by`.
     """
 
     format: Literal["fcp-owner/1"] = "fcp-owner/1"
@@ -78,8 +78,8 @@ def is_alive(owner: Owner | None, path: Path, announce: Callable[[str], None] = 
     A heartbeat that looks stale is watched for a while first: clocks of machines differ, and jump.
 
     Args:
-        owner: that `path` names; None: it cannot be read, perhaps because it is being written.
-        path: of the owner file.
+        owner: the owner that `path` names; None: it cannot be read, perhaps because it is being written.
+        path: the path of the owner file.
         announce: receives a line before a wait of several seconds.
     """
     process = None if owner is None else owner.process

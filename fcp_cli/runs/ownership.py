@@ -86,7 +86,7 @@ def own(
 
     Args:
         run_dir: the folder.
-        node: of a job; all but the first own a file of their own, next to that of node 0.
+        node: the node of a job; all but the first own a file of their own, next to that of node 0.
         job: the same for all nodes of a job.
         restarts: a scheduler starts `job` again only once its earlier start has ended.
         must_be_new: raise FileExistsError if the folder exists.

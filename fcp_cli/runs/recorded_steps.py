@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fcp_cli.errors import RunError
-from fcp_cli.runs.checkpoint_header import checkpoints, read_header
+from fcp_cli.runs.checkpoints.checkpoint_header import checkpoints, read_header
 from fcp_cli.runs.folder import RunPaths, from_here
 from fcp_cli.runs.summary import summary_of
 
@@ -25,7 +25,7 @@ def require_recorded(checkpoint: Path, *, accepts: bool) -> None:
     """Check that the metrics of a run record every step of its newest checkpoint.
 
     Args:
-        checkpoint: to resume from.
+        checkpoint: the checkpoint to resume from.
         accepts: whether the user has accepted the gap.
     """
     finished, paths = read_header(checkpoint).step, RunPaths(run_dir=checkpoint.parent.parent)

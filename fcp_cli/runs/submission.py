@@ -51,9 +51,9 @@ class Submission:
     """A job of a scheduler.
 
     Attributes:
-        target: as `fcp launch --target` takes it.
-        name: of the job, on Kubernetes of its object.
-        namespace: on Kubernetes; "": the one that kubectl is set to.
+        target: the target, as `fcp launch --target` takes it.
+        name: the name of the job, on Kubernetes of its object.
+        namespace: the namespace on Kubernetes; "": the one that kubectl is set to.
         job_id: Slurm's number; "" on Kubernetes.
     """
 

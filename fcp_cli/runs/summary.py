@@ -8,9 +8,9 @@ from pathlib import Path
 
 from fcp_cli.errors import RunError
 from fcp_cli.reading.inputs import bounded_lines, open_input
-from fcp_cli.runs.checkpoint_header import checkpoints
+from fcp_cli.runs.checkpoints.checkpoint_header import checkpoints
 from fcp_cli.runs.folder import RunPaths, from_here
-from fcp_cli.runs.metrics_record import MetricsRecord, StepRecord, parse_record
+from fcp_cli.runs.metrics.metrics_record import MetricsRecord, StepRecord, parse_record
 from fcp_cli.words import duration, first_sentence, short_count
 
 
@@ -20,8 +20,8 @@ class RunSummary:
 
     Attributes:
         first, last: the `step` records at both ends; None before the first.
-        steps: that were fed.
-        tokens, seconds: of them.
+        steps: the steps that were fed.
+        tokens, seconds: their tokens and seconds.
     """
 
     first: StepRecord | None = None

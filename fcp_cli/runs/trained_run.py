@@ -10,7 +10,7 @@ from typing import Any
 from fcp_cli.errors import RunError
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
-from fcp_cli.runs.checkpoint_header import check_plan_of, checkpoints, read_header
+from fcp_cli.runs.checkpoints.checkpoint_header import check_plan_of, checkpoints, read_header
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.launch_record import LaunchRecord, followed_plan, read_launch
 from fcp_cli.runs.owner import refuse_running
@@ -22,11 +22,11 @@ class TrainedRun:
     """A run of the bundled trainer that stopped before its plan's end.
 
     Attributes:
-        plan: that it followed last; proven to be whole.
-        first_step: that is not trained yet: the one after its newest checkpoint.
-        manifest: of the plan.
-        length_column: of the manifest.
-        model: that it trains.
+        plan: the plan that it followed last; proven to be whole.
+        first_step: the first step that is not trained yet: the one after its newest checkpoint.
+        manifest: the manifest of the plan.
+        length_column: the length column of the manifest.
+        model: the model that it trains.
     """
 
     plan: Path

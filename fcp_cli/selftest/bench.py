@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fcp_cli.cost.kernel_names import KERNELS, KernelName
-from fcp_cli.profiling.device import Stopwatch, ranks_on_this_host
+from fcp_cli.profiling.workers.device import Stopwatch, ranks_on_this_host
 from fcp_cli.runtime.communication.transport import ProcessTransport
 from fcp_cli.runtime.communication.world import ProcessWorld
 from fcp_cli.runtime.kernels import preferring

@@ -18,10 +18,10 @@ class Finding:
     """The outcome of one check.
 
     Attributes:
-        name: of the check.
+        name: the name of the check.
         passed: None if there is nothing to pass: figures of this machine.
-        lines: for the block, one sentence or figure each.
-        figures: for the JSON document.
+        lines: the lines for the block, one sentence or figure each.
+        figures: the figures for the JSON document.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Progress:
     """Entries of rank 0's diary so far.
 
     Attributes:
-        findings: of the checks that have ended.
+        findings: the findings of the checks that have ended.
         current: the check, or the case of it, that runs now; "" before the first and after the last.
         finished: all checks have ended.
     """

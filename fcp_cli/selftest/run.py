@@ -33,10 +33,10 @@ def run_selftest(
     """Run all checks on this node's ranks and return their findings.
 
     Args:
-        settings: of the ranks; its folder holds the request of the packs.
+        settings: the settings of the ranks; its folder holds the request of the packs.
         ranks: processes.
         environment: variables that a job would get, on top of this process's.
-        limit_seconds: that a check, or a case of one, may take.
+        limit_seconds: the limit seconds that a check, or a case of one, may take.
         on_progress: called with the name of each check as it begins.
     """
     argv = [*torchrun_argv(ranks), *WORKER, str(settings.write())]

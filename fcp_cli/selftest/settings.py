@@ -18,7 +18,7 @@ class Settings:
     """Settings of the ranks.
 
     Attributes:
-        folder: for the diary, plans and samples; shared by all nodes.
+        folder: the folder for the diary, plans and samples; shared by all nodes.
         device: kind of device.
         quick: small sizes.
         writes_report: rank 0 writes and prints the report itself: nobody watches.

@@ -17,7 +17,7 @@ class Graph(NamedTuple):
     """A step of replicas with pipelines, L blocks of layers each; `operation` numbers a micro-batch's operations.
 
     Attributes:
-        rank_offsets: of the micro-batches' groups, whose members are entries.
+        rank_offsets: the rank offsets of the micro-batches' groups, whose members are entries.
         base: [entries] the row of `turns` at which the micro-batch's operations on that replica stand.
         rank_first: [entries] where the micro-batches of that replica begin in `rank_microbatches`, in order.
         durations: [microbatches, 2 L]. sends: [microbatches].
@@ -137,11 +137,11 @@ def better_places(graph: Graph, ranks: Int32Array, waves: int, reach: int, most_
     waves stay waves.
 
     Args:
-        graph: whose `base` and `rank_microbatches` are changed.
+        graph: the graph whose `base` and `rank_microbatches` are changed.
         ranks: [entries] the replica of each.
-        waves: that each replica runs.
+        waves: the waves that each replica runs.
         reach: how many waves away a neighbour may be.
-        most_runs: of the step, in all.
+        most_runs: the most runs of the step, in all.
 
     Returns: [microbatches] the wave of each.
     """

@@ -15,7 +15,7 @@ class Replicas(NamedTuple):
 
     Attributes:
         num_ranks: replicas.
-        tokens: that each may hold in a micro-batch.
+        tokens: the tokens that each may hold in a micro-batch.
         microbatch_seconds: fixed seconds of a micro-batch.
         blocks_of: [degrees + 1] where the blocks of each degree begin in `firsts`; degrees are numbered, 0 is 1.
         degrees: [degrees] ranks of a block.
@@ -55,8 +55,8 @@ def lay(length: float, wait: float, share: float, sequences: Sequences, replicas
         length: seconds of the micro-batches outside rings.
         wait: how many times a replica waits for the excess of its longest micro-batch over `length`; where that is
             nothing, all replicas run equally many micro-batches.
-        share: by which all else counts that runs on a replica that waits so.
-        sequences: to lay out.
+        share: the share by which all else counts that runs on a replica that waits so.
+        sequences: the sequences to lay out.
         replicas: where.
 
     Returns:
@@ -114,7 +114,7 @@ def _shared_out(
         rings: how many sequences have one, the first ones.
         ready: [ranks] seconds.
         share: [ranks] by which work counts there.
-        length, sequences, replicas: as for `lay`.
+        length, sequences, replicas: the length, sequences and replicas, as for `lay`.
     """
     short = sequences.order[rings:]
     beta = replicas.microbatch_seconds

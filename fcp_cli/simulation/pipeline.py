@@ -92,7 +92,7 @@ def better_places(pipelines: Pipelines, *, reach: int, most_runs: int) -> IntArr
     Args:
         pipelines: a step of waves, in each of which every replica runs one micro-batch, in this order.
         reach: how many waves away a neighbour may be.
-        most_runs: of the step, in all.
+        most_runs: the most runs of the step, in all.
 
     Returns:
         [microbatches] the wave of each.

@@ -47,7 +47,7 @@ class WandbRun:
     """Logs TensorBoard's scalars, too; under `WANDB_MODE=offline` into the run directory only.
 
     Args:
-        project: of Weights & Biases.
+        project: the project of Weights & Biases.
         run_dir: gives the run its name, and a resumed run the identity of the one before.
         run: the record that begins the metrics.
     """

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from fcp_cli.errors import ManifestError, RunError
-from fcp_cli.manifest.header import manifest_source
-from fcp_cli.manifest.tokenizer import FileTokenizer
+from fcp_cli.manifest.table.header import manifest_source
+from fcp_cli.manifest.tokenizing.tokenizer import FileTokenizer
 from fcp_cli.manifest.tokens import SyntheticTokens, TokenReader, open_media, open_pictures, open_tokens
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.planning.batching.mixing import mixed_manifests

@@ -23,7 +23,7 @@ from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.recipe import Recipe, check_recipe
 from fcp_cli.runs.folder import RunPaths
-from fcp_cli.runs.metrics import EvaluationMeasurement, LengthBucket
+from fcp_cli.runs.metrics.metrics import EvaluationMeasurement, LengthBucket
 from fcp_cli.runtime import Fetch, LocalMicroBatch, Session
 from fcp_cli.runtime.agreement.plan_agreement import agree_on_plan
 from fcp_cli.runtime.communication.connections import planned_hops
@@ -39,8 +39,8 @@ def open_held_out(settings: TrainSettings, session: Session, open_fetch: Callabl
     """Open the held-out rows under their plan, which is made here if none was given. Every rank calls it.
 
     Args:
-        settings: of the run, with an evaluation manifest.
-        session: of the training.
+        settings: the settings of the run, with an evaluation manifest.
+        session: the session of the training.
         open_fetch: opens the data that settings name.
     """
     assert settings.eval_manifest is not None
@@ -115,9 +115,9 @@ def evaluate(
 
     Args:
         held_out: the rows and their plan.
-        model: that is trained.
+        model: the model that is trained.
         followed: module or wrapper with its weights, as in `Session.steps`.
-        recipe: of the training.
+        recipe: the recipe of the training.
         step: the optimizer step after which it runs.
         precision: returns the context of the forward.
     """

@@ -42,7 +42,8 @@ def learning_rate_at(step: int, *, settings: TrainSettings, plan_steps: int) -> 
     Args:
         step: optimizer step, from 0; step `warmup_steps` is the first at the peak.
         settings: schedule, peak, warm-up, decay and floor.
-        plan_steps: where the schedule ends unless the settings name another step; the rate then stays constant.
+        plan_steps: the step at which the schedule ends unless the settings name another step; the rate then stays
+            constant.
     """
     end = settings.decay_steps or plan_steps
     return settings.learning_rate * _schedule(settings, end)(min(step, end))
@@ -85,7 +86,7 @@ def clip_gradients(
 
     Args:
         trained: parameters that the optimizer updates on this rank; the norm is over all shards of FSDP2.
-        max_norm: that gradients are clipped to.
+        max_norm: the norm that gradients are clipped to.
         group: ranks whose optimizers update other rows than this one's.
     """
     norm = nn.utils.get_total_norm([parameter.grad for parameter in trained if parameter.grad is not None])

@@ -9,7 +9,7 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from fcp_cli.runs.metrics_record import EvalRecord, MetricsRecord, StepRecord
+from fcp_cli.runs.metrics.metrics_record import EvalRecord, MetricsRecord, StepRecord
 from fcp_cli.words import clock, counted, short_count, short_seconds
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class TrainingProgress:
     """The live display of a run. Feed it every record; close it at the end, however the end comes.
 
     Args:
-        console: where to print.
+        console: the console where to print.
         every: steps between two plain lines; the first and the last step are always printed.
     """
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from fcp_cli.console import human
 from fcp_cli.runs.folder import RunPaths
-from fcp_cli.runs.metrics_record import MetricsRecord
+from fcp_cli.runs.metrics.metrics_record import MetricsRecord
 from fcp_cli.training.curves import Scalars, WandbRun
 from fcp_cli.training.progress import TrainingProgress
 from fcp_cli.training.settings import TrainSettings

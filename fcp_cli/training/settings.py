@@ -54,8 +54,8 @@ class TrainSettings(RecipeRequest):
             stopped early and resumed follows the same schedule.
         max_grad_norm: global gradient norm to clip to; 0 turns clipping off.
         on_nan: action on a step whose loss, or gradient norm, is NaN or infinite.
-        zero, shard_ranks, reduce, precision, recompute, loss, offload, freeze_vision, lora, freeze: of the recipe;
-            `auto`, None and False leave them to the plan (`TrainSettings.recipe`).
+        zero, shard_ranks, reduce, precision, recompute, loss, offload, freeze_vision, lora, freeze: the fields of the
+            recipe; `auto`, None and False leave them to the plan (`TrainSettings.recipe`).
         eval_manifest, eval_plan: held-out rows and their plan, which is made in the run directory where it is None.
         eval_every: steps between two evaluations; there is one at the end in any case.
         grad_ring_dtype: type in which gradients of 16-bit keys and values travel around rings.
@@ -172,8 +172,8 @@ class TrainSettings(RecipeRequest):
         """Return the recipe of the run: requested settings, else the plan's, else the default of sync and device.
 
         Args:
-            planned: that the plan records.
-            sync: of the plan.
+            planned: the recipe that the plan records.
+            sync: the sync of the plan.
             device: kind of device that the ranks run on.
         """
         recipe = self.applied_to(recipe_to_follow(planned, sync=sync, device=device))

@@ -27,7 +27,7 @@ from fcp_cli.models.model import load_model
 from fcp_cli.models.weights import WeightFiles, find_weights
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.recipe import check_shard_ranks
-from fcp_cli.runs.checkpoint_header import CheckpointHeader, check_header, checkpoints, read_header
+from fcp_cli.runs.checkpoints.checkpoint_header import CheckpointHeader, check_header, checkpoints, read_header
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.ownership import own_unless_launched
 from fcp_cli.runs.recorded_steps import require_recorded
@@ -36,25 +36,25 @@ from fcp_cli.runtime.communication.world import World, gather_texts
 from fcp_cli.runtime.gradients.weight_types import WEIGHT_DTYPES
 from fcp_cli.runtime.metrics.recorder import device_name
 from fcp_cli.runtime.pictures.embedding_cache import EmbeddingCache
-from fcp_cli.training.adapters import adapted_names, choose_trained, describe_frozen, export_adapters
-from fcp_cli.training.checkpoint import TrainState, load_checkpoint, saved_buffers
 from fcp_cli.training.data import open_data
 from fcp_cli.training.evaluation import evaluate, open_held_out
-from fcp_cli.training.initial import draw_weights
 from fcp_cli.training.interrupt import StopRequest
-from fcp_cli.training.models import build_model, has_vision, model_config, model_vocab_size, shard_model
-from fcp_cli.training.offload import describe_offload, open_offload
 from fcp_cli.training.optimizer import clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
 from fcp_cli.training.optional import require_libraries
-from fcp_cli.training.origin import keep_origin, kept_names
+from fcp_cli.training.pictures.visuals import open_visuals
 from fcp_cli.training.report import TrainingReport, run_facts
-from fcp_cli.training.saving import CheckpointSaver, remove_leftovers
 from fcp_cli.training.settings import TrainSettings
-from fcp_cli.training.sharded_weights import Replica, ShardedModel, ShardedWeights
-from fcp_cli.training.shares import open_shares
 from fcp_cli.training.utilisation import peak_of, utilisation
-from fcp_cli.training.visuals import open_visuals
-from fcp_cli.training.weights import (
+from fcp_cli.training.weights.adapters import adapted_names, choose_trained, describe_frozen, export_adapters
+from fcp_cli.training.weights.checkpoint import TrainState, load_checkpoint, saved_buffers
+from fcp_cli.training.weights.initial import draw_weights
+from fcp_cli.training.weights.models import build_model, has_vision, model_config, model_vocab_size, shard_model
+from fcp_cli.training.weights.offload import describe_offload, open_offload
+from fcp_cli.training.weights.origin import keep_origin, kept_names
+from fcp_cli.training.weights.saving import CheckpointSaver, remove_leftovers
+from fcp_cli.training.weights.sharded_weights import Replica, ShardedModel, ShardedWeights
+from fcp_cli.training.weights.shares import open_shares
+from fcp_cli.training.weights.weights import (
     describe_unexpected,
     export_model,
     load_weights,

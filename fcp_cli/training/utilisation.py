@@ -47,7 +47,7 @@ def model_flops(spec: ModelSpec, recipe: Recipe, lengths: np.ndarray) -> float:
 
     Args:
         spec: the model.
-        recipe: for the trained part.
+        recipe: the recipe for the trained part.
         lengths: [sequences] tokens.
     """
     forward, backward, length = forward_operations(spec), backward_of(spec, recipe), lengths.astype(np.float64)

@@ -104,7 +104,7 @@ def deadlock(
     """Return which rank deadlocks, and on which operation, on devices with so many hardware queues; None if all end.
 
     Args:
-        operations, groups: as given to `check_order`, which they have passed but for deadlocks.
+        operations, groups: those given to `check_order`, which they have passed but for deadlocks.
         queues: hardware queues of each device; None: one per stream.
     """
     return _QueueRun(_batches(operations), groups or {}, queues).to_the_end()

@@ -43,7 +43,7 @@ class ProcessRecorder:
 
     Attributes:
         groups: name of each group that this process is in -> its global ranks.
-        content: of the messages issued now ("kv", ...); set by `LabellingTransport`.
+        content: the content of the messages issued now ("kv", ...); set by `LabellingTransport`.
     """
 
     def __init__(self) -> None:

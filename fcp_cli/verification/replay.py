@@ -79,10 +79,10 @@ def gradients_on_rank(
     """Return loss and gradient of every step of the plan at the model's weights, which stay as they are. Collective.
 
     Args:
-        session: whose plan is followed.
-        model: as given to `Session.steps`.
-        loss_of: from a micro-batch to this rank's share of the loss, as `LocalMicroBatch.loss` returns it.
-        reduce: as given to `Session.steps`.
+        session: the session whose plan is followed.
+        model: the model, as given to `Session.steps`.
+        loss_of: the function from a micro-batch to this rank's share of the loss, as `LocalMicroBatch.loss` returns it.
+        reduce: see `Session.steps`.
     """
     losses, gradients = [], []
     for step in session.steps(model, reduce=reduce):
@@ -139,8 +139,8 @@ def gradients_alone(
     """Return the expected result of `gradients_on_rank`.
 
     Args:
-        plan, fetch, model: as there.
-        forward: from input ids and position ids [1, tokens] to logits.
+        plan, fetch, model: see there.
+        forward: the forward from input ids and position ids [1, tokens] to logits.
         begin: told the mask and the tokens of each sequence before its forward; None: `forward` is causal.
     """
     losses, gradients = [], []

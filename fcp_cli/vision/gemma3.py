@@ -25,7 +25,7 @@ def visual_sequence(
     """Make one sequence from the output of the model's processor, with the mask of its token types.
 
     Args:
-        config: of the whole model (`Gemma3Config`).
+        config: the configuration of the whole model (`Gemma3Config`).
         input_ids: [tokens] with placeholders, `mm_tokens_per_image` for each image or crop.
         labels: [tokens], -100 where a token is not to be learned; None learns every token.
         pixel_values: [images and crops, channels, height, width]; a function is called only on the rank that encodes
@@ -49,7 +49,7 @@ def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Te
 
     Args:
         model: the `Gemma3Model`.
-        parts: to encode; unused, since all have one size.
+        parts: the parts to encode; unused, since all have one size.
         pixels: [images, channels, height, width] of all of them; None if there are none.
     """
     tower, config = model.vision_tower, model.config
@@ -69,7 +69,7 @@ def encoder_outputs(embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]
 
     Args:
         embeddings: [visual tokens of this rank, 1, hidden].
-        kinds: of each; all are images here.
+        kinds: the kinds of each; all are images here.
     """
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 

@@ -26,12 +26,12 @@ def grid_parts(
     """Yield the parts of each image, or of each video, of a sequence, in the order of their placeholders.
 
     Args:
-        config: of the whole model.
+        config: the configuration of the whole model.
         ids: [tokens] with placeholders.
         kind: whether images or videos.
         grid_thw: [images or videos, 3] patches in time, height and width; None for none.
-        pixels: of them, [patches, values]; None if there are none.
-        work: of the encoder for one part, of its height and width in patches.
+        pixels: the pixels of them, [patches, values]; None if there are none.
+        work: the work of the encoder for one part, of its height and width in patches.
     """
     places = np.flatnonzero(ids == (config.image_token_id if kind == "image" else config.video_token_id))
     grids = np.zeros((0, 3), dtype=np.int64) if grid_thw is None else np.asarray(grid_thw, dtype=np.int64)
@@ -75,7 +75,7 @@ def run_tower(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) ->
 
     Args:
         model: the base model, whose `visual` is the tower.
-        parts: to encode.
+        parts: the parts to encode.
         pixels: [patches, values] of all of them; None if there are none.
     """
     visual = model.visual

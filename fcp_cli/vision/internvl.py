@@ -21,7 +21,7 @@ def visual_sequence(
     """Make one sequence from the output of the model's processor.
 
     Args:
-        config: of the whole model (`InternVLConfig`).
+        config: the configuration of the whole model (`InternVLConfig`).
         input_ids: [tokens] with placeholders, `image_seq_length` for each tile.
         labels: [tokens], -100 where a token is not to be learned; None learns every token.
         pixel_values: the tiles [tiles, channels, height, width] of its images and frames; a function is called
@@ -43,7 +43,7 @@ def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Te
 
     Args:
         model: the `InternVLModel`.
-        parts: to encode; unused, since all tiles have one size.
+        parts: the parts to encode; unused, since all tiles have one size.
         pixels: [tiles, channels, height, width] of all of them; None if there are none.
     """
     tower = model.vision_tower
@@ -59,7 +59,7 @@ def encoder_outputs(embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]
 
     Args:
         embeddings: [visual tokens of this rank, 1, hidden].
-        kinds: of each; all are images here.
+        kinds: the kinds of each; all are images here.
     """
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 

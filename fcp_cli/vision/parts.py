@@ -77,10 +77,10 @@ class VisualPart:
     """The smallest piece of an image or a video that the encoder can run alone: an image, a pair of frames, a tile.
 
     Attributes:
-        kind: which placeholder its tokens have.
+        kind: says which placeholder its tokens have.
         start_token: position of the first of its tokens in the sequence.
         num_tokens: how many it has, all together.
-        work: of the encoder for it, in any unit that all parts share.
+        work: the work of the encoder for it, in any unit that all parts share.
         grid: height and width in patches.
         pixels: gives the encoder's input for it, [patches, ...]; called ahead of time in a background thread, and only
             on the rank that encodes it.
@@ -103,7 +103,7 @@ class VisualSequence:
         labels: [tokens] as Hugging Face data sets have them, or None to learn every token.
         parts: the pieces of its images and videos, in the order of their tokens; may be empty.
         position_ids: [axes, tokens] where the model's positions are not 0, 1, 2, ...
-        mask: of its tokens; images with bidirectional attention are `masks.segments`.
+        mask: the mask of its tokens; images with bidirectional attention are `masks.segments`.
     """
 
     tokens: Any
@@ -157,7 +157,7 @@ def share_out(work: Sequence[float], members: int, homes: Sequence[range] | None
     two, as evenly as can be, as long as that lowers the larger load.
 
     Args:
-        work: of each part.
+        work: the work of each part.
         members: who may encode any part.
         homes: [parts] the members that hold a part's tokens: they keep at most their even share, so that
             fewer embeddings travel. None: all members alike.

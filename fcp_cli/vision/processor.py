@@ -14,10 +14,10 @@ class Visual:
     """The tokens and patches that one image or video adds to a sequence.
 
     Attributes:
-        tokens: that the placeholder in the text is replaced by, but for `texts`; with the marks around them.
+        tokens: the tokens that the placeholder in the text is replaced by, but for `texts`; with the marks around them.
         grid: parts within which the encoder attends (frame pairs, tiles), and height and width of each in patches.
         texts: pieces of text put between the visual tokens, as time stamps.
-        part_seconds: from one part of a video to the next, where the model's positions tell the time by it.
+        part_seconds: the time from one part of a video to the next, where the model's positions tell the time by it.
     """
 
     tokens: int

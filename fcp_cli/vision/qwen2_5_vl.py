@@ -39,7 +39,7 @@ def visual_sequence(
     """Make one sequence from the output of the model's processor.
 
     Args:
-        config: of the whole model (`Qwen2_5_VLConfig`).
+        config: the configuration of the whole model (`Qwen2_5_VLConfig`).
         input_ids: [tokens] with placeholders; those of a video are all together.
         labels: [tokens], -100 where a token is not to be learned; None learns every token.
         image_grid_thw, video_grid_thw: [images or videos, 3] patches in time, height and width.
@@ -67,7 +67,7 @@ def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Te
 
     Args:
         model: the `Qwen2_5_VLModel`.
-        parts: to encode.
+        parts: the parts to encode.
         pixels: [patches, values] of all of them; None if there are none.
     """
     found: Tensor = run_tower(model, parts, pixels).pooler_output
@@ -79,7 +79,7 @@ def encoder_outputs(embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]
 
     Args:
         embeddings: [visual tokens of this rank, 1, hidden].
-        kinds: of each.
+        kinds: the kinds of each.
     """
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 

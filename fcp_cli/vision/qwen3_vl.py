@@ -37,7 +37,7 @@ def visual_sequence(
     """Make one sequence from the output of the model's processor.
 
     Args:
-        config: of the whole model (`Qwen3VLConfig`).
+        config: the configuration of the whole model (`Qwen3VLConfig`).
         input_ids: [tokens] with placeholders.
         labels: [tokens], -100 where a token is not to be learned; None learns every token.
         image_grid_thw, video_grid_thw: [images or videos, 3] patches in time, height and width.
@@ -60,7 +60,7 @@ def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Te
 
     Args:
         model: the `Qwen3VLModel`.
-        parts: to encode.
+        parts: the parts to encode.
         pixels: [patches, values] of all of them; None if there are none.
     """
     found = run_tower(model, parts, pixels)
@@ -75,7 +75,7 @@ def encoder_outputs(embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]
 
     Args:
         embeddings: [visual tokens of this rank, 1 + deepstack levels, hidden].
-        kinds: of each.
+        kinds: the kinds of each.
     """
     from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 

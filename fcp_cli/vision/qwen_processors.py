@@ -147,7 +147,8 @@ class Qwen25Vision(_QwenPixels):
     """Qwen2.5-VL and Qwen2-VL: as Qwen3-VL, but each frame has its limits, and no time stamps stand between frames.
 
     Attributes:
-        frames_per_second: that a video is sampled at; None takes all frames, as the published files have it.
+        frames_per_second: the rate at which a video is sampled at; None takes all frames, as the published files have
+            it.
     """
 
     name: str = "qwen2.5-vl"
@@ -198,7 +199,7 @@ def _fitted(f: int, frames: tuple[int, int], size: tuple[int, int], limits: tupl
 
     Args:
         f: pixels along a token's side.
-        frames: that are fitted, and their number as rounded for the decision whether to.
+        frames: the frames that are fitted, and their number as rounded for the decision whether to.
         size: height and width in pixels.
         limits: least and most pixels.
     """

@@ -21,8 +21,8 @@ def tiled_sequence(
         pixel_values: the tiles [tiles, channels, height, width]; a function is called only on the rank that encodes
             them.
         placeholder: token of images.
-        tokens_per_tile: that a tile becomes.
-        side: of a tile, in patches.
+        tokens_per_tile: the tokens per tile that a tile becomes.
+        side: the side of a tile, in patches.
     """
     ids = np.asarray(input_ids, dtype=np.int64)
     places = np.flatnonzero(ids == placeholder)

@@ -15,7 +15,7 @@ from inline_snapshot import snapshot
 
 from fcp_cli.models.shipped import shipped_profile_path
 from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.runs.checkpoint_header import CheckpointHeader
+from fcp_cli.runs.checkpoints.checkpoint_header import CheckpointHeader
 from fcp_cli.runs.launch_record import write_launch
 from fcp_cli.runs.ownership import own
 from tests.commands.planning_folder import typed

@@ -14,10 +14,10 @@ from inline_snapshot import snapshot
 
 from fcp_cli.cost.profile import load_cost_profile
 from fcp_cli.machine.processes import descendants, send
-from fcp_cli.profiling.measurement import default_degrees, read_measurement
-from fcp_cli.profiling.points import heads_points, measurement_points
-from fcp_cli.profiling.refit import HOLD_OUT_EVERY
-from fcp_cli.profiling.samples import read_samples
+from fcp_cli.profiling.fits.measurement import default_degrees, read_measurement
+from fcp_cli.profiling.fits.points import heads_points, measurement_points
+from fcp_cli.profiling.fits.refit import HOLD_OUT_EVERY
+from fcp_cli.profiling.fits.samples import read_samples
 from fcp_cli.recipe import Recipe
 from tests.commands.planning_folder import Outcome, typed
 from tests.forked_ranks import is_rank

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from fcp_cli.report.chart_parts import CONFIG
-from fcp_cli.runs.metrics import EvaluationMeasurement, LengthBucket
+from fcp_cli.report.page.chart_parts import CONFIG
+from fcp_cli.runs.metrics.metrics import EvaluationMeasurement, LengthBucket
 from tests.commands import planning_folder
 from tests.patience import PATIENCE_SECONDS
 from tests.report.edited_plans import change_column, edited

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.profiling.measurement import read_measurement
+from fcp_cli.profiling.fits.measurement import read_measurement
 from tests.commands.test_profile_cli import Fcp, fcp
 
 __all__ = ["fcp"]

@@ -15,7 +15,7 @@ import torch
 from benchmarks.pace import lines
 from fcp_cli.demo.device import HEAD_DIM, LAYERS, Device, Links, PacedKernel, PacedTransport
 from fcp_cli.demo.paced import PacedWork, paced_profile, run, write_plans
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.runtime.layouts.layout import shard_layout
 
 pytestmark = pytest.mark.torch

@@ -16,8 +16,8 @@ from fcp_cli.errors import FcpError, PlanError, RunError
 from fcp_cli.launching.checks import preflight
 from fcp_cli.machine import devices
 from fcp_cli.plan.metadata.plan_metadata import Continuation
-from fcp_cli.runs.checkpoint_files import FileSums
-from fcp_cli.runs.checkpoint_header import CheckpointHeader
+from fcp_cli.runs.checkpoints.checkpoint_files import FileSums
+from fcp_cli.runs.checkpoints.checkpoint_header import CheckpointHeader
 from fcp_cli.training.settings import TrainSettings
 from tests.launching.jobs import local_job
 from tests.messages import raises

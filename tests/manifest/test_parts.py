@@ -18,7 +18,7 @@ from fcp_cli.manifest.parts import CountedByWorkers, MergedParts, divisible, wri
 from fcp_cli.manifest.sources import jsonl
 from fcp_cli.manifest.sources.base import WHOLE, DivisibleSource, Part, RowBatch, Source
 from fcp_cli.manifest.sources.detect import SourceOptions, detect_kind, open_source
-from fcp_cli.manifest.tokenizer import ByteTokenizer
+from fcp_cli.manifest.tokenizing.tokenizer import ByteTokenizer
 from tests.commands.planning_folder import fcp
 from tests.manifest.datasets import build, write_jsonl, write_parquet, write_tokenizer, write_tree
 from tests.messages import raises

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fcp_cli.manifest.summary import PERCENTILES, summarize
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.summary import PERCENTILES, summarize
+from fcp_cli.manifest.table.table import LengthTable
 
 
 def table_of(lengths: list[int]) -> LengthTable:

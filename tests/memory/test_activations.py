@@ -11,7 +11,7 @@ from fcp_cli.memory.activations import layer_bytes, patch_bytes, recomputed_byte
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.models.model import ModelSpec, VisionSpec, load_model
 from fcp_cli.models.transformers_config import gemma4_config, text_config, whole_config
-from fcp_cli.profiling.analytic import MOVED_PER_RECOMPUTED_BYTE
+from fcp_cli.profiling.computed.analytic import MOVED_PER_RECOMPUTED_BYTE
 from fcp_cli.recipe import PrecisionName, Recipe, Recompute
 
 pytestmark = pytest.mark.hf

@@ -26,8 +26,8 @@ RECIPES = {
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("model", ["qwen3-tiny", "qwen3-vl-tiny"])
 def test_counted_parameters_are_those_of_the_model(model: str, name: str) -> None:
-    from fcp_cli.training.adapters import choose_trained
-    from fcp_cli.training.models import build_model
+    from fcp_cli.training.weights.adapters import choose_trained
+    from fcp_cli.training.weights.models import build_model
 
     recipe = RECIPES[name]
     if model == "qwen3-tiny" and name == "an encoder":

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.file.schema import schema_of
 from fcp_cli.plan.metadata.hashing import PlanHasher

@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.workloads import EXAMPLE_PROFILE
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches

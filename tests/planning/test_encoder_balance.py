@@ -9,7 +9,7 @@ import pytest
 from fcp_cli.console import Assumptions
 from fcp_cli.cost.profile import CostProfile, dump_cost_profile
 from fcp_cli.errors import UsageError
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.check import check_plan, check_step
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.file.writer import plan_writer

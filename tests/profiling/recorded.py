@@ -13,9 +13,9 @@ from fcp_cli.memory.activations import kept_bytes, mlp_backward_bytes, recompute
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
-from fcp_cli.profiling.analytic import analytic_profile
-from fcp_cli.profiling.measurement import Measurement
-from fcp_cli.profiling.samples import append_line, begin_samples
+from fcp_cli.profiling.computed.analytic import analytic_profile
+from fcp_cli.profiling.fits.measurement import Measurement
+from fcp_cli.profiling.fits.samples import append_line, begin_samples
 from fcp_cli.recipe import Recipe
 
 MODEL, CLUSTER, RANKS = "qwen3-8b", "h100-8x8", 8

@@ -18,7 +18,7 @@ from fcp_cli.models.descriptions import shipped_names
 from fcp_cli.models.model import load_model
 from fcp_cli.models.operations import forward_operations
 from fcp_cli.models.shipped import shipped_profile
-from fcp_cli.profiling.analytic import analytic_profile, messages_per_hop, ring_bytes_per_token
+from fcp_cli.profiling.computed.analytic import analytic_profile, messages_per_hop, ring_bytes_per_token
 from fcp_cli.recipe import Recipe, Recompute, ZeroStage
 from tests.messages import raises
 

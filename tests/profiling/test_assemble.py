@@ -15,11 +15,11 @@ from fcp_cli.memory.fitting import Place
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
-from fcp_cli.profiling.analytic import analytic_profile, counted_heads
-from fcp_cli.profiling.assemble import profile_from_samples
-from fcp_cli.profiling.measurement import Measurement, model_figures
-from fcp_cli.profiling.memory_block import MemoryFigures
-from fcp_cli.profiling.samples import SamplesFile
+from fcp_cli.profiling.computed.analytic import analytic_profile, counted_heads
+from fcp_cli.profiling.fits.assemble import profile_from_samples
+from fcp_cli.profiling.fits.measurement import Measurement, model_figures
+from fcp_cli.profiling.fits.memory_block import MemoryFigures
+from fcp_cli.profiling.fits.samples import SamplesFile
 from fcp_cli.recipe import Recipe, RecipeRequest
 from fcp_cli.report.profiles import reading
 from tests.messages import raises

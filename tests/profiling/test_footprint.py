@@ -8,9 +8,9 @@ from typing import get_args
 import pytest
 
 from fcp_cli.models.model import load_model
-from fcp_cli.profiling.footprint import Footprint, default_layers, points_that_fit
-from fcp_cli.profiling.measurement import default_vision_layers
-from fcp_cli.profiling.points import Point
+from fcp_cli.profiling.fits.measurement import default_vision_layers
+from fcp_cli.profiling.fits.points import Point
+from fcp_cli.profiling.workers.footprint import Footprint, default_layers, points_that_fit
 from fcp_cli.recipe import PrecisionName, Recipe, Recompute
 
 H100 = 80e9

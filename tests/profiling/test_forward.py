@@ -11,8 +11,8 @@ from fcp_cli.cost.profile import StepTerms, parse_cost_profile
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
 from fcp_cli.models.operations import forward_operations
-from fcp_cli.profiling.analytic import analytic_profile
-from fcp_cli.profiling.forward import forward_profile, forward_shares
+from fcp_cli.profiling.computed.analytic import analytic_profile
+from fcp_cli.profiling.computed.forward import forward_profile, forward_shares
 from fcp_cli.recipe import Recipe, Recompute
 
 

@@ -11,8 +11,8 @@ import pytest
 from fcp_cli.memory.state import Cut
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
-from fcp_cli.profiling.analytic import analytic_profile
-from fcp_cli.profiling.host import host_operations, layer_operations
+from fcp_cli.profiling.computed.analytic import analytic_profile
+from fcp_cli.profiling.computed.host import host_operations, layer_operations
 from fcp_cli.recipe import Recipe
 
 _VIEWS = (

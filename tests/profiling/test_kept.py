@@ -13,7 +13,7 @@ from fcp_cli.machine.accelerators import Accelerators
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
 from fcp_cli.profiling import kept
-from fcp_cli.profiling.analytic import analytic_profile
+from fcp_cli.profiling.computed.analytic import analytic_profile
 from fcp_cli.profiling.kept import KeptKey, keep, keep_measured, kept_profile, key_of, under_kept_times
 from fcp_cli.recipe import Recipe
 

@@ -12,8 +12,8 @@ import pytest
 
 from fcp_cli.cost.attention_kernels import KernelTable, KernelTiming, ShapeClass, shape_class
 from fcp_cli.errors import ProfileError
-from fcp_cli.profiling.assemble import profile_from_samples
-from fcp_cli.profiling.samples import append_line, read_samples
+from fcp_cli.profiling.fits.assemble import profile_from_samples
+from fcp_cli.profiling.fits.samples import append_line, read_samples
 from fcp_cli.recipe import Recipe
 from fcp_cli.report.profiles import reading
 from tests.profiling.recorded import write_samples
@@ -39,7 +39,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_calls_cover_masks_packs_and_lengths_up_to_the_budget() -> None:
-    from fcp_cli.profiling.kernel_timing import calls
+    from fcp_cli.profiling.workers.kernel_timing import calls
 
     found = calls(70_000)
     assert {sum(call.lengths) for call in found if len(call.lengths) == 1} == {256, 1024, 4096, 16384, 65536}
@@ -57,8 +57,8 @@ def test_calls_cover_masks_packs_and_lengths_up_to_the_budget() -> None:
 def test_usable_kernels_are_timed_and_a_class_that_one_refuses_has_no_time_of_it(
     hopper: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fcp_cli.profiling import kernel_timing
-    from fcp_cli.profiling.kernel_timing import Call, time_kernels
+    from fcp_cli.profiling.workers import kernel_timing
+    from fcp_cli.profiling.workers.kernel_timing import Call, time_kernels
     from fcp_cli.runtime.kernels.probe import Signature
 
     many = tuple(range(20, 29))
@@ -76,7 +76,7 @@ def test_usable_kernels_are_timed_and_a_class_that_one_refuses_has_no_time_of_it
 
 
 def test_timing_ends_where_memory_does(hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fcp_cli.profiling import kernel_timing
+    from fcp_cli.profiling.workers import kernel_timing
     from fcp_cli.runtime.kernels.probe import Signature
 
     def timed(kernel: Any, call: Any, *_: object) -> KernelTiming:
@@ -90,7 +90,7 @@ def test_timing_ends_where_memory_does(hopper: Any, monkeypatch: pytest.MonkeyPa
 
 
 def test_timing_ends_with_its_budget(hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fcp_cli.profiling import kernel_timing
+    from fcp_cli.profiling.workers import kernel_timing
     from fcp_cli.runtime.kernels.probe import Signature
 
     monkeypatch.setattr(kernel_timing, "calls", lambda most: [kernel_timing.Call(lengths=(8,), causal=True)])
@@ -128,7 +128,7 @@ def test_the_nearest_class_decides() -> None:
 
 
 def test_rank_0_times_kernels_once_and_all_prefer_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fcp_cli.profiling import worker
+    from fcp_cli.profiling.workers import worker
 
     timed: list[int] = []
 

@@ -12,12 +12,12 @@ from fcp_cli.cost.profile import CostProfile
 from fcp_cli.cost.vision_fitting import VisionCosts, VisionSample
 from fcp_cli.errors import UsageError
 from fcp_cli.models.model import load_model
-from fcp_cli.profiling.assemble import profile_from_samples
-from fcp_cli.profiling.footprint import Footprint, vision_points_that_fit
-from fcp_cli.profiling.measurement import default_vision_layers, read_measurement
-from fcp_cli.profiling.points import VisionPoint, vision_points
-from fcp_cli.profiling.samples import SamplesFile, begin_samples, read_samples
-from fcp_cli.profiling.schedule import Schedule
+from fcp_cli.profiling.fits.assemble import profile_from_samples
+from fcp_cli.profiling.fits.measurement import default_vision_layers, read_measurement
+from fcp_cli.profiling.fits.points import VisionPoint, vision_points
+from fcp_cli.profiling.fits.samples import SamplesFile, begin_samples, read_samples
+from fcp_cli.profiling.workers.footprint import Footprint, vision_points_that_fit
+from fcp_cli.profiling.workers.schedule import Schedule
 from fcp_cli.recipe import Recipe, RecipeRequest
 from fcp_cli.report.profiles import reading
 from tests.profiling import test_assemble
@@ -155,7 +155,7 @@ def test_a_model_without_an_encoder_cannot_freeze_it() -> None:
 def test_what_is_timed_are_the_model_s_own_blocks_and_projector(model: str, blocks: str) -> None:
     torch: Any = pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from fcp_cli.profiling.vision_workload import VisionWorkload, build_encoder
+    from fcp_cli.profiling.workers.vision_workload import VisionWorkload, build_encoder
 
     spec = load_model(model)
     assert spec.vision is not None
@@ -178,7 +178,7 @@ def test_what_is_timed_are_the_model_s_own_blocks_and_projector(model: str, bloc
 def test_a_worker_times_the_encoder_and_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from fcp_cli.profiling import worker
+    from fcp_cli.profiling.workers import worker
 
     monkeypatch.setattr(Schedule, "MOST_REPEATS", 1)
     monkeypatch.setattr(Schedule, "LEAST_REPEATS", 1)

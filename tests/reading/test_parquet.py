@@ -14,11 +14,11 @@ import pytest
 from inline_snapshot import snapshot
 
 from fcp_cli.errors import FcpError, ManifestError, PlanError
-from fcp_cli.manifest.header import manifest_source, read_footer
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.sources.columnar import columnar
 from fcp_cli.manifest.sources.shards import open_shard, python_rows
-from fcp_cli.manifest.tokenizer import open_tokenizer
+from fcp_cli.manifest.table.header import manifest_source, read_footer
+from fcp_cli.manifest.tokenizing.tokenizer import open_tokenizer
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.reading.parquet import open_footer
 from tests import messages

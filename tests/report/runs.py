@@ -12,7 +12,7 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.batching.batches import BatchSettings
 from fcp_cli.planning.dataset.run import make_plan
 from fcp_cli.planning.settings.settings import PlanInputs
-from fcp_cli.runs.metrics import FORMAT, StepMeasurement, TimedMicroBatch
+from fcp_cli.runs.metrics.metrics import FORMAT, StepMeasurement, TimedMicroBatch
 from tests.planning.examples import example_problem, long_tail
 
 SLOW_RANK, SLOW_FACTOR = 3, 1.5

@@ -15,12 +15,12 @@ from fcp_cli.plan.pricing.pipeline import Pipeline
 from fcp_cli.planning.batching.batches import BatchSettings
 from fcp_cli.planning.dataset.run import make_plan
 from fcp_cli.planning.settings.settings import PlanInputs
-from fcp_cli.report.chart_parts import DegreeColours, inline_csv
-from fcp_cli.report.page_data import HeatMap, PlanPicture, bars_of, evenly_spaced
+from fcp_cli.report.page.chart_parts import DegreeColours, inline_csv
+from fcp_cli.report.page.page_data import HeatMap, PlanPicture, bars_of, evenly_spaced
+from fcp_cli.report.page.run_picture import RunPicture, measured_bars
 from fcp_cli.report.ranks_shown import RanksShown
-from fcp_cli.report.run_picture import RunPicture, measured_bars
-from fcp_cli.runs.metrics_reader import run_step
-from fcp_cli.runs.metrics_record import StepRecord
+from fcp_cli.runs.metrics.metrics_reader import run_step
+from fcp_cli.runs.metrics.metrics_record import StepRecord
 from tests.planning.examples import example_problem, long_tail
 from tests.report.runs import SLOW_FACTOR, SLOW_RANK, make_example_plan, measured
 

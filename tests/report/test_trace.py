@@ -17,8 +17,8 @@ from fcp_cli.planning.batching.batches import BatchSettings
 from fcp_cli.planning.dataset.run import make_plan
 from fcp_cli.planning.settings.settings import PlanInputs
 from fcp_cli.report.trace import TraceBuilder, write_trace
-from fcp_cli.runs.metrics_reader import run_step
-from fcp_cli.runs.metrics_record import StepRecord
+from fcp_cli.runs.metrics.metrics_reader import run_step
+from fcp_cli.runs.metrics.metrics_record import StepRecord
 from tests.planning.examples import example_problem, long_tail
 from tests.report.browser import chromium
 from tests.report.perfetto_reader import PerfettoReader

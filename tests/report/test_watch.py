@@ -14,7 +14,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.report.watch import WINDOW_STEPS, RunState, run_view
 from fcp_cli.runs.heartbeat import End, Heartbeat, beating, read_heartbeat
-from fcp_cli.runs.metrics_reader import MetricsTail
+from fcp_cli.runs.metrics.metrics_reader import MetricsTail
 from tests.report.runs import make_example_plan, measured, run_record, write_run
 
 

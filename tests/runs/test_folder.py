@@ -9,7 +9,7 @@ from inline_snapshot import snapshot
 
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata.online import read_online_settings
-from fcp_cli.runs.checkpoint_header import checkpoints, read_header
+from fcp_cli.runs.checkpoints.checkpoint_header import checkpoints, read_header
 from fcp_cli.runs.folder import next_run_dir
 from fcp_cli.runs.heartbeat import read_heartbeat
 from fcp_cli.runs.launch_record import latest_run_dir, read_launch, write_launch

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from fcp_cli.errors import RunError
-from fcp_cli.runs.metrics import (
+from fcp_cli.runs.metrics.metrics import (
     MetricsWriter,
     StepMeasurement,
     TimedMicroBatch,
     drop_steps_from,
 )
-from fcp_cli.runs.metrics_reader import MetricsTail, read_metrics
+from fcp_cli.runs.metrics.metrics_reader import MetricsTail, read_metrics
 
 RUN: dict[str, Any] = {"format": "fcp-metrics/1", "kind": "run", "started": "2026-01-01T00:00:00+00:00"}
 RUN |= {"num_ranks": 2, "ranks_per_node": 2}

@@ -10,9 +10,9 @@ import pytest
 
 from fcp_cli.errors import RunError
 from fcp_cli.report.watch import RunState, run_view
-from fcp_cli.runs.metrics import drop_steps_from
-from fcp_cli.runs.metrics_reader import MetricsTail, open_run, read_metrics
-from fcp_cli.runs.metrics_record import parse_record
+from fcp_cli.runs.metrics.metrics import drop_steps_from
+from fcp_cli.runs.metrics.metrics_reader import MetricsTail, open_run, read_metrics
+from fcp_cli.runs.metrics.metrics_record import parse_record
 from fcp_cli.runs.summary import summary_of
 
 RUN = {"format": "fcp-metrics/1", "kind": "run", "num_ranks": 2, "ranks_per_node": 2, "steps": 9}

@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 
 from fcp_cli.errors import RunError
-from fcp_cli.runs.checkpoint_header import CheckpointHeader
+from fcp_cli.runs.checkpoints.checkpoint_header import CheckpointHeader
 from fcp_cli.runs.folder import RunPaths
-from fcp_cli.runs.metrics import MetricsWriter
+from fcp_cli.runs.metrics.metrics import MetricsWriter
 from fcp_cli.runs.recorded_steps import require_recorded
 from tests.runs.records import write_steps
 

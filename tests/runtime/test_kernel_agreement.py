@@ -17,7 +17,7 @@ from fcp_cli.cost.profile import CostProfile, dump_cost_profile, load_cost_profi
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
 from fcp_cli.models.shipped import shipped_profile_path
-from fcp_cli.profiling.analytic import analytic_profile
+from fcp_cli.profiling.computed.analytic import analytic_profile
 from fcp_cli.recipe import Recipe
 from fcp_cli.runtime.agreement import kernel_agreement
 from fcp_cli.runtime.agreement.kernel_agreement import KernelAgreement, agree_on_kernels, prefer_agreed_kernels

@@ -13,8 +13,8 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.runs.metrics import MetricsWriter
-from fcp_cli.runs.metrics_reader import open_run
+from fcp_cli.runs.metrics.metrics import MetricsWriter
+from fcp_cli.runs.metrics.metrics_reader import open_run
 from fcp_cli.runtime.metrics import recorder as recording
 from fcp_cli.runtime.metrics.mailbox import MessageLostError, MetricsMailbox
 from fcp_cli.runtime.metrics.message import RankMeasurement, mean_loss, step_measurement

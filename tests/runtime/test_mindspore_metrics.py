@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.runs.metrics_record import parse_record
+from fcp_cli.runs.metrics.metrics_record import parse_record
 from tests.runtime.plans import Row, write_plan
 
 _PACKAGE = "fcp_cli.integrations.mindspore"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fcp_cli.manifest.read import read_manifest
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.masks import segments
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata

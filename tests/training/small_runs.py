@@ -12,7 +12,7 @@ import numpy as np
 from fcp_cli.manifest.build import build_manifest
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.sources.text import TextTree
-from fcp_cli.manifest.tokenizer import open_tokenizer
+from fcp_cli.manifest.tokenizing.tokenizer import open_tokenizer
 from fcp_cli.plan.file.writer import plan_writer
 from fcp_cli.plan.metadata.plan_metadata import ManifestReference, PlanMetadata, Sync
 from fcp_cli.plan.step import StepPlan

@@ -16,12 +16,18 @@ from inline_snapshot import snapshot
 
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata.plan_metadata import Continuation
-from fcp_cli.runs import checkpoint_files
-from fcp_cli.runs.checkpoint_files import FileSums
-from fcp_cli.runs.checkpoint_header import CheckpointHeader, check_header, checkpoints, read_header, require_files
-from fcp_cli.training.checkpoint import TrainState, load_checkpoint, saved_buffers, write_files
-from fcp_cli.training.saving import CheckpointSaver, remove_leftovers
-from fcp_cli.training.shares import Shares
+from fcp_cli.runs.checkpoints import checkpoint_files
+from fcp_cli.runs.checkpoints.checkpoint_files import FileSums
+from fcp_cli.runs.checkpoints.checkpoint_header import (
+    CheckpointHeader,
+    check_header,
+    checkpoints,
+    read_header,
+    require_files,
+)
+from fcp_cli.training.weights.checkpoint import TrainState, load_checkpoint, saved_buffers, write_files
+from fcp_cli.training.weights.saving import CheckpointSaver, remove_leftovers
+from fcp_cli.training.weights.shares import Shares
 from tests.launching.jobs import plan_metadata
 from tests.messages import raises, settled
 
@@ -272,7 +278,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         assert ready.wait(60)
         return write_files(*arguments)
 
-    monkeypatch.setattr("fcp_cli.training.saving.write_files", write_later)
+    monkeypatch.setattr("fcp_cli.training.weights.saving.write_files", write_later)
     yield ready
     ready.set()
 

@@ -15,9 +15,9 @@ from inline_snapshot import snapshot
 from fcp_cli.files import shipped
 from fcp_cli.manifest.build import build_manifest
 from fcp_cli.manifest.sources.text import TextTree
-from fcp_cli.manifest.tokenizer import open_tokenizer
+from fcp_cli.manifest.tokenizing.tokenizer import open_tokenizer
 from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.runs.metrics_reader import open_run
+from fcp_cli.runs.metrics.metrics_reader import open_run
 from fcp_cli.training.train import main
 from tests.runs.records import read_metrics
 from tests.training.small_runs import write_manifest, write_small_plan, write_text

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fcp_cli.models.shipped import shipped_profile_path
-from fcp_cli.runs.checkpoint_header import checkpoints
+from fcp_cli.runs.checkpoints.checkpoint_header import checkpoints
 from tests.patience import PATIENCE_SECONDS
 from tests.runs.records import read_metrics
 from tests.runtime.launch import ROOT

@@ -16,8 +16,8 @@ from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.recipe import Recipe
 from fcp_cli.runtime.loss import chunked_loss
 from fcp_cli.runtime.recomputation import offload
-from fcp_cli.training.offload import describe_offload, tokens_without_offload
 from fcp_cli.training.train import main
+from fcp_cli.training.weights.offload import describe_offload, tokens_without_offload
 from tests.training.small_runs import write_manifest, write_small_plan
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]

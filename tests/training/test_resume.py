@@ -22,7 +22,7 @@ import torch
 
 from fcp_cli.machine import processes
 from fcp_cli.models.shipped import shipped_profile_path
-from fcp_cli.runs.checkpoint_header import checkpoints, read_header
+from fcp_cli.runs.checkpoints.checkpoint_header import checkpoints, read_header
 from tests.forked_ranks import is_rank, without_forks
 from tests.patience import wait_until
 from tests.runs.records import read_metrics

@@ -31,8 +31,8 @@ def test_the_arithmetic_of_a_step_is_what_pytorch_counts(recipe: Recipe, toleran
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import AutoModelForCausalLM
 
-    from fcp_cli.training.adapters import choose_trained
-    from fcp_cli.training.models import model_config
+    from fcp_cli.training.weights.adapters import choose_trained
+    from fcp_cli.training.weights.models import model_config
 
     if recipe.lora is not None:
         pytest.importorskip("peft")

@@ -22,9 +22,9 @@ from tests.training.small_runs import write_small_plan
 
 pytest.importorskip("transformers")
 
-from fcp_cli.training.models import build_model, model_config
+from fcp_cli.training.pictures.visuals import SyntheticVisuals
 from fcp_cli.training.train import main
-from fcp_cli.training.visuals import SyntheticVisuals
+from fcp_cli.training.weights.models import build_model, model_config
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
 

@@ -24,8 +24,8 @@ def launch_on_cluster(job: Job, options: LaunchOptions, release: Callable[[], No
     Only Slurm is asked to start something; for the other targets, the command that does is printed.
 
     Args:
-        job: with its cluster.
-        options: as typed.
+        job: the job with its cluster.
+        options: the options, as typed.
         release: the run folder, which the job itself owns as soon as it starts.
     """
     from fcp_cli.launching.job.document import launch_record

@@ -120,7 +120,7 @@ def _stopped_by(outcome: JobOutcome, *, bundled: bool) -> signal.Signals | None:
 
 
 def _stop_message(job: Job, resume: str) -> str:
-    from fcp_cli.runs.checkpoint_header import PREFIX, checkpoints
+    from fcp_cli.runs.checkpoints.checkpoint_header import PREFIX, checkpoints
 
     if job.settings is None:
         return _script_stop_message(job)

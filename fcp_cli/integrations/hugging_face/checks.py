@@ -128,7 +128,7 @@ def check_global_batch(metadata: PlanMetadata, batch: int, made_of: str) -> None
     """Raise RunError unless the plan is one of training, on as many sequences a step as the script.
 
     Args:
-        metadata: of the plan.
+        metadata: the metadata of the plan.
         batch: sequences of a step of the script, over all ranks.
         made_of: the script's settings that give them.
     """

@@ -221,11 +221,11 @@ def start_session(
 
     Args:
         loader: the script's own, of its training data.
-        facts: of the loop, asked for if the job has no plan.
-        device: of this rank.
+        facts: the facts of the loop, asked for if the job has no plan.
+        device: the device of this rank.
         pairs: a row is a pair of answers.
         plan: plan file; None: the one in FCP_PLAN.
-        config: of the model, whose images and videos the collator may give; None: it gives none.
+        config: the configuration of the model, whose images and videos the collator may give; None: it gives none.
     """
     if plan is not None or not is_launched_without_plan():
         return start(plan, device=device)
@@ -264,7 +264,7 @@ class LoadedLengths:
     Args:
         loader: the trainer's own.
         pairs: a row is a pair of answers.
-        config: of the model, whose images and videos the collator may give; None: it gives none.
+        config: the configuration of the model, whose images and videos the collator may give; None: it gives none.
     """
 
     def __init__(self, loader: Any, *, pairs: bool, config: Any = None) -> None:

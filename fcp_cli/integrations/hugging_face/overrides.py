@@ -119,7 +119,7 @@ class WatchedMethods:
     """The overridden methods of one trainer that run while it follows a plan, each with a check of its result.
 
     Args:
-        trainer: of the script.
+        trainer: the trainer of the script.
         loader: returns the loader of the plan's steps, whoever's method would make another.
 
     Attributes:

@@ -85,9 +85,9 @@ class LossContext:
     """What an `OwnLoss` needs of the trainer that follows a plan.
 
     Attributes:
-        trainer: of the script.
-        attentions: of the models, to run one without the plan.
-        read: from a row of the data to its tokens and labels.
+        trainer: the trainer of the script.
+        attentions: the attentions of the models, to run one without the plan.
+        read: the function from a row of the data to its tokens and labels.
         kind: the class of transformers or TRL whose `compute_loss` has the planned form `planned`.
     """
 
@@ -107,7 +107,7 @@ class OwnLoss:
     """The loss of a trainer whose script computes it in a method or function of its own.
 
     Args:
-        judged: that method or function, as messages name it.
+        judged: the method or function, as messages name it.
         probes: whether a loss that does not delegate may be followed after a probe.
     """
 

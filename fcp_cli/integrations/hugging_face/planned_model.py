@@ -23,10 +23,10 @@ class PlannedModel:
     """A model that is trained by a script's own calls, hooked before DDP and others wrap it.
 
     Args:
-        model: of transformers, also inside adapters.
+        model: the model of transformers, also inside adapters.
 
     Attributes:
-        model: as given.
+        model: the model, as given.
         current: the micro-batch that is out; None between.
     """
 
@@ -46,7 +46,7 @@ class PlannedModel:
         """Return a micro-batch as a script's loader would give it; the model runs on its ring until `leave`.
 
         Args:
-            microbatch: of the plan.
+            microbatch: its micro-batch in the plan.
             divided_by: what the script's framework divides the loss by, to accumulate gradients; undone here.
             shown: what the script sees in place of this rank's share of the step's loss, as a factor on it.
         """

@@ -25,8 +25,8 @@ class StopAtStepEnd(TrainerCallback):
     SIGTERM keeps its effect: torchrun sends it to ranks that wait for one that failed.
 
     Args:
-        trainer: whose callbacks it joins.
-        session: of all ranks, which agree at the end of every step.
+        trainer: the trainer whose callbacks it joins.
+        session: the session of all ranks, which agree at the end of every step.
     """
 
     def __init__(self, trainer: Any, session: Session) -> None:

@@ -31,10 +31,10 @@ class WrittenLoop(ABC):
     In a job that was launched without a plan, one is made when the loop's loader first gives batches.
 
     Args:
-        device: of this rank.
+        device: the device of this rank.
 
     Attributes:
-        model: with its wrapper, whose gradients are summed.
+        model: the model with its wrapper, whose gradients are summed.
         planned: the model of transformers inside, once it is hooked.
         session: once the plan is followed.
     """
@@ -155,7 +155,7 @@ class WrittenLoop(ABC):
         """Return a micro-batch as the script's loader would give it.
 
         Args:
-            microbatch: of the plan.
+            microbatch: its micro-batch in the plan.
             divided_by: what the framework divides the loss by, to accumulate gradients, and no wrapper undoes.
         """
         assert self.planned is not None and self.session is not None

@@ -39,8 +39,8 @@ class LightningFit:
     callbacks and logs are the trainer's own.
 
     Args:
-        trainer: of Lightning; its module optimises automatically.
-        loader: of the training data, of which the data set, the collator and the workers are used.
+        trainer: the trainer of Lightning; its module optimises automatically.
+        loader: the loader of the training data, of which the data set, the collator and the workers are used.
     """
 
     def __init__(self, trainer: Any, loader: Any) -> None:

@@ -32,7 +32,7 @@ class PlannedSteps:
     Lightning's checkpoints hold its state, so that `Trainer.fit(..., ckpt_path=...)` resumes with the next step.
 
     Args:
-        session: of `fcp_cli.runtime.start`.
+        session: the session of `fcp_cli.runtime.start`.
         model: argument of `Session.steps`: in a LightningModule, `self.trainer.strategy.model`, with its wrapper.
         first_step: optimizer step to begin with, if no checkpoint of Lightning's says it.
     """

@@ -93,11 +93,11 @@ def check_interleaving(config: Any, chunks: int, planned: int, *, stages: int, i
     """Check virtual stages: as many as planned, in a schedule that exchanges tensors of any length in planned order.
 
     Args:
-        config: of the model's first chunk, which the schedule reads.
+        config: the configuration of the model's first chunk, which the schedule reads.
         chunks: virtual stages of the job.
-        planned: of the plan.
-        stages: of a pipeline.
-        is_sharded: with Megatron-FSDP.
+        planned: what the plan records.
+        stages: the stages of a pipeline.
+        is_sharded: whether the model is sharded with Megatron-FSDP.
     """
     if chunks != planned:
         raise RunError(
@@ -338,8 +338,8 @@ def check_waves(
     """Raise RunError if ranks would wait for each other in a circle; where a plan times pipelines, none do.
 
     Args:
-        pipeline_parallel, expert_parallel: of the job.
-        sync: of the plan.
+        pipeline_parallel, expert_parallel: the sizes of the job.
+        sync: the sync of the plan.
         times_pipelines: whether the plan times pipelines.
         sharded: whether all ranks gather parameters in every layer.
     """

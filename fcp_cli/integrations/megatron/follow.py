@@ -44,8 +44,8 @@ class Follower:
 
     Args:
         plan: plan file.
-        arguments: of the schedule's first call.
-        stack: of the model.
+        arguments: the arguments of the schedule's first call.
+        stack: the stack of the model.
     """
 
     def __init__(self, plan: Path, arguments: Mapping[str, Any], stack: Stack) -> None:

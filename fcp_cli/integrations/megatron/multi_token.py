@@ -67,7 +67,7 @@ class TokensAhead:
     """Tokens after those of one call of the model.
 
     Args:
-        ahead: on the model's device.
+        ahead: the ahead on the model's device.
         given: tensors that the call was given, by name; labels are moved as a copy.
         is_weighted: whether this Megatron weighs the loss.
     """

@@ -49,12 +49,12 @@ def probe(
 
     Args:
         models: GPTModel, or a pipeline stage's part of one; its first attention layer, if any, is run.
-        rows: of this rank, in the plan's order.
+        rows: the rows of this rank, in the plan's order.
         enter: gives a shard its ring.
         load: makes a shard of a row.
-        rank: of the plan.
+        rank: the rank of the plan.
         multiple: divisor of a shard's tokens.
-        stack: of the model.
+        stack: the stack of the model.
 
     Returns:
         Largest relative L2 difference of a rank's output, and of the gradient of its hidden states.

@@ -39,8 +39,8 @@ def reduced_after_backwards(chunks: Sequence[Any], config: Any) -> Iterator[None
     """Run a schedule within it: gradients are reduced once, when the schedule finalises them.
 
     Args:
-        chunks: of the model, as the schedule is given them.
-        config: of the first, where the schedule finds the functions that reduce; restored on leaving.
+        chunks: the chunks of the model, as the schedule is given them.
+        config: the configuration of the first, where the schedule finds the functions that reduce; restored on leaving.
     """
     overlapping = [
         chunk for chunk in chunks if getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False)

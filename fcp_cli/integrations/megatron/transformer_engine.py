@@ -42,8 +42,8 @@ class PlanProcessGroups:
 
     Attributes:
         groups: those that it is in, by their processes.
-        count: of the plan's groups of degree > 1.
-        device: of the process.
+        count: the count of the plan's groups of degree > 1.
+        device: the device of the process.
     """
 
     groups: Mapping[tuple[int, ...], dist.ProcessGroup]
@@ -81,7 +81,7 @@ def wants_rings(
     Collective: a stage of a pipeline may have no attention.
 
     Args:
-        models: whose attention it is.
+        models: the models whose attention it is.
         shares_heads: whether the plan has groups whose ranks share heads: those run on fcp's own driver, which holds
             tokens unlike Transformer Engine.
         is_latent: whether heads of values have another size than those of keys (MLA), which run there, too.
@@ -121,10 +121,10 @@ def make_rings(
     Never `new_group(use_local_synchronization=True)`: with groups that overlap, it deadlocks.
 
     Args:
-        models: whose attention gets a ring's arguments in addition to a group.
+        models: the models whose attention gets a ring's arguments in addition to a group.
         plan: plan file.
         peers: the process of each rank of the plan that holds the same part of the model as this one.
-        device: of this process.
+        device: the device of this process.
     """
     rows = (row for step in PlanReader(plan).steps() for row in step.microbatches())
     # In one order for all processes: new_group is collective, and would wait for ever where they differ.
@@ -158,7 +158,7 @@ def attend(core: Any, run: Callable[..., Tensor], arguments: Mapping[str, Any]) 
     Args:
         core: the module, which keeps the group that it was given last.
         run: its forward, with queries, keys and values.
-        arguments: by name, among them the pack.
+        arguments: the arguments by name, among them the pack.
     """
     try:
         return run(**arguments).unsqueeze(1)

@@ -31,10 +31,10 @@ def attend_on_mindspeed(
     """Attend with MindSpeed's ring to the pack of a call, of which each member of its group holds a shard.
 
     Args:
-        ring: of the call; chunks are equally long.
+        ring: the ring of the call; chunks are equally long.
         query, key, value: [tokens, heads, head_dim] of the shard.
         scale: factor on the scores.
-        group: of all ranks.
+        group: the group of all ranks.
         settings: MindSpeed's arguments of its ring, by name (`ring_settings`).
 
     Returns:

@@ -40,7 +40,7 @@ class MindSpeedStack:
     context-parallel group out, since it expects each to have counted for all of them.
 
     Args:
-        config: of the transformer, into which MindSpeed copies its own settings.
+        config: the configuration of the transformer, into which MindSpeed copies its own settings.
     """
 
     engine_rings = False

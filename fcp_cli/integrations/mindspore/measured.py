@@ -23,7 +23,7 @@ from fcp_cli.integrations.mindspore.ranks import MindSporeRanks
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.runs.metrics import MetricsWriter
+from fcp_cli.runs.metrics.metrics import MetricsWriter
 from fcp_cli.runtime.metrics.message import RankMeasurement, step_measurement
 from fcp_cli.runtime.metrics.run_record import METRICS_VARIABLE, begin_metrics, run_record
 

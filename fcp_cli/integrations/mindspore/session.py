@@ -53,7 +53,7 @@ def start(plan: str | Path | None = None, fetch: Fetch | None = None) -> MindSpo
 
     Args:
         plan: plan file; by default FCP_PLAN, which `fcp launch` sets.
-        fetch: from a manifest row to its tokens.
+        fetch: the function from a manifest row to its tokens.
 
     Raises:
         PlanError: the plan is missing, damaged or was edited.
@@ -116,7 +116,7 @@ class MindSporeMicroBatch:
 
     Attributes:
         row: the micro-batch in the plan.
-        ring: of `attention`.
+        ring: the ring of `attention`.
         input_ids, position_ids, labels: [1, tokens] int32; at least one token. Labels are the next tokens, -100 at the
             end of a sequence.
     """
@@ -149,7 +149,7 @@ class MindSporeStep(FollowedStep):
     """One optimizer step of one rank: iterate it, to the end, for the micro-batches.
 
     Attributes:
-        tokens: of the global batch that carry a loss: all but the last of each sequence.
+        tokens: the tokens of the global batch that carry a loss: all but the last of each sequence.
     """
 
     def __init__(self, planned: RankStep, fetch: Fetch, ranks: MindSporeRanks, measured: MeasuredSteps) -> None:

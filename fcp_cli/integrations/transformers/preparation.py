@@ -145,11 +145,11 @@ def recompute_layers(
     Layers of a vision encoder are recomputed whole, since their attention runs on no ring; `activation` changes none.
 
     Args:
-        model: of transformers; given to `prepare` before or after.
+        model: the model of transformers; given to `prepare` before or after.
         how: `full` keeps the inputs of layers alone, `selective` also the results of attention, `elementwise` those and
             the outputs of matrix products; `activation` recomputes the MLP's activation function alone, and `none`
             changes nothing. `as-needed` chooses for each layer and call, by the tokens of its input.
-        levels: of `as-needed`: the plan's, `session.recompute_levels`.
+        levels: the levels of `as-needed`: the plan's, `session.recompute_levels`.
 
     Raises:
         RunError: `activation`, for a model whose layers have no MLP by a known name; `as-needed`, without levels or for
@@ -204,7 +204,7 @@ def _recompute_activations(model: transformers.PreTrainedModel, *, always: bool)
     """Let the MLP of each decoder layer keep its input and the outputs of its matrix products alone.
 
     Args:
-        model: of transformers.
+        model: the model of transformers.
         always: False: only in layers whose level says so.
     """
     mlps: list[Any] = [part for name, part in _decoder(model).named_modules() if name.rpartition(".")[2] in _MLPS]

@@ -82,8 +82,8 @@ def probe(model: transformers.PreTrainedModel, config: Any, check: Callable[...,
     outputs of a small one of its class and config, if one can be made; a vision-language model by its modules alone.
 
     Args:
-        model: before it is wrapped; its attention implementation is left as it was.
-        config: of its decoder.
+        model: the model before it is wrapped; its attention implementation is left as it was.
+        config: the configuration of its decoder.
         check: raises RunError for a call of attention that a ring cannot answer.
     """
     if "position_ids" not in _parameters(model):

@@ -37,13 +37,13 @@ class JobMemory:
     """Memory of a rank of a job, and its limit.
 
     Attributes:
-        spec, recipe: of the job.
+        spec, recipe: the description and recipe of the job.
         rank: item by item.
         tokens: the plan's token budget.
         holders: ranks that share the capacity: on hosts all that run here, else one.
-        capacity_bytes: of a device, or of the host; 0 if it is not known.
+        capacity_bytes: the capacity bytes of a device, or of the host; 0 if it is not known.
         is_host: the ranks run on a host.
-        place: for the memory under other recipes.
+        place: the place for the memory under other recipes.
     """
 
     spec: ModelSpec

@@ -15,7 +15,7 @@ from fcp_cli.machine.network import is_host
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.metadata.again import plan_again
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
-from fcp_cli.runs.checkpoint_header import check_plan_of, checkpoints, read_header, require_files
+from fcp_cli.runs.checkpoints.checkpoint_header import check_plan_of, checkpoints, read_header, require_files
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.launch_record import LaunchRecord
 from fcp_cli.runs.recorded_steps import require_recorded
@@ -72,10 +72,10 @@ def check_resumable(
     """Check that a run has something left to do, under the plan that it began with.
 
     Args:
-        run_dir: of the run.
+        run_dir: the run directory.
         launched: how it was launched last; see `read_launch`.
-        metadata: of the plan to continue with.
-        steps: where it is to stop now; None: at the end of the plan.
+        metadata: the metadata of the plan to continue with.
+        steps: the steps where it is to stop now; None: at the end of the plan.
         accepts_unrecorded: whether a checkpoint of steps that no metrics record will do.
     """
     saved = checkpoints(RunPaths(run_dir=run_dir).checkpoints)

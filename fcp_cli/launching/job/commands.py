@@ -89,7 +89,7 @@ def node_environment(job: Job, *, inherited_path: str | None = None) -> dict[str
     """Return the variables of a node's command.
 
     Args:
-        job: to launch.
+        job: the job to launch.
         inherited_path: PATH where the command runs, for msrun, which finds its interpreter there; None where
             `launching.node` sees to that.
     """

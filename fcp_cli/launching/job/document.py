@@ -24,7 +24,7 @@ def launch_record(job: Job, files: Mapping[str, str] = MappingProxyType({})) -> 
     """Return every setting of the launched job.
 
     Args:
-        job: to launch.
+        job: the job to launch.
         files: name to text of those that start it on a cluster; a local job has the command of every node instead.
     """
     settings = job.settings

@@ -33,7 +33,7 @@ def job_variables(job: Job, given: Mapping[str, str], *, interface: str | None =
     """Return every variable of the job's stack, in the order of `--explain`.
 
     Args:
-        job: to launch.
+        job: the job to launch.
         given: the user's environment, which wins.
         interface: this machine's network interface towards node 0, if there are several nodes.
     """

@@ -60,7 +60,7 @@ class OwnCommand:
     """A command that starts the ranks itself.
 
     Attributes:
-        argv: as it was typed.
+        argv: the argv, as it was typed.
         environment: set for it; its ranks inherit the hooks from there.
     """
 
@@ -77,8 +77,8 @@ def probe_variable(wanted: bool | None, *, run_dir: Path, plan_hash: str, given:
 
     Args:
         wanted: True for --probe, False for --no-probe; None: neither was given.
-        run_dir: of the run; one that has followed the same plan before holds numbers that were compared then.
-        plan_hash: of the plan.
+        run_dir: the run directory; one that has followed the same plan before holds numbers that were compared then.
+        plan_hash: the plan hash of the plan.
         given: the user's environment.
     """
     value, source, is_given = given.get(PROBE_VARIABLE), "your environment", True

@@ -42,9 +42,9 @@ class Variable:
     """One variable of the job's environment.
 
     Attributes:
-        value: on the ranks; "" if each node finds its own when it starts.
+        value: the value on the ranks; "" if each node finds its own when it starts.
         reason: why it is set at all.
-        source: where the value comes from.
+        source: the source where the value comes from.
         is_given: whether the user had set it, so that fcp leaves it alone.
     """
 
@@ -86,19 +86,19 @@ class Cluster:
     """The part of a job that only a cluster's scheduler needs.
 
     Attributes:
-        name: of the job: lower-case letters, digits and dashes, beginning with a letter.
-        directory: where the program is started.
+        name: the name of the job: lower-case letters, digits and dashes, beginning with a letter.
+        directory: the directory where the program is started.
         interface_variables: names of variables that hold each node's own network interface.
         setup: lines of shell that every node runs first.
         sbatch_options: further options for Slurm, as `--partition=gpu`.
         srun_options: further options for srun, as `--container-image=...`.
-        accelerator: of the nodes, as the target names it; "": none.
-        image, mounts: of the containers.
-        namespace: of the job on Kubernetes; "": the one that kubectl is set to.
+        accelerator: the accelerator of the nodes, as the target names it; "": none.
+        image, mounts: the image and mounts of the containers.
+        namespace: the namespace of the job on Kubernetes; "": the one that kubectl is set to.
         requests, node_selector: name to value, of each pod.
-        tolerations, secrets: of each pod.
+        tolerations, secrets: the tolerations and secrets of each pod.
         pull_secrets: names of secrets to pull the image with.
-        output: where Slurm writes the batch script's output; None: the run's logs.
+        output: the output where Slurm writes the batch script's output; None: the run's logs.
         rdma_resource, rdma_count: name under which Kubernetes hands out RDMA devices, and how many a node gets.
         host_network: whether containers use the node's own network.
         shared_memory: size of a container's /dev/shm as Kubernetes writes it; "": as much as the node has.
@@ -133,30 +133,30 @@ class Job:
     """A job: its program, machines, processes, and output folders.
 
     Attributes:
-        plan: as typed, for messages; the ranks are given its absolute path, the same on every node.
-        metadata: of the plan.
-        machine: that the ranks run on; of the nodes of a cluster only the kind of device is known.
+        plan: the plan, as typed, for messages; the ranks are given its absolute path, the same on every node.
+        metadata: the metadata of the plan.
+        machine: the machine that the ranks run on; of the nodes of a cluster only the kind of device is known.
         run_dir: absolute path, shared by all nodes.
         num_nodes: machines; 1 runs here.
         processes_per_node: devices used on each.
         node_rank: this machine's number; None if it is not one of the nodes (a dry run, a cluster).
         program: started by the launcher: ("script.py",) or ("-m", "package.module"); by default the bundled trainer.
-        arguments: of the program.
-        settings: of the bundled trainer; None for a script.
-        model: that is trained; None if only the user's script knows.
+        arguments: the arguments of the program.
+        settings: the settings of the bundled trainer; None for a script.
+        model: the model that is trained; None if only the user's script knows.
         needs_torch: whether the ranks run torch; MindSpore's own scripts do not.
-        environment: of the job, in addition to FCP_PLAN, FCP_METRICS and FCP_RUN_DIR.
+        environment: the environment of the job, in addition to FCP_PLAN, FCP_METRICS and FCP_RUN_DIR.
         variables: the environment of the job's stack, with reasons.
         hosts: names of the nodes in order, where they were listed.
-        master_addr, master_port: where the nodes meet; used only with several.
+        master_addr, master_port: the master addr and master port where the nodes meet; used only with several.
         join_timeout_seconds: how long the nodes wait for each other; None: as long as the launcher does by itself.
         rank_timeout_seconds: how long ranks wait for each other; None: as long as torch does by itself.
-        attention_kernel: of NVIDIA devices, for all calls that it takes.
+        attention_kernel: the attention kernel of NVIDIA devices, for all calls that it takes.
         numa_binding: how torchrun binds a rank to the cores near its device; None: not at all.
-        grace_seconds: from SIGTERM or SIGHUP to the end of everything, whether the step has ended or not.
-        log_dir: where each rank's output goes; None leaves it on the terminal.
+        grace_seconds: the time from SIGTERM or SIGHUP to the end of everything, whether the step has ended or not.
+        log_dir: the folder into which each rank's output goes; None leaves it on the terminal.
         python: the interpreter that runs the launcher and the ranks.
-        launcher: of the ranks of each node.
+        launcher: the launcher of the ranks of each node.
         target: a name of `targets.catalog.REGISTRY`.
         cluster: further fields of a target's files; None for `LOCAL`.
         online: planning settings of a script that plans while it trains; None: it follows a plan.

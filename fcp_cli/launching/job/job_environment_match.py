@@ -28,8 +28,8 @@ def variables_like_a_job(
         machine: kind of device, and cores.
         given: the user's environment, which wins.
         model: shipped name, or a description; its keys and values size buffers.
-        sync: of the plan that the job would follow.
-        ranks: on all nodes.
+        sync: the sync of the plan that the job would follow.
+        ranks: the ranks on all nodes.
         nodes: machines; with several, each finds its own network interface, so that variables of them have no value.
         tokens_per_rank: the token budget.
     """

@@ -61,10 +61,10 @@ def place(
     """Spread the job over `nodes` machines; by default all of it runs here. Return machines and processes on each.
 
     Args:
-        plan: for messages.
-        metadata: of the plan.
+        plan: the plan for messages.
+        metadata: the metadata of the plan.
         machine: this one.
-        nodes: as given, or None.
+        nodes: the nodes, as given, or None.
         must_fit: whether this machine will run a part; else the nodes that the plan was made for are taken, too.
     """
     processes = metadata.num_devices

@@ -41,11 +41,11 @@ class JobState:
     """A job as it stands.
 
     Attributes:
-        run_dir: of the run.
+        run_dir: the run directory.
         where: `local`, or the scheduler with its own name of the job; "" if the run is unreadable.
         state: the scheduler's word, or by its heartbeat `running`, `finished`, `interrupted`, `failed` or `dead`, or
             `unreadable`.
-        steps: of the plan that are trained.
+        steps: the steps of the plan that are trained.
         problem: why the run is unreadable, or "".
     """
 

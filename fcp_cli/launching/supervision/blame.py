@@ -79,7 +79,7 @@ def failed_ranks(summary: str, words: Mapping[int, Sequence[str]]) -> list[Faile
     """Return the ranks of this node that failed, the one to blame first; none where torchrun itself failed.
 
     Args:
-        summary: of torchrun, which lists the first failure last.
+        summary: the summary of torchrun, which lists the first failure last.
         words: the last lines of the standard error of every local rank.
     """
     found = [

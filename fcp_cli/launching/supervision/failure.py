@@ -28,7 +28,7 @@ class Failure:
         last_lines: the end of its standard error.
         log: the whole of it.
         is_local_rank_0: whether the log is the one that is copied to the terminal of node 0.
-        launcher: of the rank.
+        launcher: the launcher of the rank.
         raised: the exception that ended it, where it left a traceback.
         is_victim: whether all that is known here is that its connection to another rank broke.
     """

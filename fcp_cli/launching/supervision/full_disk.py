@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Final
 
-from fcp_cli.runs.checkpoint_header import checkpoints
+from fcp_cli.runs.checkpoints.checkpoint_header import checkpoints
 from fcp_cli.runs.folder import RunPaths, from_here
 
 _PROBE_BYTES: Final = 1 << 16
@@ -29,7 +29,7 @@ def full_disk_line(run_dir: Path, resume: str) -> str:
     """Return the last line of a job whose disk is full: the kept files, and how to continue.
 
     Args:
-        run_dir: of the run.
+        run_dir: the run directory.
         resume: the command that continues the run; "" if it resumes by other means.
     """
     saved = checkpoints(RunPaths(run_dir=run_dir).checkpoints)

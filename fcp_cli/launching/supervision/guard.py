@@ -29,9 +29,9 @@ def guarded(argv: Sequence[str], *, log_dir: Path, grace_seconds: float) -> Iter
     """Start a guard; the launcher whose process the yielded function is given does not outlive this process.
 
     Args:
-        argv: of the launcher.
-        log_dir: where it puts the ranks' output.
-        grace_seconds: that the ranks have for their step, once they are asked to stop.
+        argv: the argv of the launcher.
+        log_dir: the folder into which it puts the ranks' output.
+        grace_seconds: the grace seconds that the ranks have for their step, once they are asked to stop.
     """
     guard = subprocess.Popen(
         [sys.executable, "-m", "fcp_cli.launching.supervision.guard"],

@@ -20,7 +20,7 @@ class NodeMeeting:
     """One node's view of it; call `check` as often as you like.
 
     Attributes:
-        job: with `log_dir` set.
+        job: the job with `log_dir` set.
         announce: receives the one line.
         clock: seconds.
     """

@@ -23,7 +23,7 @@ from fcp_cli.launching.supervision.guard import guarded
 from fcp_cli.launching.supervision.ranks import NodeRanks, ranks_of
 from fcp_cli.launching.supervision.stopped import StoppedRanks
 from fcp_cli.machine import processes, started_by
-from fcp_cli.runs.follower import FileFollower
+from fcp_cli.runs.metrics.follower import FileFollower
 
 _POLL_SECONDS = 0.1
 _TRACEBACK = b"Traceback (most recent call last)"
@@ -69,7 +69,7 @@ class Screen:
 
     Attributes:
         shows: whether local rank 0's output is copied to fcp's own streams.
-        stdout: which of fcp's streams rank 0's standard output goes to.
+        stdout: to which of fcp's streams rank 0's standard output goes to.
         watch: called about ten times a second while the job runs, and once after its end.
         announce: receives the events after Ctrl-C, one line each.
     """
@@ -126,11 +126,11 @@ def run_command(
     """Run one node's command to its end.
 
     Args:
-        argv: of the launcher, which puts the ranks' output into `log_dir`.
+        argv: the argv of the launcher, which puts the ranks' output into `log_dir`.
         environment: whole.
         log_dir: made if it is not there.
         screen: shown meanwhile.
-        grace_seconds: from SIGTERM or SIGHUP to the end of everything.
+        grace_seconds: the grace seconds from SIGTERM or SIGHUP to the end of everything.
         stop_file: once it is there, the job is stopped as by SIGTERM.
         runner: starts the process.
     """

@@ -6,7 +6,7 @@ import time
 from datetime import datetime, timezone
 
 from fcp_cli.runs.folder import RunPaths
-from fcp_cli.runs.metrics_reader import MetricsTail
+from fcp_cli.runs.metrics.metrics_reader import MetricsTail
 from fcp_cli.runs.summary import RunSummary
 from fcp_cli.training.progress import TrainingProgress
 
@@ -17,12 +17,12 @@ class RunWatcher:
     """The metrics of a start that begins now.
 
     Args:
-        paths: of the run.
+        paths: the paths of the run.
         progress: shows new steps; None: steps are only added up.
 
     Attributes:
-        paths: of the run.
-        summary: of this start.
+        paths: the paths of the run.
+        summary: the summary of this start.
     """
 
     def __init__(self, paths: RunPaths, progress: TrainingProgress | None) -> None:

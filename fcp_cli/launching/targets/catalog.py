@@ -29,10 +29,11 @@ class Target:
     """Where a job runs that this machine only describes.
 
     Attributes:
-        template: of the file that starts a node's ranks, without suffix; `--template` replaces it.
+        template: the template of the file that starts a node's ranks, without suffix; `--template` replaces it.
         others: further files, rendered by templates of the same values.
-        folder: of these templates, NAME.j2 each; None: the shipped ones.
-        options: of `fcp launch` that it takes, by field of `ClusterOptions`, besides `template`, `python` and `env`.
+        folder: the folder of these templates, NAME.j2 each; None: the shipped ones.
+        options: the options of `fcp launch` that it takes, by field of `ClusterOptions`, besides `template`, `python`
+            and `env`.
         is_container: whether ranks run in a container, whose `image` must be given.
         node: how a node learns its number and the first node's address.
         ready: makes a word ready for the template; see `template_values`.
@@ -59,7 +60,7 @@ def _on_kubernetes(template: str, *, rank: str, first_node: str) -> Target:
     """Return a target whose one file an operator of Kubernetes takes.
 
     Args:
-        template: of the file.
+        template: the template of the file.
         rank: the variable that holds a node's number.
         first_node: its address, where {name} stands for the job's name.
     """

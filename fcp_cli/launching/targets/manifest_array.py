@@ -22,11 +22,11 @@ def submit_build(
     """Write both job scripts into the folder of the parts, and submit them where Slurm is.
 
     Args:
-        folder: of the parts.
-        parts: to be counted.
+        folder: the folder of the parts.
+        parts: the parts to be counted.
         build: arguments of `fcp manifest build` for the whole source, without `--shard` and `-o`.
         output: the manifest.
-        options: of sbatch, for both jobs, as `--partition=cpu`.
+        options: the options of sbatch, for both jobs, as `--partition=cpu`.
 
     Returns:
         Lines that say what was submitted, or is to be.

@@ -79,8 +79,8 @@ def cluster_machine(
     """Return the machines that the job will run on, of which only the kind of device is known here.
 
     Args:
-        device: as given; `auto` takes that of the cluster that the plan was made for.
-        metadata: of the plan.
+        device: the device, as given; `auto` takes that of the cluster that the plan was made for.
+        metadata: the metadata of the plan.
         find_machine: looks at this machine, if the plan was made for it.
         assumed: receives the choices.
     """

@@ -33,7 +33,7 @@ def render(template: Path, values: Mapping[str, Any]) -> str:
 
     Args:
         template: jinja2, in UTF-8.
-        values: by the names that it uses.
+        values: the values by the names that it uses.
     """
     import jinja2
 

@@ -38,7 +38,7 @@ def template_values(job: Job, node: NodeFacts, ready: Callable[[str], str]) -> d
     """Return every variable that a template sees; docs/reference/templates.md lists them.
 
     Args:
-        job: to launch on a cluster.
+        job: the job to launch on a cluster.
         node: how a node finds its own number.
         ready: makes a word ready for the file: `shell.quote` or `shell.kubernetes_word`.
     """

@@ -24,7 +24,7 @@ class RowBatch:
         skipped: sequences dropped before they were counted, by reason.
         counted_ids: sequences, dropped ones included, if ids count from the beginning of a part; 0 if they are those of
             the whole source.
-        places: of the rows, for messages; empty if their ids name them.
+        places: the places of the rows, for messages; empty if their ids name them.
     """
 
     rows: Any
@@ -48,7 +48,7 @@ class Part:
     """One of `count` contiguous parts of a source, equal in units; the whole source by default.
 
     Attributes:
-        index: of the part, from 0.
+        index: the index of the part, from 0.
         count: number of parts.
     """
 

@@ -14,11 +14,11 @@ import pyarrow as pa
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
-from fcp_cli.manifest.chat import ChatEncoder, Encoded
-from fcp_cli.manifest.header import LEARNED_COLUMN
 from fcp_cli.manifest.sources.base import WHOLE, Part, RowBatch, grouped, names_below
 from fcp_cli.manifest.sources.jsonl import json_lines, json_record, line_at, size_of
 from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, PARQUET_SUFFIXES, DataFile, open_shard, python_rows
+from fcp_cli.manifest.table.header import LEARNED_COLUMN
+from fcp_cli.manifest.tokenizing.chat import ChatEncoder, Encoded
 from fcp_cli.reading.documents import read_records
 from fcp_cli.reading.inputs import cached_by_file, is_compressed
 
@@ -34,8 +34,8 @@ class ChatRecord:
 
     Attributes:
         record: its fields.
-        place: where it is, for messages.
-        at: where to find it again: the byte of its line in JSON lines, else its number in the file, from 0.
+        place: the place where it is, for messages.
+        at: the at where to find it again: the byte of its line in JSON lines, else its number in the file, from 0.
         done: units of the source that it took.
     """
 
@@ -59,7 +59,7 @@ class ChatData:
 
     Attributes:
         path: the file, or the folder that holds `files`, absolute.
-        files: in the order of their rows.
+        files: the files in the order of their rows.
         part: the records that begin in this part of the units of all files; ids count from its first record.
     """
 

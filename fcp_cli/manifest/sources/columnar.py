@@ -15,10 +15,10 @@ import pyarrow.compute as pc
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
-from fcp_cli.manifest.checks import FACTORS, is_list
 from fcp_cli.manifest.sources.base import WHOLE, Part, RowBatch, names_below
 from fcp_cli.manifest.sources.shards import DataFile
-from fcp_cli.manifest.tokenizer import Tokenizer
+from fcp_cli.manifest.table.checks import FACTORS, is_list
+from fcp_cli.manifest.tokenizing.tokenizer import Tokenizer
 from fcp_cli.words import first_sentence
 
 _USUAL_COLUMNS: Final = ("input_ids", "tokens", "text", "content", "length", "num_tokens")
@@ -32,8 +32,8 @@ class ColumnGroup(NamedTuple):
     """Consecutive rows of file number `shard` from its `row` on.
 
     Attributes:
-        first_id: of the first row.
-        values: of the column with tokens, texts or lengths.
+        first_id: the id of the first row.
+        values: the values of the column with tokens, texts or lengths.
         copied: columns of the manifest that are the file's own.
     """
 
@@ -54,7 +54,7 @@ class Columnar:
         column: token ids (a list column), texts (string or binary) or lengths (integers).
         content: which of them it is: `tokens`, `text` or `lengths`.
         mask_column: goes along as `mask`; "" for none.
-        part: of the rows of all shards.
+        part: this part of the rows of all shards.
     """
 
     path: Path

@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import Any, Final
 
 from fcp_cli.errors import ManifestError, UsageError
-from fcp_cli.manifest.chat import PICTURE_FIELDS, ChatEncoder, TrainOn, has_pictures, is_chat
-from fcp_cli.manifest.header import read_header, readable
-from fcp_cli.manifest.hub import local_checkpoint
 from fcp_cli.manifest.sources.base import Source
 from fcp_cli.manifest.sources.chat import ChatData, chat_records
 from fcp_cli.manifest.sources.columnar import columnar
 from fcp_cli.manifest.sources.jsonl import JsonLines, holds_lines, size_of, usual_field
 from fcp_cli.manifest.sources.masks import MaskedSource, mask_rule
-from fcp_cli.manifest.sources.media import MediaSizes
-from fcp_cli.manifest.sources.media_readers import media_files
+from fcp_cli.manifest.sources.media.media import MediaSizes
+from fcp_cli.manifest.sources.media.media_readers import media_files
+from fcp_cli.manifest.sources.media.pictures import PictureData
 from fcp_cli.manifest.sources.megatron import MegatronIndex
-from fcp_cli.manifest.sources.pictures import PictureData
 from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, PARQUET_SUFFIXES, open_shard, python_rows
 from fcp_cli.manifest.sources.text import TextTree
-from fcp_cli.manifest.tokenizer import FileTokenizer, open_tokenizer
+from fcp_cli.manifest.table.header import read_header, readable
+from fcp_cli.manifest.tokenizing.chat import PICTURE_FIELDS, ChatEncoder, TrainOn, has_pictures, is_chat
+from fcp_cli.manifest.tokenizing.hub import local_checkpoint
+from fcp_cli.manifest.tokenizing.tokenizer import FileTokenizer, open_tokenizer
 from fcp_cli.reading.inputs import inner_suffix, is_compressed
 from fcp_cli.reading.parquet import open_footer
 from fcp_cli.reading.remote import each
@@ -55,11 +55,11 @@ class SourceOptions:
         column: field or column with the tokens, texts or lengths; None: the usual names.
         include: globs of the files of a text tree.
         exclude: globs of files and folders of a text tree to skip.
-        processor: of media, `qwen3-vl`, `qwen2.5-vl`, `internvl`, `gemma3` or the folder of a checkpoint.
-        vocab_size: of Megatron data, where known; saves reading its `.bin` for the largest token.
+        processor: the processor of media, `qwen3-vl`, `qwen2.5-vl`, `internvl`, `gemma3` or the folder of a checkpoint.
+        vocab_size: the vocab size of Megatron data, where known; saves reading its `.bin` for the largest token.
         train_on: turns of chat data that are trained on.
         skips_bad: skip records whose images or videos fail to decode.
-        mask: of the sequences, as `mask_rule` reads it; None: all are causal.
+        mask: the mask of the sequences, as `mask_rule` reads it; None: all are causal.
     """
 
     tokenizer: str = "bytes"
@@ -80,7 +80,7 @@ def detect_kind(path: Path, files: Sequence[Path] = ()) -> str:
 
     Args:
         path: the source.
-        files: of it that were named one by one.
+        files: the files of it that were named one by one.
     """
     kind = _kind_by_name(files[0] if files else path)
     files = files or (_shard_paths(path, kind) if kind in _SHARDED and path.is_dir() else [path])

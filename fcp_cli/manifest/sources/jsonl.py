@@ -14,7 +14,7 @@ import pyarrow as pa
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.sources.base import WHOLE, FileSpan, Part, RowBatch, grouped, names_below
-from fcp_cli.manifest.tokenizer import Tokenizer, utf8
+from fcp_cli.manifest.tokenizing.tokenizer import Tokenizer, utf8
 from fcp_cli.reading.documents import decode_record
 from fcp_cli.reading.inputs import (
     bounded_lines,
@@ -39,9 +39,9 @@ class JsonLine(NamedTuple):
     """A line that is not blank.
 
     Attributes:
-        place: of the line, for messages: FILE:NUMBER, or FILE at byte N if lines before it were not read.
-        byte_offset: where it begins in its file, or in the content of a compressed one.
-        content: of the line, with its end.
+        place: the place of the line, for messages: FILE:NUMBER, or FILE at byte N if lines before it were not read.
+        byte_offset: the byte offset where it begins in its file, or in the content of a compressed one.
+        content: the bytes of the line, with its end.
         done: bytes of the file that were read for it.
     """
 

@@ -27,8 +27,8 @@ class MaskRule:
     """Kind and column of the masks of a data set.
 
     Attributes:
-        kind: of all of them.
-        column: with the numbers of each; "" for full ones, which have none.
+        kind: the kind of all of them.
+        column: the column with the numbers of each; "" for full ones, which have none.
     """
 
     kind: MaskKind
@@ -72,7 +72,7 @@ class MaskedSource:
 
     Attributes:
         source: gives the rule's column under the name `mask`, where the rule has one.
-        rule: of its masks.
+        rule: the rule of its masks.
     """
 
     source: Source

@@ -13,7 +13,7 @@ import pyarrow.csv as csv
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
-from fcp_cli.manifest.header import readable
+from fcp_cli.manifest.table.header import readable
 from fcp_cli.reading.inputs import bounded_lines, open_input, require_input
 from fcp_cli.reading.parquet import open_footer, open_parquet, require_names
 from fcp_cli.reading.remote import RemoteFile, RemotePath

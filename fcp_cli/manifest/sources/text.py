@@ -15,7 +15,7 @@ import pyarrow as pa
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.sources.base import RowBatch, grouped
-from fcp_cli.manifest.tokenizer import ByteTokenizer, Tokenizer
+from fcp_cli.manifest.tokenizing.tokenizer import ByteTokenizer, Tokenizer
 from fcp_cli.reading.inputs import open_input
 from fcp_cli.reading.remote import RemotePath
 

@@ -16,9 +16,9 @@ def part_of_steps(text: str, first_step: int, steps: int) -> tuple[PlanPart, int
     """Parse `--steps A:B`: return the part, and the number of its steps.
 
     Args:
-        text: as typed; without A from the first step, without B to the last.
-        first_step: of the plan.
-        steps: of the plan.
+        text: the text, as typed; without A from the first step, without B to the last.
+        first_step: the first step of the plan.
+        steps: the steps of the plan.
     """
     begin, _, end = text.partition(":")
     if not all(word.isdecimal() for word in (begin, end) if word):
@@ -44,7 +44,7 @@ def merge_parts(parts: Sequence[Path], output: Path) -> PlanMetadata:
     """Write the plan of which these are all parts; steps, totals and hash are those of a single process.
 
     Args:
-        parts: in any order.
+        parts: the parts in any order.
         output: replaced only when the plan is whole.
 
     Raises:

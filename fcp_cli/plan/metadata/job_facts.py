@@ -45,9 +45,9 @@ class JobFacts:
         packs_to: tokens of the rows that the loop without a plan packs its sequences into, 0 if only its longest
             sequence tells; None: it pads.
         epochs: passes over the data; None: only the loop knows, and is planned for until it ends.
-        steps: where training stops; None: after the epochs.
+        steps: the steps where training stops; None: after the epochs.
         recipe: settings of a `RecipeRequest`.
-        config: of the model, as its config.json has it.
+        config: the configuration of the model, as its config.json has it.
     """
 
     loop: str

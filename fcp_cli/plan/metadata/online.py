@@ -22,8 +22,8 @@ class OnlineOptions:
 
     Attributes:
         ahead: steps that are planned before the one that trains; 0 where a batch depends on the step before it.
-        stream_begins: after a restart the stream comes `over` again from its first sequence, or goes on from `here`, as
-            rollouts do.
+        stream_begins: whether after a restart the stream comes `over` again from its first sequence, or goes on from
+            `here`, as rollouts do.
         refit_every: steps between refits of the profile to measured micro-batches; None: never.
     """
 

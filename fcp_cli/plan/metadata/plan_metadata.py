@@ -73,7 +73,7 @@ class Continuation:
     """The run that a plan continues, from its `first_step` on.
 
     Attributes:
-        plan_hash, num_ranks: of the plan that the run followed until then.
+        plan_hash, num_ranks: the plan hash and number of ranks of the plan that the run followed until then.
         first_step: optimizer step that the plan begins with; all before it are trained.
         trained: the rows that the epoch of `first_step` has trained before; see `pack_rows`.
     """
@@ -137,10 +137,11 @@ class PlanMetadata(PlanSetup):
 
     Attributes:
         masked_sequences: rows of the manifest whose mask factor says that they are not causal; None: none.
-        masks: of the manifest's rows, where it was built with some; None: it was not, or they are too many.
+        masks: the masks of the manifest's rows, where it was built with some; None: it was not, or they are too many.
         phase: `forward`: micro-batches have no backward, and times and token budget are of that; None: they train.
-        rank_speeds: of ranks that are not as fast as the cost profile says, by rank; None: all are (see `speeds`).
-        refits: of a run that planned while it trained, ascending by step; None: none.
+        rank_speeds: the speeds of ranks that are not as fast as the cost profile says, by rank; None: all are (see
+            `speeds`).
+        refits: the refits of a run that planned while it trained, ascending by step; None: none.
         last_batch: treatment of a last, partial batch: `keep` plans it, `drop` drops its sequences.
         epochs: how often every sequence appears.
         step_limit: only that many first steps were planned; None: all.

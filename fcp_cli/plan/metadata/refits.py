@@ -27,9 +27,9 @@ class Factors:
     """Factors on the coefficients of a cost profile.
 
     Attributes:
-        microbatch: on the fixed seconds of a micro-batch.
-        linear: on terms that grow with tokens and patches.
-        attention: on terms that grow with their squares.
+        microbatch: factor on the fixed seconds of a micro-batch.
+        linear: factor on terms that grow with tokens and patches.
+        attention: the attention on terms that grow with their squares.
         ring: the seconds of a ring.
     """
 
@@ -48,9 +48,9 @@ class ScheduledRefit:
     """Refit that is valid from a step on, replacing the one before.
 
     Attributes:
-        first_step: that is planned by it.
-        factors: of the cost profile's coefficients.
-        rank_speeds: of the ranks that are persistently slow; all others are as the plan says.
+        first_step: the first step that is planned by it.
+        factors: the factors of the cost profile's coefficients.
+        rank_speeds: the rank speeds of the ranks that are persistently slow; all others are as the plan says.
     """
 
     first_step: NonNegativeCount

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.cost.model import Work, encoder_seconds, group_seconds, sequence_work, vision_seconds
 from fcp_cli.cost.profile import CostProfile
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.pricing.padded_work import padded_work
 from fcp_cli.plan.pricing.padding import padded_tokens
 from fcp_cli.plan.pricing.prices import Prices
@@ -25,9 +25,10 @@ class EncoderShares(NamedTuple):
     """Who encodes the pictures of a wave.
 
     Attributes:
-        ranks: that share the work.
+        ranks: the ranks that share the work.
         runs_ahead: they do nothing else, and encode a wave while the others run the one before.
-        forward_share: of the encoder's seconds; the rest is its backward, once gradients have come back.
+        forward_share: the forward's share of the encoder's seconds; the rest is its backward, once gradients have come
+            back.
     """
 
     ranks: int
@@ -39,7 +40,7 @@ class PlacedPacks(NamedTuple):
     """Packs and the groups that run them.
 
     Attributes:
-        work: of the packs' sequences, back to back, on a single rank (`single_rank_work`).
+        work: the work of the packs' sequences, back to back, on a single rank (`single_rank_work`).
         offsets: [microbatches + 1] pack i has the sequences `offsets[i]:offsets[i + 1]`.
         rank_offsets, ranks: group i has the ranks `ranks[rank_offsets[i]:rank_offsets[i + 1]]`, ascending.
     """
@@ -109,9 +110,9 @@ def step_prices(
 
     Args:
         step: the planned step; lengths are its own, after truncation.
-        setup: of the plan.
+        setup: the setup of the plan.
         profile: any cost profile, the plan's own or another.
-        rank_speeds: of the plan at this step; None: all as the profile says.
+        rank_speeds: the rank speeds of the plan at this step; None: all as the profile says.
         manifest: gives `eta` and vision columns; without it every sequence counts as causal text.
     """
     sequences = planned_sequences(step, manifest, setup.cached_from_step)
@@ -137,7 +138,7 @@ def microbatch_prices(
     """Price packs on groups of ranks.
 
     Args:
-        packs: on their groups.
+        packs: the packs on their groups.
         setup: gives nodes and padding.
         profile: any cost profile.
         heads: [microbatches] ranks of each group that share heads; or how groups may share them, and each then does so
@@ -226,7 +227,7 @@ def wave_encoder_seconds(encoder_seconds: FloatArray, offsets: IntArray, wave: I
     """Add up over waves: [microbatches] the seconds on one rank of all pictures of the wave of each micro-batch.
 
     Args:
-        encoder_seconds: of the packs' sequences, back to back.
+        encoder_seconds: the encoder seconds of the packs' sequences, back to back.
         offsets: [microbatches + 1] pack i has the sequences `offsets[i]:offsets[i + 1]`.
         wave: [microbatches] from 0.
     """
@@ -251,7 +252,7 @@ def pack_work(
     """Add up the work of packs on groups of `degree` ranks ([packs], or one for all); none of the packs is empty.
 
     Args:
-        work: of the packs' sequences, back to back, on a single rank.
+        work: the work of the packs' sequences, back to back, on a single rank.
         offsets: [packs + 1] pack p has the sequences `offsets[p]:offsets[p + 1]`.
         degree: ranks of each pack's group.
         profile, padding_multiple: padding of rings, and its price.

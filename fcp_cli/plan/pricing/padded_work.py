@@ -14,10 +14,10 @@ def padded_work(work: Work, degree: npt.ArrayLike, multiple: int | None, profile
     """Return the work of sequences padded for groups of `degree` ranks, still before division by it.
 
     Args:
-        work: of the sequences as they are, or padded for one rank; no group pads less.
-        degree: of the group of each; broadcasts.
+        work: the work of the sequences as they are, or padded for one rank; no group pads less.
+        degree: the degree of the group of each; broadcasts.
         multiple: the padding multiple, or None: nothing is padded.
-        profile: for the seconds of a padding token outside attention.
+        profile: the profile for the seconds of a padding token outside attention.
     """
     if multiple is None:
         return work

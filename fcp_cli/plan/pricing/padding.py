@@ -34,8 +34,8 @@ def padded_tokens(length_tokens: npt.ArrayLike, degree: npt.ArrayLike, multiple:
     """Return lengths with padding; the arguments broadcast.
 
     Args:
-        length_tokens: of sequences.
-        degree: of the ring that each runs on.
+        length_tokens: the lengths of sequences.
+        degree: the degree of the ring that each runs on.
         multiple: the padding multiple, or None: nothing is padded.
     """
     lengths = np.asarray(length_tokens, dtype=np.int64)

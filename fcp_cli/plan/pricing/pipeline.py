@@ -23,10 +23,10 @@ class Pipeline:
 
     Attributes:
         virtual_stages: blocks of layers on each device, whose schedule is then interleaved; 1 is plain 1F1B.
-        forward_share: of the seconds of a block; the rest is its backward, with its recomputation.
-        head_share: of the seconds of the language model's matrices, for the loss head alone.
-        send_seconds, send_seconds_per_token: of a message from one block to the next: for itself, and for each token
-            of it that a rank holds.
+        forward_share: the forward share of the seconds of a block; the rest is its backward, with its recomputation.
+        head_share: the share of the seconds of the language model's matrices, for the loss head alone.
+        send_seconds, send_seconds_per_token: the time of a message from one block to the next: for itself, and for
+            each token of it that a rank holds.
     """
 
     virtual_stages: Count = 1

@@ -40,7 +40,7 @@ class PlanSetup(RankShape):
 
     Attributes:
         pipeline: timeline figures of a replica's stages; None: one stage, or a plan that took pipelines for waves.
-        sync: where ranks wait for each other.
+        sync: the sync where ranks wait for each other.
         tokens_per_rank: the token budget, after head-room.
         padding_multiple: multiple that `padding.padded_tokens` pads sequences to; None: no padding.
         attention: groups may split heads: all of them nothing else (`ulysses`), or both (`2d`), as the heads degree of
@@ -49,7 +49,7 @@ class PlanSetup(RankShape):
         encoder_ranks: the last so many ranks run nothing but the encoder, ahead of the others; None: there are none.
         cached_from_step: optimizer step from which on a frozen encoder's embeddings are read and not computed; None: no
             step.
-        recipe: that the token budget and the times are of; None if the cost profile has none.
+        recipe: the recipe that the token budget and the times are of; None if the cost profile has none.
     """
 
     pipeline: Pipeline | None = None

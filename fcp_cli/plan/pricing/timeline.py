@@ -64,10 +64,10 @@ def step_times(
     last micro-batch.
 
     Args:
-        sync: where ranks wait for each other.
-        wave, rank_offsets, ranks, seconds: of the micro-batches; `wave` ascends under `microbatch`.
-        num_ranks: of the job.
-        terms: of the cost profile.
+        sync: the sync where ranks wait for each other.
+        wave, rank_offsets, ranks, seconds: describe the micro-batches; `wave` ascends under `microbatch`.
+        num_ranks: the number of ranks of the job.
+        terms: the terms of the cost profile.
         encoder_seconds: [microbatches] the part of `seconds` that a vision encoder takes, which matters in lockstep.
     """
     closing = terms.closing_seconds(sync)
@@ -103,7 +103,7 @@ def wave_seconds(
 
     Args:
         first: [waves] the first micro-batch of each.
-        seconds, terms, encoder_seconds: as for `step_times`.
+        seconds, terms, encoder_seconds: see `step_times`.
     """
     if terms.lockstep and encoder_seconds is not None:
         language = np.maximum.reduceat(seconds - encoder_seconds, first)

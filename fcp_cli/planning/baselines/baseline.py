@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.pricing.packs import planned_sequences, step_prices
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble, makespan_seconds
@@ -30,8 +30,9 @@ def static_speedup(
 
     Args:
         steps: planned steps, all or a sample of a plan.
-        problem: of the plan.
-        longest_tokens: of the whole plan, which a static degree must be able to hold.
+        problem: the problem of the plan.
+        longest_tokens: the tokens of the longest sequence of the whole plan, which a static degree must be able to
+            hold.
         manifest: gives `eta` and vision columns.
 
     Returns:
@@ -51,7 +52,7 @@ def typical_pair(
 
     Args:
         steps: planned steps.
-        solver: of the static plan.
+        solver: the solver of the static plan.
         manifest: gives `eta` and vision columns.
     """
     problem = solver.problem

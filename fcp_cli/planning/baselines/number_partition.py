@@ -17,7 +17,7 @@ def partition(weights: Sequence[float], parts: int, *, equal_counts: bool = Fals
     """Split items so that the heaviest part is light.
 
     Args:
-        weights: of each item, >= 0.
+        weights: the weights of each item, >= 0.
         parts: how many parts, >= 1.
         equal_counts: let the numbers of items of any two parts differ by at most one.
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fcp_cli.arrays import IntArray
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.pricing.packs import encoded_at
 from fcp_cli.plan.pricing.padding import padded_tokens
 from fcp_cli.planning.assemble import makespan_seconds

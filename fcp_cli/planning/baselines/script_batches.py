@@ -26,9 +26,9 @@ def comparison(job: JobFacts, batches: GlobalBatches, planned: float, steps: Seq
 
     Args:
         job: facts of the loop; pairs of answers are compared with nothing.
-        batches: of the plan.
+        batches: the batches of the plan.
         planned: mean predicted seconds of `steps`.
-        steps: of the plan.
+        steps: the steps of the plan.
     """
     if job.loop == "DPOTrainer":
         return ""

@@ -88,9 +88,9 @@ def best_static(problem: Problem, longest_tokens: int, batches: Sequence[Batch])
     Its groups are always rings, as users run them today.
 
     Args:
-        problem: to plan for.
+        problem: the problem to plan for.
         longest_tokens: the longest sequence that the one degree must hold.
-        batches: to tune and measure on.
+        batches: the batches to tune and measure on.
     """
     tuned = [batches[i] for i in spread_steps(len(batches), _TUNING_STEPS)]
     candidates = list(static_candidates(replace(problem, attention=None), longest_tokens))

@@ -16,8 +16,8 @@ import numpy as np
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError, OverlongError
-from fcp_cli.manifest.columns import ROWS_IN_MEMORY, chunked, new_column
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.columns import ROWS_IN_MEMORY, chunked, new_column
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.metadata.batching import offsets_by_tokens
 from fcp_cli.plan.metadata.mixture import Mixture
 from fcp_cli.plan.metadata.plan_metadata import Batching, Continuation, OverlongReport, ShuffleKind, steps_per_epoch
@@ -43,7 +43,7 @@ class BatchSettings:
 
     Attributes:
         global_batch_size: sequences per optimizer step.
-        seed: of the shuffling and of every step's solver.
+        seed: the seed of the shuffling and of every step's solver.
         shuffle: permute the rows in every epoch, each time otherwise.
         epochs: how often every sequence appears.
         last_batch: `keep` plans an epoch's last, partial batch; `drop` leaves its sequences out.
@@ -52,7 +52,7 @@ class BatchSettings:
         step_limit: plan only that many first steps; None: all.
         batching: batches that are not of `global_batch_size` sequences; then there is one epoch. Those that are `given`
             are the steps of the table.
-        mixture: of a table that mixes several; an epoch then has as many sequences as the sources together.
+        mixture: the mixture of a table that mixes several; an epoch then has as many sequences as the sources together.
     """
 
     global_batch_size: int
@@ -71,7 +71,8 @@ class GlobalBatches:
     """The global batches of one plan; `batch(step)` makes any of them, iteration makes all in order.
 
     Attributes:
-        problem, settings: as given; `options_that_hold` names options of `fcp plan` that make room for such a length.
+        problem, settings: the problem and its settings; `options_that_hold` names options of `fcp plan` that make room
+            for such a length.
         table: the manifest, lengths already truncated under `overlong: truncate`.
         overlong: treatment of overlong sequences.
         sequences: number of manifest rows that take part.

@@ -12,9 +12,9 @@ import numpy as np
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError, UsageError
-from fcp_cli.manifest.columns import chunked, new_column
 from fcp_cli.manifest.read import read_manifest
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.columns import chunked, new_column
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.metadata.mixture import Mixture, MixtureSource, MixtureStage
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.planning.batching.shuffling import permuted
@@ -28,11 +28,11 @@ def read_mixture(
     """Read the manifests of `--mix FILE:WEIGHT[@STEP]`; a weight holds from its step on.
 
     Args:
-        words: as typed; sources keep the order in which they are first named.
-        length_column: of every manifest.
+        words: the words, as typed; sources keep the order in which they are first named.
+        length_column: the length column of every manifest.
         before: mixture of the run that this one continues; its sources come first, and its stages hold before
             `first_step`, which is the least step that a weight may have.
-        first_step: of weights that name none.
+        first_step: the first step of weights that name none.
 
     Raises:
         UsageError: a word is no FILE:WEIGHT[@STEP], a weight is negative or given twice, or those of a stage sum to 0.
@@ -205,7 +205,7 @@ class MixedRows:
         mixture: sources and stages.
         kept: [sources] rows of each that take part.
         batch_size: sequences per step.
-        seed: of the permutations; None: rows in their own order.
+        seed: the seed of the permutations; None: rows in their own order.
 
     Raises:
         ManifestError: a source with a weight has no row left.

@@ -39,7 +39,7 @@ def least_alone(members: IntArray, speeds: FloatArray, sequences: Sequences, inp
     Args:
         members: positions of sequences.
         speeds: [num_ranks] of the ranks, the quickest first: a group is as fast as its slowest.
-        sequences, inputs: of `members`.
+        sequences, inputs: the sequences and inputs of `members`.
     """
     least = np.full(len(members), np.inf)
     for k in range(len(members)):

@@ -352,7 +352,7 @@ class Crowd(NamedTuple):
 
     Attributes:
         members: how many.
-        work, tokens: of the crowd, summed.
+        work, tokens: the work and tokens of the crowd, summed.
         least: lower bound of each load of the crowd's sequences.
         densest: greatest w / t of any other sequence.
         held_tokens, held_work: [others + 1] the others by falling density, summed from the densest on, from 0.

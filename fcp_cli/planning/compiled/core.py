@@ -42,7 +42,7 @@ class Load(NamedTuple):
     """Load of a pack, or a sequence, on one rank.
 
     Attributes:
-        attention, linear, tokens: as of `Sequences`, summed.
+        attention, linear, tokens: the sums of the values of `Sequences`.
         halo: tokens that layers with windows look back at, summed; 0 if rings carry all layers.
         shortest: tokens of its shortest sequence.
     """
@@ -88,14 +88,14 @@ class PlannerInputs(NamedTuple):
     Attributes:
         num_ranks, ranks_per_node: ranks r with equal r // ranks_per_node share a node; the last node may be smaller.
         tokens_per_rank: tokens that a rank may hold in one micro-batch.
-        shared_tokens: that sequences which share a single rank's micro-batch may hold together: more would cost more
-            recomputation than another micro-batch.
-        prices: of the profile.
+        shared_tokens: how many tokens sequences which share a single rank's micro-batch may hold together: more would
+            cost more recomputation than another micro-batch.
+        prices: the prices of the profile.
         floor: least seconds of a wave.
         fill: share of the token budget that waves to come are expected to hold, by which a wave is rated; 0: all of it
             in each wave but the last.
         padding: a rank's share of a sequence is padded to a multiple of so many tokens; 0: no padding.
-        padding_seconds: of one token of padding, without attention.
+        padding_seconds: the seconds of one token of padding, without attention.
         group_first, group_degree: first rank and degree of each group that rings may use, widest first; none: all
             groups of neighbouring ranks.
         allowed: [num_ranks + 1] 1 for each degree that a group may have.
@@ -223,7 +223,7 @@ def pack_seconds(load: Load, degree: int, across: int, inputs: PlannerInputs) ->
     """Return the predicted seconds of a pack, the quickest way: `cost.model.group_seconds`.
 
     Args:
-        load: of the pack, on one rank.
+        load: the load of the pack, on one rank.
         degree: ranks of the group.
         across: 0 inside a node; else a number that divides how many ranks it has on every node, UNPLACED any.
         inputs: the ranks and their cost.

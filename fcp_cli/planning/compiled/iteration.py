@@ -100,7 +100,7 @@ def schedule(
         limit: seconds of a step that is known, or infinite; only a quicker one is of interest.
         ride: whether short sequences may ride in rings.
         work_limit: comparisons of each balancing.
-        sequences: by falling work.
+        sequences: the sequences by falling work.
         inputs: the ranks and their prices.
     """
     n = len(sequences.work)

@@ -291,8 +291,8 @@ def search(detours: IntArray, limit: float, tries: int, fills: int, sequences: S
         detours: how many times the first waves, one by one, pass over the best target; later waves never do.
         limit: seconds of a step that is known; only a quicker one is of interest.
         tries: candidate targets rated for each wave.
-        fills: of which so many are filled.
-        sequences: by falling work.
+        fills: packs of which so many are filled.
+        sequences: the sequences by falling work.
         inputs: the ranks and their prices.
 
     Returns:

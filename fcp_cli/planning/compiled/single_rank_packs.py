@@ -97,7 +97,7 @@ class Exchange(NamedTuple):
     """The next move of balancing: sequence `i` of the rank that ends last moves to `bin`, or swaps with `j` there.
 
     Attributes:
-        i, j, bin: as above; `j` is END for a move, and `i` is END if nothing helps.
+        i, j, bin: see above; `j` is END for a move, and `i` is END if nothing helps.
         evaluations: pairs of sequences, and sequences with bins, that were compared.
     """
 

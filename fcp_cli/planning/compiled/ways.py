@@ -134,9 +134,9 @@ def least_of_packs(
 
     Args:
         hiding: h.
-        tokens: of all packs.
-        packs: as few as hold them, in fractions; 1 at least.
-        degree, across, inputs: as for `pack_seconds`.
+        tokens: the tokens of all packs.
+        packs: the packs, as few as hold them, in fractions; 1 at least.
+        degree, across, inputs: the degree, across and inputs, as for `pack_seconds`.
     """
     splits, least = inputs.splits, np.inf
     row = splits.row_of_span[across + 1]

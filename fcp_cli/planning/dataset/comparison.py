@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fcp_cli.errors import PlanError, PluginError
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.plan.pricing.padding import held_tokens
 from fcp_cli.plan.summary import PlanSummary
@@ -29,7 +29,7 @@ class Outcome:
     """One strategy under one sync, over all compared steps.
 
     Attributes:
-        options: of the strategy, given or tuned by itself.
+        options: the options of the strategy, given or tuned by itself.
         step_seconds: mean predicted step time.
         gap: sum of step times / sum of lower bounds - 1.
         idle_fraction: share of rank-seconds in which ranks wait.
@@ -80,7 +80,7 @@ def compare(
         table: the manifest.
         problem: ranks, token budget and cost profile; its sync does not matter.
         settings: how the manifest is cut into batches, `step_limit` included.
-        names: of solvers.
+        names: the names of solvers.
         syncs: each strategy plans for all of them.
         milp_seconds: time limit of each of FlexSP's integer programs.
         on_step: called with the strategy's name after each planned step.
@@ -112,7 +112,7 @@ def encoder_placements(table: LengthTable, problem: Problem, settings: BatchSett
     """Plan the same steps by fcp with the encoder's work placed in other ways; nothing if it stays with the rings.
 
     Args:
-        table, settings: as for `compare`.
+        table, settings: see `compare`.
         problem: shares the encoder's work over waves, or sets ranks aside for it.
     """
     if problem.encoder_balance is None:

@@ -42,9 +42,9 @@ def estimate_plan(batches: GlobalBatches, numbers: range, solver: Solver, worker
     """Plan a few steps and estimate all; None for a plan that is too short to be worth it.
 
     Args:
-        batches: of the whole plan.
+        batches: the batches of the whole plan.
         numbers: the batches that will be planned, of which the first are sampled.
-        solver: of the plan.
+        solver: the solver of the plan.
         workers: number of processes.
     """
     size = batches.settings.global_batch_size

@@ -18,8 +18,8 @@ from fcp_cli.console import Assumptions
 from fcp_cli.cost.profile import load_cost_profile
 from fcp_cli.errors import PlanError, ProfileError
 from fcp_cli.files import replaced_atomically, write_text_atomically
-from fcp_cli.manifest.header import MANIFEST_FORMAT, METADATA_KEY
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.header import MANIFEST_FORMAT, METADATA_KEY
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.masks import MASK_COLUMN
 from fcp_cli.models.cluster import THIS_MACHINE
 from fcp_cli.parquet_writer import parquet_writer
@@ -67,10 +67,10 @@ class JobPlanner:
     keeps its steps, from which a later start of the same job continues.
 
     Args:
-        plan: that is to be written.
+        plan: the plan that is to be written.
         job: facts of the loop.
-        wish: as typed for the launch.
-        rows: of the training data, in the columns of a manifest.
+        wish: the wish, as typed for the launch.
+        rows: the rows of the training data, in the columns of a manifest.
     """
 
     def __init__(self, plan: Path, job: JobFacts, wish: PlanningWish, rows: pa.Table) -> None:
@@ -165,7 +165,7 @@ class JobPlanner:
         The plan of a loop whose epochs were not known has those that the loop began.
 
         Args:
-            end_step: after the last that was trained.
+            end_step: the end step after the last that was trained.
             is_stopped: the loop was ended early, and its job waits for this.
         """
         steps, metadata = len(self._batches), self.metadata
@@ -275,7 +275,7 @@ def _with_kept_times(
     """Return the inputs under times that are kept for this model on this hardware, if none were given.
 
     Args:
-        request, inputs: of the plan.
+        request, inputs: the request and inputs of the plan.
         job: facts of the loop.
         before: profile by which an earlier start of this job planned; None: it starts for the first time.
 

@@ -45,10 +45,10 @@ class Journal:
 
     Args:
         path: the plan that is being made.
-        metadata: of the plan, before totals and hash.
+        metadata: the metadata of the plan, before totals and hash.
 
     Attributes:
-        metadata: as given, with the refit that was noted.
+        metadata: the metadata, as given, with the refit that was noted.
     """
 
     def __init__(self, path: Path, metadata: PlanMetadata) -> None:

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.model import group_terms, halo_seconds, pack_parts, recomputation_seconds
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.metadata.refits import MOST_FACTOR, Factors, ScheduledRefit, refit_text
 from fcp_cli.plan.pricing.packs import crosses_nodes, pack_work, single_rank_work
 from fcp_cli.plan.step import StepPlan
@@ -59,8 +59,8 @@ class Refitter:
     """Refits the problem of a stream.
 
     Args:
-        problem: as it was given, without any refit.
-        most_change: of a factor in one refit.
+        problem: the problem, as it was given, without any refit.
+        most_change: the most change of a factor in one refit.
     """
 
     def __init__(self, problem: Problem, *, most_change: float = MOST_CHANGE) -> None:
@@ -77,7 +77,7 @@ class Refitter:
         """Return the refit from a step on, and a line about it; None and a line without a change.
 
         Args:
-            first_step: that is planned next.
+            first_step: the first step that is planned next.
             measured: columns step, order, rank and seconds of micro-batches that were trained.
             before: the refit until now.
         """

@@ -16,7 +16,7 @@ from fcp_cli.compiling.compile import timed_loading
 from fcp_cli.errors import Interrupted
 from fcp_cli.machine.host import usable_cores
 from fcp_cli.machine.pool import in_order
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.check import check_step
 from fcp_cli.plan.file.writer import plan_writer
 from fcp_cli.plan.metadata.masks import planned_masks
@@ -46,11 +46,11 @@ class PlanResult:
     """A finished plan.
 
     Attributes:
-        metadata: as written, with totals and hash.
+        metadata: the metadata, as written, with totals and hash.
         summary: totals over all steps.
         planning_seconds: wall time, from the solver's set-up to the finished file, without `loading_seconds`.
-        loading_seconds: in which this process loaded the compiled planner, or compiled it.
-        solver: as it planned.
+        loading_seconds: the time in which this process loaded the compiled planner, or compiled it.
+        solver: the solver, as it planned.
     """
 
     metadata: PlanMetadata
@@ -156,9 +156,9 @@ def kept_steps(batches: GlobalBatches, journal: Journal, first: int = 0) -> Iter
     """Yield the steps that a journal holds, each proven to be a plan of its batch: digests do not stop a forger.
 
     Args:
-        batches: of the plan.
-        journal: of its steps from batch `first` on.
-        first: of the batches that are planned.
+        batches: the batches of the plan.
+        journal: the journal of its steps from batch `first` on.
+        first: the first of the batches that are planned.
 
     Raises:
         FcpError: as `Journal.resume`, or a step that no plan of these batches has.

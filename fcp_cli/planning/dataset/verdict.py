@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, cast
 
 from fcp_cli.errors import PlanError
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.pricing.packs import planned_sequences
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import makespan_seconds
@@ -30,10 +30,10 @@ class Rival:
     """Baseline of a user without a plan.
 
     Attributes:
-        name: as a solver.
-        label: as people call it.
+        name: the name, as a solver.
+        label: the label, as people call it.
         factor: its predicted time / the plan's.
-        steps: that this was computed on.
+        steps: the steps that this was computed on.
     """
 
     name: str
@@ -47,12 +47,12 @@ class Verdict:
     """Whether a plan pays, by the cost model.
 
     Attributes:
-        solver: of the plan.
-        device_hours: that an epoch takes under the plan.
+        solver: the solver of the plan.
+        device_hours: the device hours that an epoch takes under the plan.
         rivals: those that can run the data at all.
         remedy: the setting under which fcp would be quickest by far; None: none that was tried.
         tried: settings that were tried for that.
-        device_hour_price: in any currency; None if nobody said.
+        device_hour_price: the device hour price in any currency; None if nobody said.
         enough_ranks: the fewest ranks that would take as long; None: all of `num_ranks` are needed.
     """
 
@@ -109,9 +109,9 @@ def plan_verdict(
 
     Args:
         result: the plan.
-        sample: of its steps.
-        inputs: that it was made of.
-        request: that it was asked with.
+        sample: the sample of its steps.
+        inputs: the inputs that it was made of.
+        request: the request that it was asked with.
         static: predicted time of the best static plan / that of the sample, and its degree.
     """
     solver, summary, problem = result.solver.name, result.summary, inputs.problem
@@ -172,9 +172,9 @@ def compared_verdict(
     """Return the verdict on fcp against the best of the compared strategies; None if fcp or all rivals are missing.
 
     Args:
-        contenders: that planned all `batches`.
-        inputs: that they were compared under.
-        request: that this was asked with.
+        contenders: the contenders that planned all `batches`.
+        inputs: the inputs that they were compared under.
+        request: the request that this was asked with.
         batches: the compared ones.
     """
     best = {one.name: one.best for one in contenders if one.best is not None and not strategy(one.name).own_execution}

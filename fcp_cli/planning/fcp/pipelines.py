@@ -190,8 +190,8 @@ class _Lengths:
         """Yield the step, and with its longest waves between the others, unless it was tried.
 
         Args:
-            ring: of `rings`.
-            short: of `lengths`, for micro-batches outside rings.
+            ring: the ring of `rings`.
+            short: those of `lengths`, for micro-batches outside rings.
             waits: 1 if waits of ranks for long rings count; else 0.
         """
         key = self._same[ring], short, waits

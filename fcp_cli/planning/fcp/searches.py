@@ -34,7 +34,7 @@ class Found(NamedTuple):
     Attributes:
         assignment: the answer; None: none yet.
         seconds: its predicted makespan; infinite if there is none.
-        name: of the candidate that gave it.
+        name: the name of the candidate that gave it.
     """
 
     assignment: Assignment | None = None
@@ -53,7 +53,7 @@ class Candidate(NamedTuple):
     """One way to plan a step.
 
     Attributes:
-        name: in explanations.
+        name: the name in explanations.
         improve: takes the quickest answer so far, and returns it or a quicker one.
         above_gap: gap to the bound that the quickest answer must exceed for this to be tried; None: it is always tried.
     """
@@ -95,9 +95,9 @@ def assign_waves(
 
     Args:
         order: [sequences] position in the batch of each sequence.
-        sequences: by falling work.
+        sequences: the sequences by falling work.
         inputs: the ranks and their prices.
-        limit_seconds: of a step that is known.
+        limit_seconds: the limit seconds of a step that is known.
         detours: see `microbatch.search`; of each part.
     """
     found, held, waves = [], np.empty(0, dtype=np.int64), 0

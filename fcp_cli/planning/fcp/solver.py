@@ -15,7 +15,7 @@ from fcp_cli.compiling.compile import is_kept
 from fcp_cli.cost.model import Work, encoder_seconds
 from fcp_cli.errors import UsageError
 from fcp_cli.machine.interrupts import interrupts_deferred
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.plan.pricing.packs import planned_sequences
 from fcp_cli.plan.pricing.speeds import Speeds
@@ -63,7 +63,7 @@ def solver_with_options(batches: GlobalBatches, *, robust: bool = False, **limit
     """Make the solver for these batches, with every option that `--solver fcp` takes.
 
     Args:
-        batches: to plan.
+        batches: the batches to plan.
         robust: spread the rings of a wave that cross nodes; see `apart.SpreadRings`.
         limits: see `make_solver`.
     """
@@ -90,7 +90,7 @@ def make_solver(
     """Make the solver for these batches.
 
     Args:
-        batches: to plan.
+        batches: the batches to plan.
         max_degree: 1 forbids rings; None: no limit.
         max_groups: most groups of degree > 1 over the whole plan; None: no limit.
         max_peers: most distinct ring neighbours per rank over the whole plan; None: no limit.
@@ -129,7 +129,7 @@ def solver_of(problem: Problem, *, max_degree: int | None = None, max_peers: int
     """Make the solver for a problem whose batches are not known yet.
 
     Args:
-        problem: to plan for.
+        problem: the problem to plan for.
         max_degree: 1 forbids rings, and then no sequence may be longer than a rank holds; None: no limit.
         max_peers: most distinct ring neighbours per rank; None: no limit.
     """

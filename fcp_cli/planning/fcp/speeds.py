@@ -50,7 +50,7 @@ def assign_at_speeds(batch: Batch, problem: Problem, speeds: Speeds, solve: Solv
 
     Args:
         batch: the global batch.
-        problem: with the speeds.
+        problem: the problem with the speeds.
         speeds: [ranks] of it.
         solve: plans it for ranks of speed 1.
     """
@@ -164,7 +164,7 @@ def _gathered(wave: AnyInts, degree: IntArray, ranks: AnyInts, group_of: IntArra
 
     Args:
         wave, degree: [groups].
-        ranks: of the groups, back to back.
+        ranks: the ranks of the groups, back to back.
         group_of: [sequences] positions in the batch -> group.
     """
     sizes = np.bincount(group_of, minlength=len(wave))

@@ -39,9 +39,9 @@ def assign_tiny(batch: Batch, problem: Problem, upper_seconds: float) -> Assignm
     """Return the quickest step of all if it takes fewer than `upper_seconds`; the best that was seen if time ran out.
 
     Args:
-        batch: of few sequences; see `is_tiny`.
+        batch: the batch of few sequences; see `is_tiny`.
         problem: rings may use any ranks.
-        upper_seconds: of a known step.
+        upper_seconds: the seconds of a known step.
     """
     nodes = Nodes(_node_offsets(problem), _prices(batch, problem))
     if not nodes.seconds.min() > 0.0:

@@ -27,7 +27,7 @@ def wave_orders(waves: Assignment, seconds: FloatArray, problem: Problem) -> Ite
     Args:
         waves: a step.
         seconds: [microbatches] of each.
-        problem: that it is planned for.
+        problem: the problem that it is planned for.
     """
     count = int(waves.wave.max()) + 1
     degrees = sizes_of(waves.rank_offsets)

@@ -23,10 +23,10 @@ import pyarrow as pa
 
 from fcp_cli.errors import FcpError, PlanError
 from fcp_cli.files import replaced_atomically, write_text_atomically
-from fcp_cli.manifest.checks import FACTORS, checked_table, empty_factors
-from fcp_cli.manifest.header import MANIFEST_FORMAT
 from fcp_cli.manifest.read import read_manifest
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.checks import FACTORS, checked_table, empty_factors
+from fcp_cli.manifest.table.header import MANIFEST_FORMAT
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.parquet_writer import parquet_writer
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.file.schema import steps_to_arrow
@@ -51,7 +51,7 @@ class OnlineJournal:
     """The journal of the plan at `path`. Messages name the plan.
 
     Attributes:
-        metadata: of the plan that is to be, once it has begun.
+        metadata: the metadata of the plan that is to be, once it has begun.
         planned_to: one more than the last step that an earlier start planned: their refits are known.
     """
 

@@ -10,8 +10,8 @@ import pyarrow as pa
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import OverlongError, PlanError
-from fcp_cli.manifest.checks import checked_table
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.checks import checked_table
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.metadata.batching import offsets_by_tokens
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.plan.metadata.refits import ScheduledRefit
@@ -29,7 +29,7 @@ class Window:
     """Batches that were read together, one or as many as `--reorder-window` says.
 
     Attributes:
-        first_step: of its first batch.
+        first_step: the step of its first batch.
         first_sequence: number of its first sequence in the stream.
         sizes: sequences of each batch.
         table: [sequences] lengths and work factors.

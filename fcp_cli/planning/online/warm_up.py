@@ -6,7 +6,7 @@ import numpy as np
 
 import fcp_cli.planning.dataset.job_plan  # noqa: F401  # answers the first request
 from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Problem

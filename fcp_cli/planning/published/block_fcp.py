@@ -95,7 +95,7 @@ def placed(tokens: FloatArray, attention: FloatArray, ranks: int, limit: int) ->
     Args:
         tokens: [blocks] of each.
         attention: [blocks] in seconds.
-        ranks: of the group.
+        ranks: the ranks of the group.
         limit: tokens of a rank.
     """
     share = np.maximum(tokens / tokens.sum(), attention / attention.sum())

@@ -60,11 +60,11 @@ def rebalanced(tasks: Tasks, per_token: FloatArray, lengths: IntArray, heads: He
     """Move tasks, or parts of them, in place, to ranks that have too little attention.
 
     Args:
-        tasks: of a micro-batch.
+        tasks: the tasks of a micro-batch.
         per_token: [sequences] seconds of attention of one query.
         lengths: [sequences] in tokens.
         heads: bytes of queries and keys.
-        ranks: of the job.
+        ranks: the ranks of the job.
     """
     load = np.bincount(tasks.rank, tasks.tokens * per_token[tasks.sequence], ranks)
     mean = float(load.mean())

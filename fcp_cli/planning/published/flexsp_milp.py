@@ -81,10 +81,10 @@ def solve(buckets: Buckets, problem: Problem, *, degrees: Sequence[int], seconds
     """Choose the groups for one micro-batch; None where the time limit passed without any.
 
     Args:
-        buckets: of the micro-batch.
+        buckets: the buckets of the micro-batch.
         problem: ranks, token budget, cost profile.
-        degrees: that groups may have.
-        seconds_limit: for HiGHS; its answer at the limit depends on the machine's speed.
+        degrees: the degrees that groups may have.
+        seconds_limit: the seconds limit for HiGHS; its answer at the limit depends on the machine's speed.
     """
     program = _Program(buckets, problem, degrees)
     result = milp(

@@ -52,7 +52,7 @@ class SpreadAttention(ABC):
     """Prices every batch in micro-batches of equal groups of ranks.
 
     Attributes:
-        name: as in the registry.
+        name: the name, as in the registry.
         options: settings, for the outcome.
     """
 
@@ -99,7 +99,7 @@ class SpreadAttention(ABC):
         """Return [degree] the seconds of a micro-batch of tasks, each with all keys of its sequence.
 
         Args:
-            tasks: where each runs, and who holds its queries and runs its other layers.
+            tasks: the tasks where each runs, and who holds its queries and runs its other layers.
             work: [sequences] of the micro-batch.
             kernels: [tasks] that each runs beyond its first.
             ping_pong: all computation hides messages, and fetched keys are kept.

@@ -86,7 +86,7 @@ def balanced_packs(tokens: IntArray, work: FloatArray, *, number: int, limit: in
     Args:
         tokens: [n] of each sequence.
         work: [n] of each sequence, in any unit.
-        number: of packs.
+        number: the number of packs.
         limit: tokens of a pack.
 
     Returns:

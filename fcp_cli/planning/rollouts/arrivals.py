@@ -16,9 +16,9 @@ class Rollouts:
 
     Args:
         fewest: rollouts that a batch waits for.
-        most: of a batch; the others wait for the next. None: all that are there.
-        passes: that read the batches; one that all of them have read is dropped. None: any number of passes, and
-            every batch is kept for one that may still begin.
+        most: the most sequences of a batch; the others wait for the next. None: all that are there.
+        passes: the passes that read the batches; one that all of them have read is dropped. None: any number of
+            passes, and every batch is kept for one that may still begin.
 
     Raises:
         UsageError: the numbers contradict each other.
@@ -44,7 +44,7 @@ class Rollouts:
 
         Args:
             rollout: the argument of `fetch` for its tokens.
-            length_tokens: of it.
+            length_tokens: its length.
 
         Raises:
             UsageError: it has no tokens, or no more were to come.

@@ -33,7 +33,7 @@ def level_packs(seconds: FloatArray, tokens: IntArray, packs: int, most_tokens: 
     Args:
         seconds, tokens: [items] of each.
         packs: how many, at most as many as items; none is empty.
-        most_tokens: of a pack; no item has more.
+        most_tokens: the most tokens of a pack; no item has more.
     """
     found = _without_empty(partition(seconds.tolist(), packs))
     if any(tokens[pack].sum() > most_tokens for pack in found):

@@ -16,7 +16,7 @@ import numpy as np
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import UsageError
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches, batch_of
@@ -45,8 +45,8 @@ def rank_plans(
         steps: positions in `lengths` of each optimizer step.
         lane_ranks: global ranks of each lane; None: lane i has rank i.
         sequence_parallel: Megatron's, whose ranks share padded sequences.
-        pad_multiple: that each sequence is padded to besides.
-        valid_tokens: of each sample, that the loss counts; None: all.
+        pad_multiple: each sequence is also padded to a multiple of it.
+        valid_tokens: the valid tokens of each sample, that the loss counts; None: all.
 
     Raises:
         UsageError: the lanes are no power of two, or a step is empty.

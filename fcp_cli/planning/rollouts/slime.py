@@ -17,7 +17,7 @@ import numpy as np
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.model import sequence_work
 from fcp_cli.errors import UsageError
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.planning.planner import Planner
 from fcp_cli.planning.rollouts.levelling import fewest_packs, level_packs, level_parts, slowest_first
 
@@ -41,7 +41,7 @@ def build_dp_schedule(
         total_lengths: tokens of each sample.
         global_batch_size: rollouts of a step; a last, partial step is dropped.
         rollout_indices: the rollout of each sample, whose samples share a step.
-        sample_is_multimodal: of each sample; None: none is.
+        sample_is_multimodal: whether each sample is; None: none is.
 
     Raises:
         UsageError: a setting that this split does not know, fewer rollouts than a step takes, or fewer samples than its

@@ -17,7 +17,7 @@ import numpy as np
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.model import sequence_work
 from fcp_cli.errors import UsageError
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.planning.planner import Planner
 from fcp_cli.planning.rollouts.levelling import fewest_packs, level_packs, level_parts, slowest_first
 
@@ -28,8 +28,8 @@ class VerlBalancing:
     """verl's functions of the same names. `planner` gives the prices: one of `phase="forward"` for log-probabilities.
 
     Args:
-        planner: of the model's profile.
-        select: from a batch and positions to the batch of those; None: verl's own.
+        planner: the planner of the model's profile.
+        select: the function from a batch and positions to the batch of those; None: verl's own.
     """
 
     def __init__(self, planner: Planner, *, select: Callable[[Any, list[int]], Any] | None = None) -> None:
@@ -73,10 +73,10 @@ class VerlBalancing:
         """Return a rank's micro-batches, and the positions of each.
 
         Args:
-            batch: with `input_ids`, nested or with an `attention_mask`.
-            max_token_len: of a micro-batch.
+            batch: the batch with `input_ids`, nested or with an `attention_mask`.
+            max_token_len: the most tokens of a micro-batch.
             dp_group: ranks that run equally many micro-batches, if `same_micro_num_in_dp`.
-            num_batches_divided_by: of which their number is a multiple.
+            num_batches_divided_by: their number is a multiple of it.
             same_micro_num_in_dp: see `dp_group`.
             min_num_micro_batch: the fewest.
             use_dynamic_bsz_balance: put the quickest at both ends, as pipelines want them.

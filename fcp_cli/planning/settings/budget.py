@@ -32,15 +32,15 @@ class Budget:
     """The tokens that a rank may hold in a micro-batch.
 
     Attributes:
-        tokens_per_rank: before head-room.
-        sync: of the plan.
-        recipe: that the tokens are of; None if the profile knows none.
+        tokens_per_rank: the tokens per rank before head-room.
+        sync: the sync of the plan.
+        recipe: the recipe that the tokens are of; None if the profile knows none.
         room: memory under other recipes; None if the model or its device are unknown, and for forward
             passes, whose recipe is that of their training.
-        cluster: that the profile was computed for; None if there was a profile.
+        cluster: the cluster that the profile was computed for; None if there was a profile.
         tried: recipes that were compared by their predicted time; 0: the recipe was not chosen by time.
-        other_sync: as `RecipeChoice.other_sync`.
-        level_tokens: that a rank holds at each level of recomputation as needed, under a profile that was given.
+        other_sync: see `RecipeChoice.other_sync`.
+        level_tokens: the tokens that a rank holds at each level of recomputation as needed, under a given profile.
     """
 
     tokens_per_rank: int
@@ -67,8 +67,8 @@ def choose_fit(spec: ModelSpec, request: PlanRequest, place: Place, *, own: Cost
 
     Args:
         spec: the model.
-        request: of the user.
-        place: of the plan's ranks.
+        request: the request of the user.
+        place: the place of the plan's ranks.
         own: the profile whose recipe comes first, where it leaves room enough: its times are of that.
     """
     is_forward = request.phase == "forward"
@@ -119,7 +119,7 @@ def computed_budget(
     """Return the budget of a plan without a profile.
 
     Args:
-        spec, request, place: of the plan.
+        spec, request, place: the description, request and place of the plan.
         assumptions: collects them.
         fit: recipe of the plan.
         reason: why this one; None: it is the first of the fixed order.
@@ -324,9 +324,9 @@ def options_that_hold(longest_tokens: int, budget: Budget, ranks: int) -> str:
     """Return the options of `fcp plan` under which its ranks hold a sequence that is too long for them.
 
     Args:
-        longest_tokens: of the sequence.
-        budget: of the plan; where it knows no model, only more ranks are sure to help.
-        ranks: of the plan.
+        longest_tokens: the tokens of the sequence.
+        budget: the budget of the plan; where it knows no model, only more ranks are sure to help.
+        ranks: the ranks of the plan.
     """
     if budget.room is not None:
         room = budget.room

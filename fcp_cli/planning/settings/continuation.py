@@ -13,7 +13,7 @@ import numpy as np
 
 from fcp_cli.arrays import Int32Array, IntArray
 from fcp_cli.errors import ManifestError, OverlongError
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.metadata.plan_metadata import Continuation, OverlongReport, PlanMetadata, pack_rows, unpack_rows
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches

@@ -24,7 +24,7 @@ def pipeline_of(profile: CostProfile, ranks: JobRanks, recipe: Recipe | None) ->
     Args:
         profile: gives model, cluster and bandwidths, and the recipe if none is given.
         ranks: gives stages and virtual stages.
-        recipe: that is planned for.
+        recipe: the recipe that is planned for.
     """
     if ranks.pipeline_parallel == 1:
         return None

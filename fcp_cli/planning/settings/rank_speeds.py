@@ -28,7 +28,7 @@ def read_rank_speeds(given: GivenSpeeds, *, num_ranks: int, ranks_per_node: int)
     Args:
         given: one speed per rank; or speeds by rank (`12`), ranks (`16-23`) or node (`node3`), all others being 1; or
             either as words with commas between; or the name of a YAML or JSON file of either.
-        num_ranks, ranks_per_node: of the job.
+        num_ranks, ranks_per_node: how many the job has.
     """
     where = "--rank-speeds"
     if isinstance(given, str):

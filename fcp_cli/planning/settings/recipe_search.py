@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from fcp_cli.console import note
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.memory.fitting import LEAST_TOKENS, FittedRecipe
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches, batch_of, sampled_steps
@@ -39,7 +39,8 @@ class RecipeData:
 
     Attributes:
         table: lengths.
-        settings: of the plan; its step limit does not matter, so that the first steps have the recipe of all.
+        settings: the settings of the plan; its step limit does not matter, so that the first steps have the recipe of
+            all.
         max_degree: 1 forbids rings; None: no limit.
         least_tokens: token budget that a recipe must leave, if longer sequences than those of the table may come.
     """
@@ -99,9 +100,9 @@ class RecipeChoice:
         seconds: predicted mean of a sampled step under it.
         others: (recipe, seconds) of the planned ones, quickest first.
         usual: the first recipe of the fixed order that leaves 16,384 tokens, or None if it holds not all sequences.
-        usual_seconds: under that one.
+        usual_seconds: the seconds under that one.
         tried: recipes that were planned or ruled out by their bound.
-        steps: of the sample.
+        steps: the steps of the sample.
         other_sync: the problem under the quickest planned recipe of another sync, under which a rival may be quicker;
             None if all that fit have one sync.
     """

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final, get_args
 
 from fcp_cli.errors import FcpError
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.planning.fcp.solver import is_compiled
 from fcp_cli.planning.problem import Problem
@@ -27,10 +27,10 @@ class Remedy:
     """A setting under which the same sequences would take less time.
 
     Attributes:
-        flags: of `fcp plan`, in addition to the given ones.
+        flags: the flags of `fcp plan`, in addition to the given ones.
         factor: predicted seconds of fcp under it / of fcp as it was asked for.
-        tokens_per_rank: under it.
-        steps: that this was computed on.
+        tokens_per_rank: the tokens per rank under it.
+        steps: the steps that this was computed on.
     """
 
     flags: str
@@ -45,8 +45,8 @@ def best_remedy(
     """Return the settings that would help most, and how many were tried.
 
     Args:
-        request: of the plan.
-        inputs: of the plan.
+        request: the request of the plan.
+        inputs: the inputs of the plan.
         sequences: a few of its global batches, which are planned again under each setting.
 
     Returns:
@@ -70,7 +70,7 @@ def enough_ranks(problem: Problem, sequences: Sequence[LengthTable]) -> int | No
     """Return the fewest ranks, by halving, with which steps take as long as now; None if half are too few.
 
     Args:
-        problem: of the plan; the token budget of its ranks stays.
+        problem: the problem of the plan; the token budget of its ranks stays.
         sequences: a few of its global batches.
     """
     is_plain = problem.pipeline is None and problem.encoder_balance is None and problem.rank_speeds is None

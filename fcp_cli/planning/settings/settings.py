@@ -24,7 +24,7 @@ from fcp_cli.cost.profile import (
 from fcp_cli.errors import FcpError, ManifestError, UsageError
 from fcp_cli.machine.accelerators import find_accelerators
 from fcp_cli.manifest.read import read_manifest
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.memory.fitting import FittedRecipe, JobRanks, Place, all_fits
 from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.cluster import EXAMPLE_CLUSTER, ClusterSpec, cluster_of, load_cluster
@@ -64,9 +64,9 @@ from fcp_cli.planning.settings.pipelines import pipeline_of
 from fcp_cli.planning.settings.rank_speeds import requested_speeds, speeds_of_run
 from fcp_cli.planning.settings.ranks import devices_of_rank, ranks_on, ranks_under, require_pipelines
 from fcp_cli.planning.settings.recipe_search import RecipeCandidate, RecipeChoice, RecipeData, quickest_recipe
-from fcp_cli.profiling.analytic import analytic_profile
-from fcp_cli.profiling.as_needed import as_needed_profile, with_level_tokens
-from fcp_cli.profiling.forward import forward_profile
+from fcp_cli.profiling.computed.analytic import analytic_profile
+from fcp_cli.profiling.computed.as_needed import as_needed_profile, with_level_tokens
+from fcp_cli.profiling.computed.forward import forward_profile
 from fcp_cli.recipe import Recipe, SplitAttention
 from fcp_cli.words import counted
 
@@ -192,7 +192,7 @@ def resolve(
     """Complete the request; every assumption is recorded.
 
     Args:
-        request: of the user.
+        request: the request of the user.
         assumptions: collects them.
         most_peers: ranks that one may meet in rings, whose connections take memory; None: no limit.
         max_degree: 1 forbids rings, so that a rank must hold every sequence; None: no limit.
@@ -265,8 +265,8 @@ def resolve_problem(
     """Complete the settings that all steps of a plan share: ranks, recipe, token budget, sync, profile.
 
     Args:
-        request, assumptions, most_peers: as of `resolve`.
-        data: whose steps recipes are compared on; None: the first of a fixed order that leaves room enough.
+        request, assumptions, most_peers: the request, assumptions and most peers, as of `resolve`.
+        data: the data whose steps recipes are compared on; None: the first of a fixed order that leaves room enough.
     """
     profile = _profile_at_hand(request, assumptions)
     if profile is None:
@@ -288,8 +288,8 @@ def problem_under(request: PlanRequest, inputs: PlanInputs) -> Problem:
     Without a profile, the recipe is the quickest that the request allows on the plan's own data.
 
     Args:
-        request: with the changes.
-        inputs: of the plan, which `resolve` made.
+        request: the request with the changes.
+        inputs: the inputs of the plan, which `resolve` made.
     """
     now, assumptions = inputs.problem, Assumptions()
     known = inputs.budget
@@ -398,8 +398,8 @@ def computed_basis(
     """Compute a profile for a model and a cluster from their figures, for ranks there and the recipe of the plan.
 
     Args:
-        request, assumptions, most_peers, data: as of `resolve_problem`.
-        cluster: in place of the request's.
+        request, assumptions, most_peers, data: the request, assumptions, most peers and data, as of `resolve_problem`.
+        cluster: the cluster in place of the request's.
     """
     spec = load_model(request.model or DEFAULT_MODEL)
     if request.model is None:

@@ -24,8 +24,8 @@ def agreed_grad_dtype(world: World, device: torch.device, given: GradRingDtype |
 
     Args:
         world: all processes.
-        device: where their collectives want tensors.
-        given: by the script; the same on every rank.
+        device: the device where their collectives want tensors.
+        given: the value that the script gives; the same on every rank.
     """
     import torch
 

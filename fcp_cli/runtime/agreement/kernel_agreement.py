@@ -30,8 +30,8 @@ class KernelAgreement:
     """The preference that all ranks follow.
 
     Attributes:
-        lines: that rank 0 prints.
-        failures: that every other rank prints: why a kernel's test call failed on it.
+        lines: the lines that rank 0 prints.
+        failures: the failures that every other rank prints: why a kernel's test call failed on it.
     """
 
     preference: Preference
@@ -160,7 +160,7 @@ def _assumption(main: KernelName, profile: CostProfile, *, shorter: KernelName |
 
     Args:
         main: runs most calls.
-        profile: of the plan.
+        profile: the profile of the plan.
         shorter: runs calls of shorter sequences, if another than `main`.
     """
     assumed = profile.attention_kernel

@@ -35,7 +35,7 @@ class Fingerprint:
 
     Attributes:
         words: [17] int64 to be shown to all ranks: 1 if the plan can be followed, and its hash; else zeros.
-        metadata: of the plan, or None.
+        metadata: the metadata of the plan, or None.
         error: why it cannot be followed, or None.
     """
 
@@ -51,8 +51,8 @@ def agree_on_plan(
 
     Args:
         world: all processes.
-        path: of the plan.
-        device: where the processes' collectives want their tensors.
+        path: the path of the plan.
+        device: the device where the processes' collectives want their tensors.
         tensor_parallel, pipeline_parallel: how many processes the job joins to one rank of the plan.
 
     Returns:
@@ -76,9 +76,9 @@ def agree_by(
     """Agree on the plan as `agree_on_plan` does, by the collective of any framework.
 
     Args:
-        path: of the plan.
+        path: the path of the plan.
         gather: returns [processes, words], the words of every process, from this one's [words].
-        tensor_parallel, pipeline_parallel: of the job.
+        tensor_parallel, pipeline_parallel: the sizes of the job.
     """
     mine = _fingerprint(path)
     return _require_agreement(path, mine, gather(mine.words), tensor_parallel, pipeline_parallel)
@@ -152,7 +152,7 @@ def require_causal(metadata: PlanMetadata, path: Path, loop: str) -> None:
     """Raise RunError if a loop that has no masks was given a plan that was made for some.
 
     Args:
-        metadata, path: of the plan.
+        metadata, path: the metadata and path of the plan.
         loop: its name.
     """
     if metadata.masked_sequences is not None:
@@ -167,7 +167,7 @@ def require_training(metadata: PlanMetadata, path: Path | None = None, loop: str
     """Raise RunError if a loop that trains was given a plan that has room for more tokens than it holds.
 
     Args:
-        metadata, path: of the plan.
+        metadata, path: the metadata and path of the plan.
         loop: name of one that recomputes all micro-batches alike; None: it recomputes as a plan says.
     """
     if metadata.phase == "forward":

@@ -26,9 +26,9 @@ class PackDigest:
     """Input of a rank for one pack that it shares with others.
 
     Attributes:
-        order: of the micro-batch in the step.
+        order: the number of the micro-batch in the step.
         member, degree: this rank's place in the ring, and the ring's size.
-        rows: of the data.
+        rows: the rows of the data.
         digests: [rows] int64 of each sequence's tokens and labels.
     """
 
@@ -122,7 +122,7 @@ def agree_on_bad_rows(world: World, device: torch.device, own: tuple[int, ...]) 
 
     Args:
         world: all ranks of the job.
-        device: of the collectives.
+        device: the device of the collectives.
         own: manifest rows that failed on this rank.
     """
     counts = torch.zeros(world.size, dtype=torch.int64, device=device)

@@ -59,9 +59,9 @@ class Contact:
     """A rank's part in one round.
 
     Attributes:
-        round: from 0.
+        round: the round from 0.
         peer: the other rank.
-        sends, receives: which ways rings will use the connection.
+        sends, receives: in which directions rings will use the connection.
     """
 
     round: int
@@ -77,7 +77,7 @@ def planned_hops(plan: Path, *, halo_pattern: HaloPattern = "no") -> set[Hop]:
 
     Args:
         plan: plan file.
-        halo_pattern: of layers that do so, too.
+        halo_pattern: the halo pattern of layers that do so, too.
     """
     reader = PlanReader(plan)
     if reader.metadata.encoder_balance is not None:
@@ -131,7 +131,7 @@ class Connections:
 
     Args:
         transport: carries the rings.
-        rank: of the plan.
+        rank: the rank of the plan.
         device: device of the messages.
         peers: process of each rank of the plan that holds the same part of the model as this one; None if rank r is
             process r.

@@ -39,7 +39,7 @@ class UlyssesExchange:
 
     Args:
         channel: messages between the members of the set, in the order of their tokens.
-        tokens: of each of them.
+        tokens: the tokens of each of them.
     """
 
     __slots__ = ("_channel", "_place", "_rows", "_size", "_tokens")
@@ -76,7 +76,7 @@ class UlyssesExchange:
         Args:
             kind: name of the messages.
             tensors: [tokens of the set, max(1, heads / u), any D] each, of one type.
-            heads: of all members together, per tensor.
+            heads: the heads of all members together, per tensor.
 
         Returns:
             [own tokens, heads, D] each.

@@ -29,10 +29,12 @@ class RankStep:
         rows: this rank's micro-batches, in the step's global order; at least one, which may be an idle row. Their
             ranks stand as they stand around the ring.
         makespan_seconds, bound_seconds: prediction and lower bound for the whole step.
-        tokens: of the global batch.
-        loss_tokens: of the global batch, where the last token of each sequence has no next token to predict.
-        sequences: of the global batch.
-        waves: with each of `rows` all micro-batches of its wave, where their ranks share the encoder's work; else none.
+        tokens: the tokens of the global batch.
+        loss_tokens: the tokens with a loss of the global batch, where the last token of each sequence has no next
+            token to predict.
+        sequences: the sequences of the global batch.
+        waves: with each of `rows`, all micro-batches of its wave, where their ranks share the encoder's work; else
+            none.
     """
 
     step: int
@@ -57,7 +59,7 @@ class RankView:
     """Sees planned steps as one rank runs them.
 
     Attributes:
-        path, metadata: of the plan.
+        path, metadata: the path and metadata of the plan.
         rank: global rank.
         ascending: leave the ranks of groups ascending, as torch has them in a process group.
     """

@@ -60,7 +60,7 @@ def load_steps(
     Args:
         steps: steps to load.
         begin: begins to load a micro-batch; its errors are raised in place of the step.
-        device: where the shards will go; for CUDA they are put in page-locked memory.
+        device: the device where the shards will go; for CUDA they are put in page-locked memory.
         looks_ahead: begin the next step before the current one ends, because other ranks read parts of it.
     """
     begun: deque[Callable[[], LoadedStep[ShardT]]] = deque()

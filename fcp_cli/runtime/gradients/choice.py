@@ -27,11 +27,11 @@ def gradient_sync(
     """Return the way to sum a model's gradients; a model may bring its own.
 
     Args:
-        model: that is trained.
+        model: the model that is trained.
         world: all ranks.
-        sync: of the plan.
+        sync: the sync of the plan.
         reduce: when a reducer that shards gradients reduces them; see `fsdp.FsdpWaveSync`.
-        phase: of the plan; in `forward` there are no gradients.
+        phase: the phase of the plan; in `forward` there are no gradients.
     """
     if phase == "forward":
         return forward_sync(model, world, sync)

@@ -30,9 +30,9 @@ def engine_sync(engine: Any, world: World, sync: Sync, reduce: Reduce) -> Engine
     """Return the way to sum the gradients of a DeepSpeed engine.
 
     Args:
-        engine: of `deepspeed.initialize`.
+        engine: the engine of `deepspeed.initialize`.
         world: all ranks.
-        sync: of the plan.
+        sync: the sync of the plan.
         reduce: when ZeRO 2 and 3 reduce gradients in waves: in every `wave`, or once a `step`.
     """
     _check_engine(engine, world)

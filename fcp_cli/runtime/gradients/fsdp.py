@@ -24,9 +24,9 @@ def fsdp_sync(model: nn.Module, world: World, sync: Sync, reduce: Reduce) -> Gra
     """Return the way to sum the gradients of a model whose root is an FSDP2 module.
 
     Args:
-        model: that is trained; all that it trains is sharded.
+        model: the model that is trained; all that it trains is sharded.
         world: all ranks.
-        sync: of the plan.
+        sync: the sync of the plan.
         reduce: when layers that let go of their weights reduce gradients; see `FsdpWaveSync`.
     """
     _check_covers(model, world)

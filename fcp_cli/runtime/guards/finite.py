@@ -31,7 +31,7 @@ class LossWatch:
     """Stops a rank at its first loss that is not finite.
 
     Args:
-        clock: of the session, which knows how far the device is.
+        clock: the clock of the session, which knows how far the device is.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -43,7 +43,7 @@ class LossWatch:
 
         Args:
             place: step, micro-batch and rank, for the message.
-            rows: of the data in the micro-batch.
+            rows: the rows of the data in the micro-batch.
             loss_sum: sum of this rank's token losses.
         """
         if loss_sum.device.type == "cpu":

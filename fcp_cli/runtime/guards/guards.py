@@ -93,7 +93,7 @@ class Guards:
         """Look at a loss that a micro-batch made.
 
         Args:
-            place, row: of the micro-batch.
+            place, row: the place and row of the micro-batch.
             loss_sum: sum of its token losses (0-d, detached).
             loss: this rank's share of the step's loss.
         """

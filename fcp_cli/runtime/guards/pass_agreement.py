@@ -37,9 +37,9 @@ class PassAgreement:
         """Make sure that the rank before begins the same pass. Every rank of the ring calls it, before each pass.
 
         Args:
-            ring: of the micro-batch.
+            ring: the ring of the micro-batch.
             kind: `forward`, `backward` or `recomputed forward`.
-            number: of the pass, among those of its kind on this ring.
+            number: the number of the pass, among those of its kind on this ring.
         """
         mine = (self._orders[ring] + 1, _KINDS.index(kind), number)
         before = ring.ranks[ring.index - 1]

@@ -24,9 +24,9 @@ def require_summed(loss: Tensor, summed: frozenset[int] | None, *, ranks: int, p
     """Raise RunError if a loss trains a weight whose gradients nobody sums.
 
     Args:
-        loss: with its graph, which is walked once: a few microseconds per node.
+        loss: the loss with its graph, which is walked once: a few microseconds per node.
         summed: ids of the parameters whose gradients are summed; None: nothing sums any.
-        ranks: of the job.
+        ranks: the ranks of the job.
         place: step, micro-batch and rank, for the message.
     """
     for parameter in _trained_by(loss):

@@ -47,8 +47,8 @@ class Watch:
     """Watches one rank. `begin` and `StepPart.end` are set by the training loop, all else is seen by a thread.
 
     Args:
-        rank: of the plan.
-        clock: of the session.
+        rank: the rank of the plan.
+        clock: the clock of the session.
         seconds: how long a place may last without a word.
         report: takes the line.
     """

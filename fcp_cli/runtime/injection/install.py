@@ -25,7 +25,7 @@ def install(environment: MutableMapping[str, str]) -> None:
     """Make this process one rank of a job under a plan; nothing is imported yet.
 
     Args:
-        environment: of this process; gets torch's variables where msrun started it.
+        environment: the environment of this process; gets torch's variables where msrun started it.
     """
     if not environment.get(PLAN_VARIABLE):
         raise UsageError(f"{PLAN_VARIABLE} names no plan; set it, or start the script with 'fcp launch --plan PLAN'")

@@ -176,7 +176,7 @@ def runs_of(segments: Segments, kernels: Sequence[NamedKernel]) -> list[KernelRu
 
     Args:
         segments: the call; without a window.
-        kernels: of each sequence.
+        kernels: the kernels of each sequence.
     """
     runs, start = [], 0
     for kernel, group in groupby(kernels):
@@ -191,8 +191,8 @@ class SplitKernel:
     """The kernels of a call's runs as one kernel, for this call alone. No device synchronisation.
 
     Args:
-        name: of the kernel of the long sequences, which is dropped if a run fails.
-        runs: of the call.
+        name: the name of the kernel of the long sequences, which is dropped if a run fails.
+        runs: the runs of the call.
     """
 
     packed = True

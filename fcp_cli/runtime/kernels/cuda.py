@@ -47,8 +47,8 @@ class CudaFlashKernel:
     """bf16 and fp16, head_dim a multiple of 8 up to 256 (FlashAttention 4: fewer). No device synchronisation.
 
     Args:
-        name: of the operators.
-        operators: that run; PyTorch's by default.
+        name: the name of the operators.
+        operators: the operators that run; PyTorch's by default.
     """
 
     packed = True

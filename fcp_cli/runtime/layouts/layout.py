@@ -43,8 +43,8 @@ class Segments:
     Attributes:
         q_lengths, k_lengths: tokens of each segment's queries and of its keys.
         causal: query i sees keys 0..i of its segment (then both lengths are equal); else every query sees every key.
-        window: of causal segments: a query sees so many keys at most, itself among them, and the last query the last
-            keys; a segment may then have more keys than queries.
+        window: the window of causal segments: a query sees so many keys at most, itself among them, and the last query
+            the last keys; a segment may then have more keys than queries.
         memo: values that a kernel derived from the lengths, by `derived`; freed with the layout.
     """
 
@@ -106,7 +106,7 @@ class ShardLayout(ABC):
     Attributes:
         lengths: tokens of each sequence of the pack.
         degree: members of the group.
-        masks: of each sequence, or () if all are causal.
+        masks: the masks of each sequence, or () if all are causal.
     """
 
     __slots__ = ("_tokens", "degree", "lengths", "masks")
@@ -307,10 +307,10 @@ class UlyssesLayout(ShardLayout):
     holds the i % u-th run of them, of T // u tokens, and one more for the first T % u members.
 
     Args:
-        lengths: as of the ring.
+        lengths: the lengths, as of the ring.
         degree: members, a multiple of `heads_degree`.
         heads_degree: members of a set, >= 2.
-        masks: as of the ring.
+        masks: the masks, as of the ring.
     """
 
     __slots__ = ("_ring", "_starts", "heads_degree")

@@ -14,7 +14,7 @@ class RingMember:
     Not a dataclass: FSDP2 copies those among a module's arguments, and the calls of a copy would not be counted here.
 
     Attributes:
-        layout: which tokens each member holds.
+        layout: says which tokens each member holds.
         index: this member's place in `ranks`.
         ranks: global ranks of the members, in ring order.
         attention_calls: how often `attention` ran on it; the session stops a job whose model never calls it.

@@ -51,7 +51,7 @@ def head_loss_sum(hidden: Tensor, head: nn.Linear | Tensor, labels: Labels) -> T
     Args:
         hidden: [1, tokens, width], input of the head.
         head: a linear layer, or its weight [vocabulary, width]; it may be frozen, or tied to the embedding.
-        labels: of the tokens.
+        labels: the labels of the tokens.
     """
     weight, bias = (head, None) if isinstance(head, Tensor) else (head.weight, head.bias)
     if hasattr(weight, "device_mesh"):

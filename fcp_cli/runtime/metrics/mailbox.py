@@ -21,9 +21,10 @@ class MetricsMailbox:
     """The messages of all ranks of a job.
 
     Args:
-        store: of torch.distributed.
-        num_ranks: that leave messages.
-        loop: which of the job's loops they are of; messages of others, of steps of the same numbers, are not seen.
+        store: the store of torch.distributed.
+        num_ranks: the number of ranks that leave messages.
+        loop: says of which of the job's loops they are of; messages of others, of steps of the same numbers, are not
+            seen.
     """
 
     def __init__(self, store: Any, num_ranks: int, loop: int = 0) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.runs.metrics import StepMeasurement, TimedMicroBatch
+from fcp_cli.runs.metrics.metrics import StepMeasurement, TimedMicroBatch
 
 Timing: TypeAlias = tuple[int, float, float]
 """Order in the step, seconds from the rank's start of the step to its start, and seconds of one micro-batch."""
@@ -23,11 +23,11 @@ class RankMeasurement:
     """Measurement of a step by one rank.
 
     Attributes:
-        seconds: from the end of the step before to the end of this one.
-        loss_sum: of the rank's tokens.
+        seconds: the time from the end of the step before to the end of this one.
+        loss_sum: the loss sum of the rank's tokens.
         divisor: this rank's part of the divisor of all ranks' sums; 0 on all if no loss is known.
         peak_bytes: the most memory that the rank has had.
-        timings: of its micro-batches, in order.
+        timings: the timings of its micro-batches, in order.
     """
 
     step: int
@@ -64,7 +64,7 @@ def step_measurement(
     Args:
         plan: the step in the plan.
         ranks: their measurements, rank 0 first.
-        loss: of the step.
+        loss: the loss of the step.
         is_first: whether the loop began with it, so that its seconds count warming up.
         facts: further fields of a step's record.
     """

@@ -27,7 +27,7 @@ from fcp_cli.errors import FcpError
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.runs.metrics import MetricsWriter, StepMeasurement
+from fcp_cli.runs.metrics.metrics import MetricsWriter, StepMeasurement
 from fcp_cli.runs.recorded_steps import recorded_steps, unrecorded
 from fcp_cli.runtime.data.prefetch import Prefetched
 from fcp_cli.runtime.metrics.mailbox import MessageLostError, MetricsMailbox, job_store
@@ -60,15 +60,16 @@ class Recorder:
     Args:
         path: the metrics file.
         plan: plan file.
-        metadata: of the plan.
-        rank: of the plan; one process of it records.
-        device: of the rank.
+        metadata: the metadata of the plan.
+        rank: the rank of the plan; one process of it records.
+        device: the device of the rank.
         store: through which the job met.
 
     Attributes:
         listeners: called on rank 0 with each record that was written.
         followed: steps of a stream, as they are followed; None: they are read from the plan.
-        utilisation: on rank 0, from a step's plan and seconds to the share of the devices' peak, if it is known.
+        utilisation: on rank 0, the function from a step's plan and seconds to the share of the devices' peak, if it is
+            known.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Recorder:
 
         Args:
             first_step: optimizer step.
-            facts: for the run's record, overriding the recorder's own.
+            facts: the facts for the run's record, overriding the recorder's own.
         """
         if first_step == self._next_step:
             return
@@ -282,8 +283,8 @@ def recorder_of(
     """Return the recorder of a loop's steps; None if no file is named, or this process records a loop there already.
 
     Args:
-        path: of the metrics; None: FCP_METRICS.
-        plan, metadata, rank, device: as `Recorder` takes them.
+        path: the path of the metrics; None: FCP_METRICS.
+        plan, metadata, rank, device: the plan, metadata, rank and device, as `Recorder` takes them.
     """
     path = path or os.environ.get(METRICS_VARIABLE)
     if not path or any(one.is_open and one.path == Path(path) for one in _recorders):

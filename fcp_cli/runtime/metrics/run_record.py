@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
-from fcp_cli.runs.metrics import FORMAT, drop_steps_from
+from fcp_cli.runs.metrics.metrics import FORMAT, drop_steps_from
 from fcp_cli.runs.ownership import own_unless_launched
 
 METRICS_VARIABLE = "FCP_METRICS"

@@ -73,7 +73,7 @@ class ReadWindow:
     """Batches that are planned together.
 
     Attributes:
-        first_step: of the first batch.
+        first_step: the step of the first batch.
         first_sequence: number in the stream of the first sequence.
         batches: their sequences.
     """

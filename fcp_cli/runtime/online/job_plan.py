@@ -45,10 +45,10 @@ def job_source(plan: Path, control: Control, lengths: Lengths, facts: Callable[[
     """Return the steps of a job that was launched without a plan, which begin to be planned. Every rank calls it.
 
     Args:
-        plan: where the plan is to be.
+        plan: the plan where the plan is to be.
         control: all ranks.
-        lengths: of this rank's training data.
-        facts: of the loop; may refuse it.
+        lengths: the lengths of this rank's training data.
+        facts: the facts of the loop; may refuse it.
     """
     job = _together(control, facts)
     found = _agreed_rows(control, lengths)

@@ -29,11 +29,11 @@ class JobSource(StreamSource):
     """The steps of a job, whose sequences are the rows of its manifest.
 
     Args:
-        settings: of the plan, with all its steps.
-        path: of the plan that is to be.
+        settings: the settings of the plan, with all its steps.
+        path: the path of the plan that is to be.
         control: messages between ranks.
         lengths: [rows] tokens of the training data.
-        process: that plans; None on ranks other than 0.
+        process: the process that plans; None on ranks other than 0.
     """
 
     follows_manifest = True

@@ -45,7 +45,7 @@ class PlanningProcess:
         """End the process at the step after the last that was trained; return the hash of the plan that it wrote.
 
         Args:
-            end_step: of the loop.
+            end_step: the end step of the loop.
             is_stopped: the loop was ended early, so that only what is soon planned is.
         """
         try:
@@ -102,8 +102,8 @@ class JobProcess(PlanningProcess):
 
     Args:
         plan: path of the plan.
-        job, wish: that it is made from.
-        rows: of the training data, in the columns of a manifest.
+        job, wish: the job and wish that it is made from.
+        rows: the rows of the training data, in the columns of a manifest.
     """
 
     def __init__(self, plan: Path, job: JobFacts, wish: PlanningWish, rows: pa.Table) -> None:

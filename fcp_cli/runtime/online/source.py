@@ -39,17 +39,17 @@ class StreamSource:
     """The steps of a stream, planned a few ahead of the training loop.
 
     Args:
-        stream: of the sequences; see `items`.
-        settings: of the plan and the search.
-        path: of the plan that is to be.
+        stream: the stream of the sequences; see `items`.
+        settings: the settings of the plan and the search.
+        path: the path of the plan that is to be.
         control: messages between ranks.
-        fetch: from an id, or a row, to the loader's item; None: rows are the items.
+        fetch: the function from an id, or a row, to the loader's item; None: rows are the items.
 
     Attributes:
         follows_manifest: whether its sequences are rows of a manifest, which the session itself fetches.
         lengths: [rows] tokens of the manifest's rows, if it follows one.
         followed: steps that the loop has asked for, oldest first; only the recorder of measured times takes them.
-        measured: on rank 0 the measured steps of all ranks.
+        measured: on rank 0, the measured steps of all ranks.
         is_stopped: whether somebody ends the loop early, so that the rest of a plan is left to the next start.
     """
 

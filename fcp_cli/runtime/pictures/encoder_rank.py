@@ -25,7 +25,7 @@ class EncoderAhead:
     """The encoder of one step on such a rank.
 
     Args:
-        visuals: of the step's micro-batches, on the device, in order; None if a wave has no pictures.
+        visuals: the visuals of the step's micro-batches, on the device, in order; None if a wave has no pictures.
     """
 
     def __init__(self, visuals: list[VisualShard | None]) -> None:

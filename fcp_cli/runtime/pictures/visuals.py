@@ -33,9 +33,10 @@ class VisualShard:
     """One member's share of a pack's images and videos.
 
     Attributes:
-        parts: to encode, in order.
+        parts: the parts to encode, in order.
         cached: embeddings of further parts that it need not compute, and where they belong; None if there are none.
-        keys: of `parts`, under which their embeddings are kept; None of those that are not, empty if nothing is.
+        keys: the keys of `parts`, under which their embeddings are kept; None of those that are not, empty if nothing
+            is.
         pixels: their input, [patches, ...]; None if it encodes nothing.
         kinds: kind of each of the visual tokens that it holds, in the order of its tokens.
         route: takes the embeddings of its parts [their tokens, ...] to those of its tokens [len(kinds), ...].
@@ -58,8 +59,8 @@ class VisualShard:
         """Return the embeddings of all of this rank's parts, and cache new ones.
 
         Args:
-            computed: of `parts` [their tokens, ...]; of a blank patch if there are none.
-            cache: where to keep them; None: nowhere.
+            computed: the embeddings of `parts` [their tokens, ...]; of a blank patch if there are none.
+            cache: the cache where to keep them; None: nowhere.
         """
         if cache is not None and self.parts:
             cache.write(self.keys, torch.split(computed, [part.num_tokens for part in self.parts]))
@@ -71,9 +72,9 @@ class VisualPack:
     """A pack as the sharing out of its pictures sees it.
 
     Attributes:
-        parts: of each sequence. Of a part that the planned length cuts, the tokens left are filled; one beyond it is
-            not encoded.
-        rows: of each sequence, its row of the data.
+        parts: the parts of each sequence. Of a part that the planned length cuts, the tokens left are filled; one
+            beyond it is not encoded.
+        rows: the rows of each sequence, its row of the data.
         layout: who holds which tokens.
         ranks: global ranks of the members.
     """
@@ -106,9 +107,10 @@ def begin_visual_shard(
     """Begin to read the pixels that one rank encodes; None if there is no part.
 
     Args:
-        packs: of all rings whose ranks share the work, in an order that is the same on all of them; no rank is in two.
+        packs: the packs of all rings whose ranks share the work, in an order that is the same on all of them; no rank
+            is in two.
         rank: global rank.
-        cache: of embeddings that are not to be computed again; None: there is none.
+        cache: the cache of embeddings that are not to be computed again; None: there is none.
         encoders: global ranks that encode, among those of the packs; none: all of them do.
 
     Returns:

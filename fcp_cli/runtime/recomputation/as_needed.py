@@ -41,7 +41,7 @@ class LayerLevels:
         """Run a layer at its level.
 
         Args:
-            index: of the layer in the model, from 0.
+            index: the index of the layer in the model, from 0.
             layer: called with `hidden`, `args` and `kwargs`.
             hidden: [..., T, width] of T tokens, with any leading dimensions of size 1.
         """

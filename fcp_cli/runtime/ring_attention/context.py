@@ -26,7 +26,7 @@ class MicroBatchContext:
 
     Attributes:
         place: step, micro-batch and rank, for messages; "" without a step.
-        labels: of this member's tokens, for a model that computes its loss itself, or None.
+        labels: the labels of this member's tokens, for a model that computes its loss itself, or None.
         visuals: this member's part of the pack's images and videos, or None.
         embedding_cache: outputs of a frozen vision encoder, or None.
         encoder_ahead: encodes on a rank that does nothing else, or None.

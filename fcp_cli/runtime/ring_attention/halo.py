@@ -43,7 +43,7 @@ class HaloMessage:
     Attributes:
         to, source: places in the ring, before and after which there is nobody at its ends.
         is_own: whether the rows sent are the member's own; else it received them in an earlier round.
-        sent: which of these rows; None for none.
+        sent: says which of these rows; None for none.
         num_sent: how many.
         received: (start, stop) among the rows that the member receives; empty for none.
     """
@@ -95,7 +95,7 @@ def halo_of(layout: RingLayout, index: int, reach: int) -> Halo:
     """Return the halo of member `index` of a ring, if each token reads the `reach` tokens before it.
 
     Args:
-        layout: of the ring: `ShardLayout.ring` of a group's.
+        layout: the layout of the ring: `ShardLayout.ring` of a group's.
         index: place in the ring.
         reach: rows, >= 0.
     """
@@ -160,7 +160,7 @@ class ReturnedRows:
     """The backward of an exchange, whose first round is under way once this is made.
 
     Args:
-        kind, halo, channel: as given to `FetchedRows`.
+        kind, halo, channel: see `FetchedRows`.
         received: [halo.received, width] gradients of the rows that the forward received; changed in place.
     """
 

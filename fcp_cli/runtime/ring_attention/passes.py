@@ -90,10 +90,10 @@ def group_backward(
     """Run the backward of one member of any group; yield the handles it waits for.
 
     Args:
-        member, spec, sinks: as given to `group_forward`.
+        member, spec, sinks: the member, description and sinks, as given to `group_forward`.
         grad_out: [T, H, Dv].
-        kept: as `group_forward` returned it.
-        kv_heads: of the tensors k and v that `group_forward` was given.
+        kept: what `group_forward` returned it.
+        kv_heads: the kv heads of the tensors k and v that `group_forward` was given.
     """
     dsinks = None if sinks is None else torch.zeros_like(sinks)
     if member.heads_degree == 1:

@@ -79,7 +79,7 @@ def ring_backward(
 
     Args:
         grad_out: [T, H, Dv].
-        ring, spec: as given to `ring_forward`.
+        ring, spec: the ring and description, as given to `ring_forward`.
         kept: q, k and v as given to `ring_forward`, out and lse as it returned them. These hold the whole row, which
             makes each hop's share of dq, dk and dv exact: shares need only be added.
 

@@ -52,7 +52,7 @@ class LocalCall:
     """A call with a member's own rows alone.
 
     Attributes:
-        q_rows, k_rows: of the member's buffer.
+        q_rows, k_rows: the q rows and k rows of the member's buffer.
         segments: the packed call.
     """
 
@@ -66,10 +66,10 @@ class HaloCall:
     """A call with rows of others, too.
 
     Attributes:
-        q_rows: of the member's buffer.
-        k_rows: of the member's buffer, those that are needed at all; the rows received come behind them.
+        q_rows: the q rows of the member's buffer.
+        k_rows: the k rows of the member's buffer, those that are needed at all; the rows received come behind them.
         num_own: how many these are.
-        order: where the call's keys lie in that; a row that two chunks look back at is named twice.
+        order: says where the call's keys lie in that; a row that two chunks look back at is named twice.
         segments: the packed call.
     """
 
@@ -228,7 +228,7 @@ def window_backward(
     """Run the backward, as `ring_passes.ring_backward` does, if each token attends to the last `window` tokens.
 
     Args:
-        ring, spec, window: as given to `window_forward`.
+        ring, spec, window: the ring, description and window, as given to `window_forward`.
         grad_out: [T, H, Dv].
         kept: q, k, v, out and lse.
     """

@@ -88,9 +88,9 @@ class RankJob:
 
         Args:
             plan, metadata: the plan that all processes agreed on.
-            device: of the micro-batches.
+            device: the device of the micro-batches.
             peers: process of each rank of the plan; see above.
-            grad_ring_dtype: as `start` takes it.
+            grad_ring_dtype: the grad ring dtype, as `start` takes it.
             metrics: file of the metrics, or None for FCP_METRICS.
             records: whether this process measures its steps, if there is a file of metrics.
             more: fields of a subclass.

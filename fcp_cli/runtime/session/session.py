@@ -45,12 +45,12 @@ class Session(RankJob):
     """One rank's part in a job that follows a plan. Made by `start`; use it as a context manager or call `close`.
 
     Attributes:
-        fetch: from a manifest row to its tokens; may be set until `steps` is called.
+        fetch: the function from a manifest row to its tokens; may be set until `steps` is called.
         source: planner of a stream's steps, or None if they are planned already.
         skip_bad_rows: skip rows whose images fail to decode instead of raising; equal on all ranks.
         owns_process_group: whether `close` destroys the process group.
         steps_ahead: steps that are loaded ahead of the loop.
-        has_begun: of the class: whether this process has made one.
+        has_begun: a value of the class: whether this process has made one.
     """
 
     has_begun: ClassVar[bool] = False
@@ -80,16 +80,16 @@ class Session(RankJob):
         Every rank calls it.
 
         Args:
-            model: whose gradients are summed over ranks: as it is (it starts from rank 0's weights), in
+            model: the model whose gradients are summed over ranks: as it is (it starts from rank 0's weights), in
                 DistributedDataParallel, or sharded with `fully_shard`. With `GradientSync()`, the script sums them
                 itself; without either, nothing may be trained. Under a plan of forward passes nothing is summed, and
                 micro-batches run without gradients.
             first_step: optimizer step to begin with, for a resumed run; None: by `load_state_dict`, else 0.
-            reduce: of FSDP2 that gathers weights again: reduce gradients in every `wave`, so that a rank holds only its
-                share of them, or once a `step`, which sends less; None: as the plan's recipe says, else `wave`.
-            on_nan: of a step in which a rank's loss is NaN or infinite: `stop` the job; `skip-step`: leave all ranks
-                without gradients, so that their optimizers change nothing (the host then waits for the device once a
-                step); or `go-on`.
+            reduce: for FSDP2 that gathers weights again: reduce gradients in every `wave`, so that a rank holds only
+                its share of them, or once a `step`, which sends less; None: as the plan's recipe says, else `wave`.
+            on_nan: what to do after a step in which a rank's loss is NaN or infinite: `stop` the job; `skip-step`:
+                leave all ranks without gradients, so that their optimizers change nothing (the host then waits for the
+                device once a step); or `go-on`.
             mean_over: loss denominator: tokens with labels, or rows of the manifest.
 
         Raises:

@@ -49,12 +49,12 @@ def start(
 
     Args:
         plan: plan file; by default FCP_PLAN, which `fcp launch` sets.
-        fetch: from a manifest row to its tokens, or to (tokens, labels); see `loader.Fetch`. Of a stream: from an id or
-            a row that it gave.
+        fetch: the function from a manifest row to its tokens, or to (tokens, labels); see `loader.Fetch`. Of a stream:
+            from an id or a row that it gave.
         stream: sequences that are planned while the job trains, as (id, length) or as rows; `plan` is then written.
             Integrations give steps that are being planned already.
         planner: planner of a stream, a `fcp_cli.Planner` or its `online()`; by default that of `fcp launch --online`.
-        device: where tensors go; by default the local rank's accelerator, else the CPU.
+        device: the device where tensors go; by default the local rank's accelerator, else the CPU.
         grad_ring_dtype: type in which gradients of keys and values travel; by default FCP_GRAD_RING_DTYPE,
             else fp32. See `GradRingDtype`.
         skip_bad_rows: skip rows whose images fail to decode instead of raising; equal on all ranks.

@@ -43,7 +43,7 @@ class Step(FollowedStep):
         is_skipped: whether the step, now over, left no gradients, since a rank's loss was not finite (`on_nan`).
         bad_rows: manifest rows of the step of which nothing is learned, since their pictures could not be read.
         problems: why, for those that this rank met.
-        record: of its measurements; None if it is not measured.
+        record: the record of its measurements; None if it is not measured.
     """
 
     record: RunningStep | None = None

@@ -67,8 +67,9 @@ def collect(
 
     Args:
         world: all ranks.
-        parts: of this rank's micro-batches: the row, its layout, the rank's place, and [1, tokens] the values.
-        device: where ranks exchange, and the values then are.
+        parts: the parts of this rank's micro-batches: the row, its layout, the rank's place, and [1, tokens] the
+            values.
+        device: the device where ranks exchange, and the values then are.
         fault: why this rank has no parts, if it has none.
     """
     fault = fault or _fault(parts)

@@ -51,7 +51,8 @@ class DeltaRule:
     """A kernel of the gated delta rule.
 
     Attributes:
-        call: by the signature that `fla` and transformers share, without `g`, `beta` and the arguments after them here.
+        call: the function, by the signature that `fla` and transformers share, without `g`, `beta` and the arguments
+            after them here.
         takes_packs: whether it keeps sequences apart by their boundaries (`cu_seqlens`).
         options: passed to it.
     """

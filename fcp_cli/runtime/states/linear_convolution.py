@@ -39,7 +39,7 @@ class _Halo:
     """Which rows one member gives and gets, and how it lays them out.
 
     Attributes:
-        route: of the rows between runs.
+        route: the route of the rows between runs.
         given: [n] rows of the member's own that runs look back at, in the order of the route.
         laid: [m] rows of the kernel's input, of: the member's own, those that arrived, and a row of zeros.
         kept: [own rows] where its own are in that.
@@ -68,7 +68,7 @@ def short_convolution(convolve: Callable[[Tensor], Tensor], rows: Tensor, kernel
         convolve: [1, channels, any number of rows] to the same, each row of itself and the `kernel_size` - 1 before.
         rows: [1, channels, tokens], the local shard in the order of `ring.layout.index(ring.index)`. Rows beyond
             `ring.tokens` are padding, and as a sequence of their own.
-        kernel_size: of the convolution.
+        kernel_size: the kernel size of the convolution.
         ring: the micro-batch's ring.
 
     Returns:

@@ -71,7 +71,7 @@ def carry(member: Ring, kind: str, transitions: Tensor, updates: Tensor) -> Wait
 
     Args:
         member: its view of the ring.
-        kind: of the messages, for records.
+        kind: the kind of the messages, for records.
         transitions: [2, sequences, H, Dk, Dk], or [2, sequences, H, 1, 1]
         updates: [2, sequences, H, Dk, Dv]
 

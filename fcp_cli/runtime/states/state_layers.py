@@ -89,7 +89,7 @@ def run_rule(rule: StateRule, tokens: Tokens, ring: Ring) -> Tensor:
     Collective over the ring's members, and so is its backward. Every sequence begins with an empty state.
 
     Args:
-        rule: of the layer.
+        rule: the rule of the layer.
         tokens: the local shard in the order of `ring.layout.index(ring.index)`. Rows beyond `ring.tokens` are padding,
             and as a sequence of their own.
         ring: the micro-batch's ring.
@@ -107,7 +107,7 @@ def in_batches(tokens: Tokens, lengths: tuple[int, ...], block: int, batch: Batc
     Args:
         tokens: all runs, one behind the other; of zeros, a token keeps the state unchanged, so that padding changes
             nothing.
-        lengths: of the runs.
+        lengths: the lengths of the runs.
         block: tokens to which the rule pads.
         batch: the rule.
 

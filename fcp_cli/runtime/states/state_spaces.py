@@ -48,7 +48,7 @@ class Scan:
     """A kernel of state spaces.
 
     Attributes:
-        call: by the signature that `mamba_ssm` and transformers share.
+        call: the call by the signature that `mamba_ssm` and transformers share.
         takes_packs: whether it keeps sequences apart by their numbers (`seq_idx`).
         decay: [H], A.
         skip: [H] or [H, P], D; None if nothing passes states by.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from fcp_cli.profiling.links import Messenger, fresh_links, links, most_message_bytes
+from fcp_cli.profiling.workers.links import Messenger, fresh_links, links, most_message_bytes
 from fcp_cli.selftest.bench import Bench
 from fcp_cli.selftest.findings import Finding
 

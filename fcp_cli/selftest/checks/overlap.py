@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from fcp_cli.profiling.workload import SilentTransport
+from fcp_cli.profiling.workers.workload import SilentTransport
 from fcp_cli.runtime.communication.transport import Transport
 from fcp_cli.runtime.layouts.layout import shard_layout
 from fcp_cli.runtime.ring_attention.attention import attention

@@ -8,11 +8,11 @@ from fcp_cli.cost.profile import CostProfile
 from fcp_cli.errors import ProfileError
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.models.model import load_model
-from fcp_cli.profiling.assemble import profile_from_samples
-from fcp_cli.profiling.measurement import Measurement, read_measurement
-from fcp_cli.profiling.memory_block import text_bytes_per_token
-from fcp_cli.profiling.samples import SamplesFile, read_samples
-from fcp_cli.profiling.worker import Measurer
+from fcp_cli.profiling.fits.assemble import profile_from_samples
+from fcp_cli.profiling.fits.measurement import Measurement, read_measurement
+from fcp_cli.profiling.fits.memory_block import text_bytes_per_token
+from fcp_cli.profiling.fits.samples import SamplesFile, read_samples
+from fcp_cli.profiling.workers.worker import Measurer
 from fcp_cli.selftest.bench import Bench
 from fcp_cli.selftest.findings import Finding
 

@@ -10,8 +10,8 @@ from contextlib import suppress
 import torch
 
 from fcp_cli.machine.host import usable_cores
-from fcp_cli.profiling.device import clocks, device_memory_bytes, device_name
-from fcp_cli.profiling.worker import job_variables
+from fcp_cli.profiling.workers.device import clocks, device_memory_bytes, device_name
+from fcp_cli.profiling.workers.worker import job_variables
 from fcp_cli.runtime.kernels import select_kernel
 from fcp_cli.selftest.bench import Bench
 from fcp_cli.selftest.findings import Finding

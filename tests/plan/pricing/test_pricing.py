@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.pricing.packs import step_prices
 from fcp_cli.plan.pricing.setup import PlanSetup

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fcp_cli.manifest import columns
+from fcp_cli.manifest.table import columns
 from fcp_cli.planning.batching import batches as batches_module
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches, OverlongPolicy
 from fcp_cli.planning.batching.shuffling import permuted

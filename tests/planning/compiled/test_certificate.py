@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fcp_cli.cost.model import Work
 from fcp_cli.cost.profile import parse_cost_profile
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches, batch_of

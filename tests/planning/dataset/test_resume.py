@@ -12,7 +12,7 @@ import pytest
 
 from fcp_cli.errors import FcpError, Interrupted
 from fcp_cli.files import replaced_atomically
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.file.schema import steps_from_arrow, steps_to_arrow
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.batching.batches import BatchSettings

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fcp_cli.console import Assumptions
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.planning.batching.batches import GlobalBatches
 from fcp_cli.planning.dataset.comparison import Contender, Outcome

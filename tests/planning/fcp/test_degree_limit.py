@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.check import check_plan
 from fcp_cli.plan.file.writer import plan_writer
 from fcp_cli.plan.metadata.plan_metadata import Sync

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fcp_cli.errors import UsageError
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.check import check_plan
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.plan.peers import count_peers, plan_peers

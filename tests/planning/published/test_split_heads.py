@@ -11,7 +11,7 @@ import pytest
 from fcp_cli.cost.model import sequence_work
 from fcp_cli.cost.profile import Heads, dump_cost_profile
 from fcp_cli.errors import UsageError
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.check import check_plan
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.pricing.packs import PlacedPacks, microbatch_prices, quickest_heads

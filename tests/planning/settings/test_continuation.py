@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fcp_cli.errors import OverlongError, PlanError
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.check import check_plan
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.metadata.plan_metadata import pack_rows, unpack_rows

@@ -23,8 +23,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fcp_cli.runs.checkpoint_header import checkpoints
-from fcp_cli.training import checkpoint, models, train, trainer
+from fcp_cli.runs.checkpoints.checkpoint_header import checkpoints
+from fcp_cli.training import train, trainer
+from fcp_cli.training.weights import checkpoint, models
 from tests.patience import PATIENCE_SECONDS
 from tests.ports import unused_port
 from tests.training.small_runs import NUM_RANKS

@@ -26,8 +26,8 @@ def one_sequence(batch: Any, row: int, *, masked: bool = False) -> tuple[Tensor,
     [1, 1, n, n], also of each kind of layers, or `token_type_ids` as of Gemma 3.
 
     Args:
-        batch: of a collator.
-        row: of the data.
+        batch: the batch of a collator.
+        row: the row of the data.
         masked: the plan is for masks; else token types that say of one are refused.
     """
     if not isinstance(batch, Mapping) or "input_ids" not in batch:

@@ -23,7 +23,7 @@ class RowSize(NamedTuple):
     """A row of the data as a manifest counts it.
 
     Attributes:
-        patches: that the vision encoder runs.
+        patches: the patches that the vision encoder runs.
         patch_pairs: sum over frames or tiles of patches squared.
     """
 
@@ -43,11 +43,11 @@ def one_row(batch: Any, row: int, *, pairs: bool = False, masked: bool = False, 
     """Return one row of the data from a batch that the collator made of it alone.
 
     Args:
-        batch: of a collator.
-        row: of the data.
+        batch: the batch of a collator.
+        row: the row of the data.
         pairs: it is a pair of answers.
         masked: the plan is for masks.
-        config: of the model; only those of `FAMILIES` have pictures.
+        config: the configuration of the model; only those of `FAMILIES` have pictures.
     """
     if pairs:
         return one_pair(batch, row)

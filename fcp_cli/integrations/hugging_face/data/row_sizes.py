@@ -24,10 +24,10 @@ class RowSizes(Dataset[RowSize | str]):
     """The size of each of some rows, or why a plan cannot follow it: raised in a worker, the line would be a traceback.
 
     Args:
-        dataset, collate: of the script's loader.
-        rows: to be counted.
+        dataset, collate: the dataset and collate of the script's loader.
+        rows: the rows to be counted.
         pairs: a row is a pair of answers.
-        config: of the model, whose images and videos the collator may give.
+        config: the configuration of the model, whose images and videos the collator may give.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ class CollatedRows:
             with one row at a time, and the number of workers are used; padding is taken off again.
         plan, metadata: what the rows must match.
         pairs: a row is a preferred and a rejected answer, each with its prompt; its length is that of both.
-        config: of the model, whose images and videos the collator may give; None: it gives none.
+        config: the configuration of the model, whose images and videos the collator may give; None: it gives none.
         lengths: [rows] tokens, where the plan is not whole yet.
 
     Attributes:

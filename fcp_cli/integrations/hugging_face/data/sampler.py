@@ -31,7 +31,7 @@ class PlanSampler(Sampler[int]):
     Row n of the data set is row n of the plan's manifest. A row that lies on several ranks is read by each of them.
 
     Args:
-        session: of `fcp_cli.runtime.start`.
+        session: the session of `fcp_cli.runtime.start`.
         first_step: optimizer step to begin with, the one that `Session.steps` is given.
     """
 
@@ -55,9 +55,9 @@ class PlanSampler(Sampler[int]):
         """Return a session's `fetch` that takes rows from a loader with this sampler, as its workers have them ready.
 
         Args:
-            loader: with `batch_size=1` and a collator that makes a dictionary of input_ids and labels [1, tokens] of a
-                row; or with `batch_size=None` over a data set whose items are what `fetch` returns.
-            read: from such a batch and its row to what `fetch` returns.
+            loader: the loader, with `batch_size=1` and a collator that makes a dictionary of input_ids and labels [1,
+                tokens] of a row; or with `batch_size=None` over a data set whose items are what `fetch` returns.
+            read: the function from such a batch and its row to what `fetch` returns.
 
         Raises:
             RunError: the loader has another sampler, larger batches, or another number of rows than the manifest.

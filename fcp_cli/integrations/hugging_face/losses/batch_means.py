@@ -34,8 +34,8 @@ class BatchMeans:
     """The weights of one job's tokens, step by step.
 
     Args:
-        session: of all ranks.
-        rows: of this rank.
+        session: the session of all ranks.
+        rows: the rows of this rank.
         batch_rows: rows of a batch of the trainer (`per_device_train_batch_size`).
     """
 
@@ -78,8 +78,8 @@ def own_batches(step: StepPlan, seed: int | None) -> IntArray:
     """Return the manifest rows of a step in the order in which the script's loader would cut them into batches.
 
     Args:
-        step: of the plan.
-        seed: of a shuffled plan, in whose order rows are cut at random; None: in the data's order.
+        step: the step of the plan.
+        seed: the seed of a shuffled plan, in whose order rows are cut at random; None: in the data's order.
     """
     rows: IntArray = np.sort(step.sequences)
     return rows if seed is None else np.random.default_rng([seed, step.step]).permutation(rows)

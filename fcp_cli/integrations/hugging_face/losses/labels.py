@@ -57,9 +57,10 @@ class CausalLoss:
     logits exist only a part at a time.
 
     Args:
-        model: of transformers, not wrapped.
+        model: the model of transformers, not wrapped.
         smoothing: share of each label that all tokens of the vocabulary have between them.
-        means: of the trainer's own batches, if the loss is the mean of their means; None: of all tokens alike.
+        means: the means of the trainer's own batches, if the loss is the mean of their means; None: of all tokens
+            alike.
     """
 
     mean_over: Literal["tokens", "rows"]

@@ -23,7 +23,8 @@ class SftLoss:
 
     Args:
         trainer: an SFTTrainer.
-        means: of the trainer's own batches, if the loss is the mean of their means; None: of all tokens alike.
+        means: the means of the trainer's own batches, if the loss is the mean of their means; None: of all tokens
+            alike.
     """
 
     mean_over: Literal["tokens", "rows"]

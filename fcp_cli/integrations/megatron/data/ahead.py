@@ -19,7 +19,7 @@ class Ahead:
     """A shard's values 1, 2, ... places ahead, within their sequences; 0 where those have ended.
 
     Attributes:
-        values: by name, [places, ..., tokens].
+        values: the values by name, [places, ..., tokens].
         ratio: [places, tokens], of a token's sequence: tokens with a loss / tokens with a loss so many places ahead.
         counts: tokens with a loss 0, 1, 2, ... places ahead, in the mean of the row's sequences.
     """
@@ -45,7 +45,7 @@ def look_ahead(
 
     Args:
         items: the row's sequences, whole.
-        names: of the values wanted; items that lack one have none ahead, either.
+        names: the names of the values wanted; items that lack one have none ahead, either.
         mask: name of the loss mask; without one every token has a loss.
         places: how many to look ahead.
         shard_of: cuts a shard out of whole sequences.

@@ -19,12 +19,12 @@ class PlannedMicroBatch:
     """A rank's shard of one row of the plan.
 
     Attributes:
-        row: in the plan.
-        batch: for the script's data iterator: tensors [1, tokens], and placeholders for the rest.
-        ring: on which its attention runs.
+        row: the row in the plan.
+        batch: the batch for the script's data iterator: tensors [1, tokens], and placeholders for the rest.
+        ring: the ring on which its attention runs.
         positions: [tokens] int64, of each token within its own sequence.
         is_planned: [tokens] bool; padding is not.
-        longest_tokens: of the row's longest sequence, with its padding; 1 if there is none.
+        longest_tokens: the tokens of the row's longest sequence, with its padding; 1 if there is none.
         lengths: tokens of each sequence, without padding.
         owners: [tokens] int64, which of the sequences a token belongs to, and their number for padding; None if no
             loss is made of them.

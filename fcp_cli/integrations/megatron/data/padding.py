@@ -14,7 +14,7 @@ def padding_report(plan: Path, metadata: PlanMetadata, *, tensor_parallel: int) 
 
     Args:
         plan: plan file.
-        metadata: of the plan.
+        metadata: the metadata of the plan.
         tensor_parallel: devices over which sequence parallelism divides a rank's tokens; 1 without it.
     """
     needed = padding_multiple(tensor_parallel)

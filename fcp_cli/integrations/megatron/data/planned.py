@@ -36,8 +36,8 @@ class PlannedData:
     Args:
         plan, metadata: plan file and its metadata.
         load: loads one micro-batch.
-        rank: of the plan.
-        device: of this process.
+        rank: the rank of the plan.
+        device: the device of this process.
         ascending: keep the ranks of groups in ascending order.
     """
 

@@ -50,7 +50,7 @@ class Samples:
         dataset: random access by manifest row; an item is a mapping with "tokens" and tensors as long as they are.
         collate: the data loader's own, from a list of items to a batch.
         consumed: samples that were trained on before.
-        masks: of all rows, if the plan keeps them.
+        masks: the masks of all rows, if the plan keeps them.
         manifest: name of the plan's manifest, for messages.
     """
 
@@ -66,10 +66,10 @@ class LocalShard:
     """One rank's part of one row, on the host.
 
     Attributes:
-        row: in the plan.
+        row: the row in the plan.
         member: this rank's place in its group.
-        layout: which tokens each member holds.
-        batch: as the script's data iterator shall give it.
+        layout: says which tokens each member holds.
+        batch: the batch, as the script's data iterator shall give it.
         positions: [tokens] int64, of each token within its own sequence.
         is_planned: [tokens] bool; padding is not.
         lengths: tokens of each sequence of the row, without padding; packs of the data set have several.
@@ -182,8 +182,8 @@ def load_shard(
 
     Args:
         row: one that this rank takes part in.
-        samples: where its sequences come from.
-        rank: of the plan.
+        samples: the samples where its sequences come from.
+        rank: the rank of the plan.
         multiple: shards are padded to a multiple of so many tokens, as sequence parallelism needs it.
         even_chunks: pad each sequence until its chunks are equally long, and such multiples; rings of others need it.
         places_ahead: so far the following tokens are looked up, for multi-token prediction.

@@ -1,0 +1,1 @@
+"""Sources with images and videos."""

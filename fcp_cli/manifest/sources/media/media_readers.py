@@ -1,0 +1,317 @@
+"""Reads sizes of images and videos from JSON lines, tables, LLaVA-style JSON, and WebDataset tars.
+
+Every reader gives the same records (see `media`); no pixel is read, of pictures and videos only the headers.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, Final
+
+import pyarrow as pa
+import pyarrow.csv
+
+from fcp_cli.errors import ManifestError
+from fcp_cli.extras import pip_install
+from fcp_cli.manifest.sources.jsonl import json_lines, json_record, size_of
+from fcp_cli.manifest.sources.shards import open_shard, python_rows
+from fcp_cli.manifest.table.header import readable
+from fcp_cli.reading.documents import read_records
+from fcp_cli.reading.inputs import head_of, open_input, require_input
+from fcp_cli.reading.remote import RemotePath
+from fcp_cli.reading.tar import MemberStream, TarMember, tar_content, tar_files
+from fcp_cli.validation import shown
+
+TABLE_SUFFIXES: Final = (".csv", ".tsv", ".parquet", ".pq", ".arrow", ".feather")
+TEXT_COLUMNS: Final = ("text_tokens", "conversations", "caption", "text")
+_FRAME_COLUMNS: Final = ("frames", "num_frames")
+IMAGE_SUFFIXES: Final = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+VIDEO_SUFFIXES: Final = (".mp4", ".webm", ".mkv", ".avi", ".mov")
+HEADER_BYTES: Final = 1 << 18  # more than any camera puts before a JPEG's size
+_HEAD_BYTES: Final = 4096  # most pictures have their sizes there
+_JPEG_SEGMENTS: Final = frozenset(range(0xC0, 0xFF)) - frozenset(range(0xD0, 0xDA))
+_JPEG_FRAMES: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_TABLE_ROWS: Final = 16_384
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediaRecord:
+    """One record of a source.
+
+    Attributes:
+        record: `images` and `videos` with sizes, and one of `text_tokens`, `conversations`, `caption` and `text`.
+        place: the place where it is, for messages.
+        done: units of the source that it took.
+        byte_offset: the byte offset where its line begins, in JSON lines; else -1.
+    """
+
+    record: dict[str, Any]
+    place: str
+    done: int
+    byte_offset: int = -1
+
+
+def read_media(path: Path) -> Iterator[MediaRecord]:
+    """Yield the records of a file of sizes, by its suffix.
+
+    Raises:
+        ManifestError: it cannot be read, or a record has no sizes.
+    """
+    if path.suffix == ".tar":
+        yield from _tar(path)
+    elif path.suffix in TABLE_SUFFIXES:
+        yield from _table(path)
+    elif path.suffix == ".json":
+        yield from _llava(path)
+    else:
+        for line in json_lines(path):
+            record = json_record(line.content, line.place)
+            yield MediaRecord(record=record, place=line.place, done=line.done, byte_offset=line.byte_offset)
+
+
+def media_files(path: Path) -> list[Path]:
+    """Return the file itself, or the tars of a folder in the order of their names.
+
+    Raises:
+        ManifestError: a folder without tars.
+    """
+    if not path.is_dir():
+        return [path]
+    tars = sorted(path.glob("*.tar"))
+    if not tars:
+        raise ManifestError(f"{path} holds no .tar file; --kind media takes tars, tables, .json or .jsonl")
+    return tars
+
+
+def media_units(files: Sequence[Path]) -> int | None:
+    """Return the sum that the records' `done` will reach; None where it is unknown before the end."""
+    return None if any(file.suffix in TABLE_SUFFIXES for file in files) else sum(map(size_of, files))
+
+
+def _table(path: Path) -> Iterator[MediaRecord]:
+    """Read a table: a row is an image, or where it has frames or a duration, a video."""
+    start = 0
+    for batch in _table_batches(path):
+        for row, values in enumerate(python_rows(batch, path), start=start + 1):
+            place = f"{path}, row {row}"
+            yield MediaRecord(record=_from_metadata(values, place), place=place, done=1)
+        start += batch.num_rows
+
+
+def _table_batches(path: Path) -> Iterator[Any]:
+    if path.suffix not in (".csv", ".tsv"):
+        shard = open_shard(path)
+        yield from shard.batches(list(shard.schema.names), _TABLE_ROWS)
+        return
+    delimiter = "\t" if path.suffix == ".tsv" else ","
+    with readable(path, kind="CSV"):
+        options = pa.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+        source = path.open("rb") if isinstance(path, RemotePath) else path
+        yield from pa.csv.open_csv(source, parse_options=options)
+
+
+def _from_metadata(values: dict[str, Any], place: str) -> dict[str, Any]:
+    """Make a record of a row of metadata: width, height, and frames, or duration and fps, for a video."""
+    missing = [name for name in ("width", "height") if values.get(name) is None]
+    if missing:
+        raise ManifestError(f"{place}: {missing[0]!r} is missing; its columns are {', '.join(values)}")
+    size = {"height": _integer(values["height"]), "width": _integer(values["width"])}
+    frames = next((values[name] for name in _FRAME_COLUMNS if values.get(name) is not None), None)
+    seconds, fps = values.get("duration"), values.get("fps")
+    record: dict[str, Any] = {name: values[name] for name in ("id", *TEXT_COLUMNS) if values.get(name) is not None}
+    if frames is None and seconds is None:
+        return record | {"images": [size]}
+    if frames is None:
+        if not isinstance(fps, int | float) or not isinstance(seconds, int | float):
+            raise ManifestError(f"{place}: a video needs 'frames', or 'duration' in seconds and 'fps'")
+        frames = round(seconds * fps)
+    return record | {"videos": [{**size, "frames": _integer(frames), **({} if fps is None else {"fps": fps})}]}
+
+
+def _integer(value: Any) -> Any:
+    """Convert whole numbers that a table holds as floats, because of its nulls."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _llava(path: Path) -> Iterator[MediaRecord]:
+    """Read a JSON list of conversations with the paths of their images, relative to the file."""
+    document = read_records(path, error=ManifestError)
+    share, rest = divmod(size_of(path), max(len(document), 1))
+    for number, record in enumerate(document, start=1):
+        place = f"{path}, record {number}"
+        yield MediaRecord(
+            record=_with_sizes(record, path.parent, place), place=place, done=share + (rest if number == 1 else 0)
+        )
+
+
+def _with_sizes(record: dict[str, Any], folder: Path, place: str) -> dict[str, Any]:
+    """Add the sizes of the pictures that a record names, from its own fields or else from their headers."""
+    if "video" in record and record.get("width") is not None:
+        return _from_metadata(record, place)
+    names = _names(record, "image", place)
+    if len(names) == 1 and record.get("width") is not None:
+        return _from_metadata(record, place)
+    images = [_usual_size(_head(folder, name)) or image_size(folder / name, f"{place}: {name}") for name in names]
+    videos = [video_size(folder / name, f"{place}: {name}") for name in _names(record, "video", place)]
+    texts = {name: record[name] for name in ("id", *TEXT_COLUMNS) if name in record}
+    return texts | {"images": images, "videos": videos}
+
+
+def _head(folder: Path, name: str) -> bytes:
+    return b"" if isinstance(folder, RemotePath) else head_of(f"{folder}/{name}", _HEAD_BYTES)
+
+
+def _names(record: dict[str, Any], kind: str, place: str) -> list[str]:
+    """Return a list of one path or several."""
+    named = record.get(kind) or []
+    names = [named] if isinstance(named, str) else named
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ManifestError(f"{place}: {kind!r} is {shown(named)}; it must be a path or a list of paths")
+    return names
+
+
+def _tar(path: Path) -> Iterator[MediaRecord]:
+    """Read a tar of WebDataset: a sample is the files that share a name up to the first dot; they follow each other."""
+    key, sample, begun = "", dict[str, Any](), 0
+    with open_input(path, seekable=True) as stream:
+        for member in tar_files(path, stream, error=ManifestError):
+            name, suffix = split_member(member.name)
+            if name != key and sample:
+                yield _sample(stream, path, key, sample, member.offset - begun)
+                sample, begun = {}, member.offset
+            key = name
+            sample |= _member(stream, path, member, suffix)
+        if sample:
+            yield _sample(stream, path, key, sample, size_of(path) - begun)
+
+
+def split_member(name: str) -> tuple[str, str]:
+    """Split a member's name into WebDataset's (key, suffix): the suffix begins at the first dot of the file's name."""
+    folder, _, file = name.rpartition("/")
+    stem, dot, suffix = file.partition(".")
+    return f"{folder}/{stem}" if folder else stem, f"{dot}{suffix}".lower()
+
+
+def _member(stream: IO[bytes], path: Path, member: TarMember, suffix: str) -> dict[str, Any]:
+    """Return the fields that one file adds to its sample: the size of a picture, a caption, or metadata."""
+    last = "." + suffix.rpartition(".")[2]
+    read = partial(tar_content, path, stream, member, error=ManifestError)
+    if last in IMAGE_SUFFIXES:
+        size = _usual_size(read(most_bytes=_HEAD_BYTES))
+        return {
+            f"size {suffix}": size or image_size(io.BytesIO(read(most_bytes=HEADER_BYTES)), f"{path}: {member.name}")
+        }
+    if last == ".txt":
+        return {"caption": read().decode("utf-8", "replace")}
+    if last == ".json":
+        return {"metadata": json_record(read(), f"{path}: {member.name}")}
+    return {f"video {suffix}": member} if last in VIDEO_SUFFIXES else {"other": True}
+
+
+def _sample(stream: IO[bytes], path: Path, key: str, sample: dict[str, Any], done: int) -> MediaRecord:
+    place = f"{path}: {key}"
+    metadata = sample.get("metadata", {})
+    texts = {name: metadata[name] for name in TEXT_COLUMNS if metadata.get(name) is not None}
+    if "caption" in sample:
+        texts.setdefault("caption", sample["caption"])
+    clips = [member for name, member in sample.items() if name.startswith("video ")]
+    if clips and metadata.get("width") is not None:
+        record = _from_metadata({**metadata, **texts, "id": key}, place)
+    else:
+        images = [value for name, value in sample.items() if name.startswith("size ")]
+        videos = [video_size(MemberStream(stream, clip), f"{path}: {clip.name}") for clip in clips]
+        record = {"id": key, **texts, "images": images, "videos": videos}
+    return MediaRecord(record=record, place=place, done=done)
+
+
+def video_size(source: Path | IO[bytes] | io.RawIOBase, place: str) -> dict[str, float]:
+    """Read height, width, number of frames and frames per second from a video's container; no frame is decoded.
+
+    Sizes are those of the stored frames; a camera's turn does not change how many tokens they become.
+
+    Raises:
+        ManifestError: PyAV is not installed, there is no such file, or it is no video that PyAV knows.
+    """
+    try:
+        import av
+    except ImportError as error:
+        raise ManifestError(
+            f"{place}: the headers of videos are read by PyAV; {pip_install('video')}, or give 'width', 'height' "
+            "and 'frames', or 'duration' in seconds and 'fps', beside the video"
+        ) from error
+    try:
+        if isinstance(source, Path):
+            require_input(source)
+        opened = source.open("rb") if isinstance(source, RemotePath) else source
+        with av.open(str(opened) if isinstance(opened, Path) else opened) as container:
+            stream = next(iter(container.streams.video), None)
+            if stream is None or stream.codec_context is None:  # None if PyAV has no decoder for it
+                raise ManifestError(f"{place} has no video stream")
+            rate = stream.average_rate or stream.guessed_rate
+            seconds = stream.duration * stream.time_base if stream.duration and stream.time_base else None
+            if seconds is None and container.duration:
+                seconds = Fraction(container.duration, av.time_base)
+            frames = stream.frames or (round(seconds * rate) if seconds and rate else 0)
+            size = {"height": stream.height, "width": stream.width, "frames": frames}
+    except (av.FFmpegError, OSError) as error:
+        raise ManifestError(f"{place}: cannot read it as a video: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:  # PyAV decodes tags of files as they are
+        raise ManifestError(f"{place}: cannot read it as a video: a tag in it is not UTF-8") from error
+    if min(size.values()) <= 0:
+        raise ManifestError(f"{place}: its header has no size or length; give them beside the video")
+    return size | ({"fps": float(rate)} if rate else {})
+
+
+def image_size(source: Path | io.BytesIO, place: str) -> dict[str, int]:
+    """Read height and width from a picture's header, turned as its EXIF orientation asks.
+
+    Raises:
+        ManifestError: there is no such file, or its header is of no kind that is known.
+    """
+    import imagesize
+
+    try:
+        with open_input(source) if isinstance(source, Path) else source as stream:
+            if size := _usual_size(stream.read(_HEAD_BYTES)):
+                return size
+            width, height = imagesize.get(stream)
+    except OSError as error:
+        raise ManifestError(f"{place}: cannot read it: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ManifestError(f"{place} has no readable header: {error}") from error
+    if width <= 0 or height <= 0:
+        raise ManifestError(f"{place} has no header of an image that is known")
+    return {"height": round(height), "width": round(width)}
+
+
+def _usual_size(head: bytes) -> dict[str, int] | None:
+    """Return height and width of a PNG, or of a JPEG without EXIF, in a third of the time; None: of anything else.
+
+    Args:
+        head: first bytes of a file.
+    """
+    frame = (0, 0)
+    if head.startswith(b"\x89PNG\r\n\x1a\n") and head[12:16] == b"IHDR" and len(head) >= 24:
+        frame = struct.unpack_from(">II", head, 16)[::-1]
+    elif not head.startswith(b"\xff\xd8"):
+        return None
+    else:
+        at = 2
+        while head[at + 1 : at + 2] != b"\xda":  # the pixels: no EXIF, which may turn them, follows
+            if (
+                at + 10 > len(head)
+                or head[at] != 0xFF
+                or head[at + 1] not in _JPEG_SEGMENTS
+                or head.startswith(b"Exif", at + 4)
+            ):
+                return None
+            if head[at + 1] in _JPEG_FRAMES:
+                frame = struct.unpack_from(">HH", head, at + 5)
+            at += 2 + int.from_bytes(head[at + 2 : at + 4], "big")
+    return {"height": frame[0], "width": frame[1]} if min(frame) > 0 else None

@@ -1,0 +1,286 @@
+"""Reads conversations with the pictures they are about, from JSON, JSON lines, Parquet, Arrow and WebDataset tars.
+
+A record names its pictures in `image`, `images`, `video` or `videos` (one or several), or in the parts of its turns. In
+its texts `<image>` and `<video>` say where they stand; without such a place they stand before the first question. A
+`caption` or `text` alone answers an empty question. Of a WebDataset sample, files with the suffixes of pictures are its
+pictures, `.txt` is its caption and `.json` holds further fields.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import IO, Any, Final
+
+import numpy as np
+
+from fcp_cli.arrays import IntArray
+from fcp_cli.errors import ManifestError
+from fcp_cli.manifest.sources.chat import chat_records, record_at
+from fcp_cli.manifest.sources.jsonl import json_record, size_of
+from fcp_cli.manifest.sources.media.media_readers import IMAGE_SUFFIXES, VIDEO_SUFFIXES, split_member
+from fcp_cli.manifest.sources.media.picture_refs import CellPicture, Picture, TarPicture, refer
+from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, PARQUET_SUFFIXES, open_shard, python_rows
+from fcp_cli.manifest.tokenizing.chat import PICTURE_FIELDS
+from fcp_cli.reading.inputs import cached_by_file, open_input
+from fcp_cli.reading.tar import TarMember, tar_content, tar_files
+from fcp_cli.words import counted
+
+_TABLES: Final = (*PARQUET_SUFFIXES, *ARROW_SUFFIXES)
+_BATCH_ROWS: Final = 64  # rows of a table hold whole pictures
+_PLACES: Final = re.compile("(<image>|<video>)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """One record, with its pictures apart.
+
+    Attributes:
+        record: the record, as `manifest.tokenizing.chat` takes it, with `{"type": "image"}` where a picture stands.
+        pictures: the pictures in the order of their places, with whether each is a video.
+        place: the place where it is, for messages.
+        at: the at where to find it again: the byte of its line or of its sample, else its number in the file, from 0.
+        done: units of the source that it took.
+    """
+
+    record: dict[str, Any]
+    pictures: tuple[tuple[Picture, bool], ...]
+    place: str
+    at: int
+    done: int = 0
+
+
+def read_conversations(file: Path) -> Iterator[Conversation]:
+    """Yield the records of a file, in order.
+
+    Raises:
+        ManifestError: it cannot be read, or a record does not say where its pictures are or stand.
+    """
+    if file.suffix == ".tar":
+        for record, offset, done, place in _samples(file, 0):
+            yield _conversation(record, file, place, offset, done)
+    elif file.suffix in _TABLES:
+        shard, number = open_shard(file), 0
+        for batch in shard.batches(list(shard.schema.names), _BATCH_ROWS):
+            for record in python_rows(batch, file):
+                yield _conversation(record, file, f"{file}, row {number}", number, 1)
+                number += 1
+    else:
+        for found in chat_records(file):
+            yield _conversation(found.record, file, found.place, found.at, found.done)
+
+
+def conversation_at(file: Path, at: int, pictures: tuple[int, int]) -> Conversation:
+    """Read one record again.
+
+    Args:
+        file: the file that holds it.
+        at: the at, as `Conversation.at` says.
+        pictures: how many images and videos it has; the bytes of a table's are not read for it.
+
+    Raises:
+        ManifestError: it is gone, or is another record now.
+    """
+    if file.suffix == ".tar":
+        found = next(_samples(file, at), None)
+        if found is None:
+            raise ManifestError(f"{file} at byte {at} is gone; build the manifest again")
+        record, _, _, place = found
+    elif file.suffix in _TABLES:
+        place = f"{file}, row {at}"
+        record = _rows(file).record(at, place, dict(zip(("image", "video"), pictures, strict=True)))
+    else:
+        place = f"{file} at {'record' if file.suffix == '.json' else 'byte'} {at}"
+        record = record_at(file, at, place)
+    return _conversation(record, file, place, at, 0)
+
+
+class _RecordRows:
+    """Rows of a table without the bytes of their pictures."""
+
+    def __init__(self, file: Path) -> None:
+        self._shard = open_shard(file)
+        self._group = lru_cache(maxsize=4)(self._read)
+
+    @cached_property
+    def _ends(self) -> IntArray:
+        return np.cumsum(self._shard.group_rows, dtype=np.int64)
+
+    def record(self, at: int, place: str, counts: Mapping[str, int]) -> dict[str, Any]:
+        group = int(np.searchsorted(self._ends, at, side="right"))
+        if at < 0 or group == len(self._ends):
+            raise ManifestError(f"{place} is gone: the file has {self._ends[-1]} rows; build the manifest again")
+        values = self._group(group)
+        record = {name: cells[at - int(self._ends[group]) + len(cells)].as_py() for name, cells in values.items()}
+        for name in self._shard.schema.names:
+            if name in PICTURE_FIELDS:
+                count = counts[name.rstrip("s")]
+                record[name] = [
+                    CellPicture(path=self._shard.path, row=at, column=name, number=number) for number in range(count)
+                ]
+        return record
+
+    def _read(self, group: int) -> dict[str, Any]:
+        names = [name for name in self._shard.schema.names if name not in PICTURE_FIELDS]
+        return {name: self._shard.read_group(group, name) for name in names}
+
+
+_rows = cached_by_file(_RecordRows, maxsize=64)
+
+
+def _samples(path: Path, start: int) -> Iterator[tuple[dict[str, Any], int, int, str]]:
+    """Yield the samples of a tar from a byte on: fields, first byte, bytes taken, place."""
+    key, sample, begun = "", dict[str, Any](), start
+    try:
+        with open_input(path, seekable=True) as stream:
+            stream.seek(start)
+            for member in tar_files(path, stream, error=ManifestError):
+                name, suffix = split_member(member.name)
+                if name != key and sample:
+                    yield sample, begun, member.offset - begun, f"{path}: {key}"
+                    sample, begun = {}, member.offset
+                key = name
+                _add_member(sample, stream, member, suffix, path)
+    except OSError as error:
+        raise ManifestError(f"cannot read {path}: {error.strerror or error}") from error
+    if sample:
+        yield sample, begun, size_of(path) - begun, f"{path}: {key}"
+
+
+def _add_member(sample: dict[str, Any], stream: IO[bytes], member: TarMember, suffix: str, path: Path) -> None:
+    last = "." + suffix.rpartition(".")[2]
+    kind = "images" if last in IMAGE_SUFFIXES else "videos" if last in VIDEO_SUFFIXES else None
+    if kind is not None:
+        picture = TarPicture(path=path, member=member.name, byte_offset=member.offset_data, size_bytes=member.size)
+        sample.setdefault(kind, []).append(picture)
+    elif last in (".txt", ".json"):
+        content = tar_content(path, stream, member, error=ManifestError)
+        if last == ".txt":
+            sample["caption"] = content.decode("utf-8", "replace")
+        else:
+            fields = json_record(content, f"{path}: {member.name}")
+            sample.update({name: value for name, value in fields.items() if name not in PICTURE_FIELDS})
+    else:
+        sample.setdefault("other", True)
+
+
+def _conversation(record: dict[str, Any], file: Path, place: str, at: int, done: int) -> Conversation:
+    seen = _Seen(record, file.parent, place)
+    changed = _as_turns({name: value for name, value in record.items() if name not in PICTURE_FIELDS}, place)
+    for name in ("messages", "conversations", "prompt", "completion"):
+        if isinstance(changed.get(name), list):
+            changed[name] = [_with_parts(turn, seen) for turn in changed[name]]
+    if not seen.taken:
+        _put_first(changed, seen)
+    seen.require_all()
+    return Conversation(record=changed, pictures=tuple(seen.taken), place=place, at=at, done=done)
+
+
+def _as_turns(record: dict[str, Any], place: str) -> dict[str, Any]:
+    """Return a record of Alpaca, or of a caption, as turns; others as they are."""
+    if record.get("messages") is not None or record.get("conversations") is not None:
+        return record
+    if record.get("instruction") is not None and record.get("output") is not None:
+        asked = "\n\n".join(str(record[name]) for name in ("instruction", "input") if record.get(name))
+        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": record["output"]}]
+        return {"messages": turns, **({"system": record["system"]} if record.get("system") else {})}
+    caption = record.get("caption", record.get("text"))
+    if caption is None or record.get("prompt") is not None:
+        return record
+    if not isinstance(caption, str):
+        raise ManifestError(f"{place}: 'caption' or 'text' is {str(caption)[:40]!r}; it must be a text")
+    return {"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": caption}]}
+
+
+class _Seen:
+    """The pictures of one record: those that its fields name, and those taken so far, in the order of their places."""
+
+    def __init__(self, record: Mapping[str, Any], folder: Path, place: str) -> None:
+        self._folder = folder
+        self._place = place
+        self._named = {"image": _listed(record, "image"), "video": _listed(record, "video")}
+        self._used = {"image": 0, "video": 0}
+        self.taken: list[tuple[Picture, bool]] = []
+
+    def left(self, kind: str) -> int:
+        return len(self._named[kind]) - self._used[kind]
+
+    def take(self, kind: str, own: Any = None) -> dict[str, Any]:
+        """Take the next picture of a kind, or the one that a part names itself; return the part for its place."""
+        if own is None:
+            if not self.left(kind):
+                named = counted(len(self._named[kind]), kind)
+                raise ManifestError(f"{self._place} has more places for {kind}s than the {named} it names")
+            own = self._named[kind][self._used[kind]]
+            self._used[kind] += 1
+        self.taken.append((refer(own, self._folder, self._place), kind == "video"))
+        return {"type": kind}
+
+    def has_any(self) -> bool:
+        return any(map(len, self._named.values()))
+
+    def require_all(self) -> None:
+        for kind, named in self._named.items():
+            if self.left(kind):
+                raise ManifestError(
+                    f"{self._place} names {counted(len(named), kind)} but has places for {self._used[kind]}; put "
+                    f"<{kind}> into its texts for each"
+                )
+
+
+def _listed(record: Mapping[str, Any], kind: str) -> list[Any]:
+    value: Any = next((record[name] for name in (kind, f"{kind}s") if record.get(name) is not None), [])
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _with_parts(turn: Any, seen: _Seen) -> Any:
+    """Return a turn whose content is in parts where it holds pictures."""
+    if not isinstance(turn, dict):
+        return turn
+    content = turn.get("content") if turn.get("content") is not None else turn.get("value")
+    if isinstance(content, str):
+        parts = _split(content, seen)
+    elif isinstance(content, list):
+        parts = [_part(part, seen) for part in content]
+    else:
+        return turn
+    if parts is None:
+        return turn
+    return {**{key: value for key, value in turn.items() if key not in ("content", "value")}, "content": parts}
+
+
+def _split(text: str, seen: _Seen) -> list[dict[str, Any]] | None:
+    if not seen.has_any() or not _PLACES.search(text):
+        return None
+    pieces = (piece for piece in _PLACES.split(text) if piece)
+    return [seen.take(piece[1:-1]) if _PLACES.fullmatch(piece) else {"type": "text", "text": piece} for piece in pieces]
+
+
+def _part(part: Any, seen: _Seen) -> Any:
+    if not isinstance(part, dict):
+        return part
+    kind = str(part.get("type", "")).removesuffix("_url")
+    if kind not in ("image", "video"):
+        return {name: value for name, value in part.items() if value is not None}
+    # Tables fill up the fields that a part does not have with nulls.
+    own = next((part[name] for name in (kind, f"{kind}_url", "path", "url") if part.get(name) is not None), None)
+    return seen.take(kind, own)
+
+
+def _put_first(record: dict[str, Any], seen: _Seen) -> None:
+    """Put pictures that no text places before the first question."""
+    kinds = [kind for kind in ("image", "video") for _ in range(seen.left(kind))]
+    if not kinds:
+        return
+    name = next((name for name in ("messages", "conversations", "prompt") if isinstance(record.get(name), list)), None)
+    turns = record[name] if name else []
+    for index, turn in enumerate(turns):
+        if isinstance(turn, dict) and turn.get("role", turn.get("from")) in ("user", "human"):
+            content = turn.get("content", turn.get("value"))
+            rest = content if isinstance(content, list) else [{"type": "text", "text": content}] if content else []
+            kept = {key: value for key, value in turn.items() if key not in ("content", "value")}
+            turns[index] = {**kept, "content": [*map(seen.take, kinds), *rest]}
+            return

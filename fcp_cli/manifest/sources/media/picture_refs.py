@@ -1,0 +1,157 @@
+"""Where the bytes of a picture lie: a file, a member of a tar, a cell of a table, or the record itself.
+
+A reference is small and travels to the process that decodes the picture; only there its bytes are read.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+from fcp_cli.errors import ManifestError
+from fcp_cli.manifest.sources.shards import DataFile, open_shard
+from fcp_cli.reading.inputs import cached_by_file, open_input
+
+Content: TypeAlias = "Path | io.BytesIO"
+
+
+class Picture(Protocol):
+    """A picture that has not been read."""
+
+    @property
+    def name(self) -> str:
+        """The file that holds it, for messages."""
+
+    def content(self, most_bytes: int = -1) -> Content:
+        """Return its file, or its bytes: all, or the first so many."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FilePicture:
+    """An image or video file."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    def content(self, most_bytes: int = -1) -> Content:
+        return self.path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TarPicture:
+    """The bytes of an uncompressed tar that a member takes."""
+
+    path: Path
+    member: str
+    byte_offset: int
+    size_bytes: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}: {self.member}"
+
+    def content(self, most_bytes: int = -1) -> Content:
+        size = self.size_bytes if most_bytes < 0 else min(most_bytes, self.size_bytes)
+        try:
+            with open_input(self.path, seekable=True) as stream:
+                stream.seek(self.byte_offset)
+                return io.BytesIO(stream.read(size))
+        except OSError as error:
+            raise ManifestError(f"{self.name}: cannot read it: {error.strerror or error}") from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CellPicture:
+    """One picture of a cell of a Parquet or Arrow file: bytes, `{"bytes", "path"}`, a path, or a list of such."""
+
+    path: Path
+    row: int
+    column: str
+    number: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}, row {self.row}, {self.column!r}"
+
+    def content(self, most_bytes: int = -1) -> Content:
+        value = _cells(self.path).value(self.row, self.column)
+        values = value if isinstance(value, list) else [value]
+        if self.number >= len(values):
+            raise ManifestError(f"{self.name} has {len(values)} pictures now; build the manifest again")
+        return refer(values[self.number], self.path.parent, self.name).content(most_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldPicture:
+    """Bytes that a record holds itself."""
+
+    name: str
+    data: bytes = field(repr=False)
+
+    def content(self, most_bytes: int = -1) -> Content:
+        return io.BytesIO(self.data)
+
+
+def refer(value: Any, folder: Path, place: str) -> Picture:
+    """Return the picture that a field names: a path, a data URL, bytes, `{"bytes", "path"}`, or a reference already.
+
+    Args:
+        value: the value of the field.
+        folder: the folder that a path counts from.
+        place: the place of the record, for messages.
+    """
+    if isinstance(value, FilePicture | TarPicture | CellPicture | HeldPicture):
+        return value
+    if isinstance(value, Mapping):
+        if value.get("bytes") is not None:
+            return HeldPicture(name=f"{place}: {value.get('path') or 'a picture'}", data=value["bytes"])
+        value = value.get("path") or value.get("url")
+    if isinstance(value, bytes):
+        return HeldPicture(name=f"{place}: a picture", data=value)
+    if not isinstance(value, str):
+        raise ManifestError(f"{place}: a picture is {str(value)[:40]!r}; it must be a path or bytes")
+    if value.startswith("data:"):
+        return HeldPicture(name=f"{place}: a picture", data=_from_data_url(value, place))
+    if "://" in value and not value.startswith("file://"):
+        raise ManifestError(f"{place}: {value[:80]} is not on this machine; download it and name the file")
+    return FilePicture(path=folder / value.removeprefix("file://"))
+
+
+def _from_data_url(url: str, place: str) -> bytes:
+    head, _, data = url.partition(",")
+    try:
+        if not head.endswith(";base64"):
+            raise binascii.Error("not base64")
+        return base64.b64decode(data, validate=True)
+    except binascii.Error as error:
+        raise ManifestError(f"{place}: a picture has the data URL {url[:40]!r}, which is no base64") from error
+
+
+class _Cells:
+    """The cells of one file, read a group of rows at a time."""
+
+    def __init__(self, file: Path) -> None:
+        self._shard: DataFile = open_shard(file)
+        self._ends = np.cumsum(self._shard.group_rows, dtype=np.int64)
+        self._group = lru_cache(maxsize=2)(self._shard.read_group)
+
+    def value(self, row: int, column: str) -> Any:
+        group = int(np.searchsorted(self._ends, row, side="right"))
+        if group == len(self._ends):
+            raise ManifestError(f"{self._shard.path} has no row {row} any more; build the manifest again")
+        cells = self._group(group, column)
+        return cells[row - int(self._ends[group]) + len(cells)].as_py()
+
+
+_cells = cached_by_file(_Cells, maxsize=16)

@@ -1,0 +1,1 @@
+"""Columns, header and checks of a manifest's table."""

@@ -1,0 +1,89 @@
+"""A manifest in figures: how many tokens, how they are spread, and how much the longest sequences weigh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from fcp_cli.manifest.table.table import LengthTable
+
+PERCENTILES: Final = (50.0, 90.0, 99.0, 99.9)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bin:
+    """Sequences of `from_tokens` <= length < `to_tokens`; the bounds are neighbouring powers of two."""
+
+    from_tokens: int
+    to_tokens: int
+    sequences: int
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ManifestSummary:
+    """Figures of a manifest.
+
+    Attributes:
+        percentiles: length in tokens at each of `PERCENTILES`, as an actual length of the manifest (nearest rank).
+        longest_percent_token_share: tokens in the longest 1 % of the sequences (at least one), over all tokens.
+        bins: histogram from the shortest to the longest length without gaps.
+    """
+
+    rows: int
+    tokens: int
+    min_tokens: int
+    mean_tokens: float
+    max_tokens: int
+    percentiles: dict[float, int]
+    longest_percent_token_share: float
+    bins: tuple[Bin, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return a flat document for `--json`."""
+        return {
+            "rows": self.rows,
+            "tokens": self.tokens,
+            "length_tokens": {"min": self.min_tokens, "mean": self.mean_tokens, "max": self.max_tokens}
+            | {f"p{percentile:g}": length for percentile, length in self.percentiles.items()},
+            "longest_percent_token_share": self.longest_percent_token_share,
+            "histogram": [
+                {"from_tokens": b.from_tokens, "to_tokens": b.to_tokens, "sequences": b.sequences, "tokens": b.tokens}
+                for b in self.bins
+            ],
+        }
+
+
+def summarize(table: LengthTable) -> ManifestSummary:
+    """Compute the figures of all rows; sorts a copy of the lengths."""
+    lengths = np.sort(table.length_tokens)
+    rows, tokens = len(lengths), int(lengths.sum())
+    longest = lengths[rows - max(1, rows // 100) :]
+    return ManifestSummary(
+        rows=rows,
+        tokens=tokens,
+        min_tokens=int(lengths[0]),
+        mean_tokens=tokens / rows,
+        max_tokens=int(lengths[-1]),
+        percentiles={p: int(lengths[max(0, int(np.ceil(p / 100 * rows)) - 1)]) for p in PERCENTILES},
+        longest_percent_token_share=int(longest.sum()) / tokens,
+        bins=_bins(lengths),
+    )
+
+
+def _bins(lengths: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[Bin, ...]:
+    """Count ascending lengths over powers of two."""
+    first, last = int(lengths[0]).bit_length() - 1, int(lengths[-1]).bit_length()
+    edges = [1 << power for power in range(first, last + 1)]
+    cuts = np.searchsorted(lengths, edges)
+    return tuple(
+        Bin(
+            from_tokens=edges[i],
+            to_tokens=edges[i + 1],
+            sequences=int(cuts[i + 1] - cuts[i]),
+            tokens=int(lengths[cuts[i] : cuts[i + 1]].sum()),
+        )
+        for i in range(len(edges) - 1)
+    )

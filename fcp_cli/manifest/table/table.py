@@ -1,0 +1,81 @@
+"""The part of a manifest that planning reads: lengths and work factors as flat arrays (contract `fcp-manifest/1`)."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fcp_cli.arrays import FloatArray, IntArray
+from fcp_cli.manifest.table.columns import chunked
+from fcp_cli.masks import MaskRows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LengthTable:
+    """The sequences of a manifest, one entry per row, in row order.
+
+    Attributes:
+        name: file name, for messages and plan metadata.
+        length_tokens: [rows] int64, > 0.
+        eta: [rows] mask factor of the papers (0 causal, 1 full), or None where all are 0.
+        vision_patches: [rows] patches the vision encoder runs, or None.
+        vision_patch_pairs: [rows] sum over frames or tiles of patches squared, or None.
+        column: the column that the lengths were read from.
+        steps: [rows] of a trace: the step that each row belongs to, never falling; None where nobody asked for it.
+        masks: the masks of all rows, where the manifest was built with some; None elsewhere.
+    """
+
+    name: str
+    length_tokens: IntArray
+    eta: FloatArray | None = None
+    vision_patches: IntArray | None = None
+    vision_patch_pairs: IntArray | None = None
+    column: str = "length"
+    steps: IntArray | None = None
+    masks: MaskRows | None = None
+
+    def __len__(self) -> int:
+        return len(self.length_tokens)
+
+    @property
+    def argument(self) -> str:
+        """Argument of a command line that names it; `-` for data that came from a pipe."""
+        return "-" if self.name == "stdin" else self.name
+
+    def take(self, rows: IntArray) -> LengthTable:
+        """Return the given rows, in the given order."""
+        return LengthTable(
+            name=self.name,
+            length_tokens=self.length_tokens[rows],
+            eta=None if self.eta is None else self.eta[rows],
+            vision_patches=None if self.vision_patches is None else self.vision_patches[rows],
+            vision_patch_pairs=None if self.vision_patch_pairs is None else self.vision_patch_pairs[rows],
+            column=self.column,
+        )
+
+    def gather(self, rows: IntArray) -> LengthTable:
+        """Return the given rows, in the given order, by one pass over each column in its own order."""
+        order = np.argsort(rows)
+        wanted = rows[order]
+        found: dict[str, Any] = {}
+        for name in ("length_tokens", "eta", "vision_patches", "vision_patch_pairs"):
+            column = getattr(self, name)
+            found[name] = None if column is None else np.empty(len(rows), column.dtype)
+            for first, part in () if column is None else chunked(column):
+                here = slice(*np.searchsorted(wanted, (first, first + len(part))))
+                found[name][order[here]] = part[wanted[here] - first]
+        return LengthTable(name=self.name, column=self.column, **found)
+
+    def content_hash(self) -> str:
+        """Hash the columns that planning reads (SHA-256); independent of file layout and writer."""
+        digest = hashlib.sha256(b"fcp-manifest/1")
+        for column in (self.length_tokens, self.eta, self.vision_patches, self.vision_patch_pairs):
+            if column is None:
+                digest.update(b"absent")
+                continue
+            for _, part in chunked(column):
+                digest.update(np.ascontiguousarray(part, dtype=column.dtype.newbyteorder("<")).data)
+        return digest.hexdigest()

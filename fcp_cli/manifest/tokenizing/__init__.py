@@ -1,0 +1,1 @@
+"""Tokenizers, chat templates, and where they are found."""

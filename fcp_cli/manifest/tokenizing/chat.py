@@ -1,0 +1,367 @@
+"""Turns a record of chat data into tokens, and marks those that are learned.
+
+A record is one of these; the first that fits is taken:
+
+    input_ids + labels              tokens as they are; a label of -100 is not learned
+    messages, or conversations      turns of {"role", "content"} or ShareGPT's {"from", "value"}; optional `tools`
+    prompt + completion             two texts, or two lists of turns
+    instruction + output            Alpaca, with an optional `input` and `system`
+
+Turns are rendered by the chat template of the tokenizer (`chat_template`). What the
+assistant said reaches from the template's generation prompt to the mark that ends its turn, which is learned with it.
+
+Turns about pictures have contents in parts, `{"type": "image"}` where one stands. What the template writes there is
+replaced as the checkpoint's processor replaces it; visual tokens are never learned.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from fcp_cli.arrays import IntArray
+from fcp_cli.errors import ManifestError
+from fcp_cli.extras import pip_install
+from fcp_cli.manifest.tokenizing.chat_template import render_chat
+from fcp_cli.reading.documents import read_json
+from fcp_cli.validation import shown
+from fcp_cli.vision.processor import Marks, VisionProcessor, Visual
+from fcp_cli.words import first_line
+
+TrainOn = Literal["all", "assistant", "completion"]
+NOT_LEARNED: Final = -100
+PICTURE_FIELDS: Final = ("image", "images", "video", "videos")
+"""Fields of a record that name its images and videos."""
+
+_ROLES: Final = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+# Stands for a turn's content where the template's own text around it is looked for; no text holds private characters.
+_STAND_IN: Final = "\ue000fcp\ue001"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoded:
+    """One sequence: [tokens] int64 ids, and as labels the ids that are learned, else -100."""
+
+    tokens: IntArray
+    labels: IntArray
+
+    @property
+    def learned_tokens(self) -> int:
+        """Count the labels that a model is trained on: the first token has nothing before it to be predicted from."""
+        return int((self.labels[1:] != NOT_LEARNED).sum())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pictured:
+    """A picture of a conversation; they come in the order in which its turns name them."""
+
+    visual: Visual
+    is_video: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rendered:
+    """A text with the spans [start, end) of characters that are learned, and visual tokens of each placeholder."""
+
+    text: str
+    spans: Sequence[tuple[int, int]]
+    runs: Sequence[int] = ()
+
+
+def is_chat(record: Mapping[str, Any]) -> bool:
+    """Return whether a record is one of those above, by the names of its fields."""
+    return _form(record) is not None
+
+
+def _form(record: Mapping[str, Any]) -> str | None:
+    forms = {
+        "tokens": ("input_ids", "labels"),
+        "messages": ("messages",),
+        "conversations": ("conversations",),
+        "completion": ("prompt", "completion"),
+        "alpaca": ("instruction", "output"),
+    }
+    return next((form for form, names in forms.items() if all(record.get(name) is not None for name in names)), None)
+
+
+class ChatEncoder:
+    """The tokenizer of a checkpoint folder, with its chat template.
+
+    Args:
+        folder: the folder with tokenizer.json, tokenizer_config.json and the chat template, as `save_pretrained`
+            writes them.
+        train_on: learn `all` tokens, those of every `assistant` turn, or those of the last turn (`completion`).
+        processor: the processor of the checkpoint, for images and videos; None accepts text only.
+    """
+
+    def __init__(self, folder: Path, train_on: TrainOn, processor: VisionProcessor | None = None) -> None:
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise ManifestError(
+                f"chat data needs the transformers library: {pip_install('hf', 'transformers')}"
+            ) from error
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False, use_fast=True
+            )
+        except Exception as error:  # the library raises many kinds
+            raise ManifestError(
+                f"{folder} is not the folder of a checkpoint with a tokenizer: {first_line(error)}"
+            ) from error
+        self.folder = folder
+        self.train_on = train_on
+        self.processor = processor
+        self._own_template = None if processor is None else _processor_template(folder)
+        self._marks: Marks | None = None if processor is None else _marks_of(processor, self._tokenizer, folder)
+
+    def __call__(self, record: Mapping[str, Any], place: str) -> Encoded:
+        """Encode one record."""
+        return self.many([record], [place])[0]
+
+    def many(
+        self,
+        records: Sequence[Mapping[str, Any]],
+        places: Sequence[str],
+        pictures: Sequence[Sequence[Pictured]] | None = None,
+    ) -> list[Encoded]:
+        """Encode records, their texts in one batch; raises as a call does.
+
+        Args:
+            records: the records, as above.
+            places: the places of each, for messages.
+            pictures: the pictures of each.
+        """
+        rendered = [
+            _given_tokens(record, place) if _form(record) == "tokens" else self._render(record, place)
+            for record, place in zip(records, places, strict=True)
+        ]
+        if pictures is not None:
+            rendered = [
+                self._with_pictures(item, own, place) if isinstance(item, _Rendered) else item
+                for item, own, place in zip(rendered, pictures, places, strict=True)
+            ]
+        texts = [item.text for item in rendered if isinstance(item, _Rendered)]
+        encodings = iter(self._encode(texts) if texts else ())
+        return [
+            self._marked(item, *next(encodings), place) if isinstance(item, _Rendered) else item
+            for item, place in zip(rendered, places, strict=True)
+        ]
+
+    def _with_pictures(self, rendered: _Rendered, pictures: Sequence[Pictured], place: str) -> _Rendered:
+        """Write each picture as the processor does, where the template wrote its mark."""
+        assert self.processor is not None and self._marks is not None
+        marks = self._marks
+        pattern = "|".join(map(re.escape, sorted({marks.image, marks.video})))
+        found = list(re.finditer(pattern, rendered.text))
+        wanted = [marks.video if picture.is_video else marks.image for picture in pictures]
+        if [match.group() for match in found] != wanted:
+            raise ManifestError(
+                f"{place} has {len(pictures)} pictures, but the text that {self.folder}'s chat template makes of it "
+                f"has {len(found)} marks for them ({marks.image}, {marks.video}); they must be as many, of the same "
+                "kinds in the same order"
+            )
+        pieces, runs, at = list[str](), list[int](), 0
+        ends, shifts = [0], [0]
+        for match, picture in zip(found, pictures, strict=True):
+            written = self.processor.written(picture.visual, marks, is_video=picture.is_video)
+            pieces += [rendered.text[at : match.start()], written.text]
+            runs += written.runs
+            at = match.end()
+            ends.append(at)
+            shifts.append(shifts[-1] + len(written.text) - len(match.group()))
+        moved = np.asarray(rendered.spans, np.int64).reshape(-1, 2)
+        moved = moved + np.asarray(shifts)[np.searchsorted(ends, moved, side="right") - 1]
+        spans = [(int(start), int(end)) for start, end in moved]
+        return _Rendered(text="".join((*pieces, rendered.text[at:])), spans=spans, runs=runs)
+
+    def _encode(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        # The template writes special tokens itself.
+        try:
+            found = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+        except (TypeError, ValueError, OverflowError) as error:  # of its settings, or of texts that UTF-8 cannot hold
+            raise ManifestError(f"the tokenizer of {self.folder} cannot encode: {first_line(error)}") from error
+        return list(zip(found["input_ids"], found["offset_mapping"], strict=True))
+
+    def _marked(self, rendered: _Rendered, ids: list[int], offsets: list[tuple[int, int]], place: str) -> Encoded:
+        tokens = np.asarray(ids, np.int64)
+        starts = np.asarray([start for start, _ in offsets], np.int64)
+        learned = np.zeros(len(tokens), np.bool_)
+        for start, end in rendered.spans:
+            learned |= (starts >= start) & (starts < end)
+        if rendered.runs:
+            visual = np.isin(tokens, self._pads)
+            if int(visual.sum()) != len(rendered.runs):
+                raise ManifestError(
+                    f"{place}: the tokenizer of {self.folder} makes {int(visual.sum())} tokens of "
+                    f"{len(rendered.runs)} marks for visual tokens; give a checkpoint whose tokenizer has them"
+                )
+            repeats = np.ones(len(tokens), np.int64)
+            repeats[visual] = rendered.runs
+            tokens, learned = np.repeat(tokens, repeats), np.repeat(learned & ~visual, repeats)
+        return Encoded(tokens=tokens, labels=np.where(learned, tokens, NOT_LEARNED))
+
+    @cached_property
+    def _pads(self) -> list[int]:
+        """Ids of visual tokens."""
+        assert self._marks is not None
+        return [self._tokenizer.convert_tokens_to_ids(pad) for pad in (self._marks.image_pad, self._marks.video_pad)]
+
+    def _render(self, record: Mapping[str, Any], place: str) -> _Rendered:
+        form = _form(record)
+        if form is None:
+            raise ManifestError(
+                f"{place} has none of messages, conversations, prompt + completion, instruction + output, input_ids + "
+                f"labels; its fields are {', '.join(record)}"
+            )
+        if form == "completion" and isinstance(record["prompt"], str):
+            prompt, completion = record["prompt"], _text(record["completion"], "completion", place)
+            completion += self._tokenizer.eos_token or ""
+            start = 0 if self.train_on == "all" else len(prompt)
+            return _Rendered(text=prompt + completion, spans=((start, len(prompt) + len(completion)),))
+        if self.processor is None and any(record.get(name) for name in PICTURE_FIELDS):
+            raise ManifestError(f"{place} has pictures; --kind media with --processor FOLDER reads them with the text")
+        turns = _turns(record, form, place, with_pictures=self.processor is not None)
+        tools = record.get("tools") or None
+        text = self._template(turns, tools, place)
+        if self.train_on == "all":
+            return _Rendered(text=text, spans=((0, len(text)),))
+        said = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
+        if self.train_on == "completion" or form == "completion":
+            said = said[-1:]
+        return _Rendered(text=text, spans=[self._span(text, turns, tools, index, place) for index in said])
+
+    def _span(self, text: str, turns: list[dict[str, Any]], tools: Any, index: int, place: str) -> tuple[int, int]:
+        """Return the character span of the assistant's text in one turn."""
+        before = self._template(turns[:index], tools, place, prompts=True) if index else ""
+        until = self._template(turns[: index + 1], tools, place)
+        if text.startswith(before) and text.startswith(until):
+            return len(before), len(until.rstrip())
+        # A template may show a turn otherwise once others follow, as those do that drop earlier thoughts: find what
+        # stands around the turn's content instead.
+        other = [*turns[:index], {**turns[index], "content": _STAND_IN}, *turns[index + 1 :]]
+        around = self._template(other, tools, place)
+        if _STAND_IN not in around:
+            raise ManifestError(f"{place}: the chat template of {self.folder} drops turn {index + 1}")
+        after = around[around.index(_STAND_IN) + len(_STAND_IN) :]
+        start = len(before) if text.startswith(before) else around.index(_STAND_IN)
+        end = len(text) - len(after)
+        mark = next((token for token in self._tokenizer.all_special_tokens if after.startswith(token)), "")
+        return start, end + len(mark)
+
+    def _template(self, turns: list[dict[str, Any]], tools: Any, place: str, *, prompts: bool = False) -> str:
+        try:
+            return render_chat(
+                self._tokenizer.get_chat_template(self._own_template, tools),
+                turns,
+                tools=tools,
+                prompts=prompts,
+                special_tokens=self._tokenizer.special_tokens_map,
+            )
+        except Exception as error:  # templates raise any exception
+            raise ManifestError(f"{place}: the chat template of {self.folder} fails: {first_line(error)}") from error
+
+
+def _given_tokens(record: Mapping[str, Any], place: str) -> Encoded:
+    try:
+        tokens, labels = (np.asarray(record[name] or [], np.int64) for name in ("input_ids", "labels"))
+    except (TypeError, ValueError, OverflowError):
+        tokens = labels = np.empty((0, 0), np.int64)
+    if tokens.ndim != 1 or labels.ndim != 1:
+        raise ManifestError(f"{place}: input_ids and labels must be flat lists of whole numbers")
+    if len(tokens) != len(labels):
+        raise ManifestError(f"{place} has {len(tokens)} input_ids but {len(labels)} labels; give as many")
+    return Encoded(tokens=tokens, labels=labels)
+
+
+def _processor_template(folder: Path) -> str | None:
+    """Return the template of an older checkpoint's processor, which has a file of its own; the tokenizer has others."""
+    file = folder / "chat_template.json"
+    if not file.is_file() or (folder / "chat_template.jinja").is_file():
+        return None
+    document = read_json(file, error=ManifestError)
+    return document.get("chat_template") if isinstance(document, dict) else None
+
+
+def _marks_of(processor: VisionProcessor, tokenizer: Any, folder: Path) -> Marks:
+    try:
+        return processor.marks(tokenizer)
+    except AttributeError as error:
+        raise ManifestError(
+            f"the tokenizer of {folder} does not name its marks for pictures: {first_line(error)}"
+        ) from error
+
+
+def _turns(record: Mapping[str, Any], form: str, place: str, *, with_pictures: bool) -> list[dict[str, Any]]:
+    """Return the turns of a record as a chat template takes them."""
+    if form == "alpaca":
+        asked = [_text(record[name], name, place) for name in ("instruction", "input") if record.get(name)]
+        turns = [{"role": "user", "content": "\n\n".join(asked)}]
+        turns += [{"role": "assistant", "content": _text(record["output"], "output", place)}]
+    elif form == "completion":
+        turns = [*_listed(record, "prompt", place, with_pictures), *_listed(record, "completion", place, with_pictures)]
+    else:
+        turns = _listed(record, form, place, with_pictures)
+    if record.get("system") and turns and turns[0]["role"] != "system":
+        turns.insert(0, {"role": "system", "content": _text(record["system"], "system", place)})
+    return turns
+
+
+def _listed(record: Mapping[str, Any], name: str, place: str, with_pictures: bool) -> list[dict[str, Any]]:
+    turns = record[name]
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns) or not turns:
+        raise ManifestError(f"{place}: {name!r} must be a list of turns with 'role' and 'content'")
+    return [_turn(turn, name, place, with_pictures) for turn in turns]
+
+
+def _turn(turn: Mapping[str, Any], name: str, place: str, with_pictures: bool) -> dict[str, Any]:
+    role = turn.get("role", turn.get("from"))
+    if not isinstance(role, str) or role not in _ROLES:
+        raise ManifestError(f"{place}: a turn of {name!r} is of {shown(role)}; roles are {', '.join(sorted(_ROLES))}")
+    found = {key: value for key, value in turn.items() if key not in ("from", "value") and value is not None}
+    content = turn.get("content", turn.get("value"))
+    if with_pictures and has_pictures(content):
+        return {**found, "role": _ROLES[role], "content": content}
+    if isinstance(content, list):
+        content = _joined(content, name, place)
+    return {**found, "role": _ROLES[role], "content": "" if content is None else _text(content, name, place)}
+
+
+def has_pictures(content: Any) -> bool:
+    """Return whether the content of a turn is in parts, with pictures among them."""
+    kinds = ("image", "video", "image_url", "video_url")
+    return isinstance(content, list) and any(isinstance(part, dict) and part.get("type") in kinds for part in content)
+
+
+def _joined(parts: list[Any], name: str, place: str) -> str:
+    """Return the text of a content in parts; pictures among them are media."""
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type", "text") != "text":
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise ManifestError(
+                f"{place}: a turn of {name!r} holds a part of type {kind!r}; chat data is text alone, and --kind media "
+                "reads conversations about images and videos"
+            )
+    return "".join(_text(part.get("text"), name, place) for part in parts)
+
+
+def _text(value: Any, name: str, place: str) -> str:
+    if not isinstance(value, str):
+        raise ManifestError(f"{place}: {name!r} holds {str(value)[:40]!r} where a text belongs")
+    return value

@@ -1,0 +1,161 @@
+"""Text to tokens: bytes as they are, or a Hugging Face `tokenizer.json`. Building and reading use the same object."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from fcp_cli.arrays import IntArray
+from fcp_cli.errors import ManifestError
+from fcp_cli.extras import pip_install
+from fcp_cli.manifest.tokenizing.hub import local_checkpoint
+from fcp_cli.words import counted
+
+# The slowest tokenizers manage more; a pattern that backtracks for ever does not.
+_LEAST_BYTES_PER_SECOND = 20_000
+_LEAST_SECONDS = 10.0
+_PROBE = "a 1."
+
+Result = TypeVar("Result")
+
+
+class Tokenizer(Protocol):
+    """Counts and encodes texts, given as UTF-8 bytes."""
+
+    @property
+    def name(self) -> str:
+        """The name that the manifest records: `bytes`, or the path of the tokenizer file."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id."""
+
+    def count(self, texts: Any) -> IntArray:
+        """Count the tokens of each text of an Arrow string or binary array; a null has none."""
+
+    def encode(self, text: bytes) -> IntArray:
+        """Return the tokens of a text: [tokens] int64."""
+
+
+class ByteTokenizer:
+    """Every byte of the UTF-8 text is one token: no file, no training, the same everywhere."""
+
+    name = "bytes"
+    vocab_size = 256
+
+    def count(self, texts: Any) -> IntArray:
+        counts: IntArray = pc.fill_null(pc.binary_length(texts), 0).cast(pa.int64()).to_numpy(zero_copy_only=False)
+        return counts
+
+    def encode(self, text: bytes) -> IntArray:
+        return np.frombuffer(text, np.uint8).astype(np.int64)
+
+
+class FileTokenizer:
+    """A `tokenizer.json`, with the special tokens that its own post-processor adds, without truncation or padding."""
+
+    def __init__(self, path: Path) -> None:
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if not file.is_file():
+            raise ManifestError(f"there is no tokenizer {file}; --tokenizer takes a tokenizer.json or 'bytes'")
+        try:
+            from tokenizers import Tokenizer as HuggingFaceTokenizer
+        except ImportError as error:
+            raise ManifestError(
+                f"--tokenizer FILE needs the tokenizers library: {pip_install('hf', 'tokenizers')}"
+            ) from error
+        try:
+            self._tokenizer = HuggingFaceTokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise ManifestError(f"{file} is not a tokenizer.json: {str(error).splitlines()[0]}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.name = str(file.resolve())
+        # The library panics over some damage as late as here; in a batch, several of its threads then wait for ever.
+        with _quiet_panics():
+            self._within(len(_PROBE), self._probe)
+
+    def _probe(self) -> None:
+        with suppress(Exception):  # it may know no such word, and a panic is no Exception
+            self._tokenizer.encode(_PROBE)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        return max(self.vocabulary().values()) + 1
+
+    def vocabulary(self) -> dict[str, int]:
+        """Return the id of each token."""
+        return dict(self._tokenizer.get_vocab(with_added_tokens=True))
+
+    def count(self, texts: Any) -> IntArray:
+        read = [_text(text) for text in texts.cast(pa.large_binary()).to_pylist()]
+        encodings = self._within(sum(map(len, read)), lambda: self._tokenizer.encode_batch_fast(read))
+        counts = np.fromiter((len(encoding) for encoding in encodings), np.int64, len(encodings))
+        # A special token alone is no sequence: an empty text has no tokens whatever the post-processor adds.
+        return np.where(ByteTokenizer().count(texts) == 0, 0, counts)
+
+    def encode(self, text: bytes) -> IntArray:
+        return np.asarray(self._tokenizer.encode(_text(text)).ids, np.int64)
+
+    def count_inside(self, text: str) -> int:
+        """Count the tokens of a piece of a longer text, without the post-processor's special tokens."""
+        return len(self._tokenizer.encode(_text(utf8(text)), add_special_tokens=False))
+
+    def _within(self, size: int, encode: Callable[[], Result]) -> Result:
+        """Let the library encode texts of so many characters, in a time that no sound tokenizer needs."""
+        done: list[Result] = []
+        failed: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                done.append(encode())
+            except BaseException as error:  # a panic of the library is no Exception
+                failed.append(error)
+
+        seconds = _LEAST_SECONDS + size / _LEAST_BYTES_PER_SECOND
+        worker = threading.Thread(target=run, name="fcp-tokenizer", daemon=True)  # nothing else can leave it
+        worker.start()
+        worker.join(seconds)
+        if done:
+            return done[0]
+        why = f"it took more than {seconds:.1f} s"
+        if failed:
+            why = f"it gives up with {(str(failed[0]).splitlines() or [type(failed[0]).__name__])[0]!r}"
+        text = f"a text of {counted(size, 'character')}"
+        raise ManifestError(f"{self.name} cannot encode {text}: {why}; is it damaged?")
+
+
+@contextmanager
+def _quiet_panics() -> Iterator[None]:
+    """Hide the library's writes to standard error, which bypass Python."""
+    kept = os.dup(2)
+    try:
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def open_tokenizer(name: str) -> Tokenizer:
+    """Open the tokenizer that a manifest or `--tokenizer` names."""
+    return ByteTokenizer() if name == "bytes" else FileTokenizer(local_checkpoint(name))
+
+
+def utf8(text: str) -> bytes:
+    """Encode a text that may hold lone surrogates, as JSON allows."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _text(text: bytes | None) -> str:
+    return (text or b"").decode("utf-8", "replace")

@@ -1,0 +1,1 @@
+"""Coefficients fitted to measurements, and to the metrics of real runs."""

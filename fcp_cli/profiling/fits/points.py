@@ -1,0 +1,198 @@
+"""The packs to measure: lengths in powers of two and packs of equal and mixed sequences; others are held out.
+
+A vision encoder runs single parts of growing size and many parts of one size; others between them are held out.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TypeVar
+
+from fcp_cli.errors import UsageError
+
+LEAST_LENGTH = 64  # below it a micro-batch costs its fixed part, whatever its length
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """A pack to be measured at a degree; a held-out one is never fitted, only compared.
+
+    Of the degree, sets of `heads_degree` ranks share heads.
+    """
+
+    lengths: tuple[int, ...]
+    degree: int
+    held_out: bool = False
+    crosses_nodes: bool = False
+    heads_degree: int = 1
+
+    @property
+    def key(self) -> str:
+        """The name of the point in the samples file."""
+        sets = f"h{self.heads_degree}" if self.heads_degree > 1 else ""
+        return f"{self.degree}{'x' if self.crosses_nodes else ''}{sets}:{'+'.join(map(str, self.lengths))}"
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def work(self) -> float:
+        """A number without a unit that grows with the time that a layer takes."""
+        return (sum(length * length for length in self.lengths) + 2048 * self.tokens) / self.degree
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisionPoint:
+    """A call of the vision encoder to be measured: square parts of so many patches along a side.
+
+    `trained` runs a backward, too; a frozen encoder has none.
+    """
+
+    sides: tuple[int, ...]
+    trained: bool
+    held_out: bool = False
+
+    @property
+    def key(self) -> str:
+        """The name of the point in the samples file."""
+        parts = (f"{side}x{len(list(alike))}" for side, alike in groupby(self.sides))
+        return f"vision {'trained' if self.trained else 'frozen'}:{'+'.join(parts)}"
+
+    @property
+    def part_patches(self) -> tuple[int, ...]:
+        return tuple(side * side for side in self.sides)
+
+    @property
+    def patches(self) -> int:
+        return sum(self.part_patches)
+
+    @property
+    def work(self) -> float:
+        """A number without a unit that grows with the time that a layer takes."""
+        forward = sum(patches * patches for patches in self.part_patches) + 2048 * self.patches
+        return float((3 if self.trained else 1) * forward)
+
+
+P = TypeVar("P", Point, VisionPoint)
+
+
+def measurement_points(max_length: int, degrees: Sequence[int], *, crosses_nodes: bool = False) -> list[Point]:
+    """Return the points of one measurement, cheapest first: fitted and held-out ones of every degree.
+
+    Fitted: single sequences of 64, 128, ... max_length tokens and packs of equal sequences. Held out: lengths between
+    those, and packs drawn at random (always the same ones).
+    """
+    if max_length < 8 * LEAST_LENGTH:
+        raise UsageError(f"--max-length is {max_length}; it must be at least {8 * LEAST_LENGTH}")
+    sixteenth, quarter = max_length // 16, max_length // 4
+    packs = [(LEAST_LENGTH,) * 8, (sixteenth,) * 8, (sixteenth,) * 16, (quarter,) * 3]
+    fitted = _singles(max_length) + [pack for pack in dict.fromkeys(packs) if sum(pack) <= max_length]
+    held_out = _between(max_length) + _random_packs(max_length)
+    points = [
+        Point(lengths=lengths, degree=degree, held_out=is_held_out, crosses_nodes=crosses_nodes and degree > 1)
+        for degree in degrees
+        for lengths, is_held_out in [*((pack, False) for pack in fitted), *((pack, True) for pack in held_out)]
+    ]
+    return sorted(points, key=lambda point: (point.work, point.key))
+
+
+def heads_points(max_length: int, degrees: Sequence[int], heads_degrees: Sequence[int]) -> list[Point]:
+    """Return the points of groups that share heads, cheapest first: all groups of these degrees and sets.
+
+    Fitted: three lengths of each group that is one set. Held out: four between them, of sets that form a ring, too.
+    """
+    groups = [(degree, shared) for degree in degrees for shared in heads_degrees if degree % shared == 0]
+    points = [
+        Point(lengths=lengths, degree=degree, heads_degree=shared, held_out=is_held_out)
+        for degree, shared in groups
+        for lengths, is_held_out in [
+            *((one, False) for one in _singles(max_length)[:-6:-2] if degree == shared),
+            *((one, True) for one in _between(max_length)[-4:]),
+        ]
+    ]
+    return sorted(points, key=lambda point: (point.work, point.key))
+
+
+def _singles(max_length: int) -> list[tuple[int, ...]]:
+    lengths: list[tuple[int, ...]] = []
+    length = LEAST_LENGTH
+    while length < max_length:
+        lengths.append((length,))
+        length *= 2
+    return [*lengths, (max_length,)]
+
+
+def _between(max_length: int) -> list[tuple[int, ...]]:
+    lengths: list[tuple[int, ...]] = []
+    length = 96
+    while length < max_length:
+        # Not a multiple of any kernel's tile, as real sequences are not: powers of two alone would flatter the fit.
+        lengths.append((length + length % 7,))
+        length *= 2
+    return lengths[1:]
+
+
+def _random_packs(max_length: int, packs: int = 5) -> list[tuple[int, ...]]:
+    """Draw long-tailed packs, the same at every call."""
+    draw = random.Random(max_length)
+    found = []
+    for number in range(packs):
+        room = max_length * (number + 1) // packs
+        lengths: list[int] = []
+        while room >= LEAST_LENGTH and len(lengths) < 12:
+            length = min(room, int(LEAST_LENGTH * (max_length / LEAST_LENGTH) ** draw.random()))
+            lengths.append(length)
+            room -= length
+        found.append(tuple(lengths))
+    return found
+
+
+LEAST_SIDE = 8  # patches
+MOST_PATCHES = 65_536  # the largest picture that Qwen3-VL's published settings do not resize
+_FITTED_SIDES = (8, 16, 22, 32, 64, 128, 256)
+_HELD_OUT_SIDES = (12, 24, 44, 88, 176)
+
+
+def vision_points(max_patches: int, *, mixed: bool) -> list[VisionPoint]:
+    """Return calls of a vision encoder, cheapest first: fitted and held-out ones, frozen (forward alone) and trained.
+
+    Sides are even, since two by two patches become a token in all families.
+
+    Args:
+        max_patches: the most patches of a call, all parts together.
+        mixed: whether parts of several sizes may share a call.
+    """
+    most = min(max_patches, MOST_PATCHES)
+    fitted = [*_single_parts(_FITTED_SIDES, most), *(_parts_of(side, most // share) for side, share in _FITTED_PACKS)]
+    held_out = [*_single_parts(_HELD_OUT_SIDES, most), *(_parts_of(side, most // share) for side, share in _HELD_PACKS)]
+    if mixed:
+        held_out += [sides for sides in _MIXTURES if sum(side * side for side in sides) <= most]
+    points = [
+        VisionPoint(sides=sides, trained=trained, held_out=is_held_out)
+        for trained in (False, True)
+        for group, is_held_out in ((fitted, False), (held_out, True))
+        for sides in dict.fromkeys(group)
+        if sides
+    ]
+    return sorted(points, key=lambda point: (point.work, point.key))
+
+
+# (side, n): as many parts of this side as an n-th of the most patches holds. As many patches in small parts as in a
+# large one separate the linear from the quadratic coefficient.
+_FITTED_PACKS = ((8, 1), (8, 4), (16, 1), (16, 2), (32, 1))
+_HELD_PACKS = ((12, 1), (24, 1), (12, 3))
+_MIXTURES = ((8, 12, 16), (8, 8, 24, 12), (32, 16, 16, 8, 8), (64, 24, 24, 44), (128, 64, 32, 32, 16))
+
+
+def _single_parts(sides: Sequence[int], most_patches: int) -> list[tuple[int, ...]]:
+    return [(side,) for side in sides if side * side <= most_patches]
+
+
+def _parts_of(side: int, patches: int) -> tuple[int, ...]:
+    """Return as many parts of this side as fit so many patches together; none where not even two do."""
+    number = patches // (side * side)
+    return (side,) * number if number > 1 else ()

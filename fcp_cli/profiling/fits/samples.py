@@ -1,0 +1,306 @@
+"""The file that a measurement fills while it runs: JSON Lines, so that a run that dies keeps its samples.
+
+The first line describes the measurement and its machine; then comes one line per observation, transfer or memory
+reading; the last line marks the end. A file without it is resumed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Final, Generic, Literal
+
+import numpy as np
+
+from fcp_cli.cost.attention_kernels import KernelTable
+from fcp_cli.cost.fitting import LEAST_SAMPLES, Sample
+from fcp_cli.errors import ProfileError
+from fcp_cli.files import reason_of, write_text_atomically
+from fcp_cli.kinds import another_kind
+from fcp_cli.profiling.fits.measurement import Measurement, Subject, model_figures, timed_settings
+from fcp_cli.profiling.fits.points import P, Point
+from fcp_cli.reading.documents import decode_json, read_text
+from fcp_cli.validation import Count, NonEmptyText, NonNegative, Share, require_shape, validated
+
+FORMAT: Final = "fcp-samples/1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Observation:
+    kind: str
+    point: NonEmptyText
+    layers: Count
+    seconds: tuple[NonNegative, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Transfer:
+    kind: str
+    tier: Literal["intra_node", "inter_node", "inter_node_cross_rail"]
+    bytes: Count
+    seconds: tuple[NonNegative, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SampledStep:
+    kind: str
+    layers: Count
+    seconds: tuple[NonNegative, ...]
+    state_bytes: NonNegative
+    optimizer_share: Share = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kernels:
+    kind: str
+    table: KernelTable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Memory:
+    tokens: NonNegative
+    peak_bytes: NonNegative
+    layers: Count | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _VisionMemory:
+    patches: NonNegative
+    peak_bytes: NonNegative
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Environment:
+    at: str = ""
+    device_memory_bytes: NonNegative = 0.0
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Clocks:
+    when: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _FirstContact:
+    tier: str
+    seconds: tuple[NonNegative, ...]
+    bytes: tuple[NonNegative, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _LeftOut:
+    points: tuple[str, ...]
+
+
+# The kinds of lines whose figures are fitted; the others describe the measurement, with whatever else.
+_FITTED_LINES: Final[Mapping[str, type]] = {
+    "observation": _Observation,
+    "transfer": _Transfer,
+    "step": _SampledStep,
+    "attention_kernels": _Kernels,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredPoint(Generic[P]):
+    """All observations of a point; `SamplesFile.summary` makes its seconds of them."""
+
+    point: P
+    seconds: float
+    repeats: int
+
+    def sample(self: MeasuredPoint[Point], *, silent: bool = False) -> Sample:
+        return Sample(
+            lengths=self.point.lengths,
+            degree=self.point.degree,
+            seconds=self.seconds,
+            crosses_nodes=self.point.crosses_nodes,
+            heads_degree=self.point.heads_degree,
+            silent=silent and self.point.degree > 1,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplesFile:
+    """A samples file as read: the measurement, the model's figures at that time, and the lines by kind."""
+
+    subject: Subject
+    figures: Mapping[str, Any]
+    lines: Sequence[Mapping[str, Any]]
+    path: Path = Path("profile.samples.jsonl")
+
+    def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
+        return [line for line in self.lines if line.get("kind") == kind]
+
+    @property
+    def finished(self) -> bool:
+        # A measurement that was taken up again after its end has not finished until it says so again.
+        ends = [line["kind"] for line in self.lines if line.get("kind") in ("finished", "resumed")]
+        return bool(ends) and ends[-1] == "finished"
+
+    @property
+    def shares_cores(self) -> bool:
+        """True if the ranks shared CPU cores while they were measured."""
+        return any(line.get("shares_cores") for line in self.of_kind("environment"))
+
+    @property
+    def on_accelerators(self) -> bool:
+        return any(line.get("device", "cpu") != "cpu" for line in self.of_kind("environment"))
+
+    @property
+    def num_fitted(self) -> int:
+        """The number of observed points that a fit may use."""
+        seen = {line["point"] for line in self.of_kind("observation")}
+        return sum(point.key in seen and not point.held_out for point in self.subject.points())
+
+    def summary(self, seconds: Sequence[float]) -> float:
+        """Return one figure for repeated observations: their lowest decile, since other load only ever adds.
+
+        If the ranks share a device's cores they take turns, and a job sees the median. So it is on
+        accelerators: the fastest samples there ran at clocks that a job cannot sustain.
+        """
+        return float(np.quantile(np.asarray(seconds), 0.5 if self.shares_cores or self.on_accelerators else 0.1))
+
+    def seconds_by_point(self, layers: int) -> dict[str, list[float]]:
+        """Return the observed seconds of each point with so many layers."""
+        found: dict[str, list[float]] = {}
+        for line in self.of_kind("observation"):
+            if line["layers"] == layers:
+                found.setdefault(line["point"], []).extend(line["seconds"])
+        return found
+
+
+def kernel_table(samples: SamplesFile) -> KernelTable | None:
+    """Return the table of attention kernels that was measured last, or None."""
+    lines = samples.of_kind("attention_kernels")
+    if not lines:
+        return None
+    return validated(lines[-1], _Kernels, where=str(samples.path), error=ProfileError).table
+
+
+_DESCRIBING_LINES: Final[Mapping[str, type]] = {
+    "memory": _Memory,
+    "vision_memory": _VisionMemory,
+    "environment": _Environment,
+    "clocks": _Clocks,
+    "first_contact": _FirstContact,
+    "left_out": _LeftOut,
+}
+
+
+def prepare_samples(measurement: Measurement, *, fresh: bool) -> bool:
+    """Begin a samples file, or find one to resume; true if it is resumed. One with enough points is started over."""
+    measurement.points()  # refuses a `max_length` before anything is written
+    path = measurement.samples
+    if path.exists() and not fresh:
+        samples = read_samples(path)
+        if not samples.finished or samples.num_fitted < LEAST_SAMPLES:
+            _require_same(measurement, samples)
+            append_line(path, {"kind": "resumed"})
+            return True
+    begin_samples(measurement)
+    return False
+
+
+def begin_samples(measurement: Measurement) -> None:
+    """Write the first line of a samples file."""
+    subject = measurement.subject()
+    header = {"format": FORMAT, **asdict(subject), "figures": model_figures(subject.model), "emulate": subject.emulate}
+    write_text_atomically(measurement.samples, json.dumps(header) + "\n")
+
+
+def _require_same(measurement: Measurement, samples: SamplesFile) -> None:
+    wanted = {**_compared(measurement.subject()), "figures": model_figures(measurement.model)}
+    found = {**_compared(samples.subject), "figures": samples.figures}
+    for key in sorted(wanted):
+        if wanted[key] != found[key]:
+            raise ProfileError(
+                f"{measurement.samples} holds an unfinished measurement with another {key} ({_short(found[key])}, not "
+                f"{_short(wanted[key])}); finish that one, or begin again with --fresh"
+            )
+
+
+def _compared(subject: Subject) -> dict[str, Any]:
+    """Return the key of a measurement's samples: of the recipe, the settings that times depend on."""
+    compared = {f.name: getattr(subject, f.name) for f in fields(Subject) if f.name not in ("recipe", "sync")}
+    return {**compared, **timed_settings(subject.recipe)}
+
+
+def _short(value: Any) -> str:
+    text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def read_samples(path: Path) -> SamplesFile:
+    """Read a samples file; a last line truncated by a kill is skipped."""
+    if mistaken := another_kind(path, "samples"):
+        raise ProfileError(mistaken)
+    rows = read_text(path, error=ProfileError, label="the samples ").splitlines()
+    header, *lines = [_parse(row) for row in rows] or [None]
+    if header is None or header.pop("format", None) != FORMAT:
+        raise ProfileError(f"{path} holds no samples of 'fcp profile' ({FORMAT}); give another --samples, or remove it")
+    figures = header.pop("figures", {})
+    header.pop("emulate", None)  # follows from the ranks
+    remedy = "give another --samples, or begin again with --fresh"
+    subject = validated(header, Subject, where=f"{path}, first line", error=ProfileError, remedy=remedy)
+    for number, line in enumerate(lines, start=2):
+        where, kind = f"{path}, line {number}", "" if line is None else str(line.get("kind"))
+        if rules := _FITTED_LINES.get(kind):
+            validated(line, rules, where=where, error=ProfileError, remedy=remedy)
+        if shape := _DESCRIBING_LINES.get(kind):
+            try:
+                require_shape(line, shape)
+            except ValueError as error:
+                raise ProfileError(f"{where}: {error}; {remedy}") from error
+    return SamplesFile(subject=subject, figures=figures, lines=[line for line in lines if line is not None], path=path)
+
+
+def _parse(row: str) -> dict[str, Any] | None:
+    try:
+        line = decode_json(row)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) else None
+
+
+def append_line(path: Path, line: Mapping[str, Any]) -> None:
+    """Add one line and close the file, so that it survives whatever comes next."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    except OSError as error:
+        raise ProfileError(f"cannot write the samples {path}: {reason_of(error, path.parent)}") from error
+
+
+def measured_points(
+    samples: SamplesFile, points: Iterable[P], *, layers: Sequence[int], model_layers: int
+) -> list[MeasuredPoint[P]]:
+    """Return the points that were observed, for the whole model.
+
+    With two layer counts a < b the model's remaining layers are added at the difference's slope:
+    t = t_a + (model_layers - a) (t_b - t_a) / (b - a).
+    """
+    observed = [samples.seconds_by_point(count) for count in layers]
+    found = []
+    for point in points:
+        seconds = [table.get(point.key, []) for table in observed]
+        if all(seconds):
+            found.append(_measured(samples, point, seconds, layers, model_layers))
+    return found
+
+
+def _measured(
+    samples: SamplesFile, point: P, seconds: Sequence[Sequence[float]], layers: Sequence[int], model_layers: int
+) -> MeasuredPoint[P]:
+    each = [samples.summary(values) for values in seconds]
+    total = each[0]
+    if len(layers) == 2:
+        total += (model_layers - layers[0]) * (each[1] - each[0]) / (layers[1] - layers[0])
+    return MeasuredPoint(
+        point=point,
+        seconds=total,
+        repeats=min(len(values) for values in seconds),
+    )

@@ -1,0 +1,130 @@
+"""Fits the coefficients of a vision encoder, trained and frozen, to its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from fcp_cli.cost.fitting import LEAST_SAMPLES, mean_absolute_percentage
+from fcp_cli.cost.profile import Coefficients, CostProfile
+from fcp_cli.cost.vision_fitting import VisionCosts, VisionSample, fit_vision
+from fcp_cli.models.model import ModelSpec
+from fcp_cli.profiling.fits.points import VisionPoint
+from fcp_cli.profiling.fits.samples import MeasuredPoint, SamplesFile, measured_points
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisionFit:
+    """The fit of one kind of call: trained (forward and backward) or frozen (forward alone).
+
+    Attributes:
+        costs: the fitted coefficients.
+        points: the observed calls, fitted and held out.
+        predicted_seconds: the predicted seconds by `costs`, for each of them.
+    """
+
+    costs: VisionCosts
+    points: tuple[MeasuredPoint[VisionPoint], ...]
+    predicted_seconds: tuple[float, ...]
+
+    def error_percent(self, *, held_out: bool) -> float | None:
+        """Return the mean absolute error in per cent; None if no such point was observed."""
+        errors = [
+            predicted / measured.seconds - 1.0
+            for measured, predicted in zip(self.points, self.predicted_seconds, strict=True)
+            if measured.point.held_out is held_out
+        ]
+        return mean_absolute_percentage(errors) if errors else None
+
+    def record(self) -> dict[str, Any]:
+        """Return the block that a cost profile's measurement keeps."""
+        return {
+            "call_seconds": self.costs.call_seconds,
+            "seconds_per_patch": self.costs.seconds_per_patch,
+            "seconds_per_patch2": self.costs.seconds_per_patch2,
+            "fitted_points": sum(not measured.point.held_out for measured in self.points),
+            "fitted_error_percent": self.error_percent(held_out=False),
+            "held_out_points": sum(measured.point.held_out for measured in self.points),
+            "held_out_error_percent": self.error_percent(held_out=True),
+            "points": [
+                {
+                    "part_sides_patches": list(measured.point.sides),
+                    "seconds": measured.seconds,
+                    "predicted_seconds": predicted,
+                    "error_percent": 100.0 * (predicted / measured.seconds - 1.0),
+                    "held_out": measured.point.held_out,
+                    "repeats": measured.repeats,
+                }
+                for measured, predicted in zip(self.points, self.predicted_seconds, strict=True)
+            ],
+        }
+
+
+def fit_vision_samples(samples: SamplesFile, spec: ModelSpec) -> Mapping[str, VisionFit]:
+    """Fit `trained` and `frozen` calls, each if enough of them were observed; none without an encoder."""
+    if spec.vision is None:
+        return {}
+    found: dict[str, VisionFit] = {}
+    for name, trained in (("trained", True), ("frozen", False)):
+        measured = measured_points(
+            samples,
+            [point for point in samples.subject.vision_points() if point.trained is trained],
+            layers=samples.subject.vision_layers,
+            model_layers=spec.vision.depth,
+        )
+        fitted = [_sample(one) for one in measured if not one.point.held_out]
+        if len(fitted) >= LEAST_SAMPLES:
+            costs = fit_vision(fitted)
+            predicted = costs.predicted_seconds([_sample(one) for one in measured])
+            found[name] = VisionFit(costs=costs, points=tuple(measured), predicted_seconds=tuple(predicted.tolist()))
+    return found
+
+
+def with_vision(profile: CostProfile, costs: VisionCosts) -> CostProfile:
+    """Return the profile with these costs of its encoder; every micro-batch makes one call and pays its fixed part."""
+
+    def changed(coefficients: Coefficients) -> Coefficients:
+        return replace(
+            coefficients,
+            microbatch_seconds=coefficients.microbatch_seconds + costs.call_seconds,
+            vision_seconds_per_patch=costs.seconds_per_patch,
+            vision_seconds_per_patch2=costs.seconds_per_patch2,
+        )
+
+    ground = profile.common_ground
+    if ground is not None:
+        ground = replace(ground, coefficients=changed(ground.coefficients))
+    return replace(profile, coefficients=changed(profile.coefficients), common_ground=ground)
+
+
+def measured_bytes_per_patch(samples: SamplesFile) -> float | None:
+    """Return a trained encoder's bytes per patch, from peaks of growing calls; None if they do not show it."""
+    return slope_of_peaks([(line["patches"], line["peak_bytes"]) for line in samples.of_kind("vision_memory")])
+
+
+def slope_of_peaks(readings: Sequence[tuple[float, float]]) -> float | None:
+    """Return bytes per unit of (units, peak bytes), by a straight line; None of fewer than two or of falling peaks."""
+    peaks = sorted(readings)
+    if len(peaks) < 2 or peaks[-1][1] <= peaks[0][1]:
+        return None
+    units, peak_bytes = np.array(peaks, dtype=np.float64).T
+    return float(np.polyfit(units, peak_bytes, 1)[0])
+
+
+def memory_readings(samples: SamplesFile, bytes_per_patch: float) -> Sequence[Mapping[str, Any]]:
+    """Compare peak bytes of calls of the encoder with so many bytes per patch."""
+    return [
+        {
+            "patches": line["patches"],
+            "peak_bytes": line["peak_bytes"],
+            "error_percent": 100.0 * (bytes_per_patch * line["patches"] / max(line["peak_bytes"], 1.0) - 1.0),
+        }
+        for line in samples.of_kind("vision_memory")
+    ]
+
+
+def _sample(measured: MeasuredPoint[VisionPoint]) -> VisionSample:
+    return VisionSample(part_patches=measured.point.part_patches, seconds=measured.seconds)

@@ -1,0 +1,157 @@
+"""Messages between ranks: which pairs are timed, seconds of messages of growing size, and the cost of a first one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from fcp_cli.profiling.workers.device import Stopwatch, free_bytes, wait_for_device
+from fcp_cli.runtime.communication.transport import Transport
+
+_KIB, _MIB = 1 << 10, 1 << 20
+HOST_MOST_BYTES = 8 * _MIB  # between processes of a host larger ones take no other rate
+DEVICE_MOST_BYTES = 128 * _MIB
+_LEAST_BYTES = 4 * _KIB  # the first shows a message's fixed part, the last its bytes
+_SHARE_OF_FREE = 4  # both buffers of a message take at most this part of the free memory
+_CONTACT_BYTES = 4 * _KIB
+_GROWTH = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairKind:
+    """A kind of pair: every rank sends to one neighbour and receives from another.
+
+    Attributes:
+        tier: `intra_node`, `inter_node` (ranks of the same place in their nodes: one rail), or
+            `inter_node_cross_rail`, which rings over parts of nodes take.
+        nodes, places: how many nodes and places further the neighbour is; both wrap around.
+        ranks_per_node: how many ranks of the job a node has.
+        world: ranks of the job.
+    """
+
+    tier: str
+    nodes: int
+    places: int
+    ranks_per_node: int
+    world: int
+
+    def to(self, rank: int) -> int:
+        return self._shifted(rank, 1)
+
+    def source(self, rank: int) -> int:
+        return self._shifted(rank, -1)
+
+    def _shifted(self, rank: int, sign: int) -> int:
+        node, place = divmod(rank, self.ranks_per_node)
+        num_nodes = self.world // self.ranks_per_node
+        node = (node + sign * self.nodes) % num_nodes
+        return node * self.ranks_per_node + (place + sign * self.places) % self.ranks_per_node
+
+
+def links(world: int, ranks_per_node: int) -> list[PairKind]:
+    """Return the pairs to time: inside a node, and between nodes on one rail and across rails."""
+    shifts = {"intra_node": (0, 1), "inter_node": (1, 0), "inter_node_cross_rail": (1, 1)}
+    return _possible(shifts, world, ranks_per_node)
+
+
+def fresh_links(world: int, ranks_per_node: int) -> list[PairKind]:
+    """Return pairs that have not met when a transport was just made, whose warm-up goes around all ranks."""
+    shifts = {"intra_node": (0, 2), "inter_node": (1, 1)}
+    if ranks_per_node < 4:
+        del shifts["intra_node"]  # of three, two places further is one place back
+    return _possible(shifts, world, ranks_per_node)
+
+
+def _possible(shifts: dict[str, tuple[int, int]], world: int, ranks_per_node: int) -> list[PairKind]:
+    made = [
+        PairKind(tier=tier, nodes=nodes, places=places, ranks_per_node=ranks_per_node, world=world)
+        for tier, (nodes, places) in shifts.items()
+    ]
+    whole_nodes = world % ranks_per_node == 0
+    return [
+        link
+        for link in made
+        if (link.places == 0 or ranks_per_node > 1) and (link.nodes == 0 or (whole_nodes and world > ranks_per_node))
+    ]
+
+
+def most_message_bytes(device: torch.device) -> int:
+    """Return the largest message to time: this device's free memory holds two with room to spare."""
+    most = HOST_MOST_BYTES if device.type == "cpu" else DEVICE_MOST_BYTES
+    return max(_LEAST_BYTES, min(most, int(free_bytes(device) / (2 * _SHARE_OF_FREE))))
+
+
+def message_sizes(most_bytes: int) -> list[int]:
+    """Return the bytes of messages to time: 4 KiB, 64 KiB, 1 MiB, ... and the largest."""
+    sizes = [_LEAST_BYTES]
+    while sizes[-1] * _GROWTH < most_bytes:
+        sizes.append(sizes[-1] * _GROWTH)
+    return [*sizes, most_bytes] if sizes[-1] < most_bytes else sizes
+
+
+class Gather(Protocol):
+    """Returns every rank's values; all ranks call it together."""
+
+    def __call__(self, values: Sequence[float]) -> list[list[float]]: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FirstMessageSeconds:
+    """Extra seconds of the first message between two ranks; [ranks] each.
+
+    Attributes:
+        seconds: how long the host was held up.
+        device_bytes: the device bytes of memory for each rank that was met; None if the device does not say.
+    """
+
+    seconds: list[float]
+    device_bytes: list[float] | None
+
+
+class Messenger:
+    """Times messages over a transport; every rank calls the same methods together."""
+
+    def __init__(self, transport: Transport, device: torch.device, stopwatch: Stopwatch, gather: Gather) -> None:
+        self._transport = transport
+        self._device = device
+        self._stopwatch = stopwatch
+        self._gather = gather
+
+    def seconds(self, link: PairKind, num_bytes: int, *, repeats: int) -> list[float]:
+        """Return [repeats] the seconds of messages, each of the rank that was disturbed least."""
+        work = self._message(link, num_bytes)
+        dist.barrier()  # a late start of one rank would be measured as waiting by the others
+        everyone = self._gather(self._stopwatch.measure_each(work, repeats, pause=dist.barrier))
+        return [min(values) for values in zip(*everyone, strict=True)]
+
+    def first_contact(self, link: PairKind) -> FirstMessageSeconds:
+        """Time the first message of pairs that have not met, and read the memory that it takes."""
+        work = self._message(link, _CONTACT_BYTES)
+        dist.barrier()
+        before = free_bytes(self._device)
+        first = self._host_seconds(work)
+        after = free_bytes(self._device)
+        again = self._host_seconds(work)
+        rank = dist.get_rank()
+        met = len({link.to(rank), link.source(rank)})
+        everyone = self._gather([max(0.0, first - again), max(0.0, before - after) / met])
+        seconds, device_bytes = ([values[column] for values in everyone] for column in (0, 1))
+        return FirstMessageSeconds(seconds=seconds, device_bytes=None if self._device.type == "cpu" else device_bytes)
+
+    def _host_seconds(self, work: Callable[[], None]) -> float:
+        wait_for_device(self._device)
+        begin = time.perf_counter()
+        work()
+        wait_for_device(self._device)
+        return time.perf_counter() - begin
+
+    def _message(self, link: PairKind, num_bytes: int) -> Callable[[], None]:
+        rank = dist.get_rank()
+        send = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+        receive = torch.empty_like(send)
+        return lambda: self._transport.start("kv", send, link.to(rank), receive, link.source(rank)).wait()

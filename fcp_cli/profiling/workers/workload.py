@@ -1,0 +1,213 @@
+"""The work that is timed: forward and backward of a real model's layers on a pack, as the runtime runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fcp_cli.models.model import ModelSpec
+from fcp_cli.models.transformers_config import text_config
+from fcp_cli.profiling.fits.points import Point
+from fcp_cli.recipe import PrecisionName, Recipe
+from fcp_cli.runtime.communication.transport import Handle, Transport
+from fcp_cli.runtime.gradients.weight_types import WEIGHT_DTYPES
+from fcp_cli.runtime.injection.integrations import transformers_models
+from fcp_cli.runtime.layouts.layout import shard_layout
+from fcp_cli.runtime.loss.token_loss import Labels, token_loss_sum
+from fcp_cli.runtime.recomputation.offload import ActivationOffload
+from fcp_cli.runtime.ring_attention.ring import Ring, current_ring
+
+
+def build_model(spec: ModelSpec, layers: int, device: torch.device, recipe: Recipe) -> nn.Module:
+    """Build the model's transformers class with random weights, `layers` layers and the runtime's attention.
+
+    Weights are of the type that a job of this recipe computes with, and layers are recomputed as it says.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type, figures = text_config(replace(spec, num_layers=layers))
+    config = AutoConfig.for_model(model_type, **figures)
+    config.use_cache = False
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=WEIGHT_DTYPES[recipe.precision])  # type: ignore[no-untyped-call]
+    integration = transformers_models()
+    integration.prepare(model)
+    integration.recompute_layers(model, recipe.recompute)
+    trained: nn.Module = model.train()
+    return trained
+
+
+class SilentTransport:
+    """A transport whose peers never delay: a message is there at once, and holds the receiver's own data.
+
+    With it one process runs exactly the kernels of one member of a ring of any degree, without any communication.
+    """
+
+    def start(self, kind: str, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> Handle:
+        # Uninitialised memory may hold NaN or denormal numbers, with which kernels take other times than with data.
+        if receive is not None:
+            receive.zero_() if send is None else _fill(receive, send)
+        return _Arrived()
+
+
+class _Arrived:
+    def wait(self) -> None:
+        pass
+
+
+def _fill(receive: Tensor, send: Tensor) -> None:
+    flat, source = receive.view(-1), send.view(-1)
+    common = min(flat.numel(), source.numel())
+    flat[:common].copy_(source[:common])
+    flat[common:].zero_()
+
+
+class SyntheticBatch(NamedTuple):
+    """The tokens of one member of a ring, [1, tokens] each."""
+
+    input_ids: Tensor
+    position_ids: Tensor
+    labels: Tensor
+
+
+class GradientSums:
+    """Adds up the gradients of bf16 weights in fp32, as ranks of a job keep them from one micro-batch to the next."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._add)  # type: ignore[no-untyped-call]
+
+    def _add(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None or not isinstance(parameter, nn.Parameter):
+            return
+        if parameter in self._sums:
+            self._sums[parameter] += gradient
+        else:
+            self._sums[parameter] = gradient.to(torch.float32)
+        parameter.grad = None
+
+    def holders(self) -> list[nn.Parameter]:
+        """Return a parameter for each sum, which is its own gradient, as the reduction and the update expect."""
+        found = []
+        for parameter in self._model.parameters():
+            if parameter in self._sums:
+                holder = nn.Parameter(self._sums[parameter])
+                holder.grad = self._sums[parameter]
+                found.append(holder)
+        return found
+
+
+class Workload:
+    """Runs one member's part of a micro-batch.
+
+    Args:
+        model: the model, as `build_model` makes it, perhaps wrapped.
+        device: the device where it lives.
+        recipe: the recipe that packs run under.
+        transport: carries the hops of rings of several members.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, recipe: Recipe, transport: Transport) -> None:
+        self.model = model
+        self.device = device
+        self._autocast = autocast_for(device, recipe.precision)
+        self._recipe = recipe
+        self._transport = transport
+        self._offload = ActivationOffload(device) if recipe.offload == "activations" else None
+        self._sums = GradientSums(model) if recipe.precision == "bf16" else None
+        self._vocabulary = int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
+        self._batch = lru_cache(maxsize=64)(self._make_batch)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the matrix products."""
+        return torch.bfloat16 if self._recipe.precision == "amp" else next(self.model.parameters()).dtype
+
+    def gradient_holders(self) -> list[nn.Parameter]:
+        """Return parameters whose `grad` a step sums over ranks."""
+        return list(self.model.parameters()) if self._sums is None else self._sums.holders()
+
+    def set_layers(self, layers: int) -> None:
+        """Keep only the first so many layers for the next calls."""
+        # Decoders of transformers run self.layers[: config.num_hidden_layers].
+        self.model.config.num_hidden_layers = layers  # type: ignore[union-attr]
+
+    def microbatch(
+        self, lengths: tuple[int, ...], ranks: Sequence[int], index: int, heads_degree: int = 1
+    ) -> Callable[[], None]:
+        """Return a function that runs forward and backward of member `index`; gradients add up as in training.
+
+        Args:
+            lengths: the lengths of the pack.
+            ranks: the ranks of the group.
+            index: the index of the member.
+            heads_degree: ranks of a set that shares heads.
+        """
+        degree = len(ranks)
+        batch = self._batch(lengths, degree, index, heads_degree)
+        tokens = sum(lengths)
+
+        def run() -> None:
+            layout = shard_layout(lengths, degree, heads_degree)
+            ring = Ring(layout=layout, index=index, ranks=tuple(ranks), transport=self._transport)
+            current_ring.set(ring)
+            loss: Any = self._loss_sum(batch, ring) / tokens
+            loss.backward()
+            current_ring.set(None)
+
+        return run
+
+    def _loss_sum(self, batch: SyntheticBatch, ring: Ring) -> Tensor:
+        """Run the forward, with the loss and the offloading of the recipe, as the bundled trainer does."""
+        inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False}
+        with self._autocast(), nullcontext() if self._offload is None else self._offload.of(batch):
+            if self._recipe.loss == "chunked":
+                ring.context.labels = Labels(values=batch.labels)
+                loss_sum: Tensor = self.model(**inputs, labels=batch.labels).loss
+                return loss_sum
+            logits = self.model(**inputs).logits
+        return token_loss_sum(logits, batch.labels)
+
+    def _make_batch(self, lengths: tuple[int, ...], degree: int, index: int, heads_degree: int) -> SyntheticBatch:
+        layout = shard_layout(lengths, degree, heads_degree)
+        draw = torch.Generator().manual_seed(sum(lengths))
+        tokens = torch.randint(self._vocabulary, (1, layout.tokens(index)), generator=draw)
+        positions = torch.from_numpy(layout.position_ids(index))[None]
+        labels = torch.roll(tokens, -1, dims=1)
+        return SyntheticBatch(tokens.to(self.device), positions.to(self.device), labels.to(self.device))
+
+
+def groups_of(point: Point, *, world: int, ranks_per_node: int) -> list[tuple[int, ...]]:
+    """Return the groups that run a point at the same time: as many as fit, so that no rank idles that a job would use.
+
+    Inside a node they are blocks of consecutive ranks; across nodes each takes its ranks from as many nodes as it can.
+    """
+    order = list(range(world))
+    if point.crosses_nodes:
+        # One rank of each node after the other, so that neighbours in the order are on different nodes.
+        order.sort(key=lambda rank: (rank % ranks_per_node, rank))
+        return [
+            tuple(sorted(order[start : start + point.degree]))
+            for start in range(0, world - point.degree + 1, point.degree)
+        ]
+    return [
+        tuple(range(start, start + point.degree))
+        for node in range(0, world, ranks_per_node)
+        for start in range(node, min(node + ranks_per_node, world) - point.degree + 1, point.degree)
+    ]
+
+
+def autocast_for(device: torch.device, precision: PrecisionName) -> Callable[[], AbstractContextManager[Any]]:
+    """Return the context that a forward runs under: bfloat16 autocast for amp, else none."""
+    if precision != "amp":
+        return nullcontext
+    return lambda: torch.autocast(device.type, dtype=torch.bfloat16)

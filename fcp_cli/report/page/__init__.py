@@ -1,0 +1,1 @@
+"""The page of a plan or a run: its sections, charts and figures."""

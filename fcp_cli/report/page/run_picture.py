@@ -1,0 +1,182 @@
+"""Figures of a run against its plan, for the page: predicted against measured, drift, and stragglers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fcp_cli.arrays import FloatArray, IntArray
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
+from fcp_cli.report.page.page_data import Columns, HeatMap
+from fcp_cli.report.ranks_shown import RanksShown
+from fcp_cli.runs.metrics.metrics_reader import RunStep
+
+_SCATTER_POINTS = 2_500
+_SERIES_POINTS = 400
+_RANKS_SHOWN = 16
+_POINTS_KEPT = 200_000
+
+
+@dataclass(kw_only=True)
+class RunPicture:
+    """The pictures of a run: give `add` every measured step.
+
+    Attributes:
+        plan: the plan that the run followed.
+        chosen: the steps whose measured Gantt charts are wanted.
+        steps: measured steps that were given, warm-up included.
+        bars, ends: what was drawn of the chosen steps, their rectangles and their seconds.
+        evaluations: step -> loss of the held-out rows after it.
+    """
+
+    plan: PlanMetadata
+    chosen: frozenset[int]
+    steps: int = 0
+    warm_up_steps: int = 0
+    bars: dict[int, Columns] = field(default_factory=dict)
+    ends: dict[int, float] = field(default_factory=dict)
+    evaluations: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        meta = self.plan
+        self.shown = RanksShown.of(meta.num_ranks, meta.ranks_per_node)
+        self.heat = HeatMap(steps=meta.steps, num_ranks=meta.num_ranks, first_step=meta.first_step)
+        self.peak_bytes: IntArray = np.zeros(meta.num_ranks, dtype=np.int64)
+        self._losses: list[tuple[float, float]] = []
+        self._series: list[tuple[float, ...]] = []
+        self._points: list[FloatArray] = []  # [3, micro-batches]: degree, planned, measured
+        self._busy = np.zeros(self.plan.num_ranks)
+        self._planned = np.zeros(self.plan.num_ranks)
+
+    def add(self, step: RunStep) -> None:
+        self.steps += 1
+        if step.loss is not None:
+            self._losses.append((step.step, step.loss))
+        if len(step.peak_bytes) == len(self.peak_bytes):
+            np.maximum(self.peak_bytes, step.peak_bytes, out=self.peak_bytes)
+        if step.step in self.chosen:
+            self.bars[step.step] = measured_bars(step, self.shown)
+            self.ends[step.step] = step.seconds
+        if step.warm_up:
+            self.warm_up_steps += 1
+            return
+        busy, planned = float(step.busy_seconds.sum()), float(step.planned_seconds.sum())
+        rates = (step.tokens, step.idle_fraction)
+        self._series.append((step.step, step.seconds, step.predicted_seconds, busy, planned, *rates))
+        worked = np.bincount(step.ranks, weights=step.busy_seconds, minlength=self.plan.num_ranks)
+        self.heat.add(step.step, np.clip(1.0 - worked / step.seconds, 0.0, 1.0))
+        self._busy += worked
+        np.add.at(self._planned, step.ranks, step.planned_seconds)
+        if sum(points.shape[1] for points in self._points[-1:]) * len(self._points) < _POINTS_KEPT:
+            self._points.append(_groups(step))
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._series
+
+    def totals(self) -> dict[str, float]:
+        """Return measurements over all steps after warm-up: mean step seconds, the slowest, tokens/s, idle share.
+
+        The `predicted_` ones are the same statistics of the same steps as they were planned; `ratio` is seconds
+        measured / planned.
+        """
+        _, seconds, predicted, _, planned, tokens, idle = np.array(self._series).T
+        return {
+            "step_seconds": float(seconds.mean()),
+            "slowest_seconds": float(seconds.max()),
+            "ratio": float(seconds.sum() / predicted.sum()),
+            "tokens_per_second": float(tokens.sum() / seconds.sum()),
+            "idle": float((idle * seconds).sum() / seconds.sum()),
+            "predicted_step_seconds": float(predicted.mean()),
+            "predicted_slowest_seconds": float(predicted.max()),
+            "predicted_tokens_per_second": float(tokens.sum() / predicted.sum()),
+            "predicted_idle": max(0.0, float(1.0 - planned.sum() / (self.plan.num_ranks * predicted.sum()))),
+        }
+
+    def losses(self) -> Columns | None:
+        """Return the loss over the steps, averaged if there are more steps than points; None: it is not known."""
+        return _over_steps(self._losses) if len(self._losses) > 1 else None
+
+    def held_out_losses(self) -> Columns | None:
+        """Return the loss of the held-out rows over the steps, as `losses` does; None: the run was not evaluated."""
+        return _over_steps([*self.evaluations.items()]) if self.evaluations else None
+
+    def drift(self) -> Columns:
+        """Return measured / planned over the steps: of whole steps, and of the micro-batches alone."""
+        table = np.array(self._series)
+        step, seconds, predicted, busy, planned, _, _ = np.array([part.mean(axis=0) for part in _parts(table)]).T
+        return {
+            "step": step,
+            "seconds": seconds,
+            "whole": seconds / predicted,
+            "micro_batches": busy / np.maximum(planned, 1e-12),
+        }
+
+    def _all_points(self) -> FloatArray:
+        return np.concatenate(self._points, axis=1)
+
+    def scatter(self) -> Columns:
+        """Return planned and measured seconds per micro-batch, thinned out evenly."""
+        points = self._all_points()
+        degree, planned, measured = points[:, :: max(1, -(-points.shape[1] // _SCATTER_POINTS))]
+        return {"degree": degree.astype(np.int64), "planned": planned, "measured": measured}
+
+    def residuals(self) -> Columns:
+        """Return quantiles of measured / planned - 1 per degree."""
+        degree, planned, measured = self._all_points()
+        residual = measured / planned - 1.0
+        degrees = np.unique(degree)
+        quantiles = [np.quantile(residual[degree == d], (0.1, 0.25, 0.5, 0.75, 0.9)) for d in degrees]
+        names = ("p10", "p25", "median", "p75", "p90")
+        columns: Columns = dict(zip(names, np.array(quantiles).T, strict=True))
+        counts = np.array([np.count_nonzero(degree == d) for d in degrees])
+        return {"degree": degrees.astype(np.int64), "micro_batches": counts, **columns}
+
+    def slowest_ranks(self) -> Columns:
+        """Return the ranks that took longest for their work, slowest first."""
+        ratio = self._busy / np.maximum(self._planned, 1e-12)
+        ratio[self._planned == 0] = 0.0
+        ranks = np.argsort(-ratio, kind="stable")[:_RANKS_SHOWN]
+        return {"rank": ranks, "ratio": ratio[ranks], "place": np.arange(len(ranks))}
+
+
+def _over_steps(losses: Sequence[tuple[float, float]]) -> Columns:
+    step, loss = np.array([part.mean(axis=0) for part in _parts(np.array(losses))]).T
+    return {"step": step, "loss": loss}
+
+
+def _parts(table: FloatArray) -> list[FloatArray]:
+    return np.array_split(table, min(len(table), _SERIES_POINTS))
+
+
+def _groups(step: RunStep) -> FloatArray:
+    """Return [3, microbatches]: degree, planned and measured seconds; a ring takes as long as its slowest member."""
+    works = (step.pack_tokens > 0) & (step.planned_seconds > 0)
+    _, index, group = np.unique(step.orders[works], return_index=True, return_inverse=True)
+    measured = np.zeros(len(index))
+    np.maximum.at(measured, group, step.busy_seconds[works])
+    return np.stack([step.degrees[works][index].astype(np.float64), step.planned_seconds[works][index], measured])
+
+
+def measured_bars(step: RunStep, shown: RanksShown) -> Columns:
+    """Return a measured step as rectangles, like `page_data.bars_of`."""
+    by_rank = np.lexsort((step.ranks, step.orders))
+    by_rank = by_rank[(step.pack_tokens[by_rank] > 0) & shown.are_shown(step.ranks[by_rank])]
+    orders, ranks = step.orders[by_rank], shown.rows(step.ranks[by_rank])
+    # A rectangle begins where the micro-batch changes, and where its ranks are not neighbours.
+    first = np.ones(len(orders), dtype=bool)
+    first[1:] = (np.diff(orders) != 0) | (np.diff(ranks) != 1)
+    starts: IntArray = np.flatnonzero(first)
+    begin, end = step.start_seconds[by_rank], (step.start_seconds + step.busy_seconds)[by_rank]
+    return {
+        "step": np.full(len(starts), step.step),
+        "order": orders[starts],
+        "degree": step.degrees[by_rank][starts],
+        "tokens": step.pack_tokens[by_rank][starts],
+        "rank": ranks[starts],
+        "top": ranks[starts] + np.diff(np.append(starts, len(orders))),
+        "start": np.minimum.reduceat(begin, starts) if len(starts) else begin,
+        "end": np.maximum.reduceat(end, starts) if len(starts) else end,
+    }

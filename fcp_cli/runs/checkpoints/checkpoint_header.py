@@ -1,0 +1,160 @@
+"""The headers of a run's checkpoints. Imports no torch: `fcp plan` and `fcp launch` read them, too."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from fcp_cli.errors import RunError
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
+from fcp_cli.reading.documents import read_object
+from fcp_cli.reading.inputs import require_input
+from fcp_cli.runs.checkpoints.checkpoint_files import FileSums, wrong_size
+from fcp_cli.validation import Count, NonNegativeCount, shown, validated
+
+FORMAT = "fcp-checkpoint/3"
+_WITHOUT_CHECKSUMS: Final = "fcp-checkpoint/2"
+PREFIX = "step-"
+_NAME: Final = re.compile(rf"{PREFIX}[0-9]{{1,19}}")
+
+Sharding = Literal["replicated", "sharded"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointHeader:
+    """The facts of a checkpoint that must agree with a run before it is loaded, and how it is cut.
+
+    Attributes:
+        sharding: whether rank 0 saved everything, or each rank of a copy its share of it.
+        shards: how many shares; None, in older checkpoints: as many as ranks.
+        files: checksums of its files, by name; None in checkpoints of format 2.
+    """
+
+    step: NonNegativeCount
+    plan_hash: str
+    num_ranks: Count
+    sharding: Sharding
+    model: str
+    torch: str
+    shards: Count | None = None
+    files: Mapping[str, FileSums] | None = None
+
+    def text(self) -> str:
+        """Return the content of `checkpoint.json`, including its checksum."""
+        document = {"format": FORMAT, **asdict(self)}
+        return json.dumps({**document, "checksum": _checksum(document)}, indent=1) + "\n"
+
+
+def _checksum(document: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(document, sort_keys=True).encode())
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints of a run, oldest first; each was whole once, since it has its name."""
+    return sorted(path for path in folder.glob(f"{PREFIX}*") if _NAME.fullmatch(path.name) and path.is_dir())
+
+
+def read_header(checkpoint: Path) -> CheckpointHeader:
+    """Read the header of a checkpoint."""
+    try:
+        return _read(checkpoint)
+    except _DamagedHeaderError as error:
+        raise RunError(f"{error}; {way_back(checkpoint)}") from error
+
+
+class _DamagedHeaderError(RunError):
+    """Another checkpoint may be intact."""
+
+
+def _read(checkpoint: Path) -> CheckpointHeader:
+    path = checkpoint / "checkpoint.json"
+    try:
+        require_input(path, seekable=True)  # no pipe, which would be waited for
+    except OSError as error:
+        raise _DamagedHeaderError(f"cannot read {path}: {error.strerror or error}") from error
+    document = read_object(path, error=_DamagedHeaderError)
+    found = document.get("format")
+    if found not in (FORMAT, _WITHOUT_CHECKSUMS):
+        raise RunError(f"{path} has format {shown(found)}; this fcp reads {FORMAT!r}")
+    if found == FORMAT and document.pop("checksum", None) != _checksum(document):
+        raise _DamagedHeaderError(f"{path} does not match its checksum: it was damaged or edited")
+    del document["format"]
+    return validated(document, CheckpointHeader, where=f"{path} is damaged", error=_DamagedHeaderError)
+
+
+def require_files(checkpoint: Path, header: CheckpointHeader) -> None:
+    """Check, without reading them, that all files of a checkpoint are there with their sizes, and no others."""
+    if header.files is None:
+        return
+    wrong = wrong_size(checkpoint, header.files)
+    if wrong is None:
+        extra = sorted({path.name for path in checkpoint.glob("*.safetensors")} - header.files.keys())
+        wrong = f"{checkpoint / extra[0]} is not listed in checkpoint.json" if extra else None
+    if wrong is not None:
+        raise RunError(f"{wrong}; {way_back(checkpoint)}")
+
+
+def way_back(checkpoint: Path) -> str:
+    """Return how to resume if a checkpoint is damaged: from the newest one before it whose files are all there."""
+    for before in reversed([path for path in checkpoints(checkpoint.parent) if path.name < checkpoint.name]):
+        try:
+            header = _read(before)
+        except RunError:
+            continue
+        if header.files is None or wrong_size(before, header.files) is None:
+            later = [path for path in checkpoints(checkpoint.parent) if before.name < path.name]
+            return f"remove {' and '.join(map(str, later))} to resume from {before.name}"
+    return (
+        f"no checkpoint before it is left: restore {checkpoint.name} from a copy, or start a new run without --resume"
+    )
+
+
+def kept_before(folder: Path) -> str:
+    """Return which checkpoint a run has left if the one that is being written to `folder` fails."""
+    saved = checkpoints(folder)
+    return f"the run can resume from {saved[-1].name}" if saved else "the run has no checkpoint yet"
+
+
+def check_header(header: CheckpointHeader, wanted: CheckpointHeader, plan: PlanMetadata, *, checkpoint: Path) -> None:
+    """Refuse to resume under another plan, number of ranks or model; a plan may continue another's.
+
+    Any sharding may follow any other: each rank slices its shard from the saved tensors.
+
+    Args:
+        header: the header of the checkpoint.
+        wanted: header that the run would save now.
+        plan: plan of the resumed run.
+        checkpoint: the checkpoint for messages.
+    """
+    check_plan_of(header, plan, checkpoint=checkpoint)
+    same_plan = header.plan_hash == plan.plan_hash
+    for name in ("num_ranks", "model") if same_plan else ("model",):
+        then, now = getattr(header, name), getattr(wanted, name)
+        if then != now:
+            raise RunError(
+                f"{checkpoint} was made with {name.replace('_', ' ')} {then}, but this run has {now}; "
+                "start a new run without --resume"
+            )
+
+
+def check_plan_of(header: CheckpointHeader, plan: PlanMetadata, *, checkpoint: Path) -> None:
+    """Check that a checkpoint was made under this plan, or that the plan continues from exactly there."""
+    if header.plan_hash == plan.plan_hash:
+        return
+    continues = plan.continues
+    if continues is None or continues.plan_hash != header.plan_hash:
+        raise RunError(
+            f"{checkpoint} was made under the plan {header.plan_hash[:12]}, but this one is {plan.plan_hash[:12]}; "
+            "resume with that plan, or start a new run without --resume"
+        )
+    if continues.first_step != header.step:
+        raise RunError(
+            f"{checkpoint} has finished {header.step} steps, but the plan {plan.plan_hash[:12]} continues from step "
+            f"{continues.first_step}; make it again with 'fcp plan --continue-from {checkpoint.parent.parent} --ranks "
+            f"{plan.num_ranks}'"
+        )

@@ -1,0 +1,1 @@
+"""The metrics file of a run: its records, written and read."""

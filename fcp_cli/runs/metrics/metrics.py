@@ -1,0 +1,217 @@
+"""The metrics of a run: JSON Lines, one `run` record per start, one `step` record per step and one
+`eval` record per evaluation (`fcp-metrics/1`).
+
+A record is written whole and flushed, so that a reader that follows the file sees whole lines only; a run that is
+resumed at step k first drops the records of steps >= k, so that no step appears twice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from fcp_cli.errors import RunError
+from fcp_cli.files import write_text_atomically
+from fcp_cli.reading.inputs import bounded_lines, open_input
+from fcp_cli.runs.metrics.metrics_record import MetricsRecord, parse_record
+from fcp_cli.words import first_sentence
+
+FORMAT = "fcp-metrics/1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimedMicroBatch:
+    """A micro-batch on one rank: its predicted seconds, and the measured ones, counted from the start of the step."""
+
+    order: int
+    degree: int
+    tokens: int
+    predicted_seconds: float
+    start_seconds: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMeasurement:
+    """The measurements of a step that all ranks have finished.
+
+    Attributes:
+        loss: summed token loss / tokens of the global batch; NaN if it is not known, too.
+        seconds: wall-clock time from the end of the step before to the end of this one, on rank 0.
+        predicted_seconds: the plan's makespan.
+        ranks: [num_ranks] the micro-batches that each rank ran, in order.
+        warm_up: the first step after a start: it also pays for compilation, caches and connections.
+        bad_rows: manifest rows of which nothing was learned, since a picture of theirs could not be read.
+        mfu: share of all devices' peak that the model's arithmetic came to; None if the peak is not known.
+        peak_bytes: [num_ranks] the most that each rank has had of its device since its start, or of a host's memory.
+        grad_norm, learning_rate: None if only the script knows them.
+    """
+
+    step: int
+    loss: float
+    tokens: int
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    seconds: float
+    predicted_seconds: float
+    ranks: Sequence[Sequence[TimedMicroBatch]]
+    warm_up: bool = False
+    bad_rows: Sequence[int] = ()
+    mfu: float | None = None
+    peak_bytes: Sequence[int] = ()
+
+    def busy_seconds(self) -> list[float]:
+        """[num_ranks] seconds in which each rank ran micro-batches."""
+        return [sum(timing.seconds for timing in timings) for timings in self.ranks]
+
+    @property
+    def idle_fraction(self) -> float:
+        """Share of rank-seconds in which no micro-batch ran: waiting, gradient reduction and the optimizer."""
+        return max(0.0, 1.0 - sum(self.busy_seconds()) / (len(self.ranks) * self.seconds))
+
+    def record(self) -> dict[str, Any]:
+        """Return the `step` record."""
+        ranks = [
+            {
+                "rank": rank,
+                "busy_seconds": busy,
+                "idle_seconds": max(0.0, self.seconds - busy),
+                **({"peak_memory_bytes": self.peak_bytes[rank]} if self.peak_bytes else {}),
+                "micro_batches": [asdict(timing) for timing in timings],
+            }
+            for rank, (timings, busy) in enumerate(zip(self.ranks, self.busy_seconds(), strict=True))
+        ]
+        return {
+            "kind": "step",
+            "step": self.step,
+            "loss": _finite(self.loss),
+            "tokens": self.tokens,
+            "grad_norm": None if self.grad_norm is None else _finite(self.grad_norm),
+            "learning_rate": self.learning_rate,
+            "seconds": self.seconds,
+            "predicted_seconds": self.predicted_seconds,
+            "idle_fraction": self.idle_fraction,
+            "warm_up": self.warm_up,
+            "tokens_per_second": self.tokens / self.seconds,
+            "mfu": self.mfu,
+            "peak_memory_bytes": max(self.peak_bytes, default=None),
+            "ranks": ranks,
+            **({"bad_rows": list(self.bad_rows)} if self.bad_rows else {}),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LengthBucket:
+    """The learned tokens of the held-out sequences with more than half as many tokens, and up to so many."""
+
+    up_to_tokens: int
+    tokens: int
+    loss_sum: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationMeasurement:
+    """The losses of held-out rows after a step.
+
+    Attributes:
+        step: the optimizer step after which they were computed.
+        seconds: wall-clock time on rank 0.
+        buckets: the buckets by length of the sequences, shortest first; those without trained tokens are skipped.
+    """
+
+    step: int
+    seconds: float
+    buckets: Sequence[LengthBucket]
+
+    def record(self) -> dict[str, Any]:
+        """Return the `eval` record."""
+        tokens = sum(bucket.tokens for bucket in self.buckets)
+        return {
+            "kind": "eval",
+            "step": self.step,
+            "loss": _finite(sum(bucket.loss_sum for bucket in self.buckets) / max(tokens, 1)),
+            "tokens": tokens,
+            "seconds": self.seconds,
+            "buckets": [
+                {
+                    "up_to_tokens": bucket.up_to_tokens,
+                    "tokens": bucket.tokens,
+                    "loss": _finite(bucket.loss_sum / bucket.tokens),
+                }
+                for bucket in self.buckets
+            ],
+        }
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN: a loss that ran away is written as null."""
+    return value if math.isfinite(value) else None
+
+
+class MetricsWriter:
+    """Appends records to the file of a run; one whole, flushed line each."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: TextIO = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise RunError(f"cannot write the metrics {path}: {error.strerror}") from error
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Flush the records to disk, before a checkpoint of the same steps."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def drop_steps_from(path: Path, first_step: int) -> None:
+    """Remove the records of steps >= `first_step`, and a last line cut short by a kill, before a resumed run appends.
+
+    A missing file is left missing.
+    """
+    if not path.is_file():
+        return
+    kept = [
+        line
+        for line, record in records_of(path)
+        if record is None or record["kind"] == "run" or record["step"] < first_step
+    ]
+    write_text_atomically(path, "".join(f"{line}\n" for line in kept))
+
+
+def records_of(path: Path) -> Iterator[tuple[str, MetricsRecord | None]]:
+    """Yield each line of a metrics file with its record; a last line that a kill cut short is skipped."""
+    try:
+        with open_input(path, seekable=True) as file:
+            for number, line in enumerate(bounded_lines(file), start=1):
+                if line.strip() and (line.endswith(b"\n") or _is_whole(line)):
+                    yield line.decode(errors="replace").rstrip("\n"), _record(line, path, number)
+    except OSError as error:
+        raise RunError(f"cannot read the metrics {path}: {first_sentence(error)}") from error
+
+
+def _is_whole(last_line: bytes) -> bool:
+    with suppress(ValueError):
+        parse_record(last_line)
+        return True
+    return False
+
+
+def _record(line: bytes, path: Path, number: int) -> MetricsRecord | None:
+    try:
+        return parse_record(line)
+    except ValueError as error:
+        raise RunError(f"{path}, line {number}: the metrics are damaged ({error})") from error

@@ -1,0 +1,329 @@
+"""Reads the metrics of a run, step by step, in arrays, while the run is at work or afterwards.
+
+`open_run` reads gigabytes line by line and skips lines that a killed run damaged, `MetricsTail` follows a run from
+outside, and `read_metrics`, for fitting, refuses damage.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from fcp_cli.arrays import FloatArray, IntArray
+from fcp_cli.errors import RunError
+from fcp_cli.kinds import another_kind
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
+from fcp_cli.reading.inputs import bounded_lines, open_input
+from fcp_cli.runs.metrics.follower import FileFollower
+from fcp_cli.runs.metrics.metrics import FORMAT, records_of
+from fcp_cli.runs.metrics.metrics_record import MetricsRecord, RankRecord, RunRecord, StepRecord, parse_record
+from fcp_cli.words import counted, first_sentence
+
+_MADE_MEANWHILE = ""  # plan hash of a run that planned while it trained: its plan was not whole yet
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStep:
+    """One measured step; entry i of each array is one micro-batch on one rank. Times count from the step's start.
+
+    Attributes:
+        step: optimizer step.
+        seconds, predicted_seconds: wall-clock time, and the plan's makespan.
+        tokens, loss, idle_fraction, warm_up: see the record; `loss` is None if it was not finite.
+        ranks, orders, degrees, pack_tokens: tell which micro-batch ran where.
+        planned_seconds, start_seconds, busy_seconds: the times of each micro-batch on each rank.
+        peak_bytes: [num_ranks] the most memory that each rank has had; empty if it was not measured.
+    """
+
+    step: int
+    seconds: float
+    predicted_seconds: float
+    tokens: int
+    loss: float | None
+    idle_fraction: float
+    warm_up: bool
+    ranks: IntArray
+    orders: IntArray
+    degrees: IntArray
+    pack_tokens: IntArray
+    planned_seconds: FloatArray
+    start_seconds: FloatArray
+    busy_seconds: FloatArray
+    peak_bytes: IntArray
+
+
+_TIMING_FIELDS: Final = ("order", "degree", "tokens", "predicted_seconds", "start_seconds", "seconds")
+
+
+def run_step(record: StepRecord) -> RunStep:
+    """Return the arrays of a `step` record."""
+    rows = [
+        (rank["rank"], *(timing[name] for name in _TIMING_FIELDS))
+        for rank in record["ranks"]
+        for timing in rank["micro_batches"]
+    ]
+    table = np.array(rows, dtype=np.float64).reshape(len(rows), 1 + len(_TIMING_FIELDS)).T
+    return RunStep(
+        step=record["step"],
+        seconds=record["seconds"],
+        predicted_seconds=record["predicted_seconds"],
+        tokens=record["tokens"],
+        loss=record["loss"],
+        idle_fraction=record["idle_fraction"],
+        warm_up=record.get("warm_up", False),
+        ranks=table[0].astype(np.int64),
+        orders=table[1].astype(np.int64),
+        degrees=table[2].astype(np.int64),
+        pack_tokens=table[3].astype(np.int64),
+        planned_seconds=table[4],
+        start_seconds=table[5],
+        busy_seconds=table[6],
+        peak_bytes=_peaks(record["ranks"]),
+    )
+
+
+def _peaks(ranks: list[RankRecord]) -> IntArray:
+    peaks = [rank.get("peak_memory_bytes") for rank in sorted(ranks, key=lambda rank: rank["rank"])]
+    return np.array([] if None in peaks else peaks, dtype=np.int64)
+
+
+@dataclass(kw_only=True, slots=True)
+class RunFile:
+    """A metrics file: the record of its latest start, and its steps.
+
+    Attributes:
+        run: the first `run` record, or the latest that was met.
+        plan_hash: if given, steps of other plans are skipped.
+        plan_steps: if given, other steps are skipped.
+        problems: one line each, complete once the steps have been read.
+        evaluations: step -> loss of the held-out rows after it, complete once the steps have been read.
+    """
+
+    path: Path
+    run: RunRecord
+    plan_hash: str | None = None
+    plan_steps: range | None = None
+    problems: list[str] = field(default_factory=list)
+    evaluations: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.run["num_ranks"]
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.run["ranks_per_node"]
+
+    def steps(self, *, every: int = 1) -> Iterator[RunStep]:
+        """Yield the steps in the file's order; with `every` = k only each k-th is parsed."""
+        self.problems.clear()
+        self.evaluations.clear()
+        damaged: list[int] = []
+        left_out: Counter[str] = Counter()
+        found, before = 0, -1
+        for number, line in _lines(self.path):
+            is_step = line.startswith('{"kind":"step"') or '"kind": "step"' in line[:40]
+            found += is_step
+            if is_step and (found - 1) % every:
+                continue
+            try:
+                record = self._record(line)
+            except ValueError:
+                damaged.append(number)
+                continue
+            if record is None:
+                continue
+            if record["kind"] == "run":
+                self.run = record
+            elif record["kind"] == "eval":
+                if record["loss"] is not None and self._reason_against(record["step"], before=-1) is None:
+                    self.evaluations[record["step"]] = record["loss"]
+            elif (reason := self._reason_against(record["step"], before)) is None:
+                before = record["step"]
+                yield run_step(record)
+            else:
+                left_out[reason] += 1
+        self._report(damaged, left_out, found)
+
+    def _record(self, line: str) -> MetricsRecord | None:
+        """Return the record of a line."""
+        record = parse_record(line)
+        if record is None or record["kind"] != "step":
+            return record
+        if max((rank["rank"] for rank in record["ranks"]), default=0) >= self.num_ranks:
+            raise ValueError("a rank outside the job")
+        return record
+
+    def _reason_against(self, step: int, before: int) -> str | None:
+        if self.plan_hash is not None and self.run.get("plan_hash") not in (self.plan_hash, _MADE_MEANWHILE):
+            return "another plan's"
+        if self.plan_steps is not None and step not in self.plan_steps:
+            return "not in the plan"
+        return "repeated or out of order" if step <= before else None
+
+    def _report(self, damaged: list[int], left_out: Counter[str], found: int) -> None:
+        if damaged:
+            where = f"line {damaged[0]}" + (f" and {len(damaged) - 1} more" if len(damaged) > 1 else "")
+            self.problems.append(f"{self.path}: {where} cut short or damaged; left out")
+        for reason, count in left_out.items():
+            self.problems.append(f"{self.path}: left out {counted(count, 'step')}: {reason}")
+        if not found:
+            self.problems.append(f"{self.path} has no finished steps yet")
+
+
+def open_run(path: Path, *, plan: PlanMetadata | None = None) -> RunFile:
+    """Open the metrics of a run.
+
+    Args:
+        path: metrics.jsonl, or the run's folder.
+        plan: the plan that the pictures are of.
+    """
+    name, path = path, metrics_path(path)
+    if mistaken := another_kind(path, "metrics"):
+        raise RunError(mistaken)
+    try:
+        run = RunFile(path=path, run=_first_start(path))
+    except FileNotFoundError as error:
+        raise RunError(_nothing_at(name)) from error
+    if plan is not None:
+        run.plan_hash, run.plan_steps = plan.plan_hash, range(plan.first_step, plan.end_step)
+        if not {plan.plan_hash, _MADE_MEANWHILE} & set(_plan_hashes(path)):
+            theirs = str(run.run.get("plan_hash"))[:12]
+            raise RunError(f"{path} is of another plan: its hash is {theirs}, this plan's {plan.plan_hash[:12]}")
+    return run
+
+
+def _first_start(path: Path) -> RunRecord:
+    """Return the record with which the metrics of a run begin."""
+    try:
+        _, first = next(_lines(path), (0, ""))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise RunError(f"cannot read the metrics {path}: {first_sentence(error)}") from error
+    if not first:
+        raise RunError(f"{path} is empty: the run has written no metrics yet")
+    try:
+        record = parse_record(first)
+    except ValueError as error:
+        if f'"{FORMAT}"' in first:
+            raise RunError(f"{path}, line 1: the metrics are damaged ({error})") from error
+        record = None
+    if record is None or record["kind"] != "run" or record.get("format") != FORMAT:
+        raise RunError(f'{path} is not the metrics of a run: expected a first line with "format": "{FORMAT}"')
+    return record
+
+
+def _nothing_at(path: Path) -> str:
+    if (path / "launch.json").is_file():
+        return f"the run {path} has written no metrics yet"
+    fault = "has no metrics.jsonl" if path.is_dir() else "does not exist"
+    return f"{path} {fault}; name the folder that 'fcp launch' printed"
+
+
+def metrics_path(path: Path) -> Path:
+    """Return the metrics file of a run that was named by its folder, or the file itself."""
+    return path / "metrics.jsonl" if path.is_dir() else path
+
+
+def read_metrics(path: Path) -> list[MetricsRecord]:
+    """Return all records of a metrics file, in order; the first is of a start."""
+    if mistaken := another_kind(path, "metrics"):
+        raise RunError(mistaken)
+    try:
+        _first_start(path)
+    except FileNotFoundError as error:
+        raise RunError(f"cannot read the metrics {path}: {first_sentence(error)}") from error
+    return [record for _, record in records_of(path) if record is not None]
+
+
+class MetricsTail:
+    """Follows the metrics of a run from outside.
+
+    Attributes:
+        path: the path of the metrics file, which may not exist yet.
+        damaged: lines that were skipped so far because no run can have written them.
+    """
+
+    def __init__(self, path: Path, *, since: str = "", joins_with: int | None = None) -> None:
+        """Follow a metrics file.
+
+        Args:
+            path: the path of the file.
+            since: ISO time; records of a start before it are passed over: a resumed run keeps those of the first.
+            joins_with: most steps to parse on joining, the latest ones, so that it is quick late in a run.
+        """
+        self.path = path
+        self.damaged = 0
+        self._since = since
+        self._joins_with = joins_with
+        self._follower = FileFollower(path)
+        self._is_live = False
+
+    def poll(self) -> list[MetricsRecord]:
+        """Return the whole records since the last call, oldest first, without damaged lines.
+
+        Of several new starts only the latest counts, with its steps.
+        """
+        records: list[MetricsRecord] = []
+        for line in self._latest_lines():
+            try:
+                record = parse_record(line)
+            except ValueError:
+                self.damaged += 1
+                continue
+            if record is not None and record["kind"] == "run":
+                self._is_live = record.get("started", "") >= self._since
+            if record is not None and self._is_live:
+                records.append(record)
+        return records
+
+    def _latest_lines(self) -> list[bytes]:
+        """Return the new line of the latest start, if any, and the lines of the steps after it."""
+        try:
+            return self._new_lines()
+        except OSError as error:
+            raise RunError(f"cannot read the metrics {self.path}: {first_sentence(error)}") from error
+
+    def _new_lines(self) -> list[bytes]:
+        start: list[bytes] = []
+        steps: deque[bytes] | None = None
+        for line in self._follower.lines():
+            if steps is None:
+                joins = self._follower.offset == len(line)
+                if joins and f'"{FORMAT}"'.encode() not in line:
+                    raise RunError(
+                        f'{self.path} is not the metrics of a run: its first line has no "format": "{FORMAT}"'
+                    )
+                steps = deque(maxlen=self._joins_with if joins else None)
+            if b'"kind":"run"' in line or b'"kind": "run"' in line:
+                start = [line]
+                steps.clear()
+            else:
+                steps.append(line)
+        return [*start, *(steps or ())]
+
+
+def _plan_hashes(path: Path) -> set[str]:
+    """Return the plan hash of every start of the run: a resumed one may have been given another plan."""
+    hashes = set()
+    for _, line in _lines(path):
+        if '"kind":"run"' in line or '"kind": "run"' in line:
+            with suppress(ValueError):
+                record = parse_record(line)
+                if record is not None and record["kind"] == "run":
+                    hashes.add(record.get("plan_hash", ""))
+    return hashes
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    with open_input(path, seekable=True) as file:
+        for number, line in enumerate(bounded_lines(file), start=1):
+            if line.strip():
+                yield number, line.decode(errors="replace")

@@ -1,0 +1,186 @@
+"""Conversations with the pixels of their pictures: each is decoded only by the rank that encodes it, ahead of time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fcp_cli.arrays import IntArray
+from fcp_cli.errors import ManifestError, RunError
+from fcp_cli.manifest.sources.media.picture_refs import Picture
+from fcp_cli.manifest.sources.media.pictures import PictureRecords, PictureRow
+from fcp_cli.runtime.data.followed_step import require_length
+from fcp_cli.training.pictures.decoding import BadPictureError, Values, Wanted
+from fcp_cli.training.pictures.pixel_pool import PixelPool
+from fcp_cli.vision import gemma3, internvl, qwen2_5_vl, qwen3_vl
+from fcp_cli.vision.parts import PixelsRead, VisualSequence
+from fcp_cli.vision.processor import VisionProcessor
+from fcp_cli.vision.qwen_processors import Qwen25Vision
+from fcp_cli.vision.square_processors import GemmaVision, InternVision
+
+
+class PictureVisuals:
+    """A `Fetch` over the rows of a manifest of conversations about pictures.
+
+    Args:
+        records: the conversations.
+        lengths: [rows] tokens of each sequence, as the manifest has them.
+        config: the configuration of the whole model.
+        pool: decodes.
+    """
+
+    def __init__(self, records: PictureRecords, lengths: Any, config: Any, pool: PixelPool) -> None:
+        self._records = records
+        self._lengths = lengths
+        self._config = config
+        self._pool = pool
+        self._processor_digest = _digest_of(records.folder)
+
+    def __call__(self, row: int) -> VisualSequence:
+        found = self._records.read(row)
+        require_length(len(found.encoded.tokens), int(self._lengths[row]), row=row)
+        encoded = found.encoded
+        if isinstance(self._records.processor, InternVision | GemmaVision):
+            family: Any = gemma3 if isinstance(self._records.processor, GemmaVision) else internvl
+            tiled: VisualSequence = family.visual_sequence(
+                self._config, encoded.tokens, labels=encoded.labels, pixel_values=self._pixels(row, found, None)
+            )
+            return tiled
+        pictures: dict[str, Any] = {
+            "image_grid_thw": _grids(found, is_video=False),
+            "video_grid_thw": _grids(found, is_video=True),
+            "pixel_values": self._pixels(row, found, False),
+            "pixel_values_videos": self._pixels(row, found, True),
+        }
+        if isinstance(self._records.processor, Qwen25Vision):
+            sizes = zip(found.sizes, found.visuals, strict=True)
+            pictures["second_per_grid_ts"] = [visual.part_seconds for size, visual in sizes if size.frames is not None]
+            return qwen2_5_vl.visual_sequence(self._config, encoded.tokens, labels=encoded.labels, **pictures)
+        return qwen3_vl.visual_sequence(self._config, encoded.tokens, labels=encoded.labels, **pictures)
+
+    def _pixels(self, row: int, found: PictureRow, is_video: bool | None) -> RowPixels:
+        """Return the pixels of a row's images, of its videos, or of all."""
+        chosen = [
+            index for index, size in enumerate(found.sizes) if is_video is None or (size.frames is not None) == is_video
+        ]
+        return RowPixels(row, found, chosen, self._records.processor, self._pool, self._processor_digest)
+
+    def close(self) -> None:
+        """End the processes that decode."""
+        self._pool.close()
+
+
+def _grids(found: PictureRow, *, is_video: bool) -> IntArray:
+    pairs = zip(found.sizes, found.visuals, strict=True)
+    grids = [visual.grid for size, visual in pairs if (size.frames is not None) == is_video]
+    return np.array(grids, np.int64).reshape(-1, 3)
+
+
+class RowPixels:
+    """Pixels of some pictures of one row, one after the other: a `PixelReader`."""
+
+    def __init__(
+        self,
+        row: int,
+        found: PictureRow,
+        chosen: Sequence[int],
+        processor: VisionProcessor,
+        pool: PixelPool,
+        processor_digest: str,
+    ) -> None:
+        self._processor_digest = processor_digest
+        self._row = row
+        self._found = found
+        self._pool = pool
+        self._shape = processor.row_shape
+        self._starts: list[tuple[int, int, int]] = []  # first row, end, picture
+        at = 0
+        for index in chosen:
+            visual = found.visuals[index]
+            rows = visual.grid[0] * processor.rows_per_part(visual)
+            self._starts.append((at, at + rows, index))
+            at += rows
+
+    def begin(self, ranges: Sequence[tuple[int, int]]) -> Callable[[], PixelsRead]:
+        """Begin to decode the pictures that these rows are of, each once; a range lies within one picture."""
+        begun = []
+        for first, end, index in self._starts:
+            own = [number for number, (start, _) in enumerate(ranges) if first <= start < end]
+            if own:
+                wanted = Wanted(
+                    picture=self._found.pictures[index],
+                    size=self._found.sizes[index],
+                    visual=self._found.visuals[index],
+                    ranges=tuple((ranges[number][0] - first, ranges[number][1] - first) for number in own),
+                )
+                begun.append((own, index, self._pool.begin(wanted)))
+        return partial(self._finish, ranges, begun)
+
+    def content_key(self, start: int, stop: int) -> str:
+        """Return a key of one picture's rows: the bytes of its file, the processor's files, and their place."""
+        first, _, index = next(one for one in self._starts if one[0] <= start < one[1])
+        size = self._found.sizes[index]
+        content = content_digest(self._found.pictures[index])
+        return f"{self._processor_digest} {content} {size} {start - first} {stop - first}"
+
+    def _finish(
+        self, ranges: Sequence[tuple[int, int]], begun: Sequence[tuple[list[int], int, Callable[[], list[Values]]]]
+    ) -> PixelsRead:
+        rows: dict[int, Tensor] = {}
+        problem = None
+        for own, index, wait in begun:
+            found = _found(wait)
+            if isinstance(found, str):
+                name = self._found.pictures[index].name
+                problem = problem or f"row {self._row} of the manifest ({self._found.place}): {name} {found}"
+            else:
+                rows.update(zip(own, map(torch.from_numpy, found), strict=True))
+        blank = [
+            rows[number] if number in rows else torch.zeros(stop - start, *self._shape)
+            for number, (start, stop) in enumerate(ranges)
+        ]
+        return PixelsRead(rows=blank, problem=problem)
+
+
+def _found(wait: Callable[[], list[Values]]) -> list[Values] | str:
+    """Return the decoded rows, or the reason of the failure."""
+    try:
+        return wait()
+    except BadPictureError as error:
+        return str(error)
+
+
+def content_digest(picture: Picture) -> str:
+    """Return a digest of the bytes of a picture; a file that has not changed is read once."""
+    try:
+        content = picture.content()
+        if isinstance(content, Path):
+            found = content.stat()
+            return _digest_of_file(content, found.st_mtime_ns, found.st_size)
+        return blake2b(content.getvalue(), digest_size=16).hexdigest()
+    except (ManifestError, OSError) as error:
+        raise RunError(f"{picture.name}: {error}") from error
+
+
+@lru_cache(maxsize=1 << 16)
+def _digest_of_file(path: Path, _changed_ns: int, _size_bytes: int) -> str:
+    with path.open("rb") as stream:
+        digest = blake2b(digest_size=16)
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _digest_of(folder: Path) -> str:
+    """Return a digest of the files by which a checkpoint's processor changes pixels."""
+    digest = blake2b(digest_size=16)
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"):
+        digest.update(name.encode() + ((folder / name).read_bytes() if (folder / name).is_file() else b""))
+    return digest.hexdigest()

@@ -1,0 +1,208 @@
+"""The images and videos of a run: real ones, or made-up ones of recorded sizes with made-up text around them.
+
+Everything about a made-up sequence but its content is real: how many tokens it has, which of them are visual, and the
+patches that the encoder runs. A row is the same on every rank and in every run; pixels are drawn only where they are
+encoded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fcp_cli.arrays import IntArray
+from fcp_cli.errors import RunError
+from fcp_cli.manifest.read import read_manifest
+from fcp_cli.manifest.sources.media.media import MediaRecords
+from fcp_cli.manifest.sources.media.pictures import PictureRecords
+from fcp_cli.manifest.tokens import open_media, open_pictures
+from fcp_cli.runs.folder import RunPaths
+from fcp_cli.runtime.loss.labels import IGNORED
+from fcp_cli.training.pictures.pictures import PictureVisuals
+from fcp_cli.training.pictures.pixel_pool import PixelPool, usual_workers
+from fcp_cli.training.settings import TrainSettings
+from fcp_cli.training.weights.models import has_vision
+from fcp_cli.vision import gemma3, internvl, qwen2_5_vl, qwen3_vl
+from fcp_cli.vision.parts import VisualSequence
+from fcp_cli.vision.processor import Visual
+from fcp_cli.vision.qwen_processors import Qwen25Vision, QwenVision
+from fcp_cli.vision.square_processors import GemmaVision, InternVision
+
+
+class SyntheticVisuals:
+    """A `Fetch` over the rows of a manifest that was built from sizes of images and videos.
+
+    Args:
+        records: the sizes.
+        lengths: [rows] tokens of each sequence.
+        config: the configuration of the whole model.
+        seed: the seed of text and pixels.
+    """
+
+    def __init__(self, records: MediaRecords, lengths: IntArray, config: Any, *, seed: int) -> None:
+        self._records = records
+        self._lengths = lengths
+        self._config = config
+        self._seed = seed
+        _require_same_patches(records, config)
+
+    def __call__(self, row: int) -> VisualSequence:
+        images, videos = self._records(row)
+        ids = self._ids(row, images, videos)
+        labels = np.where(np.isin(ids, self._placeholders), IGNORED, ids)
+        if self._config.model_type in _TILED:
+            tile = self._records.processor.row_shape
+            tiled: VisualSequence = _TILED[self._config.model_type].visual_sequence(
+                self._config,
+                ids,
+                labels=labels,
+                pixel_values=lambda start, stop: self._noise((row, start), (stop - start, *tile)),
+            )
+            return tiled
+        pictures: dict[str, Any] = {
+            "image_grid_thw": _grids(images),
+            "video_grid_thw": _grids(videos),
+            "pixel_values": lambda start, stop: self._patches(row, 0, start, stop),
+            "pixel_values_videos": lambda start, stop: self._patches(row, 1, start, stop),
+        }
+        if self._config.model_type == "qwen2_5_vl":
+            seconds = [visual.part_seconds for visual in videos]
+            return qwen2_5_vl.visual_sequence(self._config, ids, labels=labels, second_per_grid_ts=seconds, **pictures)
+        return qwen3_vl.visual_sequence(self._config, ids, labels=labels, **pictures)
+
+    def close(self) -> None:
+        """Hold nothing open."""
+
+    @property
+    def _placeholders(self) -> list[int]:
+        return [self._config.image_token_id, getattr(self._config, "video_token_id", self._config.image_token_id)]
+
+    def _ids(self, row: int, images: tuple[Visual, ...], videos: tuple[Visual, ...]) -> IntArray:
+        """Return [length] random text, the placeholders of one part after each piece of it, and the rest at the end."""
+        image, video = self._placeholders
+        parts = [(image, self._part_tokens(visual)) for visual in images for _ in range(visual.grid[0])]
+        if self._config.model_type == "qwen2_5_vl":  # has nothing between the frames of a video
+            parts += [(video, visual.grid[0] * self._part_tokens(visual)) for visual in videos]
+        else:
+            parts += [(video, self._part_tokens(visual)) for visual in videos for _ in range(visual.grid[0])]
+        text_tokens = int(self._lengths[row]) - sum(count for _, count in parts)
+        generator = np.random.default_rng([self._seed, row])
+        text = generator.integers(0, min(image, video), text_tokens, np.int64)
+        gap = text_tokens // (len(parts) + 1)
+        pieces = [
+            np.concatenate((text[i * gap : (i + 1) * gap], np.full(count, placeholder)))
+            for i, (placeholder, count) in enumerate(parts)
+        ]
+        return np.concatenate((*pieces, text[len(parts) * gap :]))
+
+    def _part_tokens(self, visual: Visual) -> int:
+        _, height, width = visual.grid
+        if self._config.model_type in _TILED:
+            is_internvl = self._config.model_type == "internvl"
+            return int(self._config.image_seq_length if is_internvl else self._config.mm_tokens_per_image)
+        return height * width // int(self._config.vision_config.spatial_merge_size) ** 2
+
+    def _patches(self, row: int, kind: int, start: int, stop: int) -> Tensor:
+        vision = self._config.vision_config
+        values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        return self._noise((row, kind, start), (stop - start, values))
+
+    def _noise(self, key: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        generator = np.random.default_rng([self._seed, *key])
+        return torch.from_numpy(generator.standard_normal(shape, np.float32))
+
+
+_TILED: Mapping[str, Any] = {"internvl": internvl, "gemma3": gemma3}
+"""Families whose encoders see squares of one size, by their model types."""
+
+
+def _grids(visuals: tuple[Visual, ...]) -> IntArray:
+    return np.array([visual.grid for visual in visuals], dtype=np.int64).reshape(-1, 3)
+
+
+def open_visuals(settings: TrainSettings, config: Any) -> SyntheticVisuals | PictureVisuals | None:
+    """Open the images and videos of a run's manifest; None if it has none.
+
+    Args:
+        settings: the settings of the run.
+        config: the configuration of the whole model.
+    """
+    if len(settings.manifest) != 1:
+        return None
+    (manifest,) = settings.manifest
+    kept = RunPaths(run_dir=settings.run_dir).origin if settings.resume else None
+    pictures = open_pictures(manifest, kept=kept)
+    sizes = open_media(manifest) if pictures is None and has_vision(config) else None
+    records = pictures or sizes
+    if records is None:
+        return None
+    if not has_vision(config):
+        raise RunError(
+            f"{manifest} holds pictures, but the model {settings.model} has no vision encoder; train a "
+            "vision-language model, or build a manifest of texts alone"
+        )
+    _require_same_patches(records, config)
+    lengths = read_manifest(manifest, length_column=settings.length_column).length_tokens
+    if pictures is not None:
+        _require_vocabulary(pictures, config)
+        workers = settings.decode_workers
+        if workers is None:
+            workers = usual_workers(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        pool = PixelPool(pictures.folder, pictures.processor, workers=workers)
+        return PictureVisuals(pictures, lengths, config, pool)
+    if settings.weights is not None:
+        raise RunError(
+            f"{manifest} was built from sizes alone, so the weights of {settings.weights} would be trained on "
+            "made-up pixels; build it from the pictures with 'fcp manifest build DATA --kind media --processor "
+            f"{settings.weights}', or rehearse with --weights random"
+        )
+    assert sizes is not None
+    return SyntheticVisuals(sizes, lengths, config, seed=settings.seed)
+
+
+def _require_vocabulary(pictures: PictureRecords, config: Any) -> None:
+    entries = config.get_text_config().vocab_size
+    if pictures.vocab_size > entries:
+        raise RunError(
+            f"the tokens of {pictures.path} go up to {pictures.vocab_size - 1}, but the model's vocabulary has "
+            f"{entries} entries; build the manifest again with --processor and the folder of the model's checkpoint"
+        )
+
+
+def _require_same_patches(records: MediaRecords | PictureRecords, config: Any) -> None:
+    """Check that the model cuts pictures as the manifest did, whose tokens hold for one way only."""
+    processor, vision = records.processor, config.vision_config
+    qwen_families: dict[str, type[Any]] = {
+        "qwen3_vl": QwenVision,
+        "qwen3_vl_moe": QwenVision,
+        "qwen3_5": QwenVision,
+        "qwen3_5_moe": QwenVision,
+        "qwen2_5_vl": Qwen25Vision,
+    }
+    counted: tuple[Any, ...]
+    if isinstance(processor, QwenVision | Qwen25Vision) and type(processor) is qwen_families.get(config.model_type):
+        counted = (processor.patch_size, processor.merge_size, processor.temporal_patch_size)
+        wanted = (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
+    elif config.model_type == "internvl" and isinstance(processor, InternVision):
+        counted = (processor.tile_pixels, processor.patch_size, processor.tokens_per_tile)
+        wanted = (vision.image_size[0], vision.patch_size[0], config.image_seq_length)
+    elif config.model_type == "gemma3" and isinstance(processor, GemmaVision):
+        counted = (processor.image_pixels, processor.patch_size, processor.tokens_per_image)
+        wanted = (vision.image_size, vision.patch_size, config.mm_tokens_per_image)
+    else:
+        family = "qwen2.5-vl" if config.model_type == "qwen2_5_vl" else "qwen3-vl"
+        family = config.model_type if config.model_type in _TILED else family
+        raise RunError(
+            f"{records.path} was counted with the processor {records.processor.describe()['name']}, but the model is "
+            f"of the family {family}; build the manifest again with --processor {family}"
+        )
+    if counted != wanted:
+        raise RunError(
+            f"{records.path} was counted for patches {counted}, but the model's are {wanted} (see its vision figures); "
+            "build the manifest again with --processor and the folder of the model's checkpoint"
+        )

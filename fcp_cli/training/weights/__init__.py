@@ -1,0 +1,1 @@
+"""Weights of the bundled trainer: loaded, drawn, adapted, shared out, saved and resumed."""
