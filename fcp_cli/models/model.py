@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fcp_cli.errors import ProfileError
+from fcp_cli.models.configurations.hf_config import read_hf_config
 from fcp_cli.models.descriptions import find_shipped, read_description
 from fcp_cli.models.figures import Architecture, KeyValueHeads, TextFigures
-from fcp_cli.models.hf_config import read_hf_config
 from fcp_cli.models.layers import LanguageModel
 from fcp_cli.models.sizes import HeadCount, KernelSize, LayerCount, LayerIndex, PixelCount, Width
 from fcp_cli.validation import NonEmptyText, validated

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fcp_cli.cost.recompute_levels import RecomputeLevel
-from fcp_cli.models.hf_config import read_configuration
+from fcp_cli.models.configurations.hf_config import read_configuration
 from fcp_cli.models.model import load_model
 from fcp_cli.models.transformers_config import whole_config
 from fcp_cli.recipe import Recompute

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fcp_cli.errors import ProfileError
-from fcp_cli.models.figures import Architecture, Attention, Mlp
-from fcp_cli.models.hf_names import (
+from fcp_cli.models.configurations.hf_names import (
     ARCHITECTURES,
     DEFAULTS,
     EXPERT_NAMES,
@@ -25,7 +24,8 @@ from fcp_cli.models.hf_names import (
     UNTIED,
     WITH_HEAD_NORMS,
 )
-from fcp_cli.models.hf_vision import VisionFamily, family_of, vision_figures
+from fcp_cli.models.configurations.hf_vision import VisionFamily, family_of, vision_figures
+from fcp_cli.models.figures import Architecture, Attention, Mlp
 from fcp_cli.models.sizes import MOST_LAYERS
 from fcp_cli.reading.documents import kind_of, read_json
 from fcp_cli.ring_exactness import growing_rotation, missing_for_rings

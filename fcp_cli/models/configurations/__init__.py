@@ -1,0 +1,1 @@
+"""Configurations of Hugging Face: read into descriptions."""
