@@ -66,7 +66,7 @@ def compare(options: CompareOptions) -> None:
 
     assumptions = Assumptions()
     _names(options.solvers)  # a mistyped name is refused before files are read
-    inputs = resolve(options, assumptions)
+    inputs = resolve(options, assumptions, as_needed=False)
     names = _names(options.solvers, inputs.problem.profile)
     assumptions.report()
     is_open = options.sync is None and options.virtual_stages == 1

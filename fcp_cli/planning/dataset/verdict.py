@@ -120,8 +120,7 @@ def plan_verdict(
     planned = sum(step.makespan_seconds for step in again)
     factor, degree = static
     rivals = [_rival("static", factor, len(sample), degree=degree)]
-    other_sync = inputs.budget.other_sync if inputs.budget else None
-    found = _planned_again(sequences, problem, other_sync)
+    found = _planned_again(sequences, problem, inputs.budget.for_rivals if inputs.budget else ())
     rivals += [_rival(name, seconds / planned, len(again)) for name, seconds in found]
     remedy, tried = best_remedy(request, inputs, sequences)
     return Verdict(
@@ -138,19 +137,19 @@ def plan_verdict(
 
 
 def _planned_again(
-    sequences: Sequence[LengthTable], problem: Problem, other_sync: Problem | None
+    sequences: Sequence[LengthTable], problem: Problem, for_rivals: Sequence[Problem]
 ) -> Iterator[tuple[str, float]]:
     """Yield the predicted seconds of Megatron's dynamic CP and of fcp, where they can plan these batches at once.
 
-    The recipe was chosen for fcp's plans. Megatron's, which wait longer for each other, are often quicker under another
-    sync, so they are priced under both.
+    The recipe was chosen for fcp's plans. Megatron's, which wait longer for each other and fill their budgets whatever
+    that recomputes, are often quicker under a recipe of another kind, so they are priced under each.
     """
     if not sequences:
         return
-    for name, problems in ((MEGATRON, (problem, other_sync)), (DEFAULT, (problem,))):
+    for name, problems in ((MEGATRON, (problem, *for_rivals)), (DEFAULT, (problem,))):
         if name == DEFAULT and not is_compiled(problem.sync):
             continue
-        seconds = min(_seconds(name, sequences, each) for each in problems if each is not None)
+        seconds = min(_seconds(name, sequences, each) for each in problems)
         if math.isfinite(seconds):
             yield name, seconds
 

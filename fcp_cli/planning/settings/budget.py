@@ -39,7 +39,7 @@ class Budget:
             passes, whose recipe is that of their training.
         cluster: the cluster that the profile was computed for; None if there was a profile.
         tried: recipes that were compared by their predicted time; 0: the recipe was not chosen by time.
-        other_sync: see `RecipeChoice.other_sync`.
+        for_rivals: see `RecipeChoice.for_rivals`.
         level_tokens: the tokens that a rank holds at each level of recomputation as needed, under a given profile.
     """
 
@@ -49,7 +49,7 @@ class Budget:
     room: Room | None = None
     cluster: ClusterSpec | None = None
     tried: int = 0
-    other_sync: Problem | None = None
+    for_rivals: tuple[Problem, ...] = ()
     level_tokens: Mapping[LayerRecompute, int] = field(default_factory=dict)
 
 

@@ -43,12 +43,15 @@ class RecipeData:
             all.
         max_degree: 1 forbids rings; None: no limit.
         least_tokens: token budget that a recipe must leave, if longer sequences than those of the table may come.
+        as_needed: try recomputation as needed, too; not where lengths come at run time, or where strategies that pack
+            without regard to it are compared.
     """
 
     table: LengthTable
     settings: BatchSettings
     max_degree: int | None = None
     least_tokens: int = 1
+    as_needed: bool = True
 
     def fits_into(self, problem: Problem) -> bool:
         """Return whether the ranks hold the longest sequence."""
@@ -80,6 +83,7 @@ def unknown_lengths(max_degree: int | None = None) -> RecipeData:
         settings=BatchSettings(global_batch_size=_UNKNOWN_SEQUENCES, shuffle=False),
         max_degree=max_degree,
         least_tokens=LEAST_TOKENS,
+        as_needed=False,
     )
 
 
@@ -103,8 +107,7 @@ class RecipeChoice:
         usual_seconds: the seconds under that one.
         tried: recipes that were planned or ruled out by their bound.
         steps: the steps of the sample.
-        other_sync: the problem under the quickest planned recipe of another sync, under which a rival may be quicker;
-            None if all that fit have one sync.
+        for_rivals: the problems under the other planned recipes, under which a rival may be quicker.
     """
 
     fit: FittedRecipe
@@ -114,7 +117,7 @@ class RecipeChoice:
     usual_seconds: float
     tried: int
     steps: int
-    other_sync: Problem | None = None
+    for_rivals: tuple[Problem, ...] = ()
 
     def reason(self) -> str:
         """Return why this recipe, for the line of an assumption."""
@@ -158,12 +161,12 @@ def quickest_recipe(
     found: dict[int, float] = {}
     first = [index for index, one in enumerate(held) if one.fit.key == usual.key]
     by_bound = sorted(range(len(held)), key=lambda index: bounds[index])
-    # Of each sync one is planned whatever its bound: rivals are priced under it, too.
-    syncs = {held[index].problem.sync: index for index in reversed(by_bound)}
-    for index in [*first, *syncs.values(), *by_bound]:
+    # Of each kind one is planned whatever its bound: rivals are priced under it, too.
+    kinds = {_kind(held[index]): index for index in reversed(by_bound)}
+    for index in [*first, *kinds.values(), *by_bound]:
         if index in found:
             continue
-        if index not in (*first, *syncs.values()) and bounds[index] >= _limit(list(found.values())):
+        if index not in (*first, *kinds.values()) and bounds[index] >= _limit(list(found.values())):
             break
         found[index] = sampled_seconds(held[index].problem, sample, max_degree=data.max_degree)
     order = sorted(found, key=lambda index: (found[index], index))
@@ -171,7 +174,6 @@ def quickest_recipe(
     resident = next((index for index in order if held[index].fit.recipe.offload == "none"), order[0])
     best = resident if found[resident] <= (1.0 + _LEAST_GAIN) * found[order[0]] else order[0]
     order.remove(best)
-    others = (held[index].problem for index in order)
     return RecipeChoice(
         fit=held[best].fit,
         seconds=found[best],
@@ -180,8 +182,13 @@ def quickest_recipe(
         usual_seconds=found[first[0]] if first else math.nan,
         tried=len(held),
         steps=len(sample),
-        other_sync=next((other for other in others if other.sync != held[best].problem.sync), None),
+        for_rivals=tuple(held[index].problem for index in order),
     )
+
+
+def _kind(candidate: RecipeCandidate) -> tuple[str, bool]:
+    """Return what makes a recipe suit one strategy and not another: its sync, and recomputation as needed."""
+    return candidate.problem.sync, bool(candidate.fit.level_tokens)
 
 
 def _limit(found: Sequence[float]) -> float:

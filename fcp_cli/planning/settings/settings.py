@@ -187,7 +187,12 @@ def _profile_of_run(
 
 
 def resolve(
-    request: PlanRequest, assumptions: Assumptions, *, most_peers: int | None = None, max_degree: int | None = None
+    request: PlanRequest,
+    assumptions: Assumptions,
+    *,
+    most_peers: int | None = None,
+    max_degree: int | None = None,
+    as_needed: bool = True,
 ) -> PlanInputs:
     """Complete the request; every assumption is recorded.
 
@@ -196,6 +201,7 @@ def resolve(
         assumptions: collects them.
         most_peers: ranks that one may meet in rings, whose connections take memory; None: no limit.
         max_degree: 1 forbids rings, so that a rank must hold every sequence; None: no limit.
+        as_needed: see `RecipeData.as_needed`.
     """
     table, mixture = _table(request)
     if table.column != request.length_column:
@@ -214,7 +220,7 @@ def resolve(
         batching=_batching(request),
         mixture=mixture,
     )
-    data = RecipeData(table=table, settings=settings, max_degree=max_degree)
+    data = RecipeData(table=table, settings=settings, max_degree=max_degree, as_needed=as_needed)
     problem, budget = resolve_problem(request, assumptions, most_peers=most_peers, data=data)
     _warn_of_unpriced_vision(table, problem.profile, assumptions)
     inputs = PlanInputs(table=table, problem=problem, settings=settings, budget=budget, data=data)
@@ -425,7 +431,7 @@ def computed_basis(
         fit = choice.fit.in_forward(place) if is_forward else choice.fit
         budget = computed_budget(spec, request, place, assumptions, fit, choice.reason())
         assumptions.assume("runner-up", choice.runner_up(), choice.against_usual())
-        budget = replace(budget, tried=choice.tried, other_sync=choice.other_sync)
+        budget = replace(budget, tried=choice.tried, for_rivals=choice.for_rivals)
     profile = basis.profile(fit)
     assumptions.assume(
         "--profile", f"{spec.name} on {cluster.name}", "computed from their figures; 'fcp profile' measures"
@@ -471,7 +477,7 @@ class _Basis:
         if self.cluster.links_per_node is None:  # gathering weights has no price: as much of it as usual
             gathering = attrgetter("sync", "recipe.zero_stage", "recipe.shard_ranks", "recipe.reduce")
             fits = [fit for fit in fits if gathering(fit) == gathering(usual)]
-        if data.least_tokens > 1:  # loops of lengths that come at run time recompute all micro-batches alike
+        if not data.as_needed:
             fits = [fit for fit in fits if not fit.level_tokens]
         candidates = []
         for fit in fits:

@@ -37,12 +37,14 @@ def inputs_of(
     lengths: list[int] | None = None,
     max_degree: int | None = None,
     assumptions: Assumptions | None = None,
+    as_needed: bool = True,
     **options: Any,
 ) -> PlanInputs:
     path = folder / "lengths.parquet"
     pq.write_table(pa.table({"length": long_tail(40).length_tokens if lengths is None else lengths}), path)
     common = {"manifest": path, "model": "qwen3-8b", "cluster": "h100", "ranks": 16, "global_batch_size": 32}
-    return resolve(PlanRequest(**{**common, **options}), assumptions or Assumptions(), max_degree=max_degree)
+    request = PlanRequest(**{**common, **options})
+    return resolve(request, assumptions or Assumptions(), max_degree=max_degree, as_needed=as_needed)
 
 
 def candidates_of(inputs: PlanInputs) -> Iterator[RecipeCandidate]:
@@ -87,9 +89,9 @@ def test_no_recipe_that_fits_is_quicker_on_the_sampled_steps(tmp_path: Path, mon
     assert found.seconds <= found.usual_seconds
     assert len(found.others) + 1 < found.tried == len(held)  # bounds ruled the others out
     assert (inputs.problem.recipe, inputs.problem.sync) == found.fit.key
-    monkeypatch.setattr(recipe_search, "_MOST_PLANNED", 3)
+    monkeypatch.setattr(recipe_search, "_MOST_PLANNED", 5)
     fewer = chosen(inputs, candidates)
-    assert len(fewer.others) == 2 and fewer.seconds <= fewer.usual_seconds == found.usual_seconds
+    assert len(fewer.others) == 4 and fewer.seconds <= fewer.usual_seconds == found.usual_seconds
 
 
 def test_the_same_data_give_the_same_recipe_however_many_steps_are_planned(tmp_path: Path) -> None:
@@ -215,13 +217,20 @@ def test_a_sample_takes_counted_work(tmp_path: Path) -> None:
     assert len(inputs.data.sample(wide)) == 1
 
 
-def test_megatrons_dynamic_cp_is_priced_under_the_quickest_recipe_of_either_sync(tmp_path: Path) -> None:
+def test_megatrons_dynamic_cp_is_priced_under_the_recipe_that_suits_it_best(tmp_path: Path) -> None:
+    """Under either sync, and with recomputation alike for all: it fills its budget whatever that recomputes."""
     inputs = inputs_of(tmp_path)
-    assert inputs.budget is not None and inputs.budget.other_sync is not None
-    other = inputs.budget.other_sync
-    assert {other.sync, inputs.problem.sync} == {"iteration", "microbatch"}
+    assert inputs.budget is not None
+    problems = (inputs.problem, *inputs.budget.for_rivals)
+    assert {one.sync for one in problems} == {"iteration", "microbatch"}
+    assert {bool(one.profile.recompute_levels) for one in problems} == {True, False}
     sequences = [inputs.batches().table.take(inputs.batches().batch(0).rows)]
-    alone = {each.sync: dict(_planned_again(sequences, each, None)) for each in (inputs.problem, other)}
-    both = dict(_planned_again(sequences, inputs.problem, other))
-    assert both[MEGATRON] == min(seconds[MEGATRON] for seconds in alone.values())
-    assert both["fcp"] == alone[inputs.problem.sync]["fcp"]
+    alone = [dict(_planned_again(sequences, each, ())) for each in problems]
+    together = dict(_planned_again(sequences, inputs.problem, inputs.budget.for_rivals))
+    assert together[MEGATRON] == min(seconds[MEGATRON] for seconds in alone if MEGATRON in seconds)
+    assert together["fcp"] == alone[0]["fcp"]
+
+
+def test_strategies_are_compared_under_one_kind_of_recomputation_for_all(tmp_path: Path) -> None:
+    assert inputs_of(tmp_path).problem.profile.recompute_levels
+    assert not inputs_of(tmp_path, as_needed=False).problem.profile.recompute_levels
