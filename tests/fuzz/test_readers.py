@@ -71,7 +71,6 @@ EXCEPTIONS = {
     "fcp_cli/selftest/settings.py:read_settings": _OWN,
     "fcp_cli/training/weights/checkpoint.py:_pieces": _RANKS,
     "fcp_cli/training/data.py:check_tokenizer": _RANKS,
-    "fcp_cli/training/weights/models.py:model_config": _RANKS,
     "fcp_cli/training/weights/origin.py:kept_names": _RANKS,
     "fcp_cli/training/pictures/pictures.py:_digest_of": _RANKS,
     "fcp_cli/training/pictures/pictures.py:_digest_of_file": _RANKS,

@@ -12,6 +12,7 @@ import pytest
 
 from fcp_cli.cost.attention_kernels import KernelTable, KernelTiming, ShapeClass, shape_class
 from fcp_cli.errors import ProfileError
+from fcp_cli.models.model import load_model
 from fcp_cli.profiling.fits.assemble import profile_from_samples
 from fcp_cli.profiling.fits.samples import append_line, read_samples
 from fcp_cli.recipe import Recipe
@@ -138,14 +139,13 @@ def test_rank_0_times_kernels_once_and_all_prefer_them(tmp_path: Path, monkeypat
 
     path = tmp_path / "h100.samples.jsonl"
     write_samples(path, Recipe(), finished=False)
-    spec = SimpleNamespace(num_heads=32, num_kv_heads=8, head_dim=128, value_size=1024, num_layers=36)
     monkeypatch.setattr(worker, "time_kernels", time_kernels)
     monkeypatch.setattr(worker, "device_name", lambda _: TABLE.device)
     monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda *_, **__: None)
     preferred: list[Any] = []
     monkeypatch.setattr(worker, "prefer", preferred.append)
     rank: Any = object.__new__(worker.Measurer)
-    rank.device, rank.spec = SimpleNamespace(type="cuda"), spec
+    rank.device, rank.spec = SimpleNamespace(type="cuda"), load_model("qwen3-8b")
     rank.request = SimpleNamespace(samples=path, max_length=4096)
     rank.world, rank.workload = SimpleNamespace(rank=0), SimpleNamespace(dtype=torch.bfloat16)
     for _ in range(2):

@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def straight(folder: Path) -> Path:
     """The first steps, with a checkpoint of each to compare with."""
-    every = ("--steps", str(STEPS), "--checkpoint-every", "1", "--keep", str(STEPS))
+    every = ("--plan", "long.parquet", "--steps", str(STEPS), "--checkpoint-every", "1", "--keep", str(STEPS))
     ended = run_fcp("launch", *SETTINGS, *every, folder=folder)
     assert ended.returncode == 0, ended.stderr
     return folder / "runs" / "qwen3-tiny-001"

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fcp_cli.cost.profile import parse_cost_profile
 from fcp_cli.cost.recompute_levels import RecomputeLevel
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.runtime.agreement.grad_ring import GradRingDtype, agreed_grad_dtype
@@ -120,6 +119,8 @@ class RankJob:
         recipe, text = self.metadata.recipe, self.metadata.cost_profile
         if recipe is None or recipe.recompute != "as-needed":
             return ()
+        from fcp_cli.cost.profile import parse_cost_profile  # slow to import, and most recipes are others
+
         return parse_cost_profile(text, name="the plan's cost profile").recompute_levels
 
     @property
