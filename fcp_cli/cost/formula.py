@@ -59,9 +59,9 @@ class GroupTerms(NamedTuple):
     """Seconds on a group, each as seconds per token of a pack and fixed seconds.
 
     Attributes:
-        chunk: the chunk of attention in a ring, beyond that of attention on one rank.
-        ring, hops: the ring and hops of the ring, last hop included.
-        home, home_hop: the home and home hop of its last hop.
+        chunk: seconds of attention in a ring, beyond that of attention on one rank.
+        ring, hops: those of the ring, last hop included.
+        home, home_hop: those of its last hop.
         exchange, messages: the exchange of tokens for heads, and its messages.
         halo: the seconds of each token of a halo.
         sets: members of the ring, each of which is a set of ranks that share heads.
@@ -82,8 +82,8 @@ class PackParts(NamedTuple):
     """Seconds of a pack on its group, before overlap.
 
     Attributes:
-        other: those that overlap with nothing: fixed, linear, and exchanges for heads.
-        attention: the attention that hide a ring.
+        other: seconds that overlap with nothing: fixed, linear, and exchanges for heads.
+        attention: those of attention, which hide a ring.
         hidden: the ring's seconds, as far as attention may hide it.
         exposed: the rest of the ring.
     """

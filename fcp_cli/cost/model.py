@@ -295,7 +295,8 @@ def group_seconds(profile: CostProfile, work: Work, *, degree: npt.ArrayLike, **
         place: `crosses_nodes`, `heads_degree` and `sets_cross_nodes`; see `group_terms`.
     """
     seconds = formula.overlapped_seconds(pack_parts(profile, work, degree=degree, **place))
-    seconds = seconds + recomputation_seconds(profile, work.tokens, degree=degree)
+    if profile.priced_levels:
+        seconds = seconds + recomputation_seconds(profile, work.tokens, degree=degree)
     if work.windows is not None:
         seconds = seconds + halo_seconds(profile, work.windows, group_terms(profile, degree=degree, **place))
     return np.asarray(seconds, dtype=np.float64)

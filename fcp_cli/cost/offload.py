@@ -18,7 +18,7 @@ class OffloadCost:
     Attributes:
         moved_bytes: the bytes moved in both directions.
         copy_seconds: the seconds of copies in both directions.
-        visible_seconds: how much longer the micro-batch takes longer.
+        visible_seconds: how much longer the micro-batch takes.
     """
 
     moved_bytes: float
@@ -46,7 +46,7 @@ def offload_cost(
     layer computes longer than its input is under way.
 
     Args:
-        input_bytes: the input bytes of one layer's input: tokens of the rank x width x bytes of a number.
+        input_bytes: the size of one layer's input: tokens of the rank x width x bytes of a number.
         layers: recomputed ones.
         forward_seconds: the forward seconds of one layer.
         backward_seconds: the backward seconds of one layer, its recomputation included.
@@ -76,8 +76,8 @@ def profiled_offload_cost(
         profile: the profile whose `linear_seconds_per_token` is of all layers, forward and backward.
         tokens: the tokens of the rank in the micro-batch.
         layers: the layers of the model.
-        input_bytes_per_token: the input bytes per token of one token in a layer's input.
-        bytes_per_second: the bytes per second, as in `offload_cost`.
+        input_bytes_per_token: the bytes of one token in a layer's input.
+        bytes_per_second: see `offload_cost`.
     """
     layer_seconds = profile.coefficients.linear_seconds_per_token * tokens / layers
     return offload_cost(

@@ -134,7 +134,7 @@ def open_tokens(
         manifest_path: the manifest. A Parquet data set that was planned as it is (its `length_column` holds lists)
             is its own source.
         source: the source where the data lies now, if it moved since the manifest was built.
-        length_column: the column that was planned, as for `read_manifest`.
+        length_column: see `read_manifest`.
         kept: a folder with a copy of the checkpoint's tokenizer, for where that is gone.
         entries: the entries of the model's vocabulary; None: whatever the tokens are.
     """

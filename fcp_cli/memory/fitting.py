@@ -102,9 +102,9 @@ class Place(JobRanks):
     """The ranks of a job, and the memory of their devices.
 
     Attributes:
-        capacity_bytes: the capacity bytes of a device, less the share of allocator and back ends.
+        capacity_bytes: the memory of a device, less the share of allocator and back ends.
         on_cpu: the ranks run on hosts.
-        measured_bytes_per_token: the measured bytes per token of a token, if measured; None: by the memory model.
+        measured_bytes_per_token: the bytes of a token, if measured; None: by the memory model.
     """
 
     capacity_bytes: float
@@ -200,8 +200,8 @@ class FittedRecipe:
         memory: the memory of a rank.
         tokens: the tokens that a rank may hold; 0 where not even the model fits.
         wanted_tokens: the tokens that were to fit.
-        bytes_per_token: the bytes per token that one takes where tokens are most, by the memory model or as measured.
-        level_tokens: the level tokens that a rank holds with all layers at each level, if they recompute as needed.
+        bytes_per_token: the bytes that a token takes where tokens are most, by the memory model or as measured.
+        level_tokens: the tokens that a rank holds with all layers at each level, if they recompute as needed.
     """
 
     recipe: Recipe
@@ -304,7 +304,7 @@ def _candidates(
     """Return the recipes that were not ruled out, in the fixed order.
 
     Args:
-        request, place, sync: the request, place and sync, as of `fitting_recipe`.
+        request, place, sync: see `fitting_recipe`.
         extents: sharding extents to try for weights and gradients; none: a node and all ranks.
     """
     given = request.given()

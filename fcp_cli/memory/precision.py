@@ -19,7 +19,7 @@ class Precision:
         gradient: bytes of a gradient that is kept.
         activation: the activation of the outputs of matrices and attention.
         residual: bytes of the residual stream, which autocast leaves in the type of the weights.
-        loss: the loss of the logits in the loss.
+        loss: bytes of the logits in the loss.
         copy: bytes of the copy of a matrix that autocast makes and autograd keeps; 0 without autocast.
     """
 

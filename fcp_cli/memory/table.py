@@ -90,7 +90,7 @@ class RankMemory:
 
     Attributes:
         moments: the moments of training.
-        forward_moments: the forward moments of a forward-only pass, on top of the same model's state.
+        forward_moments: those of a forward-only pass, on top of the same model's state.
     """
 
     moments: tuple[Moment, ...]

@@ -114,7 +114,7 @@ def _shared_out(
         rings: how many sequences have one, the first ones.
         ready: [ranks] seconds.
         share: [ranks] by which work counts there.
-        length, sequences, replicas: the length, sequences and replicas, as for `lay`.
+        length, sequences, replicas: see `lay`.
     """
     short = sequences.order[rings:]
     beta = replicas.microbatch_seconds

@@ -41,7 +41,7 @@ class JobMemory:
         rank: item by item.
         tokens: the plan's token budget.
         holders: ranks that share the capacity: on hosts all that run here, else one.
-        capacity_bytes: the capacity bytes of a device, or of the host; 0 if it is not known.
+        capacity_bytes: the memory of a device, or of the host; 0 if it is not known.
         is_host: the ranks run on a host.
         place: the place for the memory under other recipes.
     """

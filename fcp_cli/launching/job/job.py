@@ -98,7 +98,7 @@ class Cluster:
         requests, node_selector: name to value, of each pod.
         tolerations, secrets: the tolerations and secrets of each pod.
         pull_secrets: names of secrets to pull the image with.
-        output: the output where Slurm writes the batch script's output; None: the run's logs.
+        output: the file into which Slurm writes the batch script's output; None: the run's logs.
         rdma_resource, rdma_count: name under which Kubernetes hands out RDMA devices, and how many a node gets.
         host_network: whether containers use the node's own network.
         shared_memory: size of a container's /dev/shm as Kubernetes writes it; "": as much as the node has.
@@ -148,7 +148,7 @@ class Job:
         environment: the environment of the job, in addition to FCP_PLAN, FCP_METRICS and FCP_RUN_DIR.
         variables: the environment of the job's stack, with reasons.
         hosts: names of the nodes in order, where they were listed.
-        master_addr, master_port: the master addr and master port where the nodes meet; used only with several.
+        master_addr, master_port: the address and port at which the nodes meet; used only with several.
         join_timeout_seconds: how long the nodes wait for each other; None: as long as the launcher does by itself.
         rank_timeout_seconds: how long ranks wait for each other; None: as long as torch does by itself.
         attention_kernel: the attention kernel of NVIDIA devices, for all calls that it takes.

@@ -136,7 +136,7 @@ def least_of_packs(
         hiding: h.
         tokens: the tokens of all packs.
         packs: the packs, as few as hold them, in fractions; 1 at least.
-        degree, across, inputs: the degree, across and inputs, as for `pack_seconds`.
+        degree, across, inputs: see `pack_seconds`.
     """
     splits, least = inputs.splits, np.inf
     row = splits.row_of_span[across + 1]

@@ -48,11 +48,11 @@ class Verdict:
 
     Attributes:
         solver: the solver of the plan.
-        device_hours: the device hours that an epoch takes under the plan.
+        device_hours: the device-hours that an epoch takes under the plan.
         rivals: those that can run the data at all.
         remedy: the setting under which fcp would be quickest by far; None: none that was tried.
         tried: settings that were tried for that.
-        device_hour_price: the device hour price in any currency; None if nobody said.
+        device_hour_price: the price of a device-hour in any currency; None if nobody said.
         enough_ranks: the fewest ranks that would take as long; None: all of `num_ranks` are needed.
     """
 

@@ -32,7 +32,7 @@ class Budget:
     """The tokens that a rank may hold in a micro-batch.
 
     Attributes:
-        tokens_per_rank: the tokens per rank before head-room.
+        tokens_per_rank: the token budget before head-room.
         sync: the sync of the plan.
         recipe: the recipe that the tokens are of; None if the profile knows none.
         room: memory under other recipes; None if the model or its device are unknown, and for forward

@@ -1,10 +1,8 @@
 """Chooses the recipe whose steps take the least predicted time, on a sample of the steps of a plan.
 
-Offloading activations must gain 1 %.
-
 Every recipe that fits has a proven lower bound of the sampled steps; recipes are planned by rising bound until the next
-bound is no less than the quickest time. The search counts its work and reads no clock, so that the same data,
-seed and profile give the same recipe on every machine.
+bound is no less than the quickest time. Offloading activations must gain 1 %. The search counts its work and reads no
+clock, so that the same data, seed and profile give the same recipe on every machine.
 """
 
 from __future__ import annotations
@@ -102,22 +100,25 @@ class RecipeChoice:
     Attributes:
         fit: the quickest recipe, or one without offloading that is hardly slower.
         seconds: predicted mean of a sampled step under it.
-        others: (recipe, seconds) of the planned ones, quickest first.
+        others: (candidate, seconds) of the other planned ones, quickest first.
         usual: the first recipe of the fixed order that leaves 16,384 tokens, or None if it holds not all sequences.
         usual_seconds: the seconds under that one.
         tried: recipes that were planned or ruled out by their bound.
         steps: the steps of the sample.
-        for_rivals: the problems under the other planned recipes, under which a rival may be quicker.
     """
 
     fit: FittedRecipe
     seconds: float
-    others: tuple[tuple[FittedRecipe, float], ...]
+    others: tuple[tuple[RecipeCandidate, float], ...]
     usual: FittedRecipe | None
     usual_seconds: float
     tried: int
     steps: int
-    for_rivals: tuple[Problem, ...] = ()
+
+    @property
+    def for_rivals(self) -> tuple[Problem, ...]:
+        """The problems under the other planned recipes, under which a rival may be quicker."""
+        return tuple(other.problem for other, _seconds in self.others)
 
     def reason(self) -> str:
         """Return why this recipe, for the line of an assumption."""
@@ -126,7 +127,8 @@ class RecipeChoice:
 
     def runner_up(self) -> str:
         """Return the second-quickest recipe, for the line of an assumption."""
-        return self._against(*self.others[0])
+        other, seconds = self.others[0]
+        return self._against(other.fit, seconds)
 
     def against_usual(self) -> str:
         """Return the first recipe of the fixed order, with its time against the choice."""
@@ -162,11 +164,11 @@ def quickest_recipe(
     first = [index for index, one in enumerate(held) if one.fit.key == usual.key]
     by_bound = sorted(range(len(held)), key=lambda index: bounds[index])
     # Of each kind one is planned whatever its bound: rivals are priced under it, too.
-    kinds = {_kind(held[index]): index for index in reversed(by_bound)}
-    for index in [*first, *kinds.values(), *by_bound]:
+    anyway = [*first, *{_kind(held[index]): index for index in reversed(by_bound)}.values()]
+    for index in [*anyway, *by_bound]:
         if index in found:
             continue
-        if index not in (*first, *kinds.values()) and bounds[index] >= _limit(list(found.values())):
+        if index not in anyway and bounds[index] >= _limit(list(found.values())):
             break
         found[index] = sampled_seconds(held[index].problem, sample, max_degree=data.max_degree)
     order = sorted(found, key=lambda index: (found[index], index))
@@ -177,12 +179,11 @@ def quickest_recipe(
     return RecipeChoice(
         fit=held[best].fit,
         seconds=found[best],
-        others=tuple((held[index].fit, found[index]) for index in order),
+        others=tuple((held[index], found[index]) for index in order),
         usual=usual if first else None,
         usual_seconds=found[first[0]] if first else math.nan,
         tried=len(held),
         steps=len(sample),
-        for_rivals=tuple(held[index].problem for index in order),
     )
 
 

@@ -271,7 +271,7 @@ def resolve_problem(
     """Complete the settings that all steps of a plan share: ranks, recipe, token budget, sync, profile.
 
     Args:
-        request, assumptions, most_peers: the request, assumptions and most peers, as of `resolve`.
+        request, assumptions, most_peers: see `resolve`.
         data: the data whose steps recipes are compared on; None: the first of a fixed order that leaves room enough.
     """
     profile = _profile_at_hand(request, assumptions)
@@ -404,7 +404,7 @@ def computed_basis(
     """Compute a profile for a model and a cluster from their figures, for ranks there and the recipe of the plan.
 
     Args:
-        request, assumptions, most_peers, data: the request, assumptions, most peers and data, as of `resolve_problem`.
+        request, assumptions, most_peers, data: see `resolve_problem`.
         cluster: the cluster in place of the request's.
     """
     spec = load_model(request.model or DEFAULT_MODEL)

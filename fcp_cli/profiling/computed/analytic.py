@@ -102,7 +102,7 @@ def counted_heads(spec: ModelSpec, recipe: Recipe, cut: Cut = WHOLE, *, message_
 
     Args:
         spec, recipe, cut: the description, recipe and cut of the job.
-        message_seconds: the message seconds of one message.
+        message_seconds: the seconds of one message.
     """
     reached = backward_of(spec, recipe).layers
     passes = 1 + reached * (1 + (recipe.recompute == "full"))

@@ -45,7 +45,7 @@ class PageContent:
     Attributes:
         plan: figures gathered from the plan.
         run: figures gathered from the metrics, if any.
-        run_name: the run name of the run's folder.
+        run_name: the name of the run's folder.
         run_facts: the `run` record of its metrics.
         speedup: over the best static plan.
         warnings: one line each, about inputs that could not be used whole.
