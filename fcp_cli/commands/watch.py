@@ -109,18 +109,18 @@ class _Watched:
     def update(self, show: Callable[[MetricsRecord], None] = lambda record: None) -> Standing:
         """Read new records, showing each, and return whether the run still trains.
 
-        The heartbeat is read first: a run that has ended by then has written all that will come.
+        The owner is read first: a run that has ended by then has written all that will come.
         """
         from fcp_cli.runs.folder import RunPaths
-        from fcp_cli.runs.heartbeat import read_heartbeat
+        from fcp_cli.runs.owner import read_owner
 
         paths = RunPaths(run_dir=self.tail.path.parent)
-        self.heartbeat = read_heartbeat(paths.heartbeat)
+        self.owner = read_owner(paths.owner_of(0))
         for record in self.tail.poll():
             self.state.feed(record)
             show(record)
         self.quiet_seconds = _quiet_seconds(self.tail.path, paths.launch)
-        self.standing = self.state.standing(self.heartbeat, quiet_seconds=self.quiet_seconds)
+        self.standing = self.state.standing(self.owner, quiet_seconds=self.quiet_seconds)
         return self.standing
 
     def note_damage(self) -> None:
@@ -130,7 +130,7 @@ class _Watched:
             note(f"warning: {self.tail.path}: {counted(self._damaged, 'line')} damaged; skipped")
 
     def remark(self) -> str | None:
-        return self.state.remark(self.standing, self.heartbeat, quiet_seconds=self.quiet_seconds)
+        return self.state.remark(self.standing, self.owner, quiet_seconds=self.quiet_seconds)
 
 
 def _show_once(watched: _Watched, console: Console, *, json: bool) -> None:

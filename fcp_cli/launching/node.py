@@ -28,7 +28,6 @@ from fcp_cli.launching.supervision.watching import RunWatcher
 from fcp_cli.machine.network import interface_towards, port_problem, resolution_problem
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.runs.folder import RunPaths
-from fcp_cli.runs.heartbeat import beating
 from fcp_cli.runs.owner import STALE_SECONDS
 from fcp_cli.runs.ownership import Ownership, own
 from fcp_cli.runs.record import write_record
@@ -85,32 +84,27 @@ def _own(run_dir: Path) -> Ownership:
 
 
 def _run(command: Sequence[str], options: argparse.Namespace, environment: Mapping[str, str], owned: ExitStack) -> int:
-    heartbeat, is_first = None, options.node_rank == 0
+    is_first = options.node_rank == 0
     watcher: RunWatcher | None = None
+    owner: Ownership | None = None
     if is_first and options.master_port is not None and (problem := port_problem(options.master_port)):
         where = f"port {options.master_port} of {socket.gethostname()}"
         raise RunError(f"{where} is {problem}; choose another with --master-port")
     if is_first and RUN_DIR_VARIABLE in environment:
         paths = RunPaths(run_dir=Path(environment[RUN_DIR_VARIABLE]))
-        owned.enter_context(_own(paths.run_dir))
+        owner = owned.enter_context(_own(paths.run_dir))
         _write_record(paths, Path(environment[PLAN_VARIABLE]), options.record)
-        heartbeat, watcher = paths.heartbeat, RunWatcher(paths, None)  # the ranks show their steps themselves
-    with beating(heartbeat) as pulse:
-
-        def watch() -> None:
-            pulse.beat()
-            if watcher is not None:
-                watcher.poll()
-
-        outcome = run_command(
-            command,
-            environment=environment,
-            log_dir=options.log_dir,
-            screen=Screen(shows=is_first, watch=watch, announce=_print),
-            grace_seconds=_GRACE_SECONDS,
-            stop_file=Path(environment[_STOP_FILE_VARIABLE]) if _STOP_FILE_VARIABLE in environment else None,
-        )
-        pulse.ended = "finished" if not outcome.status else "interrupted" if _was_stopped(outcome) else "failed"
+        owner.ended, watcher = "failed", RunWatcher(paths, None)  # the ranks show their steps themselves
+    outcome = run_command(
+        command,
+        environment=environment,
+        log_dir=options.log_dir,
+        screen=Screen(shows=is_first, watch=(lambda: None) if watcher is None else watcher.poll, announce=_print),
+        grace_seconds=_GRACE_SECONDS,
+        stop_file=Path(environment[_STOP_FILE_VARIABLE]) if _STOP_FILE_VARIABLE in environment else None,
+    )
+    if owner is not None:
+        owner.ended = "finished" if not outcome.status else "interrupted" if _was_stopped(outcome) else "failed"
     if watcher is not None:
         watcher.close()
         if not outcome.status:

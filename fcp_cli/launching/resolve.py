@@ -34,6 +34,7 @@ from fcp_cli.launching.trainer_settings import model_of_run, recorded_settings, 
 from fcp_cli.launching.unplanned import has_plan_made, unplanned_job
 from fcp_cli.machine.devices import LocalDevices, find_machine_without_torch
 from fcp_cli.machine.network import free_ports, interface_towards
+from fcp_cli.plan.file.proven import read_proven
 from fcp_cli.plan.metadata.online import OnlineSettings
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.recipe import RecipeRequest
@@ -242,7 +243,7 @@ def _plan(request: LaunchRequest, assumed: Assumptions) -> tuple[Path, PlanMetad
     """Return the plan that was named or lies here; a dry run does without one if the model is given."""
     if request.plan is not None or DEFAULT_PLAN.is_file():
         plan = request.plan or DEFAULT_PLAN
-        return plan, preflight.check_plan(plan)
+        return plan, read_proven(plan)
     manifest = next(iter(request.manifest), None) or manifest_here()
     if request.dry_run and request.model is not None:
         return DEFAULT_PLAN, assumed_plan(

@@ -17,6 +17,7 @@ from fcp_cli.launching.job.job import Job
 from fcp_cli.launching.request import LOCAL, LaunchRequest
 from fcp_cli.models.model import load_model
 from fcp_cli.models.weights import find_weights, has_weights
+from fcp_cli.plan.file.proven import read_proven
 from fcp_cli.plan.metadata.again import plan_again
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.reading.documents import parse_yaml
@@ -165,7 +166,7 @@ def _evaluation(request: LaunchRequest) -> dict[str, Path]:
     found = {name: Path(request.training[name]).absolute() for name in _PATHS[1:3] if request.training.get(name)}
     manifest, plan = found.get("eval_manifest"), found.get("eval_plan")
     if plan is not None:
-        preflight.check_plan(plan)
+        read_proven(plan)
     if manifest is None:
         return found
     length_column = request.training.get("length_column", "length")
@@ -200,7 +201,7 @@ def _planned_profile(metadata: PlanMetadata) -> dict[str, Any]:
 def _manifests(request: LaunchRequest, plan: Path, metadata: PlanMetadata, assumed: Assumptions) -> tuple[Path, ...]:
     """Return the manifest to read tokens through, or all that the plan mixes; none trains on random tokens."""
     from fcp_cli.manifest.tokens import open_media
-    from fcp_cli.planning.batching.mixing import mixed_manifests
+    from fcp_cli.planning.batching.mixing import mixed_manifests, one_manifest
     from fcp_cli.training.data import has_tokens, require_texts
 
     mixture = metadata.mixture
@@ -220,10 +221,8 @@ def _manifests(request: LaunchRequest, plan: Path, metadata: PlanMetadata, assum
     if mixture is not None:
         manifests = tuple(mixed_manifests(mixture, manifests, length_column=length_column))
         require_texts(manifests)
-    elif len(manifests) > 1:
-        raise UsageError(f"{plan} is of one manifest, {names[0]}, but --manifest names {len(manifests)}")
-    elif not is_assumed(metadata):
-        _check_manifest(manifests[0], length_column, plan, metadata)
+    elif (manifest := one_manifest(metadata, manifests)) and not is_assumed(metadata):
+        _check_manifest(manifest, length_column, plan, metadata)
     kept = RunPaths(run_dir=request.run_dir).origin if request.resume and request.run_dir is not None else None
     for manifest in manifests:
         if has_tokens(manifest, length_column=length_column, kept=kept):

@@ -11,8 +11,8 @@ from statistics import median, median_low
 from typing import TYPE_CHECKING, Any, Literal
 
 from fcp_cli.report.bars import bar
-from fcp_cli.runs.heartbeat import Heartbeat
 from fcp_cli.runs.metrics.metrics_record import MetricsRecord, RunRecord, StepRecord
+from fcp_cli.runs.owner import Owner
 from fcp_cli.words import clock, counted, one_line, short_count, short_seconds
 
 if TYPE_CHECKING:
@@ -147,41 +147,41 @@ class RunState:
             "slow_ranks": {str(rank): factor for rank, factor in self.slow_ranks().items()},
         }
 
-    def standing(self, heartbeat: Heartbeat | None, *, quiet_seconds: float) -> Standing:
+    def standing(self, owner: Owner | None, *, quiet_seconds: float) -> Standing:
         """Return whether the run still trains, and if not, how it ended.
 
         Args:
-            heartbeat: the heartbeat of its launcher; None for a job that `fcp launch` did not start.
+            owner: the owner of its folder, or None if there is none.
             quiet_seconds: since the run wrote last. Ranks may train on after their launcher was killed.
         """
-        starts_again = heartbeat is not None and heartbeat.started > self._started_text
-        if self.finished and not (starts_again and heartbeat is not None and heartbeat.ended is None):
+        starts_again = owner is not None and owner.since > self._started_text
+        if self.finished and not (starts_again and owner is not None and owner.ended is None):
             return "finished"
-        if heartbeat is not None:
-            return heartbeat.ended or ("gone" if heartbeat.is_gone and not self._moves(quiet_seconds) else "running")
+        if owner is not None:
+            return owner.ended or ("gone" if owner.is_gone and not self._moves(quiet_seconds) else "running")
         steps_seconds = _SILENT_STEPS * self.mean("seconds") if self.last is not None else 0.0
         return "silent" if quiet_seconds > max(_SILENT_SECONDS, steps_seconds) else "running"
 
-    def remark(self, standing: Standing, heartbeat: Heartbeat | None, *, quiet_seconds: float) -> str | None:
+    def remark(self, standing: Standing, owner: Owner | None, *, quiet_seconds: float) -> str | None:
         """Return a line about a run that ended unfinished, or has not moved for long; None about any other."""
         if standing == "running":
-            return self._quiet_remark(heartbeat, quiet_seconds)
+            return self._quiet_remark(owner, quiet_seconds)
         where = f"after step {self.last['step'] + 1} of {self.steps}" if self.last else "before its first step"
-        if standing == "gone" and heartbeat is not None:
-            since = clock(heartbeat.age_seconds)
-            return f"dead {where}: its launcher on {heartbeat.host} is gone, its last sign of life was {since} ago"
+        if standing == "gone" and owner is not None:
+            since = clock(owner.age_seconds)
+            return f"dead {where}: its launcher on {owner.host} is gone, its last sign of life was {since} ago"
         if standing == "silent":
             return f"probably dead {where}: nothing new for {clock(quiet_seconds)}, and no launcher vouches for it"
         if standing == "failed":
             return f"failed {where}; what its ranks printed is in its folder logs"
         return f"interrupted {where}" if standing == "interrupted" else None
 
-    def _quiet_remark(self, heartbeat: Heartbeat | None, quiet_seconds: float) -> str | None:
-        if heartbeat is not None and heartbeat.is_gone:
-            return f"its launcher on {heartbeat.host} is gone; its ranks may train on without it"
+    def _quiet_remark(self, owner: Owner | None, quiet_seconds: float) -> str | None:
+        if owner is not None and owner.is_gone:
+            return f"its launcher on {owner.host} is gone; its ranks may train on without it"
         if self.last is None or self._moves(quiet_seconds):
             return None
-        state = "the run may have stopped" if heartbeat is None else "its launcher is at work"
+        state = "the run may have stopped" if owner is None else "its launcher is at work"
         return f"no new step for {clock(quiet_seconds)}: {state}"
 
     def _moves(self, quiet_seconds: float) -> bool:

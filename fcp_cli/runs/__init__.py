@@ -1,1 +1,1 @@
-"""The files of a run directory, their writers and readers: launch record, heartbeat, metrics, checkpoint headers."""
+"""The files of a run directory, their writers and readers: launch record, owner, metrics, checkpoint headers."""

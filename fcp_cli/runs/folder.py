@@ -88,13 +88,8 @@ class RunPaths:
         """The scheduler's job that runs it; see `runs.submission`."""
         return self.run_dir / "job.json"
 
-    @property
-    def heartbeat(self) -> Path:
-        """Return whether the latest start is still at work; see `runs.heartbeat`."""
-        return self.run_dir / "heartbeat.json"
-
     def owner_of(self, node: int) -> Path:
-        """The process that runs a node's part of the job; see `runs.owner`."""
+        """The process that runs a node's part of the job, and how the latest ended; see `runs.owner`."""
         return self.run_dir / ("owner.json" if node == 0 else f"owner-node{node}.json")
 
 

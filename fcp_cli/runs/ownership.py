@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event, Thread
 from types import TracebackType
@@ -24,7 +23,7 @@ from fcp_cli.errors import FcpError
 from fcp_cli.files import write_text_atomically
 from fcp_cli.machine import started_by
 from fcp_cli.runs.folder import RunPaths
-from fcp_cli.runs.owner import BEAT_SECONDS, Owner, in_use, is_alive, read_owner
+from fcp_cli.runs.owner import BEAT_SECONDS, End, Owner, in_use, is_alive, readable_owner
 
 _SETTLE_SECONDS: Final = 1.0  # between the renames of two that take over the same folder
 _RETRY_SECONDS: Final = 5.0
@@ -38,12 +37,15 @@ class Ownership:
     Attributes:
         run_dir: the folder.
         is_new: whether it was made to be owned.
+        ended: how the job ended that was run here, for those who look later; None: none was run.
     """
 
     run_dir: Path
     is_new: bool
+    ended: End | None = None
     _path: Path
     _made: list[Path]
+    _before: Owner | None
     _stopped: Event = field(default_factory=Event)
 
     def __enter__(self) -> Ownership:
@@ -57,10 +59,14 @@ class Ownership:
     def release(self) -> None:
         """Let others have the folder; remove it if it was made for this job, which left nothing in it."""
         self._stopped.set()
-        found = read_owner(self._path)
-        with suppress(OSError):
+        found = readable_owner(self._path)
+        with suppress(OSError, FcpError):  # a full disk, of which the job's own last line tells
             if found is not None and found.mark == started_by.mark_of(os.getpid()):
-                self._path.unlink()
+                latest = self._before if self.ended is None else replace(found, ended=self.ended)
+                if latest is None:
+                    self._path.unlink()
+                else:
+                    write_text_atomically(self._path, latest.text())
             for folder in self._made:
                 folder.rmdir()
         _unlock(_held.pop(self._path.absolute(), None))
@@ -95,7 +101,7 @@ def own(
     """
     made = _make(run_dir, must_be_new=must_be_new)
     path = RunPaths(run_dir=run_dir).owner_of(node)
-    owner = Owner.this_process(job)
+    owner, before = Owner.this_process(job), readable_owner(path)
     end = time.monotonic() + patience_seconds
     while True:
         handle = _lock(run_dir) if node == 0 else None
@@ -115,7 +121,9 @@ def own(
             raise in_use(run_dir, other)
         time.sleep(_RETRY_SECONDS)
     _held[path.absolute()] = handle
-    taken = Ownership(run_dir=run_dir, is_new=bool(made), _path=path, _made=made)
+    if before is not None and before.ended is None:
+        before = None
+    taken = Ownership(run_dir=run_dir, is_new=bool(made), _path=path, _made=made, _before=before)
     Thread(target=taken.beat, name="run-owner", daemon=True).start()
     return taken
 
@@ -125,7 +133,7 @@ def own_unless_launched(run_dir: Path) -> Ownership | None:
     path = RunPaths(run_dir=run_dir).owner_of(0)
     if path.absolute() in _held:
         return None
-    found = read_owner(path)
+    found = readable_owner(path)
     if found is not None and found.mark == os.environ.get(started_by.VARIABLE):
         return None
     return own(run_dir)
@@ -190,32 +198,28 @@ def _take(path: Path, owner: Owner, announce: Callable[[str], None], *, restarts
         return False
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(_text(owner))
+            file.write(owner.text())
         return True
     except FileExistsError:
-        found = read_owner(path)
+        found = readable_owner(path)
     is_earlier_start = restarts and found is not None and found.job == owner.job
     if not is_earlier_start and is_alive(found, path, announce):
         return False
-    write_text_atomically(path, _text(owner))
+    write_text_atomically(path, owner.text())
     if not is_locked or found is None or found.process is None or not found.process.is_local:
         time.sleep(_SETTLE_SECONDS)  # without a common lock, another may have found the same stale owner: the last wins
-    return read_owner(path) == owner
+    return readable_owner(path) == owner
 
 
 def _blocking_job(path: Path, owner: Owner) -> Owner | None:
     """Return the live owner of node 0's file if it is of another job than this node's."""
     first = RunPaths(run_dir=path.parent).owner_of(0)
-    found = None if path == first else read_owner(first)
+    found = None if path == first else readable_owner(first)
     return found if found is not None and found.job != owner.job and is_alive(found, first) else None
 
 
 def _owner_in_the_way(path: Path) -> Owner | None:
-    return read_owner(path) or read_owner(RunPaths(run_dir=path.parent).owner_of(0))
-
-
-def _text(owner: Owner) -> str:
-    return json.dumps(asdict(owner), indent=2) + "\n"
+    return readable_owner(path) or readable_owner(RunPaths(run_dir=path.parent).owner_of(0))
 
 
 def _cannot_write(run_dir: Path, error: OSError) -> FcpError:

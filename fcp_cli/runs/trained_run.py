@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fcp_cli.errors import RunError
-from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.file.proven import read_proven
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.runs.checkpoints.checkpoint_header import check_plan_of, checkpoints, read_header
 from fcp_cli.runs.folder import RunPaths
@@ -40,18 +40,16 @@ def plan_at_step(text: Path, manifest: Path | None, length_column: str) -> Train
     """Return the run of a script whose checkpoint is at a step of a plan, given as PLAN@STEP; None: it is no such text.
 
     Raises:
-        PlanError: the plan is missing or damaged.
-        RunError: no manifest was given, the plan was edited, or it has no such step.
+        PlanError: the plan is missing, damaged or was edited.
+        RunError: no manifest was given, or the plan has no such step.
     """
     name, _, step = str(text).rpartition("@")
     if not name or not step.isdecimal() or text.is_dir():
         return None
     if manifest is None:
         raise RunError(f"--continue-from {text} needs the plan's MANIFEST, or its --mix")
-    reader, first_step = PlanReader(Path(name)), int(step)
-    if reader.content_hash() != reader.metadata.plan_hash:
-        raise RunError(f"{name} was edited: its content does not match its plan hash")
-    first, end = reader.metadata.first_step, reader.metadata.end_step
+    metadata, first_step = read_proven(Path(name)), int(step)
+    first, end = metadata.first_step, metadata.end_step
     if not max(first, 1) <= first_step < end:
         raise RunError(f"--continue-from {text}: the plan has steps {first} to {end - 1}; name one of them, from 1 on")
     return TrainedRun(plan=Path(name), first_step=first_step, manifest=manifest, length_column=length_column, model="")
@@ -67,23 +65,21 @@ def read_trained_run(run_dir: Path, *, manifest: Path | None = None) -> TrainedR
             "bundled trainer can be continued"
         )
     plan = followed_plan(run_dir, launched)
-    reader = PlanReader(plan)
-    if reader.content_hash() != reader.metadata.plan_hash:
-        raise RunError(f"{plan} was edited since {run_dir} followed it: its content does not match its plan hash")
+    metadata = read_proven(plan)
     saved = checkpoints(RunPaths(run_dir=run_dir).checkpoints)
     if not saved:
         raise RunError(
             f"{run_dir} has no checkpoint, so nothing that it trained is kept; plan again with 'fcp plan "
-            f"{reader.metadata.manifest.argument} --ranks N'"
+            f"{metadata.manifest.argument} --ranks N'"
         )
     header = read_header(saved[-1])
-    check_plan_of(header, reader.metadata, checkpoint=saved[-1])
-    if header.step >= reader.metadata.end_step:
+    check_plan_of(header, metadata, checkpoint=saved[-1])
+    if header.step >= metadata.end_step:
         raise RunError(f"{run_dir} has finished all {header.step} steps of its plan: nothing is left to plan")
     return TrainedRun(
         plan=plan,
         first_step=header.step,
-        manifest=_manifest(manifest, launched, plan, reader.metadata),
+        manifest=_manifest(manifest, launched, plan, metadata),
         length_column=_length_column(run_dir, launched.training),
         model=launched.model,
     )

@@ -16,11 +16,11 @@ import torch
 from fcp_cli.arrays import Int32Array
 from fcp_cli.errors import RunError
 from fcp_cli.masks import CAUSAL, ChunkPairs, MaskRows
+from fcp_cli.plan.file.proven import read_proven
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.file.writer import plan_writer
 from fcp_cli.plan.metadata.masks import planned_masks
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.runtime.agreement.plan_agreement import read_proven
 from fcp_cli.verification.order import check_order
 from fcp_cli.verification.processes import replay_processes
 from fcp_cli.verification.replay import Replayed, replay_alone, replay_threads, tiny_config

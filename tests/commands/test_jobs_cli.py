@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,11 @@ def make_run(folder: Path, name: str = "tiny-001", **files: Any) -> Path:
     return run_dir
 
 
-def beat_of(process: subprocess.Popen[bytes], **changes: Any) -> dict[str, Any]:
+def owner_of(process: subprocess.Popen[bytes], **changes: Any) -> dict[str, Any]:
     found = ProcessIdentity.of(process.pid)
     assert found is not None
-    facts = {"host": found.host, "pid": found.pid, "process_started": found.started_ticks, "boot_id": found.boot_id}
-    return {"format": "fcp-heartbeat/1", "started": "2026-01-01T00:00:00+00:00", "ended": None, **facts, **changes}
+    facts = {"host": found.host, "pid": found.pid, "process": asdict(found), "job": "", "mark": "mark"}
+    return {"format": "fcp-owner/1", "since": "2026-01-01T00:00:00+00:00", "ended": None, **facts, **changes}
 
 
 def with_programs(folder: Path) -> dict[str, str]:
@@ -54,7 +55,7 @@ def with_programs(folder: Path) -> dict[str, str]:
 
 @pytest.mark.processes
 def test_a_job_is_ended_with_yes_and_shown_before(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
-    make_run(tmp_path, heartbeat=beat_of(sleeper))
+    make_run(tmp_path, owner=owner_of(sleeper))
     done = fcp("jobs", "cancel", "tiny-001", "--yes", cwd=tmp_path)
     run, where, state, end = done.stderr.splitlines()
     assert (run, state) == ("run    runs/tiny-001", "state  running, 0 steps done")
@@ -68,10 +69,10 @@ def test_a_job_is_ended_with_yes_and_shown_before(tmp_path: Path, sleeper: subpr
 def test_a_foreign_process_of_the_launchers_number_is_never_signalled(
     tmp_path: Path, sleeper: subprocess.Popen[bytes]
 ) -> None:
-    make_run(tmp_path, heartbeat=beat_of(sleeper, process_started=None))
+    make_run(tmp_path, owner=owner_of(sleeper, process=None))
     error = assert_one_error_line(fcp("jobs", "cancel", "tiny-001", "-y", cwd=tmp_path), 1)
     assert error.replace(str(sleeper.pid), "PID") == snapshot(
-        "error: runs/tiny-001: its heartbeat has no start time or boot id, so process PID may be another one by now, and nothing was signalled; see 'ps -fp PID', and if it is this run's launcher: kill -TERM PID"
+        "error: runs/tiny-001: its owner.json has no start time or boot id, so process PID may be another one by now, and nothing was signalled; see 'ps -fp PID', and if it is this run's launcher: kill -TERM PID"
     )
     assert sleeper.poll() is None
 
@@ -84,7 +85,7 @@ def test_without_a_terminal_nothing_is_ended_unless_yes_is_typed(
     allowed_by: dict[str, str] | str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    make_run(tmp_path, heartbeat=beat_of(sleeper))
+    make_run(tmp_path, owner=owner_of(sleeper))
     if isinstance(allowed_by, str):
         (tmp_path / allowed_by).write_text("jobs: {cancel: {'yes': true}}\n")
         allowed_by = {}
@@ -105,7 +106,7 @@ class Terminal(io.StringIO):
 def test_on_a_terminal_the_answer_decides(
     tmp_path: Path, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_run(tmp_path, heartbeat=beat_of(sleeper))
+    make_run(tmp_path, owner=owner_of(sleeper))
     for answer in ("n\n", "\n", ""):
         monkeypatch.setattr(sys, "stdin", Terminal(answer))
         refused = fcp("-q", "jobs", "cancel", "tiny-001", cwd=tmp_path)

@@ -20,7 +20,7 @@ import fcp_cli
 from fcp_cli.errors import RunError
 from fcp_cli.machine import devices, network
 from fcp_cli.machine.devices import LocalDevices
-from fcp_cli.runs.heartbeat import read_heartbeat
+from fcp_cli.runs.owner import read_owner
 from fcp_cli.runs.launch_record import write_launch
 from tests.commands.planning_folder import Outcome, typed
 from tests.forked_ranks import shared_by_scripts
@@ -302,8 +302,8 @@ def test_a_users_script_runs_on_all_ranks_and_the_rank_that_fails_is_named(folde
     assert lines[-3:-1] == [f"last lines of rank 1 on {host}:", "  I am the one"]
     assert lines[-1].startswith(f"error: rank 1 on {host} exited with status 1; its whole output is in ")
     assert Path(lines[-1].split(" is in ")[1]).read_text() == "I am the one\n"
-    beats = map(read_heartbeat, sorted((folder / "runs").glob("*script-*/heartbeat.json")))
-    assert [beat and beat.ended for beat in beats] == ["finished", "failed"]
+    owners = map(read_owner, sorted((folder / "runs").glob("*script-*/owner.json")))
+    assert [owner and owner.ended for owner in owners] == ["finished", "failed"]
 
 
 _TELL_LAUNCHER = """

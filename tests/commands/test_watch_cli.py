@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from inline_snapshot import snapshot
 
-from fcp_cli.runs.heartbeat import beating
+from fcp_cli.runs.ownership import own
 from tests.commands.planning_folder import assert_one_error_line, fcp
 from tests.patience import PATIENCE_SECONDS
 from tests.report.runs import make_example_plan, write_run
@@ -52,8 +52,8 @@ def test_damaged_lines_are_counted_in_a_warning(plan: Path, tmp_path: Path) -> N
 def test_a_finished_run_without_a_measured_step_says_so(tmp_path: Path) -> None:
     """As of a script that was started with --inject none and follows the plan by means of its own."""
     (tmp_path / "launch.json").write_text("{}")
-    with beating(tmp_path / "heartbeat.json") as pulse:
-        pulse.ended = "finished"
+    with own(tmp_path) as owned:
+        owned.ended = "finished"
     result = fcp("watch", ".", cwd=tmp_path)
     assert (result.returncode, result.stdout) == (0, "finished: no step was measured\n")
 
@@ -103,8 +103,8 @@ def test_the_state_is_one_json_document(plan: Path, tmp_path: Path) -> None:
 def test_an_interrupted_run_ends_the_watch_and_says_so(plan: Path, tmp_path: Path) -> None:
     path = write_run(tmp_path / "metrics.jsonl", plan)
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
-    with beating(tmp_path / "heartbeat.json") as pulse:
-        pulse.ended = "interrupted"
+    with own(tmp_path) as owned:
+        owned.ended = "interrupted"
     result = fcp("watch", ".", cwd=tmp_path)
     assert result.returncode == 1
     assert [line.split()[1] for line in result.stdout.splitlines()] == ["1/4", "2/4"]
@@ -118,10 +118,10 @@ def test_an_interrupted_run_ends_the_watch_and_says_so(plan: Path, tmp_path: Pat
 def test_a_run_whose_launcher_was_killed_is_shown_as_dead(plan: Path, tmp_path: Path) -> None:
     """Killed before its ranks wrote anything, too."""
     (tmp_path / "launch.json").write_text("{}")
-    code = "import os, sys, pathlib\nfrom fcp_cli.runs.heartbeat import beating\n"
-    code += "with beating(pathlib.Path('heartbeat.json')): os.kill(os.getpid(), 9)"
+    code = "import os, pathlib\nfrom fcp_cli.runs.ownership import own\n"
+    code += "with own(pathlib.Path('.')): os.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False, timeout=PATIENCE_SECONDS)
-    os.utime(tmp_path / "heartbeat.json", (time.time() - 60, time.time() - 60))
+    os.utime(tmp_path / "owner.json", (time.time() - 60, time.time() - 60))
     result = fcp("watch", ".", cwd=tmp_path)
     assert result.returncode == 1
     assert "dead before its first step: its launcher on" in result.stderr

@@ -31,9 +31,9 @@ def write_runs(folder: Path) -> None:
     (run / "launch.json").write_text(json.dumps(asdict(record)))
     (run / "logs" / "20260101").mkdir(parents=True)
     (run / "logs" / "20260101" / "launcher.log").write_text("step 1\nstep 2\n")
-    beat: dict[str, Any] = {"format": "fcp-heartbeat/1", "host": "here", "pid": 2**22 - 3, "process_started": 5}
-    beat["started"] = "2026-01-01T00:00:00+00:00"
-    (run / "heartbeat.json").write_text(json.dumps({**beat, "ended": "finished"}))
+    owner: dict[str, Any] = {"format": "fcp-owner/1", "host": "here", "pid": 2**22 - 3, "process": None, "ended": "finished"}
+    owner |= {"since": "2026-01-01T00:00:00+00:00", "job": "", "mark": "7-7"}
+    (run / "owner.json").write_text(json.dumps(owner))
     header: dict[str, Any] = {"format": "fcp-checkpoint/2", "step": 1, "plan_hash": plan_hash, "num_ranks": 4}
     header |= {"sharding": "replicated", "model": "qwen3-tiny", "torch": "2.13", "shards": None}
     (folder / _CHECKPOINT).write_text(json.dumps(header))
@@ -71,7 +71,7 @@ _RESUMED = (
 )
 _WHOLE: dict[str, Change] = {
     f"{RUN}/launch.json": mutations.of_json,
-    f"{RUN}/heartbeat.json": mutations.of_json,
+    f"{RUN}/owner.json": mutations.of_json,
     f"{RUN}/metrics.jsonl": mutations.of_lines,
     f"{RUN}/plan.parquet": of_plan,
     _CHECKPOINT: mutations.of_json,
@@ -98,7 +98,7 @@ KINDS: dict[str, Kind] = {
         change=mutations.of_lines,
     ),
     "launch record": of_files(f"{RUN}/launch.json", *_SEEN, *_RESUMED, change=mutations.of_json),
-    "heartbeat": of_files(f"{RUN}/heartbeat.json", *_SEEN, change=mutations.of_json),
+    "owner": of_files(f"{RUN}/owner.json", *_SEEN, change=mutations.of_json),
     "checkpoint header": of_files(_CHECKPOINT, *_RESUMED, change=mutations.of_json),
     "submission": of_files(_SUBMITTED, *_ASKED, share=0.6),
     "words of schedulers": of_files(

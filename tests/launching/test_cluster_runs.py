@@ -18,7 +18,7 @@ from tests.training.small_runs import fcp_command, write_manifest, write_small_p
 
 pytestmark = [pytest.mark.torch, pytest.mark.distributed]
 
-RECORD = {"heartbeat.json", "logs", "plan.parquet", "profile.yaml", "versions.json"}
+RECORD = {"logs", "owner.json", "plan.parquet", "profile.yaml", "versions.json"}
 HERE = socket.gethostname()
 # Every rank adds up all ranks' numbers; node 0's first rank tells.
 _SCRIPT = """
@@ -73,7 +73,7 @@ def test_the_scripts_of_two_nodes_make_one_job(folder: Path, cluster: FakeCluste
     run_dir = folder / "runs" / "ssh"
     assert {path.name for path in run_dir.iterdir()} == {"launch.json", *RECORD}
     assert (run_dir / "launch.json").read_text() == (job / "launch.json").read_text()
-    assert json.loads((run_dir / "heartbeat.json").read_text())["ended"] == "finished"
+    assert json.loads((run_dir / "owner.json").read_text())["ended"] == "finished"
     logs = {path.parent.parent.parent.parent.name[-5:] for path in run_dir.glob("logs/*/*/attempt_0/*/stdout.log")}
     assert logs == {"node0", "node1"}
 

@@ -17,6 +17,7 @@ from fcp_cli.launching.supervision.failure import Failure
 from fcp_cli.launching.supervision.full_disk import full_disk_line, is_full
 from fcp_cli.launching.supervision.run import JobOutcome
 from fcp_cli.launching.supervision.watching import RunWatcher
+from fcp_cli.runs.ownership import own
 from tests.launching.jobs import local_job
 from tests.launching.test_run import FakeRunner
 
@@ -67,7 +68,8 @@ def test_a_job_that_failed_on_a_full_disk_ends_with_that_line(
     monkeypatch.setattr("fcp_cli.runs.record.write_record", lambda *_: None)
     monkeypatch.setattr("fcp_cli.runs.launch_record.write_launch", lambda *_: None)
     with pytest.raises(RunError, match=r"^the disk of .* is full; no checkpoint was saved"):
-        running.run_here(job, json=False)
+        with own(tmp_path) as owned:
+            running.run_here(job, owned, json=False)
 
 
 class Failing(FakeRunner):

@@ -14,6 +14,7 @@ from fcp_cli.commands.launch.options import LaunchOptions
 from fcp_cli.commands.launch.owning import owned_job
 from fcp_cli.launching.job.job import Job
 from fcp_cli.runs.folder import next_run_dir
+from fcp_cli.runs.owner import read_owner
 from fcp_cli.runs.ownership import Ownership, own
 from tests.launching.jobs import local_job
 from tests.patience import wait_until
@@ -89,7 +90,8 @@ def test_a_running_run_is_neither_resumed_nor_launched_into_until_its_launcher_a
     wait_until(lambda: ranks_in(folder) == [])
     (folder / "go").touch()
     assert run_fcp("launch", "--inject", "none", "--run-dir", "run", "--", "script.py", folder=folder).returncode == 0
-    assert not (folder / "run" / "owner.json").exists()
+    ended = read_owner(folder / "run" / "owner.json")
+    assert ended is not None and ended.ended == "finished"
 
 
 @pytest.mark.parametrize("words", [("--run-dir", "run"), ()])

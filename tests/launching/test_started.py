@@ -16,7 +16,8 @@ from fcp_cli.launching.started.cancel import end, find_cancellation
 from fcp_cli.launching.started.jobs import job_state, listed_state, log_of, require_run, started_runs
 from fcp_cli.machine.identity import ProcessIdentity
 from fcp_cli.runs.folder import RunPaths
-from fcp_cli.runs.heartbeat import End, beating
+from fcp_cli.runs.owner import End, Owner
+from fcp_cli.runs.ownership import own
 from fcp_cli.runs.submission import Submission, write_submission
 
 
@@ -45,15 +46,15 @@ def cancel(run_dir: Path, cluster: Cluster) -> str:
 
 
 def run_of(folder: Path, submission: Submission | None = None, *, ended: End | None = None) -> Path:
-    """A run directory as `fcp launch` leaves it; ended by its heartbeat, where that is given."""
+    """A run directory as `fcp launch` leaves it; how it ended stands there, where that is given."""
     run_dir = folder / "runs" / "tiny-001"
     (run_dir / "logs").mkdir(parents=True)
     RunPaths(run_dir=run_dir).launch.write_text("{}")
     if submission is not None:
         write_submission(run_dir, submission)
     if ended is not None:
-        with beating(RunPaths(run_dir=run_dir).heartbeat) as pulse:
-            pulse.ended = ended
+        with own(run_dir) as owned:
+            owned.ended = ended
     return run_dir
 
 
@@ -125,7 +126,7 @@ def test_an_object_is_deleted_from_its_namespace(tmp_path: Path) -> None:
 
 def test_a_local_run_is_asked_through_its_launcher(tmp_path: Path) -> None:
     run_dir, cluster = run_of(tmp_path), Cluster()
-    with beating(RunPaths(run_dir=run_dir).heartbeat):
+    with own(run_dir):
         assert job_state(run_dir, cluster).state == "running"
         cancel(run_dir, cluster)
         assert cluster.stopped == [ProcessIdentity.of(os.getpid())]
@@ -168,35 +169,32 @@ def written(run_dir: Path, name: str, document: dict[str, Any]) -> Path:
     return run_dir
 
 
-def beat_of(run_dir: Path, **changes: Any) -> Path:
-    """The run with the heartbeat of this very process, but for what is changed."""
-    own = ProcessIdentity.of(os.getpid())
-    assert own is not None
-    facts = {"host": own.host, "pid": own.pid, "process_started": own.started_ticks, "boot_id": own.boot_id}
-    facts |= {"format": "fcp-heartbeat/1", "started": "2026-01-01T00:00:00+00:00", "ended": None}
-    return written(run_dir, "heartbeat.json", facts | changes)
+def owner_of(run_dir: Path, *, ended: Any = None, **changes: Any) -> Path:
+    """The run as this very process owns it, but for what is changed of its identity; `process`: all of it."""
+    facts = json.loads(Owner.this_process("").text())
+    process = changes.pop("process", facts["process"] | changes)
+    return written(run_dir, "owner.json", facts | {"ended": ended, "process": process})
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"process_started": None}, "its heartbeat has no start time or boot id, so process .* nothing was signalled"),
-        ({"boot_id": None}, "its heartbeat has no start time or boot id, so process .*: kill -TERM [0-9]+$"),
+        ({"process": None}, "its owner.json has no start time or boot id, so process .*: kill -TERM [0-9]+$"),
         ({"boot_id": "0" * 36}, "was launched before the last boot of .*nothing was signalled"),
-        ({"process_started": 1}, r"its launcher, process [0-9]+, has ended: there is nothing to cancel$"),
+        ({"started_ticks": 1}, r"its launcher, process [0-9]+, has ended: there is nothing to cancel$"),
         ({"pid": 1}, "was launched by process 1, the first of its container; stop the container$"),
-        ({"pid": 0}, "heartbeat.json is damaged: pid is 0; it must be the number of a process"),
-        ({"pid": -1}, "heartbeat.json is damaged: pid is -1; "),
-        ({"pid": 2**40}, "heartbeat.json is damaged: pid is 1099511627776; "),
-        ({"pid": True}, "heartbeat.json is damaged: pid is True; "),
-        ({"pid": "4711"}, "heartbeat.json is damaged: pid is '4711'; "),
-        ({"ended": ["x"]}, r"heartbeat.json is damaged: ended is \['x'\]; "),
+        ({"pid": 0}, "owner.json is damaged: process.pid is 0; it must be the number of a process"),
+        ({"pid": -1}, "owner.json is damaged: process.pid is -1; "),
+        ({"pid": 2**40}, "owner.json is damaged: process.pid is 1099511627776; "),
+        ({"pid": True}, "owner.json is damaged: process.pid is True; "),
+        ({"pid": "4711"}, "owner.json is damaged: process.pid is '4711'; "),
+        ({"ended": ["x"]}, r"owner.json is damaged: ended is \['x'\]; "),
     ],
 )
 def test_no_process_is_signalled_that_is_not_known_for_certain(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    run_dir, cluster = beat_of(run_of(tmp_path), **changes), Cluster()
+    run_dir, cluster = owner_of(run_of(tmp_path), **changes), Cluster()
     with pytest.raises(RunError, match=message) as failure:
         cancel(run_dir, cluster)
     assert cluster.stopped == []
@@ -230,7 +228,7 @@ def test_nothing_of_a_run_folder_reaches_a_command_that_its_grammar_refuses(
 
 
 def test_what_would_be_ended_is_described_first(tmp_path: Path) -> None:
-    run_dir, cluster = beat_of(run_of(tmp_path)), Cluster({"squeue": "RUNNING None\n", "kubectl": "{}"})
+    run_dir, cluster = owner_of(run_of(tmp_path)), Cluster({"squeue": "RUNNING None\n", "kubectl": "{}"})
     run, process, state = find_cancellation(run_dir, cluster).describe()
     assert (run, state) == (f"run    {run_dir}", "state  running, 0 steps done")
     assert process.startswith(f"where  process {os.getpid()} on {cluster.host}: ")
@@ -242,9 +240,9 @@ def test_what_would_be_ended_is_described_first(tmp_path: Path) -> None:
 
 
 def test_a_damaged_run_is_listed_with_its_reason(tmp_path: Path) -> None:
-    state = listed_state(beat_of(run_of(tmp_path), pid=2**40), Cluster())
+    state = listed_state(owner_of(run_of(tmp_path), pid=2**40), Cluster())
     assert (state.state, state.where, state.steps) == ("unreadable", "", 0)
-    assert "heartbeat.json is damaged: pid is 1099511627776" in state.problem
+    assert "owner.json is damaged: process.pid is 1099511627776" in state.problem
 
 
 def test_scripts_that_a_site_starts_itself_are_no_object_of_kubernetes(tmp_path: Path) -> None:

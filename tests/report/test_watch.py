@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import socket
-import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,8 @@ import pytest
 from fcp_cli.errors import RunError
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.report.watch import WINDOW_STEPS, RunState, run_view
-from fcp_cli.runs.heartbeat import End, Heartbeat, beating, read_heartbeat
 from fcp_cli.runs.metrics.metrics_reader import MetricsTail
+from fcp_cli.runs.owner import End, Owner
 from tests.report.runs import make_example_plan, measured, run_record, write_run
 
 
@@ -124,10 +122,12 @@ def test_a_run_is_finished_after_its_last_step(lines: list[str], tmp_path: Path)
     assert len(state.to_json("finished")["idle_of_ranks"]) == 8
 
 
-def heartbeat(**changes: Any) -> Heartbeat:
-    """Of this very process, alive and well."""
-    values = {"host": socket.gethostname(), "pid": os.getpid(), "process_started": None, "ended": None}
-    return Heartbeat(**{**values, "started": "2026-01-01T00:00:00+00:00", "age_seconds": 1.0, **changes})
+def owner(*, pid: int | None = None, **changes: Any) -> Owner:
+    """This very process, alive and well, or one of another number."""
+    found = replace(Owner.this_process(""), since="2026-01-01T00:00:00+00:00", age_seconds=1.0)
+    if pid is not None and found.process is not None:
+        found = replace(found, pid=pid, process=replace(found.process, pid=pid))
+    return replace(found, **changes)
 
 
 def test_a_finished_run_is_not_shown_as_stuck(lines: list[str], tmp_path: Path) -> None:
@@ -140,11 +140,11 @@ def test_a_finished_run_is_not_shown_as_stuck(lines: list[str], tmp_path: Path) 
 def test_a_slow_step_is_distinguished_from_a_dead_run(lines: list[str], tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(lines[:3]))
     state = state_of(tmp_path / "metrics.jsonl")
-    slow = heartbeat()
+    slow = owner()
     assert state.standing(slow, quiet_seconds=1e5) == "running"
     remark = state.remark("running", slow, quiet_seconds=1e5)
     assert remark == "no new step for 27:46:40: its launcher is at work"
-    killed = heartbeat(pid=2**22 + 1, age_seconds=20.0)
+    killed = owner(pid=2**22 + 1, age_seconds=20.0)
     quiet = max(60.0, 5.0 * state.mean("seconds")) + 1.0
     assert state.standing(killed, quiet_seconds=quiet) == "gone"
     remark = state.remark("gone", killed, quiet_seconds=quiet)
@@ -156,20 +156,22 @@ def test_a_slow_step_is_distinguished_from_a_dead_run(lines: list[str], tmp_path
 def test_ranks_that_go_on_without_their_launcher_are_watched_on(lines: list[str], tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(lines[:3]))
     state = state_of(tmp_path / "metrics.jsonl")
-    killed = heartbeat(pid=2**22 + 1, age_seconds=500.0)
+    killed = owner(pid=2**22 + 1, age_seconds=500.0)
     assert state.standing(killed, quiet_seconds=2.0) == "running"
     assert "its ranks may train on without it" in str(state.remark("running", killed, quiet_seconds=2.0))
 
 
 @pytest.mark.parametrize(("age_seconds", "standing"), [(100.0, "running"), (130.0, "gone")])
-def test_a_launcher_on_another_machine_is_judged_by_its_heartbeat(age_seconds: float, standing: str) -> None:
-    elsewhere = heartbeat(host="elsewhere", pid=2**22 + 1, age_seconds=age_seconds)
+def test_a_launcher_on_another_machine_is_judged_by_its_owner(age_seconds: float, standing: str) -> None:
+    elsewhere = owner(process=None, host="elsewhere", age_seconds=age_seconds)
     assert RunState().standing(elsewhere, quiet_seconds=0.0) == standing
 
 
 def test_a_later_process_with_the_launchers_number_is_not_taken_for_it() -> None:
-    assert heartbeat(process_started=1, age_seconds=60.0).is_gone
-    assert not heartbeat(age_seconds=60.0).is_gone
+    here = owner(age_seconds=60.0)
+    assert here.process is not None
+    assert replace(here, process=replace(here.process, started_ticks=1)).is_gone
+    assert not here.is_gone
 
 
 @pytest.mark.parametrize(
@@ -182,7 +184,7 @@ def test_a_later_process_with_the_launchers_number_is_not_taken_for_it() -> None
 def test_how_a_run_ended_is_shown(lines: list[str], tmp_path: Path, ended: End, remark: str) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(lines[:3]))
     state = state_of(tmp_path / "metrics.jsonl")
-    standing = state.standing(heartbeat(ended=ended), quiet_seconds=0.0)
+    standing = state.standing(owner(ended=ended), quiet_seconds=0.0)
     assert (standing, state.remark(standing, None, quiet_seconds=0.0)) == (ended, remark)
 
 
@@ -199,50 +201,7 @@ def test_a_finished_run_that_is_started_again_is_running(lines: list[str], tmp_p
     """Until its ranks have written, the metrics are those of the start before."""
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     state = state_of(tmp_path / "metrics.jsonl")
-    assert state.standing(heartbeat(started="2026-01-02T00:00:00+00:00"), quiet_seconds=0.0) == "running"
-
-
-def test_a_heartbeat_lasts_as_long_as_the_job_and_then_says_how_it_ended(tmp_path: Path) -> None:
-    path = tmp_path / "heartbeat.json"
-    assert read_heartbeat(path) is None
-    with beating(path) as pulse:
-        alive = read_heartbeat(path)
-        assert alive is not None and alive.ended is None and not alive.is_gone
-        pulse.ended = "finished"
-    ended = read_heartbeat(path)
-    assert ended is not None and ended.ended == "finished"
-    with pytest.raises(RunError), beating(path):
-        raise RunError("the job cannot be started")
-    failed = read_heartbeat(path)
-    assert failed is not None and failed.ended == "failed"
-
-
-def test_a_heartbeat_keeps_its_file_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, now = tmp_path / "heartbeat.json", 1000.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    with beating(path) as pulse:
-        os.utime(path, (1.0, 1.0))
-        pulse.beat()
-        assert path.stat().st_mtime == 1.0  # too early
-        now += 6.0
-        pulse.beat()
-        assert path.stat().st_mtime > 1.0
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "heartbeat.json is not JSON"),
-        ("[]", "heartbeat.json is not a JSON object but a list"),
-        ('{"format":"fcp-heartbeat/1"}', "heartbeat.json is damaged: host is missing"),
-        ('{"format":"other/1"}', "heartbeat.json has format 'other/1'; this fcp reads 'fcp-heartbeat/1'"),
-    ],
-)
-def test_a_damaged_heartbeat_is_one_line(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "heartbeat.json").write_text(text)
-    with pytest.raises(RunError, match=re.escape(message)):
-        read_heartbeat(tmp_path / "heartbeat.json")
-    assert read_heartbeat(tmp_path / "none.json") is None
+    assert state.standing(owner(since="2026-01-02T00:00:00+00:00"), quiet_seconds=0.0) == "running"
 
 
 def test_a_resumed_run_counts_from_its_latest_start(plan: Path, tmp_path: Path) -> None:

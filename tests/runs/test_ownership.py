@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from threading import Barrier, Thread
 from typing import Any
@@ -108,7 +108,7 @@ def write_owner(run_dir: Path, **facts: Any) -> Path:
     path = run_dir / "owner.json"
     process = ProcessIdentity(host="elsewhere", boot_id=OTHER_BOOT, pid=7, started_ticks=7)
     owner = replace(Owner.this_process("job"), host="elsewhere", pid=7, process=process, mark="7-7")
-    path.write_text(json.dumps(asdict(replace(owner, **facts))))
+    path.write_text(replace(owner, **facts).text())
     return path
 
 
@@ -338,3 +338,44 @@ def test_an_owner_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         path = tmp_path / "run" / "owner.json"
         os.utime(path, (1, 1))
         wait_until(lambda: path.stat().st_mtime > 1, every_seconds=0.01)
+
+
+def test_how_a_job_ended_stays_in_its_folder_until_the_next_one_runs(tmp_path: Path, locks: str) -> None:
+    path = tmp_path / "run" / "owner.json"
+    with own(tmp_path / "run") as owned:
+        alive = read_owner(path)
+        assert alive is not None and alive.ended is None and not alive.is_gone
+        owned.ended = "interrupted"
+    for _ in range(2):  # a launch that is refused before it runs anything changes nothing
+        found = read_owner(path)
+        assert found is not None and (found.ended, found.pid) == ("interrupted", os.getpid())
+        own(tmp_path / "run").release()
+    with own(tmp_path / "run") as owned:
+        assert read_owner(path) == replace(Owner.this_process(""), since=owner_since(path))
+        owned.ended = "finished"
+    found = read_owner(path)
+    assert found is not None and found.ended == "finished"
+
+
+def owner_since(path: Path) -> str:
+    found = read_owner(path)
+    assert found is not None
+    return found.since
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "owner.json is not JSON"),
+        ("[]", "owner.json is not a JSON object but a list"),
+        ('{"format":"fcp-owner/1"}', "owner.json is damaged: host is missing"),
+        ('{"format":"other/1"}', "owner.json has format 'other/1'; this fcp reads 'fcp-owner/1'"),
+    ],
+)
+def test_a_damaged_owner_file_is_one_line_to_those_who_look(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "owner.json").write_text(text)
+    with pytest.raises(RunError, match=re.escape(message)):
+        read_owner(tmp_path / "owner.json")
+    (tmp_path / "owner.json").write_text("")  # being written
+    assert read_owner(tmp_path / "owner.json") is None
+    assert read_owner(tmp_path / "none.json") is None

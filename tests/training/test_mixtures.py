@@ -115,7 +115,7 @@ def test_what_cannot_be_trained_is_one_line_before_anything_is_written(folder: P
          "from its texts, or train on random tokens with --synthetic"),
         ("pictures.parquet", (english, "sizes.parquet"), "sizes.parquet holds pictures, but the bundled trainer mixes "
          "texts alone; give a script of your own, whose fetch is fcp_cli.runtime.mixed_fetch"),
-        ("plain.parquet", (english, german), "plain.parquet is of one manifest, lengths.parquet, but --manifest names 2"),
+        ("plain.parquet", (english, german), "the plan is of one manifest, lengths.parquet, but --manifest names 2"),
     ):  # fmt: skip
         job = ("--plan", plan, "--model", "qwen3-tiny", "--device", "cpu", "--run-dir", "nothing")
         named = [word for path in manifests for word in ("--manifest", path)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from fcp_cli.commands.launch.options import LaunchOptions
     from fcp_cli.launching.job.job import Job
     from fcp_cli.runs.launch_record import LaunchRecord
+    from fcp_cli.runs.ownership import Ownership
 
 
-def launch_on_cluster(job: Job, options: LaunchOptions, release: Callable[[], None]) -> None:
+def launch_on_cluster(job: Job, options: LaunchOptions, owned: Ownership | None) -> None:
     """Print the files of a job (--dry-run), write them (-o), or write them into the run directory and start the job.
 
     Only Slurm is asked to start something; for the other targets, the command that does is printed.
@@ -26,7 +27,7 @@ def launch_on_cluster(job: Job, options: LaunchOptions, release: Callable[[], No
     Args:
         job: the job with its cluster.
         options: the options, as typed.
-        release: the run folder, which the job itself owns as soon as it starts.
+        owned: the run folder, which is released for the job itself before it starts; None: nothing is written there.
     """
     from fcp_cli.launching.job.document import launch_record
     from fcp_cli.launching.targets.catalog import job_files, start_command, target_of
@@ -47,8 +48,8 @@ def launch_on_cluster(job: Job, options: LaunchOptions, release: Callable[[], No
     elif output is not None:
         _write(output, {**files, RunPaths(run_dir=output).launch.name: record.text()}, force=options.force)
         note(f"start the job with: {shlex.join(start_command(target, job, output))}")
-    else:
-        answer = {"answer": _start(job, start_command(target, job, job.run_dir), files, record, release)}
+    elif owned is not None:
+        answer = {"answer": _start(job, start_command(target, job, job.run_dir), files, record, owned)}
     if options.json:
         print_json({**asdict(record), **answer})
 
@@ -65,7 +66,7 @@ def _start(
     command: tuple[str, ...],
     files: Mapping[str, str],
     record: LaunchRecord,
-    release: Callable[[], None],
+    owned: Ownership,
 ) -> str:
     """Write everything into the run directory and submit to Slurm; return Slurm's answer, "" for other targets."""
     from fcp_cli.launching.checks.preflight import check_run_dir

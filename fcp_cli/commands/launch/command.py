@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from fcp_cli.launching.checks.memory import JobMemory
     from fcp_cli.launching.job.job import Job
     from fcp_cli.machine.devices import LocalDevices
+    from fcp_cli.runs.ownership import Ownership
 
 
 @takes(
@@ -121,11 +121,11 @@ def _launch(options: LaunchOptions) -> None:
     if options.dry_run or options.output is not None:
         _launch_job(_resolve(options), options)
         return
-    with owned_job(options, _resolve) as (job, release):
-        _launch_job(job, options, release)
+    with owned_job(options, _resolve) as (job, owned):
+        _launch_job(job, options, owned)
 
 
-def _launch_job(job: Job, options: LaunchOptions, release: Callable[[], None] = lambda: None) -> None:
+def _launch_job(job: Job, options: LaunchOptions, owned: Ownership | None = None) -> None:
     if options.force and options.output is None:
         raise UsageError("--force replaces files in the folder of -o; give that, too")
     if options.output is not None and job.cluster is None:
@@ -137,11 +137,11 @@ def _launch_job(job: Job, options: LaunchOptions, release: Callable[[], None] = 
     if any(finding.severity == "error" for finding in findings) and not options.dry_run:
         raise typer.Exit(1)
     if job.cluster is not None:
-        launch_on_cluster(job, options, release)
-    elif options.dry_run:
+        launch_on_cluster(job, options, owned)
+    elif owned is None:
         _print_commands(job, json=options.json)
     else:
-        run_here(job, json=options.json)
+        run_here(job, owned, json=options.json)
 
 
 def _resolve(options: LaunchOptions) -> Job:

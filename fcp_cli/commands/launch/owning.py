@@ -15,10 +15,8 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def owned_job(
-    options: LaunchOptions, resolve: Callable[[LaunchOptions], Job]
-) -> Iterator[tuple[Job, Callable[[], None]]]:
-    """Yield the job of the options, whose run folder this process owns, and a function that releases it early."""
+def owned_job(options: LaunchOptions, resolve: Callable[[LaunchOptions], Job]) -> Iterator[tuple[Job, Ownership]]:
+    """Yield the job of the options, and its run folder, which this process owns."""
     from fcp_cli.runs.ownership import own
 
     with ExitStack() as stack:
@@ -43,7 +41,7 @@ def owned_job(
                 continue
             if not owned.is_new:  # another job made it, and may have ended there, since it was looked at
                 job = resolve(options)
-        yield job, stack.close
+        yield job, owned
 
 
 def _own_named(options: LaunchOptions) -> Ownership | None:

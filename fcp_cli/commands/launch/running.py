@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from fcp_cli.launching.supervision.failure import Failure
     from fcp_cli.launching.supervision.run import JobOutcome
     from fcp_cli.launching.supervision.watching import RunWatcher
+    from fcp_cli.runs.ownership import Ownership
     from fcp_cli.runs.summary import RunSummary
 
 
-def run_here(job: Job, *, json: bool) -> None:
-    """Start this machine's ranks, show them until all have ended, and report the end."""
+def run_here(job: Job, owned: Ownership, *, json: bool) -> None:
+    """Start this machine's ranks in a run folder that is owned, show them until all have ended, and report the end."""
     from fcp_cli.files import write_text_atomically
     from fcp_cli.launching.checks.preflight import check_run_dir
     from fcp_cli.launching.job.document import launch_record, resume_command
@@ -48,7 +49,7 @@ def run_here(job: Job, *, json: bool) -> None:
     note(f"starting {processes} on {where}; everything goes to {job.run_dir}")
     if node_rank == 0 and (expected := predicted_time(job)):
         note(expected)
-    outcome, watcher = _run_watched(job, node_rank, json=json)
+    outcome, watcher = _run_watched(job, owned, node_rank, json=json)
     stopped_by = _stopped_by(outcome, bundled=job.is_bundled)
     if stopped_by is not None:
         stopped = Interrupted(_stop_message(job, resume_command(job)))
@@ -61,37 +62,35 @@ def run_here(job: Job, *, json: bool) -> None:
     _report_end(job, watcher.summary, json=json)
 
 
-def _run_watched(job: Job, node_rank: int, *, json: bool) -> tuple[JobOutcome, RunWatcher]:
+def _run_watched(job: Job, owned: Ownership, node_rank: int, *, json: bool) -> tuple[JobOutcome, RunWatcher]:
     from fcp_cli.launching.supervision.meeting import NodeMeeting
     from fcp_cli.launching.supervision.run import Screen, run_job
-    from fcp_cli.runs.heartbeat import beating
 
     started, bundled = job.started_on(node_rank), job.is_bundled
     watcher = _watcher(job, node_rank)
     meeting = NodeMeeting(job=started, node_rank=node_rank, announce=note)
-    with beating(job.paths.heartbeat if node_rank == 0 else None) as pulse:
 
-        def refresh() -> None:
-            watcher.poll()
-            meeting.check()
-            pulse.beat()
+    def refresh() -> None:
+        watcher.poll()
+        meeting.check()
 
-        try:
-            outcome = run_job(
-                started,
-                node_rank=node_rank,
-                screen=Screen(
-                    shows=_shows(job),
-                    watch=refresh,
-                    announce=note,
-                    # msrun joins a rank's streams, and the trainer's output there is for people.
-                    stdout="stderr" if json or (bundled and job.launcher == "msrun") else "stdout",
-                ),
-            )
-        finally:
-            watcher.close()
-        interrupted = _stopped_by(outcome, bundled=bundled) is not None
-        pulse.ended = "interrupted" if interrupted else "failed" if outcome.status else "finished"
+    owned.ended = "failed"  # if an exception ends it
+    try:
+        outcome = run_job(
+            started,
+            node_rank=node_rank,
+            screen=Screen(
+                shows=_shows(job),
+                watch=refresh,
+                announce=note,
+                # msrun joins a rank's streams, and the trainer's output there is for people.
+                stdout="stderr" if json or (bundled and job.launcher == "msrun") else "stdout",
+            ),
+        )
+    finally:
+        watcher.close()
+    interrupted = _stopped_by(outcome, bundled=bundled) is not None
+    owned.ended = "interrupted" if interrupted else "failed" if outcome.status else "finished"
     return outcome, watcher
 
 

@@ -8,12 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from fcp_cli.errors import FcpError, PlanError, RunError, UsageError
+from fcp_cli.errors import FcpError, RunError, UsageError
 from fcp_cli.extras import pip_install
 from fcp_cli.launching.job.job import Job
 from fcp_cli.machine.network import is_host
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.plan.metadata.again import plan_again
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.runs.checkpoints.checkpoint_header import check_plan_of, checkpoints, read_header, require_files
 from fcp_cli.runs.folder import RunPaths
@@ -26,17 +24,6 @@ _CHECKPOINT_BYTES_PER_PARAMETER = 12
 _EXPORT_BYTES_PER_PARAMETER = 8
 _LEAST_FREE_BYTES = 64 << 20
 _LOOPBACK = ("localhost", "127.0.0.1", "127.0.1.1", "::1")
-
-
-def check_plan(plan: Path) -> PlanMetadata:
-    """Read a plan's metadata and prove that the file was not edited since it was made."""
-    reader = PlanReader(plan)
-    if reader.content_hash() != reader.metadata.plan_hash:
-        raise PlanError(
-            f"{plan} was edited: its content does not match its plan hash; make it again with: "
-            f"{plan_again(reader.metadata, plan)}"
-        )
-    return reader.metadata
 
 
 def check_trainer(metadata: PlanMetadata, plan: Path, *, needs_transformers: bool) -> None:

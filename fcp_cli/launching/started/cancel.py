@@ -11,7 +11,7 @@ from fcp_cli.launching.started.backend import JobBackend
 from fcp_cli.launching.started.jobs import JobState, job_state, kubectl
 from fcp_cli.machine.identity import INIT, ProcessIdentity
 from fcp_cli.runs.folder import RunPaths
-from fcp_cli.runs.heartbeat import Heartbeat, read_heartbeat
+from fcp_cli.runs.owner import Owner, read_owner
 from fcp_cli.runs.submission import Submission, read_submission
 from fcp_cli.words import counted, one_line
 
@@ -55,27 +55,28 @@ def find_cancellation(run_dir: Path, backend: JobBackend) -> Cancellation:
         raise RunError(f"{run_dir} is {job.state}: there is nothing to cancel")
     if submission is not None and submission.has_scheduler:
         return Cancellation(job=job, runs=submission)
-    heartbeat = read_heartbeat(RunPaths(run_dir=run_dir).heartbeat)
-    if heartbeat is None:
+    owner = read_owner(RunPaths(run_dir=run_dir).owner_of(0))
+    if owner is None:
         raise RunError(f"{run_dir} has not been started: there is nothing to cancel")
-    return Cancellation(job=job, runs=_launcher(run_dir, heartbeat, backend))
+    return Cancellation(job=job, runs=_launcher(run_dir, owner, backend))
 
 
-def _launcher(run_dir: Path, heartbeat: Heartbeat, backend: JobBackend) -> ProcessIdentity:
+def _launcher(run_dir: Path, owner: Owner, backend: JobBackend) -> ProcessIdentity:
     """Return the process that launched a run of this machine."""
-    if heartbeat.host != backend.host:
-        raise RunError(f"{run_dir} runs on {heartbeat.host}; cancel it there")
-    launcher, pid = heartbeat.launcher, heartbeat.pid
+    launcher = owner.process
+    host, pid = (owner.host, owner.pid) if launcher is None else (launcher.host, launcher.pid)
+    if host != backend.host:
+        raise RunError(f"{run_dir} runs on {host}; cancel it there")
     if pid == INIT:
         raise RunError(f"{run_dir} was launched by process {INIT}, the first of its container; stop the container")
     if launcher is None:
         raise RunError(
-            f"{run_dir}: its heartbeat has no start time or boot id, so process {pid} may be another one by now, and "
+            f"{run_dir}: its owner.json has no start time or boot id, so process {pid} may be another one by now, and "
             f"nothing was signalled; see 'ps -fp {pid}', and if it is this run's launcher: kill -TERM {pid}"
         )
     if not launcher.is_local:
         raise RunError(
-            f"{run_dir} was launched before the last boot of {heartbeat.host}, or on another machine of that name; "
+            f"{run_dir} was launched before the last boot of {host}, or on another machine of that name; "
             "nothing was signalled. If it runs there, cancel it there"
         )
     if not launcher.is_running():

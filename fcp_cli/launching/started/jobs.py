@@ -11,7 +11,7 @@ from fcp_cli.errors import FcpError, RunError
 from fcp_cli.launching.started.backend import JobBackend
 from fcp_cli.reading.documents import decode_json
 from fcp_cli.runs.folder import RUNS, RunPaths
-from fcp_cli.runs.heartbeat import read_heartbeat
+from fcp_cli.runs.owner import read_owner
 from fcp_cli.runs.submission import Submission, read_submission
 from fcp_cli.runs.summary import summary_of
 from fcp_cli.validation import require_shape
@@ -43,7 +43,7 @@ class JobState:
     Attributes:
         run_dir: the run directory.
         where: `local`, or the scheduler with its own name of the job; "" if the run is unreadable.
-        state: the scheduler's word, or by its heartbeat `running`, `finished`, `interrupted`, `failed` or `dead`, or
+        state: the scheduler's word, or by its owner `running`, `finished`, `interrupted`, `failed` or `dead`, or
             `unreadable`.
         steps: the steps of the plan that are trained.
         problem: why the run is unreadable, or "".
@@ -98,11 +98,9 @@ def job_state(run_dir: Path, backend: JobBackend) -> JobState:
 
 
 def _own_state(run_dir: Path) -> str | None:
-    """Return how a run stands by its heartbeat; None if there is none yet."""
-    heartbeat = read_heartbeat(RunPaths(run_dir=run_dir).heartbeat)
-    if heartbeat is None:
-        return None
-    return heartbeat.ended or ("dead" if heartbeat.is_gone else "running")
+    """Return how a run stands by its owner; None if there is none yet."""
+    owner = read_owner(RunPaths(run_dir=run_dir).owner_of(0))
+    return None if owner is None else owner.ended or ("dead" if owner.is_gone else "running")
 
 
 def _asked(submission: Submission, backend: JobBackend) -> str:

@@ -23,6 +23,7 @@ from fcp_cli.launching.supervision.guard import guarded
 from fcp_cli.launching.supervision.ranks import NodeRanks, ranks_of
 from fcp_cli.launching.supervision.stopped import StoppedRanks
 from fcp_cli.machine import processes, started_by
+from fcp_cli.reading.verified import verified_variable
 from fcp_cli.runs.metrics.follower import FileFollower
 
 _POLL_SECONDS = 0.1
@@ -105,7 +106,11 @@ def run_job(job: Job, *, node_rank: int = 0, screen: Screen = Screen(), runner: 
     assert job.log_dir is not None
     return run_command(
         node_argv(job, node_rank=node_rank),
-        environment={**os.environ, **node_environment(job, inherited_path=os.environ.get("PATH", ""))},
+        environment={
+            **os.environ,
+            **node_environment(job, inherited_path=os.environ.get("PATH", "")),
+            **verified_variable(),
+        },
         log_dir=job.log_dir,
         screen=screen,
         grace_seconds=job.grace_seconds,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.metadata.mixture import Mixture, MixtureSource, MixtureStage
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.planning.batching.shuffling import permuted
+from fcp_cli.reading.verified import content_hash_of
 
 _FACTORS = ("eta", "vision_patches", "vision_patch_pairs")
 
@@ -76,22 +78,35 @@ def planned_manifest(metadata: PlanMetadata, paths: Sequence[Path], *, length_co
         UsageError: several manifests are named, but the plan is of one.
         ManifestError: a manifest cannot be read, is none that the plan mixes, or one of those is not named.
     """
-    if metadata.mixture is not None:
-        found = mixed_manifests(metadata.mixture, paths, length_column=length_column)
-        return _joined(list(map(str, found)), list(found.values()), metadata.mixture)
+    if metadata.mixture is None:
+        return read_manifest(one_manifest(metadata, paths), length_column=length_column)
+    found = mixed_manifests(metadata.mixture, paths, length_column=length_column)
+    tables = [read_manifest(path, length_column=length_column) for path in found]
+    return _joined(list(map(str, found)), tables, metadata.mixture)
+
+
+def one_manifest(metadata: PlanMetadata, paths: Sequence[Path]) -> Path:
+    """Return the manifest of a plan that mixes none.
+
+    Raises:
+        UsageError: several manifests are named.
+    """
     if len(paths) > 1:
         raise UsageError(f"the plan is of one manifest, {metadata.manifest.name}, but --manifest names {len(paths)}")
-    return read_manifest(paths[0], length_column=length_column)
+    return paths[0]
 
 
-def mixed_manifests(mixture: Mixture, paths: Sequence[Path], *, length_column: str) -> dict[Path, LengthTable]:
-    """Read the manifests that a plan mixes, by their content; return them in the order of its sources.
+def mixed_manifests(mixture: Mixture, paths: Sequence[Path], *, length_column: str) -> list[Path]:
+    """Return the manifests that a plan mixes, identified by their content, in the order of its sources.
 
     Raises:
         ManifestError: a manifest cannot be read, is none that the plan mixes, or one of those is not named.
     """
-    tables = {path: read_manifest(path, length_column=length_column) for path in paths}
-    found = {table.content_hash(): path for path, table in tables.items()}
+
+    def hash_of(path: Path) -> str:
+        return read_manifest(path, length_column=length_column).content_hash()
+
+    found = {content_hash_of(path, partial(hash_of, path), column=length_column): path for path in paths}
     for source in mixture.sources:
         if source.content_hash not in found:
             named = ", ".join(map(str, paths))
@@ -101,7 +116,7 @@ def mixed_manifests(mixture: Mixture, paths: Sequence[Path], *, length_column: s
     for content_hash in found.keys() - {source.content_hash for source in mixture.sources}:
         names = ", ".join(source.name for source in mixture.sources)
         raise ManifestError(f"{found[content_hash]} is none of the manifests that the plan mixes: {names}")
-    return {found[source.content_hash]: tables[found[source.content_hash]] for source in mixture.sources}
+    return [found[source.content_hash] for source in mixture.sources]
 
 
 def _source_names(names: Sequence[str]) -> list[str]:

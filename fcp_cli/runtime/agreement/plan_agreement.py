@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fcp_cli.arrays import IntArray
-from fcp_cli.errors import FcpError, PlanError, RunError
-from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.errors import FcpError, RunError
+from fcp_cli.plan.file.proven import read_proven
 from fcp_cli.plan.metadata.again import plan_again
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.words import counted
@@ -47,7 +47,7 @@ class Fingerprint:
 def agree_on_plan(
     world: World, path: Path, device: torch.device, *, tensor_parallel: int = 1, pipeline_parallel: int = 1
 ) -> PlanMetadata:
-    """Read the plan on every rank, prove its content by its hash, and compare the hash over all ranks.
+    """Read the plan on every rank, prove its content unless the launcher has, and compare its hash over all ranks.
 
     Args:
         world: all processes.
@@ -113,14 +113,6 @@ def _require_agreement(
         )
     _check_size(len(table), path, mine.metadata, tensor_parallel, pipeline_parallel)
     return mine.metadata
-
-
-def read_proven(path: Path) -> PlanMetadata:
-    """Read the metadata of a plan, and prove the plan's content by its hash."""
-    reader = PlanReader(path)
-    if reader.content_hash() != reader.metadata.plan_hash:
-        raise PlanError(f"{path} was edited: its content does not match its plan hash; make it again with 'fcp plan'")
-    return reader.metadata
 
 
 def _check_size(
