@@ -34,10 +34,10 @@ def jobs(options: JobsOptions) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from fcp_cli.launching.started.backend import ThisMachine
+    from fcp_cli.launching.started.backend import JobBackend
     from fcp_cli.launching.started.jobs import listed_state, started_runs
 
-    found = [listed_state(run_dir, ThisMachine()) for run_dir in started_runs(options.runs)]
+    found = [listed_state(run_dir, JobBackend()) for run_dir in started_runs(options.runs)]
     if options.json:
         print_json({"jobs": [{**asdict(job), "run_dir": str(job.run_dir)} for job in found]})
         return
@@ -65,10 +65,10 @@ class OneJob:
 @takes(OneJob, "fcp jobs log runs/qwen3-tiny-001", "fcp jobs log qwen3-tiny-001")
 def log(options: OneJob) -> None:
     """Print the newest log of a job."""
-    from fcp_cli.launching.started.backend import ThisMachine
+    from fcp_cli.launching.started.backend import JobBackend
     from fcp_cli.launching.started.jobs import log_of, require_run
 
-    sys.stdout.writelines(log_of(require_run(options.run_dir), ThisMachine()))
+    sys.stdout.writelines(log_of(require_run(options.run_dir), JobBackend()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,11 +83,11 @@ class CancelOptions(OneJob):
 @takes(CancelOptions, "fcp jobs cancel runs/qwen3-tiny-001", "fcp jobs cancel qwen3-tiny-001 --yes")
 def cancel(options: CancelOptions) -> None:
     """End a job, after showing it and asking; here and under Slurm its ranks finish their step and save first."""
-    from fcp_cli.launching.started.backend import ThisMachine
+    from fcp_cli.launching.started.backend import JobBackend
     from fcp_cli.launching.started.cancel import end, find_cancellation
     from fcp_cli.launching.started.jobs import require_run
 
-    found = find_cancellation(require_run(options.run_dir), ThisMachine())
+    found = find_cancellation(require_run(options.run_dir), JobBackend())
     asks = "yes" not in options.typed  # a file that lies in the current folder must not answer for the user
     if asks and (sys.stdin is None or not sys.stdin.isatty()):
         raise UsageError(f"there is no terminal to ask on; to end {found.job.run_dir} without being asked, add --yes")
@@ -98,4 +98,4 @@ def cancel(options: CancelOptions) -> None:
         sys.stderr.flush()
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             raise RunError("nothing was cancelled")
-    note(end(found, ThisMachine()))
+    note(end(found, JobBackend()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -26,3 +26,22 @@ def require(module: ModuleType, path: str, parameters: Sequence[str], *, found: 
     for name in parameters:
         if name not in taken:
             raise RunError(f"{found}: {module.__name__}.{path} takes no {name}; {advice}")
+
+
+def require_all(
+    module: ModuleType, wanted: Iterable[tuple[str, Sequence[str]]], *, package: str, found: str, versions: Sequence[str]
+) -> None:
+    """Require each of some (path, parameters) of a module.
+
+    Args:
+        package: its package, as pip names it.
+        found: its name, with its version.
+        versions: versions known to work, the newest last.
+    """
+    for path, parameters in wanted:
+        require(module, path, parameters, found=found, advice=advice(package, versions))
+
+
+def advice(package: str, versions: Sequence[str]) -> str:
+    """Return the advice for a package of another version."""
+    return f"versions known to work: {', '.join(versions)}; pip install {package}=={versions[-1]}"

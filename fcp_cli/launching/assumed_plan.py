@@ -1,14 +1,20 @@
-"""The metadata of a plan that does not exist yet, so that a dry run can print the whole command of a job."""
+"""Plans that do not exist yet: those that a dry run assumes, and those that a job's training loop will have made."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from fcp_cli import __version__
 from fcp_cli.console import Assumptions
+from fcp_cli.errors import UsageError
+from fcp_cli.launching.job.job import unmade_plan
+from fcp_cli.launching.request import LOCAL, LaunchRequest
+from fcp_cli.machine.devices import LocalDevices
 from fcp_cli.models.model import load_model
-from fcp_cli.plan.metadata.plan_metadata import ManifestReference, PlanMetadata
+from fcp_cli.plan.metadata.job_facts import PlanningWish
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.planning.settings.options import PlanRequest
 
 
@@ -36,17 +42,16 @@ def assumed_plan(plan: Path, model: str, ranks: int | None, manifest: Path, assu
     for setting in ("--cluster", "--ranks", "recipe"):
         if setting in found.assumed:
             assumed.assumed[setting] = found.assumed[setting]
-    return PlanMetadata(
-        fcp_version=__version__,
-        num_ranks=shape.num_ranks,
+    unmade = unmade_plan(
+        ranks=shape.num_ranks,
         ranks_per_node=shape.ranks_per_node,
         sync=budget.sync,
-        global_batch_size=ASSUMED_GLOBAL_BATCH_SIZE,
         tokens_per_rank=budget.tokens_per_rank,
-        seed=0,
-        shuffle=True,
-        solver="",
-        manifest=ManifestReference(name=manifest.name, rows=0, content_hash=""),
+    )
+    return replace(
+        unmade,
+        global_batch_size=ASSUMED_GLOBAL_BATCH_SIZE,
+        manifest=replace(unmade.manifest, name=manifest.name),
         cost_profile=profile.text,
         recipe=budget.recipe,
     )
@@ -55,3 +60,37 @@ def assumed_plan(plan: Path, model: str, ranks: int | None, manifest: Path, assu
 def is_assumed(metadata: PlanMetadata) -> bool:
     """Return whether there is no file behind it: a plan that was made has a hash."""
     return not metadata.plan_hash
+
+
+def has_plan_made(request: LaunchRequest, target: str, plan: Path) -> bool:
+    """Return whether a job's training loop has its plan made: a script that runs here with hooks, without a plan.
+
+    Args:
+        request: the request of the user.
+        target: the target where the job runs.
+        plan: the plan that would be followed if none is named.
+    """
+    given = request.plan is not None or request.online or bool(request.manifest)
+    if not request.program or given or plan.is_file():
+        return False
+    return target == LOCAL and request.inject in (None, "entry") and request.launcher == "torchrun"
+
+
+def unplanned_job(
+    request: LaunchRequest, find_machine: Callable[[], LocalDevices]
+) -> tuple[PlanMetadata, PlanningWish, Callable[[], LocalDevices]]:
+    """Return the ranks of a job as metadata of a plan that is not made yet, its options, and its machine."""
+    machine = find_machine()
+    here = request.ranks if machine.device == "cpu" else machine.num_devices
+    nodes = request.nodes or 1
+    ranks = request.ranks or (here or 0) * nodes
+    if not ranks:
+        raise UsageError("there is no accelerator here, so say how many CPU processes train: --ranks 4")
+    metadata = unmade_plan(ranks=ranks, ranks_per_node=max(1, ranks // nodes))
+    profile = None if request.profile is None else str(request.profile.absolute())
+    return metadata, PlanningWish(model=_model_everywhere(request.model), profile=profile), lambda: machine
+
+
+def _model_everywhere(name: str | None) -> str | None:
+    """Return a model as every node finds it: by its shipped name, or by the path of a file or folder that is here."""
+    return str(Path(name).absolute()) if name is not None and Path(name).exists() else name

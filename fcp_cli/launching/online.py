@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from fcp_cli.console import Assumptions
 from fcp_cli.errors import UsageError
-from fcp_cli.launching.request import LOCAL, LaunchRequest
-from fcp_cli.launching.stream_options import STREAM_OPTIONS
+from fcp_cli.launching.request import LOCAL, STREAM_OPTIONS, LaunchRequest
 from fcp_cli.plan.metadata.online import OnlineOptions, OnlineSettings
 from fcp_cli.planning.fcp.solver import solver_of
 from fcp_cli.planning.online.settings import require_fitting, stream_batching, stream_metadata

@@ -20,6 +20,9 @@ NumaBinding: TypeAlias = Literal["node", "socket", "exclusive", "core-complex"]
 LOCAL: Final = "local"
 """The target of a job that runs on this machine."""
 
+STREAM_OPTIONS: Final = ("ahead", "stream_begins", "refit_every")
+"""Options of `--online` that its settings keep."""
+
 CLUSTERS: Final = "On a cluster"
 """Title of the options for a job that runs elsewhere."""
 

@@ -13,7 +13,7 @@ from fcp_cli.console import Assumptions
 from fcp_cli.cost.kernel_names import KernelChoice
 from fcp_cli.errors import PlanError, RunError, UsageError
 from fcp_cli.files import USUAL_MANIFESTS, manifest_here
-from fcp_cli.launching.assumed_plan import assumed_plan
+from fcp_cli.launching.assumed_plan import assumed_plan, has_plan_made, unplanned_job
 from fcp_cli.launching.checks import preflight
 from fcp_cli.launching.console_scripts import python_program
 from fcp_cli.launching.job.environment import job_variables, set_by_fcp
@@ -21,8 +21,7 @@ from fcp_cli.launching.job.inject import OwnCommand, own_command, probe_variable
 from fcp_cli.launching.job.job import ADDRESS_TO_FILL_IN, MODEL_VARIABLE, Job, Variable
 from fcp_cli.launching.job.nodes import check_ranks, place, planned_nodes
 from fcp_cli.launching.program import for_mindspore, is_mindspore, program_name, started_program
-from fcp_cli.launching.request import LOCAL, LaunchRequest, NumaBinding
-from fcp_cli.launching.stream_options import refuse_without_online
+from fcp_cli.launching.request import LOCAL, STREAM_OPTIONS, LaunchRequest, NumaBinding
 from fcp_cli.launching.targets.options import (
     choose_target,
     cluster_machine,
@@ -31,7 +30,6 @@ from fcp_cli.launching.targets.options import (
     refuse_local_options,
 )
 from fcp_cli.launching.trainer_settings import model_of_run, recorded_settings, run_dir_of, trainer_settings
-from fcp_cli.launching.unplanned import has_plan_made, unplanned_job
 from fcp_cli.machine.devices import LocalDevices, find_machine_without_torch
 from fcp_cli.machine.network import free_ports, interface_towards
 from fcp_cli.plan.file.proven import read_proven
@@ -44,7 +42,6 @@ from fcp_cli.runs.launch_record import followed_plan, latest_run_dir, read_launc
 DEFAULT_PLAN = Path("plan.parquet")
 # Settings of the recipe that a new plan decides; the trained part stays the same within a run.
 _RECIPE_SETTINGS = frozenset(field.name for field in fields(RecipeRequest)) - {"freeze_vision", "lora", "freeze"}
-# Default names of a manifest in `fcp manifest build` and in the documentation.
 
 
 def resolve(request: LaunchRequest, find_machine: Callable[[], LocalDevices], assumed: Assumptions) -> Job:
@@ -66,7 +63,7 @@ def resolve(request: LaunchRequest, find_machine: Callable[[], LocalDevices], as
     unplanned = has_plan_made(request, target, DEFAULT_PLAN)
     online = _online(request, target, assumed) if request.online else None
     if not request.online:
-        refuse_without_online(request, has_profile=unplanned)
+        _refuse_without_online(request, has_profile=unplanned)
     if unplanned:
         plan = DEFAULT_PLAN
         metadata, planning, find_machine = unplanned_job(request, find_machine)
@@ -87,6 +84,16 @@ def resolve(request: LaunchRequest, find_machine: Callable[[], LocalDevices], as
     )
     job = replace(job, variables=variables, environment={**job.environment, **set_by_fcp(variables)})
     return job if job.target == LOCAL else for_cluster(request.cluster, job, assumed)
+
+
+def _refuse_without_online(request: LaunchRequest, *, has_profile: bool) -> None:
+    """Refuse options of streams; a job whose loop has its plan made may have a profile."""
+    for name in (name for name in (*STREAM_OPTIONS, "reorder_window") if getattr(request, name) is not None):
+        raise UsageError(f"--{name.replace('_', '-')} is for --online; a plan is made before its run")
+    names = (*(() if has_profile else ("profile",)), "global_batch_size", "global_batch_tokens")
+    for name in (name for name in names if getattr(request, name) is not None):
+        flag = name.replace("_", "-")
+        raise UsageError(f"--{flag} is for --online; a plan has its own: fcp plan MANIFEST --{flag} ...")
 
 
 def _online(request: LaunchRequest, target: str, assumed: Assumptions) -> OnlineSettings:

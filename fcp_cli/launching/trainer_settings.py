@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any, Final, get_type_hints
 
 from fcp_cli.console import Assumptions
-from fcp_cli.errors import PlanError, ProfileError, RunError, UsageError
+from fcp_cli.errors import ProfileError, RunError, UsageError
 from fcp_cli.launching.assumed_plan import is_assumed
 from fcp_cli.launching.checks import preflight
 from fcp_cli.launching.checks.memory import check_recipe_of_plan
 from fcp_cli.launching.job.job import Job
+from fcp_cli.launching.job.nodes import planned_profile
 from fcp_cli.launching.request import LOCAL, LaunchRequest
 from fcp_cli.models.model import load_model
 from fcp_cli.models.weights import find_weights, has_weights
 from fcp_cli.plan.file.proven import read_proven
 from fcp_cli.plan.metadata.again import plan_again
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
-from fcp_cli.reading.documents import parse_yaml
 from fcp_cli.recipe import check_shard_ranks
 from fcp_cli.runs.checkpoints.checkpoint_header import checkpoints
 from fcp_cli.runs.folder import RunPaths, next_run_dir
@@ -90,7 +90,7 @@ def trainer_settings(request: LaunchRequest, job: Job, assumed: Assumptions) -> 
 
 def _model(given: str | None, metadata: PlanMetadata, assumed: Assumptions) -> str:
     """Return the model that was named, else the one whose cost profile the plan was made with."""
-    planned = _planned_profile(metadata).get("model")
+    planned = planned_profile(metadata).get("model")
     if given is None and planned is None:
         raise UsageError(
             "name the model to train with --model, for example --model qwen3-tiny, or give a script after --"
@@ -178,7 +178,7 @@ def _evaluation(request: LaunchRequest) -> dict[str, Path]:
 
 def _note_vision(metadata: PlanMetadata, settings: TrainSettings, assumed: Assumptions) -> None:
     """Note if the plan was priced with a trained encoder and the run's is frozen, or the other way round."""
-    planned = (_planned_profile(metadata).get("measurement") or {}).get("freeze_vision")
+    planned = (planned_profile(metadata).get("measurement") or {}).get("freeze_vision")
     if planned is not None and planned != settings.freeze_vision:
         kinds = ("a trained", "a frozen")
         remedy = "fcp profile --analytic --freeze-vision" if settings.freeze_vision else "fcp profile --analytic"
@@ -187,15 +187,6 @@ def _note_vision(metadata: PlanMetadata, settings: TrainSettings, assumed: Assum
             f"that of {kinds[planned]} vision encoder",
             f"the run has {kinds[not planned]} one; {remedy}",
         )
-
-
-def _planned_profile(metadata: PlanMetadata) -> dict[str, Any]:
-    """Return the cost profile that the plan carries, as it was written; empty if it carries none."""
-    try:
-        profile = parse_yaml(metadata.cost_profile, name="the plan's cost profile", error=PlanError)
-    except PlanError:
-        return {}
-    return profile if isinstance(profile, dict) else {}
 
 
 def _manifests(request: LaunchRequest, plan: Path, metadata: PlanMetadata, assumed: Assumptions) -> tuple[Path, ...]:

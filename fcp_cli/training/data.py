@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fcp_cli.errors import ManifestError, RunError
 from fcp_cli.manifest.table.header import manifest_source
 from fcp_cli.manifest.tokenizing.tokenizer import FileTokenizer
@@ -31,10 +29,11 @@ def open_data(
 
     They are random without a manifest, or if it was built from sizes of images and videos. `kept` as for `open_tokens`.
     """
-    metadata = PlanReader(plan).metadata
+    reader = PlanReader(plan)
+    metadata = reader.metadata
     if not manifests or (metadata.mixture is None and open_media(manifests[0]) is not None):
         require_causal(metadata, plan, "random tokens")
-        return SyntheticTokens(planned_lengths(plan), vocab_size, seed)
+        return SyntheticTokens(reader.planned_lengths(), vocab_size, seed)
     if metadata.mixture is None:
         return _open_tokens(manifests[0], length_column, kept, vocab_size)
     require_texts(manifests)
@@ -88,15 +87,6 @@ def check_tokenizer(manifest: Path, checkpoint: Path) -> None:
         f"{manifest} was built with the tokenizer {theirs}, not with that of {checkpoint}: {differing!r} is token "
         f"{found[differing]} there and {wanted.get(differing, 'none')} here; build it again with {flag} {checkpoint}"
     )
-
-
-def planned_lengths(plan: Path) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return [manifest rows] the tokens of each sequence as planned; 0 for one that the plan drops."""
-    reader = PlanReader(plan)
-    lengths = np.zeros(reader.metadata.manifest.rows, dtype=np.int64)
-    for step in reader.steps():
-        lengths[step.sequences] = step.lengths
-    return lengths
 
 
 def has_tokens(manifest: Path, *, length_column: str = "length", kept: Path | None = None) -> bool:

@@ -6,7 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from fcp_cli.launching.job.job import Cluster, Job, Mount
+from fcp_cli.launching.job.job import Cluster, Job
 from fcp_cli.launching.request import Launcher
 from tests.forked_ranks import shared
 from tests.launching.jobs import job
@@ -34,7 +34,7 @@ def cluster_job(*, device: str = "cuda", num_nodes: int = 2, launcher: Launcher 
             setup=("module load cuda/12.8",),
             sbatch_options=("--partition=gpu", "--time=24:00:00"),
             image="registry.example/fcp:1",
-            mounts=(Mount(claim="shared", path="/shared"),),
+            mounts=({"claim": "shared", "path": "/shared"},),
         ),
     )
 

@@ -75,8 +75,8 @@ def test_a_job_that_failed_on_a_full_disk_ends_with_that_line(
 class Failing(FakeRunner):
     """Local rank 0 leaves a traceback of what it could not write."""
 
-    def start(self, argv: Sequence[str], *, environment: Mapping[str, str], output: IO[bytes]) -> FakeRunner:
-        super().start(argv, environment=environment, output=output)
+    def start(self, argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> FakeRunner:
+        super().start(argv, environment, output)
         (self._rank_0 / "stderr.log").write_text("before\nTraceback (most recent call last):\n  half of one")
         return self
 
@@ -87,7 +87,7 @@ def test_the_tracebacks_of_a_full_disk_are_not_shown(
 ) -> None:
     monkeypatch.setattr(run, "is_full", lambda folder: full)
     job = local_job(run_dir=tmp_path, log_dir=tmp_path / "logs")
-    run.run_job(job, runner=Failing(status=1, log_dir=tmp_path / "logs"))
+    run.run_job(job, start=Failing(status=1, log_dir=tmp_path / "logs").start)
     shown = capsys.readouterr().err
     assert shown.startswith("before\n")
     assert ("Traceback" in shown) == (not full)

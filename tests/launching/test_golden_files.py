@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from fcp_cli.files import shipped
-from fcp_cli.launching.job.job import Job, SecretVariable, Toleration
+from fcp_cli.launching.job.job import Job
 from fcp_cli.launching.targets.catalog import TARGETS, job_files
 from tests.launching.cluster_jobs import cluster_job
 from tests.launching.msrun_options import parser
@@ -50,10 +50,10 @@ CASES = {
             namespace="training",
             node_selector={"cloud.example/gpu": "h100"},
             tolerations=(
-                Toleration(key="nvidia.com/gpu", effect="NoSchedule"),
-                Toleration(key="team", value="llm"),
+                {"key": "nvidia.com/gpu", "value": "", "effect": "NoSchedule"},
+                {"key": "team", "value": "llm", "effect": ""},
             ),
-            secrets=(SecretVariable(variable="WANDB_API_KEY", secret="wandb", key="token"),),
+            secrets=({"variable": "WANDB_API_KEY", "secret": "wandb", "key": "token"},),
             rdma_resource="rdma/hca",
         ),
     ),

@@ -33,7 +33,7 @@ class FakeRunner:
         self._left = polls
         self._rank_0 = log_dir / "id_x" / "attempt_0" / "0"
 
-    def start(self, argv: Sequence[str], *, environment: Mapping[str, str], output: IO[bytes]) -> FakeRunner:
+    def start(self, argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> FakeRunner:
         self.argv, self.environment = list(argv), dict(environment)
         self._rank_0.mkdir(parents=True)
         (self._rank_0 / "stdout.log").write_text("")
@@ -76,7 +76,7 @@ def test_a_job_gets_its_environment_and_rank_0_is_shown(
 ) -> None:
     monkeypatch.setenv("OF_THE_USER", "kept")
     runner = fake_for(job)
-    outcome = run_job(job, runner=runner)
+    outcome = run_job(job, start=runner.start)
     assert outcome.status == 0
     assert outcome.failure is None
     assert runner.argv[:3] == ["python", "-m", "torch.distributed.run"]
@@ -86,18 +86,18 @@ def test_a_job_gets_its_environment_and_rank_0_is_shown(
 
 
 def test_standard_output_can_be_kept_free_for_a_json_document(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
-    run_job(job, runner=fake_for(job), screen=Screen(stdout="stderr"))
+    run_job(job, start=fake_for(job).start, screen=Screen(stdout="stderr"))
     shown = capsys.readouterr()
     assert (shown.out, shown.err) == ("", "1 to go\n0 to go\n")
 
 
 def test_other_nodes_can_be_silent(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
-    run_job(job, runner=fake_for(job), node_rank=1, screen=Screen(shows=False))
+    run_job(job, start=fake_for(job).start, node_rank=1, screen=Screen(shows=False))
     assert capsys.readouterr().out == ""
 
 
 def test_a_failed_job_says_who(job: Job) -> None:
-    outcome = run_job(job, runner=fake_for(job, status=3))
+    outcome = run_job(job, start=fake_for(job, status=3).start)
     assert outcome.failure is not None
     assert outcome.failure.summary().startswith("torchrun failed with status 3")
 
@@ -110,7 +110,7 @@ def test_ctrl_c_asks_the_ranks_and_then_ends_everything(job: Job, monkeypatch: p
     runner = fake_for(job, status=1, polls=3)
     before = signal.getsignal(signal.SIGINT)
     outcome = run_job(
-        job, runner=runner, screen=Screen(watch=lambda: os.kill(os.getpid(), signal.SIGINT), announce=done.append)
+        job, start=runner.start, screen=Screen(watch=lambda: os.kill(os.getpid(), signal.SIGINT), announce=done.append)
     )
     assert outcome.stopped_by == signal.SIGINT
     assert outcome.failure is None
@@ -138,7 +138,7 @@ def test_a_stopped_launcher_that_waits_for_others_after_its_ranks_have_ended_is_
         if signals:
             os.kill(os.getpid(), signals.pop())
 
-    outcome = run_job(job, runner=runner, screen=Screen(watch=ask_once))
+    outcome = run_job(job, start=runner.start, screen=Screen(watch=ask_once))
     assert outcome.stopped_by == signal.SIGTERM and outcome.failure is None
     assert set(done) == {runner.pid}
 
@@ -147,7 +147,7 @@ def test_ctrl_c_before_any_rank_is_there_ends_torchrun(job: Job, monkeypatch: py
     killed: list[int] = []
     monkeypatch.setattr(processes, "kill_tree", killed.append)
     runner = fake_for(job, status=-9, polls=1)
-    outcome = run_job(job, runner=runner, screen=Screen(watch=lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    outcome = run_job(job, start=runner.start, screen=Screen(watch=lambda: os.kill(os.getpid(), signal.SIGTERM)))
     assert outcome.stopped_by == signal.SIGTERM
     assert killed == [runner.pid]
 

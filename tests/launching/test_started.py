@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from fcp_cli.errors import RunError
+from fcp_cli.launching.started.backend import JobBackend
 from fcp_cli.launching.started.cancel import end, find_cancellation
 from fcp_cli.launching.started.jobs import job_state, listed_state, log_of, require_run, started_runs
 from fcp_cli.machine.identity import ProcessIdentity
@@ -22,7 +23,7 @@ from fcp_cli.runs.submission import Submission, write_submission
 
 
 @dataclass
-class Cluster:
+class Cluster(JobBackend):
     """Programs answer what they are told to; without an answer they are not there."""
 
     answers: dict[str, str] = field(default_factory=dict)

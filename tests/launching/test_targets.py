@@ -14,12 +14,10 @@ from inline_snapshot import snapshot
 
 from fcp_cli.errors import FcpError, RunError, UsageError
 from fcp_cli.launching import node
-from fcp_cli.launching.job.job import SecretVariable, Toleration
 from fcp_cli.launching.request import ClusterOptions
 from fcp_cli.launching.supervision.run import JobOutcome
 from fcp_cli.launching.targets.catalog import TARGETS, job_files
-from fcp_cli.launching.targets.hostfile import read_hostfile
-from fcp_cli.launching.targets.options import _given, _secret, _toleration, choose_target
+from fcp_cli.launching.targets.options import _given, _secret, _toleration, choose_target, read_hostfile
 from fcp_cli.launching.targets.templates import yaml_scalar
 from fcp_cli.launching.targets.values import job_name, template_values
 from fcp_cli.launching.targets.write import submit, write_files
@@ -302,9 +300,9 @@ def test_a_variable_that_cannot_be_meant_is_one_line(words: str, message: str) -
 
 
 def test_secrets_and_tolerations_are_as_kubernetes_names_them() -> None:
-    assert _secret("TOKEN=team.wandb:api_key") == SecretVariable(variable="TOKEN", secret="team.wandb", key="api_key")
-    assert _toleration("nvidia.com/gpu:NoSchedule") == Toleration(key="nvidia.com/gpu", effect="NoSchedule")
-    assert _toleration("team=llm") == Toleration(key="team", value="llm")
+    assert _secret("TOKEN=team.wandb:api_key") == {"variable": "TOKEN", "secret": "team.wandb", "key": "api_key"}
+    assert _toleration("nvidia.com/gpu:NoSchedule") == {"key": "nvidia.com/gpu", "value": "", "effect": "NoSchedule"}
+    assert _toleration("team=llm") == {"key": "team", "value": "llm", "effect": ""}
     for text in ("TOKEN", "TOKEN=secret", "TOKEN=-x:y", "TOKEN=a:b/c", "TOKEN=a:b\nc"):
         with pytest.raises(UsageError, match="it must be NAME=SECRET:KEY, as WANDB_API_KEY=wandb:token"):
             _secret(text)

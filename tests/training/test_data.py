@@ -11,7 +11,7 @@ from inline_snapshot import snapshot
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.tokens import open_tokens
 from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.training.data import check_tokenizer, has_tokens, open_data, planned_lengths
+from fcp_cli.training.data import check_tokenizer, has_tokens, open_data
 from tests.manifest.datasets import build, tokens_at
 from tests.messages import raises
 from tests.training.small_runs import write_manifest, write_small_plan
@@ -83,7 +83,7 @@ def test_a_manifest_of_another_tokenizer_than_the_checkpoints_is_refused(tmp_pat
 
 def test_synthetic_tokens_have_the_planned_lengths(folder: Path) -> None:
     fetch = open_data(folder / "plan.parquet", (), vocab_size=50, seed=0)
-    lengths = planned_lengths(folder / "plan.parquet")
+    lengths = PlanReader(folder / "plan.parquet").planned_lengths()
     assert len(lengths) == PlanReader(folder / "plan.parquet").metadata.manifest.rows
     planned = np.flatnonzero(lengths)
     assert len(planned) == 12

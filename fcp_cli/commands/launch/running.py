@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from fcp_cli.console import human, note, print_json, verbosity
-from fcp_cli.errors import Interrupted, RunError
-from fcp_cli.words import counted
+from fcp_cli.errors import Interrupted, PlanError, RunError
+from fcp_cli.words import counted, duration
 
 if TYPE_CHECKING:
     from fcp_cli.launching.job.job import Job
@@ -29,7 +29,6 @@ def run_here(job: Job, owned: Ownership, *, json: bool) -> None:
     from fcp_cli.files import write_text_atomically
     from fcp_cli.launching.checks.preflight import check_run_dir
     from fcp_cli.launching.job.document import launch_record, resume_command
-    from fcp_cli.launching.job.prediction import predicted_time
     from fcp_cli.launching.supervision.full_disk import full_disk_line, is_full
     from fcp_cli.runs.launch_record import write_launch
     from fcp_cli.runs.record import write_record
@@ -47,7 +46,7 @@ def run_here(job: Job, owned: Ownership, *, json: bool) -> None:
     count, devices = job.processes_per_node, job.metadata.devices_per_rank
     processes = counted(count, "rank") if devices == 1 else f"{count} processes, {devices} to a rank of the plan,"
     note(f"starting {processes} on {where}; everything goes to {job.run_dir}")
-    if node_rank == 0 and (expected := predicted_time(job)):
+    if node_rank == 0 and (expected := _predicted_time(job)):
         note(expected)
     outcome, watcher = _run_watched(job, owned, node_rank, json=json)
     stopped_by = _stopped_by(outcome, bundled=job.is_bundled)
@@ -60,6 +59,26 @@ def run_here(job: Job, owned: Ownership, *, json: bool) -> None:
     if outcome.failure is not None:
         _report_failure(outcome.failure, rank_0_is_shown=_shows(job))
     _report_end(job, watcher.summary, json=json)
+
+
+def _predicted_time(job: Job) -> str | None:
+    """Return a line about a step and the steps that are left to run; None if the plan predicts nothing."""
+    from fcp_cli.plan.file.reader import PlanReader
+
+    try:
+        steps, seconds = PlanReader(job.plan).predicted_seconds()
+    except PlanError:  # an assumed plan, which is not there yet
+        return None
+    last = job.settings.steps if job.settings is not None else None
+    if last is not None:
+        seconds = seconds[steps < last]
+    if not len(seconds) or not seconds.sum():
+        return None
+    basis = {"analytic": ", computed and not measured"}.get(job.profile.origin if job.profile is not None else "", "")
+    return (
+        f"planned: a step takes {duration(float(seconds.mean()))}, {counted(len(seconds), 'step')} "
+        f"{duration(float(seconds.sum()))}{basis}"
+    )
 
 
 def _run_watched(job: Job, owned: Ownership, node_rank: int, *, json: bool) -> tuple[JobOutcome, RunWatcher]:

@@ -11,7 +11,7 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from fcp_cli.integrations.requirements import require
+from fcp_cli.integrations.requirements import require_all
 
 KNOWN_TO_WORK = ("0.19.8",)
 
@@ -22,15 +22,15 @@ RELIED_ON: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 """Methods of `deepspeed.runtime.engine` that are hooked or called, with the arguments that are given to them."""
 
+_RELIED_ON_TO_MAKE_ONE = (("initialize", ("model", "config")),)
+
 
 def hook_deepspeed(deepspeed: ModuleType) -> None:
     """Hook `deepspeed`, to be called once it has been imported, before its importer sees it."""
     found = f"DeepSpeed {deepspeed.__version__}"
-    advice = f"versions known to work: {', '.join(KNOWN_TO_WORK)}; pip install deepspeed=={KNOWN_TO_WORK[-1]}"
-    require(deepspeed, "initialize", ("model", "config"), found=found, advice=advice)
     engine = importlib.import_module("deepspeed.runtime.engine")
-    for path, parameters in RELIED_ON:
-        require(engine, path, parameters, found=found, advice=advice)
+    for module, wanted in ((deepspeed, _RELIED_ON_TO_MAKE_ONE), (engine, RELIED_ON)):
+        require_all(module, wanted, package="deepspeed", found=found, versions=KNOWN_TO_WORK)
     make, loops = deepspeed.initialize, _Loops()
 
     @wraps(make)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.hugging_face.overrides import OWN_LOOP, find_override, owner_of, place_of
-from fcp_cli.integrations.requirements import require
+from fcp_cli.integrations.requirements import advice, require_all
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.runtime.agreement.plan_agreement import require_training
 from fcp_cli.vision.families import FAMILIES
@@ -51,25 +51,21 @@ def check_trainer_module(trainer: ModuleType) -> None:
     import transformers
 
     found = f"transformers {transformers.__version__}"
-    advice = _advice("transformers", KNOWN_TO_WORK)
-    for path, parameters in RELIED_ON:
-        require(trainer, path, parameters, found=found, advice=advice)
+    require_all(trainer, RELIED_ON, package="transformers", found=found, versions=KNOWN_TO_WORK)
 
 
 def check_trl(utils: ModuleType, trainer: Any) -> None:
     """Check the fused head of `trl.trainer.utils`, and that a trainer keeps what it logs where it is put."""
     import trl
 
-    found, advice = f"trl {trl.__version__}", _advice("trl", TRL_KNOWN_TO_WORK)
-    for path, parameters in RELIED_ON_OF_TRL:
-        require(utils, path, parameters, found=found, advice=advice)
+    found = f"trl {trl.__version__}"
+    require_all(utils, RELIED_ON_OF_TRL, package="trl", found=found, versions=TRL_KNOWN_TO_WORK)
     for name in COUNTED_BY_TRL:
         if not hasattr(trainer, name):
-            raise RunError(f"{found}: {type(trainer).__name__} has no {name}, in which it kept what it logs; {advice}")
-
-
-def _advice(package: str, versions: Sequence[str]) -> str:
-    return f"versions known to work: {', '.join(versions)}; pip install {package}=={versions[-1]}"
+            raise RunError(
+                f"{found}: {type(trainer).__name__} has no {name}, in which it kept what it logs; "
+                f"{advice('trl', TRL_KNOWN_TO_WORK)}"
+            )
 
 
 def check_trainer(trainer: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from fcp_cli.errors import RunError
@@ -30,7 +30,7 @@ from fcp_cli.integrations.hugging_face.losses.labels import CausalLoss, PlannedL
 from fcp_cli.integrations.hugging_face.losses.pair_logits import LogitPreferenceLoss
 from fcp_cli.integrations.hugging_face.losses.trl_losses import PreferenceLoss, SftLoss
 from fcp_cli.integrations.hugging_face.overrides import WatchedMethods, check_order, find_override
-from fcp_cli.integrations.hugging_face.own_loss import LossContext, OwnLoss
+from fcp_cli.integrations.hugging_face.own_loss import OwnLoss
 from fcp_cli.integrations.hugging_face.stopping import StopAtStepEnd
 from fcp_cli.integrations.transformers.preparation import SwitchedAttention, recompute_layers
 from fcp_cli.runtime.session.session import Session
@@ -78,11 +78,13 @@ class TrainerFollower:
         self._steps: Generator[Step, None, None] | None = None
         self.stop = StopAtStepEnd(trainer, self.session)
 
-    def loader(self) -> DataLoader[None]:
+    def loader(self) -> DataLoader[int]:
         """Return what stands for the script's loader: as many batches as the trainer accumulates in an epoch."""
         metadata = self.session.metadata
         updates = metadata.steps_per_epoch * self._trainer.args.gradient_accumulation_steps
-        return DataLoader(_Rows(metadata.manifest.rows), batch_sampler=_Updates(updates), collate_fn=_empty_batch)
+        # A trainer counts rows and batches; the plan's loader fetches what they hold.
+        rows: Any = range(metadata.manifest.rows)
+        return DataLoader(rows, batch_sampler=[[0]] * updates, collate_fn=_empty_batch)
 
     def run(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Run a step of the plan where the trainer runs the last micro-batch before an optimizer step, else nothing.
@@ -169,7 +171,7 @@ def _planned_loss(
     trainer: Any, kind: str, models: tuple[PreTrainedModel, ...], session: Session, rows: CollatedRows
 ) -> PlannedLoss:
     is_of_tokens = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    means = None if is_of_tokens else BatchMeans(session, rows, trainer.args.per_device_train_batch_size)
+    means = None if is_of_tokens else BatchMeans(session, rows.learned, trainer.args.per_device_train_batch_size)
     if kind == "Trainer":
         return CausalLoss(models[0], smoothing=trainer.args.label_smoothing_factor, means=means)
     import trl.trainer.utils
@@ -193,9 +195,7 @@ def _own_loss(
     judged = find_override(trainer, "compute_loss") or loss_function_of(trainer)
     if judged is None or isinstance(planned, LogitPreferenceLoss):
         return planned
-    kind = loss_class(trainer)
-    context = LossContext(trainer=trainer, attentions=attentions, read=rows, kind=kind, planned=planned)
-    return OwnLoss(context, judged, probes=planned.mean_over == "tokens")
+    return OwnLoss(trainer, judged, planned, attentions=attentions, read=rows)
 
 
 def base_model(model: Any) -> PreTrainedModel:
@@ -215,32 +215,6 @@ def base_model(model: Any) -> PreTrainedModel:
     return found
 
 
-class _Rows(Dataset[None]):
-    """As many rows as the manifest has, for the trainer to count; the plan's loader fetches them."""
-
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return self._rows
-
-    def __getitem__(self, row: int) -> None:
-        return None
-
-
-class _Updates(Sampler[list[int]]):
-    """So many batches of a row that is not read."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def __len__(self) -> int:
-        return self._number
-
-    def __iter__(self) -> Generator[list[int], None, None]:
-        yield from ([0] for _ in range(self._number))
-
-
-def _empty_batch(rows: list[None]) -> Any:
+def _empty_batch(rows: list[int]) -> Any:
     """Return a batch of nothing, for the trainer to hand to its step."""
     return {}

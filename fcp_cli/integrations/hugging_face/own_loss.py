@@ -9,11 +9,12 @@ micro-batch on several ranks that fits on one, by one process.
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,8 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fcp_cli.errors import RunError
-from fcp_cli.integrations.hugging_face.losses.labels import PlannedLoss
+from fcp_cli.integrations.hugging_face.checks import loss_class
+from fcp_cli.integrations.hugging_face.losses.labels import PlannedLoss, kept_logits
 from fcp_cli.integrations.hugging_face.overrides import OWN_LOOP, Override
 from fcp_cli.integrations.transformers.linear import linear_layers
 from fcp_cli.integrations.transformers.preparation import SwitchedAttention
@@ -72,72 +74,60 @@ class _Batch:
         return bool((self.shown["labels"] != IGNORED).any())
 
 
-@dataclass(slots=True)
-class _Compared:
-    """Values of the loss of one micro-batch: by its ring, summed over members, and by one process."""
-
-    ring: float = 0.0
-    alone: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class LossContext:
-    """What an `OwnLoss` needs of the trainer that follows a plan.
-
-    Attributes:
-        trainer: the trainer of the script.
-        attentions: the attentions of the models, to run one without the plan.
-        read: the function from a row of the data to its tokens and labels.
-        kind: the class of transformers or TRL whose `compute_loss` has the planned form `planned`.
-    """
-
-    trainer: Any
-    attentions: Sequence[SwitchedAttention]
-    read: Callable[[int], Any]
-    kind: Any
-    planned: PlannedLoss
-
-    @property
-    def model(self) -> Any:
-        """The script's model, not wrapped; PEFT's adapters call the `forward` of the one within, past its hooks."""
-        return self.trainer.model
-
-
-class OwnLoss:
+class OwnLoss(PlannedLoss):
     """The loss of a trainer whose script computes it in a method or function of its own.
 
     Args:
+        trainer: the trainer of the script.
         judged: the method or function, as messages name it.
-        probes: whether a loss that does not delegate may be followed after a probe.
+        planned: the planned form of the trainer's own loss. One that does not delegate to it may be followed, after a
+            probe, if that is a mean over tokens.
+        attentions: the attentions of the models, to run one without the plan.
+        read: the function from a row of the data to its tokens and labels.
     """
 
-    mean_over: Literal["tokens", "rows"]
-
-    def __init__(self, context: LossContext, judged: Override | str, *, probes: bool = True) -> None:
-        self._context, self._judged, self._probes = context, judged, probes
-        self.mean_over = context.planned.mean_over
+    def __init__(
+        self,
+        trainer: Any,
+        judged: Override | str,
+        planned: PlannedLoss,
+        *,
+        attentions: Sequence[SwitchedAttention],
+        read: Callable[[int], Any],
+    ) -> None:
+        super().__init__()
+        self._trainer, self._judged, self._planned = trainer, judged, planned
+        self._attentions, self._read = attentions, read
+        self.mean_over = planned.mean_over
         self._batch: _Batch | None = None
         self._is_proved = False
-        self._compared: dict[int, _Compared] = {}
-        self._replaced = context.kind.compute_loss
-        context.kind.compute_loss = self._dispatcher(self._replaced)
+        # Of each micro-batch of several ranks: the loss by its ring, and by one process where that was computed.
+        self._compared: dict[int, tuple[float, float | None]] = {}
+        self._kind = loss_class(trainer)
+        self._replaced = self._kind.compute_loss
+        self._kind.compute_loss = self._dispatcher(self._replaced)
         self._hooks = (
-            context.model.register_forward_pre_hook(self._give_own_tokens, with_kwargs=True, prepend=True),
-            context.model.register_forward_hook(self._give_whole_batch),
+            self._model.register_forward_pre_hook(self._give_own_tokens, with_kwargs=True, prepend=True),
+            self._model.register_forward_hook(self._give_whole_batch),
         )
+
+    @property
+    def _model(self) -> Any:
+        """The script's model, not wrapped; PEFT's adapters call the `forward` of the one within, past its hooks."""
+        return self._trainer.model
 
     def close(self) -> None:
         """Take the hooks away."""
-        self._context.kind.compute_loss = self._replaced
+        self._kind.compute_loss = self._replaced
         for hook in self._hooks:
             hook.remove()
 
     def begin_step(self, step: Step) -> None:
-        self._context.planned.begin_step(step)
+        self._planned.begin_step(step)
 
     def of(self, model: Any, microbatch: LocalMicroBatch) -> Tensor:
         batch = _shown(microbatch.input_ids, microbatch.position_ids, microbatch.labels)
-        batch.planned = lambda: self._context.planned.of(model, microbatch)
+        batch.planned = lambda: self._planned.of(model, microbatch)
         result = self._run(model, batch, microbatch.divisor)
         if batch.delegated is not None:
             self._require_unchanged(batch, result)
@@ -149,16 +139,16 @@ class OwnLoss:
             self._require_halves(model, microbatch, batch, result)
             self._note(microbatch, result)
         # A trainer's gradients are means over ranks of what its method returns.
-        return microbatch.normalised(result * microbatch.divisor / self._context.trainer.accelerator.num_processes)
+        return microbatch.normalised(result * microbatch.divisor / self._trainer.accelerator.num_processes)
 
     def end_step(self, session: Session, step: Step) -> None:
-        self._context.planned.end_step(session, step)
+        self._planned.end_step(session, step)
         if not self._is_proved:
             self._require_equal_rings(step)
             self._is_proved = True
 
     def _run(self, model: Any, batch: _Batch, items: Any) -> Tensor:
-        trainer = self._context.trainer
+        trainer = self._trainer
         self._batch = batch
         try:
             with _no_collectives(self._judged, batch):
@@ -177,7 +167,7 @@ class OwnLoss:
 
         @wraps(own)
         def compute_loss(trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            batch = owner._batch if trainer is owner._context.trainer else None
+            batch = owner._batch if trainer is owner._trainer else None
             if batch is None or batch.planned is None or not owner._is_delegated(batch, inputs, args, kwargs):
                 return own(trainer, model, inputs, *args, **kwargs)
             if batch.delegated is not None:
@@ -191,7 +181,7 @@ class OwnLoss:
 
     def _is_delegated(self, batch: _Batch, inputs: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         wants_outputs = args[0] if args else kwargs.get("return_outputs", False)
-        has_function = self._context.trainer.compute_loss_func is not None
+        has_function = self._trainer.compute_loss_func is not None
         return (
             not wants_outputs
             and not has_function
@@ -210,7 +200,7 @@ class OwnLoss:
             )
 
     def _require_one_call(self, batch: _Batch) -> None:
-        if not self._probes:
+        if self.mean_over != "tokens":
             raise RunError(
                 f"{self._judged} does not return the loss of the Trainer's own compute_loss, which the mean over pairs "
                 f"or over batches needs; leave the method out, or {OWN_LOOP}"
@@ -275,7 +265,7 @@ class OwnLoss:
         halves = []
         for part in (slice(0, middle), slice(middle, None)):
             found = _shown(batch.tokens[:, part], batch.positions[..., part], microbatch.labels[:, part])
-            replay = _Replay(model, self._context.model, found, batch.logits[:, part].detach())
+            replay = _Replay(model, self._model, found, batch.logits[:, part].detach())
             with torch.no_grad():
                 halves.append(float(self._run(replay, found, microbatch.divisor)))
         self._require_close(float(result.detach()), sum(halves), batch.logits.dtype, "two halves of its tokens")
@@ -295,48 +285,49 @@ class OwnLoss:
         row = microbatch.row
         if row.degree == 1 or not self._runs_alone():
             return
-        compared = self._compared[row.order] = _Compared(float(result.detach()))
+        found = float(result.detach())
+        self._compared[row.order] = found, None
         if microbatch.ring.index or sum(row.lengths) > _MOST_ALONE:
             return
         batch = self._whole(row.sequences, row.lengths)
         with torch.no_grad(), ExitStack() as stack:
-            for attention in self._context.attentions:
+            for attention in self._attentions:
                 stack.enter_context(attention.off_rings())
-            compared.alone = float(self._run(self._context.model, batch, microbatch.divisor))
+            self._compared[row.order] = found, float(self._run(self._model, batch, microbatch.divisor))
 
     def _runs_alone(self) -> bool:
         """Return whether one process can run the model here: whole, on its own attention, with one result each time."""
-        model = self._context.model
+        model = self._model
         drops = any(isinstance(module, nn.Dropout) and module.p and module.training for module in model.modules())
         is_sharded = any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
         return not (drops or is_sharded or linear_layers(model))
 
     def _whole(self, rows: Sequence[int], lengths: Sequence[int]) -> _Batch:
         """Return whole sequences as a padded batch, as a script's collator makes it."""
-        device, longest = self._context.trainer.args.device, max(lengths)
+        device, longest = self._trainer.args.device, max(lengths)
         size = (len(rows), longest)
         tokens = torch.zeros(size, dtype=torch.int64)
         labels, mask = torch.full_like(tokens, IGNORED), torch.zeros_like(tokens)
         for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-            ids, learned = self._context.read(row)
+            ids, learned = self._read(row)
             tokens[place, :length], labels[place, :length], mask[place, :length] = ids[:length], learned[:length], 1
         shown = {"input_ids": tokens, "labels": labels, "attention_mask": mask}
         shown = {name: value.to(device) for name, value in shown.items()}
         return _Batch(tokens=shown["input_ids"], positions=shown["input_ids"], shown=shown, is_whole=True)
 
     def _require_equal_rings(self, step: Step) -> None:
-        total: dict[int, _Compared] = {}
+        by_ring: defaultdict[int, float] = defaultdict(float)
+        alone: dict[int, float] = {}
         for own in gather_object([self._compared]):
-            for order, one in own.items():
-                found = total.setdefault(order, _Compared())
-                found.ring += one.ring
-                found.alone = one.alone if found.alone is None else found.alone
-        parameter = next(self._context.model.parameters())
-        dtype = parameter.dtype if self._context.trainer.accelerator.mixed_precision == "no" else torch.bfloat16
-        for order, found in sorted(total.items()):
-            if found.alone is not None:
-                where = f"one process (step {step.index}, micro-batch {order})"
-                self._require_close(found.ring, found.alone, dtype, where)
+            for order, (share, whole) in own.items():
+                by_ring[order] += share
+                if whole is not None:
+                    alone[order] = whole
+        parameter = next(self._model.parameters())
+        dtype = parameter.dtype if self._trainer.accelerator.mixed_precision == "no" else torch.bfloat16
+        for order, whole in sorted(alone.items()):
+            where = f"one process (step {step.index}, micro-batch {order})"
+            self._require_close(by_ring[order], whole, dtype, where)
 
 
 class _Replay:
@@ -369,11 +360,7 @@ def _shown(tokens: Tensor, positions: Tensor, labels: Tensor) -> _Batch:
 
 def _answer(model: Any, batch: _Batch, logits: Tensor) -> Any:
     """Return the output of a model for the batch that was shown: logits of one token more, and the loss if asked."""
-    logits = torch.cat((logits, torch.zeros_like(logits[:, :1])), dim=1)
-    if batch.keep is not None and not isinstance(batch.keep, int):
-        logits = logits[:, batch.keep]
-    elif batch.keep:
-        logits = logits[:, -batch.keep :]
+    logits = kept_logits(torch.cat((logits, torch.zeros_like(logits[:, :1])), dim=1), batch.keep)
     loss = None
     if batch.labels is not None and bool((batch.labels != IGNORED).any()):
         items = {} if batch.items is None else {"num_items_in_batch": batch.items}

@@ -11,10 +11,24 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from fcp_cli.integrations.requirements import require
+from fcp_cli.integrations.requirements import require_all
 
 KNOWN_TO_WORK = ("2.6.6",)
 _FIT = "_fcp_fit"
+RELIED_ON: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("_process_dataloader", ("trainer", "stage", "dataloader")),
+    ("_FitLoop.teardown", ()),
+)
+"""Functions of `lightning.pytorch.loops.fit_loop` that are hooked, with the arguments that are given to them."""
+RELIED_ON_OF_STEPS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Closure", ("step_fn", "backward_fn", "zero_grad_fn")),
+    ("ClosureResult", ("closure_loss", "extra")),
+    ("_AutomaticOptimization._make_closure", ("kwargs", "optimizer", "batch_idx")),
+    ("_AutomaticOptimization._make_backward_fn", ("optimizer",)),
+    ("_AutomaticOptimization._make_zero_grad_fn", ("batch_idx", "optimizer")),
+    ("_AutomaticOptimization._training_step", ("kwargs",)),
+)
+"""The same of `lightning.pytorch.loops.optimization.automatic`."""
 
 
 def hook_fit_loop(fit_loop: ModuleType) -> None:
@@ -22,18 +36,8 @@ def hook_fit_loop(fit_loop: ModuleType) -> None:
     package = fit_loop.__name__.removesuffix(".loops.fit_loop")
     automatic = importlib.import_module(f"{package}.loops.optimization.automatic")
     found = f"Lightning {importlib.import_module(package).__version__}"
-    advice = f"versions known to work: {', '.join(KNOWN_TO_WORK)}; pip install lightning=={KNOWN_TO_WORK[-1]}"
-    for module, path, parameters in (
-        (fit_loop, "_process_dataloader", ("trainer", "stage", "dataloader")),
-        (fit_loop, "_FitLoop.teardown", ()),
-        (automatic, "Closure", ("step_fn", "backward_fn", "zero_grad_fn")),
-        (automatic, "ClosureResult", ("closure_loss", "extra")),
-        (automatic, "_AutomaticOptimization._make_closure", ("kwargs", "optimizer", "batch_idx")),
-        (automatic, "_AutomaticOptimization._make_backward_fn", ("optimizer",)),
-        (automatic, "_AutomaticOptimization._make_zero_grad_fn", ("batch_idx", "optimizer")),
-        (automatic, "_AutomaticOptimization._training_step", ("kwargs",)),
-    ):
-        require(module, path, parameters, found=found, advice=advice)
+    for module, wanted in ((fit_loop, RELIED_ON), (automatic, RELIED_ON_OF_STEPS)):
+        require_all(module, wanted, package="lightning", found=found, versions=KNOWN_TO_WORK)
     _hook_loader(fit_loop)
     _hook_steps(automatic)
 

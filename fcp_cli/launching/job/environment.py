@@ -8,9 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from fcp_cli.cost.kernel_names import VARIABLE as KERNEL_VARIABLE
-from fcp_cli.launching.job.job import TIMEOUT_VARIABLE, Job, Variable, argument
+from fcp_cli.launching.job.job import TIMEOUT_VARIABLE, Job, Variable, argument, unmade_plan
+from fcp_cli.machine.devices import LocalDevices
+from fcp_cli.plan.metadata.plan_metadata import Sync
 
 # Communicators of a job under a plan: torch.distributed's own, and the one that carries every ring.
 COMMUNICATORS = 2
@@ -47,6 +50,40 @@ def job_variables(job: Job, given: Mapping[str, str], *, interface: str | None =
         *known,
         *(_exported(name, given[name]) for name in sorted(given) if _is_of(job, name) and name not in names),
     )
+
+
+def variables_like_a_job(
+    machine: LocalDevices,
+    given: Mapping[str, str],
+    *,
+    model: str,
+    sync: Sync,
+    ranks: int,
+    nodes: int,
+    tokens_per_rank: int,
+) -> tuple[Variable, ...]:
+    """Return the variables of a job of the bundled trainer with a rank per device, which is not launched.
+
+    Args:
+        machine: kind of device, and cores.
+        given: the user's environment, which wins.
+        model: shipped name, or a description; its keys and values size buffers.
+        sync: the sync of the plan that the job would follow.
+        ranks: the ranks on all nodes.
+        nodes: machines; with several, each finds its own network interface, so that variables of them have no value.
+        tokens_per_rank: the token budget.
+    """
+    metadata = unmade_plan(ranks=ranks, ranks_per_node=ranks // nodes, sync=sync, tokens_per_rank=tokens_per_rank)
+    job = Job(
+        plan=Path(),
+        metadata=metadata,
+        machine=machine,
+        run_dir=Path(),
+        num_nodes=nodes,
+        processes_per_node=ranks // nodes,
+        model=model,
+    )
+    return job_variables(job, given)
 
 
 def _is_of(job: Job, name: str) -> bool:

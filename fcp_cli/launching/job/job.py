@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
+from fcp_cli import __version__
 from fcp_cli.cost.kernel_names import KernelChoice
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.errors import ProfileError
@@ -17,7 +18,7 @@ from fcp_cli.machine.devices import LocalDevices
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.metadata.job_facts import PLANNING_VARIABLE, PlanningWish
 from fcp_cli.plan.metadata.online import OnlineSettings
-from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
+from fcp_cli.plan.metadata.plan_metadata import ManifestReference, PlanMetadata, Sync
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.training.settings import TrainSettings
 
@@ -56,32 +57,6 @@ class Variable:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mount:
-    """A persistent volume claim and the folder where the containers see it."""
-
-    claim: str
-    path: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Toleration:
-    """A taint of nodes that pods accept; without a value any, without an effect all."""
-
-    key: str
-    value: str = ""
-    effect: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SecretVariable:
-    """A variable that Kubernetes reads from the key of a secret."""
-
-    variable: str
-    secret: str
-    key: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
     """The part of a job that only a cluster's scheduler needs.
 
@@ -93,10 +68,12 @@ class Cluster:
         sbatch_options: further options for Slurm, as `--partition=gpu`.
         srun_options: further options for srun, as `--container-image=...`.
         accelerator: the accelerator of the nodes, as the target names it; "": none.
-        image, mounts: the image and mounts of the containers.
+        image: the image of the containers.
+        mounts: persistent volume claims, `claim`, and where the containers see each, `path`.
         namespace: the namespace of the job on Kubernetes; "": the one that kubectl is set to.
         requests, node_selector: name to value, of each pod.
-        tolerations, secrets: the tolerations and secrets of each pod.
+        tolerations: taints of nodes that pods accept: `key`, `value` ("": any) and `effect` ("": all).
+        secrets: variables that Kubernetes reads from secrets: `variable`, `secret` and `key`.
         pull_secrets: names of secrets to pull the image with.
         output: the file into which Slurm writes the batch script's output; None: the run's logs.
         rdma_resource, rdma_count: name under which Kubernetes hands out RDMA devices, and how many a node gets.
@@ -113,12 +90,12 @@ class Cluster:
     srun_options: tuple[str, ...] = ()
     accelerator: str = ""
     image: str = ""
-    mounts: tuple[Mount, ...] = ()
+    mounts: tuple[Mapping[str, str], ...] = ()
     namespace: str = ""
     requests: Mapping[str, str] = field(default_factory=dict)
     node_selector: Mapping[str, str] = field(default_factory=dict)
-    tolerations: tuple[Toleration, ...] = ()
-    secrets: tuple[SecretVariable, ...] = ()
+    tolerations: tuple[Mapping[str, str], ...] = ()
+    secrets: tuple[Mapping[str, str], ...] = ()
     pull_secrets: tuple[str, ...] = ()
     output: Path | None = None
     rdma_resource: str = ""
@@ -259,6 +236,25 @@ class Job:
             number += 1
         quiet = () if self.settings is None else ("--quiet",)
         return replace(self, log_dir=log_dir, arguments=(*self.arguments, *quiet))
+
+
+def unmade_plan(
+    *, ranks: int, ranks_per_node: int, sync: Sync = "iteration", tokens_per_rank: int = 1
+) -> PlanMetadata:
+    """Return the metadata of a plan without a file, of which nothing else is known."""
+    return PlanMetadata(
+        fcp_version=__version__,
+        num_ranks=ranks,
+        ranks_per_node=ranks_per_node,
+        sync=sync,
+        global_batch_size=1,
+        tokens_per_rank=tokens_per_rank,
+        seed=0,
+        shuffle=True,
+        solver="",
+        manifest=ManifestReference(name="", rows=0, content_hash=""),
+        cost_profile="",
+    )
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from fcp_cli.errors import PlanError, ProfileError, RunError, UsageError
 from fcp_cli.machine.devices import LocalDevices
@@ -37,13 +38,18 @@ def planned_nodes(metadata: PlanMetadata) -> int:
     return -(-metadata.pipeline_parallel // stages_per_node)
 
 
-def planned_cluster(metadata: PlanMetadata) -> str:
-    """Return the cluster that the plan's cost profile names; "" if there is none."""
+def planned_profile(metadata: PlanMetadata) -> dict[str, Any]:
+    """Return the cost profile that the plan carries, as it was written; empty if it carries none."""
     try:
         profile = parse_yaml(metadata.cost_profile, name="the plan's cost profile", error=PlanError)
     except PlanError:
-        return ""
-    return str(profile.get("cluster") or "") if isinstance(profile, dict) else ""
+        return {}
+    return profile if isinstance(profile, dict) else {}
+
+
+def planned_cluster(metadata: PlanMetadata) -> str:
+    """Return the cluster that the plan's cost profile names; "" if there is none."""
+    return str(planned_profile(metadata).get("cluster") or "")
 
 
 def _devices_per_node(metadata: PlanMetadata) -> int | None:

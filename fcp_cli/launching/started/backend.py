@@ -1,4 +1,4 @@
-"""Where jobs run and can be asked about: programs of schedulers, and processes of this machine."""
+"""Programs of schedulers, and processes of this machine, that are asked about jobs."""
 
 from __future__ import annotations
 
@@ -7,35 +7,23 @@ import signal
 import socket
 import subprocess
 from collections.abc import Sequence
-from typing import Protocol
 
 from fcp_cli.errors import RunError
 from fcp_cli.machine.identity import ProcessIdentity
 
 
-class JobBackend(Protocol):
-    """Queries of schedulers and of this machine; tests bring their own."""
+class JobBackend:
+    """Where jobs run and can be asked about: schedulers by their programs, and processes of this machine.
 
-    @property
-    def host(self) -> str: ...
+    Attributes:
+        host: this machine's name.
+    """
+
+    def __init__(self) -> None:
+        self.host = socket.gethostname()
 
     def run(self, argv: Sequence[str]) -> str:
         """Return a program's output."""
-        ...
-
-    def stop(self, process: ProcessIdentity) -> bool:
-        """Ask a process of this machine to end; return False if it no longer runs."""
-        ...
-
-
-class ThisMachine:
-    """The programs and processes that there are."""
-
-    @property
-    def host(self) -> str:
-        return socket.gethostname()
-
-    def run(self, argv: Sequence[str]) -> str:
         if shutil.which(argv[0]) is None:
             raise RunError(f"there is no {argv[0]} on this machine; ask where the job was submitted from")
         result = subprocess.run(
@@ -47,4 +35,5 @@ class ThisMachine:
         return result.stdout
 
     def stop(self, process: ProcessIdentity) -> bool:
+        """Ask a process of this machine to end; return False if it no longer runs."""
         return process.send(signal.SIGTERM)

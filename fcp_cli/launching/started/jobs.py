@@ -14,7 +14,6 @@ from fcp_cli.runs.folder import RUNS, RunPaths
 from fcp_cli.runs.owner import read_owner
 from fcp_cli.runs.submission import Submission, read_submission
 from fcp_cli.runs.summary import summary_of
-from fcp_cli.validation import require_shape
 from fcp_cli.words import one_line
 
 _KINDS = {
@@ -116,40 +115,17 @@ def _asked(submission: Submission, backend: JobBackend) -> str:
     return one_line(ended.strip().splitlines()[0]) if ended.strip() else "unknown"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Condition:
-    type: str
-    status: str = ""
-    lastTransitionTime: str = ""  # as Kubernetes writes it
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Phase:
-    phase: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Status:
-    state: _Phase | None = None
-    conditions: list[_Condition] | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _KubernetesObject:
-    status: _Status | None = None
-
-
 def _state_on_kubernetes(answer: str) -> str:
     """Return the latest condition that holds of any of the kinds of objects."""
     try:
-        status = require_shape(decode_json(answer), _KubernetesObject).status or _Status()
-    except ValueError as error:
+        status = decode_json(answer).get("status") or {}
+        if phase := (status.get("state") or {}).get("phase"):  # of Volcano's jobs
+            return one_line(phase)
+        holding = [one for one in status.get("conditions") or () if one.get("status") == "True"]
+        latest = max(holding, key=lambda one: str(one.get("lastTransitionTime")), default=None)  # as text they ascend
+        return "Pending" if latest is None else one_line(latest["type"])
+    except (ValueError, AttributeError, TypeError, KeyError) as error:
         raise RunError(f"kubectl gave no object: {error}") from error
-    if status.state is not None and status.state.phase:
-        return one_line(status.state.phase)
-    holding = [one for one in status.conditions or () if one.status == "True"]
-    latest = max(holding, key=lambda one: one.lastTransitionTime, default=None)
-    return one_line(latest.type) if latest is not None else "Pending"
 
 
 def kubectl(submission: Submission, verb: str, *options: str) -> tuple[str, ...]:

@@ -88,7 +88,12 @@ def _signal_words(status: int) -> str:
 
 
 class TorchrunRanks:
-    """The ranks that torchrun has started here: where they print, who failed."""
+    """The ranks that torchrun has started here: where they print, who failed. `MsrunRanks` has the same methods.
+
+    Attributes:
+        log: output of the launcher itself.
+        streams: names of a rank's output files.
+    """
 
     streams: tuple[str, ...] = ("stdout", "stderr")
 
@@ -102,7 +107,7 @@ class TorchrunRanks:
         return found[-1] if found else None
 
     def must_end(self, pid: int) -> bool:
-        """Return False: torchrun ends by itself when a rank fails."""
+        """Return whether the launcher must be ended because a rank failed: torchrun ends by itself."""
         return False
 
     def ranks(self, pid: int) -> list[int]:

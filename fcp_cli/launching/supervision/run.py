@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, Literal, Protocol, TextIO
+from typing import IO, Literal, Protocol, TextIO, TypeAlias
 
 from fcp_cli.errors import RunError
 from fcp_cli.launching.job.commands import node_argv, node_environment
@@ -44,24 +44,8 @@ class Process(Protocol):
     def wait(self) -> int: ...
 
 
-class Runner(Protocol):
-    """Starts a process."""
-
-    def start(self, argv: Sequence[str], *, environment: Mapping[str, str], output: IO[bytes]) -> Process: ...
-
-
-class SubprocessRunner:
-    """In a session of its own: Ctrl-C on the terminal reaches fcp alone, which then asks the ranks to stop, once."""
-
-    def start(self, argv: Sequence[str], *, environment: Mapping[str, str], output: IO[bytes]) -> Process:
-        return subprocess.Popen(
-            argv,
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+Start: TypeAlias = Callable[[Sequence[str], Mapping[str, str], IO[bytes]], Process]
+"""Starts a program, given its environment and the file for its output."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +85,7 @@ class JobOutcome:
         return self.failure is not None and self.failure.status == 128 + signal.SIGINT
 
 
-def run_job(job: Job, *, node_rank: int = 0, screen: Screen = Screen(), runner: Runner | None = None) -> JobOutcome:
+def run_job(job: Job, *, node_rank: int = 0, screen: Screen = Screen(), start: Start | None = None) -> JobOutcome:
     """Run the part of a job that is this node's to its end: `run_command` of a job with `log_dir` set."""
     assert job.log_dir is not None
     return run_command(
@@ -114,7 +98,7 @@ def run_job(job: Job, *, node_rank: int = 0, screen: Screen = Screen(), runner: 
         log_dir=job.log_dir,
         screen=screen,
         grace_seconds=job.grace_seconds,
-        runner=runner,
+        start=start,
     )
 
 
@@ -126,7 +110,7 @@ def run_command(
     screen: Screen,
     grace_seconds: float,
     stop_file: Path | None = None,
-    runner: Runner | None = None,
+    start: Start | None = None,
 ) -> JobOutcome:
     """Run one node's command to its end.
 
@@ -137,7 +121,7 @@ def run_command(
         screen: shown meanwhile.
         grace_seconds: the grace seconds from SIGTERM or SIGHUP to the end of everything.
         stop_file: once it is there, the job is stopped as by SIGTERM.
-        runner: starts the process.
+        start: starts the process in place of `Popen`.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     mark = started_by.mark_of(os.getpid())
@@ -153,11 +137,11 @@ def run_command(
         if stop_file is not None and not received and stop_file.exists():
             received.append(signal.SIGTERM)
 
-    # A process of the caller's own runner is left to the caller.
+    # A process that the caller starts is left to the caller.
     unguarded: AbstractContextManager[Callable[[int], None]] = nullcontext(lambda pid: None)
-    guard = guarded(argv, log_dir=log_dir, grace_seconds=grace_seconds) if runner is None else unguarded
+    guard = guarded(argv, log_dir=log_dir, grace_seconds=grace_seconds) if start is None else unguarded
     with ranks.log.open("wb") as log, _received_signals() as received, guard as watch_over:
-        process = _start(runner or SubprocessRunner(), argv, {**environment, started_by.VARIABLE: mark}, log)
+        process = _started(start or _start, argv, {**environment, started_by.VARIABLE: mark}, log)
         watch_over(process.pid)
         try:
             status = _wait(process, ranks, stopped, received, refresh, screen.announce, grace_seconds)
@@ -177,9 +161,21 @@ def run_command(
     return JobOutcome(status=status, stopped_by=stopped_by, failure=failure)
 
 
-def _start(runner: Runner, argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> Process:
+def _start(argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> Process:
+    """Start a launcher in a session of its own: Ctrl-C on the terminal reaches fcp alone, which asks the ranks once."""
+    return subprocess.Popen(
+        argv,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def _started(start: Start, argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> Process:
     try:
-        return runner.start(argv, environment=environment, output=output)
+        return start(argv, environment, output)
     except OSError as error:
         raise RunError(f"cannot start {argv[0]}: {error.strerror}") from error
 

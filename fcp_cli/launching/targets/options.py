@@ -11,14 +11,15 @@ from pathlib import Path
 
 from fcp_cli.console import Assumptions
 from fcp_cli.errors import ProfileError, UsageError
-from fcp_cli.launching.job.job import Cluster, Job, Mount, SecretVariable, Toleration
+from fcp_cli.launching.job.job import Cluster, Job
 from fcp_cli.launching.job.nodes import THIS_MACHINE, planned_cluster
 from fcp_cli.launching.request import LOCAL, ClusterOptions
 from fcp_cli.launching.targets.catalog import ALSO_CALLED, TARGETS, target_of
-from fcp_cli.launching.targets.hostfile import read_hostfile
 from fcp_cli.launching.targets.values import job_name
 from fcp_cli.machine.devices import UNKNOWN_MACHINE, LocalDevices
+from fcp_cli.machine.network import is_host, is_loopback
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
+from fcp_cli.reading.documents import read_text
 from fcp_cli.runs.submission import LABEL, MOST_NAME, SUBDOMAIN
 
 _DECISIVE = {"hostfile": "scripts", "sbatch_option": "slurm", "srun_option": "slurm", "image": "trainjob"}
@@ -36,6 +37,7 @@ _ACCELERATORS = {
     "skypilot": {"a100": "A100-80GB", "a100-40gb": "A100", **_SAME_NAME},
     "dstack": {"a100": "A100:80GB", "a100-40gb": "A100:40GB", **_SAME_NAME},
 }
+_SSH_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -71,6 +73,35 @@ def hosts_of(request: ClusterOptions, num_nodes: int | None) -> tuple[str, ...]:
     if num_nodes is not None and num_nodes != len(hosts):
         raise UsageError(f"{request.hostfile} lists {len(hosts)} hosts, but --nodes is {num_nodes}")
     return hosts
+
+
+def read_hostfile(path: Path) -> tuple[str, ...]:
+    """Return the nodes of a file as MindSpeed's scripts and DeepSpeed have it, node 0 first.
+
+    They are names or addresses, one a line, without their attributes (`slots=8`) and without `#` lines.
+    """
+    lines = read_text(path, error=UsageError, label="the hostfile ").splitlines()
+    hosts: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        host = (line.split("#")[0].split() or [""])[0]
+        if not host:
+            continue
+        user, at, machine = host.rpartition("@")
+        # ssh would take -oProxyCommand=... for an option.
+        if not is_host(machine) or (at and not _SSH_USER.fullmatch(user)):
+            raise UsageError(f"{path}, line {number}: {host!r} is no host; write a name or an address, as node0")
+        if host in hosts:
+            raise UsageError(f"{path}, line {number}: {host} stands in line {hosts[host]} already; list each node once")
+        hosts[host] = number
+    if not hosts:
+        raise UsageError(f"the hostfile {path} lists no host; write one address a line, node 0 first")
+    local = next((host for host in hosts if host == "localhost" or is_loopback(host)), None)
+    if local is not None and len(hosts) > 1:
+        raise UsageError(
+            f"{path}, line {hosts[local]}: {local} means another machine on each of {len(hosts)} nodes; "
+            "give its address"
+        )
+    return tuple(hosts)
 
 
 def cluster_machine(
@@ -229,16 +260,16 @@ def _given(words: tuple[str, ...], here: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _secret(text: str) -> SecretVariable:
+def _secret(text: str) -> dict[str, str]:
     example = "WANDB_API_KEY=wandb:token"
     name, value = _variable("--env-secret", text, example)
     secret, colon, key = (value or "").partition(":")
     if not colon or not _NAME.fullmatch(secret) or not _SECRET_KEY.fullmatch(key):
         raise UsageError(f"--env-secret is {text!r}; it must be NAME=SECRET:KEY, as {example}")
-    return SecretVariable(variable=name, secret=secret, key=key)
+    return {"variable": name, "secret": secret, "key": key}
 
 
-def _toleration(text: str) -> Toleration:
+def _toleration(text: str) -> dict[str, str]:
     taint, colon, effect = text.partition(":")
     key, equals, value = taint.partition("=")
     is_effect = effect in _EFFECTS if colon else True
@@ -247,7 +278,7 @@ def _toleration(text: str) -> Toleration:
             f"--toleration is {text!r}; it must be KEY[=VALUE][:EFFECT] with one of {', '.join(_EFFECTS)}, as "
             "nvidia.com/gpu:NoSchedule"
         )
-    return Toleration(key=key, value=value, effect=effect)
+    return {"key": key, "value": value, "effect": effect}
 
 
 def _name(flag: str, text: str) -> str:
@@ -268,12 +299,12 @@ def _memory_size(text: str | None) -> str:
     return text or ""
 
 
-def _mounts(request: ClusterOptions, job: Job, assumed: Assumptions) -> tuple[Mount, ...]:
+def _mounts(request: ClusterOptions, job: Job, assumed: Assumptions) -> tuple[dict[str, str], ...]:
     mounts = tuple(map(_mount, request.mount))
     plan, run_dir = job.plan.absolute(), job.run_dir
-    if not any(plan.is_relative_to(mount.path) for mount in mounts):
+    if not any(plan.is_relative_to(mount["path"]) for mount in mounts):
         assumed.assume(str(plan), "in the image", "no --mount CLAIM:PATH covers it")
-    if not any(run_dir.is_relative_to(mount.path) for mount in mounts):
+    if not any(run_dir.is_relative_to(mount["path"]) for mount in mounts):
         assumed.warn(
             f"no --mount CLAIM:PATH covers {run_dir}: checkpoints, metrics and logs are lost with their pod; mount a "
             "volume there, or name a --run-dir on one"
@@ -281,8 +312,8 @@ def _mounts(request: ClusterOptions, job: Job, assumed: Assumptions) -> tuple[Mo
     return mounts
 
 
-def _mount(text: str) -> Mount:
+def _mount(text: str) -> dict[str, str]:
     claim, colon, path = text.partition(":")
     if not _NAME.fullmatch(claim) or not colon or not path.startswith("/") or len(path.splitlines()) != 1:
         raise UsageError(f"--mount is {text!r}; it must be CLAIM:/path, a persistent volume claim and where it appears")
-    return Mount(claim=claim, path=path)
+    return {"claim": claim, "path": path}

@@ -102,6 +102,13 @@ class PlanReader:
             raise PlanError(f"{self.path}: {found}; see 'fcp check {self.path}'")
         return steps, seconds
 
+    def planned_lengths(self) -> IntArray:
+        """Return [manifest rows] the planned tokens of each row; 0 of one that the plan drops."""
+        lengths = np.zeros(self.metadata.manifest.rows, dtype=np.int64)
+        for step in self.steps():
+            lengths[step.sequences] = step.lengths
+        return lengths
+
     def tables(self, first: int = 0) -> Iterator[pa.Table]:
         """Yield the rows in stored order, by row groups, without those that end before step `first`."""
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata.job_facts import PLANNED_BY_ITSELF, has_no_plan
@@ -42,7 +43,10 @@ class FollowedStep:
     Attributes:
         index: optimizer step, from 0.
         predicted_seconds, bound_seconds: the plan's makespan and lower bound.
+        record: its `RunningStep`, or None if it is not measured.
     """
+
+    record: Any = None
 
     def __init__(self, planned: RankStep) -> None:
         self.index = planned.step

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -29,6 +29,7 @@ from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.runs.metrics.metrics import MetricsWriter, StepMeasurement
 from fcp_cli.runs.recorded_steps import recorded_steps, unrecorded
+from fcp_cli.runtime.data.followed_step import FollowedStep
 from fcp_cli.runtime.data.prefetch import Prefetched
 from fcp_cli.runtime.metrics.mailbox import MessageLostError, MetricsMailbox, job_store
 from fcp_cli.runtime.metrics.message import RankMeasurement, mean_loss, step_measurement
@@ -41,15 +42,7 @@ _LAST_SECONDS = 30.0  # that rank 0 waits for the other ranks' last messages whe
 _PLANS_AHEAD = 2
 
 
-class Followed(Protocol):
-    """A step of any loop, as reported to the recorder."""
-
-    index: int
-    predicted_seconds: float
-    record: RunningStep | None
-
-
-AnyStep = TypeVar("AnyStep", bound=Followed)
+AnyStep = TypeVar("AnyStep", bound=FollowedStep)
 
 
 class Recorder:

@@ -13,7 +13,6 @@ from fcp_cli.runtime.data.followed_step import FollowedStep
 from fcp_cli.runtime.data.loader import Shard, picture_problems
 from fcp_cli.runtime.data.steps import LoadedStep
 from fcp_cli.runtime.guards.guards import Guards
-from fcp_cli.runtime.metrics.running_step import RunningStep
 from fcp_cli.runtime.metrics.timing import MicroBatchTiming
 from fcp_cli.runtime.pictures.encoder_rank import EncoderAhead
 from fcp_cli.runtime.ring_attention.context import MicroBatchContext
@@ -43,10 +42,7 @@ class Step(FollowedStep):
         is_skipped: whether the step, now over, left no gradients, since a rank's loss was not finite (`on_nan`).
         bad_rows: manifest rows of the step of which nothing is learned, since their pictures could not be read.
         problems: why, for those that this rank met.
-        record: the record of its measurements; None if it is not measured.
     """
-
-    record: RunningStep | None = None
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from fcp_cli.errors import RunError
-from fcp_cli.integrations.requirements import require
+from fcp_cli.integrations.requirements import require_all
 
 KNOWN_TO_WORK = ("1.15.0",)
 OF_TRAINER = "_fcp_of_trainer"
@@ -40,9 +40,8 @@ def hook_accelerator(accelerator: ModuleType) -> None:
     """Hook `accelerate.accelerator`, to be called once it has been imported, before its importer sees it."""
     import accelerate
 
-    advice = f"versions known to work: {', '.join(KNOWN_TO_WORK)}; pip install accelerate=={KNOWN_TO_WORK[-1]}"
-    for path, parameters in RELIED_ON:
-        require(accelerator, path, parameters, found=f"accelerate {accelerate.__version__}", advice=advice)
+    found = f"accelerate {accelerate.__version__}"
+    require_all(accelerator, RELIED_ON, package="accelerate", found=found, versions=KNOWN_TO_WORK)
     kind: Any = accelerator.Accelerator
     hooks: tuple[tuple[str, Hooked], ...] = (
         ("prepare", _prepare),

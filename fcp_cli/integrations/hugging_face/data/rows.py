@@ -74,7 +74,7 @@ class CollatedRows:
         self._loader, self._name, self._pairs, self._config = loader, name, pairs, config
         self._reading = Lock()  # the thread that loads ahead, and each epoch's comparison
         self.learned: dict[int, int] = {}
-        self._planned = planned_lengths(plan, metadata) if lengths is None else lengths
+        self._planned = PlanReader(plan).planned_lengths() if lengths is None else lengths
         cut = metadata.overlong
         self._cut_tokens = cut.max_length if cut.policy == "truncate" else None
         for row in self._doubtful():
@@ -217,11 +217,3 @@ def stored_lengths(dataset: Any, *, pairs: bool) -> IntArray | None:
             return None
         lengths = found if lengths is None else lengths + found
     return lengths if lengths is None or chosen is None else lengths[chosen.column(0).to_numpy()]
-
-
-def planned_lengths(plan: Path, metadata: PlanMetadata) -> IntArray:
-    """Return [manifest rows] the planned tokens of each row; 0 of one that the plan leaves out."""
-    lengths = np.zeros(metadata.manifest.rows, dtype=np.int64)
-    for step in PlanReader(plan).steps():
-        lengths[step.sequences] = step.lengths
-    return lengths

@@ -8,7 +8,6 @@ together, so each token carries the weight that it has in the script's own batch
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,26 +20,17 @@ from fcp_cli.runtime.session.microbatch import LocalMicroBatch
 from fcp_cli.runtime.session.session import Session
 
 
-class LearnedTokens(Protocol):
-    """Rows of the data as they were read."""
-
-    @property
-    def learned(self) -> Mapping[int, int]:
-        """Manifest row -> tokens with a label."""
-        ...
-
-
 class BatchMeans:
     """The weights of one job's tokens, step by step.
 
     Args:
         session: the session of all ranks.
-        rows: the rows of this rank.
+        learned: manifest row -> tokens with a label, of the rows that this rank has read.
         batch_rows: rows of a batch of the trainer (`per_device_train_batch_size`).
     """
 
-    def __init__(self, session: Session, rows: LearnedTokens, batch_rows: int) -> None:
-        self._session, self._rows, self._batch_rows = session, rows, batch_rows
+    def __init__(self, session: Session, learned: Mapping[int, int], batch_rows: int) -> None:
+        self._session, self._learned, self._batch_rows = session, learned, batch_rows
         self._planned: Iterator[StepPlan] | None = None
         self._weight_of_row: dict[int, float] = {}
 
@@ -53,7 +43,7 @@ class BatchMeans:
         leaders = planned.ranks[planned.rank_offsets[:-1]]
         for led in np.flatnonzero(leaders == self._session.rank).tolist():
             for row in planned.microbatch(led).sequences:
-                learned[place[row]] = self._rows.learned[row]
+                learned[place[row]] = self._learned[row]
         self._session.world.all_reduce_sum(learned)
         self._weight_of_row = dict(zip(rows.tolist(), weights_of(learned.tolist(), self._batch_rows), strict=True))
 

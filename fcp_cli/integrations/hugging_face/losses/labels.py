@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,29 +29,35 @@ _LOGITS_CHANGED_BY = (
 )
 
 
-class PlannedLoss(Protocol):
+class PlannedLoss(ABC):
     """The loss of a trainer under a plan.
 
+    Args:
+        means: the means of the trainer's own batches, if the loss is the mean of their means; None: of all tokens
+            alike.
+
     Attributes:
-        mean_over: what of the global batch it is a mean over.
+        mean_over: loss denominator: tokens or rows of the global batch.
     """
 
-    mean_over: Literal["tokens", "rows"]
+    def __init__(self, means: BatchMeans | None = None) -> None:
+        self._means = means
+        self.mean_over: Literal["tokens", "rows"] = "tokens" if means is None else "rows"
 
     def begin_step(self, step: Step) -> None:
         """Prepare for a step. Every rank calls it, before the first micro-batch."""
-        ...
+        if self._means is not None:
+            self._means.begin_step(step.index)
 
+    @abstractmethod
     def of(self, model: Any, microbatch: LocalMicroBatch) -> Tensor:
         """Run the model on a micro-batch; return this rank's share of the step's loss, to call backward on."""
-        ...
 
     def end_step(self, session: Session, step: Step) -> None:
         """Log what the trainer logs beside the loss. Every rank calls it, after the step's last micro-batch."""
-        ...
 
 
-class CausalLoss:
+class CausalLoss(PlannedLoss):
     """The loss of `transformers.Trainer`: the mean over the learned tokens of the global batch, or over its batches.
 
     Where nothing stands between a linear head and the logits, the head answers with the sum of token losses, so that
@@ -59,23 +66,15 @@ class CausalLoss:
     Args:
         model: the model of transformers, not wrapped.
         smoothing: share of each label that all tokens of the vocabulary have between them.
-        means: the means of the trainer's own batches, if the loss is the mean of their means; None: of all tokens
-            alike.
+        means: as of `PlannedLoss`.
     """
 
-    mean_over: Literal["tokens", "rows"]
-
     def __init__(self, model: Any, smoothing: float = 0.0, means: BatchMeans | None = None) -> None:
+        super().__init__(means)
         text = model.config.get_text_config()
         changes = any(getattr(text, name, None) is not None for name in _LOGITS_CHANGED_BY)
         self._head = None if changes or smoothing else put_loss_head(model)
         self._smoothing = smoothing
-        self._means = means
-        self.mean_over = "tokens" if means is None else "rows"
-
-    def begin_step(self, step: Step) -> None:
-        if self._means is not None:
-            self._means.begin_step(step.index)
 
     def of(self, model: Any, microbatch: LocalMicroBatch) -> Tensor:
         head, inputs = self._head, {"input_ids": microbatch.input_ids, "position_ids": microbatch.position_ids}
@@ -97,9 +96,6 @@ class CausalLoss:
         loss_sum: Tensor = answer
         return microbatch.normalised(loss_sum)
 
-    def end_step(self, session: Session, step: Step) -> None:
-        pass
-
     def _sum(self, logits: Tensor, labels: Labels) -> Tensor:
         if not self._smoothing and labels.weights is None:
             return token_loss_sum(logits, labels.values)
@@ -109,3 +105,10 @@ class CausalLoss:
             spread = -torch.log_softmax(precise[0], dim=-1).mean(-1).masked_fill(labels.values[0] == IGNORED, 0.0)
             losses = (1 - self._smoothing) * losses + self._smoothing * spread
         return (losses if labels.weights is None else losses * labels.weights[0]).sum()
+
+
+def kept_logits(logits: Tensor, keep: Any) -> Tensor:
+    """Return the logits [rows, tokens, vocabulary] of the tokens that `logits_to_keep` of transformers' models asks for."""
+    if keep is None or (isinstance(keep, int) and not keep):
+        return logits
+    return logits[:, -keep:] if isinstance(keep, int) else logits[:, keep]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fcp_cli.errors import RunError
+from fcp_cli.integrations.hugging_face.losses.labels import kept_logits
 from fcp_cli.integrations.hugging_face.losses.pairs import PairPack, current_pairs
 from fcp_cli.integrations.hugging_face.losses.trl_losses import PreferenceLoss
 from fcp_cli.integrations.hugging_face.overrides import OWN_LOOP, Override
@@ -139,7 +140,7 @@ class LogitPreferenceLoss(PreferenceLoss):
         if not self._replays:
             logits = pack.two_way_logits(pack.microbatch.log_probs(logits))
             self._answers.append(logits.detach())
-        return CausalLMOutputWithPast(logits=_kept(logits, self._keep))
+        return CausalLMOutputWithPast(logits=kept_logits(logits, self._keep))
 
 
 @contextmanager
@@ -157,9 +158,3 @@ def _replaying(module: nn.Module, answers: Iterator[Tensor]) -> Iterator[None]:
         del module.forward
         if own is not None:
             module.forward = own
-
-
-def _kept(logits: Tensor, keep: Any) -> Tensor:
-    if keep is None or (isinstance(keep, int) and not keep):
-        return logits
-    return logits[:, -keep:] if isinstance(keep, int) else logits[:, keep]

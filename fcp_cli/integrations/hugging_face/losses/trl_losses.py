@@ -5,38 +5,32 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
 from fcp_cli.integrations.hugging_face.losses.batch_means import BatchMeans
+from fcp_cli.integrations.hugging_face.losses.labels import PlannedLoss
 from fcp_cli.integrations.hugging_face.losses.pairs import PairPack, hook_pairs
 from fcp_cli.runtime.session.microbatch import LocalMicroBatch
 from fcp_cli.runtime.session.session import Session
 from fcp_cli.runtime.session.step import Step
 
 
-class SftLoss:
+class SftLoss(PlannedLoss):
     """The loss of `trl.SFTTrainer` (nll or dft), with the entropy, accuracy and tokens that it logs.
 
     Args:
         trainer: an SFTTrainer.
-        means: the means of the trainer's own batches, if the loss is the mean of their means; None: of all tokens
-            alike.
+        means: as of `PlannedLoss`.
     """
 
-    mean_over: Literal["tokens", "rows"]
-
     def __init__(self, trainer: Any, means: BatchMeans | None = None) -> None:
-        self._trainer, self._means = trainer, means
+        super().__init__(means)
+        self._trainer = trainer
         self._counts: list[Tensor] = []
-        self.mean_over = "tokens" if means is None else "rows"
-
-    def begin_step(self, step: Step) -> None:
-        if self._means is not None:
-            self._means.begin_step(step.index)
 
     def of(self, model: Any, microbatch: LocalMicroBatch) -> Tensor:
         outputs = model(
@@ -68,7 +62,7 @@ class SftLoss:
         metrics["num_tokens"] = [trainer._total_train_tokens]
 
 
-class PreferenceLoss:
+class PreferenceLoss(PlannedLoss):
     """The loss of `trl.DPOTrainer`, whatever its kind: TRL's own code computes it, on all ranks of a ring alike.
 
     The policy and the reference run on this rank's tokens; log-probabilities of the others' tokens come from them. Each
@@ -80,17 +74,14 @@ class PreferenceLoss:
         compute_loss: TRL's method, which subclasses of the trainer may override.
     """
 
-    mean_over: Literal["tokens", "rows"] = "rows"
-
     def __init__(self, trainer: Any, models: tuple[Any, ...], compute_loss: Callable[..., Any]) -> None:
+        super().__init__()
+        self.mean_over = "rows"
         self._trainer = trainer
         self._compute_loss = compute_loss
         self._logged: dict[str, list[float]] = {}
         for model in models:
             hook_pairs(model)
-
-    def begin_step(self, step: Step) -> None:
-        pass
 
     def of(self, model: Any, microbatch: LocalMicroBatch) -> Tensor:
         pack = PairPack(microbatch)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -24,25 +24,19 @@ from fcp_cli.runtime.data.steps import load_steps
 _STEPS_AHEAD = 2
 
 
-class LoadsShards(Protocol):
-    """`load_shard` for this rank and its rings."""
-
-    def __call__(self, row: MicroBatch, samples: Samples) -> LocalShard: ...
-
-
 class PlannedData:
     """This process's steps of the plan. Every process of a replica calls it, also those whose script gives no data.
 
     Args:
         plan, metadata: plan file and its metadata.
-        load: loads one micro-batch.
+        load: `load_shard` for this rank and its rings.
         rank: the rank of the plan.
         device: the device of this process.
         ascending: keep the ranks of groups in ascending order.
     """
 
     def __init__(
-        self, plan: Path, metadata: PlanMetadata, load: LoadsShards, *, rank: int, device: torch.device, ascending: bool
+        self, plan: Path, metadata: PlanMetadata, load: Callable[[MicroBatch, Samples], LocalShard], *, rank: int, device: torch.device, ascending: bool
     ) -> None:
         self._plan, self._metadata, self._load = plan, metadata, load
         self._rank, self._device, self._ascending = rank, device, ascending
