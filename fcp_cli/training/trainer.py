@@ -8,9 +8,8 @@ resumed run. From `--zero 2` on the model is sharded with FSDP2.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -29,26 +28,23 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.recipe import check_shard_ranks
 from fcp_cli.runs.checkpoints.checkpoint_header import CheckpointHeader, check_header, checkpoints, read_header
 from fcp_cli.runs.folder import RunPaths
-from fcp_cli.runs.ownership import own_unless_launched
 from fcp_cli.runs.recorded_steps import require_recorded
-from fcp_cli.runtime import Fetch, LocalMicroBatch, Session, Step, start
+from fcp_cli.runtime import LocalMicroBatch, Session, Step
 from fcp_cli.runtime.communication.world import World, gather_texts
 from fcp_cli.runtime.gradients.weight_types import WEIGHT_DTYPES
 from fcp_cli.runtime.metrics.recorder import device_name
 from fcp_cli.runtime.pictures.embedding_cache import EmbeddingCache
-from fcp_cli.training.data import open_data
-from fcp_cli.training.evaluation import evaluate, open_held_out
+from fcp_cli.training.evaluation import evaluate
 from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.optimizer import clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
 from fcp_cli.training.optional import require_libraries
-from fcp_cli.training.pictures.visuals import open_visuals
 from fcp_cli.training.report import TrainingReport, run_facts
 from fcp_cli.training.settings import TrainSettings
 from fcp_cli.training.utilisation import peak_of, utilisation
 from fcp_cli.training.weights.adapters import adapted_names, choose_trained, describe_frozen, export_adapters
 from fcp_cli.training.weights.checkpoint import TrainState, load_checkpoint, saved_buffers
 from fcp_cli.training.weights.initial import draw_weights
-from fcp_cli.training.weights.models import build_model, has_vision, model_config, model_vocab_size, shard_model
+from fcp_cli.training.weights.models import build_model, shard_model
 from fcp_cli.training.weights.offload import describe_offload, open_offload
 from fcp_cli.training.weights.origin import keep_origin, kept_names
 from fcp_cli.training.weights.saving import CheckpointSaver, remove_leftovers
@@ -62,69 +58,6 @@ from fcp_cli.training.weights.weights import (
     unexpected_weights,
 )
 from fcp_cli.words import counted, short_count
-
-
-def train(settings: TrainSettings, stop: StopRequest) -> bool:
-    """Train on this rank until the steps are done; every rank calls it.
-
-    Returns:
-        Whether the run came to its end; False if it was asked to stop, after saving a checkpoint.
-    """
-    with ExitStack() as stack:
-        if os.environ.get("RANK", "0") == "0":
-            owned = own_unless_launched(settings.run_dir)
-            stack.enter_context(owned or nullcontext())
-        _require_free(settings)
-        fetch, shows_pictures = _open_data(settings, stack)
-        if has_vision(model_config(settings.model)) and not shows_pictures:
-            settings = replace(settings, freeze_vision=True)  # weight decay would shrink weights that no image trains
-        session = stack.enter_context(
-            start(
-                settings.plan,
-                fetch,
-                device=_device(settings.device),
-                grad_ring_dtype=settings.grad_ring_dtype,
-                skip_bad_rows=settings.bad_rows == "skip",
-                metrics=RunPaths(run_dir=settings.run_dir).metrics,
-            )
-        )
-        held_out = None
-        if settings.eval_manifest is not None:
-            held_out = open_held_out(settings, session, lambda theirs: _open_data(theirs, stack)[0])
-        trainer = stack.enter_context(closing(Trainer(settings, session, held_out)))
-        return trainer.run(stop)
-
-
-def _open_data(settings: TrainSettings, stack: ExitStack) -> tuple[Fetch, bool]:
-    """Return the rows of the settings' manifest, open until the stack is left, and whether they have pictures."""
-    visuals = open_visuals(settings, model_config(settings.model))
-    if visuals is not None:
-        stack.callback(visuals.close)
-        return visuals, True
-    tokens = open_data(
-        settings.plan,
-        settings.manifest,
-        vocab_size=model_vocab_size(settings.model),
-        seed=settings.seed,
-        length_column=settings.length_column,
-        kept=RunPaths(run_dir=settings.run_dir).origin if settings.resume else None,
-    )
-    return tokens, False
-
-
-def _require_free(settings: TrainSettings) -> None:
-    """Raise RunError if a new run would mix with one that is there; called before any rank writes."""
-    paths = RunPaths(run_dir=settings.run_dir)
-    if not settings.resume and (paths.metrics.exists() or checkpoints(paths.checkpoints)):
-        raise RunError(
-            f"{settings.run_dir} already holds a run; continue it with --resume, or choose another --run-dir"
-        )
-
-
-def _device(kind: str) -> torch.device | None:
-    if kind == "auto":
-        return None
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
 
 
 class Trainer:

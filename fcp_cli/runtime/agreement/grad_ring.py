@@ -27,16 +27,14 @@ def agreed_grad_dtype(world: World, device: torch.device, given: GradRingDtype |
         device: the device where their collectives want tensors.
         given: the value that the script gives; the same on every rank.
     """
-    import torch
+    from fcp_cli.runtime.communication.world import gather_words
 
     choices = get_args(GradRingDtype)
     wanted = given or os.environ.get(VARIABLE) or choices[0]
-    found = torch.zeros(world.size, dtype=torch.int32, device=device)
-    found[world.rank] = choices.index(wanted) if wanted in choices else len(choices)
-    world.all_reduce_sum(found)
+    own = choices.index(wanted) if wanted in choices else len(choices)
+    per_rank = [choice for (choice,) in gather_words(world, (own,), device)]
     if wanted not in choices:
         raise RunError(f"{VARIABLE} is {wanted!r}; it must be one of {', '.join(choices)}")
-    per_rank = found.tolist()
     for rank, choice in enumerate(per_rank):
         if choice != per_rank[0]:
             raise RunError(

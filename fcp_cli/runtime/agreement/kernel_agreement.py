@@ -15,7 +15,7 @@ from fcp_cli.cost.kernel_names import KERNELS, VARIABLE, KernelName
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
-from fcp_cli.runtime.communication.world import World
+from fcp_cli.runtime.communication.world import World, gather_words
 from fcp_cli.runtime.kernels import prefer
 from fcp_cli.runtime.kernels.available import is_rocm, major_capability, unavailability
 from fcp_cli.runtime.kernels.chosen import Preference, asked_kernel
@@ -55,11 +55,8 @@ def agree_on_kernels(world: World, device: torch.device, profile: CostProfile) -
     table = _table_of(profile, device)
     reasons = _reasons(table, device, asked_kernel(value) if value in known else None)
     states = [_state(name, reasons.get(name)) for name in KERNELS]
-    found = torch.zeros((world.size, 1 + len(KERNELS)), dtype=torch.int32, device=device)
     code = known.index(value) if value in known else len(known)
-    found[world.rank] = torch.tensor([code, *states], dtype=torch.int32)
-    world.all_reduce_sum(found)
-    rows = found.tolist()
+    rows = gather_words(world, (code, *states), device)
     asked = asked_kernel(value)
     for rank, (other, *_) in enumerate(rows):
         if other != rows[0][0]:

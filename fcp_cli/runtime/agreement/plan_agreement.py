@@ -58,14 +58,10 @@ def agree_on_plan(
     Returns:
         The plan's metadata, the same on every rank.
     """
-    import torch
+    from fcp_cli.runtime.communication.world import gather_words
 
     def gather(words: IntArray) -> IntArray:
-        table = torch.zeros((world.size, len(words)), dtype=torch.int32, device=device)
-        table[world.rank] = torch.from_numpy(words).to(device=device, dtype=torch.int32)
-        world.all_reduce_sum(table)
-        found: IntArray = table.cpu().numpy().astype(np.int64)
-        return found
+        return np.array(gather_words(world, words.tolist(), device), dtype=np.int64)
 
     return agree_by(path, gather, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel)
 

@@ -8,17 +8,16 @@ exchange more, to name it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.communication.world import Waitable, World
+from fcp_cli.runtime.communication.world import Waitable, World, gather_rows, gather_words
 
 _WORD = 1 << 64
-_COLUMNS = 3  # of the messages that name a difference: micro-batch + 1, row of the data, digest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,10 +55,7 @@ def digest(tensors: Iterable[Tensor]) -> int:
 
 def agree_on_first_step(world: World, first_step: int) -> None:
     """Make sure that all ranks begin with the same step. Every rank calls it."""
-    begun = torch.zeros(world.size, dtype=torch.int64, device="cpu")
-    begun[world.rank] = first_step + 1
-    world.start_sum(begun).wait()
-    steps = [step - 1 for step in begun.tolist()]
+    steps = [begun - 1 for (begun,) in gather_words(world, (first_step + 1,))]
     others = [rank for rank, step in enumerate(steps) if step not in (-1, steps[0])]
     if others:
         raise RunError(
@@ -85,12 +81,13 @@ class SameData:
 
     def _difference(self) -> str:
         own = [
-            (pack.order + 1, row, value)
+            (pack.order, row, value)
             for pack in self._packs
             for row, value in zip(pack.rows, pack.digests, strict=True)
         ]
         first: dict[tuple[int, int], tuple[int, int]] = {}
-        for rank, order, row, value in self._tell(own):
+        told = gather_rows(self._world, torch.tensor(own, dtype=torch.int64, device="cpu").reshape(-1, 3))
+        for rank, (order, row, value) in ((rank, one) for rank, each in enumerate(told) for one in each.tolist()):
             other, known = first.setdefault((order, row), (rank, value))
             if known != value:
                 return (
@@ -99,18 +96,6 @@ class SameData:
                     "row alone (draw a random mask from a generator that is seeded with it)"
                 )
         return f"step {self._step}: ranks of a ring were given different data"
-
-    def _tell(self, own: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (rank, micro-batch, row, digest) of every rank's inputs."""
-        counts = torch.zeros(self._world.size, dtype=torch.int64, device="cpu")
-        counts[self._world.rank] = len(own)
-        self._world.start_sum(counts).wait()
-        table = torch.zeros((self._world.size, int(counts.max()), _COLUMNS), dtype=torch.int64, device="cpu")
-        if own:
-            table[self._world.rank, : len(own)] = torch.tensor(own, device="cpu")
-        self._world.start_sum(table).wait()
-        for rank, told in enumerate(table.tolist()):
-            yield from ((rank, order - 1, row, value) for order, row, value in told if order)
 
 
 def _signed(word: int) -> int:
@@ -125,13 +110,5 @@ def agree_on_bad_rows(world: World, device: torch.device, own: tuple[int, ...]) 
         device: the device of the collectives.
         own: manifest rows that failed on this rank.
     """
-    counts = torch.zeros(world.size, dtype=torch.int64, device=device)
-    counts[world.rank] = len(own)
-    world.all_reduce_sum(counts)
-    ends = counts.cumsum(0).tolist()
-    if not ends[-1]:
-        return ()
-    rows = torch.zeros(ends[-1], dtype=torch.int64, device=device)
-    rows[ends[world.rank] - len(own) : ends[world.rank]] = torch.tensor(own, dtype=torch.int64, device=device)
-    world.all_reduce_sum(rows)
-    return tuple(sorted(set(rows.tolist())))
+    told = gather_rows(world, torch.tensor(own, dtype=torch.int64, device=device), device)
+    return tuple(sorted({row for rows in told for row in rows.tolist()}))

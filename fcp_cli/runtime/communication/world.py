@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -87,18 +88,53 @@ class ProcessWorld:
         return self._host_group
 
 
+def gather_rows(world: World, own: Tensor, device: torch.device | None = None) -> list[Tensor]:
+    """Return the tensors [n, ...] of all ranks, in order, which may differ in n. Every rank calls it.
+
+    They are sums of tensors of zeros in which each rank has its place.
+
+    Args:
+        world: all ranks.
+        own: this rank's.
+        device: the device of the collectives; None: between hosts.
+    """
+    counts = [count for (count,) in gather_words(world, (len(own),), device)]
+    begin = sum(counts[: world.rank])
+    told = torch.zeros((sum(counts), *own.shape[1:]), dtype=own.dtype, device="cpu" if device is None else device)
+    told[begin : begin + len(own)] = own
+    if len(told):
+        _sum(world, told, device)
+    return list(torch.split(told, counts))
+
+
+def gather_words(world: World, own: Sequence[int], device: torch.device | None = None) -> list[list[int]]:
+    """Return the numbers of all ranks, in order, as many of each; zeros of ranks that do not exist. Every rank calls it.
+
+    Args:
+        world: all ranks.
+        own: this rank's: with a device, numbers that every back end's int32 can hold.
+        device: the device of the collectives; None: between hosts.
+    """
+    # Kept from a script's own default device.
+    dtype, place = (torch.int64, torch.device("cpu")) if device is None else (torch.int32, device)
+    told = torch.zeros((world.size, len(own)), dtype=dtype, device=place)
+    told[world.rank] = torch.tensor(own, dtype=dtype, device=place)
+    _sum(world, told, device)
+    found: list[list[int]] = told.tolist()
+    return found
+
+
+def _sum(world: World, told: Tensor, device: torch.device | None) -> None:
+    if device is None:
+        world.start_sum(told).wait()
+    else:
+        world.all_reduce_sum(told)
+
+
 def gather_texts(world: World, text: str) -> list[str]:
-    """Return the texts of all ranks, in order, on every rank; told between hosts, as sums of arrays of zeros."""
+    """Return the texts of all ranks, in order, on every rank; told between hosts."""
     own = torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8)
-    sizes = torch.zeros(world.size, dtype=torch.int64)
-    sizes[world.rank] = len(own)
-    world.start_sum(sizes).wait()
-    places = [int(end) for end in torch.cumsum(sizes, 0)]
-    told = torch.zeros(places[-1], dtype=torch.uint8)
-    told[places[world.rank] - len(own) : places[world.rank]] = own
-    world.start_sum(told).wait()
-    content = told.numpy().tobytes()
-    return [content[end - size : end].decode() for end, size in zip(places, sizes.tolist(), strict=True)]
+    return [told.numpy().tobytes().decode() for told in gather_rows(world, own)]
 
 
 def _msrun_store(rank: int, size: int, seconds: int) -> Any:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from fcp_cli.arrays import IntArray
+from fcp_cli.errors import FcpError, RunError
 
 _PATIENCE = timedelta(days=7)  # data may take its time: that it does not come yet is no hang
 
@@ -60,3 +63,18 @@ class ProcessControl:
             content.copy_(torch.from_numpy(np.frombuffer(message, dtype=np.uint8).copy()))
         dist.broadcast(content, rank, group=self._group)
         return content.numpy().tobytes()
+
+
+def on_rank_0(control: Control, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Run something on rank 0 and return its result, or raise its error, on all ranks. Every rank calls it."""
+    told: dict[str, Any] = {}
+    if control.rank == 0:
+        try:
+            told = {"found": run()}
+        except FcpError as error:
+            told = {"error": str(error)}
+    told = json.loads(control.from_rank(0, json.dumps(told).encode()))
+    if "error" in told:
+        raise RunError(told["error"])
+    found: dict[str, Any] = told["found"]
+    return found

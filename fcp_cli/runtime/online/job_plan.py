@@ -17,7 +17,7 @@ from fcp_cli.plan.file.messages import table_bytes, table_of
 from fcp_cli.plan.metadata.job_facts import PLANNING_VARIABLE, JobFacts, PlanningWish
 from fcp_cli.plan.metadata.online import settings_of_json
 from fcp_cli.reading.documents import read_object
-from fcp_cli.runtime.online.control import Control
+from fcp_cli.runtime.online.control import Control, on_rank_0
 from fcp_cli.runtime.online.job_source import JobSource
 from fcp_cli.runtime.online.process import JobProcess
 from fcp_cli.validation import validated
@@ -53,16 +53,13 @@ def job_source(plan: Path, control: Control, lengths: Lengths, facts: Callable[[
     job = _together(control, facts)
     found = _agreed_rows(control, lengths)
     process: JobProcess | None = None
-    opened: dict[str, Any] = {}
-    if control.rank == 0:
-        try:
-            process = JobProcess(plan, job, _wish(), found)
-            opened = dict(process.opened)
-        except FcpError as error:
-            opened = {"error": str(error)}
-    opened = json.loads(control.from_rank(0, json.dumps(opened).encode()))
-    if "error" in opened:
-        raise RunError(opened["error"])
+
+    def begin() -> dict[str, Any]:
+        nonlocal process
+        process = JobProcess(plan, job, _wish(), found)
+        return dict(process.opened)
+
+    opened = on_rank_0(control, begin)
     settings = settings_of_json(json.loads(opened["settings"]), name="the planning process")
     return JobSource(settings, plan, control, found.column("length").to_numpy(), process)
 

@@ -25,7 +25,7 @@ from fcp_cli.plan.metadata.online import OnlineSettings
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.runtime.data.followed_plans import note_follower
 from fcp_cli.runtime.data.loader import Fetch
-from fcp_cli.runtime.online.control import Control
+from fcp_cli.runtime.online.control import Control, on_rank_0
 from fcp_cli.runtime.online.items import ReadWindow, read_windows, row_of
 from fcp_cli.runtime.online.measured import Measured, Refits
 from fcp_cli.runtime.online.process import StreamProcess
@@ -80,7 +80,7 @@ class StreamSource:
         self._agree_on_settings()
         window = self.settings.window
         begins = first_step - first_step % window
-        opened = self._on_rank_0(lambda: self._begin_process(begins))
+        opened = on_rank_0(self._control, lambda: self._begin_process(begins))
         self._refits = Refits(self.settings.options.refit_every, opened, begins)
         self._adopt(self._refits.in_force(begins))
         note_follower(self.path)
@@ -167,20 +167,6 @@ class StreamSource:
                 f"launch as many, or plan for them: Planner(..., ranks={self._control.size})"
             )
 
-    def _on_rank_0(self, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Run something on rank 0 and return its result, or raise its error, on all ranks."""
-        told: dict[str, Any] = {}
-        if self._control.rank == 0:
-            try:
-                told = {"found": run()}
-            except FcpError as error:
-                told = {"error": str(error)}
-        told = json.loads(self._control.from_rank(0, json.dumps(told).encode()))
-        if "error" in told:
-            raise RunError(told["error"])
-        found: dict[str, Any] = told["found"]
-        return found
-
     def _begin_process(self, begins: int) -> dict[str, Any]:
         self._process = StreamProcess(self.settings, self.path, begins)
         return dict(self._process.opened)
@@ -234,7 +220,7 @@ class StreamSource:
     def _refit(self, due: int) -> None:
         """Refit the prices from a step on to measurements, or repeat an earlier start's refit. Every rank calls it."""
         if self._refits.is_due(due):
-            told = self._on_rank_0(lambda: self._measured_refit(due))
+            told = on_rank_0(self._control, lambda: self._measured_refit(due))
             self._refits.note(due, told["refit"])
         self._adopt(self._refits.begins_with(due))
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from fcp_cli.errors import RunError
 from fcp_cli.plan.step import MicroBatch
-from fcp_cli.runtime.communication.world import World
+from fcp_cli.runtime.communication.world import World, gather_rows, gather_words
 from fcp_cli.runtime.layouts.layout import ShardLayout
 from fcp_cli.runtime.loss.labels import IGNORED
 
@@ -80,23 +80,17 @@ def collect(
         if member == 0
         for sequence, length in zip(row.sequences, row.lengths, strict=True)
     ]
-    facts = torch.zeros((world.size, 3), dtype=torch.int64, device=device)
     is_double = any(values.dtype == torch.float64 for *_, values in parts)
-    facts[world.rank] = torch.tensor((len(told), is_double, bool(fault)), device=device)
-    world.all_reduce_sum(facts)
-    if faulty := facts[:, 2].nonzero().flatten().tolist():
+    facts = gather_words(world, (int(is_double), int(bool(fault))), device)
+    if faulty := [rank for rank, (_, is_faulty) in enumerate(facts) if is_faulty]:
         raise RunError(fault or f"values of rank {faulty[0]} are not one per token; its own message says which")
-    ends = facts[:, 0].cumsum(0).tolist()
-    table = torch.zeros((ends[-1], 2), dtype=torch.int64, device=device)
-    if told:
-        table[ends[world.rank] - len(told) : ends[world.rank]] = torch.tensor(told, device=device)
-    world.all_reduce_sum(table)
+    table = torch.cat(gather_rows(world, torch.tensor(told, dtype=torch.int64, device=device).reshape(-1, 2), device))
     offsets, total = {}, 0
     for sequence, length in table.tolist():
         offsets[sequence] = (total, total + length)
         total += length
     # Of all ranks: the values of an idle rank may have another type.
-    flat = torch.zeros(total, dtype=torch.float64 if facts[:, 1].any() else torch.float32, device=device)
+    flat = torch.zeros(total, dtype=torch.float64 if any(double for double, _ in facts) else torch.float32, device=device)
     for row, layout, member, values in parts:
         if layout.tokens(member):
             starts = torch.cat([torch.arange(*offsets[sequence]) for sequence in row.sequences])
