@@ -259,7 +259,7 @@ def test_a_name_of_node_0_that_does_not_resolve_is_one_line_within_seconds(
 
 def test_the_documentation_lists_every_variable_of_a_template() -> None:
     text = (Path(__file__).parents[2] / "docs" / "reference" / "templates.md").read_text()
-    table = text[text.index("| variable | what it holds |") :].split("\n\n")[0]
+    table = text[text.index("| variable | value |") :].split("\n\n")[0]
     listed = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     target = TARGETS["slurm"]
     job = cluster_job()
