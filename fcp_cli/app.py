@@ -50,7 +50,7 @@ app = App(
 
     Results go to standard output, as tables or with --json as one document; progress and warnings to standard error.
     Every option can also be set by FCP_<COMMAND>_<OPTION> in the environment, or in fcp.yaml. Exit status: 0 done,
-    1 the input or the plan is at fault, 2 wrong usage, 128 + N ended by signal N: 130 for Ctrl-C, 143 for SIGTERM,
+    1 invalid input or plan, 2 wrong usage, 128 + N ended by signal N: 130 for Ctrl-C, 143 for SIGTERM,
     129 for SIGHUP.
     """,
     epilog="fcp profile\nfcp plan dataset.parquet\nfcp launch --model qwen3-tiny",

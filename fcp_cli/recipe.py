@@ -37,11 +37,11 @@ ZeroOption: TypeAlias = Annotated[
 ]
 ShardRanksOption: TypeAlias = Annotated[
     int | None,
-    Opt("Ranks that share one copy of the sharded tensors, as those of a node.", min=1, max=MOST_RANKS, unset="all"),
+    Opt("Ranks that share one copy of the sharded tensors, e.g. those of a node.", min=1, max=MOST_RANKS, unset="all"),
 ]
 ReduceOption: TypeAlias = Annotated[
     Literal["auto", "step", "wave"],
-    Opt("When gradients are summed under --zero 3: wave holds a share of them, step all of them and sends less."),
+    Opt("When gradients are reduced under --zero 3: wave keeps a shard of them, step keeps all and sends less."),
 ]
 PrecisionOption: TypeAlias = Annotated[
     Literal["auto", "bf16", "amp", "fp32", "fp64"],
@@ -152,11 +152,13 @@ class RecipeRequest:
     freeze_vision: Annotated[bool, Opt("Train the language model of a vision model only.", group="weights")] = False
     lora: Annotated[
         str | None,
-        Opt("Train low-rank adapters alone, by peft.", metavar="r=16,alpha=32,target=q_proj+v_proj", unset="none"),
+        Opt("Train low-rank adapters only, with peft.", metavar="r=16,alpha=32,target=q_proj+v_proj", unset="none"),
     ] = None
     freeze: Annotated[
         str | None,
-        Opt("Do not train weights of these names, as 'visual.*'.", metavar="PATTERN,...", unset="all are trained"),
+        Opt(
+            "Freeze weights that match these patterns, e.g. 'visual.*'.", metavar="PATTERN,...", unset="all are trained"
+        ),
     ] = None
 
     def __post_init__(self) -> None:

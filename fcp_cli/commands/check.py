@@ -23,7 +23,7 @@ class CheckOptions:
 
     plan: Annotated[Path, Arg("The plan to check.")] = Path("plan.parquet")
     manifest: Annotated[
-        tuple[Path, ...], Opt("Its manifest, to check lengths and all times against; once for each of a mixture.")
+        tuple[Path, ...], Opt("Its manifest, to check lengths and all times against; once per source of a mixture.")
     ] = ()
     length_column: Annotated[str, Opt("Column of the manifest with lengths.")] = "length"
     json: Annotated[bool, Opt("Print the findings as one JSON document on stdout.")] = False

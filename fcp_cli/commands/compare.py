@@ -38,7 +38,7 @@ class CompareOptions(PlanRequest):
     solvers: Annotated[
         str | None,
         Opt(
-            "Strategies, as fcp,static, or all.",
+            "Strategies, e.g. fcp,static, or all.",
             group="Strategies",
             metavar="NAME,...",
             unset="all but flexsp",
@@ -46,7 +46,7 @@ class CompareOptions(PlanRequest):
         ),
     ] = None
     milp_seconds: Annotated[
-        float, Opt("Time limit of each of flexsp's integer programs, as its authors have it.", min=0.01)
+        float, Opt("Time limit of each integer program of flexsp, as set by its authors.", min=0.01)
     ] = 5.0
     json: Annotated[bool, Opt("Print the result as one JSON document.", common=True, group="Output")] = False
 

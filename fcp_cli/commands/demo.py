@@ -18,7 +18,7 @@ class DemoOptions:
     """The options of `fcp demo`."""
 
     output: Annotated[
-        Path, Opt("Folder of its files; that of an earlier demo is replaced.", flags=("--output", "-o"), trust="writes")
+        Path, Opt("Output folder; that of an earlier demo is replaced.", flags=("--output", "-o"), trust="writes")
     ] = Path("fcp-demo")
     json: Annotated[bool, Opt("Print its figures as one JSON document on stdout.")] = False
 

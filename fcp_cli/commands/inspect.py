@@ -28,7 +28,7 @@ class InspectOptions:
         int | None, Opt("With --step: explain the degree of this micro-batch.", min=0, metavar="MICROBATCH")
     ] = None
     manifest: Annotated[
-        tuple[Path, ...], Opt("The plan's manifest, if it has mask or vision columns; once for each of a mixture.")
+        tuple[Path, ...], Opt("The plan's manifest, if it has mask or vision columns; once per source of a mixture.")
     ] = ()
     json: Annotated[bool, Opt("Print one JSON document on stdout.")] = False
 

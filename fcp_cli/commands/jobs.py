@@ -29,7 +29,7 @@ class JobsOptions:
 def jobs(options: JobsOptions) -> None:
     """List jobs of fcp launch with their state, here and on a scheduler.
 
-    The state is the scheduler's word while a job waits or runs, and the run's own once it has ended.
+    The state is the scheduler's while a job waits or runs, and the run's own once it has ended.
     """
     from rich.table import Table
     from rich.text import Text
@@ -75,7 +75,9 @@ def log(options: OneJob) -> None:
 class CancelOptions(OneJob):
     """Which job to end."""
 
-    yes: Annotated[bool, Opt("End it without asking; obeyed on the command line alone.", flags=("--yes", "-y"))] = False
+    yes: Annotated[bool, Opt("End it without asking; only accepted on the command line.", flags=("--yes", "-y"))] = (
+        False
+    )
     typed: Annotated[frozenset[str], Typed()] = frozenset()
 
 

@@ -25,7 +25,7 @@ class ListOptions:
 def list_names(options: ListOptions) -> None:
     """List names that options take: models, clusters, solvers, targets.
 
-    The frameworks that fcp injects into are listed, too.
+    The frameworks that fcp hooks are also listed.
     """
     kinds = [kind for kind in KINDS if options.kind in (None, kind)]
     found = {str(kind): known_names(kind) for kind in kinds}

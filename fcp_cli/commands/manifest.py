@@ -43,7 +43,7 @@ class BuildOptions:
         tuple[str, ...],
         Arg(
             "Folder of text files; JSONL (.gz, .zst), Parquet, Arrow or tar files, or a folder of them; Megatron .idx; "
-            ".txt lengths. Paths, globs, or URLs as s3://bucket/shards/*.jsonl.zst.",
+            ".txt lengths. Paths, globs, or URLs such as s3://bucket/shards/*.jsonl.zst.",
             metavar="SOURCE",
         ),
     ]
@@ -53,15 +53,15 @@ class BuildOptions:
     tokenizer: Annotated[
         str,
         Opt(
-            "Tokens of a text: its UTF-8 bytes, or by a tokenizer.json, a checkpoint's folder, or its name on the hub "
-            "where that is in the local cache.",
+            "What counts as a token: UTF-8 bytes, or tokens of a tokenizer.json, a checkpoint's folder, or its hub name in "
+            "the local cache.",
             metavar="bytes|FILE|FOLDER|NAME",
             common=True,
         ),
     ] = "bytes"
     kind: Annotated[
         Literal["text", "chat", "jsonl", "parquet", "arrow", "megatron", "media", "lengths", "auto"],
-        Opt("The form of SOURCE; auto finds it by name and content.", common=True),
+        Opt("Format of SOURCE; auto: by name and content.", common=True),
     ] = "auto"
     column: Annotated[
         str | None,
@@ -74,12 +74,12 @@ class BuildOptions:
     include: Annotated[
         tuple[str, ...],
         Opt(
-            "Files of a folder of text to read, as '*.py'; may be repeated.",
+            "Files of a text folder to read, e.g. '*.py'; repeatable.",
             metavar="GLOB",
             group="Parts of the source",
         ),
     ] = ()
-    exclude: Annotated[tuple[str, ...], Opt("Files and folders to skip; may be repeated.", metavar="GLOB")] = ()
+    exclude: Annotated[tuple[str, ...], Opt("Files and folders to skip; repeatable.", metavar="GLOB")] = ()
     train_on: Annotated[
         Literal["all", "assistant", "completion"],
         Opt(
@@ -103,8 +103,8 @@ class BuildOptions:
     mask: Annotated[
         str | None,
         Opt(
-            "Attention mask of a sequence: full, or by a column with the tokens of a prefix, "
-            "with [start, stop] of spans that see themselves both ways, or with sizes of clean and noisy chunks.",
+            "Attention mask of sequences: full, or from a column with prefix lengths, [start, stop] of bidirectional "
+            "spans, or sizes of clean and noisy chunks.",
             metavar="full|prefix:COLUMN|segments:COLUMN|pairs:COLUMN",
             group="Masks",
             unset="causal",
@@ -113,7 +113,7 @@ class BuildOptions:
     vocab_size: Annotated[
         int | None,
         Opt(
-            "Size of the vocabulary of Megatron data.",
+            "Vocabulary size of Megatron data.",
             min=1,
             unset="one more than the largest token in the .bin, if there is one",
             group="Parts of the source",
@@ -121,12 +121,12 @@ class BuildOptions:
     ] = None
     workers: Annotated[
         int | None,
-        Opt("Processes that count.", min=1, max=MOST_WORKERS, unset="as many as pay", common=True, group="Many nodes"),
+        Opt("Counting processes.", min=1, max=MOST_WORKERS, unset="as many as pay", common=True, group="Many nodes"),
     ] = None
     shard: Annotated[
         str | None,
         Opt(
-            "Count the I-th of N parts alone, for `fcp manifest merge`.",
+            "Count only the I-th of N parts, for `fcp manifest merge`.",
             metavar="I/N",
             unset="all of SOURCE",
             common=True,
@@ -136,8 +136,7 @@ class BuildOptions:
     on: Annotated[
         str | None,
         Opt(
-            "Count in tasks of Ray, or in an array job of Slurm, and merge; parts that are counted already are kept "
-            "in OUTPUT.parts.",
+            "Count in Ray tasks or a Slurm array job, and merge; finished parts are kept in OUTPUT.parts.",
             metavar="ray|ray://HOST:PORT|slurm",
             unset="processes of this machine",
             common=True,
@@ -148,7 +147,7 @@ class BuildOptions:
     ] = None
     sbatch_option: Annotated[
         tuple[str, ...],
-        Opt("Option of sbatch for --on slurm, as --sbatch-option=--partition=cpu; repeatable.", metavar="OPTION"),
+        Opt("Option of sbatch for --on slurm, e.g. --sbatch-option=--partition=cpu; repeatable.", metavar="OPTION"),
     ] = ()
     json: Annotated[bool, Opt("Print the summary as one JSON document.", common=True, group="Options")] = False
     typed: Annotated[frozenset[str], Typed()] = frozenset()
@@ -163,8 +162,8 @@ class BuildOptions:
 def build(options: BuildOptions) -> None:
     """Count the tokens of every sequence of SOURCE and write them as a manifest.
 
-    The manifest remembers where its sequences are, so that training reads the same tokens again.
-    Sequences without tokens are left out and counted.
+    The manifest records where its sequences are, so that training reads the same tokens.
+    Sequences without tokens are skipped and counted.
     """
     from fcp_cli.manifest.parts import CountedByWorkers, default_workers, divisible, parse_part
     from fcp_cli.manifest.sources.base import WHOLE, DivisibleSource
@@ -327,7 +326,7 @@ def merge(options: MergeOptions) -> None:
 class ShowManifestOptions:
     """Which manifest to show."""
 
-    path: Annotated[Path, Arg("Lengths, as `fcp plan` takes them; - reads JSON lines.", metavar="MANIFEST")]
+    path: Annotated[Path, Arg("Lengths in any format that `fcp plan` takes; - reads JSON lines.", metavar="MANIFEST")]
     length_column: Annotated[str, Opt("Column with lengths, or with lists of tokens.")] = "length"
     json: Annotated[bool, Opt("Print one JSON document on stdout.")] = False
 
@@ -362,9 +361,7 @@ class SynthOptions:
     seed: Annotated[int, Opt("Seed of the random sizes.", min=0)] = 0
     short_side: Annotated[
         int | None,
-        Opt(
-            "Scale pictures to N pixels on their shorter side, for small models.", min=1, max=MOST_PIXELS, unset="none"
-        ),
+        Opt("Scale images to N pixels on their shorter side, for small models.", min=1, max=MOST_PIXELS, unset="none"),
     ] = None
     fps: Annotated[
         float | None,
@@ -375,7 +372,7 @@ class SynthOptions:
 @manifest_app.command()
 @takes(SynthOptions, "fcp manifest synth mixed --rows 20000 -o sizes.jsonl", "fcp manifest synth openvid --fps 2")
 def synth(options: SynthOptions) -> None:
-    """Make up sizes of images and videos that follow published data sets, and name the source of each figure.
+    """Generate sizes of images and videos that follow published data sets, and name the source of each figure.
 
     DATASET is msrvtt, internvid, openvid, or mixed: a fifth text alone, a fifth one image, a fifth two to eight images,
     and clips of all three sets.

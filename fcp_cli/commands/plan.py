@@ -56,18 +56,18 @@ class PlanOptions(PlanRequest):
     mix: Annotated[
         tuple[str, ...],
         Opt(
-            "Mix manifests: a source and its weight, in sequences, from a step on; may be repeated.",
+            "Mix manifests: a source and its weight, in sequences, from a step on; repeatable.",
             metavar="FILE:WEIGHT@STEP",
             group="Sequences",
         ),
     ] = ()
-    solver: Annotated[str, Opt("Strategy, of 'fcp list solvers'.", common=True, group="Search")] = "fcp"
+    solver: Annotated[str, Opt("Strategy; see 'fcp list solvers'.", common=True, group="Search")] = "fcp"
     resume: Annotated[bool, Opt("Continue the same plan after an interruption.", group="Interrupted work")] = False
     shard: Annotated[
         str | None, Opt("Plan the I-th of N parts, for --merge.", metavar="I/N", unset="all steps", group="Many nodes")
     ] = None
     merge: Annotated[
-        tuple[Path, ...], Opt("A part of a plan, or a folder of them, to merge; may be repeated.", metavar="PART")
+        tuple[Path, ...], Opt("A part of a plan, or a folder of parts, to merge; repeatable.", metavar="PART")
     ] = ()
     continue_from: Annotated[
         Path | None,
@@ -82,21 +82,21 @@ class PlanOptions(PlanRequest):
         Opt("1: no rings, each sequence on one rank.", min=1, max=MOST_RANKS, unset="no limit", group="Rings"),
     ] = None
     max_groups: Annotated[
-        int | None, Opt("Most distinct groups of degree > 1 in the whole plan.", min=1, unset="no limit")
+        int | None, Opt("Maximum number of distinct groups of degree > 1 in the whole plan.", min=1, unset="no limit")
     ] = None
     max_peers: Annotated[
-        int | None, Opt("Most distinct ring neighbours per rank.", min=1, max=MOST_RANKS, unset="no limit")
+        int | None, Opt("Maximum number of distinct ring neighbours per rank.", min=1, max=MOST_RANKS, unset="no limit")
     ] = None
     robust: Annotated[
         bool,
         Opt(
-            "Spread the rings of a wave that cross nodes, for nodes with one network link, if it costs at most 0.5 %.",
+            "Place rings that cross nodes so that few share a node's network link, if that costs at most 0.5 %.",
             group="Search",
         ),
     ] = False
     emit: Annotated[
         Literal["megatron-execution-plan"] | None,
-        Opt("Also write the plan in another's form: PLAN.execution.jsonl.", unset="nothing", group="Output"),
+        Opt("Also write the plan in another system's format: PLAN.execution.jsonl.", unset="nothing", group="Output"),
     ] = None
     workers: Annotated[
         int | None, Opt("Planning processes.", min=1, max=MOST_WORKERS, unset="as many as pay", group="Search")

@@ -51,8 +51,9 @@ class ProfileOptions(ProfileRequest):
 def profile(options: ProfileOptions) -> None:
     """Measure the cost of micro-batches on this machine, for fcp plan.
 
-    Alone it measures here, within a minute on a CPU; an interrupted measurement continues where it stopped. With
-    --analytic it computes the coefficients from the figures of a model and a cluster, and lists its assumptions.
+    Without a subcommand it measures this machine, within a minute on a CPU; an interrupted measurement continues where
+    it stopped. With --analytic it computes the coefficients from the figures of a model and a cluster, and lists its
+    assumptions.
     """
     from fcp_cli.profiling.choices import asked_sync, choose_measurement, computed_profile
     from fcp_cli.profiling.kept import keep_measured
@@ -88,9 +89,9 @@ class ShowProfileOptions:
 
     path: Annotated[Path, Arg("Cost profile, or a model with an example of one.", metavar="PROFILE")] = _OUTPUT
     lengths: Annotated[
-        tuple[int, ...], Opt("Lengths to give times for, as 4096,65536.", commas=True, unset="around the break-even")
+        tuple[int, ...], Opt("Lengths to show times for, e.g. 4096,65536.", commas=True, unset="around the break-even")
     ] = ()
-    degrees: Annotated[tuple[int, ...], Opt("Degrees to give times for.", commas=True)] = _DEGREES
+    degrees: Annotated[tuple[int, ...], Opt("Degrees to show times for.", commas=True)] = _DEGREES
     json: Annotated[bool, Opt("Print the result as one JSON document on stdout.")] = False
 
 
@@ -128,8 +129,8 @@ class FitOptions:
         _OUTPUT
     )
     profile: Annotated[Path | None, Opt("Profile to compare with and to start from.", unset="the plan's own")] = None
-    plan: Annotated[Path | None, Opt("The runs' plan, if it lies elsewhere now.")] = None
-    skip_steps: Annotated[int, Opt("Steps after each start to leave out.", min=0)] = 1
+    plan: Annotated[Path | None, Opt("The runs' plan, if it was moved.")] = None
+    skip_steps: Annotated[int, Opt("Steps to skip after each start.", min=0)] = 1
     json: Annotated[bool, Opt("Print the result as one JSON document on stdout.")] = False
 
 

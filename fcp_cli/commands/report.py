@@ -39,7 +39,7 @@ class ReportOptions:
     ] = None
     output: Annotated[Path, Opt("The page to write.", flags=("--output", "-o"), trust="writes")] = Path("report.html")
     manifest: Annotated[
-        tuple[Path, ...], Opt("The plan's manifest, if it has mask or vision columns; once for each of a mixture.")
+        tuple[Path, ...], Opt("The plan's manifest, if it has mask or vision columns; once per source of a mixture.")
     ] = ()
     json: Annotated[bool, Opt("Print its figures as one JSON document on stdout.")] = False
 

@@ -28,7 +28,7 @@ class TraceOptions:
     """The options of `fcp trace`."""
 
     inputs: Annotated[tuple[Path, ...], Arg("A plan, the metrics of a run, or both.", metavar="PLAN|RUN.jsonl")]
-    steps: Annotated[str | None, Opt("Only steps A to before B.", metavar="A:B", unset="all")] = None
+    steps: Annotated[str | None, Opt("Only steps A to B - 1.", metavar="A:B", unset="all")] = None
     output: Annotated[
         Path, Opt("The trace to write; .gz compresses it, - is stdout.", flags=("--output", "-o"), trust="writes")
     ] = Path("trace.json")

@@ -16,14 +16,14 @@ class TrustOptions:
     """The options of `fcp trust`."""
 
     config: Annotated[Path, Arg("The config file.")] = Path("fcp.yaml")
-    revoke: Annotated[bool, Opt("Trust it no longer.")] = False
+    revoke: Annotated[bool, Opt("Revoke the trust.")] = False
 
 
 @takes(TrustOptions, "fcp trust", "fcp trust --revoke")
 def trust(options: TrustOptions) -> None:
     """Let an fcp.yaml set options that run commands or write elsewhere.
 
-    Read it first. Trust is in the file's present content at its place: after a change, fcp asks again.
+    Read it first. Trust covers the file's path and current content: after a change, fcp asks again.
     """
     from fcp_cli.command_line.trust import add_trust, digest_of, remove_trust
     from fcp_cli.errors import UsageError

@@ -24,10 +24,10 @@ class VerifyOptions:
 
     path: Annotated[Path | None, Arg("The plan to verify.", metavar="PLAN", unset="plan.parquet")] = None
     plan: Annotated[
-        Path | None, Opt("The plan, named by an option as for fcp launch.", flags=("--plan",), unset="plan.parquet")
+        Path | None, Opt("The plan, as an option like that of fcp launch.", flags=("--plan",), unset="plan.parquet")
     ] = None
     steps: Annotated[int, Opt("Steps to replay.", min=1)] = 3
-    first_step: Annotated[int, Opt("The first of them.", min=0)] = 0
+    first_step: Annotated[int, Opt("First step to replay.", min=0)] = 0
     max_length: Annotated[
         int, Opt("Scale all lengths down until the longest has this many tokens.", min=1, max=MOST_TOKENS)
     ] = 256

@@ -34,15 +34,15 @@ class WatchOptions:
     ] = None
     every: Annotated[int, Opt("Through a pipe: steps between two lines.", min=1)] = 1
     interval: Annotated[float, Opt("Seconds between two readings.", min=0.1, max=MOST_WAIT, metavar="SECONDS")] = 1.0
-    once: Annotated[bool, Opt("Show the state now and end.")] = False
-    json: Annotated[bool, Opt("Print the state now as one JSON document on stdout.")] = False
+    once: Annotated[bool, Opt("Show the current state and exit.")] = False
+    json: Annotated[bool, Opt("Print the current state as one JSON document on stdout.")] = False
 
 
 @takes(WatchOptions, "fcp watch", "fcp watch runs/qwen3-tiny-001 --once")
 def watch(options: WatchOptions) -> None:
     """Follow a run: loss, tokens/s, step time against plan, idle time.
 
-    Ends when the run ends: exit status 0 if it finished, 1 if it was interrupted, failed, or died without a word.
+    Ends when the run ends: exit status 0 if it finished, 1 if it was interrupted, failed, or died silently.
     Through a pipe it prints plain lines.
     """
     from fcp_cli.report.watch import WINDOW_STEPS, RunState

@@ -34,7 +34,7 @@ class ClusterOptions:
     target: Annotated[
         str | None,
         Opt(
-            "local, or a name of 'fcp list targets', as slurm.",
+            "local, or a name from 'fcp list targets', e.g. slurm.",
             unset="by the options",
             common=True,
             group="job files",
@@ -43,16 +43,16 @@ class ClusterOptions:
     template: Annotated[
         Path | None,
         Opt(
-            "Your own template of the job's files.", metavar="FILE.j2", unset="the target's in launchers/", trust="runs"
+            "Custom template for the job's files.", metavar="FILE.j2", unset="the target's in launchers/", trust="runs"
         ),
     ] = None
     setup: Annotated[
-        tuple[str, ...], Opt("Shell that a node runs first; may be repeated.", metavar="LINE", trust="runs")
+        tuple[str, ...], Opt("Shell command that a node runs first; repeatable.", metavar="LINE", trust="runs")
     ] = ()
     env: Annotated[
         tuple[str, ...],
         Opt(
-            "Variable of the job; without =VALUE as it is set here; may be repeated.",
+            "Variable of the job; without =VALUE, copied from here; repeatable.",
             metavar="NAME=VALUE",
             trust="runs",
         ),
@@ -61,14 +61,15 @@ class ClusterOptions:
         None
     )
     job_name: Annotated[str | None, Opt("Name of the job.", unset="the run directory's")] = None
-    hostfile: Annotated[Path | None, Opt("Nodes, one a line, node 0 first.", trust="runs", group="ssh and Slurm")] = (
+    hostfile: Annotated[Path | None, Opt("Nodes, one per line, node 0 first.", trust="runs", group="ssh and Slurm")] = (
         None
     )
     sbatch_option: Annotated[
-        tuple[str, ...], Opt("As --partition=gpu; may be repeated.", metavar="OPTION", trust="runs")
+        tuple[str, ...], Opt("Option of sbatch, e.g. --partition=gpu; repeatable.", metavar="OPTION", trust="runs")
     ] = ()
     srun_option: Annotated[
-        tuple[str, ...], Opt("As --container-image=IMAGE; may be repeated.", metavar="OPTION", trust="runs")
+        tuple[str, ...],
+        Opt("Option of srun, e.g. --container-image=IMAGE; repeatable.", metavar="OPTION", trust="runs"),
     ] = ()
     image: Annotated[
         str | None,
@@ -80,37 +81,37 @@ class ClusterOptions:
     ] = None
     mount: Annotated[
         tuple[str, ...],
-        Opt("Volume of a container, as CLAIM:/path; may be repeated.", metavar="CLAIM:PATH", trust="runs"),
+        Opt("Volume of a container, e.g. CLAIM:/path; repeatable.", metavar="CLAIM:PATH", trust="runs"),
     ] = ()
     namespace: Annotated[str | None, Opt("Namespace of the job on Kubernetes.", unset="kubectl's")] = None
     request: Annotated[
-        tuple[str, ...], Opt("Resource that each pod asks for, as cpu=32; may be repeated.", metavar="NAME=N")
+        tuple[str, ...], Opt("Resource request of each pod, e.g. cpu=32; repeatable.", metavar="NAME=N")
     ] = ()
     node_selector: Annotated[
-        tuple[str, ...], Opt("Label of the nodes to run on; may be repeated.", metavar="KEY=VALUE")
+        tuple[str, ...], Opt("Label of the nodes to run on; repeatable.", metavar="KEY=VALUE")
     ] = ()
     toleration: Annotated[
         tuple[str, ...],
-        Opt("Taint of nodes that pods accept; may be repeated.", metavar="KEY=VALUE:EFFECT"),
+        Opt("Taint that pods tolerate; repeatable.", metavar="KEY=VALUE:EFFECT"),
     ] = ()
     env_secret: Annotated[
         tuple[str, ...],
-        Opt("Variable that Kubernetes reads from a secret; may be repeated.", metavar="NAME=SECRET:KEY", trust="runs"),
+        Opt("Variable that Kubernetes reads from a secret; repeatable.", metavar="NAME=SECRET:KEY", trust="runs"),
     ] = ()
     pull_secret: Annotated[
-        tuple[str, ...], Opt("Secret to pull the image with; may be repeated.", metavar="NAME", trust="runs")
+        tuple[str, ...], Opt("Secret to pull the image with; repeatable.", metavar="NAME", trust="runs")
     ] = ()
     rdma_resource: Annotated[
-        str | None, Opt("RDMA devices of each node, as rdma/hca=1.", metavar="NAME=N", unset="none: TCP")
+        str | None, Opt("RDMA devices of each node, e.g. rdma/hca=1.", metavar="NAME=N", unset="none: TCP")
     ] = None
-    host_network: Annotated[bool, Opt("Containers use the node's own network.", trust="runs")] = False
+    host_network: Annotated[bool, Opt("Use the node's own network in containers.", trust="runs")] = False
     shm_size: Annotated[
-        str | None, Opt("Size of a container's /dev/shm, as 64Gi.", metavar="SIZE", unset="the node's memory")
+        str | None, Opt("Size of a container's /dev/shm, e.g. 64Gi.", metavar="SIZE", unset="the node's memory")
     ] = None
     accelerator: Annotated[
         str | None,
         Opt(
-            "Accelerator, as SkyPilot or dstack names it.",
+            "Name of the accelerator in SkyPilot or dstack.",
             metavar="NAME",
             unset="that of the plan's cluster",
             group="SkyPilot and dstack",
@@ -152,13 +153,13 @@ class LaunchRequest:
     resume: Annotated[bool, Opt("Continue a run from its newest checkpoint.", common=True)] = False
     manifest: Annotated[
         tuple[Path, ...],
-        Opt("Manifest of the plan, to read tokens through; once for each of a mixture.", unset="next to the plan"),
+        Opt("Manifest of the plan, to locate tokens; once per source of a mixture.", unset="next to the plan"),
     ] = ()
     synthetic: Annotated[bool, Opt("Train on random tokens of the planned lengths.")] = False
     grace: Annotated[
         int,
         Opt(
-            "How long a step may still take after SIGTERM, before all is ended.",
+            "Time for the current step after SIGTERM, before ranks are killed.",
             min=1,
             max=MOST_WAIT,
             metavar="SECONDS",
@@ -167,7 +168,7 @@ class LaunchRequest:
     rank_timeout: Annotated[
         int | None,
         Opt(
-            "How long ranks wait for each other.",
+            "Time-out of ranks that wait for each other.",
             min=1,
             max=MOST_WAIT,
             metavar="SECONDS",
@@ -175,7 +176,7 @@ class LaunchRequest:
         ),
     ] = None
     attention_kernel: Annotated[
-        KernelChoice, Opt("Attention kernel of NVIDIA devices, for all calls that it takes; auto: by measurement.")
+        KernelChoice, Opt("Attention kernel of NVIDIA devices, for all calls that it supports; auto: by measurement.")
     ] = "auto"
     numa_binding: Annotated[NumaBinding | None, Opt("Keep ranks on cores near their device.", unset="not bound")] = None
     dry_run: Annotated[
@@ -183,12 +184,12 @@ class LaunchRequest:
     ] = False
     inject: Annotated[
         Inject | None,
-        Opt("How a script of yours is made to follow the plan.", unset="entry", group="A script of your own"),
+        Opt("How your script is made to follow the plan.", unset="entry", group="A script of your own"),
     ] = None
     probe: Annotated[
         bool | None,
         Opt(
-            "Compare a tiny step's numbers before the first step of a Megatron script.",
+            "Compare attention with and without the plan before the first step of a Megatron script.",
             negatable=True,
             unset="in a plan's first run",
         ),
@@ -204,28 +205,27 @@ class LaunchRequest:
         Opt("Sequences per step of an online job.", min=1, max=MOST_ROWS, unset="the stream gives whole batches"),
     ] = None
     global_batch_tokens: Annotated[
-        int | None, Opt("Most tokens per step of an online job.", min=1, max=MOST_TOKENS, unset="no limit")
+        int | None, Opt("Maximum tokens per step of an online job.", min=1, max=MOST_TOKENS, unset="no limit")
     ] = None
-    ahead: Annotated[
-        int | None, Opt("Steps that an online job plans before the one that trains.", min=0, max=MOST_AHEAD, unset="2")
-    ] = None
+    ahead: Annotated[int | None, Opt("Steps that an online job plans ahead.", min=0, max=MOST_AHEAD, unset="2")] = None
     stream_begins: Annotated[
         Literal["over", "here"] | None,
         Opt(
-            "Where an online job's stream begins after a restart: at its first sequence, or where it was.", unset="over"
+            "Where an online job's stream begins after a restart: at its first sequence, or where it stopped.",
+            unset="over",
         ),
     ] = None
     reorder_window: Annotated[
         int | None,
         Opt(
-            "Batches in a row of an online job that may share their sequences out anew.",
+            "Consecutive batches of an online job that may exchange sequences.",
             min=1,
             max=MOST_AHEAD,
             unset="1",
         ),
     ] = None
     refit_every: Annotated[
-        int | None, Opt("Steps after which an online job plans by its measurements.", min=1, unset="never")
+        int | None, Opt("Steps between refits of an online job to its measurements.", min=1, unset="never")
     ] = None
     nodes: Annotated[
         int | None,
@@ -238,11 +238,11 @@ class LaunchRequest:
             common=True,
         ),
     ] = None
-    node_rank: Annotated[int | None, Opt("Which of them this is, from 0.", min=0, max=MOST_RANKS, common=True)] = None
+    node_rank: Annotated[int | None, Opt("Number of this node, from 0.", min=0, max=MOST_RANKS, common=True)] = None
     master_addr: Annotated[str | None, Opt("Address of node 0.", metavar="HOST", trust="runs", common=True)] = None
     master_port: Annotated[int, Opt("A free port of node 0.", min=0, max=65535)] = 29500
     join_timeout: Annotated[
-        int, Opt("How long the nodes wait for each other to start.", min=1, max=MOST_WAIT, metavar="SECONDS")
+        int, Opt("Time-out of nodes that wait for each other to start.", min=1, max=MOST_WAIT, metavar="SECONDS")
     ] = 300
     launcher: Annotated[Launcher, Opt("Program that starts a node's ranks.")] = "torchrun"
     cluster: Annotated[ClusterOptions, OptionGroup(CLUSTERS)] = ClusterOptions()

@@ -37,7 +37,7 @@ class ProfileRequest:
     ] = None
     sync: Annotated[
         Literal["auto", "iteration", "microbatch"],
-        Opt("Of the plans to be made: memory depends on it; auto: iteration, but microbatch with --zero 3."),
+        Opt("Sync of the plans to come, which affects memory; auto: iteration, or microbatch with --zero 3."),
     ] = "auto"
     recipe: Annotated[RecipeRequest, OptionGroup("Recipe")] = field(default_factory=RecipeRequest)
 
@@ -65,10 +65,10 @@ class ProfileRequest:
             common=True,
         ),
     ] = None
-    device: Annotated[Literal["auto", "cpu", "cuda", "npu"], Opt("What to measure on.", common=True)] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda", "npu"], Opt("Device to measure.", common=True)] = "auto"
     layers: Annotated[
         tuple[int, ...],
-        Opt("Layer counts to measure and extrapolate from, as 2,6.", commas=True, unset="all, or two that fit"),
+        Opt("Layer counts to measure and extrapolate from, e.g. 2,6.", commas=True, unset="all, or two that fit"),
     ] = ()
     samples: Annotated[
         Path | None, Opt("File that keeps the samples.", unset="OUTPUT.samples.jsonl", trust="writes", group="Samples")
@@ -77,7 +77,7 @@ class ProfileRequest:
     from_samples: Annotated[Path | None, Opt("Fit these samples; measure nothing.")] = None
     nodes: Annotated[
         int,
-        Opt("With several, print what to run on each node.", min=1, max=MOST_RANKS, group="Several nodes"),
+        Opt("Number of nodes; with several, print the command for each.", min=1, max=MOST_RANKS, group="Several nodes"),
     ] = 1
     devices_per_node: Annotated[int, Opt("Devices of each of several nodes.", min=1, max=MOST_RANKS)] = 8
 
@@ -90,5 +90,5 @@ class ProfileRequest:
     ] = 1
     pipeline_parallel: Annotated[int, Opt("Stages of a pipeline.", metavar="P", min=1, max=MOST_RANKS, common=True)] = 1
     expert_parallel: Annotated[
-        int, Opt("Ranks that share out the experts of a layer.", metavar="E", min=1, max=MOST_RANKS)
+        int, Opt("Ranks that divide the experts of a layer.", metavar="E", min=1, max=MOST_RANKS)
     ] = 1

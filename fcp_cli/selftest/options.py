@@ -19,7 +19,7 @@ class SelftestRequest:
     ranks: Annotated[
         int | None, Opt("Processes to test with.", min=1, max=MOST_RANKS, unset="one per device, or per core up to 4")
     ] = None
-    nodes: Annotated[int, Opt("With several, print the command for each node.", min=1, max=MOST_RANKS)] = 1
+    nodes: Annotated[int, Opt("Number of nodes; with several, print the command for each.", min=1, max=MOST_RANKS)] = 1
     devices_per_node: Annotated[int, Opt("Devices of each of several nodes.", min=1, max=MOST_RANKS)] = 8
     quick: Annotated[bool, Opt("Small sizes: seconds on a CPU, a minute on accelerators.")] = False
     model: Annotated[

@@ -85,9 +85,7 @@ class TrainSettings(RecipeRequest):
     random_weights: bool = False
     export_every: Annotated[int, Opt("Steps between exports of RUN/model; 0: only at the end.", min=0)] = 0
     manifest: tuple[Path, ...] = ()
-    eval_manifest: Annotated[
-        Path | None, Opt("Held-out rows to compute losses of.", unset="none", group="evaluation")
-    ] = None
+    eval_manifest: Annotated[Path | None, Opt("Held-out rows to evaluate.", unset="none", group="evaluation")] = None
     eval_plan: Annotated[Path | None, Opt("Plan over those rows.", unset="made at the start")] = None
     eval_every: Annotated[int, Opt("Steps between two evaluations; 0: only at the end.", min=0)] = 0
     device: Device = "auto"
@@ -96,25 +94,25 @@ class TrainSettings(RecipeRequest):
         Opt("Last step, counted from the run's start.", min=1, unset="the plan's", common=True, group="optimizer"),
     ] = None
     learning_rate: Annotated[float, Opt("Peak of the schedule.", min=0, common=True)] = 3e-4
-    lr_schedule: Annotated[LrSchedule, Opt("Learning rate schedule after the warm-up, by transformers' names.")] = (
+    lr_schedule: Annotated[LrSchedule, Opt("Learning rate schedule after the warm-up, with transformers' names.")] = (
         "cosine"
     )
     warmup_steps: Annotated[
-        float, Opt("Steps of linear warm-up; below 1: its share of the schedule.", metavar="N|X", min=0)
+        float, Opt("Steps of linear warm-up; below 1: a share of the schedule.", metavar="N|X", min=0)
     ] = 10
-    decay_steps: Annotated[int | None, Opt("Where the schedule ends.", min=1, unset="the plan's steps")] = None
-    wsd_decay_ratio: Annotated[float, Opt("Share of the steps over which wsd falls at the end.", min=0, max=1)] = 0.1
-    min_learning_rate_ratio: Annotated[float, Opt("Share of the peak that is left at the end.", min=0, max=1)] = 0.1
+    decay_steps: Annotated[int | None, Opt("Step at which the schedule ends.", min=1, unset="the plan's steps")] = None
+    wsd_decay_ratio: Annotated[float, Opt("Share of the steps over which wsd decays.", min=0, max=1)] = 0.1
+    min_learning_rate_ratio: Annotated[float, Opt("Final learning rate, as a share of the peak.", min=0, max=1)] = 0.1
     weight_decay: Annotated[float, Opt("Weight decay of matrices.", min=0)] = 0.1
     max_grad_norm: Annotated[float, Opt("Clip gradients to this norm; 0: never.", min=0)] = 1.0
     on_nan: Annotated[
         OnNan,
-        Opt("At a loss or gradient norm that is NaN or infinite: stop, skip the step on all ranks, or continue."),
+        Opt("On a NaN or infinite loss or gradient norm: stop, skip the step on all ranks, or continue."),
     ] = "stop"
     grad_ring_dtype: Annotated[
         GradRingDtype,
         Opt(
-            "Type in which gradients of bf16 keys travel; bf16 is a third less to send in backward.",
+            "Type in which gradients of bf16 keys are sent; bf16 sends a third less in backward.",
             group="memory and precision",
         ),
     ] = "fp32"
@@ -122,15 +120,17 @@ class TrainSettings(RecipeRequest):
     checkpoint_every: Annotated[
         int, Opt("Steps between checkpoints; 0: only at the end.", min=0, group="checkpoints")
     ] = 100
-    keep: Annotated[int, Opt("Newest checkpoints that stay.", min=1)] = 2
-    accept_unrecorded: Annotated[bool, Opt("Resume from a checkpoint of steps that the metrics do not record.")] = False
+    keep: Annotated[int, Opt("Number of newest checkpoints to keep.", min=1)] = 2
+    accept_unrecorded: Annotated[bool, Opt("Resume from a checkpoint even if the metrics lack some of its steps.")] = (
+        False
+    )
     async_save: Annotated[bool, Opt("Write checkpoints in the background.", negatable=True)] = True
     length_column: Annotated[str, Opt("Column of the manifest with lengths.", group="data")] = "length"
-    bad_rows: Annotated[BadRows, Opt("At a row whose picture cannot be read: stop, or skip and count it.")] = "error"
+    bad_rows: Annotated[BadRows, Opt("At a row whose image fails to decode: stop, or skip and count it.")] = "error"
     decode_workers: Annotated[
         int | None,
         Opt(
-            "Processes per rank that decode pictures; 0: none.",
+            "Processes per rank that decode images; 0: none.",
             min=0,
             max=MOST_WORKERS,
             unset="the rank's share of cores",
@@ -139,7 +139,7 @@ class TrainSettings(RecipeRequest):
     cache_embeddings: Annotated[
         Path | None,
         Opt(
-            "Keep a frozen encoder's embeddings here, so that each picture is encoded once.",
+            "Cache a frozen encoder's outputs here, so that each image is encoded once.",
             metavar="DIR",
             unset="none",
             trust="writes",
@@ -148,7 +148,7 @@ class TrainSettings(RecipeRequest):
     wandb: Annotated[
         str | None,
         Opt(
-            "Project of Weights & Biases to log to, too.",
+            "Weights & Biases project to log to as well.",
             metavar="PROJECT",
             unset="none",
             trust="runs",

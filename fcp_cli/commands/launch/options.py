@@ -16,7 +16,7 @@ class LaunchOptions(LaunchRequest):
 
     preflight: Annotated[
         bool,
-        Opt("Check every need of a launch; start nothing.", common=True, group="Check before the start"),
+        Opt("Run all checks of a launch; start nothing.", common=True, group="Check before the start"),
     ] = False
     explain: Annotated[bool, Opt("Print why each variable is set and where it comes from; start nothing.")] = False
     json: Annotated[bool, Opt("Print one JSON document on stdout.")] = False
@@ -31,4 +31,4 @@ class LaunchOptions(LaunchRequest):
             common=True,
         ),
     ] = None
-    force: Annotated[bool, Opt("Replace files that are there already.")] = False
+    force: Annotated[bool, Opt("Replace existing files.")] = False

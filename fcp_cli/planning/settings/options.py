@@ -51,7 +51,7 @@ class PlanRequest:
     tokens_per_rank: Annotated[
         int | None,
         Opt(
-            "Most tokens of a rank in a micro-batch.",
+            "Maximum tokens of a rank in a micro-batch.",
             min=1,
             max=MOST_TOKENS,
             unset="what fits",
@@ -61,7 +61,7 @@ class PlanRequest:
     rank_speeds: Annotated[
         str | None,
         Opt(
-            "Speeds of ranks or nodes that are not as the profile says: 12=0.7,node3=0.9; or one per rank; or a file.",
+            "Speeds of ranks or nodes that differ from the profile: 12=0.7,node3=0.9; one per rank; or a file.",
             metavar="RANK=SPEED,...|FILE",
             unset="all 1",
         ),
@@ -69,19 +69,19 @@ class PlanRequest:
     sync: Annotated[
         Literal["iteration", "microbatch"] | None,
         Opt(
-            "Ranks wait at a step's end (DDP, ZeRO-1/2) or after each wave (FSDP, virtual stages).",
+            "When ranks synchronize: once a step (DDP, ZeRO-1/2) or after each wave (FSDP, virtual stages).",
             unset="iteration if it fits",
             common=True,
         ),
     ] = None
     phase: Annotated[
         Literal["training", "forward"],
-        Opt("What micro-batches run: forward is a pass for log-probabilities, without a backward."),
+        Opt("Passes of micro-batches; forward: no backward, for log-probabilities."),
     ] = "training"
     headroom: Annotated[float, Opt("Fraction of the token budget to leave free.", min=0, below=1)] = 0.0
-    device_hour_price: Annotated[
-        float | None, Opt("Price of a device for an hour, for the money that the verdict names.", min=0)
-    ] = None
+    device_hour_price: Annotated[float | None, Opt("Price of a device-hour, for the cost in the verdict.", min=0)] = (
+        None
+    )
     tensor_parallel: Annotated[
         int | None,
         Opt(
@@ -119,16 +119,19 @@ class PlanRequest:
     encoder_balance: Annotated[
         Literal["ring", "wave", "auto"],
         Opt(
-            "Who shares a vision encoder's work: each ring's ranks, or under --sync microbatch all of a wave's.",
+            "Ranks that share a vision encoder's work: those of each ring, or under --sync microbatch all of a wave.",
             group="Vision encoder",
         ),
     ] = "ring"
     encoder_ranks: Annotated[
         str | None,
-        Opt("Of --ranks, so many only encode pictures, ahead of the others; auto: as many as pay.", metavar="K|auto"),
+        Opt(
+            "Number of --ranks that only encode images, ahead of the others; auto: the quickest number.",
+            metavar="K|auto",
+        ),
     ] = None
     embeddings_cached: Annotated[
-        bool, Opt("Count a frozen vision encoder in the first epoch only: fcp launch --cache-embeddings DIR.")
+        bool, Opt("Price a frozen vision encoder in the first epoch only: fcp launch --cache-embeddings DIR.")
     ] = False
     recipe: Annotated[RecipeRequest, OptionGroup("Recipe")] = field(default_factory=RecipeRequest)
 
@@ -139,7 +142,7 @@ class PlanRequest:
     global_batch_tokens: Annotated[
         int | None,
         Opt(
-            "Most tokens per step instead.",
+            "Maximum tokens per step, instead.",
             common=True,
             min=1,
             max=MOST_TOKENS,
@@ -149,7 +152,7 @@ class PlanRequest:
     step_column: Annotated[
         str | None,
         Opt(
-            "Column of a trace, as of rollouts, that says which step each row was in: batches as they were.",
+            "Column with the step of each row, for traces such as rollouts: batches as recorded.",
             unset="none",
         ),
     ] = None
@@ -167,9 +170,11 @@ class PlanRequest:
             group="Sequences",
         ),
     ] = None
-    overlong: Annotated[Literal["error", "drop", "truncate"], Opt("Action on sequences that no ring holds.")] = "error"
+    overlong: Annotated[
+        Literal["error", "drop", "truncate"], Opt("What to do with sequences that no ring can hold.")
+    ] = "error"
     last_batch: Annotated[
-        Literal["keep", "drop"], Opt("What to do about an epoch's last, partial batch.", group="Global batches")
+        Literal["keep", "drop"], Opt("What to do with the last, partial batch of an epoch.", group="Global batches")
     ] = "keep"
     mix: tuple[str, ...] = ()  # an option of fcp plan
     length_column: Annotated[
