@@ -194,9 +194,9 @@ class MaskRows:
     """The masks of all sequences of a data set.
 
     Attributes:
-        kind: the kind of all of them.
-        offsets: [rows + 1] where the numbers of each row begin; of `full` ones, which have none, [0].
-        numbers: the numbers of all rows, on end.
+        kind: kind of all masks.
+        offsets: [rows + 1] start of each row in `numbers`; [0] for `full` masks, which have no numbers.
+        numbers: numbers of all rows, concatenated.
     """
 
     kind: MaskKind
@@ -222,9 +222,10 @@ class MaskedSequence:
     Attributes:
         tokens: [tokens] ids.
         mask: the mask of the tokens.
-        labels: [tokens] as Hugging Face data sets have them, or None to learn every token.
-        own_labels: each token is to predict its own label, as in masked and diffusion language models; else the next.
-        position_ids: [axes, tokens] where the model's positions are not those of the mask.
+        labels: [tokens] in the form of Hugging Face data sets, or None to train on every token.
+        own_labels: whether each token predicts its own label, as in masked and diffusion language models, instead of
+            the next token's.
+        position_ids: [axes, tokens] positions, or None for those of the mask.
     """
 
     tokens: Any
@@ -235,9 +236,9 @@ class MaskedSequence:
 
 
 def eta_of(pairs: int, length: int) -> float:
-    """Return the mask factor of so many pairs: 0 for causal attention, 1 for all pairs; below 0 for fewer than causal.
+    """Return the mask factor of a number of pairs: 0 for causal attention, 1 for all pairs; below 0 for fewer than causal.
 
-    A causal sequence of L tokens has L (L + 1) / 2 pairs, a full one L (L - 1) / 2 more; eta counts in the latter.
+    A causal sequence of L tokens has L (L + 1) / 2 pairs, a full one L (L - 1) / 2 more, which is the unit of eta.
     """
     return 0.0 if length < 2 else (pairs - length * (length + 1) // 2) / (length * (length - 1) // 2)
 
@@ -298,10 +299,10 @@ def token_types(types: Iterable[int]) -> Mask:
 
 
 def mask_of(kind: MaskKind, numbers: Sequence[int]) -> Mask:
-    """Return the mask of a kind with these numbers: those of `full` have none, and other kinds none where causal.
+    """Return the mask of a kind with these numbers; `full` has no numbers, nor have causal masks of other kinds.
 
     Raises:
-        MaskError: there is none such.
+        MaskError: no such mask exists.
     """
     if kind == "full":
         return full()
@@ -313,10 +314,10 @@ def mask_of(kind: MaskKind, numbers: Sequence[int]) -> Mask:
 
 
 def of_matrix(seen: npt.NDArray[np.bool_]) -> Mask:
-    """Return the mask of a sequence by which query i sees key j where `seen[i, j]`.
+    """Return the mask of a sequence in which query i attends to key j if `seen[i, j]`.
 
     Raises:
-        MaskError: it is none of causal attention with spans that see themselves both ways.
+        MaskError: the mask is not causal attention with bidirectional spans.
     """
     tokens = len(seen)
     stops = tokens - np.argmax(seen[:, ::-1], axis=1)  # behind the last key of each query

@@ -28,7 +28,7 @@ def demo(options: DemoOptions) -> None:
     """Show fcp's gain in wall time, and exact gradients, in two minutes.
 
     It needs no data and no GPU: texts are Python's own sources, and ranks are processes of this machine. Without
-    PyTorch it shows the plans alone. Exit status 1 if a gradient differs from one process by more than 1e-12.
+    PyTorch it only shows the plans. Exit status 1 if a gradient differs from one process by more than 1e-12.
     """
     from fcp_cli.demo.show import Demo
 

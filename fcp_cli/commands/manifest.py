@@ -53,8 +53,8 @@ class BuildOptions:
     tokenizer: Annotated[
         str,
         Opt(
-            "What counts as a token: UTF-8 bytes, or tokens of a tokenizer.json, a checkpoint's folder, or its hub name in "
-            "the local cache.",
+            "What counts as a token: UTF-8 bytes, or tokens of a tokenizer.json, a checkpoint's folder, or its hub name "
+            "in the local cache.",
             metavar="bytes|FILE|FOLDER|NAME",
             common=True,
         ),
@@ -374,7 +374,7 @@ class SynthOptions:
 def synth(options: SynthOptions) -> None:
     """Generate sizes of images and videos that follow published data sets, and name the source of each figure.
 
-    DATASET is msrvtt, internvid, openvid, or mixed: a fifth text alone, a fifth one image, a fifth two to eight images,
+    DATASET is msrvtt, internvid, openvid, or mixed: a fifth text only, a fifth one image, a fifth two to eight images,
     and clips of all three sets.
     """
     from fcp_cli.manifest.synth import CLIP_SETS, Scale, write_media_records
@@ -393,7 +393,7 @@ def synth(options: SynthOptions) -> None:
 
 
 def _note_assumed(description: dict[str, Any], options: BuildOptions) -> None:
-    """Say which column is read, and that bytes are no tokens, where neither was asked for."""
+    """Note an assumed column, and that bytes are counted instead of tokens."""
     if description.get("column") and options.column is None:
         note(f"assumed --column = {description['column']}")
     is_text = description.get("column") not in ("input_ids", "tokens", "token_ids")

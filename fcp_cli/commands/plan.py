@@ -184,7 +184,7 @@ def _part(options: PlanOptions, batches: GlobalBatches) -> tuple[PlanPart, int] 
 
 
 def _with_its_attention(options: PlanOptions, assumptions: Assumptions) -> PlanOptions:
-    """Return the options with the way to split attention that the strategy consists of, where none was typed."""
+    """Return the options with the `--attention` that the strategy requires, unless one was given."""
     from fcp_cli.planning.solvers import strategy
 
     attention = strategy(options.solver).attention
@@ -254,7 +254,7 @@ def _continue(options: PlanOptions, run_dir: Path) -> None:
 
 
 def note_compilation(solvers: Iterable[str], syncs: Iterable[Sync]) -> None:
-    """Announce that the first step will take long, where our planner was never compiled on this machine."""
+    """Announce a slow first step if the planner has never been compiled on this machine."""
     if "fcp" not in solvers:
         return
     from fcp_cli.planning.fcp.solver import is_compiled

@@ -98,7 +98,7 @@ class ShowProfileOptions:
 @profile_app.command()
 @takes(ShowProfileOptions, "fcp profile show", "fcp profile show profile.yaml --lengths 4096,65536 --degrees 1,8")
 def show(options: ShowProfileOptions) -> None:
-    """Explain a profile: each coefficient, where attention overtakes linear work, times of example lengths."""
+    """Explain a profile: each coefficient, the length at which attention overtakes linear work, example times."""
     from fcp_cli.report.profiles import print_profile
 
     loaded, lengths, degrees = _named(options.path), list(options.lengths), list(options.degrees)
@@ -141,7 +141,7 @@ class FitOptions:
     "fcp profile fit runs/qwen3-001 runs/qwen3-002 --skip-steps 5 -o refitted.yaml",
 )
 def fit(options: FitOptions) -> None:
-    """Refit a profile from the metrics of real training runs, where every micro-batch is a sample."""
+    """Refit a profile from the metrics of real training runs; every micro-batch is a sample."""
     from fcp_cli.cost.profile import load_cost_profile
     from fcp_cli.profiling.fits.refit import refit, samples_of_run
     from fcp_cli.runs.metrics.metrics_reader import metrics_path

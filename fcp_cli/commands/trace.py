@@ -43,9 +43,9 @@ class TraceOptions:
 def trace(options: TraceOptions) -> None:
     """Write a trace of a plan or run for ui.perfetto.dev.
 
-    It has a track per rank, an event per micro-batch, and arrows between the ranks of a ring; of a plan of pipelines a
-    track per stage, with an event per forward and backward.
-    Given a plan and the run that followed it, planned and measured tracks stand side by side. Times are microseconds.
+    It has a track per rank, an event per micro-batch, and arrows between the ranks of a ring. Plans with pipelines have
+    a track per stage, with an event per forward and backward.
+    Given a plan and the run that followed it, planned and measured tracks are side by side. Times are microseconds.
     """
     output = options.output
     refuse_to_overwrite(output, *options.inputs)
@@ -84,7 +84,7 @@ def _document(output: Path, source: _Source, events: int, problems: list[str]) -
 
 
 def _steps_of(text: str | None) -> range:
-    """Read the steps `A` to before `B`; `A:` and `:B` are open, `A` alone is one step, None is all."""
+    """Parse `A:B` as steps A to B - 1; `A:` and `:B` are open, `A` is one step, None is all."""
     if text is None:
         return range(2**63 - 1)
     first, colon, last = text.partition(":")

@@ -84,7 +84,7 @@ def _latest() -> Path:
 
 
 def _metrics(run_dir: Path) -> Path:
-    """Return the path of a run's metrics, which need not exist yet where a launch is known."""
+    """Return the path of a run's metrics, which need not exist yet if the launch is known."""
     if not run_dir.is_dir():
         if mistaken := another_kind(run_dir, "metrics"):
             raise RunError(mistaken)

@@ -1,10 +1,10 @@
-"""Launch targets of other packages: a `Target` says which templates make a job's files, and what starts the job.
+"""Launch targets of other packages: a `Target` has the templates of a job's files, and the command that starts it.
 
     [project.entry-points."fcp.targets"]
     pbs = "fcp_pbs:TARGET"
 
-Templates are jinja2 with the variables of the shipped ones; `variable("NAME")` stands for a variable that the node's
-own shell knows, and `quote` or `kubernetes_word` makes a word ready for the file.
+Templates are jinja2 with the variables of the shipped ones. `variable("NAME")` is a variable of the node's own shell,
+and `quote` or `kubernetes_word` quotes a word for the file.
 """
 
 from fcp_cli.launching.job.job import Job

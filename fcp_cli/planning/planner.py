@@ -68,16 +68,16 @@ class Planner:
         max_degree: int | None = None,
         **more: Unpack[MoreSettings],
     ) -> None:
-        """Complete the planning problem; each argument is the option of `fcp plan` of its name.
+        """Complete the planning problem; arguments correspond to the options of `fcp plan` with the same names.
 
         Args:
             profile: a cost profile's file; None: `profile.yaml` here, else one computed for `model` and `cluster`.
             model, cluster: a shipped name, or its YAML.
             ranks: model replicas; None: the cluster's.
             ranks_per_node: None: the cluster's.
-            tokens_per_rank: most tokens of a rank in a micro-batch; None: by memory.
-            sync: the sync where ranks wait for each other; None: `iteration` where that fits.
-            max_degree: 1 forbids rings, as trainers need that only spread whole sequences; None: no limit.
+            tokens_per_rank: maximum tokens of a rank in a micro-batch; None: by memory.
+            sync: when ranks synchronize; None: `iteration` if it fits.
+            max_degree: 1 forbids rings, for trainers that only distribute whole sequences; None: no limit.
             more: `MoreSettings`.
 
         Raises:
@@ -153,8 +153,8 @@ class Planner:
 
         Args:
             global_batch_size: sequences per optimizer step.
-            global_batch_tokens: most tokens per optimizer step instead. Neither: the stream gives whole batches.
-            reorder_window: so many batches in a row may share their sequences out anew; None: all keep their order.
+            global_batch_tokens: maximum tokens per optimizer step, instead. Neither: the stream yields whole batches.
+            reorder_window: number of consecutive batches that may exchange sequences; None: all keep their order.
             options: fields of `OnlineOptions`: ahead, stream_begins, refit_every.
 
         Raises:

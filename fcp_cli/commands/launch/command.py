@@ -90,7 +90,7 @@ def _launch_own_command(options: LaunchOptions) -> None:
 
 
 def _run_preflight(options: LaunchOptions) -> None:
-    """Run the checks alone; exit status 1 if one of them would stop the launch."""
+    """Run only the checks; exit status 1 if one of them would stop the launch."""
     from fcp_cli.launching.checks import LaunchFinding
     from fcp_cli.launching.checks.preflight import check_space
 

@@ -124,7 +124,7 @@ def _watcher(job: Job, node_rank: int) -> RunWatcher:
 
 
 def _shows(job: Job) -> bool:
-    """Return whether rank 0 is shown: on its own node; -q silences the bundled trainer alone."""
+    """Return whether to show rank 0's output: on its own node; -q silences only the bundled trainer."""
     return not job.node_rank and (not job.is_bundled or verbosity.level >= 0)
 
 

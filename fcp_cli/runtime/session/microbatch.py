@@ -24,10 +24,10 @@ class LocalMicroBatch:
     Attributes:
         row: the micro-batch in the plan.
         input_ids, labels: [1, tokens] int64 on the session's device; at least one token.
-        position_ids: the same, or [axes, 1, tokens] where `fetch` gave positions of its own.
+        position_ids: the same, or [axes, 1, tokens] if `fetch` returned positions.
         ring: group that `attention` runs on; current while the loop body runs. Pass it on if attention runs later.
-        is_last: whether it is this rank's last of the step.
-        pack_labels: [tokens of the pack] int64 of a pack of joined sequences, on the host; else None.
+        is_last: whether this is the rank's last micro-batch of the step.
+        pack_labels: [tokens of the pack] int64 on the host, for packs of joined sequences; else None.
     """
 
     __slots__ = (

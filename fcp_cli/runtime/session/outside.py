@@ -27,9 +27,9 @@ def switch_outside(model: Any, switch: Callable[[Any], AbstractContextManager[No
 
 @contextmanager
 def outside() -> Iterator[None]:
-    """Leave the plan for a `with` block, on this rank alone or on all.
+    """Leave the plan for a `with` block, on one rank or on all.
 
-    A model that FSDP2 shards gathers its weights in every forward, which all ranks then run equally often.
+    A model sharded by FSDP2 gathers its weights in every forward, so all ranks must run equally many forwards.
     """
     ring, was_outside = current_ring.get(), runs_outside.get()
     with ExitStack() as stack:

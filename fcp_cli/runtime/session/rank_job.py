@@ -130,7 +130,7 @@ class RankJob:
 
     @property
     def encoders(self) -> range:
-        """Return the ranks that only encode; none where all ranks do."""
+        """Return the dedicated encoder ranks; empty if all ranks encode."""
         ranks = self.world.size
         return range(ranks - (self.metadata.encoder_ranks or 0), ranks)
 

@@ -80,21 +80,22 @@ class Session(RankJob):
         Every rank calls it.
 
         Args:
-            model: the model whose gradients are summed over ranks: as it is (it starts from rank 0's weights), in
+            model: the model whose gradients are summed over ranks: a plain module (it starts from rank 0's weights), in
                 DistributedDataParallel, or sharded with `fully_shard`. With `GradientSync()`, the script sums them
-                itself; without either, nothing may be trained. Under a plan of forward passes nothing is summed, and
+                itself; without either, training raises. Under a plan of forward passes nothing is summed, and
                 micro-batches run without gradients.
             first_step: optimizer step to begin with, for a resumed run; None: by `load_state_dict`, else 0.
-            reduce: for FSDP2 that gathers weights again: reduce gradients in every `wave`, so that a rank holds only
-                its share of them, or once a `step`, which sends less; None: as the plan's recipe says, else `wave`.
-            on_nan: what to do after a step in which a rank's loss is NaN or infinite: `stop` the job; `skip-step`:
-                leave all ranks without gradients, so that their optimizers change nothing (the host then waits for the
-                device once a step); or `go-on`.
+            reduce: for FSDP2 that reshards after forward: reduce gradients in every `wave`, so that a rank holds only
+                its shard of them, or once a `step`, which sends less; None: as in the plan's recipe, else `wave`.
+            on_nan: reaction to a NaN or infinite loss on any rank: `stop` the job; `skip-step`: clear the gradients of
+                all ranks, so that optimizers change nothing (the host then waits for the device once a step); or
+                `go-on`.
             mean_over: loss denominator: tokens with labels, or rows of the manifest.
 
         Raises:
-            RunError: no `fetch`, a model that cannot follow the plan, a step beyond it, ranks that begin with different
-                ones; while iterating, a loop that goes wrong, data that does not match the plan or differs over ranks.
+            RunError: no `fetch`, a model that cannot follow the plan, a step beyond the plan, ranks that start at
+                different steps; while iterating, an incorrect loop, or data that does not match the plan or differs
+                between ranks.
         """
         fetch = self.fetch if self.source is None or self.source.follows_manifest else self.source.fetch
         if fetch is None:
@@ -205,10 +206,10 @@ class Session(RankJob):
         return {"next_step": self.next_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let `steps` begin where the run of a checkpoint ended.
+        """Make `steps` start where the run of a checkpoint ended.
 
         Raises:
-            RunError: the state is no session's.
+            RunError: the state is not that of a session.
         """
         if not isinstance(state.get("next_step"), int):
             raise RunError(

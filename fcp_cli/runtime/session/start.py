@@ -45,17 +45,17 @@ def start(
     skip_bad_rows: bool = False,
     metrics: str | Path | None = None,
 ) -> Session:
-    """Join the job and make sure that all ranks follow the same plan. Every rank calls it, once.
+    """Join the job and check that all ranks follow the same plan. Every rank calls it, once.
 
     Args:
         plan: plan file; by default FCP_PLAN, which `fcp launch` sets.
-        fetch: the function from a manifest row to its tokens, or to (tokens, labels); see `loader.Fetch`. Of a stream:
-            from an id or a row that it gave.
-        stream: sequences that are planned while the job trains, as (id, length) or as rows; `plan` is then written.
-            Integrations give steps that are being planned already.
+        fetch: function from a manifest row to its tokens, or to (tokens, labels); see `loader.Fetch`. With a stream:
+            from an id or a row of the stream.
+        stream: sequences to plan while the job trains, as (id, length) or as rows; `plan` is then written.
+            Integrations pass steps that are already being planned.
         planner: planner of a stream, a `fcp_cli.Planner` or its `online()`; by default that of `fcp launch --online`.
-        device: the device where tensors go; by default the local rank's accelerator, else the CPU.
-        grad_ring_dtype: type in which gradients of keys and values travel; by default FCP_GRAD_RING_DTYPE,
+        device: device of the tensors; by default the local rank's accelerator, else the CPU.
+        grad_ring_dtype: type in which gradients of keys and values are sent; by default FCP_GRAD_RING_DTYPE,
             else fp32. See `GradRingDtype`.
         skip_bad_rows: skip rows whose images fail to decode instead of raising; equal on all ranks.
         metrics: file of the metrics of all ranks; by default FCP_METRICS, which `fcp launch` sets, or none.

@@ -170,7 +170,7 @@ class Step(FollowedStep):
         return microbatch
 
     def _order_backwards(self, *, is_last: bool) -> None:
-        """Forbid backwards between forwards where ranks have different numbers of micro-batches.
+        """Forbid backwards between forwards if ranks have different numbers of micro-batches.
 
         A loop may run each backward before the next forward, or all forwards first. In between, one rank would begin
         a backward while another of its ring begins a forward, and both would wait for each other.

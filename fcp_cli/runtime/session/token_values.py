@@ -63,14 +63,13 @@ def collect(
     *,
     fault: str = "",
 ) -> dict[int, Tensor]:
-    """Return, on every rank, manifest row -> [length] of the values that the ranks hold in parts. Every rank calls it.
+    """Gather values per token on every rank: manifest row -> [length]. Every rank calls it.
 
     Args:
         world: all ranks.
-        parts: the parts of this rank's micro-batches: the row, its layout, the rank's place, and [1, tokens] the
-            values.
-        device: the device where ranks exchange, and the values then are.
-        fault: why this rank has no parts, if it has none.
+        parts: values of this rank's micro-batches: the row, its layout, the rank's index in it, and [1, tokens] values.
+        device: device of the exchange and of the result.
+        fault: reason why this rank has no parts, if it has none.
     """
     fault = fault or _fault(parts)
     # Rank 0 of each ring tells of its sequences; then all put their tokens at their places, and the rest is zero.
