@@ -1,1 +1,1 @@
-"""One file per verb, which `app.py` puts together. None imports anything heavy at its top."""
+"""One file per verb, registered in `app.py`. None imports anything heavy at module level."""

@@ -1,4 +1,4 @@
-"""`fcp check`: prove that a plan keeps every rule of its format."""
+"""`fcp check`: prove that a plan satisfies every rule of its format."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def _names(solvers: str | None, profile: CostProfile | None = None) -> list[str]
 def _run(
     inputs: PlanInputs, names: list[str], syncs: Sequence[Sync], milp_seconds: float
 ) -> tuple[list[Contender], GlobalBatches]:
-    """Return the outcome of each strategy, and the batches that were compared on."""
+    """Return the outcome of each strategy, and the batches used for the comparison."""
     from fcp_cli.planning.batching.batches import GlobalBatches
     from fcp_cli.planning.dataset.comparison import compare as run_comparison
 

@@ -53,7 +53,7 @@ class BuildOptions:
     tokenizer: Annotated[
         str,
         Opt(
-            "What counts as a token: UTF-8 bytes, or tokens of a tokenizer.json, a checkpoint's folder, or its hub name "
+            "What counts as a token: UTF-8 bytes, or tokens of a tokenizer.json, a checkpoint's folder, or hub name "
             "in the local cache.",
             metavar="bytes|FILE|FOLDER|NAME",
             common=True,
@@ -257,7 +257,7 @@ def _build_on(engine: str, opened: Source, reopen: Callable[[], Source], options
 
 
 def _reopening(source: Path, kind: str, reading: SourceOptions, files: tuple[Path, ...]) -> Callable[[], Source]:
-    """Return a function that opens a source from another folder, too."""
+    """Return a function that can also open a source from another folder."""
     from fcp_cli.manifest.sources.detect import open_source
 
     if Path(reading.tokenizer).exists():
@@ -405,7 +405,7 @@ def _note_assumed(description: dict[str, Any], options: BuildOptions) -> None:
 
 
 def _note_unused(description: dict[str, Any], options: SourceOptions) -> None:
-    """Name each option that does not apply: none is dropped in silence."""
+    """Print a note for each option that does not apply, so that none is ignored silently."""
     kind = description["kind"]
     has_pixels = description.get("content") == "pixels"
     if options.skips_bad and not has_pixels:

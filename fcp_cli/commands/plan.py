@@ -172,7 +172,7 @@ def _merge(options: PlanOptions) -> None:
 
 
 def _part(options: PlanOptions, batches: GlobalBatches) -> tuple[PlanPart, int] | None:
-    """Return the steps to plan, and how many they are; None: all."""
+    """Return the steps to plan and their number; None: all."""
     from fcp_cli.plan.file.parts import part_of_shard, part_of_steps
 
     is_range = options.steps is not None and ":" in options.steps
@@ -293,7 +293,7 @@ def _plan_to_file(
 
 
 def _check_emit(inputs: PlanInputs, options: PlanOptions) -> None:
-    """Refuse, before planning, features that another's form cannot express."""
+    """Reject, before planning, features that the other system's format cannot express."""
     if options.emit is None:
         return
     from fcp_cli.plan.execution_plan import refuse_inexpressible
@@ -306,7 +306,7 @@ def _check_emit(inputs: PlanInputs, options: PlanOptions) -> None:
 
 
 def _emit(options: PlanOptions, output: Path) -> dict[str, str]:
-    """Write a finished plan in another's form; return the file by the form's name."""
+    """Write a finished plan in another system's format; return format name -> file."""
     if options.emit is None:
         return {}
     from fcp_cli.plan.execution_plan import write_execution_plan
@@ -329,7 +329,7 @@ def _plan_to_stdout(inputs: PlanInputs, options: PlanOptions) -> None:
 
 
 def _make_with_progress(inputs: PlanInputs, options: PlanOptions, output: Path) -> tuple[PlanResult, list[StepPlan]]:
-    """Make the plan, and return it with the sample of its steps that the static baseline is compared on."""
+    """Make the plan, and return it with the sample of its steps for the static baseline."""
     from fcp_cli.planning.baselines.baseline import baseline_steps
     from fcp_cli.planning.dataset.run import make_plan
 
@@ -376,7 +376,7 @@ def _price_of_limit(result: PlanResult, inputs: PlanInputs) -> dict[str, Any]:
 
 
 def _gain_and_time(result: PlanResult, sample: list[StepPlan], inputs: PlanInputs) -> dict[str, Any]:
-    """Return figures known to planning only: the gain over the static baseline, and its own time."""
+    """Return figures that are only known while planning: the gain over the static baseline, and the planning time."""
     from fcp_cli.planning.baselines.baseline import static_speedup
 
     found = static_speedup(

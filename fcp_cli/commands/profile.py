@@ -109,7 +109,7 @@ def show(options: ShowProfileOptions) -> None:
 
 
 def _named(path: Path) -> CostProfile:
-    """Return the profile of a file; if there is none of that name, the one that travels with fcp for that model."""
+    """Return the profile of a file, or the example profile that fcp ships for a model of that name."""
     from fcp_cli.cost.profile import load_cost_profile
     from fcp_cli.models.shipped import EXAMPLE_CLUSTER, shipped_profile_path
 
@@ -182,7 +182,7 @@ def _refit_document(result: Refit, output: Path) -> dict[str, Any]:
 def _measured(
     measurement: Measurement, options: ProfileOptions, assumptions: Assumptions
 ) -> tuple[CostProfile, str | None]:
-    """Measure; return the profile of the observations, and why the measurement ended early if it did."""
+    """Measure; return the profile of the observations, and the reason if the measurement ended early."""
     from fcp_cli.profiling.fits.assemble import profile_from_samples
     from fcp_cli.profiling.fits.samples import prepare_samples
 

@@ -48,7 +48,7 @@ class ReportOptions:
 def report(options: ReportOptions) -> None:
     """Show a plan or run as one page: gain, Gantt charts, idle, memory.
 
-    Of a run also its loss, and measured against planned times.
+    For a run also its loss, and measured against planned times.
     """
     from fcp_cli.files import refuse_to_overwrite, write_text_atomically
     from fcp_cli.report.page.page import PageContent, javascript_bundle
@@ -129,7 +129,7 @@ def _draw_plan(file: PlanFile) -> tuple[PlanPicture, list[StepPlan]]:
 def _draw_run(
     metrics: Path | None, file: PlanFile, picture: PlanPicture
 ) -> tuple[RunFile | None, RunPicture | None, list[str]]:
-    """Return the run, its pictures, and a line for whatever could not be used."""
+    """Return the run, its pictures, and a line for each input that could not be used."""
     from fcp_cli.report.page.run_picture import RunPicture
     from fcp_cli.runs.metrics.metrics_reader import open_run
 

@@ -99,7 +99,7 @@ def _steps_of(text: str | None) -> range:
 
 
 def _open(inputs: Sequence[Path]) -> tuple[PlanFile | None, RunFile | None, list[str]]:
-    """Return the plan, the run, and a line about a run that does not fit the plan and is skipped."""
+    """Return the plan, the run, and a line if the run does not fit the plan and is skipped."""
     from fcp_cli.report.plan_file import open_plan
     from fcp_cli.runs.metrics.metrics_reader import open_run
 
@@ -119,7 +119,7 @@ def _open(inputs: Sequence[Path]) -> tuple[PlanFile | None, RunFile | None, list
 
 
 def _is_parquet(path: Path) -> bool:
-    """Recognize a plan by its content, else by its name: a missing plan should be missed as a plan."""
+    """Recognize a plan by its content, else by its name, so that the error for a missing plan says so."""
     if not path.is_file():
         return path.suffix == ".parquet"
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""`fcp trust`: let a config file of the current folder set options that run commands."""
+"""`fcp trust`: allow a config file of the current folder to set options that run commands."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def watch(options: WatchOptions) -> None:
 
 
 def _latest() -> Path:
-    """Return the run below `runs` that was launched last, and print its name."""
+    """Return the most recently launched run below `runs`, and print its name."""
     from fcp_cli.launching.started.jobs import started_runs
     from fcp_cli.runs.folder import RUNS
 
@@ -183,7 +183,7 @@ def _follow_lines(watched: _Watched, console: Console, interval: float, every: i
 
 
 def _quiet_seconds(*paths: Path) -> float:
-    """Return the seconds since the first of the files that exists was written."""
+    """Return the seconds since the last write to the first of the files that exists."""
     for path in paths:
         if path.is_file():
             return max(0.0, time.time() - path.stat().st_mtime)

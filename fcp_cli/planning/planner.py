@@ -1,4 +1,4 @@
-"""The planner as a value that a program calls: lengths in, one planned step out, nothing read or written."""
+"""The planner as a callable object: takes lengths, returns one planned step, reads and writes no files."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class MoreSettings(TypedDict, total=False):
     """Further keyword arguments of a planner.
 
     Attributes:
-        phase: `forward` plans passes without a backward, as for log-probabilities; default: `training`.
-        rank_speeds: the rank speeds of ranks against the profile: one each, or by rank as `{12: 0.7}`; default: all 1.
+        phase: `forward` plans passes without a backward, e.g. for log-probabilities; default: `training`.
+        rank_speeds: rank speeds relative to the profile: one per rank, or by rank as `{12: 0.7}`; default: all 1.
     """
 
     phase: Literal["training", "forward"]
@@ -44,7 +44,7 @@ class MoreSettings(TypedDict, total=False):
 
 
 class Planner:
-    """Plan global batches whose lengths are known at run time only, as `fcp plan` would plan them.
+    """Plan global batches whose lengths are only known at run time, as `fcp plan` would plan them.
 
     The same lengths give the same step on every machine and in every process, so ranks that each plan agree without a
     message. The first call compiles all that later ones need. A planner keeps no lengths between calls and may be

@@ -1,4 +1,4 @@
-"""The part of `fcp launch` that describes a job for a cluster: prints it, writes its files, or hands it to Slurm."""
+"""The part of `fcp launch` that describes a job for a cluster: prints it, writes its files, or submits it to Slurm."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def launch_on_cluster(job: Job, options: LaunchOptions, owned: Ownership | None) -> None:
     """Print the files of a job (--dry-run), write them (-o), or write them into the run directory and start the job.
 
-    Only Slurm is asked to start something; for the other targets, the command that does is printed.
+    Only Slurm jobs are started; for the other targets, the start command is printed.
 
     Args:
         job: the job with its cluster.

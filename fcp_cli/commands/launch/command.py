@@ -48,7 +48,7 @@ def launch(options: LaunchOptions) -> None:
 
 
 def _refuse_unused(options: LaunchOptions) -> None:
-    """Refuse options that would do nothing: they are a misunderstanding."""
+    """Reject options that would have no effect."""
     if not options.program:
         if options.inject is not None:
             raise UsageError("--inject is for a script or command of your own, given after --")
@@ -170,7 +170,7 @@ def _find_machine(device: str, *, dry_run: bool) -> LocalDevices:
 
 
 def _findings(job: Job) -> tuple[list[LaunchFinding], JobMemory | None]:
-    """Return the findings that would make the job fail or be slow, here and in its environment, and a rank's memory."""
+    """Return problems of this machine and the job's environment that make the job fail or slow, and a rank's memory."""
     from fcp_cli.launching.checks import check_launch, collect_job_facts
     from fcp_cli.launching.checks.memory import job_memory
 
@@ -187,7 +187,7 @@ def _show_memory(memory: JobMemory | None) -> None:
 
 
 def _show_findings(findings: list[LaunchFinding], *, starts: bool = True) -> None:
-    """Print the findings; errors of a launch from here are warnings to a user who only looks."""
+    """Print the findings; errors that only affect a launch from here are warnings if nothing is launched."""
     for finding in findings:
         if finding.severity == "error" and not starts:
             note(f"warning: a launch from here would stop: {finding.message}")

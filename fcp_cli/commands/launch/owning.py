@@ -45,7 +45,7 @@ def owned_job(options: LaunchOptions, resolve: Callable[[LaunchOptions], Job]) -
 
 
 def _own_named(options: LaunchOptions) -> Ownership | None:
-    """Own the folder that the options name, if it exists."""
+    """Acquire the folder that the options name, if it exists."""
     from fcp_cli.runs.launch_record import latest_run_dir
     from fcp_cli.runs.ownership import own
 

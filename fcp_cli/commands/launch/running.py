@@ -1,4 +1,4 @@
-"""Runs a job on this machine: shows it while it runs, and reports how it ended."""
+"""Runs a job on this machine: shows its progress and reports its end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def run_here(job: Job, owned: Ownership, *, json: bool) -> None:
-    """Start this machine's ranks in a run folder that is owned, show them until all have ended, and report the end."""
+    """Start this machine's ranks in an acquired run folder, show their output, and report the end."""
     from fcp_cli.files import write_text_atomically
     from fcp_cli.launching.checks.preflight import check_run_dir
     from fcp_cli.launching.job.document import launch_record, resume_command
@@ -62,7 +62,7 @@ def run_here(job: Job, owned: Ownership, *, json: bool) -> None:
 
 
 def _predicted_time(job: Job) -> str | None:
-    """Return a line about a step and the steps that are left to run; None if the plan predicts nothing."""
+    """Return a line with the predicted time of a step and of the remaining steps; None without a prediction."""
     from fcp_cli.plan.file.reader import PlanReader
 
     try:
@@ -129,7 +129,7 @@ def _shows(job: Job) -> bool:
 
 
 def _stopped_by(outcome: JobOutcome, *, bundled: bool) -> signal.Signals | None:
-    """Return the signal that ended the job before its time, if one did, here or on another node."""
+    """Return the signal that ended the job early, here or on another node, or None."""
     if outcome.agreed_to_stop:
         return outcome.stopped_by or signal.SIGINT
     if not bundled:

@@ -67,7 +67,7 @@ class LocalMicroBatch:
         return self.normalised(token_loss_sum(logits, self.labels))
 
     def loss_of(self, hidden: Tensor, head: nn.Linear | Tensor) -> Tensor:
-        """Return the loss as `loss` does, but without whole logits: they are computed and dropped in blocks.
+        """Return the same loss as `loss` without materializing all logits: they are computed and dropped in blocks.
 
         Args:
             hidden: [1, tokens, width] inputs of the head, for `input_ids`.

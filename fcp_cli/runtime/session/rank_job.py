@@ -66,7 +66,7 @@ class RankJob:
     def agree(
         plan: Path, device: torch.device, *, tensor_parallel: int = 1, pipeline_parallel: int = 1
     ) -> PlanMetadata:
-        """Return the metadata of a plan that all processes have; every process calls it first."""
+        """Check that all processes have the same plan, and return its metadata; every process calls it first."""
         world = ProcessWorld()
         return agree_on_plan(world, plan, device, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel)
 
@@ -110,12 +110,12 @@ class RankJob:
         )
 
     def connect(self) -> None:
-        """Open the connections between all ranks that meet in rings of the plan. Every process calls it, once."""
+        """Open the connections between all ring neighbours of the plan. Every process calls it, once."""
         self.connections.open_all(planned_hops(self.plan), report=report_to_stderr(self.world.rank, self.device))
 
     @cached_property
     def recompute_levels(self) -> tuple[RecomputeLevel, ...]:
-        """Return the levels by which layers recompute as needed; none if the plan's recipe is another."""
+        """Return the levels of as-needed recomputation; empty under any other recipe."""
         recipe, text = self.metadata.recipe, self.metadata.cost_profile
         if recipe is None or recipe.recompute != "as-needed":
             return ()

@@ -45,12 +45,12 @@ class Session(RankJob):
     """One rank's part in a job that follows a plan. Made by `start`; use it as a context manager or call `close`.
 
     Attributes:
-        fetch: the function from a manifest row to its tokens; may be set until `steps` is called.
-        source: planner of a stream's steps, or None if they are planned already.
+        fetch: function from a manifest row to its tokens; may be set until `steps` is called.
+        source: planner of a stream's steps, or None for an existing plan.
         skip_bad_rows: skip rows whose images fail to decode instead of raising; equal on all ranks.
         owns_process_group: whether `close` destroys the process group.
-        steps_ahead: steps that are loaded ahead of the loop.
-        has_begun: a value of the class: whether this process has made one.
+        steps_ahead: number of steps loaded ahead of the loop.
+        has_begun: class attribute: whether this process has created a session.
     """
 
     has_begun: ClassVar[bool] = False
@@ -115,7 +115,7 @@ class Session(RankJob):
         return self._recorded(follow() if self.source is None else _when_asked(follow), first_step)
 
     def _connect_for_halos(self) -> None:
-        """Open the ways of layers that look back, if the model has any; those of a stream before each step."""
+        """Open the connections of halos if the model has any; with a stream, before each step."""
         self.connections.halo_pattern = agree_on_halo_pattern(self.world)
         if self.connections.halo_pattern != "no" and self.source is None:
             hops = planned_hops(self.plan, halo_pattern=self.connections.halo_pattern)
@@ -144,7 +144,7 @@ class Session(RankJob):
         return self.recorder.recorded(followed)
 
     def _begin_following(self, first_step: int, fetch: Fetch) -> tuple[PlanCursor | StreamCursor, bool]:
-        """Return this rank's steps of the plan or of the stream, and whether `fetch` gives labels."""
+        """Return this rank's steps of the plan or of the stream, and whether `fetch` returns labels."""
         if self.source is None:
             cursor = PlanCursor(self.plan, self.rank, first_step=first_step, ahead=self.steps_ahead)
             return cursor, fetches_labels(PlanReader(self.plan).steps(first_step), fetch)
@@ -191,7 +191,7 @@ class Session(RankJob):
             loaded.close()
 
     def _next_loaded(self, loaded: Prefetched[LoadedStep[Shard]]) -> LoadedStep[Shard] | None:
-        """Return the next step; of a stream, let more be planned, and meet the ranks that its rings join first."""
+        """Return the next step; with a stream, request further plans and connect to the step's new ring neighbours."""
         if self.source is None:
             return next(loaded, None)
         self.source.want(self.next_step)
@@ -202,7 +202,7 @@ class Session(RankJob):
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step that comes next, for a checkpoint of any framework: the one after the last that was run."""
+        """Return the next step, for a checkpoint of any framework: the one after the last step that ran."""
         return {"next_step": self.next_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -219,11 +219,11 @@ class Session(RankJob):
         self._first_step = self.next_step = state["next_step"]
 
     def outside(self) -> AbstractContextManager[None]:
-        """Return `outside()`: a context in which models run outside the plan, as for evaluation and generation."""
+        """Return `outside()`: a context manager to run models outside the plan, e.g. for evaluation and generation."""
         return outside()
 
     def _bad_rows(self, problems: Mapping[int, str]) -> tuple[int, ...]:
-        """Return the manifest rows of the step whose pictures some rank could not read; the same on all ranks."""
+        """Return the manifest rows of the step whose images failed to decode on any rank; the same on all ranks."""
         if self.skip_bad_rows:
             return agree_on_bad_rows(self.world, self.device, tuple(problems))
         for problem in problems.values():

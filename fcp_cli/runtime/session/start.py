@@ -1,4 +1,4 @@
-"""Drive a training loop by a plan: which micro-batches a rank runs, on which ring, and when gradients are reduced.
+"""Run a training loop under a plan: which micro-batches a rank runs, on which ring, and when gradients are reduced.
 
 session = fcp_cli.runtime.start("plan.parquet", fetch)
 for step in session.steps(model):
@@ -94,7 +94,7 @@ def start(
 
 
 def _measured_stream(online: OnlineSettings, plan: Path) -> str | Path | None:
-    """Return the file of metrics of a stream that refits, which counts on them, or None."""
+    """Return the metrics file of a stream with refits, which need one, or None."""
     if online.options.refit_every is None:
         return None
     return os.environ.get(METRICS_VARIABLE) or plan.with_name(f"{plan.stem}.metrics.jsonl")
@@ -117,5 +117,5 @@ def steps(
     stream: Iterable[Any] | None = None,
     planner: PlansStreams | OnlineSettings | None = None,
 ) -> Generator[Step, None, None]:
-    """Return `start(plan, fetch).steps(model, first_step=first_step)`, for a loop that needs nothing else."""
+    """Return `start(plan, fetch).steps(model, first_step=first_step)`, for loops without further settings."""
     return start(plan, fetch, stream=stream, planner=planner).steps(model, first_step=first_step)

@@ -35,13 +35,13 @@ _BACKWARD_TOO_EARLY = (
 class Step(FollowedStep):
     """One optimizer step of one rank: iterate it, to the end, for the micro-batches.
 
-    While a micro-batch is out, its ring is current for `attention`, and no gradient is reduced.
-    After the last, gradients are sums over all ranks and the optimizer may step.
+    During a micro-batch, its ring is current for `attention`, and no gradient is reduced.
+    After the last one, gradients are sums over all ranks and the optimizer may step.
 
     Attributes:
-        is_skipped: whether the step, now over, left no gradients, since a rank's loss was not finite (`on_nan`).
-        bad_rows: manifest rows of the step of which nothing is learned, since their pictures could not be read.
-        problems: why, for those that this rank met.
+        is_skipped: whether the finished step has no gradients because a rank's loss was not finite (`on_nan`).
+        bad_rows: manifest rows of the step that are skipped because their images failed to decode.
+        problems: reasons, for the bad rows of this rank.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class Step(FollowedStep):
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of the global batch that carry a loss; with labels from `fetch`, wait for the device."""
+        """Return the number of trained tokens of the global batch; with labels from `fetch`, wait for the device."""
         return int(self._tokens)
 
     @property
     def timings(self) -> tuple[MicroBatchTiming, ...]:
-        """Return when this rank's micro-batches ran; on a device, wait for the last one."""
+        """Return start and seconds of this rank's micro-batches; on a device, wait for the last one."""
         if not self._marks:
             return ()
         clock, first = self._job.clock, self._marks[0][0]
@@ -88,7 +88,7 @@ class Step(FollowedStep):
         )
 
     def note(self, **facts: float) -> None:
-        """Add the loop's own figures to the metrics: `grad_norm`, `learning_rate`, or its own `loss`."""
+        """Add figures of the script to the metrics: `grad_norm`, `learning_rate`, or its own `loss`."""
         if self.record is not None:
             self.record.facts |= facts
 
@@ -207,7 +207,7 @@ class Step(FollowedStep):
         return self._loss_sum() / self._divisor
 
     def collect(self, values: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Return, on every rank, manifest row -> [length] of values per token, as `log_probs` gives them.
+        """Gather values per token, such as those of `log_probs`, on every rank: manifest row -> [length].
 
         Every rank calls it, after the last micro-batch.
 

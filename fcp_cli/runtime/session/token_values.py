@@ -1,8 +1,8 @@
-"""Values per token, between a step's ranks and whole sequences: log-probabilities out of one pass, into another.
+"""Values per token, from a step's ranks to whole sequences and back: log-probabilities of one pass for another.
 
 Passes over one rollout have plans of their own, so a rank rarely holds the same tokens twice. The values of a
 pass are collected as one tensor per row, and the next pass takes its parts of those. A value has the index of the token
-that predicts, as its label has: the last one of each sequence means nothing.
+that predicts, like its label: the last one of each sequence has no meaning.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def collect(
 
 
 def _fault(parts: Sequence[tuple[MicroBatch, ShardLayout, int, Tensor]]) -> str:
-    """Return the fault of this rank's values, or ""."""
+    """Return the error of this rank's values, or ""."""
     for row, layout, member, values in parts:
         if values.numel() != max(layout.tokens(member), 1):
             return (
