@@ -141,6 +141,15 @@ def _handlers_of_signals() -> Iterator[None]:
             signal.set_wakeup_fd(-1)
 
 
+@pytest.fixture
+def forked_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the server of all workers fork torchrun and its ranks, where a test calls what starts them in this process."""
+    from tests.forked_ranks import shared
+
+    for name, value in shared().items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _base_folder_of_messages(tmp_path_factory: pytest.TempPathFactory) -> None:
     messages.base_folder = tmp_path_factory.getbasetemp()

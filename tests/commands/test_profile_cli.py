@@ -202,7 +202,7 @@ def test_ranks_that_several_nodes_do_not_have_are_refused(tmp_path: Path, fcp: F
 @pytest.mark.processes
 @pytest.mark.hf
 @pytest.mark.distributed
-def test_a_measurement_whose_worker_dies_is_kept_and_gone_on_with(tmp_path: Path, fcp: Fcp) -> None:
+def test_a_measurement_whose_worker_dies_is_kept_and_gone_on_with(tmp_path: Path, fcp: Fcp, forked_jobs: None) -> None:
     words = ["profile", "--ranks", "2", "--max-length", "512", "--budget-minutes"]
     # So that the rest fits however slow this machine is; two ranks run rings, and share heads.
     every_point = len(measurement_points(512, default_degrees(2))) + len(heads_points(512, default_degrees(2), (2,)))

@@ -16,7 +16,9 @@ pytestmark = [pytest.mark.hf, pytest.mark.torch]
 
 @pytest.mark.processes
 @pytest.mark.distributed
-def test_two_ranks_of_a_cpu_pass_and_leave_one_block_and_one_document(tmp_path: Path, fcp: Fcp) -> None:
+def test_two_ranks_of_a_cpu_pass_and_leave_one_block_and_one_document(
+    tmp_path: Path, fcp: Fcp, forked_jobs: None
+) -> None:
     done = fcp("selftest", "--quick", "--ranks", "2", "--device", "cpu", "--limit", "300", "--json")
     document = json.loads(done.out)
     assert document == json.loads((tmp_path / "selftest.json").read_text())

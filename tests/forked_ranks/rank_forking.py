@@ -36,9 +36,7 @@ def fork_ranks() -> None:
         logs = [log.fileno() if log else number for number, log in ((1, handler._stdout), (2, handler._stderr))]
         with Path(os.devnull).open() as nothing:
             streams = (nothing.fileno(), *logs)
-            shared = env.get(SHARED)
-            process = fork(shared, program, env, streams) if shared else None
-            return process or fork(server(), program, env, streams)
+            return fork_shared(program, env, streams) or fork(server(), program, env, streams)
 
     SubprocessHandler._popen = fork_or_start  # type: ignore[assignment,method-assign]
 
@@ -51,8 +49,7 @@ def _is_forked(module: str, environment: Mapping[str, str]) -> bool:
 
 def go_on_forked(program: Sequence[str]) -> None:
     """Be a process that a server forks, if there is one: pass signals on, and leave with its exit status."""
-    shared = os.environ.get(SHARED)
-    process = fork(shared, program, os.environ, (0, 1, 2)) if shared else None
+    process = fork_shared(program, os.environ, (0, 1, 2))
     if process:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, lambda number, frame: os.kill(process.pid, number))
@@ -61,6 +58,24 @@ def go_on_forked(program: Sequence[str]) -> None:
             signal.signal(-status, signal.SIG_DFL)
             os.kill(os.getpid(), -status)
         os._exit(status)
+
+
+def fork_shared(program: Sequence[str], environment: Mapping[str, str], streams: Sequence[int]) -> ForkedProcess | None:
+    """Have the server of all jobs fork a process; None for a job that has none.
+
+    Raises:
+        SystemExit: the server refuses it. To start it in another way would cost a job some ten seconds, in silence.
+    """
+    shared = environment.get(SHARED)
+    if not shared:
+        return None
+    process = fork(shared, program, environment, streams)
+    if process is None:
+        raise SystemExit(
+            f"the tests' server of forks refuses {program[0]}: a variable that modules read as they are imported differs "
+            f"from the server's; run the job with an empty {SHARED}"
+        )
+    return process
 
 
 class ForkedProcess:

@@ -29,6 +29,8 @@ from typing import Any, NoReturn
 LARGEST_REQUEST = 1 << 17
 # Modules read these as they are imported.
 _READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "TORCHDYNAMO", "TORCHINDUCTOR", "TORCH_COMPILE", "NUMBA_", "PYTHONWARNINGS")
+# PyTorch reads it when it compiles, and sets it in the environment of every process that only asks where it would.
+_READ_LATER = "TORCHINDUCTOR_CACHE_DIR"
 # What a program imports only when it runs.
 _LATER = {
     "fcp_cli.training.train": (
@@ -77,7 +79,9 @@ def serve(listener: socket.socket, modules: list[str]) -> None:
 
 
 def _read_at_import(environment: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(_READ_AT_IMPORT)}
+    return {
+        name: value for name, value in environment.items() if name.startswith(_READ_AT_IMPORT) and name != _READ_LATER
+    }
 
 
 def _start_keeper(request: dict[str, Any], *, outlived: bool) -> socket.socket:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fcp_cli.launching.job.job import Cluster, Job
 from fcp_cli.launching.request import Launcher
-from tests.forked_ranks import shared
+from tests.forked_ranks import shared_by_scripts
 from tests.launching.jobs import job
 from tests.patience import PATIENCE_SECONDS
 
@@ -67,7 +67,7 @@ class FakeCluster:
         path.chmod(0o755)
 
     def environment(self, **more: str) -> dict[str, str]:
-        return {**os.environ, **shared(), "PATH": f"{self._bin}:{os.environ['PATH']}", **more}
+        return {**os.environ, **shared_by_scripts(), "PATH": f"{self._bin}:{os.environ['PATH']}", **more}
 
     def run(self, *argv: str, **more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

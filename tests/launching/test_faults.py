@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked_ranks import shared_by_scripts
 from tests.patience import wait_until
 from tests.ports import unused_port
 from tests.training.small_runs import fcp_command, ranks_in, run_fcp, write_manifest, write_small_plan
@@ -116,7 +117,7 @@ def fails(folder: Path) -> Callable[..., Ended]:
 
     def run(fault: str, *words: str) -> Ended:
         (folder / "fault_at").unlink(missing_ok=True)
-        done = run_fcp("launch", *words, "--", "script.py", fault, folder=folder)
+        done = run_fcp("launch", *words, "--", "script.py", fault, folder=folder, **shared_by_scripts())
         seconds = time.time() - float((folder / "fault_at").read_text())
         assert seconds < MOST_SECONDS
         wait_until(lambda: ranks_in(folder) == [])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked_ranks.rank_forking import SHARED, fork, server
+from tests.forked_ranks.rank_forking import SHARED, fork, fork_shared, server
 from tests.patience import PATIENCE_SECONDS, wait_until
 
 pytestmark = pytest.mark.processes
@@ -41,6 +41,21 @@ def test_what_modules_would_have_read_as_they_were_imported_is_not_forked(monkey
     address = server("json")
     monkeypatch.setenv("HF_HOME", "elsewhere")
     assert fork(address, [PROGRAM, "0"], os.environ, (0, 1, 2)) is None
+
+
+def test_a_job_is_forked_whatever_pytorch_noted_of_its_cache_in_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`torch._inductor` sets this variable in any process that asks where its cache is, and so in that of later jobs."""
+    address = server("json")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert run(tmp_path, "0", address=address)[0] == 0
+
+
+def test_a_job_that_the_shared_server_refuses_fails_with_the_reason() -> None:
+    environment = {**os.environ, SHARED: server("json"), "HF_HOME": "elsewhere"}
+    with pytest.raises(SystemExit, match=f"refuses {PROGRAM}: a variable that modules read as they are imported"):
+        fork_shared([PROGRAM, "0"], environment, (0, 1, 2))
 
 
 def test_a_process_of_a_shared_server_ends_with_what_stands_for_it(tmp_path: Path) -> None:

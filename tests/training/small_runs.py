@@ -142,13 +142,14 @@ def run_fcp(*words: str, folder: Path, **environment: str) -> subprocess.Complet
 
 
 def ranks_in(folder: Path) -> list[int]:
-    """Live processes whose plan is in this folder; one that was killed takes a moment to go."""
+    """Live processes whose plan is in this folder, and forked ranks that work there; a killed one takes a moment to go."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            environment = (entry / "environ").read_bytes()
+            planned = f"FCP_PLAN={folder}".encode() in (entry / "environ").read_bytes()
+            forked = (entry / "comm").read_text().startswith("rank ") and (entry / "cwd").readlink() == folder
         except OSError:
             continue
-        if f"FCP_PLAN={folder}".encode() in environment:
+        if planned or forked:
             found.append(int(entry.name))
     return found

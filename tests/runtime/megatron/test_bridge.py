@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.forked_ranks.rank_forking import SHARED
 from tests.runtime.launch import ROOT, torchrun
 from tests.training.small_runs import run_fcp
 
@@ -22,7 +23,7 @@ pytest.importorskip("megatron.core.package_info", reason="needs megatron-core: p
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 
 SCRIPT = ROOT / "tests" / "runtime" / "megatron" / "bridge_train.py"
-EAGER = {"TORCHDYNAMO_DISABLE": "1"}
+EAGER = {"TORCHDYNAMO_DISABLE": "1", SHARED: ""}  # the variable is read as PyTorch is imported
 
 
 needs_bridge = pytest.mark.skipif(
