@@ -113,7 +113,7 @@ def measure_start(checkpoint: Path, *, is_random: bool) -> tuple[dict[str, float
 
     begin = time.perf_counter()
     with most_memory() as most:
-        model: Any = build_model(str(checkpoint), seed=0, device=torch.device("cpu"), is_filled=False).model
+        model: Any = build_model(str(checkpoint), seed=0, device=torch.device("cpu"), is_filled=False)
         weights = find_weights(checkpoint)
         names = match_weights(model, weights)
         import torch.distributed as dist

@@ -217,8 +217,7 @@ def _run_with_bar(measurement: Measurement) -> MeasureResult:
 
 def job_environment(measurement: Measurement) -> dict[str, str]:
     """Return the environment of a job with such ranks: allocators, queues and back ends work as they will there."""
-    from fcp_cli.launching.job.environment import set_by_fcp
-    from fcp_cli.launching.job.environment import variables_like_a_job
+    from fcp_cli.launching.job.environment import set_by_fcp, variables_like_a_job
     from fcp_cli.machine.devices import UNKNOWN_MACHINE, find_machine
 
     # Of nodes elsewhere only the kind of device is known.

@@ -93,7 +93,7 @@ def make_checkpoint(folder: Path) -> None:
     config: Any = model_config("qwen3-tiny")
     config.vocab_size = _VOCABULARY
     config.save_pretrained(folder)
-    built: Any = build_model(str(folder), seed=0, device=torch.device("cpu")).model
+    built: Any = build_model(str(folder), seed=0, device=torch.device("cpu"))
     built.save_pretrained(folder)
     kind: Any = PreTrainedTokenizerFast
     kind(tokenizer_object=tokenizer).save_pretrained(folder)

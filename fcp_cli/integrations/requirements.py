@@ -29,7 +29,12 @@ def require(module: ModuleType, path: str, parameters: Sequence[str], *, found: 
 
 
 def require_all(
-    module: ModuleType, wanted: Iterable[tuple[str, Sequence[str]]], *, package: str, found: str, versions: Sequence[str]
+    module: ModuleType,
+    wanted: Iterable[tuple[str, Sequence[str]]],
+    *,
+    package: str,
+    found: str,
+    versions: Sequence[str],
 ) -> None:
     """Require each of some (path, parameters) of a module.
 

@@ -1,7 +1,7 @@
 """The owner of a run folder: the one job that may write into it, named in `owner.json`, and whether it still runs.
 
-While a job runs, its owner touches the file every few seconds, and at the end it writes there how the job ended. An owner
-that was killed writes nothing: then the file goes stale, which a slow step does not make it.
+While a job runs, its owner touches the file every few seconds, and at the end it writes there how the job ended. An
+owner that was killed writes nothing: then the file goes stale, which a slow step does not make it.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fcp_cli.console import note
 from fcp_cli.errors import RunError
@@ -79,7 +79,7 @@ class Trainer:
         # Checkpoints of adapters hold nothing else.
         self.starts_whole = self.resumed_from is None or self.recipe.lora is not None
         weights = find_weights(settings.weights) if settings.weights is not None and self.starts_whole else None
-        built = build_model(
+        built: nn.Module = build_model(
             settings.model,
             seed=settings.seed,
             # fully_shard moves one layer after the other, so that no device ever holds the whole model
@@ -89,7 +89,8 @@ class Trainer:
             freeze_vision=self.recipe.freeze_vision,
             is_filled=False,
         )
-        self.model = built.model.double() if self.recipe.precision == "fp64" else built.model
+        self.model = built.double() if self.recipe.precision == "fp64" else built
+        parameters = sum(parameter.numel() for parameter in built.parameters())
         names = kept_names(self.paths.origin) if self.resumed_from is not None else None
         if weights is not None:
             names = match_weights(self.model, weights)
@@ -115,10 +116,10 @@ class Trainer:
         self.first_step = self._resume()
         if session.rank == 0 and weights is not None and names is not None:
             keep_origin(self.paths.origin, model=settings.model, source=weights.folder, names=names)
-        self._report = self._open_metrics(built.parameters)
+        self._report = self._open_metrics(parameters)
         if session.recorder is not None:
             _require_shared(self.paths, session)
-        self._announce(built.parameters, weights)
+        self._announce(parameters, weights)
 
     def _fill(self, weights: WeightFiles | None) -> None:
         """Fill a model with a checkpoint's weights, or with random ones: each rank its shard."""

@@ -37,8 +37,8 @@ def make_run(folder: Path, name: str = "tiny-001", **files: Any) -> Path:
     return run_dir
 
 
-def owner_of(process: subprocess.Popen[bytes], **changes: Any) -> dict[str, Any]:
-    found = ProcessIdentity.of(process.pid)
+def owner_of(launcher: subprocess.Popen[bytes], **changes: Any) -> dict[str, Any]:
+    found = ProcessIdentity.of(launcher.pid)
     assert found is not None
     facts = {"host": found.host, "pid": found.pid, "process": asdict(found), "job": "", "mark": "mark"}
     return {"format": "fcp-owner/1", "since": "2026-01-01T00:00:00+00:00", "ended": None, **facts, **changes}

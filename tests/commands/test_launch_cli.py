@@ -20,8 +20,8 @@ import fcp_cli
 from fcp_cli.errors import RunError
 from fcp_cli.machine import devices, network
 from fcp_cli.machine.devices import LocalDevices
-from fcp_cli.runs.owner import read_owner
 from fcp_cli.runs.launch_record import write_launch
+from fcp_cli.runs.owner import read_owner
 from tests.commands.planning_folder import Outcome, typed
 from tests.forked_ranks import shared_by_scripts
 from tests.forked_ranks.rank_forking import SHARED

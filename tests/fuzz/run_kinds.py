@@ -31,7 +31,13 @@ def write_runs(folder: Path) -> None:
     (run / "launch.json").write_text(json.dumps(asdict(record)))
     (run / "logs" / "20260101").mkdir(parents=True)
     (run / "logs" / "20260101" / "launcher.log").write_text("step 1\nstep 2\n")
-    owner: dict[str, Any] = {"format": "fcp-owner/1", "host": "here", "pid": 2**22 - 3, "process": None, "ended": "finished"}
+    owner: dict[str, Any] = {
+        "format": "fcp-owner/1",
+        "host": "here",
+        "pid": 2**22 - 3,
+        "process": None,
+        "ended": "finished",
+    }
     owner |= {"since": "2026-01-01T00:00:00+00:00", "job": "", "mark": "7-7"}
     (run / "owner.json").write_text(json.dumps(owner))
     header: dict[str, Any] = {"format": "fcp-checkpoint/2", "step": 1, "plan_hash": plan_hash, "num_ranks": 4}

@@ -67,9 +67,8 @@ def test_a_job_that_failed_on_a_full_disk_ends_with_that_line(
     monkeypatch.setattr("fcp_cli.launching.job.document.launch_record", lambda *_: None)
     monkeypatch.setattr("fcp_cli.runs.record.write_record", lambda *_: None)
     monkeypatch.setattr("fcp_cli.runs.launch_record.write_launch", lambda *_: None)
-    with pytest.raises(RunError, match=r"^the disk of .* is full; no checkpoint was saved"):
-        with own(tmp_path) as owned:
-            running.run_here(job, owned, json=False)
+    with pytest.raises(RunError, match=r"^the disk of .* is full; no checkpoint was saved"), own(tmp_path) as owned:
+        running.run_here(job, owned, json=False)
 
 
 class Failing(FakeRunner):

@@ -15,6 +15,7 @@ from inline_snapshot import snapshot
 from fcp_cli.errors import FcpError, PlanError, RunError
 from fcp_cli.launching.checks import preflight
 from fcp_cli.machine import devices
+from fcp_cli.plan.file.proven import read_proven
 from fcp_cli.plan.metadata.plan_metadata import Continuation
 from fcp_cli.runs.checkpoints.checkpoint_files import FileSums
 from fcp_cli.runs.checkpoints.checkpoint_header import CheckpointHeader
@@ -32,7 +33,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_good_plan_gives_its_metadata(plan: Path) -> None:
-    assert preflight.check_plan(plan).num_ranks == 4
+    assert read_proven(plan).num_ranks == 4
 
 
 def test_an_edited_plan_is_one_line(plan: Path, tmp_path: Path) -> None:
@@ -41,7 +42,7 @@ def test_an_edited_plan_is_one_line(plan: Path, tmp_path: Path) -> None:
     path = tmp_path / "edited.parquet"
     pq.write_table(edited.cast(table.schema), path)
     with pytest.raises(PlanError) as error:
-        preflight.check_plan(path)
+        read_proven(path)
     assert str(error.value) == (
         f"{path} was edited: its content does not match its plan hash; make it again with: fcp plan lengths.parquet "
         "--ranks 4 --ranks-per-node 4 --tokens-per-rank 4096 --sync iteration --global-batch-size 6 --no-shuffle "
@@ -57,12 +58,12 @@ def test_a_foreign_parquet_is_not_a_plan(tmp_path: Path) -> None:
             "PlanError: FOLDER/data.parquet is a Parquet file but not a plan; make one with 'fcp plan MANIFEST -o plan.parquet'"
         )
     ):
-        preflight.check_plan(path)
+        read_proven(path)
 
 
 def test_a_missing_plan_names_the_command_that_makes_it(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="make one with 'fcp plan MANIFEST -o"):
-        preflight.check_plan(tmp_path / "plan.parquet")
+        read_proven(tmp_path / "plan.parquet")
 
 
 def test_missing_torch_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +78,7 @@ def test_missing_torch_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_missing_transformers_names_the_pip_line(monkeypatch: pytest.MonkeyPatch, plan: Path) -> None:
     hide(monkeypatch, "transformers")
-    metadata = preflight.check_plan(plan)
+    metadata = read_proven(plan)
     with raises(
         snapshot(
             "RunError: transformers is not installed here, and the bundled trainer needs it; run: pip install 'pillow>=12.3.0' 'scipy>=1.10' 'tokenizers>=0.20' 'torch>=2.7' 'transformers>=5.3'"
@@ -98,7 +99,7 @@ def hide(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
 
 
 def test_more_steps_than_planned_is_an_error(plan: Path) -> None:
-    metadata = preflight.check_plan(plan)
+    metadata = read_proven(plan)
     preflight.check_steps(plan, metadata, 3)
     with raises(
         snapshot(
@@ -109,7 +110,7 @@ def test_more_steps_than_planned_is_an_error(plan: Path) -> None:
 
 
 def test_a_finished_run_has_nothing_to_resume_and_another_plan_is_refused(plan: Path, tmp_path: Path) -> None:
-    metadata = preflight.check_plan(plan)
+    metadata = read_proven(plan)
     with pytest.raises(RunError, match=f"was trained under the plan 0000, but this one is {metadata.plan_hash[:12]}"):
         preflight.check_resumable(tmp_path, launch_record(plan_hash="0000"), metadata, None)
     launched = launch_record(plan_hash=metadata.plan_hash)
@@ -138,7 +139,7 @@ def test_a_finished_run_has_nothing_to_resume_and_another_plan_is_refused(plan: 
 def test_a_checkpoint_without_one_of_its_files_is_refused_before_anything_is_started(
     plan: Path, tmp_path: Path
 ) -> None:
-    metadata = preflight.check_plan(plan)
+    metadata = read_proven(plan)
     write_header(tmp_path, 1, metadata.plan_hash)
     write_header(tmp_path, 2, metadata.plan_hash, files={"state.safetensors": FileSums(bytes=8, crc32=(0,))})
     with raises(
@@ -161,7 +162,7 @@ def write_header(run_dir: Path, step: int, plan_hash: str, *, files: Mapping[str
 
 def test_a_plan_that_continues_a_run_begins_no_new_one(plan: Path, tmp_path: Path) -> None:
     metadata = replace(
-        preflight.check_plan(plan),
+        read_proven(plan),
         continues=Continuation(plan_hash="0" * 64, num_ranks=8, first_step=7, trained=""),
     )
     with raises(

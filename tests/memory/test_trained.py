@@ -32,7 +32,7 @@ def test_counted_parameters_are_those_of_the_model(model: str, name: str) -> Non
     recipe = RECIPES[name]
     if model == "qwen3-tiny" and name == "an encoder":
         return
-    built = build_model(model, seed=0, device=torch.device("cpu"), freeze_vision=recipe.freeze_vision).model
+    built = build_model(model, seed=0, device=torch.device("cpu"), freeze_vision=recipe.freeze_vision)
     choose_trained(built, recipe, seed=0)
     real = sum(parameter.numel() for parameter in built.parameters() if parameter.requires_grad)
     counted = trained_parameters(load_model(model), recipe)

@@ -397,7 +397,7 @@ ERRORS = {
     "edited": [
         r"rank 2 cannot follow the plan",
         r"rank 2 cannot follow the plan",
-        r"edited.parquet was edited: its content does not match its plan hash; make it again with 'fcp plan'",
+        r"edited.parquet was edited: its content does not match its plan hash; make it again with: fcp plan ",
         r"rank 2 cannot follow the plan",
     ],
     "missing": [

@@ -29,7 +29,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 
 def half_frozen() -> nn.Module:
-    model = build_model("qwen3-tiny", seed=0, device=torch.device("cpu")).model
+    model: nn.Module = build_model("qwen3-tiny", seed=0, device=torch.device("cpu"))
     choose_trained(model, Recipe(freeze="embed_tokens.*,layers.0.*"), seed=0)
     return model
 

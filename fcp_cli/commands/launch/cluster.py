@@ -89,7 +89,7 @@ def _start(
         write_submission(job.run_dir, submission)
         note(f"start the job with: {shlex.join(command)}")
         return ""
-    release()
+    owned.release()
     answer = submit(command)
     # The cluster's name may follow; a wrapper of sbatch may say nothing of the number.
     number = next((word for word in answer.split() if word.isascii() and word.isdecimal()), None)

@@ -238,9 +238,7 @@ class Job:
         return replace(self, log_dir=log_dir, arguments=(*self.arguments, *quiet))
 
 
-def unmade_plan(
-    *, ranks: int, ranks_per_node: int, sync: Sync = "iteration", tokens_per_rank: int = 1
-) -> PlanMetadata:
+def unmade_plan(*, ranks: int, ranks_per_node: int, sync: Sync = "iteration", tokens_per_rank: int = 1) -> PlanMetadata:
     """Return the metadata of a plan without a file, of which nothing else is known."""
     return PlanMetadata(
         fcp_version=__version__,

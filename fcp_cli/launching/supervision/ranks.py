@@ -9,7 +9,6 @@ from typing import TypeAlias
 from fcp_cli.launching.supervision.failure import TorchrunRanks
 from fcp_cli.launching.supervision.msrun_ranks import MsrunRanks
 
-
 NodeRanks: TypeAlias = TorchrunRanks | MsrunRanks
 
 

@@ -81,9 +81,7 @@ class SameData:
 
     def _difference(self) -> str:
         own = [
-            (pack.order, row, value)
-            for pack in self._packs
-            for row, value in zip(pack.rows, pack.digests, strict=True)
+            (pack.order, row, value) for pack in self._packs for row, value in zip(pack.rows, pack.digests, strict=True)
         ]
         first: dict[tuple[int, int], tuple[int, int]] = {}
         told = gather_rows(self._world, torch.tensor(own, dtype=torch.int64, device="cpu").reshape(-1, 3))

@@ -108,7 +108,7 @@ def gather_rows(world: World, own: Tensor, device: torch.device | None = None) -
 
 
 def gather_words(world: World, own: Sequence[int], device: torch.device | None = None) -> list[list[int]]:
-    """Return the numbers of all ranks, in order, as many of each; zeros of ranks that do not exist. Every rank calls it.
+    """Return the numbers of all ranks, in order, as many of each. Every rank calls it.
 
     Args:
         world: all ranks.

@@ -89,7 +89,9 @@ def collect(
         offsets[sequence] = (total, total + length)
         total += length
     # Of all ranks: the values of an idle rank may have another type.
-    flat = torch.zeros(total, dtype=torch.float64 if any(double for double, _ in facts) else torch.float32, device=device)
+    flat = torch.zeros(
+        total, dtype=torch.float64 if any(double for double, _ in facts) else torch.float32, device=device
+    )
     for row, layout, member, values in parts:
         if layout.tokens(member):
             starts = torch.cat([torch.arange(*offsets[sequence]) for sequence in row.sequences])

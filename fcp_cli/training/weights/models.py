@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,19 +23,6 @@ from fcp_cli.training.weights.initial import draw_weights
 from fcp_cli.vision.families import FAMILIES
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BuiltModel:
-    """A model and its figures for a person.
-
-    Attributes:
-        model: the model on the device; its `forward` takes input_ids and position_ids.
-        parameters: how many there are, a tied one once.
-    """
-
-    model: nn.Module
-    parameters: int
-
-
 def model_vocab_size(name: str) -> int:
     """Return how many entries the model's vocabulary has."""
     return load_model(name).vocab_size
@@ -51,8 +37,8 @@ def build_model(
     levels: Sequence[RecomputeLevel] = (),
     freeze_vision: bool = False,
     is_filled: bool = True,
-) -> BuiltModel:
-    """Build a model with random weights from `seed`, equal on all ranks, in float32.
+) -> Any:
+    """Build a model with random weights from `seed`, equal on all ranks, in float32; its forward takes `position_ids`.
 
     Args:
         name: a shipped model, a model YAML, or a Hugging Face config.json.
@@ -81,7 +67,7 @@ def build_model(
         model.base_model.language_model.requires_grad_(True)
     integration.recompute_layers(model, recompute, levels)
     model.to(device).train()
-    return BuiltModel(model=model, parameters=sum(parameter.numel() for parameter in model.parameters()))
+    return model
 
 
 def _no_init_weights() -> AbstractContextManager[None]:

@@ -53,7 +53,7 @@ class PlannedLoss(ABC):
     def of(self, model: Any, microbatch: LocalMicroBatch) -> Tensor:
         """Run the model on a micro-batch; return this rank's share of the step's loss, to call backward on."""
 
-    def end_step(self, session: Session, step: Step) -> None:
+    def end_step(self, session: Session, step: Step) -> None:  # noqa: B027  # most log nothing else
         """Log what the trainer logs beside the loss. Every rank calls it, after the step's last micro-batch."""
 
 
@@ -108,7 +108,7 @@ class CausalLoss(PlannedLoss):
 
 
 def kept_logits(logits: Tensor, keep: Any) -> Tensor:
-    """Return the logits [rows, tokens, vocabulary] of the tokens that `logits_to_keep` of transformers' models asks for."""
+    """Return the logits [rows, tokens, vocabulary] that `logits_to_keep` of transformers' models asks for."""
     if keep is None or (isinstance(keep, int) and not keep):
         return logits
     return logits[:, -keep:] if isinstance(keep, int) else logits[:, keep]

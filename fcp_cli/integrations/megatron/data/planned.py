@@ -36,7 +36,14 @@ class PlannedData:
     """
 
     def __init__(
-        self, plan: Path, metadata: PlanMetadata, load: Callable[[MicroBatch, Samples], LocalShard], *, rank: int, device: torch.device, ascending: bool
+        self,
+        plan: Path,
+        metadata: PlanMetadata,
+        load: Callable[[MicroBatch, Samples], LocalShard],
+        *,
+        rank: int,
+        device: torch.device,
+        ascending: bool,
     ) -> None:
         self._plan, self._metadata, self._load = plan, metadata, load
         self._rank, self._device, self._ascending = rank, device, ascending
