@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -144,6 +144,37 @@ def grouped(items: Iterable[tuple[Item, int]], *, most_items: int, most_bytes: i
             group, group_bytes = [], 0
     if group:
         yield group
+
+
+class ItemGroup(NamedTuple):
+    """Consecutive lines or records of file number `shard`; the first is number `start` of the part."""
+
+    shard: int
+    start: int
+    items: list[Any]
+
+
+def item_groups(
+    part: Part,
+    sizes: Sequence[int],
+    read: Callable[[FileSpan], Iterable[tuple[Any, int]]],
+    *,
+    most_items: int,
+    most_bytes: int,
+) -> Iterator[ItemGroup]:
+    """Yield the items of a part of several files in groups, as `grouped` makes them.
+
+    Args:
+        part: the part.
+        sizes: units of each file.
+        read: yields the items of a span with their sizes in bytes.
+        most_items, most_bytes: of a group.
+    """
+    start = 0
+    for span in part.files(sizes):
+        for items in grouped(read(span), most_items=most_items, most_bytes=most_bytes):
+            yield ItemGroup(span.file, start, items)
+            start += len(items)
 
 
 def names_below(path: Path, files: Sequence[Path]) -> list[str]:

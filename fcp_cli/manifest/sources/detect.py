@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from fcp_cli.errors import ManifestError, UsageError
 from fcp_cli.manifest.sources.base import Source
-from fcp_cli.manifest.sources.chat import ChatData, chat_records
+from fcp_cli.manifest.sources.chat import ChatData
 from fcp_cli.manifest.sources.columnar import columnar
 from fcp_cli.manifest.sources.jsonl import JsonLines, holds_lines, size_of, usual_field
 from fcp_cli.manifest.sources.masks import MaskedSource, mask_rule
@@ -18,7 +18,8 @@ from fcp_cli.manifest.sources.media.media import MediaSizes
 from fcp_cli.manifest.sources.media.media_readers import media_files
 from fcp_cli.manifest.sources.media.pictures import PictureData
 from fcp_cli.manifest.sources.megatron import MegatronIndex
-from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, PARQUET_SUFFIXES, open_shard, python_rows
+from fcp_cli.manifest.sources.records import records_of
+from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, DATA_SUFFIXES, PARQUET_SUFFIXES, open_shard, python_rows
 from fcp_cli.manifest.sources.text import TextTree
 from fcp_cli.manifest.table.header import read_header, readable
 from fcp_cli.manifest.tokenizing.chat import PICTURE_FIELDS, ChatEncoder, TrainOn, has_pictures, is_chat
@@ -98,8 +99,8 @@ def detect_kind(path: Path, files: Sequence[Path] = ()) -> str:
 
 def _first_record(file: Path) -> dict[str, Any]:
     """Return the first record of a file; of a table only if its columns are those of conversations."""
-    if file.suffix not in (*PARQUET_SUFFIXES, *ARROW_SUFFIXES):
-        return next(chat_records(file)).record
+    if file.suffix not in DATA_SUFFIXES:
+        return next(records_of(file)).record
     shard = open_shard(file)
     names = list(shard.schema.names)
     return python_rows(next(shard.batches(names, 1)), file)[0] if is_chat(dict.fromkeys(names, True)) else {}
@@ -240,7 +241,7 @@ def _picture_files(path: Path, named: Sequence[Path]) -> list[Path]:
         return files
     if files[0].is_dir() or files[0].suffix in (".csv", ".tsv"):
         return []
-    record = next((found.record for found in chat_records(files[0])), {})
+    record = next((found.record for found in records_of(files[0])), {})
     images = record.get("images")
     has_sizes = isinstance(images, list) and any(isinstance(image, dict) and "height" in image for image in images)
     return [] if has_sizes or any(name in record for name in ("text_tokens", "width")) else files

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
-from fcp_cli.manifest.sources.base import WHOLE, FileSpan, Part, RowBatch, grouped, names_below
+from fcp_cli.manifest.sources.base import WHOLE, FileSpan, ItemGroup, Part, RowBatch, item_groups, names_below
 from fcp_cli.manifest.tokenizing.tokenizer import Tokenizer, utf8
 from fcp_cli.reading.documents import decode_record
 from fcp_cli.reading.inputs import (
@@ -49,14 +49,6 @@ class JsonLine(NamedTuple):
     byte_offset: int
     content: bytes
     done: int
-
-
-class LineGroup(NamedTuple):
-    """Consecutive lines of file number `shard`; the first is number `start` of the part."""
-
-    shard: int
-    start: int
-    lines: list[JsonLine]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,15 +98,14 @@ class JsonLines:
     def batches(self) -> Iterator[RowBatch]:
         return map(self.count, self.groups())
 
-    def groups(self) -> Iterator[LineGroup]:
-        start = 0
-        for span in self.part.files([size_of(file) for file in self.files]):
-            sized = ((line, len(line.content)) for line in json_lines(self.files[span.file], span.start, span.stop))
-            for lines in grouped(sized, most_items=_BATCH_LINES, most_bytes=_BATCH_BYTES):
-                yield LineGroup(span.file, start, lines)
-                start += len(lines)
+    def groups(self) -> Iterator[ItemGroup]:
+        def read(span: FileSpan) -> Iterator[tuple[JsonLine, int]]:
+            return ((line, len(line.content)) for line in json_lines(self.files[span.file], span.start, span.stop))
 
-    def count(self, group: LineGroup) -> RowBatch:
+        sizes = [size_of(file) for file in self.files]
+        return item_groups(self.part, sizes, read, most_items=_BATCH_LINES, most_bytes=_BATCH_BYTES)
+
+    def count(self, group: ItemGroup) -> RowBatch:
         shard, start, lines = group
         values = [token_value(line.content, self.column, line.place) for line in lines]
         is_text = np.array([isinstance(value, bytes) for value in values])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -14,12 +14,13 @@ import pyarrow.csv as csv
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.table.header import readable
-from fcp_cli.reading.inputs import bounded_lines, open_input, require_input
+from fcp_cli.reading.inputs import bounded_lines, cached_by_file, open_input, require_input
 from fcp_cli.reading.parquet import open_footer, open_parquet, require_names
 from fcp_cli.reading.remote import RemoteFile, RemotePath
 
 PARQUET_SUFFIXES: Final = (".parquet", ".pq")
 ARROW_SUFFIXES: Final = (".arrow", ".feather", ".ipc")
+DATA_SUFFIXES: Final = (*PARQUET_SUFFIXES, *ARROW_SUFFIXES)
 
 
 class DataFile(Protocol):
@@ -181,3 +182,33 @@ def python_rows(batch: Any, path: Path) -> list[dict[str, Any]]:
 
 def _is_time(kind: Any) -> bool:
     return bool(pa.types.is_temporal(kind) and not pa.types.is_interval(kind))
+
+
+class TableRows:
+    """Random access to the rows of a Parquet or Arrow file, through a small cache of groups of rows.
+
+    Attributes:
+        columns: names of all columns.
+    """
+
+    def __init__(self, file: Path, *, kept_groups: int = 4) -> None:
+        self._shard = open_shard(file)
+        self._ends = np.cumsum(self._shard.group_rows, dtype=np.int64)
+        self._group = lru_cache(maxsize=kept_groups)(self._read)
+        self.columns: tuple[str, ...] = tuple(self._shard.schema.names)
+
+    def record(self, row: int, columns: Sequence[str], place: str) -> dict[str, Any]:
+        """Return some columns of a row; `place` names it in messages."""
+        group = int(np.searchsorted(self._ends, row, side="right"))
+        if row < 0 or group == len(self._ends):
+            rows = int(self._ends[-1:].sum())
+            raise ManifestError(f"{place} is gone: the file has {rows} rows; build the manifest again")
+        # Groups are known by where they end, so the row counts from the end of its group.
+        back = row - int(self._ends[group])
+        return {name: cells[back + len(cells)].as_py() for name, cells in self._group(group, tuple(columns)).items()}
+
+    def _read(self, group: int, columns: tuple[str, ...]) -> dict[str, Any]:
+        return {name: self._shard.read_group(group, name) for name in columns}
+
+
+table_rows = cached_by_file(TableRows, maxsize=64)

@@ -23,7 +23,8 @@ from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.sources.base import RowBatch, grouped
 from fcp_cli.manifest.sources.jsonl import json_record, line_at
-from fcp_cli.manifest.sources.media.media_readers import TEXT_COLUMNS, MediaRecord, media_units, read_media
+from fcp_cli.manifest.sources.media.media_readers import TEXT_COLUMNS, media_units, read_media
+from fcp_cli.manifest.sources.records import SourceRecord
 from fcp_cli.manifest.table.checks import LONGEST_TOKENS
 from fcp_cli.validation import shown
 from fcp_cli.vision.processor import VisionProcessor, Visual
@@ -74,7 +75,7 @@ class MediaSizes:
             yield RowBatch(rows=pa.RecordBatch.from_pylist(rows, schema=_SCHEMA), done=sum(one.done for one in group))
             start += len(group)
 
-    def _row(self, found: MediaRecord, row: int, count: Callable[[str], int]) -> dict[str, Any]:
+    def _row(self, found: SourceRecord, row: int, count: Callable[[str], int]) -> dict[str, Any]:
         record, place = found.record, found.place
         images, videos = visuals_of(record, self.processor, place)
         visuals = (*images, *videos)
@@ -94,7 +95,7 @@ class MediaSizes:
             **sums,
             "num_images": len(images),
             "num_videos": len(videos),
-            "byte_offset": found.byte_offset,
+            "byte_offset": found.at,
         }
 
     def _text_tokens(self, record: dict[str, Any], visuals: int, place: str) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -19,13 +19,13 @@ import pyarrow.csv
 
 from fcp_cli.errors import ManifestError
 from fcp_cli.extras import pip_install
-from fcp_cli.manifest.sources.jsonl import json_lines, json_record, size_of
+from fcp_cli.manifest.sources.jsonl import json_record, size_of
+from fcp_cli.manifest.sources.records import SourceRecord, records_of, tar_samples
 from fcp_cli.manifest.sources.shards import open_shard, python_rows
 from fcp_cli.manifest.table.header import readable
-from fcp_cli.reading.documents import read_records
 from fcp_cli.reading.inputs import head_of, open_input, require_input
 from fcp_cli.reading.remote import RemotePath
-from fcp_cli.reading.tar import MemberStream, TarMember, tar_content, tar_files
+from fcp_cli.reading.tar import MemberStream, TarMember, tar_content
 from fcp_cli.validation import shown
 
 TABLE_SUFFIXES: Final = (".csv", ".tsv", ".parquet", ".pq", ".arrow", ".feather")
@@ -40,25 +40,10 @@ _JPEG_FRAMES: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _TABLE_ROWS: Final = 16_384
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MediaRecord:
-    """One record of a source.
+def read_media(path: Path) -> Iterator[SourceRecord]:
+    """Yield the records of a file of sizes, by its suffix; `at` is -1 where they are in no lines.
 
-    Attributes:
-        record: `images` and `videos` with sizes, and one of `text_tokens`, `conversations`, `caption` and `text`.
-        place: the place where it is, for messages.
-        done: units of the source that it took.
-        byte_offset: the byte offset where its line begins, in JSON lines; else -1.
-    """
-
-    record: dict[str, Any]
-    place: str
-    done: int
-    byte_offset: int = -1
-
-
-def read_media(path: Path) -> Iterator[MediaRecord]:
-    """Yield the records of a file of sizes, by its suffix.
+    They have `images` and `videos` with sizes, and one of `text_tokens`, `conversations`, `caption` and `text`.
 
     Raises:
         ManifestError: it cannot be read, or a record has no sizes.
@@ -67,12 +52,11 @@ def read_media(path: Path) -> Iterator[MediaRecord]:
         yield from _tar(path)
     elif path.suffix in TABLE_SUFFIXES:
         yield from _table(path)
-    elif path.suffix == ".json":
-        yield from _llava(path)
+    elif path.suffix == ".json":  # a list of conversations with the paths of their images, relative to the file
+        for one in records_of(path):
+            yield replace(one, record=_with_sizes(one.record, path.parent, one.place), at=-1)
     else:
-        for line in json_lines(path):
-            record = json_record(line.content, line.place)
-            yield MediaRecord(record=record, place=line.place, done=line.done, byte_offset=line.byte_offset)
+        yield from records_of(path)
 
 
 def media_files(path: Path) -> list[Path]:
@@ -94,13 +78,13 @@ def media_units(files: Sequence[Path]) -> int | None:
     return None if any(file.suffix in TABLE_SUFFIXES for file in files) else sum(map(size_of, files))
 
 
-def _table(path: Path) -> Iterator[MediaRecord]:
+def _table(path: Path) -> Iterator[SourceRecord]:
     """Read a table: a row is an image, or where it has frames or a duration, a video."""
     start = 0
     for batch in _table_batches(path):
         for row, values in enumerate(python_rows(batch, path), start=start + 1):
             place = f"{path}, row {row}"
-            yield MediaRecord(record=_from_metadata(values, place), place=place, done=1)
+            yield SourceRecord(record=_from_metadata(values, place), place=place, at=-1, done=1)
         start += batch.num_rows
 
 
@@ -139,17 +123,6 @@ def _integer(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _llava(path: Path) -> Iterator[MediaRecord]:
-    """Read a JSON list of conversations with the paths of their images, relative to the file."""
-    document = read_records(path, error=ManifestError)
-    share, rest = divmod(size_of(path), max(len(document), 1))
-    for number, record in enumerate(document, start=1):
-        place = f"{path}, record {number}"
-        yield MediaRecord(
-            record=_with_sizes(record, path.parent, place), place=place, done=share + (rest if number == 1 else 0)
-        )
-
-
 def _with_sizes(record: dict[str, Any], folder: Path, place: str) -> dict[str, Any]:
     """Add the sizes of the pictures that a record names, from its own fields or else from their headers."""
     if "video" in record and record.get("width") is not None:
@@ -176,58 +149,40 @@ def _names(record: dict[str, Any], kind: str, place: str) -> list[str]:
     return names
 
 
-def _tar(path: Path) -> Iterator[MediaRecord]:
-    """Read a tar of WebDataset: a sample is the files that share a name up to the first dot; they follow each other."""
-    key, sample, begun = "", dict[str, Any](), 0
-    with open_input(path, seekable=True) as stream:
-        for member in tar_files(path, stream, error=ManifestError):
-            name, suffix = split_member(member.name)
-            if name != key and sample:
-                yield _sample(stream, path, key, sample, member.offset - begun)
-                sample, begun = {}, member.offset
-            key = name
-            sample |= _member(stream, path, member, suffix)
-        if sample:
-            yield _sample(stream, path, key, sample, size_of(path) - begun)
+def _tar(path: Path) -> Iterator[SourceRecord]:
+    """Read a tar of WebDataset."""
+    for sample, key, _begun, done in tar_samples(path, 0, partial(_add_member, path)):
+        place = f"{path}: {key}"
+        yield SourceRecord(record=_of_sample(sample, key, place), place=place, at=-1, done=done)
 
 
-def split_member(name: str) -> tuple[str, str]:
-    """Split a member's name into WebDataset's (key, suffix): the suffix begins at the first dot of the file's name."""
-    folder, _, file = name.rpartition("/")
-    stem, dot, suffix = file.partition(".")
-    return f"{folder}/{stem}" if folder else stem, f"{dot}{suffix}".lower()
-
-
-def _member(stream: IO[bytes], path: Path, member: TarMember, suffix: str) -> dict[str, Any]:
-    """Return the fields that one file adds to its sample: the size of a picture, a caption, or metadata."""
-    last = "." + suffix.rpartition(".")[2]
+def _add_member(path: Path, sample: dict[str, Any], stream: IO[bytes], member: TarMember, suffix: str) -> None:
+    """Add the fields of one file to its sample: the size of a picture, a caption, or metadata."""
+    last, place = "." + suffix.rpartition(".")[2], f"{path}: {member.name}"
     read = partial(tar_content, path, stream, member, error=ManifestError)
     if last in IMAGE_SUFFIXES:
         size = _usual_size(read(most_bytes=_HEAD_BYTES))
-        return {
-            f"size {suffix}": size or image_size(io.BytesIO(read(most_bytes=HEADER_BYTES)), f"{path}: {member.name}")
-        }
-    if last == ".txt":
-        return {"caption": read().decode("utf-8", "replace")}
-    if last == ".json":
-        return {"metadata": json_record(read(), f"{path}: {member.name}")}
-    return {f"video {suffix}": member} if last in VIDEO_SUFFIXES else {"other": True}
+        sample[f"size {suffix}"] = size or image_size(io.BytesIO(read(most_bytes=HEADER_BYTES)), place)
+    elif last == ".txt":
+        sample["caption"] = read().decode("utf-8", "replace")
+    elif last == ".json":
+        sample["metadata"] = json_record(read(), place)
+    elif last in VIDEO_SUFFIXES:
+        sample[f"video {suffix}"] = MemberStream(stream, member), place
+    else:
+        sample["other"] = True
 
 
-def _sample(stream: IO[bytes], path: Path, key: str, sample: dict[str, Any], done: int) -> MediaRecord:
-    place = f"{path}: {key}"
+def _of_sample(sample: dict[str, Any], key: str, place: str) -> dict[str, Any]:
     metadata = sample.get("metadata", {})
     texts = {name: metadata[name] for name in TEXT_COLUMNS if metadata.get(name) is not None}
     if "caption" in sample:
         texts.setdefault("caption", sample["caption"])
-    clips = [member for name, member in sample.items() if name.startswith("video ")]
+    clips = [clip for name, clip in sample.items() if name.startswith("video ")]
     if clips and metadata.get("width") is not None:
-        record = _from_metadata({**metadata, **texts, "id": key}, place)
-    else:
-        images = [value for name, value in sample.items() if name.startswith("size ")]
-        videos = [video_size(MemberStream(stream, clip), f"{path}: {clip.name}") for clip in clips]
-        record = {"id": key, **texts, "images": images, "videos": videos}
-    return MediaRecord(record=record, place=place, done=done)
+        return _from_metadata({**metadata, **texts, "id": key}, place)
+    images = [value for name, value in sample.items() if name.startswith("size ")]
+    return {"id": key, **texts, "images": images, "videos": [video_size(*clip) for clip in clips]}
 
 
 def video_size(source: Path | IO[bytes] | io.RawIOBase, place: str) -> dict[str, float]:

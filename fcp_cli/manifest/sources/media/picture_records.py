@@ -11,25 +11,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final
 
-import numpy as np
-
-from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
-from fcp_cli.manifest.sources.chat import chat_records, record_at
-from fcp_cli.manifest.sources.jsonl import json_record, size_of
-from fcp_cli.manifest.sources.media.media_readers import IMAGE_SUFFIXES, VIDEO_SUFFIXES, split_member
+from fcp_cli.manifest.sources.jsonl import json_record
+from fcp_cli.manifest.sources.media.media_readers import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from fcp_cli.manifest.sources.media.picture_refs import CellPicture, Picture, TarPicture, refer
-from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, PARQUET_SUFFIXES, open_shard, python_rows
+from fcp_cli.manifest.sources.records import record_at, records_of, tar_samples
+from fcp_cli.manifest.sources.shards import DATA_SUFFIXES, table_rows
 from fcp_cli.manifest.tokenizing.chat import PICTURE_FIELDS
-from fcp_cli.reading.inputs import cached_by_file, open_input
-from fcp_cli.reading.tar import TarMember, tar_content, tar_files
+from fcp_cli.reading.tar import TarMember, tar_content
 from fcp_cli.words import counted
 
-_TABLES: Final = (*PARQUET_SUFFIXES, *ARROW_SUFFIXES)
 _BATCH_ROWS: Final = 64  # rows of a table hold whole pictures
 _PLACES: Final = re.compile("(<image>|<video>)")
 
@@ -60,17 +55,11 @@ def read_conversations(file: Path) -> Iterator[Conversation]:
         ManifestError: it cannot be read, or a record does not say where its pictures are or stand.
     """
     if file.suffix == ".tar":
-        for record, offset, done, place in _samples(file, 0):
-            yield _conversation(record, file, place, offset, done)
-    elif file.suffix in _TABLES:
-        shard, number = open_shard(file), 0
-        for batch in shard.batches(list(shard.schema.names), _BATCH_ROWS):
-            for record in python_rows(batch, file):
-                yield _conversation(record, file, f"{file}, row {number}", number, 1)
-                number += 1
-    else:
-        for found in chat_records(file):
-            yield _conversation(found.record, file, found.place, found.at, found.done)
+        for record, key, offset, done in tar_samples(file, 0, partial(_add_member, file)):
+            yield _conversation(record, file, f"{file}: {key}", offset, done)
+        return
+    for found in records_of(file, batch_rows=_BATCH_ROWS):
+        yield _conversation(found.record, file, found.place, found.at, found.done)
 
 
 def conversation_at(file: Path, at: int, pictures: tuple[int, int]) -> Conversation:
@@ -85,72 +74,31 @@ def conversation_at(file: Path, at: int, pictures: tuple[int, int]) -> Conversat
         ManifestError: it is gone, or is another record now.
     """
     if file.suffix == ".tar":
-        found = next(_samples(file, at), None)
+        found = next(tar_samples(file, at, partial(_add_member, file)), None)
         if found is None:
             raise ManifestError(f"{file} at byte {at} is gone; build the manifest again")
-        record, _, _, place = found
-    elif file.suffix in _TABLES:
+        record, place = found[0], f"{file}: {found[1]}"
+    elif file.suffix in DATA_SUFFIXES:
         place = f"{file}, row {at}"
-        record = _rows(file).record(at, place, dict(zip(("image", "video"), pictures, strict=True)))
+        record = _of_table(file, at, place, dict(zip(("image", "video"), pictures, strict=True)))
     else:
         place = f"{file} at {'record' if file.suffix == '.json' else 'byte'} {at}"
         record = record_at(file, at, place)
     return _conversation(record, file, place, at, 0)
 
 
-class _RecordRows:
-    """Rows of a table without the bytes of their pictures."""
-
-    def __init__(self, file: Path) -> None:
-        self._shard = open_shard(file)
-        self._group = lru_cache(maxsize=4)(self._read)
-
-    @cached_property
-    def _ends(self) -> IntArray:
-        return np.cumsum(self._shard.group_rows, dtype=np.int64)
-
-    def record(self, at: int, place: str, counts: Mapping[str, int]) -> dict[str, Any]:
-        group = int(np.searchsorted(self._ends, at, side="right"))
-        if at < 0 or group == len(self._ends):
-            raise ManifestError(f"{place} is gone: the file has {self._ends[-1]} rows; build the manifest again")
-        values = self._group(group)
-        record = {name: cells[at - int(self._ends[group]) + len(cells)].as_py() for name, cells in values.items()}
-        for name in self._shard.schema.names:
-            if name in PICTURE_FIELDS:
-                count = counts[name.rstrip("s")]
-                record[name] = [
-                    CellPicture(path=self._shard.path, row=at, column=name, number=number) for number in range(count)
-                ]
-        return record
-
-    def _read(self, group: int) -> dict[str, Any]:
-        names = [name for name in self._shard.schema.names if name not in PICTURE_FIELDS]
-        return {name: self._shard.read_group(group, name) for name in names}
+def _of_table(file: Path, at: int, place: str, counts: Mapping[str, int]) -> dict[str, Any]:
+    """Return a row of a table with references to its pictures, whose bytes are not read."""
+    rows = table_rows(file)
+    record = rows.record(at, [name for name in rows.columns if name not in PICTURE_FIELDS], place)
+    for name in rows.columns:
+        if name in PICTURE_FIELDS:
+            numbers = range(counts[name.rstrip("s")])
+            record[name] = [CellPicture(path=file, row=at, column=name, number=number) for number in numbers]
+    return record
 
 
-_rows = cached_by_file(_RecordRows, maxsize=64)
-
-
-def _samples(path: Path, start: int) -> Iterator[tuple[dict[str, Any], int, int, str]]:
-    """Yield the samples of a tar from a byte on: fields, first byte, bytes taken, place."""
-    key, sample, begun = "", dict[str, Any](), start
-    try:
-        with open_input(path, seekable=True) as stream:
-            stream.seek(start)
-            for member in tar_files(path, stream, error=ManifestError):
-                name, suffix = split_member(member.name)
-                if name != key and sample:
-                    yield sample, begun, member.offset - begun, f"{path}: {key}"
-                    sample, begun = {}, member.offset
-                key = name
-                _add_member(sample, stream, member, suffix, path)
-    except OSError as error:
-        raise ManifestError(f"cannot read {path}: {error.strerror or error}") from error
-    if sample:
-        yield sample, begun, size_of(path) - begun, f"{path}: {key}"
-
-
-def _add_member(sample: dict[str, Any], stream: IO[bytes], member: TarMember, suffix: str, path: Path) -> None:
+def _add_member(path: Path, sample: dict[str, Any], stream: IO[bytes], member: TarMember, suffix: str) -> None:
     last = "." + suffix.rpartition(".")[2]
     kind = "images" if last in IMAGE_SUFFIXES else "videos" if last in VIDEO_SUFFIXES else None
     if kind is not None:

@@ -10,14 +10,12 @@ import binascii
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-import numpy as np
-
 from fcp_cli.errors import ManifestError
-from fcp_cli.manifest.sources.shards import DataFile, open_shard
+from fcp_cli.manifest.sources.shards import TableRows
 from fcp_cli.reading.inputs import cached_by_file, open_input
 
 Content: TypeAlias = "Path | io.BytesIO"
@@ -85,7 +83,7 @@ class CellPicture:
         return f"{self.path}, row {self.row}, {self.column!r}"
 
     def content(self, most_bytes: int = -1) -> Content:
-        value = _cells(self.path).value(self.row, self.column)
+        value = _rows(self.path).record(self.row, (self.column,), self.name)[self.column]
         values = value if isinstance(value, list) else [value]
         if self.number >= len(values):
             raise ManifestError(f"{self.name} has {len(values)} pictures now; build the manifest again")
@@ -138,20 +136,5 @@ def _from_data_url(url: str, place: str) -> bytes:
         raise ManifestError(f"{place}: a picture has the data URL {url[:40]!r}, which is no base64") from error
 
 
-class _Cells:
-    """The cells of one file, read a group of rows at a time."""
-
-    def __init__(self, file: Path) -> None:
-        self._shard: DataFile = open_shard(file)
-        self._ends = np.cumsum(self._shard.group_rows, dtype=np.int64)
-        self._group = lru_cache(maxsize=2)(self._shard.read_group)
-
-    def value(self, row: int, column: str) -> Any:
-        group = int(np.searchsorted(self._ends, row, side="right"))
-        if group == len(self._ends):
-            raise ManifestError(f"{self._shard.path} has no row {row} any more; build the manifest again")
-        cells = self._group(group, column)
-        return cells[row - int(self._ends[group]) + len(cells)].as_py()
-
-
-_cells = cached_by_file(_Cells, maxsize=16)
+# Two groups alone: cells hold whole pictures.
+_rows = cached_by_file(partial(TableRows, kept_groups=2), maxsize=16)

@@ -17,11 +17,10 @@ import pyarrow as pa
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.sources.base import RowBatch, grouped, names_below
-from fcp_cli.manifest.sources.jsonl import size_of
 from fcp_cli.manifest.sources.media.media_readers import HEADER_BYTES, image_size, video_size
 from fcp_cli.manifest.sources.media.picture_records import Conversation, conversation_at, read_conversations
 from fcp_cli.manifest.sources.media.picture_refs import Picture
-from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, PARQUET_SUFFIXES, open_shard
+from fcp_cli.manifest.sources.records import units_of
 from fcp_cli.manifest.table.header import LEARNED_COLUMN
 from fcp_cli.manifest.tokenizing.chat import ChatEncoder, Encoded, Pictured
 from fcp_cli.vision.processor import VisionProcessor, Visual
@@ -72,7 +71,7 @@ class PictureData:
 
     @property
     def units(self) -> int | None:
-        return sum(_units(file) for file in self.files)
+        return sum(map(units_of, self.files))
 
     def describe(self) -> dict[str, Any]:
         assert self.encoder.processor is not None
@@ -252,9 +251,3 @@ def _visual(size: PictureSize, processor: VisionProcessor, place: str) -> Visual
 
 def _as_struct(size: PictureSize) -> dict[str, Any]:
     return {"frames": size.frames, "height": size.height, "width": size.width, "fps": size.fps}
-
-
-def _units(file: Path) -> int:
-    if file.suffix in (*PARQUET_SUFFIXES, *ARROW_SUFFIXES):
-        return int(open_shard(file).group_rows.sum())
-    return size_of(file)

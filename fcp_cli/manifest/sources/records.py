@@ -1,0 +1,128 @@
+"""Records of JSON lines, JSON lists, Parquet, Arrow and WebDataset tars: in order, and one by one again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from fcp_cli.errors import ManifestError
+from fcp_cli.manifest.sources.jsonl import json_lines, json_record, line_at, size_of
+from fcp_cli.manifest.sources.shards import DATA_SUFFIXES, open_shard, python_rows, table_rows
+from fcp_cli.reading.documents import read_records
+from fcp_cli.reading.inputs import cached_by_file, open_input
+from fcp_cli.reading.tar import TarMember, tar_files
+
+BATCH_RECORDS = 1 << 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceRecord:
+    """One record of a file.
+
+    Attributes:
+        record: its fields.
+        place: its place, for messages.
+        at: where to find it again: the byte of its line in JSON lines, else its number in the file, from 0.
+        done: units of the source that it took.
+    """
+
+    record: dict[str, Any]
+    place: str
+    at: int
+    done: int
+
+
+def records_of(
+    file: Path, start: int = 0, stop: int | None = None, *, batch_rows: int = BATCH_RECORDS
+) -> Iterator[SourceRecord]:
+    """Yield the records of one file that begin at its unit `start` or later, and before `stop`.
+
+    Args:
+        file: JSON lines, one JSON list, Parquet or Arrow.
+        start, stop: bytes of lines, rows of tables; a JSON list is read whole.
+        batch_rows: rows of a table in memory at once.
+    """
+    if has_lines(file):
+        for line in json_lines(file, start, stop):
+            record = json_record(line.content, line.place)
+            yield SourceRecord(record=record, place=line.place, at=line.byte_offset, done=line.done)
+        return
+    if file.suffix == ".json":  # one list, read whole: no part of it begins elsewhere
+        records = read_records(file, error=ManifestError)
+        share, rest = divmod(size_of(file), max(len(records), 1))
+        for number, record in enumerate(records):
+            done = share + (rest if number == 0 else 0)
+            yield SourceRecord(record=record, place=f"{file}, record {number + 1}", at=number, done=done)
+        return
+    shard, number = open_shard(file), start
+    for batch in shard.batches(list(shard.schema.names), batch_rows, start, stop):
+        for record in python_rows(batch, file):
+            yield SourceRecord(record=record, place=f"{file}, row {number}", at=number, done=1)
+            number += 1
+
+
+def has_lines(file: Path) -> bool:
+    """Return whether a file holds JSON lines: it is neither a table nor one JSON list."""
+    return file.suffix not in (*DATA_SUFFIXES, ".json")
+
+
+def units_of(file: Path) -> int:
+    """Return the sum of `SourceRecord.done` over a file: rows of a table, else bytes."""
+    return int(open_shard(file).group_rows.sum()) if file.suffix in DATA_SUFFIXES else size_of(file)
+
+
+def record_at(file: Path, at: int, place: str) -> dict[str, Any]:
+    """Read one record again, from where `SourceRecord.at` says."""
+    if has_lines(file):
+        return json_record(line_at(file, at), place)
+    if file.suffix == ".json":
+        records = _cached_list(file)
+        if at >= len(records):
+            raise ManifestError(f"{place} is gone: {file} has {len(records)} records; build the manifest again")
+        return records[at]
+    rows = table_rows(file)
+    return rows.record(at, rows.columns, place)
+
+
+# One process reads the files of one data set; callers hold a lock.
+_cached_list = cached_by_file(partial(read_records, error=ManifestError), maxsize=4)
+
+
+def split_member(name: str) -> tuple[str, str]:
+    """Split a member's name into WebDataset's (key, suffix): the suffix begins at the first dot of the file's name."""
+    folder, _, file = name.rpartition("/")
+    stem, dot, suffix = file.partition(".")
+    return f"{folder}/{stem}" if folder else stem, f"{dot}{suffix}".lower()
+
+
+def tar_samples(
+    path: Path, start: int, add: Callable[[dict[str, Any], IO[bytes], TarMember, str], None]
+) -> Iterator[tuple[dict[str, Any], str, int, int]]:
+    """Yield the samples of a WebDataset: consecutive files whose names are the same up to the first dot.
+
+    Args:
+        path: the tar.
+        start: the first byte of the first sample to read.
+        add: adds a file with its suffix to the fields of its sample.
+
+    Yields:
+        Fields, key, first byte, and the bytes until the next sample.
+    """
+    key, sample, begun = "", dict[str, Any](), start
+    try:
+        with open_input(path, seekable=True) as stream:
+            stream.seek(start)
+            for member in tar_files(path, stream, error=ManifestError):
+                name, suffix = split_member(member.name)
+                if name != key and sample:
+                    yield sample, key, begun, member.offset - begun
+                    sample, begun = {}, member.offset
+                key = name
+                add(sample, stream, member, suffix)
+            if sample:
+                yield sample, key, begun, size_of(path) - begun
+    except OSError as error:
+        raise ManifestError(f"cannot read {path}: {error.strerror or error}") from error
