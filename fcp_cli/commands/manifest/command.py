@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Any
 
 from fcp_cli.command_line.command import App, takes
-from fcp_cli.console import note, print_json, print_table, progress, results
+from fcp_cli.commands.manifest.options import BuildOptions, MergeOptions, ShowManifestOptions, SynthOptions
+from fcp_cli.console import note, print_json, progress, results
 from fcp_cli.errors import UsageError
 from fcp_cli.files import refuse_to_overwrite
-from fcp_cli.options import MOST_PIXELS, MOST_ROWS, MOST_WORKERS, Arg, Opt, Typed
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from fcp_cli.manifest.build import BuiltManifest
     from fcp_cli.manifest.sources.base import Part, Source
     from fcp_cli.manifest.sources.detect import SourceOptions
-    from fcp_cli.manifest.table.summary import ManifestSummary
     from fcp_cli.manifest.table.table import LengthTable
 
 manifest_app = App(
@@ -29,128 +26,6 @@ manifest_app = App(
     help="Build or show a length manifest: how long every sequence is.",
     epilog="fcp manifest build corpus/ -o lengths.parquet\nfcp manifest show lengths.parquet",
 )
-
-_BAR_CELLS: Final = 22
-_BIN_COLUMNS: Final = 11  # of a span of lengths in the histogram
-_SHARE_COLUMNS: Final = 10  # of a share next to its bar, with the space between columns
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BuildOptions:
-    """Where the sequences are, and the tokenizer that counts them."""
-
-    source: Annotated[
-        tuple[str, ...],
-        Arg(
-            "Folder of text files; JSONL (.gz, .zst), Parquet, Arrow or tar files, or a folder of them; Megatron .idx; "
-            ".txt lengths. Paths, globs, or URLs such as s3://bucket/shards/*.jsonl.zst.",
-            metavar="SOURCE",
-        ),
-    ]
-    output: Annotated[Path, Opt("The manifest to write.", flags=("--output", "-o"), trust="writes", common=True)] = (
-        Path("lengths.parquet")
-    )
-    tokenizer: Annotated[
-        str,
-        Opt(
-            "What counts as a token: UTF-8 bytes, or tokens of a tokenizer.json, a checkpoint's folder, or hub name "
-            "in the local cache.",
-            metavar="bytes|FILE|FOLDER|NAME",
-            common=True,
-        ),
-    ] = "bytes"
-    kind: Annotated[
-        Literal["text", "chat", "jsonl", "parquet", "arrow", "megatron", "media", "lengths", "auto"],
-        Opt("Format of SOURCE; auto: by name and content.", common=True),
-    ] = "auto"
-    column: Annotated[
-        str | None,
-        Opt(
-            "Field or column with texts, token ids or lengths.",
-            common=True,
-            unset="the first of a usual name: text, input_ids, tokens, content, length, num_tokens",
-        ),
-    ] = None
-    include: Annotated[
-        tuple[str, ...],
-        Opt(
-            "Files of a text folder to read, e.g. '*.py'; repeatable.",
-            metavar="GLOB",
-            group="Parts of the source",
-        ),
-    ] = ()
-    exclude: Annotated[tuple[str, ...], Opt("Files and folders to skip; repeatable.", metavar="GLOB")] = ()
-    train_on: Annotated[
-        Literal["all", "assistant", "completion"],
-        Opt(
-            "Tokens of conversations to train on: all, every assistant turn, or the last one.",
-            common=True,
-            group="Conversations and media",
-        ),
-    ] = "assistant"
-    processor: Annotated[
-        str | None,
-        Opt(
-            "For media (images and videos, or their sizes): qwen3-vl, qwen2.5-vl, internvl, gemma3 or the folder of a "
-            "checkpoint.",
-            metavar="NAME|FOLDER",
-            common=True,
-        ),
-    ] = None
-    bad_rows: Annotated[
-        Literal["error", "skip"], Opt("Stop at a record whose image fails to decode, or skip and count it.")
-    ] = "error"
-    mask: Annotated[
-        str | None,
-        Opt(
-            "Attention mask of sequences: full, or from a column with prefix lengths, [start, stop] of bidirectional "
-            "spans, or sizes of clean and noisy chunks.",
-            metavar="full|prefix:COLUMN|segments:COLUMN|pairs:COLUMN",
-            group="Masks",
-            unset="causal",
-        ),
-    ] = None
-    vocab_size: Annotated[
-        int | None,
-        Opt(
-            "Vocabulary size of Megatron data.",
-            min=1,
-            unset="one more than the largest token in the .bin, if there is one",
-            group="Parts of the source",
-        ),
-    ] = None
-    workers: Annotated[
-        int | None,
-        Opt("Counting processes.", min=1, max=MOST_WORKERS, unset="as many as pay", common=True, group="Many nodes"),
-    ] = None
-    shard: Annotated[
-        str | None,
-        Opt(
-            "Count only the I-th of N parts, for `fcp manifest merge`.",
-            metavar="I/N",
-            unset="all of SOURCE",
-            common=True,
-            group="Many nodes",
-        ),
-    ] = None
-    on: Annotated[
-        str | None,
-        Opt(
-            "Count in Ray tasks or a Slurm array job, and merge; finished parts are kept in OUTPUT.parts.",
-            metavar="ray|ray://HOST:PORT|slurm",
-            unset="processes of this machine",
-            common=True,
-        ),
-    ] = None
-    shards: Annotated[
-        int | None, Opt("Parts to make with --on.", min=1, max=100_000, unset="one per 256 MiB of text")
-    ] = None
-    sbatch_option: Annotated[
-        tuple[str, ...],
-        Opt("Option of sbatch for --on slurm, e.g. --sbatch-option=--partition=cpu; repeatable.", metavar="OPTION"),
-    ] = ()
-    json: Annotated[bool, Opt("Print the summary as one JSON document.", common=True, group="Options")] = False
-    typed: Annotated[frozenset[str], Typed()] = frozenset()
 
 
 @manifest_app.command()
@@ -294,17 +169,6 @@ def _opened(source: Path, kind: str, reading: SourceOptions, output: Path, files
     return LengthFile(path=source.absolute(), column=reading.column)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MergeOptions:
-    """Which parts to merge."""
-
-    parts: Annotated[tuple[Path, ...], Arg("All parts of one build, in any order.", metavar="PART")]
-    output: Annotated[Path, Opt("The manifest to write.", flags=("--output", "-o"), trust="writes")] = Path(
-        "lengths.parquet"
-    )
-    json: Annotated[bool, Opt("Print the summary as one JSON document.")] = False
-
-
 @manifest_app.command()
 @takes(
     MergeOptions,
@@ -322,15 +186,6 @@ def merge(options: MergeOptions) -> None:
     _report_built(_build(MergedParts(options.parts), "merging", options.output), options.json)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShowManifestOptions:
-    """Which manifest to show."""
-
-    path: Annotated[Path, Arg("Lengths in any format that `fcp plan` takes; - reads JSON lines.", metavar="MANIFEST")]
-    length_column: Annotated[str, Opt("Column with lengths, or with lists of tokens.")] = "length"
-    json: Annotated[bool, Opt("Print one JSON document on stdout.")] = False
-
-
 @manifest_app.command()
 @takes(
     ShowManifestOptions,
@@ -345,28 +200,6 @@ def show(options: ShowManifestOptions) -> None:
     table = read_manifest(options.path, length_column=options.length_column)
     source = None if str(options.path) == "-" else manifest_source(options.path)
     _report(options.path, table, source, json=options.json, extra={})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SynthOptions:
-    """The data set to imitate, and its size."""
-
-    name: Annotated[
-        Literal["msrvtt", "internvid", "openvid", "mixed"], Arg("The data set to imitate.", metavar="DATASET")
-    ]
-    output: Annotated[Path, Opt("The JSON lines to write.", flags=("--output", "-o"), trust="writes")] = Path(
-        "sizes.jsonl"
-    )
-    rows: Annotated[int, Opt("Sequences.", min=1, max=MOST_ROWS)] = 10_000
-    seed: Annotated[int, Opt("Seed of the random sizes.", min=0)] = 0
-    short_side: Annotated[
-        int | None,
-        Opt("Scale images to N pixels on their shorter side, for small models.", min=1, max=MOST_PIXELS, unset="none"),
-    ] = None
-    fps: Annotated[
-        float | None,
-        Opt("Frames per second of the clips; InternVL takes every frame it is given.", min=0.01, max=1000, unset="30"),
-    ] = None
 
 
 @manifest_app.command()
@@ -433,62 +266,13 @@ def _report(
 ) -> None:
     from fcp_cli.manifest.read import remarks
     from fcp_cli.manifest.table.summary import summarize
+    from fcp_cli.report.manifest import print_manifest
 
     summary = summarize(table)
     if json:
         head = {"manifest": str(path), "content_hash": table.content_hash(), "source": source}
         print_json(head | summary.as_json() | extra)
     else:
-        _print_summary(results(), source, summary)
+        print_manifest(results(), source, summary)
     for remark in remarks(table):
         note(remark)
-
-
-def _print_summary(console: Console, source: dict[str, Any] | None, summary: ManifestSummary) -> None:
-    from rich.table import Table
-
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="bold")
-    facts.add_row("sequences", f"{summary.rows:,}")
-    facts.add_row("tokens", f"{summary.tokens:,}")
-    facts.add_row("length", f"min {summary.min_tokens:,}  mean {summary.mean_tokens:,.1f}  max {summary.max_tokens:,}")
-    facts.add_row("", "  ".join(f"p{p:g} {length:,}" for p, length in summary.percentiles.items()))
-    facts.add_row("longest 1 %", f"{summary.longest_percent_token_share:.1%} of all tokens")
-    facts.add_row("source", _source_text(source))
-    console.print(facts)
-    room = console.width - _BIN_COLUMNS - 2 * _SHARE_COLUMNS
-    bars = max(1, min(_BAR_CELLS, room // 2))
-    print_table(console, _histogram(summary, bars, ascii_only=console.options.ascii_only))
-
-
-def _source_text(source: dict[str, Any] | None) -> str:
-    if source is None:
-        return "not recorded: the file was not made by fcp manifest build"
-    place = f"{source['kind']} {source['path']}"
-    return f"{place}, tokens by {source['tokenizer']}" if source.get("tokenizer") else place
-
-
-def _histogram(summary: ManifestSummary, bar_cells: int, *, ascii_only: bool) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    from fcp_cli.report.bars import bar
-
-    chart = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
-    chart.add_column("length", justify="right", no_wrap=True)
-    for title in ("% of sequences", "% of tokens"):
-        chart.add_column(title, no_wrap=True, min_width=7 + bar_cells)
-    shares = [(span.sequences / summary.rows, span.tokens / summary.tokens) for span in summary.bins]
-    largest = max(max(pair) for pair in shares)
-    for span, pair in zip(summary.bins, shares, strict=True):
-        bars = [f"{share:6.1%} {bar(share / largest, bar_cells, ascii_only=ascii_only)}" for share in pair]
-        chart.add_row(f"{_short(span.from_tokens)} - {_short(span.to_tokens)}", *bars)
-    return chart
-
-
-def _short(tokens: int) -> str:
-    """Write a power of two in binary units: 512, 4k, 2M."""
-    for factor, letter in ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "k")):
-        if tokens >= factor:
-            return f"{tokens // factor}{letter}"
-    return str(tokens)
