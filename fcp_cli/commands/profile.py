@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fcp_cli.cost.profile import CostProfile
     from fcp_cli.profiling.fits.measurement import Measurement
     from fcp_cli.profiling.fits.refit import Refit
-    from fcp_cli.profiling.measure import MeasureResult
+    from fcp_cli.profiling.fits.samples import SamplesFile
 
 profile_app = App()
 
@@ -191,18 +191,18 @@ def _measured(
     if prepare_samples(measurement, fresh=options.fresh):
         note(f"continuing the measurement in {measurement.samples}; --fresh begins again")
     try:
-        outcome = _run_with_bar(measurement)
+        samples, failure = _run_with_bar(measurement)
     except KeyboardInterrupt:
         note(f"the measurements so far are in {measurement.samples}; the same command continues from there")
         raise
     try:
-        found = profile_from_samples(outcome.samples, request=options.recipe, sync=measurement.sync)
+        found = profile_from_samples(samples, request=options.recipe, sync=measurement.sync)
     except ProfileError as error:
-        raise ProfileError(outcome.failure or str(error)) from error
-    return found, outcome.failure
+        raise ProfileError(failure or str(error)) from error
+    return found, failure
 
 
-def _run_with_bar(measurement: Measurement) -> MeasureResult:
+def _run_with_bar(measurement: Measurement) -> tuple[SamplesFile, str | None]:
     from fcp_cli.profiling.measure import run_measurement
 
     seconds = int(measurement.budget_seconds)
@@ -293,7 +293,9 @@ def _explained(loaded: CostProfile, lengths: list[int], degrees: list[int]) -> d
         "model": loaded.model,
         "cluster": loaded.cluster,
         "origin": loaded.origin,
-        "figures": {f.path: {"value": f.value, "meaning": f.meaning} for f in figures_of(loaded)},
+        "figures": {
+            path: {"value": value, "meaning": meaning} for path, (value, meaning) in figures_of(loaded).items()
+        },
         "break_even_tokens": break_even_tokens(loaded),
         "tokens_per_rank": loaded.memory.tokens_per_rank(),
         "degrees": degrees,

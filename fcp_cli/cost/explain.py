@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Literal
 
 import numpy as np
@@ -49,17 +49,8 @@ MEANINGS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Figure:
-    """One number of a profile, by its path in the file."""
-
-    path: str
-    value: float
-    meaning: str
-
-
-def figures_of(profile: CostProfile) -> list[Figure]:
-    """Return all numbers of a profile, in the order of the file; of the terms of a step, those that are not 0."""
+def figures_of(profile: CostProfile) -> dict[str, tuple[float, str]]:
+    """Return value and meaning of the numbers of a profile, by path in the file's order, without zeros of `step`."""
     blocks = (
         ("coefficients", Coefficients, profile.coefficients),
         ("bandwidth_bytes_per_second", Bandwidth, profile.bandwidth),
@@ -67,12 +58,12 @@ def figures_of(profile: CostProfile) -> list[Figure]:
         ("step", StepTerms, profile.step),
         *([] if profile.heads is None else [("heads", Heads, profile.heads)]),
     )
-    return [
-        Figure(path=f"{block}.{f.name}", value=float(getattr(values, f.name)), meaning=MEANINGS[f.name])
+    return {
+        f"{block}.{f.name}": (float(getattr(values, f.name)), MEANINGS[f.name])
         for block, kind, values in blocks
         for f in fields(kind)
         if getattr(values, f.name) or not (block == "step" or f.name in ONLY_WHERE_GIVEN)
-    ]
+    }
 
 
 def break_even_tokens(profile: CostProfile) -> float | None:

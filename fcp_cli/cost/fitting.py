@@ -117,7 +117,8 @@ def fit_profile(samples: Sequence[Sample], prior: CostProfile, *, held_out: Sequ
 
 def _with_ground(richer: CostProfile, plain: CostProfile) -> CostProfile:
     """Add the fit of the same samples without an exposed share to the one with it."""
-    return replace(richer, common_ground=CommonGround(coefficients=plain.coefficients, bandwidth=plain.bandwidth))
+    ground = CommonGround(coefficients=plain.coefficients, bandwidth_bytes_per_second=plain.bandwidth)
+    return replace(richer, common_ground=ground)
 
 
 def _fitted(terms: _Terms, tiers: Sequence[str], prior: CostProfile, *, with_share: bool) -> CostProfile:
@@ -325,9 +326,7 @@ def _starts(terms: _Terms, tiers: Sequence[str], prior: CostProfile, *, with_sha
     alone = terms.hops == 0
     columns = _columns(terms)
     chosen = columns[alone] if np.unique(terms.linear[alone]).size >= 3 else columns
-    norms = np.linalg.norm(chosen, axis=0)
-    norms[norms == 0] = 1.0
-    solution = non_negative_least_squares(chosen / norms, np.ones(len(chosen))) / norms
+    solution = non_negative_least_squares(chosen, np.ones(len(chosen)))
     c = prior.coefficients
     # A coefficient that NNLS put to zero starts at a small share of the time, so that the robust fit can move it.
     floor = 1e-3 * np.median(terms.seconds) / np.maximum(terms.columns.max(axis=0), 1e-30)
@@ -359,10 +358,13 @@ def _robust_fit(terms: _Terms, tiers: Sequence[str], start: FloatArray) -> tuple
 
 
 def non_negative_least_squares(columns: FloatArray, values: FloatArray) -> FloatArray:
-    """Return x >= 0 of least |columns @ x - values|."""
+    """Return x >= 0 of least |columns @ x - values|; the columns may be of unlike units."""
     from scipy.optimize import nnls  # of the extra `fit`, which computed profiles do without
 
-    return np.asarray(nnls(columns, values)[0])
+    norms = np.linalg.norm(columns, axis=0)
+    norms[norms == 0] = 1.0
+    # Of columns of unlike norms, as of messages and bytes, the solver would lose the smaller ones.
+    return np.asarray(nnls(columns / norms, values)[0] / norms)
 
 
 def robust_least_squares(

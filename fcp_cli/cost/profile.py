@@ -12,7 +12,7 @@ it does not know.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -155,10 +155,10 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommonGround:
-    """A fit of the same samples in which attention may hide a whole ring."""
+    """The two blocks that price a pack: of a fit of the same samples in which attention may hide a whole ring."""
 
     coefficients: Coefficients
-    bandwidth: Bandwidth
+    bandwidth_bytes_per_second: Bandwidth
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,30 +235,26 @@ class CostProfile:
         if self.common_ground is None:
             return self
         ground = self.common_ground
-        profile = replace(self, coefficients=ground.coefficients, bandwidth=ground.bandwidth, common_ground=None)
+        bandwidth = ground.bandwidth_bytes_per_second
+        profile = replace(self, coefficients=ground.coefficients, bandwidth=bandwidth, common_ground=None)
         return replace(profile, text=dump_cost_profile(profile))
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Costs:
-    """The two blocks that price a pack, by their names in the file."""
-
-    coefficients: Coefficients
-    bandwidth_bytes_per_second: Bandwidth
-
-    def as_common_ground(self) -> CommonGround:
-        return CommonGround(coefficients=self.coefficients, bandwidth=self.bandwidth_bytes_per_second)
+    def with_coefficients(self, change: Callable[[Coefficients], Coefficients]) -> CostProfile:
+        """Return the profile with changed coefficients, those of the common ground included."""
+        ground = self.common_ground
+        ground = ground and replace(ground, coefficients=change(ground.coefficients))
+        return replace(self, coefficients=change(self.coefficients), common_ground=ground)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _File(_Costs):
+class _File(CommonGround):
     """The whole file."""
 
     format: str
     origin: Origin
     model: str = "unknown"
     cluster: str = "unknown"
-    common_ground: _Costs | None = None
+    common_ground: CommonGround | None = None
     memory: Memory | None = None
     step: StepTerms | None = None
     heads: Heads | None = None
@@ -313,7 +309,7 @@ def parse_cost_profile(text: str, *, name: str) -> CostProfile:
         origin=file.origin,
         coefficients=file.coefficients,
         bandwidth=file.bandwidth_bytes_per_second,
-        common_ground=None if ground is None else ground.as_common_ground(),
+        common_ground=ground,
         memory=file.memory or Memory(),
         step=file.step or StepTerms(),
         heads=file.heads,
@@ -373,10 +369,10 @@ def dump_cost_profile(profile: CostProfile) -> str:
         "model": profile.model,
         "cluster": profile.cluster,
         "origin": profile.origin,
-        **_costs(profile, with_share=profile.common_ground is not None),
+        **_costs(profile.coefficients, profile.bandwidth, with_share=profile.common_ground is not None),
     }
-    if profile.common_ground is not None:
-        document["common_ground"] = _costs(profile.common_ground, with_share=False)
+    if (ground := profile.common_ground) is not None:
+        document["common_ground"] = _costs(ground.coefficients, ground.bandwidth_bytes_per_second, with_share=False)
     document["memory"] = _numbers(profile.memory)
     if profile.step != StepTerms():
         document["step"] = {name: value for name, value in asdict(profile.step).items() if value}
@@ -399,14 +395,14 @@ def dump_cost_profile(profile: CostProfile) -> str:
     return yaml.dump(_inlined(document), Dumper=_Dumper, sort_keys=False, width=120)
 
 
-def _costs(holder: CostProfile | CommonGround, *, with_share: bool) -> dict[str, dict[str, float]]:
-    coefficients = _numbers(holder.coefficients)
+def _costs(prices: Coefficients, bandwidth: Bandwidth, *, with_share: bool) -> dict[str, dict[str, float]]:
+    coefficients = _numbers(prices)
     if not with_share:
         del coefficients["exposed_ring_share"]
     for name in ONLY_WHERE_GIVEN:
         if not coefficients[name]:
             del coefficients[name]
-    return {"coefficients": coefficients, "bandwidth_bytes_per_second": _numbers(holder.bandwidth)}
+    return {"coefficients": coefficients, "bandwidth_bytes_per_second": _numbers(bandwidth)}
 
 
 def _numbers(block: Coefficients | Bandwidth | Memory) -> dict[str, float]:

@@ -19,14 +19,6 @@ from fcp_cli.errors import ProfileError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VisionSample:
-    """One measured call: the patches of each part, and the seconds of forward, or forward and backward."""
-
-    part_patches: tuple[int, ...]
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class VisionCosts:
     """Coefficients of a call; see the module."""
 
@@ -34,22 +26,29 @@ class VisionCosts:
     seconds_per_patch: float
     seconds_per_patch2: float
 
-    def predicted_seconds(self, samples: Sequence[VisionSample]) -> FloatArray:
-        """Predict [samples] seconds."""
+    def predicted_seconds(self, calls: Sequence[Sequence[int]]) -> FloatArray:
+        """Predict [calls] seconds of calls, each given as the patches of its parts."""
         coefficients = np.array([self.call_seconds, self.seconds_per_patch, self.seconds_per_patch2])
-        return np.asarray(_columns(samples) @ coefficients)
+        return np.asarray(_columns(calls) @ coefficients)
 
 
-def fit_vision(samples: Sequence[VisionSample]) -> VisionCosts:
-    """Fit by non-negative least squares, then robustly from there; no coefficient is ever negative."""
-    if len(samples) < LEAST_SAMPLES:
-        raise ProfileError(f"{len(samples)} measurements of the vision encoder are too few: at least {LEAST_SAMPLES}")
-    columns, seconds = _columns(samples), np.array([sample.seconds for sample in samples])
+def fit_vision(calls: Sequence[Sequence[int]], seconds: FloatArray) -> VisionCosts:
+    """Fit by non-negative least squares, then robustly from there; no coefficient is ever negative.
+
+    Args:
+        calls: measured calls, each given as the patches of its parts.
+        seconds: [calls] of forward, or forward and backward.
+
+    Raises:
+        ProfileError: the calls are too few, or too alike.
+    """
+    if len(calls) < LEAST_SAMPLES:
+        raise ProfileError(f"{len(calls)} measurements of the vision encoder are too few: at least {LEAST_SAMPLES}")
+    columns = _columns(calls)
     relative = columns / seconds[:, None]
-    norms = np.linalg.norm(relative, axis=0)
     if num_determined(relative) < 3:
         raise ProfileError("the vision encoder was measured with parts of too few sizes; at least three are needed")
-    solution = non_negative_least_squares(relative / norms, np.ones(len(seconds))) / norms
+    solution = non_negative_least_squares(relative, np.ones(len(seconds)))
     # A coefficient at zero starts at a small share of the time, so that the robust fit can move it.
     start = np.maximum(solution, 1e-3 * np.median(seconds) / columns.max(axis=0))
 
@@ -61,10 +60,6 @@ def fit_vision(samples: Sequence[VisionSample]) -> VisionCosts:
     return VisionCosts(call_seconds=call, seconds_per_patch=per_patch, seconds_per_patch2=per_patch2)
 
 
-def _columns(samples: Sequence[VisionSample]) -> FloatArray:
-    """Return [samples, 3] the factors of the three coefficients."""
-    rows = [
-        (1.0, float(sum(sample.part_patches)), float(sum(patches * patches for patches in sample.part_patches)))
-        for sample in samples
-    ]
-    return np.array(rows)
+def _columns(calls: Sequence[Sequence[int]]) -> FloatArray:
+    """Return [calls, 3] the factors of the three coefficients."""
+    return np.array([(1.0, float(sum(parts)), float(sum(patches * patches for patches in parts))) for parts in calls])

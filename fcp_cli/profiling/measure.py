@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -28,28 +27,18 @@ _GRACE_SECONDS = 300.0
 _WORKER = ("-m", "fcp_cli.profiling.workers.worker")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeasureResult:
-    """Result of a measurement.
-
-    Attributes:
-        samples: all that was measured, in this run and in those before it.
-        failure: why the worker ended before it was done; None if it was.
-    """
-
-    samples: SamplesFile
-    failure: str | None
-
-
 def run_measurement(
     measurement: Measurement, *, environment: Mapping[str, str], on_progress: Callable[[float, int], None]
-) -> MeasureResult:
+) -> tuple[SamplesFile, str | None]:
     """Run the worker until it ends.
 
     Args:
         measurement: the measurement to run.
         environment: variables for the ranks on top of this process's: those that a job would get.
         on_progress: gets the elapsed seconds and the observations so far.
+
+    Returns:
+        All that was measured, in this run and in those before it; and why the worker ended before it was done, or None.
     """
     with tempfile.TemporaryDirectory(prefix="fcp-profile-") as folder:
         request = Path(folder) / "request.json"
@@ -61,14 +50,11 @@ def run_measurement(
         status = _run(argv, measurement, {**environment, **threads}, log, on_progress)
         samples = read_samples(measurement.samples)
         if samples.finished:
-            return MeasureResult(samples=samples, failure=None)
+            return samples, None
         kept = len(samples.of_kind("observation"))
-        return MeasureResult(
-            samples=samples,
-            failure=(
-                f"the measurement's worker ended early (status {status}): {reason_in_log(log)}; {kept} observations "
-                f"are kept in {measurement.samples}: run the command again to continue"
-            ),
+        return samples, (
+            f"the measurement's worker ended early (status {status}): {reason_in_log(log)}; {kept} observations "
+            f"are kept in {measurement.samples}: run the command again to continue"
         )
 
 

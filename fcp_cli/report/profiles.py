@@ -25,8 +25,8 @@ def print_profile(console: Console, profile: CostProfile, *, lengths: Sequence[i
     """Explain a profile: every figure, where one kind of work overtakes another, example times, errors."""
     console.print(f"{profile.model} on {profile.cluster}: {profile.origin}", style="bold")
     table = _table("figure", "value", "meaning", left=(0, 2))
-    for figure in figures_of(profile):
-        table.add_row(figure.path.split(".")[-1], f"{figure.value:.4g}", figure.meaning)
+    for path, (value, meaning) in figures_of(profile).items():
+        table.add_row(path.split(".")[-1], f"{value:.4g}", meaning)
     console.print(table)
     for warning in profile.measurement.get("warnings") or ():
         console.print(f"warning: {warning}", markup=False, soft_wrap=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fcp_cli.cost.profile import CostProfile
-from fcp_cli.cost.vision_fitting import VisionCosts, VisionSample
+from fcp_cli.cost.vision_fitting import VisionCosts
 from fcp_cli.errors import UsageError
 from fcp_cli.models.model import load_model
 from fcp_cli.profiling.fits.assemble import profile_from_samples
@@ -95,8 +95,7 @@ def samples(*, observed: int | None = None) -> SamplesFile:
     text = test_assemble.samples_of(truth, measurement=MEASUREMENT)
     lines = list(text.lines)
     for point in MEASUREMENT.vision_points()[:observed]:
-        call = VisionSample(part_patches=point.part_patches, seconds=1.0)
-        (seconds,) = (TRAINED if point.trained else FROZEN).predicted_seconds([call]).tolist()
+        (seconds,) = (TRAINED if point.trained else FROZEN).predicted_seconds([point.part_patches]).tolist()
         lines.append({"kind": "observation", "point": point.key, "layers": 3, "seconds": [seconds] * 3})
     lines += [{"kind": "vision_memory", "patches": n, "peak_bytes": 1e5 + 2e4 * n} for n in (512, 1024, 2048)]
     return replace(text, lines=lines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,21 +42,6 @@ _NAMED_POINTS = 5
 
 
 _ACROSS_NODES = ("inter_node", "inter_node_cross_rail")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DegreeError:
-    """Mean absolute error of the prediction at one degree, in per cent; None if nothing was held out.
-
-    Of the degree, sets of `heads_degree` ranks share heads.
-    """
-
-    degree: int
-    heads_degree: int
-    points: int
-    fitted_percent: float
-    held_out_points: int
-    held_out_percent: float | None
 
 
 def recipe_of(samples: SamplesFile, request: RecipeRequest, sync: Sync | None) -> tuple[Recipe, Sync]:
@@ -220,11 +205,13 @@ def _missing(samples: SamplesFile) -> str:
 
 def _on_one_node(profile: CostProfile) -> CostProfile:
     """Give rings across nodes the bandwidth inside: this machine has no other node."""
+
+    def inside(bandwidth: Bandwidth) -> Bandwidth:
+        return replace(bandwidth, inter_node=bandwidth.intra_node)
+
     ground = profile.common_ground
-    if ground is not None:
-        ground = replace(ground, bandwidth=replace(ground.bandwidth, inter_node=ground.bandwidth.intra_node))
-    bandwidth = replace(profile.bandwidth, inter_node=profile.bandwidth.intra_node)
-    return replace(profile, bandwidth=bandwidth, common_ground=ground)
+    ground = ground and replace(ground, bandwidth_bytes_per_second=inside(ground.bandwidth_bytes_per_second))
+    return replace(profile, bandwidth=inside(profile.bandwidth), common_ground=ground)
 
 
 def _prior(samples: SamplesFile, spec: ModelSpec, recipe: Recipe, sync: Sync, *, shares_heads: bool) -> CostProfile:
@@ -273,9 +260,7 @@ def _transfer_figures(samples: SamplesFile, tier: str) -> tuple[float, float] | 
         return None
     seconds = np.array([max(samples.summary(values), 1e-9) for values in by_size.values()])
     columns = np.stack([np.ones(len(seconds)), np.array(list(by_size), dtype=np.float64)], axis=1) / seconds[:, None]
-    # Columns of equal norm: one counts messages, the other bytes, and the solver would lose the smaller one.
-    norms = np.linalg.norm(columns, axis=0)
-    latency, per_byte = non_negative_least_squares(columns / norms, np.ones(len(seconds))) / norms
+    latency, per_byte = non_negative_least_squares(columns, np.ones(len(seconds)))
     return float(latency), float(1.0 / max(per_byte, 1e-15))
 
 
@@ -353,18 +338,20 @@ def _first_contacts(samples: SamplesFile) -> dict[str, Any]:
 
 
 def _errors(measured: Sequence[MeasuredPoint[Point]], predicted: Any) -> dict[str, Any]:
-    groups = errors_by_group(measured, predicted)
     relative = np.array(predicted) / np.array([point.seconds for point in measured]) - 1.0
     held_out = np.array([point.point.held_out for point in measured])
     return {
         "fitted_error_percent": mean_absolute_percentage(relative[~held_out]),
         "held_out_error_percent": mean_absolute_percentage(relative[held_out]) if held_out.any() else None,
-        "error_by_degree": [asdict(group) for group in groups],
+        "error_by_degree": _errors_by_group(measured, predicted),
     }
 
 
-def errors_by_group(measured: Sequence[MeasuredPoint[Point]], predicted: Any) -> list[DegreeError]:
-    """Return the mean errors of fitted and of held-out points at each degree, of rings and of each kind of sets."""
+def _errors_by_group(measured: Sequence[MeasuredPoint[Point]], predicted: Any) -> list[dict[str, Any]]:
+    """Return the mean absolute errors, in per cent, at each degree, of rings and of each kind of sets that share heads.
+
+    They are None where nothing was held out.
+    """
     found = []
     for degree, shared in sorted({(point.point.degree, point.point.heads_degree) for point in measured}):
         errors: dict[bool, list[float]] = {False: [], True: []}
@@ -372,14 +359,14 @@ def errors_by_group(measured: Sequence[MeasuredPoint[Point]], predicted: Any) ->
             if (point.point.degree, point.point.heads_degree) == (degree, shared):
                 errors[point.point.held_out].append(float(seconds) / point.seconds - 1.0)
         found.append(
-            DegreeError(
-                degree=degree,
-                heads_degree=shared,
-                points=len(errors[False]),
-                fitted_percent=mean_absolute_percentage(errors[False]) if errors[False] else 0.0,
-                held_out_points=len(errors[True]),
-                held_out_percent=mean_absolute_percentage(errors[True]) if errors[True] else None,
-            )
+            {
+                "degree": degree,
+                "heads_degree": shared,
+                "points": len(errors[False]),
+                "fitted_percent": mean_absolute_percentage(errors[False]) if errors[False] else 0.0,
+                "held_out_points": len(errors[True]),
+                "held_out_percent": mean_absolute_percentage(errors[True]) if errors[True] else None,
+            }
         )
     return found
 

@@ -35,12 +35,11 @@ def scaled_to_trained(profile: CostProfile, whole: CostProfile, tuned: CostProfi
     changed = {name: ratio for name, ratio in ratios.items() if ratio != 1.0}
     if not changed:
         return profile, None
-    ground = profile.common_ground
-    if ground is not None:
-        ground = replace(ground, coefficients=_scaled(ground.coefficients, changed))
     words = ", ".join(f"{name} x {ratio:.3g}" for name, ratio in changed.items())
     return (
-        replace(profile, coefficients=_scaled(profile.coefficients, changed), common_ground=ground),
+        profile.with_coefficients(
+            lambda c: replace(c, **{name: ratio * getattr(c, name) for name, ratio in changed.items()})
+        ),
         f"coefficients: all of the language model was trained while they were measured; computed for what is: {words}",
     )
 
@@ -50,7 +49,3 @@ def heads_of_trained(heads: Heads, whole: Heads, tuned: Heads) -> Heads:
     names = ("exchange_bytes_per_token", "key_value_exchange_bytes_per_token", "exchange_seconds")
     counted = {name: getattr(tuned, name) / getattr(whole, name) for name in names}
     return replace(heads, **{name: ratio * getattr(heads, name) for name, ratio in counted.items()})
-
-
-def _scaled(coefficients: Coefficients, ratios: dict[str, float]) -> Coefficients:
-    return replace(coefficients, **{name: ratio * getattr(coefficients, name) for name, ratio in ratios.items()})

@@ -10,7 +10,7 @@ import numpy as np
 
 from fcp_cli.cost.fitting import LEAST_SAMPLES, mean_absolute_percentage
 from fcp_cli.cost.profile import Coefficients, CostProfile
-from fcp_cli.cost.vision_fitting import VisionCosts, VisionSample, fit_vision
+from fcp_cli.cost.vision_fitting import VisionCosts, fit_vision
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.profiling.fits.points import VisionPoint
 from fcp_cli.profiling.fits.samples import MeasuredPoint, SamplesFile, measured_points
@@ -75,10 +75,10 @@ def fit_vision_samples(samples: SamplesFile, spec: ModelSpec) -> Mapping[str, Vi
             layers=samples.subject.vision_layers,
             model_layers=spec.vision.depth,
         )
-        fitted = [_sample(one) for one in measured if not one.point.held_out]
+        fitted = [one for one in measured if not one.point.held_out]
         if len(fitted) >= LEAST_SAMPLES:
-            costs = fit_vision(fitted)
-            predicted = costs.predicted_seconds([_sample(one) for one in measured])
+            costs = fit_vision([one.point.part_patches for one in fitted], np.array([one.seconds for one in fitted]))
+            predicted = costs.predicted_seconds([one.point.part_patches for one in measured])
             found[name] = VisionFit(costs=costs, points=tuple(measured), predicted_seconds=tuple(predicted.tolist()))
     return found
 
@@ -94,10 +94,7 @@ def with_vision(profile: CostProfile, costs: VisionCosts) -> CostProfile:
             vision_seconds_per_patch2=costs.seconds_per_patch2,
         )
 
-    ground = profile.common_ground
-    if ground is not None:
-        ground = replace(ground, coefficients=changed(ground.coefficients))
-    return replace(profile, coefficients=changed(profile.coefficients), common_ground=ground)
+    return profile.with_coefficients(changed)
 
 
 def measured_bytes_per_patch(samples: SamplesFile) -> float | None:
@@ -124,7 +121,3 @@ def memory_readings(samples: SamplesFile, bytes_per_patch: float) -> Sequence[Ma
         }
         for line in samples.of_kind("vision_memory")
     ]
-
-
-def _sample(measured: MeasuredPoint[VisionPoint]) -> VisionSample:
-    return VisionSample(part_patches=measured.point.part_patches, seconds=measured.seconds)
