@@ -90,7 +90,7 @@ def measure(model: str, tokens: int) -> dict[str, float]:
     """Peaks of two training steps on one pack: resident without a profiler, then allocated with one."""
     import torch
 
-    from fcp_cli.profiling.workers.device import PeakMemory
+    from fcp_cli.profiling.workers.device import peak_bytes, reset_peak
     from fcp_cli.profiling.workers.update_step import state_bytes
     from fcp_cli.profiling.workers.workload import SilentTransport, Workload, build_model
 
@@ -99,9 +99,8 @@ def measure(model: str, tokens: int) -> dict[str, float]:
     spec = load_model(model)
     # The libraries' own buffers, which the first call makes, are no part of any estimate.
     Workload(build_model(spec, 1, device, RECIPE), device, RECIPE, SilentTransport()).microbatch((64,), (0,), 0)()
-    resident = PeakMemory(device)
-    resident.reset()
-    before = resident.peak_bytes() or 0.0
+    reset_peak(device)
+    before = peak_bytes(device) or 0.0
     workload = Workload(build_model(spec, spec.num_layers, device, RECIPE), device, RECIPE, SilentTransport())
     optimizer = torch.optim.AdamW(workload.model.parameters())
     run = workload.microbatch((SEQUENCE_TOKENS,) * (tokens // SEQUENCE_TOKENS), (0,), 0)
@@ -112,7 +111,7 @@ def measure(model: str, tokens: int) -> dict[str, float]:
 
     step()
     step()
-    after = resident.peak_bytes() or 0.0
+    after = peak_bytes(device) or 0.0
     return {"resident": after - before, "allocated": state_bytes(optimizer) + allocated_peak(run)}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from fcp_cli.console import Assumptions
@@ -122,7 +122,7 @@ def choose_measurement(request: ProfileRequest, assumptions: Assumptions) -> Mea
         )
     _assume(assumptions, "--model", request.model, spec.name, "small enough for a CPU" if on_cpu else "--model sets it")
     device = None if on_cpu or request.nodes > 1 else _device(kind)
-    cluster = request.cluster or (THIS_MACHINE if on_cpu else cluster_like(device.name if device else ""))
+    cluster = request.cluster or (THIS_MACHINE if on_cpu else cluster_like(device[0] if device else ""))
     if not on_cpu:
         _assume(assumptions, "--cluster", request.cluster, cluster, "its bandwidths stand in for what is not measured")
     ranks = request.ranks or units
@@ -182,26 +182,21 @@ def _units(request: ProfileRequest, assumptions: Assumptions) -> tuple[str, int]
     return machine.device, machine.num_cores if machine.device == "cpu" else machine.num_devices
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Device:
-    name: str
-    memory_bytes: float
-
-
-def _device(kind: str) -> _Device:
+def _device(kind: str) -> tuple[str, float]:
+    """Return name and bytes of memory of this machine's first device."""
     import torch
 
     from fcp_cli.profiling.workers.device import device_memory_bytes, device_name
 
     first = torch.device(kind, 0)
-    return _Device(name=device_name(first), memory_bytes=device_memory_bytes(first, ranks_on_host=1))
+    return device_name(first), device_memory_bytes(first, ranks_on_host=1)
 
 
-def _device_bytes(kind: str, device: _Device | None, cluster: str, ranks: int) -> float:
+def _device_bytes(kind: str, device: tuple[str, float] | None, cluster: str, ranks: int) -> float:
     """Return the memory of a rank: its device's, its share of the host's, or, of nodes elsewhere, the cluster's."""
     if kind == "cpu":
         return host_memory_bytes() / ranks
-    return load_cluster(cluster).memory_bytes if device is None else device.memory_bytes
+    return load_cluster(cluster).memory_bytes if device is None else device[1]
 
 
 def _layers(request: ProfileRequest, spec: ModelSpec) -> tuple[int, ...]:

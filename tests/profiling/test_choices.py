@@ -25,7 +25,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
     def pretend(device: str, num_devices: int, name: str = "", memory_bytes: float = 0.0) -> None:
         machine = LocalDevices(device=device, num_devices=num_devices, num_cores=4)
         monkeypatch.setattr(choices, "find_machine", lambda wanted: machine)
-        monkeypatch.setattr(choices, "_device", lambda kind: choices._Device(name=name, memory_bytes=memory_bytes))
+        monkeypatch.setattr(choices, "_device", lambda kind: (name, memory_bytes))
 
     return pretend
 

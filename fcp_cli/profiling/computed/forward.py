@@ -17,7 +17,7 @@ from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.state import State
 from fcp_cli.memory.trained import backward_of
 from fcp_cli.models.cluster import AttentionRate
-from fcp_cli.models.model import ModelSpec, load_model
+from fcp_cli.models.model import ModelSpec, known_model, load_model
 from fcp_cli.models.shipped import DEFAULT_MODEL
 from fcp_cli.profiling.computed.analytic import (
     ATTENTION_BACKWARD,
@@ -101,7 +101,7 @@ def forward_profile(profile: CostProfile) -> CostProfile:
     recipe, levels = profile.recipe or Recipe(), profile.recompute_levels
     if levels:
         recipe = replace(recipe, recompute=levels[0].recompute)  # that the coefficients are of
-    shares = forward_shares(_spec_of(profile.model), recipe, backward_slowdown=slowdown)
+    shares = forward_shares(known_model(profile.model) or load_model(DEFAULT_MODEL), recipe, backward_slowdown=slowdown)
     ground = profile.common_ground
     made = replace(
         profile,
@@ -159,10 +159,3 @@ def _without_elementwise(profile: CostProfile) -> Coefficients:
     seconds = float(profile.measurement.get("elementwise_seconds_per_token", 0.0))
     linear = max(0.0, profile.coefficients.linear_seconds_per_token - seconds)
     return replace(profile.coefficients, linear_seconds_per_token=linear)
-
-
-def _spec_of(model: str) -> ModelSpec:
-    try:
-        return load_model(model)
-    except ProfileError:
-        return load_model(DEFAULT_MODEL)

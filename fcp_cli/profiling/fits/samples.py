@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, make_dataclass
 from pathlib import Path
-from typing import Any, Final, Generic, Literal
+from typing import Any, Final, Generic, Literal, TypeAlias
 
 import numpy as np
 
@@ -27,80 +27,27 @@ from fcp_cli.validation import Count, NonEmptyText, NonNegative, Share, require_
 FORMAT: Final = "fcp-samples/1"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Observation:
-    kind: str
-    point: NonEmptyText
-    layers: Count
-    seconds: tuple[NonNegative, ...]
+def _line(optional: Mapping[str, Any] | None = None, **required: Any) -> type[Any]:
+    """Return the rules of a kind of line as a dataclass: the types of the fields that it must and may have."""
+    absent = [(name, rule, field(default=None)) for name, rule in (optional or {}).items()]
+    return make_dataclass("Line", [("kind", str), *required.items(), *absent], frozen=True, kw_only=True, slots=True)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Transfer:
-    kind: str
-    tier: Literal["intra_node", "inter_node", "inter_node_cross_rail"]
-    bytes: Count
-    seconds: tuple[NonNegative, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _SampledStep:
-    kind: str
-    layers: Count
-    seconds: tuple[NonNegative, ...]
-    state_bytes: NonNegative
-    optimizer_share: Share = 1.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Kernels:
-    kind: str
-    table: KernelTable
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Memory:
-    tokens: NonNegative
-    peak_bytes: NonNegative
-    layers: Count | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _VisionMemory:
-    patches: NonNegative
-    peak_bytes: NonNegative
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Environment:
-    at: str = ""
-    device_memory_bytes: NonNegative = 0.0
-    device: str = "cpu"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Clocks:
-    when: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _FirstContact:
-    tier: str
-    seconds: tuple[NonNegative, ...]
-    bytes: tuple[NonNegative, ...] | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _LeftOut:
-    points: tuple[str, ...]
-
-
-# The kinds of lines whose figures are fitted; the others describe the measurement, with whatever else.
-_FITTED_LINES: Final[Mapping[str, type]] = {
-    "observation": _Observation,
-    "transfer": _Transfer,
-    "step": _SampledStep,
-    "attention_kernels": _Kernels,
+_Seconds: TypeAlias = tuple[NonNegative, ...]
+# The kinds of lines whose figures are fitted, which have no other fields; the others describe the measurement.
+_FITTED_LINES: Final[Mapping[str, type[Any]]] = {
+    "observation": _line(point=NonEmptyText, layers=Count, seconds=_Seconds),
+    "transfer": _line(tier=Literal["intra_node", "inter_node", "inter_node_cross_rail"], bytes=Count, seconds=_Seconds),
+    "step": _line({"optimizer_share": Share}, layers=Count, seconds=_Seconds, state_bytes=NonNegative),
+    "attention_kernels": _line(table=KernelTable),
+}
+_DESCRIBING_LINES: Final[Mapping[str, type[Any]]] = {
+    "memory": _line({"layers": Count | None}, tokens=NonNegative, peak_bytes=NonNegative),
+    "vision_memory": _line(patches=NonNegative, peak_bytes=NonNegative),
+    "environment": _line({"at": str, "device_memory_bytes": NonNegative, "device": str}),
+    "clocks": _line(when=str),
+    "first_contact": _line({"bytes": _Seconds | None}, tier=str, seconds=_Seconds),
+    "left_out": _line(points=tuple[str, ...]),
 }
 
 
@@ -178,17 +125,9 @@ def kernel_table(samples: SamplesFile) -> KernelTable | None:
     lines = samples.of_kind("attention_kernels")
     if not lines:
         return None
-    return validated(lines[-1], _Kernels, where=str(samples.path), error=ProfileError).table
-
-
-_DESCRIBING_LINES: Final[Mapping[str, type]] = {
-    "memory": _Memory,
-    "vision_memory": _VisionMemory,
-    "environment": _Environment,
-    "clocks": _Clocks,
-    "first_contact": _FirstContact,
-    "left_out": _LeftOut,
-}
+    rules = _FITTED_LINES["attention_kernels"]
+    table: KernelTable = validated(lines[-1], rules, where=str(samples.path), error=ProfileError).table
+    return table
 
 
 def prepare_samples(measurement: Measurement, *, fresh: bool) -> bool:

@@ -129,33 +129,29 @@ def _nvidia_smi(figures: str, device: torch.device) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
 
 
-class PeakMemory:
-    """Peak bytes of this process's device since `reset`.
+def reset_peak(device: torch.device) -> None:
+    """Let `peak_bytes` count from now on.
 
-    On a CPU it is the peak resident size, which Linux lets a process reset. The C library keeps freed memory, so a
-    peak means something only when it exceeds all former ones: read growing sizes, and read differences.
+    On a CPU the peak is that of the resident size, which Linux lets a process reset. The C library keeps freed memory,
+    so a peak means something only if it exceeds all former ones: read growing sizes, and read differences.
     """
+    if device.type != "cpu":
+        torch.get_device_module(device).reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):
+        # 5 sets VmHWM back to the present resident size; see proc(5).
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
 
-    def reset(self) -> None:
-        if self._device.type == "cpu":
-            with suppress(OSError):
-                # 5 sets VmHWM back to the present resident size; see proc(5).
-                Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-        else:
-            torch.get_device_module(self._device).reset_peak_memory_stats(self._device)
-
-    def peak_bytes(self) -> float | None:
-        """Return the peak since `reset`; None if the system does not count it."""
-        if self._device.type != "cpu":
-            return float(torch.get_device_module(self._device).max_memory_allocated(self._device))
-        with suppress(OSError):
-            for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-                if line.startswith("VmHWM:"):
-                    return float(line.split()[1]) * 1024
-        return None
+def peak_bytes(device: torch.device) -> float | None:
+    """Return the peak bytes of this process on a device since `reset_peak`; None if the system does not count it."""
+    if device.type != "cpu":
+        return float(torch.get_device_module(device).max_memory_allocated(device))
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                return float(line.split()[1]) * 1024
+    return None
 
 
 def ranks_on_this_host() -> int:

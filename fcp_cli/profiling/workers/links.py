@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -94,23 +94,8 @@ def message_sizes(most_bytes: int) -> list[int]:
     return [*sizes, most_bytes] if sizes[-1] < most_bytes else sizes
 
 
-class Gather(Protocol):
-    """Returns every rank's values; all ranks call it together."""
-
-    def __call__(self, values: Sequence[float]) -> list[list[float]]: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FirstMessageSeconds:
-    """Extra seconds of the first message between two ranks; [ranks] each.
-
-    Attributes:
-        seconds: how long the host was held up.
-        device_bytes: the device bytes of memory for each rank that was met; None if the device does not say.
-    """
-
-    seconds: list[float]
-    device_bytes: list[float] | None
+Gather: TypeAlias = Callable[[Sequence[float]], list[list[float]]]
+"""Returns every rank's values; all ranks call it together."""
 
 
 class Messenger:
@@ -129,8 +114,13 @@ class Messenger:
         everyone = self._gather(self._stopwatch.measure_each(work, repeats, pause=dist.barrier))
         return [min(values) for values in zip(*everyone, strict=True)]
 
-    def first_contact(self, link: PairKind) -> FirstMessageSeconds:
-        """Time the first message of pairs that have not met, and read the memory that it takes."""
+    def first_contact(self, link: PairKind) -> tuple[list[float], list[float] | None]:
+        """Time the first message of pairs that have not met.
+
+        Returns:
+            [ranks] the extra seconds of the host, and the bytes of the device for each rank that was met, or None if
+            the device does not say.
+        """
         work = self._message(link, _CONTACT_BYTES)
         dist.barrier()
         before = free_bytes(self._device)
@@ -141,7 +131,7 @@ class Messenger:
         met = len({link.to(rank), link.source(rank)})
         everyone = self._gather([max(0.0, first - again), max(0.0, before - after) / met])
         seconds, device_bytes = ([values[column] for values in everyone] for column in (0, 1))
-        return FirstMessageSeconds(seconds=seconds, device_bytes=None if self._device.type == "cpu" else device_bytes)
+        return seconds, None if self._device.type == "cpu" else device_bytes
 
     def _host_seconds(self, work: Callable[[], None]) -> float:
         wait_for_device(self._device)

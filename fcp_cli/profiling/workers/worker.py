@@ -28,12 +28,13 @@ from fcp_cli.profiling.fits.measurement import Measurement, read_measurement
 from fcp_cli.profiling.fits.points import LEAST_SIDE, P, Point, VisionPoint
 from fcp_cli.profiling.fits.samples import append_line, kernel_table, read_samples
 from fcp_cli.profiling.workers.device import (
-    PeakMemory,
     Stopwatch,
     clocks,
     device_memory_bytes,
     device_name,
+    peak_bytes,
     ranks_on_this_host,
+    reset_peak,
     sm_clock_mhz,
 )
 from fcp_cli.profiling.workers.footprint import Footprint, points_that_fit, vision_points_that_fit
@@ -176,8 +177,8 @@ class Measurer:
         """Time the first messages of pairs, then messages of growing size, within nodes and across them."""
         messenger = Messenger(self.transport, self.device, self.stopwatch, self._gather)
         for link in fresh_links(self.world.size, self.ranks_per_node):
-            contact = messenger.first_contact(link)
-            self._write(kind="first_contact", tier=link.tier, seconds=contact.seconds, bytes=contact.device_bytes)
+            seconds, device_bytes = messenger.first_contact(link)
+            self._write(kind="first_contact", tier=link.tier, seconds=seconds, bytes=device_bytes)
         sizes = message_sizes(self._of_first(most_message_bytes(self.device)))
         for link in links(self.world.size, self.ranks_per_node):
             for num_bytes in sizes:
@@ -357,11 +358,10 @@ class Measurer:
         gc.collect()
         with suppress(OSError, AttributeError):
             ctypes.CDLL("libc.so.6").malloc_trim(0)
-        peak = PeakMemory(self.device)
-        peak.reset()
-        before = peak.peak_bytes()
+        reset_peak(self.device)
+        before = peak_bytes(self.device)
         work()
-        after = peak.peak_bytes()
+        after = peak_bytes(self.device)
         if before is not None and after is not None:
             self._write(**line, peak_bytes=after - before)
 

@@ -25,9 +25,9 @@ def check(bench: Bench) -> Finding:
     lines = []
     for link in fresh_links(bench.world.size, bench.ranks_per_node):
         bench.begin(f"links: first contact {_NAMES[link.tier]}")
-        contact = messenger.first_contact(link)
-        milliseconds = 1e3 * statistics.median(contact.seconds)
-        megabytes = None if contact.device_bytes is None else statistics.median(contact.device_bytes) / 1e6
+        held_up, device_bytes = messenger.first_contact(link)
+        milliseconds = 1e3 * statistics.median(held_up)
+        megabytes = None if device_bytes is None else statistics.median(device_bytes) / 1e6
         contacts[link.tier] = {"milliseconds": milliseconds, "device_megabytes": megabytes}
         memory = "" if megabytes is None else f", {megabytes:,.0f} MB a peer"
         lines.append(f"first contact {_NAMES[link.tier]}: {milliseconds:.3g} ms{memory}")
