@@ -30,9 +30,10 @@ from fcp_cli.planning.published.spread_attention import (
     Tasks,
     attention_per_token,
     laid_out,
-    quickest_degree,
     require_heads,
+    spread_seconds,
 )
+from fcp_cli.planning.published.wlb_llm import quickest_degree
 
 _BLOCK_TOKENS: Final = 4096
 _BLOCKS_PER_KERNEL: Final = 16
@@ -46,7 +47,9 @@ def make_solver(batches: GlobalBatches) -> SpreadAttention:
     """
     problem = batches.problem
     heads = require_heads("block-fcp", problem)
-    return quickest_degree(batches, lambda degree: BlockFcp(problem, heads, degree, block_tokens=_BLOCK_TOKENS))
+    return quickest_degree(
+        batches, lambda degree: BlockFcp(problem, heads, degree, block_tokens=_BLOCK_TOKENS), spread_seconds
+    )
 
 
 class BlockFcp(SpreadAttention):

@@ -30,18 +30,17 @@ from fcp_cli.planning.baselines.drafts import Draft, assign
 from fcp_cli.planning.baselines.placement import place_groups
 from fcp_cli.planning.batching.batches import GlobalBatches, spread_steps
 from fcp_cli.planning.problem import Assignment, Batch, Problem
-from fcp_cli.planning.published.wlb_llm import balanced_packs
+from fcp_cli.planning.published.wlb_llm import SAMPLED_STEPS, fewest_packs
 from fcp_cli.planning.work import work_on
 
 _ORDERS: Final = 50
 _INTERVALS: Final = 16
-_SAMPLED_STEPS: Final = 4
 
 
 def make_solver(batches: GlobalBatches) -> Hydraulis:
     """Make the solver with the proposals for a sample of the steps."""
     problem = batches.problem
-    sample = [batches.batch(step) for step in spread_steps(len(batches), _SAMPLED_STEPS)]
+    sample = [batches.batch(step) for step in spread_steps(len(batches), SAMPLED_STEPS)]
     tokens = np.concatenate([batch.work.tokens for batch in sample])
     seconds = np.concatenate([seconds_by_degree(batch, problem) for batch in sample], axis=1)
     longest = batches.longest_tokens
@@ -74,14 +73,9 @@ class Hydraulis:
         for group, degree in enumerate(degrees):
             mine = np.flatnonzero(group_of == group)
             tokens = work_on(batch.work, degree, problem).tokens[mine]
-            number = max(1, -(-int(tokens.sum()) // int(limits[group])))
-            while True:
-                packs, left = balanced_packs(tokens, of_groups[group, mine], number=number, limit=int(limits[group]))
-                if not left:
-                    break
-                number += 1
+            packs = fewest_packs(tokens, of_groups[group, mine], groups=1, limit=int(limits[group]))
             on = ranks[offsets[group] : offsets[group + 1]].tolist()
-            packs = [mine[pack].tolist() for pack in packs if pack]
+            packs = [mine[pack].tolist() for pack in packs]
             drafts += [(float(of_groups[group, pack].sum()), Draft(on, pack)) for pack in packs]
         return assign([draft for _, draft in sorted(drafts, key=lambda one: -one[0])], problem.sync)
 

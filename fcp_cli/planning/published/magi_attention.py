@@ -22,7 +22,8 @@ import numpy as np
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.model import Work
 from fcp_cli.planning.batching.batches import GlobalBatches
-from fcp_cli.planning.published.spread_attention import SpreadAttention, quickest_degree, require_heads
+from fcp_cli.planning.published.spread_attention import SpreadAttention, require_heads, spread_seconds
+from fcp_cli.planning.published.wlb_llm import quickest_degree
 
 _CHUNK_TOKENS: Final = 512
 
@@ -35,7 +36,9 @@ def make_solver(batches: GlobalBatches) -> SpreadAttention:
     """
     problem = batches.problem
     heads = require_heads("magi-attention", problem)
-    return quickest_degree(batches, lambda degree: MagiAttention(problem, heads, degree, chunk_tokens=_CHUNK_TOKENS))
+    return quickest_degree(
+        batches, lambda degree: MagiAttention(problem, heads, degree, chunk_tokens=_CHUNK_TOKENS), spread_seconds
+    )
 
 
 class Pieces(NamedTuple):

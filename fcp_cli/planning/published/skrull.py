@@ -20,7 +20,8 @@ import numpy as np
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.model import Work
 from fcp_cli.planning.batching.batches import GlobalBatches
-from fcp_cli.planning.published.spread_attention import SpreadAttention, quickest_degree, require_heads
+from fcp_cli.planning.published.spread_attention import SpreadAttention, require_heads, spread_seconds
+from fcp_cli.planning.published.wlb_llm import quickest_degree
 
 
 def make_solver(batches: GlobalBatches) -> SpreadAttention:
@@ -31,7 +32,7 @@ def make_solver(batches: GlobalBatches) -> SpreadAttention:
     """
     problem = batches.problem
     heads = require_heads("skrull", problem)
-    return quickest_degree(batches, lambda degree: Skrull(problem, heads, degree))
+    return quickest_degree(batches, lambda degree: Skrull(problem, heads, degree), spread_seconds)
 
 
 class Skrull(SpreadAttention):

@@ -16,9 +16,9 @@ The bound is all work shared evenly, with the fixed seconds of the micro-batches
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -26,13 +26,9 @@ from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.model import Work
 from fcp_cli.cost.profile import Heads
 from fcp_cli.errors import UsageError
-from fcp_cli.planning.baselines.static import static_degrees
-from fcp_cli.planning.batching.batches import GlobalBatches, spread_steps
 from fcp_cli.planning.bounds import area_bound_seconds
 from fcp_cli.planning.problem import Batch, PricedStep, Problem
-from fcp_cli.planning.published.wlb_llm import balanced_packs
-
-_SAMPLED_STEPS: Final = 4
+from fcp_cli.planning.published.wlb_llm import fewest_packs
 
 
 def require_heads(name: str, problem: Problem) -> Heads:
@@ -88,12 +84,7 @@ class SpreadAttention(ABC):
         """Pack a batch for as few micro-batches a group as hold it: by tokens for one group, else by work."""
         groups, limit = self._problem.num_ranks // self._degree, self._degree * self._problem.tokens_per_rank
         weights = work.tokens.astype(np.float64) if groups == 1 else work.total_seconds
-        turns = -(-int(work.tokens.sum()) // (groups * limit))
-        while True:
-            packs, left = balanced_packs(work.tokens, weights, number=groups * turns, limit=limit)
-            if not left:
-                return [pack for pack in packs if pack]
-            turns += 1
+        return fewest_packs(work.tokens, weights, groups=groups, limit=limit)
 
     def task_seconds(self, tasks: Tasks, work: Work, kernels: FloatArray, *, ping_pong: bool) -> FloatArray:
         """Return [degree] the seconds of a micro-batch of tasks, each with all keys of its sequence.
@@ -190,10 +181,6 @@ def laid_out(tokens: IntArray, ranks: int) -> Tasks:
     return Tasks(sequence=sequence[kept], tokens=sizes[kept], home=home[kept], rank=home[kept].copy())
 
 
-def quickest_degree(batches: GlobalBatches, priced_at: Callable[[int], SpreadAttention]) -> SpreadAttention:
-    """Return the strategy at the degree that is quickest over a sample of the plan's steps."""
-    problem = batches.problem
-    longest = batches.longest_tokens
-    degrees = [degree for degree in static_degrees(problem) if degree * problem.tokens_per_rank >= longest]
-    sample = [batches.batch(step) for step in spread_steps(len(batches), _SAMPLED_STEPS)]
-    return min(map(priced_at, degrees), key=lambda made: sum(made.price(batch).seconds for batch in sample))
+def spread_seconds(strategy: SpreadAttention, batch: Batch) -> float:
+    """Predict the seconds of a step."""
+    return strategy.price(batch).seconds

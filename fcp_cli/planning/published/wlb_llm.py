@@ -17,8 +17,9 @@ pack with the fewest tokens. Where a choice was left, the kinder one was made:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,16 +31,30 @@ from fcp_cli.planning.batching.batches import GlobalBatches, spread_steps
 from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
 from fcp_cli.planning.work import work_on
 
-_SAMPLED_STEPS = 4
+SAMPLED_STEPS = 4
+_Strategy = TypeVar("_Strategy")
 
 
 def make_solver(batches: GlobalBatches) -> Solver:
     """Make the solver with the degree that is quickest over a sample of the steps."""
     problem = batches.problem
-    longest = batches.longest_tokens
+    return quickest_degree(batches, partial(WlbLlm, problem), lambda solver, batch: solver.seconds(batch))
+
+
+def quickest_degree(
+    batches: GlobalBatches, made: Callable[[int], _Strategy], seconds: Callable[[_Strategy, Batch], float]
+) -> _Strategy:
+    """Return the strategy at the degree that is quickest over a sample of the plan's steps.
+
+    Args:
+        batches: the batches of the plan.
+        made: makes the strategy at a degree.
+        seconds: predicts the seconds of a step.
+    """
+    problem, longest = batches.problem, batches.longest_tokens
     degrees = [degree for degree in static_degrees(problem) if degree * problem.tokens_per_rank >= longest]
-    sample = [batches.batch(step) for step in spread_steps(len(batches), _SAMPLED_STEPS)]
-    return min((WlbLlm(problem, degree) for degree in degrees), key=lambda solver: sum(map(solver.seconds, sample)))
+    sample = [batches.batch(step) for step in spread_steps(len(batches), SAMPLED_STEPS)]
+    return min(map(made, degrees), key=lambda one: sum(seconds(one, batch) for batch in sample))
 
 
 class WlbLlm:
@@ -54,9 +69,9 @@ class WlbLlm:
     def assign(self, batch: Batch) -> Assignment:
         """Pack one batch, and share its packs out over the groups."""
         work = work_on(batch.work, self._degree, self._problem)
-        packs = self._packs(work.tokens, work.total_seconds)
+        groups, limit = self._problem.num_ranks // self._degree, self._degree * self._problem.tokens_per_rank
+        packs = fewest_packs(work.tokens, work.total_seconds, groups=groups, limit=limit)
         seconds = [float(work.total_seconds[pack].sum()) for pack in packs]
-        groups = self._problem.num_ranks // self._degree
         busy = np.zeros(groups)
         drafts = []
         for turn, i in enumerate(sorted(range(len(packs)), key=lambda i: -seconds[i])):
@@ -69,15 +84,15 @@ class WlbLlm:
         """Predict the seconds of the step."""
         return makespan_seconds(self.assign(batch), batch, self._problem)
 
-    def _packs(self, tokens: IntArray, seconds: FloatArray) -> list[list[int]]:
-        """Pack for as few micro-batches a group as hold all sequences."""
-        groups, limit = self._problem.num_ranks // self._degree, self._degree * self._problem.tokens_per_rank
-        turns = -(-int(tokens.sum()) // (groups * limit))
-        while True:
-            packs, left = balanced_packs(tokens, seconds, number=groups * turns, limit=limit)
-            if not left:
-                return [pack for pack in packs if pack]
-            turns += 1
+
+def fewest_packs(tokens: IntArray, work: FloatArray, *, groups: int, limit: int) -> list[list[int]]:
+    """Pack for as few micro-batches a group as hold all sequences; see `balanced_packs`. Empty packs are dropped."""
+    turns = max(1, -(-int(tokens.sum()) // (groups * limit)))
+    while True:
+        packs, left = balanced_packs(tokens, work, number=groups * turns, limit=limit)
+        if not left:
+            return [pack for pack in packs if pack]
+        turns += 1
 
 
 def balanced_packs(tokens: IntArray, work: FloatArray, *, number: int, limit: int) -> tuple[list[list[int]], list[int]]:
