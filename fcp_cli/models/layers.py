@@ -202,10 +202,6 @@ class LanguageModel(TextFigures):
         return sum(count * self.layer_parameters(kind) for kind, count in self.kinds.items())
 
     @property
-    def largest_layer_parameters(self) -> int:
-        return max(self.layer_parameters(kind) for kind in self.kinds)
-
-    @property
     def largest_mlp_matrix_parameters(self) -> int:
         """Parameters of the largest tensor of an MLP, in which matrices of all experts are one."""
         matrices = (matrix for kind in self.kinds for matrix in _mlp_matrices(self, kind).values())

@@ -180,6 +180,14 @@ def load_model(name_or_path: str | Path) -> ModelSpec:
     )
 
 
+def known_model(name: str) -> ModelSpec | None:
+    """Load a model as `load_model` does; None if there is none that can be read."""
+    try:
+        return load_model(name)
+    except ProfileError:
+        return None
+
+
 def load_hf_config(path: Path) -> ModelSpec:
     """Read a Hugging Face config.json: the language model, and the encoder of a vision-language model.
 

@@ -8,8 +8,8 @@ use, since none is best everywhere; their choices compete on the sample with the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from fcp_cli.errors import UsageError
 
@@ -18,39 +18,36 @@ _CHOOSING_RANKS = 256  # above, choosing among so many groups would take longer 
 _RULES = (0.8, 1, 4), (0.8, 2, 3), (0.8, 2, 4), (0.9, 2, 2)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
-    """A sample of steps planned with some groups: its predicted seconds, and the micro-batches on each group."""
-
-    seconds: float
-    uses: Mapping[range, int]
-
-
 def choose_groups(
-    max_groups: int, *, num_ranks: int, ranks_per_node: int, trial: Callable[[list[range]], Trial]
+    max_groups: int,
+    *,
+    num_ranks: int,
+    ranks_per_node: int,
+    trial: Callable[[list[range]], tuple[float, Mapping[range, int]]],
 ) -> list[range]:
     """Choose at most `max_groups` groups of degree > 1, all ranks among them, widest first.
 
     Args:
         max_groups: the limit.
         num_ranks, ranks_per_node: the machine.
-        trial: plans the sample with the given groups (widest first) only.
+        trial: plans the sample with the given groups (widest first) only; returns its predicted seconds, and the
+            micro-batches on each group.
     """
     best = tree_groups(max_groups, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
     if num_ranks > _CHOOSING_RANKS:
         return best
     everything = tree_groups(2 * num_ranks, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
     candidates = _widest_first([*everything, *_candidates(num_ranks, ranks_per_node)])
-    least, all_used = trial(best).seconds, trial(candidates)
+    (least, _), (_, all_uses) = trial(best), trial(candidates)
     for kept, use_power, degree_power in _RULES:
-        groups, found = candidates, all_used
+        groups, seconds, uses = candidates, math.inf, all_uses
         while len(groups) > max_groups:
             keep = max(max_groups, int(len(groups) * kept))
-            values = {block: found.uses.get(block, 0) ** use_power * len(block) ** degree_power for block in groups}
+            values = {block: uses.get(block, 0) ** use_power * len(block) ** degree_power for block in groups}
             groups = _widest_first(_by_value(groups, values, everything)[:keep])
-            found = trial(groups)
-        if found.seconds < least:
-            best, least = groups, found.seconds
+            seconds, uses = trial(groups)
+        if seconds < least:
+            best, least = groups, seconds
     return best
 
 

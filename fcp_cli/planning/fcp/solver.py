@@ -28,7 +28,7 @@ from fcp_cli.planning.compiled import iteration, microbatch
 from fcp_cli.planning.compiled.core import PlannerInputs, Sequences
 from fcp_cli.planning.compiled.static_schedules import quickest
 from fcp_cli.planning.fcp.apart import SpreadRings
-from fcp_cli.planning.fcp.catalogue import Trial, choose_groups
+from fcp_cli.planning.fcp.catalogue import choose_groups
 from fcp_cli.planning.fcp.peer_limit import needs_whole_nodes
 from fcp_cli.planning.fcp.pipelines import (
     PipelineStep,
@@ -201,7 +201,8 @@ def _tiled(num_ranks: int, degree: int, groups: list[range]) -> bool:
     return degree == 1 or all(range(first, first + degree) in groups for first in range(0, num_ranks, degree))
 
 
-def _trial(solver: FcpSolver, sample: list[Batch]) -> Trial:
+def _trial(solver: FcpSolver, sample: list[Batch]) -> tuple[float, Mapping[range, int]]:
+    """Return the predicted seconds of a sample of steps, and the micro-batches on each group."""
     seconds, uses = 0.0, Counter[range]()
     for batch in sample:
         found = solver.assign(batch)
@@ -210,7 +211,7 @@ def _trial(solver: FcpSolver, sample: list[Batch]) -> Trial:
         firsts = found.ranks[found.rank_offsets[:-1]]
         rings = zip(firsts[degrees > 1].tolist(), degrees[degrees > 1].tolist(), strict=True)
         uses.update(range(first, first + degree) for first, degree in rings)
-    return Trial(seconds=seconds, uses=uses)
+    return seconds, uses
 
 
 def is_compiled(sync: Sync) -> bool:

@@ -10,11 +10,11 @@ from typing import Any, Final
 from fcp_cli.console import Assumptions
 from fcp_cli.cost.offload import profiled_offload_cost
 from fcp_cli.cost.profile import CostProfile
-from fcp_cli.errors import ProfileError, UsageError
+from fcp_cli.errors import UsageError
 from fcp_cli.memory.fitting import LEAST_TOKENS, FittedRecipe, JobRanks, Place, fitting_recipe
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.models.cluster import THIS_MACHINE, ClusterSpec
-from fcp_cli.models.model import ModelSpec, load_model
+from fcp_cli.models.model import ModelSpec, known_model
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata, Sync
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.settings.options import PlanRequest
@@ -147,7 +147,7 @@ def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: JobRanks,
             "--model and --cluster"
         )
     sync: Sync = request.sync or ("iteration" if ranks.virtual_stages == 1 else "microbatch")
-    spec = _known_model(profile.model)
+    spec = known_model(profile.model)
     if profile.recipe is None and not request.recipe.given():
         return Budget(tokens_per_rank=_tokens_of_block(request, profile, ranks, assumptions), sync=sync)
     if spec is None or not profile.memory.capacity_bytes:
@@ -184,13 +184,6 @@ def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: JobRanks,
 def unfixed_request(asked: RecipeRequest) -> RecipeRequest:
     """Return a request without the settings that another plan of the same model may choose."""
     return RecipeRequest.to_train_as(asked, precision=asked.precision)
-
-
-def _known_model(name: str) -> ModelSpec | None:
-    try:
-        return load_model(name)
-    except ProfileError:
-        return None
 
 
 def _has_measured_tokens(profile: CostProfile) -> bool:
@@ -277,7 +270,7 @@ def continued_recipe(
         recipe = replace(recipe, shard_ranks=None)
         assumptions.assume("--shard-ranks", "all", f"{planned.shard_ranks} do not divide {ranks.num_ranks} ranks")
     check_recipe(recipe, sync=metadata.sync)
-    spec = _known_model(profile.model)
+    spec = known_model(profile.model)
     if spec is not None and profile.memory.capacity_bytes:
         place = ranks.place(
             capacity_bytes=profile.memory.capacity_bytes,

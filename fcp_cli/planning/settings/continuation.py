@@ -165,19 +165,6 @@ def continued_mixture(metadata: PlanMetadata, first_step: int, rows: int) -> Con
     )
 
 
-def batches_to_plan(
-    table: LengthTable,
-    problem: Problem,
-    settings: BatchSettings,
-    remaining: RemainingSteps | None,
-    options_that_hold: Callable[[int], str] | None = None,
-) -> GlobalBatches:
-    """Return all global batches of a manifest, or those that a trained run has left."""
-    if remaining is None:
-        return GlobalBatches(table, problem, settings, options_that_hold)
-    return RemainingBatches(table, problem, settings, remaining)
-
-
 def _require_room(table: LengthTable, problem: Problem, remaining: RemainingSteps) -> None:
     most = problem.num_ranks * problem.tokens_per_rank
     longest = int(np.argmax(remaining.lengths))

@@ -13,7 +13,7 @@ from fcp_cli.memory.fitting import JobRanks
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.trained import backward_of
 from fcp_cli.models.cluster import load_cluster
-from fcp_cli.models.model import ModelSpec, load_model
+from fcp_cli.models.model import known_model
 from fcp_cli.plan.pricing.pipeline import Pipeline
 from fcp_cli.recipe import Recipe
 
@@ -30,7 +30,7 @@ def pipeline_of(profile: CostProfile, ranks: JobRanks, recipe: Recipe | None) ->
         return None
     recipe = recipe or profile.recipe or Recipe()
     recomputes = recipe.recomputes_matrices
-    spec = _known_model(profile.model)
+    spec = known_model(profile.model)
     if spec is None:
         unknown = 1 / 4 if recomputes else 1 / 3
         return Pipeline(
@@ -51,13 +51,6 @@ def pipeline_of(profile: CostProfile, ranks: JobRanks, recipe: Recipe | None) ->
         send_seconds=_message_seconds(profile.cluster),
         send_seconds_per_token=sent_bytes / min(profile.bandwidth.intra_node, profile.bandwidth.inter_node),
     )
-
-
-def _known_model(name: str) -> ModelSpec | None:
-    try:
-        return load_model(name)
-    except ProfileError:
-        return None
 
 
 def _message_seconds(cluster: str) -> float:

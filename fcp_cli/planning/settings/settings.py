@@ -53,8 +53,8 @@ from fcp_cli.planning.settings.budget import (
 )
 from fcp_cli.planning.settings.continuation import (
     ChangedMixture,
+    RemainingBatches,
     RemainingSteps,
-    batches_to_plan,
     continued_mixture,
     remaining_steps,
     settings_of,
@@ -97,7 +97,9 @@ class PlanInputs:
             return ChangedMixture(
                 self.table, self.problem, self.settings, self.continues, options_that_hold=self._options_that_hold
             )
-        return batches_to_plan(self.table, self.problem, self.settings, self.remaining, self._options_that_hold)
+        if self.remaining is not None:
+            return RemainingBatches(self.table, self.problem, self.settings, self.remaining)
+        return GlobalBatches(self.table, self.problem, self.settings, self._options_that_hold)
 
     def _options_that_hold(self, longest_tokens: int) -> str:
         budget = self.budget or Budget(tokens_per_rank=self.problem.tokens_per_rank, sync=self.problem.sync)

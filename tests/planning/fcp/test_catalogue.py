@@ -12,7 +12,7 @@ from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.fcp.catalogue import Trial, choose_groups, tree_groups
+from fcp_cli.planning.fcp.catalogue import choose_groups, tree_groups
 from fcp_cli.planning.fcp.solver import limit_price, make_solver
 from fcp_cli.planning.solvers import make_solver as make_named_solver
 from tests.planning.examples import example_problem
@@ -62,8 +62,8 @@ def test_no_set_is_listed_twice() -> None:
 def test_the_sets_that_a_sample_uses_most_are_kept() -> None:
     used = {range(16): 1, range(5): 30, range(8, 11): 20, range(4, 8): 10}
 
-    def trial(groups: list[range]) -> Trial:
-        return Trial(seconds=10.0 - sum(s in groups for s in used), uses={s: n for s, n in used.items() if s in groups})
+    def trial(groups: list[range]) -> tuple[float, dict[range, int]]:
+        return 10.0 - sum(s in groups for s in used), {s: n for s, n in used.items() if s in groups}
 
     assert choose_groups(4, num_ranks=16, ranks_per_node=8, trial=trial) == [
         range(16),
@@ -74,7 +74,7 @@ def test_the_sets_that_a_sample_uses_most_are_kept() -> None:
 
 
 def test_the_tree_is_kept_where_no_choice_is_quicker() -> None:
-    groups = choose_groups(5, num_ranks=16, ranks_per_node=4, trial=lambda groups: Trial(seconds=1.0, uses={}))
+    groups = choose_groups(5, num_ranks=16, ranks_per_node=4, trial=lambda groups: (1.0, {}))
     assert groups == tree_groups(5, num_ranks=16, ranks_per_node=4)
 
 
@@ -85,8 +85,8 @@ def test_chosen_sets_keep_to_nodes_and_to_the_limit_and_hold_all_ranks(
 ) -> None:
     generator = np.random.default_rng(data.draw(st.integers(0, 99)))
 
-    def trial(groups: list[range]) -> Trial:
-        return Trial(seconds=float(generator.random()), uses={s: int(generator.integers(9)) for s in groups})
+    def trial(groups: list[range]) -> tuple[float, dict[range, int]]:
+        return float(generator.random()), {s: int(generator.integers(9)) for s in groups}
 
     groups = choose_groups(max_groups, num_ranks=num_ranks, ranks_per_node=ranks_per_node, trial=trial)
     assert len(set(groups)) == len(groups) <= max_groups
