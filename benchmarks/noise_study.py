@@ -24,7 +24,7 @@ from fcp_cli.arrays import FloatArray
 from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.plan.pricing.packs import step_prices
-from fcp_cli.plan.pricing.timeline import start_times
+from fcp_cli.plan.pricing.timeline import step_times
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.dataset.run import plan_step
@@ -77,14 +77,14 @@ class Setup:
 
     def execute(self, step: StepPlan, seconds: FloatArray) -> float:
         """Step time when the micro-batches take `seconds`."""
-        start = start_times(
+        start = step_times(
             self.sync,
             wave=step.wave,
             rank_offsets=step.rank_offsets,
             ranks=step.ranks,
             seconds=seconds,
             num_ranks=self.ranks,
-        )
+        ).start_seconds
         return float((start + seconds).max())
 
 

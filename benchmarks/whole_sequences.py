@@ -30,7 +30,7 @@ from fcp_cli.cost.model import group_terms, unit_prices
 from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.plan.pricing.packs import crosses_nodes, planned_sequences, single_rank_work
-from fcp_cli.plan.pricing.timeline import start_times
+from fcp_cli.plan.pricing.timeline import step_times
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
@@ -126,14 +126,14 @@ def makespan_without(step: StepPlan, whole_tokens: IntArray, problem: Problem) -
         for tokens in (step.tokens, step.tokens - whole_tokens)
     )
     seconds = step.seconds - np.where(step.is_idle, 0.0, now - then)
-    starts = start_times(
+    starts = step_times(
         problem.sync,
         wave=step.wave,
         rank_offsets=step.rank_offsets,
         ranks=step.ranks,
         seconds=seconds,
         num_ranks=problem.num_ranks,
-    )
+    ).start_seconds
     return float((starts + seconds).max())
 
 

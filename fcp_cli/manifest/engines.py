@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Final
 
 from fcp_cli.errors import FcpError
 from fcp_cli.files import replaced_atomically
 from fcp_cli.manifest.parts import counted_rows, divisible, part_identity, write_part
 from fcp_cli.manifest.sources.base import DivisibleSource, Part, Source
-from fcp_cli.words import first_line
+from fcp_cli.words import first_line, ranges
 
 _PARTS_OF_A_TASK: Final = 32  # of 8 MiB each: minutes of a tokenizer, so that starting a task is no matter
 MOST_SHARDS: Final = {"ray": 10_000, "slurm": 1_000}
@@ -129,10 +129,4 @@ def _reopened(reopen: bytes) -> DivisibleSource:
 
 def array_of(parts: Sequence[Part]) -> str:
     """Return the numbers of parts, from 1, as Slurm's `--array` takes them: 1-3,7."""
-    spans: list[list[Any]] = []
-    for number in (part.index + 1 for part in parts):
-        if spans and spans[-1][1] == number - 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return ranges(part.index + 1 for part in parts)

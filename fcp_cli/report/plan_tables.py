@@ -14,7 +14,7 @@ from fcp_cli.plan.step import MicroBatch, StepPlan
 from fcp_cli.plan.summary import PlanSummary
 from fcp_cli.report.bars import bar
 from fcp_cli.report.memory import ranks_are_hosts
-from fcp_cli.words import counted
+from fcp_cli.words import counted, ranges
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -177,7 +177,7 @@ def _step_cells(microbatch: MicroBatch, has_waves: bool) -> Iterator[str]:
     if has_waves:
         yield str(microbatch.wave)
     yield microbatch.described_degree
-    yield rank_ranges(microbatch.ranks)
+    yield ranges(microbatch.ranks)
     yield str(len(microbatch.sequences))
     yield f"{microbatch.tokens:,}"
     yield f"{max(microbatch.lengths):,}"
@@ -214,17 +214,6 @@ def _rank_table(step: StepPlan, num_ranks: int, ascii_only: bool) -> Table:
             bar(share, _BAR_COLUMNS, ascii_only=ascii_only),
         )
     return table
-
-
-def rank_ranges(ranks: tuple[int, ...]) -> str:
-    """Write ascending ranks as compact ranges: 0-3,7."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def step_document(step: StepPlan, num_ranks: int) -> dict[str, Any]:

@@ -81,21 +81,6 @@ def step_times(
     return Times(start, float((start + seconds).max()) + closing)
 
 
-def start_times(
-    sync: Sync,
-    *,
-    wave: Int32Array,
-    rank_offsets: IntArray,
-    ranks: Int32Array,
-    seconds: FloatArray,
-    num_ranks: int,
-) -> FloatArray:
-    """Return the starts of `step_times` without the terms of a profile."""
-    return step_times(
-        sync, wave=wave, rank_offsets=rank_offsets, ranks=ranks, seconds=seconds, num_ranks=num_ranks
-    ).start_seconds
-
-
 def wave_seconds(
     first: IntArray, seconds: FloatArray, terms: StepTerms = NO_TERMS, encoder_seconds: FloatArray | None = None
 ) -> FloatArray:

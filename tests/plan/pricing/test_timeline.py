@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fcp_cli.arrays import FloatArray
 from fcp_cli.cost.profile import StepTerms
 from fcp_cli.plan.metadata.plan_metadata import Sync
-from fcp_cli.plan.pricing.timeline import list_schedule, start_times, step_times
+from fcp_cli.plan.pricing.timeline import list_schedule, step_times
 from tests.plan.steps import Row, jobs, make_step, planned_makespan
 
 
@@ -99,14 +99,14 @@ def test_no_rank_runs_two_microbatches_at_once_and_none_waits_without_reason(
 
 def starts_of(rows: list[Row], num_ranks: int, sync: Sync) -> FloatArray:
     step = make_step(rows)
-    return start_times(
+    return step_times(
         sync,
         wave=step.wave,
         rank_offsets=step.rank_offsets,
         ranks=step.ranks,
         seconds=step.seconds,
         num_ranks=num_ranks,
-    )
+    ).start_seconds
 
 
 @given(jobs())
