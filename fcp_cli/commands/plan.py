@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from fcp_cli.command_line.command import takes
 from fcp_cli.console import Assumptions, note, print_json, print_result, progress, results
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _PLAN: Final = Path("plan.parquet")
 _WORTH_SAYING_SECONDS: Final = 0.1
+_LIMITS: Final = ("max_degree", "max_groups", "max_peers")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,7 +221,7 @@ _MAY_CHANGE: Final = {
 def _continue(options: PlanOptions, run_dir: Path) -> None:
     """Plan the remaining steps of a run."""
     from fcp_cli.planning.batching.mixing import mixed_files
-    from fcp_cli.planning.settings.settings import resolve_continuation
+    from fcp_cli.planning.settings.resumed import resolve_continuation
     from fcp_cli.runs.trained_run import plan_at_step, read_trained_run
 
     for name in ("steps", "shard", *(option.name for option in options_of(PlanRequest))):
@@ -266,16 +267,27 @@ def note_compilation(solvers: Iterable[str], syncs: Iterable[Sync]) -> None:
 def _plan_to_file(
     inputs: PlanInputs, options: PlanOptions, output: Path, assumptions: Assumptions, *, next_command: str | None = None
 ) -> None:
+    from fcp_cli.plan.execution_plan import refuse_inexpressible, write_execution_plan
     from fcp_cli.planning.dataset.verdict import plan_verdict
     from fcp_cli.report.verdict_lines import verdict_lines
 
-    _check_emit(inputs, options)
+    emitted = {}
+    if options.emit is not None:  # before planning: features that another's form cannot express
+        refuse_inexpressible(
+            attention=inputs.problem.attention,
+            encoder_balance=inputs.problem.encoder_balance,
+            truncates=options.overlong == "truncate",
+        )
+        emitted[options.emit.replace("-", "_")] = str(output.with_suffix(".execution.jsonl"))
     result, sample = _make_with_progress(inputs, options, output)
-    emitted = _emit(options, output)
+    for path in emitted.values():
+        write_execution_plan(output, Path(path))
     extra = _gain_and_time(result, sample, inputs) | _price_of_limit(result, inputs)
     verdict = plan_verdict(result, sample, inputs, options, (extra["speedup_over_static"], extra["static_degree"]))
     if options.json:
-        print_json(_document(result, output, {**extra, **emitted, "verdict": verdict.to_json()}, assumptions))
+        told = {"assumed": assumptions.assumed, "warnings": assumptions.warnings}
+        written = {"output": str(output), **result.to_json(), **extra, **emitted}
+        print_json({**written, "verdict": verdict.to_json(), **told})
     else:
         _show(result, extra)
         for line in verdict_lines(verdict):
@@ -290,30 +302,6 @@ def _plan_to_file(
     if (part := result.metadata.part) is not None:
         following = f"fcp plan --merge {output} --merge OTHERS -o {_PLAN}, once all {part.whole} steps are planned"
     note(f"wrote {output}; next: {following}")
-
-
-def _check_emit(inputs: PlanInputs, options: PlanOptions) -> None:
-    """Reject, before planning, features that the other system's format cannot express."""
-    if options.emit is None:
-        return
-    from fcp_cli.plan.execution_plan import refuse_inexpressible
-
-    refuse_inexpressible(
-        attention=inputs.problem.attention,
-        encoder_balance=inputs.problem.encoder_balance,
-        truncates=options.overlong == "truncate",
-    )
-
-
-def _emit(options: PlanOptions, output: Path) -> dict[str, str]:
-    """Write a finished plan in another system's format; return format name -> file."""
-    if options.emit is None:
-        return {}
-    from fcp_cli.plan.execution_plan import write_execution_plan
-
-    path = output.with_suffix(".execution.jsonl")
-    write_execution_plan(output, path)
-    return {options.emit.replace("-", "_"): str(path)}
 
 
 def _plan_to_stdout(inputs: PlanInputs, options: PlanOptions) -> None:
@@ -352,9 +340,7 @@ def _make_with_progress(inputs: PlanInputs, options: PlanOptions, output: Path) 
             output,
             inputs,
             solver_name=options.solver,
-            max_degree=options.max_degree,
-            max_groups=options.max_groups,
-            max_peers=options.max_peers,
+            **{name: getattr(options, name) for name in _LIMITS},
             robust=options.robust,
             workers=options.workers,
             resume=options.resume,
@@ -369,7 +355,7 @@ def _price_of_limit(result: PlanResult, inputs: PlanInputs) -> dict[str, Any]:
     """Return the cost of a limit on rings, if there is one."""
     from fcp_cli.planning.fcp.solver import FcpSolver, limit_price
 
-    name = next((name for name in ("max_degree", "max_groups", "max_peers") if name in result.solver.options), None)
+    name = next((name for name in _LIMITS if name in result.solver.options), None)
     if name is None or not isinstance(result.solver, FcpSolver):
         return {}
     return {name: result.solver.options[name], f"{name}_price": limit_price(result.solver, inputs.batches())}
@@ -404,34 +390,8 @@ def _show(result: PlanResult, extra: dict[str, Any]) -> None:
     if extra["loading_seconds"] > _WORTH_SAYING_SECONDS:
         planning += f", and {duration(extra['loading_seconds'])} to load the planner, or compile it"
     lines = {"speed-up": static, "planning": planning}
-    if "max_degree" in extra:
-        lines["degree limit"] = f"no rings, which costs {extra['max_degree_price']:.2%} of the step time"
-    if "max_groups" in extra:
-        lines["group limit"] = f"{extra['max_groups']} groups cost {extra['max_groups_price']:.2%} of the step time"
-    if "max_peers" in extra:
-        lines["peer limit"] = f"{extra['max_peers']} peers cost {extra['max_peers_price']:.2%} of the step time"
+    limits = {"degree": "no rings, which costs", "group": "{} groups cost", "peer": "{} peers cost"}
+    for name in (name for name in _LIMITS if name in extra):
+        kind = name.removeprefix("max_").removesuffix("s")
+        lines[f"{kind} limit"] = f"{limits[kind].format(extra[name])} {extra[f'{name}_price']:.2%} of the step time"
     print_plan(results(), result.metadata, result.summary, extra=lines)
-
-
-def _document(result: PlanResult, output: Path, extra: dict[str, Any], assumptions: Assumptions) -> dict[str, Any]:
-    metadata = result.metadata
-    return {
-        "output": str(output),
-        "plan_hash": metadata.plan_hash,
-        "solver": metadata.solver,
-        "solver_options": dict(metadata.solver_options),
-        "num_ranks": metadata.num_ranks,
-        "ranks_per_node": metadata.ranks_per_node,
-        "tensor_parallel": metadata.tensor_parallel,
-        "pipeline_parallel": metadata.pipeline_parallel,
-        "tokens_per_rank": metadata.tokens_per_rank,
-        "padding_multiple": metadata.padding_multiple,
-        "sync": metadata.sync,
-        "recipe": metadata.recipe and asdict(metadata.recipe),
-        "global_batch_size": metadata.global_batch_size,
-        "distinct_groups": metadata.distinct_groups,
-        **cast(dict[str, Any], result.summary.to_json()),
-        **extra,
-        "assumed": assumptions.assumed,
-        "warnings": assumptions.warnings,
-    }

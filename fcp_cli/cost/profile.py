@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -27,7 +27,7 @@ from fcp_cli.errors import ProfileError
 from fcp_cli.kinds import another_kind
 from fcp_cli.reading.documents import parse_yaml, read_text
 from fcp_cli.recipe import Phase, Recipe
-from fcp_cli.validation import Count, NonNegative, Positive, Share, validated
+from fcp_cli.validation import Count, NonNegative, Positive, Share, fields_of, validated
 
 FORMAT: Final = "fcp-cost-profile/1"
 # The two models that a fit tries, as `measurement` names them.
@@ -373,7 +373,7 @@ def dump_cost_profile(profile: CostProfile) -> str:
     }
     if (ground := profile.common_ground) is not None:
         document["common_ground"] = _costs(ground.coefficients, ground.bandwidth_bytes_per_second, with_share=False)
-    document["memory"] = _numbers(profile.memory)
+    document["memory"] = fields_of(Memory, profile.memory)
     if profile.step != StepTerms():
         document["step"] = {name: value for name, value in asdict(profile.step).items() if value}
     if profile.heads is not None:
@@ -396,17 +396,13 @@ def dump_cost_profile(profile: CostProfile) -> str:
 
 
 def _costs(prices: Coefficients, bandwidth: Bandwidth, *, with_share: bool) -> dict[str, dict[str, float]]:
-    coefficients = _numbers(prices)
+    coefficients = fields_of(Coefficients, prices)
     if not with_share:
         del coefficients["exposed_ring_share"]
     for name in ONLY_WHERE_GIVEN:
         if not coefficients[name]:
             del coefficients[name]
-    return {"coefficients": coefficients, "bandwidth_bytes_per_second": _numbers(bandwidth)}
-
-
-def _numbers(block: Coefficients | Bandwidth | Memory) -> dict[str, float]:
-    return {f.name: getattr(block, f.name) for f in fields(block)}
+    return {"coefficients": coefficients, "bandwidth_bytes_per_second": fields_of(Bandwidth, bandwidth)}
 
 
 class _Inline(dict[str, Any]):

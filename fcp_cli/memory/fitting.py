@@ -20,7 +20,7 @@ from fcp_cli.memory.state import Cut
 from fcp_cli.memory.table import RankMemory
 from fcp_cli.memory.trained import check_trained
 from fcp_cli.models.model import ModelSpec
-from fcp_cli.plan.pricing.setup import RankShape, Sync, fields_of
+from fcp_cli.plan.pricing.setup import RankShape, Sync
 from fcp_cli.recipe import (
     LayerRecompute,
     Offload,
@@ -32,6 +32,7 @@ from fcp_cli.recipe import (
     ZeroStage,
     check_recipe,
 )
+from fcp_cli.validation import fields_of
 
 LEAST_TOKENS: Final = 16_384
 """Tokens a rank that a recipe should leave room for: below that, rings of long sequences wait for their messages."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from fcp_cli.errors import ProfileError
 from fcp_cli.models.configurations.hf_config import read_hf_config
@@ -13,7 +13,7 @@ from fcp_cli.models.descriptions import find_shipped, read_description
 from fcp_cli.models.figures import Architecture, KeyValueHeads, TextFigures
 from fcp_cli.models.layers import LanguageModel
 from fcp_cli.models.sizes import HeadCount, KernelSize, LayerCount, LayerIndex, PixelCount, Width
-from fcp_cli.validation import NonEmptyText, validated
+from fcp_cli.validation import NonEmptyText, fields_of, validated
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,7 +169,7 @@ def load_model(name_or_path: str | Path) -> ModelSpec:
     found = validated(read_description(path, kind="model"), _Description, where=str(path), error=ProfileError)
     return _checked(
         ModelSpec(
-            **_values(found.text),
+            **fields_of(TextFigures, found.text),
             name=found.name,
             architecture=found.architecture,
             vision=found.vision,
@@ -201,7 +201,7 @@ def load_hf_config(path: Path) -> ModelSpec:
     if read.vision is not None:
         vision = validated(read.vision, VisionSpec, where=f"{path}: vision_config", error=ProfileError)
     spec = ModelSpec(
-        **_values(text),
+        **fields_of(TextFigures, text),
         name=read.name,
         architecture=read.architecture,
         vision=vision,
@@ -212,10 +212,6 @@ def load_hf_config(path: Path) -> ModelSpec:
 
 def _blocks_of_heads(spec: ModelSpec) -> list[tuple[str, TextFigures | KeyValueHeads]]:
     return [("", spec), *([("full_heads.", spec.full_heads)] if spec.full_heads is not None else [])]
-
-
-def _values(text: TextFigures) -> dict[str, Any]:
-    return {f.name: getattr(text, f.name) for f in fields(TextFigures)}
 
 
 def _checked(spec: ModelSpec, *, where: str) -> ModelSpec:

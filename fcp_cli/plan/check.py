@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.file.stored import list_sizes
 from fcp_cli.plan.layout import BrokenRule, check_layout, check_ranks, first_of, row_of_rank
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata, unpack_rows
 from fcp_cli.plan.metadata.refits import refitted
@@ -156,8 +155,8 @@ def _check_order(reader: PlanReader) -> Iterator[BrokenRule]:
             found = f"step {step[row]} order {order[row]} after step {before_step[row]} order {before_order[row]}"
             yield BrokenRule(message=f"rows out of order: {found}")
             return
-        lengths = _sizes(table, "lengths")
-        for row in np.flatnonzero(_sizes(table, "sequences") != lengths)[:1].tolist():
+        lengths = list_sizes(table, "lengths")
+        for row in np.flatnonzero(list_sizes(table, "sequences") != lengths)[:1].tolist():
             yield BrokenRule(
                 step=int(step[row]), order=int(order[row]), message="as many sequences as lengths are needed"
             )
@@ -170,10 +169,6 @@ def _check_order(reader: PlanReader) -> Iterator[BrokenRule]:
                 return
         last_step, last_order = int(step[-1]), int(order[-1])
         totals = (table.column("step_seconds")[-1].as_py(), table.column("step_bound_seconds")[-1].as_py())
-
-
-def _sizes(table: pa.Table, column: str) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    return np.asarray(pc.list_value_length(table.column(column)).to_numpy(), dtype=np.int64)
 
 
 def _check_times(

@@ -11,9 +11,10 @@ from fcp_cli.cost.model import Work
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.plan.metadata.refits import refitted
-from fcp_cli.plan.pricing.setup import PlanSetup, fields_of
+from fcp_cli.plan.pricing.setup import PlanSetup
 from fcp_cli.plan.pricing.speeds import Speeds, named_speeds
 from fcp_cli.recipe import Phase
+from fcp_cli.validation import fields_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 
 from fcp_cli.cost.kernel_names import KERNELS, KernelName
 from fcp_cli.profiling.workers.device import Stopwatch, ranks_on_this_host
+from fcp_cli.profiling.workers.links import gathered
 from fcp_cli.runtime.communication.transport import ProcessTransport
 from fcp_cli.runtime.communication.world import ProcessWorld
 from fcp_cli.runtime.kernels import preferring
@@ -44,6 +44,8 @@ class Bench:
         if device.type == "cuda":
             self._find_kernels()
 
+    gather = staticmethod(gathered)
+
     @property
     def is_first(self) -> bool:
         return self.world.rank == 0
@@ -52,13 +54,6 @@ class Bench:
         """Announce the next action, so that a hang can be named."""
         if self.is_first:
             self.settings.diary.begin(action)
-
-    def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Return every rank's values, as many on each."""
-        mine = torch.tensor(values, dtype=torch.float64)
-        everyone = [torch.empty_like(mine) for _ in range(self.world.size)]
-        dist.all_gather(everyone, mine)
-        return [row.tolist() for row in everyone]
 
     @contextmanager
     def running(self, kernel: KernelName | None) -> Iterator[None]:

@@ -21,9 +21,10 @@ from fcp_cli.memory.table import RESERVE_FRACTION, RankMemory
 from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.plan.metadata.again import plan_again
 from fcp_cli.plan.peers import plan_peers
-from fcp_cli.plan.pricing.setup import RankShape, fields_of
+from fcp_cli.plan.pricing.setup import RankShape
 from fcp_cli.recipe import Recipe, RecipeRequest, flag_words, recipe_to_follow
 from fcp_cli.training.settings import TrainSettings
+from fcp_cli.validation import fields_of
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:

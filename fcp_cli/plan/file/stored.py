@@ -40,7 +40,7 @@ def stored_steps(table: pa.Table, limits: StepLimits) -> Iterator[tuple[StepPlan
         limits: the values that steps may refer to.
     """
     order = table.column("order").to_numpy()
-    unpaired = _list_sizes(table, "sequences") != _list_sizes(table, "lengths")
+    unpaired = list_sizes(table, "sequences") != list_sizes(table, "lengths")
     start = 0
     for step in steps_from_arrow(table):
         rows = slice(start, start + len(step))
@@ -76,7 +76,8 @@ def broken_seconds(values: FloatArray) -> npt.NDArray[np.bool_]:
     return ~((values >= 0) & (values <= MOST_SECONDS))  # of NaN, no comparison holds
 
 
-def _list_sizes(table: pa.Table, column: str) -> npt.NDArray[np.int64]:
+def list_sizes(table: pa.Table, column: str) -> npt.NDArray[np.int64]:
+    """Return [rows] the items of each list of a column."""
     return np.asarray(pc.list_value_length(table.column(column)).to_numpy(), dtype=np.int64)
 
 

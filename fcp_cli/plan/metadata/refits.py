@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Final
 
 from msgspec import Meta
@@ -38,10 +38,6 @@ class Factors:
     attention: Factor = 1.0
     ring: Factor = 1.0
 
-    def items(self) -> Mapping[str, float]:
-        """Return factors by name."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduledRefit:
@@ -65,7 +61,7 @@ def refit_at(refits: Sequence[ScheduledRefit] | None, step: int) -> ScheduledRef
 
 def refit_text(refit: ScheduledRefit) -> str:
     """Describe a refit in a few words."""
-    changed = [f"{name} x {factor:.3g}" for name, factor in refit.factors.items().items() if factor != 1.0]
+    changed = [f"{name} x {factor:.3g}" for name, factor in asdict(refit.factors).items() if factor != 1.0]
     slow = [speeds_text(refit.rank_speeds)] if refit.rank_speeds else []
     return ", ".join([*changed, *slow]) or "as the profile says"
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from fcp_cli.plan.pricing.pipeline import Pipeline
 from fcp_cli.recipe import Recipe, SplitAttention
@@ -66,8 +66,3 @@ class PlanSetup(RankShape):
     def virtual_stages(self) -> int:
         """Blocks of layers on each stage of a replica's pipeline."""
         return 1 if self.pipeline is None else self.pipeline.virtual_stages
-
-
-def fields_of(kind: type[RankShape], value: RankShape) -> dict[str, Any]:
-    """Return by name the fields that `kind` declares, as a value of it or of a derived class has them."""
-    return {field.name: getattr(value, field.name) for field in fields(kind)}

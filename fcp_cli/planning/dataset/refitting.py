@@ -12,7 +12,7 @@ determine them. A rank's speed is the ratio of its own micro-batches, outside ri
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -87,7 +87,7 @@ class Refitter:
         old = before or ScheduledRefit(first_step=0)
         given = np.array(self._problem.rank_speeds or (1.0,) * self._problem.num_ranks)
         speeds = np.array([old.rank_speeds.get(str(rank), given[rank]) for rank in range(len(given))])
-        factors = np.array(list(old.factors.items().values()))
+        factors = np.array(list(asdict(old.factors).values()))
         fitted = factors
         for _ in range(2):  # a slow rank looks like dear work, and dear work like slow ranks
             slowest = np.array([float(speeds[ranks].min()) for ranks in parts.ranks])

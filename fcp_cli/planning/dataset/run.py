@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -63,6 +64,21 @@ class PlanResult:
     planning_seconds: float
     loading_seconds: float
     solver: Solver
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values, for `--json`."""
+        metadata = self.metadata
+        names = (
+            *("plan_hash", "solver", "solver_options", "num_ranks", "ranks_per_node", "tensor_parallel"),
+            *("pipeline_parallel", "tokens_per_rank", "padding_multiple", "sync", "recipe"),
+            *("global_batch_size", "distinct_groups"),
+        )
+        return {
+            **{name: getattr(metadata, name) for name in names},
+            "solver_options": dict(metadata.solver_options),
+            "recipe": metadata.recipe and asdict(metadata.recipe),
+            **self.summary.to_json(),
+        }
 
 
 def make_plan(

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,17 +18,8 @@ from fcp_cli.planning.online.journal import OnlineJournal, table_of_columns
 from fcp_cli.planning.online.stream import StreamPlanner, Window
 from fcp_cli.validation import validated
 
-
-class Answering(Protocol):
-    """Planning of one job, driven by messages."""
-
-    def opened(self) -> Mapping[str, Any]:
-        """Return the first message to the job."""
-        ...
-
-    def answer(self, message: Message) -> tuple[Mapping[str, Any], bytes] | None:
-        """Return the answer to one message, or None if it needs none."""
-        ...
+if TYPE_CHECKING:
+    from fcp_cli.planning.dataset.job_plan import JobPlanner
 
 
 def serve(received: IO[bytes], answers: IO[bytes]) -> None:
@@ -51,7 +42,7 @@ def serve(received: IO[bytes], answers: IO[bytes]) -> None:
         pass  # the job has ended: the journal keeps its plan
 
 
-def _service_of(opening: Message) -> Answering:
+def _service_of(opening: Message) -> Service | JobPlanner:
     if "job" not in opening.facts:
         return Service(opening.facts)
     from fcp_cli.planning.dataset.job_plan import (

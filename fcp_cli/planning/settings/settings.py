@@ -19,9 +19,8 @@ from fcp_cli.cost.profile import (
     CostProfile,
     dump_cost_profile,
     load_cost_profile,
-    parse_cost_profile,
 )
-from fcp_cli.errors import FcpError, ManifestError, UsageError
+from fcp_cli.errors import FcpError, UsageError
 from fcp_cli.machine.accelerators import find_accelerators
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.table.table import LengthTable
@@ -30,12 +29,10 @@ from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.cluster import EXAMPLE_CLUSTER, ClusterSpec, cluster_of, load_cluster
 from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.models.shipped import DEFAULT_MODEL
-from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.metadata.mixture import Mixture
-from fcp_cli.plan.metadata.plan_metadata import Batching, Continuation, PlanMetadata
-from fcp_cli.plan.metadata.refits import refitted
+from fcp_cli.plan.metadata.plan_metadata import Batching, Continuation
 from fcp_cli.plan.pricing.padding import padding_multiple
-from fcp_cli.plan.pricing.setup import PlanSetup, RankShape, fields_of
+from fcp_cli.plan.pricing.setup import RankShape
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.batching.mixing import read_mixture
 from fcp_cli.planning.encoder_balance import balanced_encoder, with_cached_embeddings, with_encoder_ranks
@@ -44,7 +41,6 @@ from fcp_cli.planning.settings.budget import (
     Budget,
     choose_fit,
     computed_budget,
-    continued_recipe,
     options_that_hold,
     profiled_budget,
     require_room,
@@ -55,19 +51,17 @@ from fcp_cli.planning.settings.continuation import (
     ChangedMixture,
     RemainingBatches,
     RemainingSteps,
-    continued_mixture,
-    remaining_steps,
-    settings_of,
 )
 from fcp_cli.planning.settings.options import PlanRequest
 from fcp_cli.planning.settings.pipelines import pipeline_of
-from fcp_cli.planning.settings.rank_speeds import requested_speeds, speeds_of_run
-from fcp_cli.planning.settings.ranks import devices_of_rank, ranks_on, ranks_under, require_pipelines
+from fcp_cli.planning.settings.rank_speeds import requested_speeds
+from fcp_cli.planning.settings.ranks import ranks_on, ranks_under, require_pipelines
 from fcp_cli.planning.settings.recipe_search import RecipeCandidate, RecipeChoice, RecipeData, quickest_recipe
 from fcp_cli.profiling.computed.analytic import analytic_profile
 from fcp_cli.profiling.computed.as_needed import as_needed_profile, with_level_tokens
 from fcp_cli.profiling.computed.forward import forward_profile
 from fcp_cli.recipe import Recipe, SplitAttention
+from fcp_cli.validation import fields_of
 from fcp_cli.words import counted
 
 FOLDER_PROFILE = Path("profile.yaml")
@@ -104,88 +98,6 @@ class PlanInputs:
     def _options_that_hold(self, longest_tokens: int) -> str:
         budget = self.budget or Budget(tokens_per_rank=self.problem.tokens_per_rank, sync=self.problem.sync)
         return options_that_hold(longest_tokens, budget, self.problem.num_ranks)
-
-
-def resolve_continuation(
-    request: PlanRequest, assumptions: Assumptions, *, plan: Path, first_step: int, manifest: Path, length_column: str
-) -> PlanInputs:
-    """Plan the remaining steps of a run for other ranks; settings that `request` leaves open are the run's.
-
-    Args:
-        request: number of ranks, and other changes; the batches stay those of the run.
-        assumptions: collects them.
-        plan: the plan that the run followed.
-        first_step: the first step that is not trained yet.
-        manifest: the plan's manifest.
-        length_column: its column that was planned.
-    """
-    reader = PlanReader(plan)
-    metadata = reader.metadata
-    table, mixture = _table_of_run(request, metadata, manifest, length_column, first_step, plan)
-    if mixture is None and table.content_hash() != metadata.manifest.content_hash:
-        raise ManifestError(
-            f"{manifest} is not the manifest {metadata.manifest.name} that {plan} was made from, or it "
-            "was changed since; name the right one: fcp plan MANIFEST --continue-from ..."
-        )
-    ranks = request.ranks or metadata.num_ranks
-    ranks_per_node = request.ranks_per_node or min(metadata.ranks_per_node, ranks)
-    if request.ranks_per_node is None:
-        assumptions.assume("--ranks-per-node", ranks_per_node, f"the run had {metadata.ranks_per_node}")
-    if request.tokens_per_rank is None:
-        assumptions.assume("--tokens-per-rank", metadata.tokens_per_rank, "the run's plan")
-    tokens, padding = request.tokens_per_rank or metadata.tokens_per_rank, metadata.padding_multiple
-    profile = _profile_of_run(request.profile, plan, metadata, first_step, assumptions)
-    if profile.recompute_levels and (ranks != metadata.num_ranks or request.recipe.given()):
-        raise UsageError(
-            f"{plan} recomputes layers as needed by the memory of its {counted(metadata.num_ranks, 'rank')}; continue "
-            "it on as many with the same recipe, or begin a new plan"
-        )
-    if metadata.phase == "forward":
-        profile = forward_profile(profile)
-    tensor, pipeline = devices_of_rank(profile, metadata.tensor_parallel, metadata.pipeline_parallel, assumptions)
-    shape = JobRanks(num_ranks=ranks, ranks_per_node=ranks_per_node, tensor_parallel=tensor, pipeline_parallel=pipeline)
-    return PlanInputs(
-        table=table,
-        problem=Problem(
-            **{
-                **fields_of(PlanSetup, metadata),
-                **fields_of(RankShape, shape),
-                "tokens_per_rank": _whole_budget(_with_headroom(tokens, request.headroom), padding, assumptions),
-                "encoder_ranks": None,
-                "recipe": continued_recipe(request, metadata, profile, shape, assumptions),
-            },
-            rank_speeds=speeds_of_run(request, metadata, first_step, ranks, ranks_per_node, assumptions),
-            profile=profile,
-        ),
-        settings=settings_of(metadata) if mixture is None else replace(settings_of(metadata), mixture=mixture),
-        remaining=remaining_steps(reader, first_step) if mixture is None else None,
-        continues=None if mixture is None else continued_mixture(metadata, first_step, len(table)),
-    )
-
-
-def _table_of_run(
-    request: PlanRequest, metadata: PlanMetadata, manifest: Path, length_column: str, first_step: int, plan: Path
-) -> tuple[LengthTable, Mixture | None]:
-    """Read the run's manifest, or the manifests that it mixes by other weights from its next step on."""
-    if not request.mix:
-        return read_manifest(manifest, length_column=length_column), None
-    if metadata.mixture is None:
-        raise UsageError(
-            f"{plan} is of one manifest, whose batches cannot become a mixture's; begin a new run with --mix"
-        )
-    return read_mixture(request.mix, length_column=length_column, before=metadata.mixture, first_step=first_step)
-
-
-def _profile_of_run(
-    given: Path | None, plan: Path, metadata: PlanMetadata, first_step: int, assumptions: Assumptions
-) -> CostProfile:
-    if given is not None:
-        return load_cost_profile(given)
-    profile = parse_cost_profile(metadata.cost_profile, name=f"{plan}: the plan's cost profile")
-    assumptions.assume("--profile", f"{profile.model} on {profile.cluster}", "the run's plan")
-    refit = metadata.refit_at(first_step)
-    profile = refitted(profile, refit)
-    return profile if refit is None else replace(profile, text=dump_cost_profile(profile))
 
 
 def resolve(
@@ -325,11 +237,11 @@ def _problem(
 ) -> Problem:
     profile = _in_phase(request, profile)
     padding = padding_multiple(ranks.tensor_parallel) if request.padded_rings else None
-    tokens = _with_headroom(budget.tokens_per_rank, request.headroom)
+    tokens = with_headroom(budget.tokens_per_rank, request.headroom)
     return Problem(
         **fields_of(RankShape, ranks),
         pipeline=pipeline_of(profile, ranks, budget.recipe),
-        tokens_per_rank=_whole_budget(tokens, padding, assumptions),
+        tokens_per_rank=whole_budget_of(tokens, padding, assumptions),
         padding_multiple=padding,
         attention=split_attention(request, profile),
         rank_speeds=requested_speeds(request, ranks.num_ranks, ranks.ranks_per_node),
@@ -509,13 +421,14 @@ def _cluster_to_plan_for(request: PlanRequest, assumptions: Assumptions) -> Clus
     return cluster
 
 
-def _with_headroom(tokens: int, headroom: float) -> int:
+def with_headroom(tokens: int, headroom: float) -> int:
+    """Return a token budget with a fraction of it left free."""
     if not 0 <= headroom < 1:
         raise UsageError(f"--headroom is {headroom}; it must be a fraction from 0 to below 1")
     return max(1, math.floor(tokens * (1.0 - headroom)))
 
 
-def _whole_budget(tokens: int, padding: int | None, assumptions: Assumptions) -> int:
+def whole_budget_of(tokens: int, padding: int | None, assumptions: Assumptions) -> int:
     """Return the token budget, or the part of it that padded sequences can fill."""
     whole = whole_budget(tokens, padding)
     if not whole:

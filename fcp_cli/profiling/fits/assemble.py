@@ -30,9 +30,10 @@ from fcp_cli.profiling.fits.samples import MeasuredPoint, SamplesFile, kernel_ta
 from fcp_cli.profiling.fits.tuned import heads_of_trained, measured_recipe, scaled_to_trained
 from fcp_cli.profiling.fits.vision_fit import (
     VisionFit,
+    compared_peaks,
     fit_vision_samples,
     measured_bytes_per_patch,
-    memory_readings,
+    vision_peaks,
     with_vision,
 )
 from fcp_cli.recipe import Recipe, RecipeRequest, check_recipe
@@ -107,9 +108,16 @@ def profile_from_samples(
         "assumed": [*fit.kept, *_assumed(samples, spec, encoder), *filter(None, [scaled])],
         "warnings": [*warnings, *memory.warnings(block)] or None,
         "memory": memory.record(max(1, block.tokens_per_rank() or 0)),
-        "memory_readings": _memory_readings(samples, spec),
+        # Of two layer counts the readings are those of the larger, which the line, the whole model's, does not predict.
+        "memory_readings": compared_peaks(
+            "tokens",
+            readings(samples, max(subject.layers)),
+            text_bytes_per_token(samples, spec) if len(subject.layers) == 1 else None,
+        ),
         "vision_encoder": _vision_record(samples, vision, timed.freeze_vision) if spec.vision is not None else None,
-        "points": [_point_record(point, float(seconds)) for point, seconds in zip(measured, predicted, strict=True)],
+        "points": [
+            _described(one.point) | one.record(float(seconds)) for one, seconds in zip(measured, predicted, strict=True)
+        ],
     }
     profile = replace(profile, measurement=_rounded(measurement), attention_kernels=_kernels(samples))
     return replace(profile, text=dump_cost_profile(profile))
@@ -191,7 +199,9 @@ def _vision_record(samples: SamplesFile, fits: Mapping[str, VisionFit], freeze_v
         "blocks_measured": list(samples.subject.vision_layers) or None,
         **{name: fit.record() for name, fit in fits.items()},
         "bytes_per_patch": bytes_per_patch,
-        "memory_readings": memory_readings(samples, bytes_per_patch) if bytes_per_patch else None,
+        "memory_readings": compared_peaks("patches", vision_peaks(samples), bytes_per_patch)
+        if bytes_per_patch
+        else None,
     }
 
 
@@ -262,24 +272,6 @@ def _transfer_figures(samples: SamplesFile, tier: str) -> tuple[float, float] | 
     columns = np.stack([np.ones(len(seconds)), np.array(list(by_size), dtype=np.float64)], axis=1) / seconds[:, None]
     latency, per_byte = non_negative_least_squares(columns, np.ones(len(seconds)))
     return float(latency), float(1.0 / max(per_byte, 1e-15))
-
-
-def _memory_readings(samples: SamplesFile, spec: ModelSpec) -> list[dict[str, Any]]:
-    """Compare peak bytes of the language model's activations on one rank with the line fitted to them.
-
-    If two layer counts were measured, the readings are those of the larger, and none is compared: the line is the
-    whole model's.
-    """
-    layers = samples.subject.layers
-    slope = text_bytes_per_token(samples, spec) if len(layers) == 1 else None
-    return [
-        {
-            "tokens": tokens,
-            "peak_bytes": peak_bytes,
-            "error_percent": slope and 100.0 * (slope * tokens / max(peak_bytes, 1.0) - 1.0),
-        }
-        for tokens, peak_bytes in readings(samples, max(layers))
-    ]
 
 
 def _assumed(samples: SamplesFile, spec: ModelSpec, encoder: VisionFit | None) -> list[str]:
@@ -371,17 +363,9 @@ def _errors_by_group(measured: Sequence[MeasuredPoint[Point]], predicted: Any) -
     return found
 
 
-def _point_record(point: MeasuredPoint[Point], predicted: float) -> dict[str, Any]:
-    return {
-        "lengths": list(point.point.lengths),
-        "degree": point.point.degree,
-        **({"heads_degree": point.point.heads_degree} if point.point.heads_degree > 1 else {}),
-        "seconds": point.seconds,
-        "predicted_seconds": predicted,
-        "error_percent": 100.0 * (predicted / point.seconds - 1.0),
-        "held_out": point.point.held_out,
-        "repeats": point.repeats,
-    }
+def _described(point: Point) -> dict[str, Any]:
+    heads = {"heads_degree": point.heads_degree} if point.heads_degree > 1 else {}
+    return {"lengths": list(point.lengths), "degree": point.degree, **heads}
 
 
 def _rounded(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.profiling.fits.points import Point, VisionPoint, heads_points, measurement_points, vision_points
 from fcp_cli.reading.documents import decode_json, read_json
 from fcp_cli.recipe import Recipe
-from fcp_cli.validation import Count, NonEmptyText, validated
+from fcp_cli.validation import Count, NonEmptyText, fields_of, validated
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +89,7 @@ class Measurement(Subject):
 
     def subject(self) -> Subject:
         """Return the settings of the measurement, without its budget and file."""
-        return Subject(**{f.name: getattr(self, f.name) for f in fields(Subject)})
+        return Subject(**fields_of(Subject, self))
 
     def write(self, path: Path) -> None:
         """Write the request that every rank of the worker reads, whatever folder it runs in."""
@@ -103,8 +103,7 @@ def read_measurement(path: Path) -> Measurement:
     document = read_json(path, error=ProfileError)
     budget_seconds, samples = document.pop("budget_seconds"), Path(document.pop("samples"))
     subject = validated(document, Subject, where=str(path), error=ProfileError)
-    figures = {f.name: getattr(subject, f.name) for f in fields(Subject)}
-    return Measurement(**figures, budget_seconds=budget_seconds, samples=samples)
+    return Measurement(**fields_of(Subject, subject), budget_seconds=budget_seconds, samples=samples)
 
 
 def model_figures(model: str) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, make_dataclass
+from dataclasses import asdict, dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Any, Final, Generic, Literal, TypeAlias
 
@@ -22,7 +22,7 @@ from fcp_cli.kinds import another_kind
 from fcp_cli.profiling.fits.measurement import Measurement, Subject, model_figures, timed_settings
 from fcp_cli.profiling.fits.points import P, Point
 from fcp_cli.reading.documents import decode_json, read_text
-from fcp_cli.validation import Count, NonEmptyText, NonNegative, Share, require_shape, validated
+from fcp_cli.validation import Count, NonEmptyText, NonNegative, Share, fields_of, require_shape, validated
 
 FORMAT: Final = "fcp-samples/1"
 
@@ -58,6 +58,16 @@ class MeasuredPoint(Generic[P]):
     point: P
     seconds: float
     repeats: int
+
+    def record(self, predicted_seconds: float) -> dict[str, Any]:
+        """Return how well it is predicted, for a profile's measurement."""
+        return {
+            "seconds": self.seconds,
+            "predicted_seconds": predicted_seconds,
+            "error_percent": 100.0 * (predicted_seconds / self.seconds - 1.0),
+            "held_out": self.point.held_out,
+            "repeats": self.repeats,
+        }
 
     def sample(self: MeasuredPoint[Point], *, silent: bool = False) -> Sample:
         return Sample(
@@ -164,7 +174,8 @@ def _require_same(measurement: Measurement, samples: SamplesFile) -> None:
 
 def _compared(subject: Subject) -> dict[str, Any]:
     """Return the key of a measurement's samples: of the recipe, the settings that times depend on."""
-    compared = {f.name: getattr(subject, f.name) for f in fields(Subject) if f.name not in ("recipe", "sync")}
+    compared = fields_of(Subject, subject)
+    del compared["recipe"], compared["sync"]
     return {**compared, **timed_settings(subject.recipe)}
 
 

@@ -50,14 +50,7 @@ class VisionFit:
             "held_out_points": sum(measured.point.held_out for measured in self.points),
             "held_out_error_percent": self.error_percent(held_out=True),
             "points": [
-                {
-                    "part_sides_patches": list(measured.point.sides),
-                    "seconds": measured.seconds,
-                    "predicted_seconds": predicted,
-                    "error_percent": 100.0 * (predicted / measured.seconds - 1.0),
-                    "held_out": measured.point.held_out,
-                    "repeats": measured.repeats,
-                }
+                {"part_sides_patches": list(measured.point.sides), **measured.record(predicted)}
                 for measured, predicted in zip(self.points, self.predicted_seconds, strict=True)
             ],
         }
@@ -99,7 +92,12 @@ def with_vision(profile: CostProfile, costs: VisionCosts) -> CostProfile:
 
 def measured_bytes_per_patch(samples: SamplesFile) -> float | None:
     """Return a trained encoder's bytes per patch, from peaks of growing calls; None if they do not show it."""
-    return slope_of_peaks([(line["patches"], line["peak_bytes"]) for line in samples.of_kind("vision_memory")])
+    return slope_of_peaks(vision_peaks(samples))
+
+
+def vision_peaks(samples: SamplesFile) -> list[tuple[float, float]]:
+    """Return (patches, peak bytes) of growing calls of the encoder."""
+    return [(line["patches"], line["peak_bytes"]) for line in samples.of_kind("vision_memory")]
 
 
 def slope_of_peaks(readings: Sequence[tuple[float, float]]) -> float | None:
@@ -111,13 +109,13 @@ def slope_of_peaks(readings: Sequence[tuple[float, float]]) -> float | None:
     return float(np.polyfit(units, peak_bytes, 1)[0])
 
 
-def memory_readings(samples: SamplesFile, bytes_per_patch: float) -> Sequence[Mapping[str, Any]]:
-    """Compare peak bytes of calls of the encoder with so many bytes per patch."""
+def compared_peaks(unit: str, peaks: Sequence[tuple[float, float]], slope: float | None) -> list[dict[str, Any]]:
+    """Compare peaks, each of (units, bytes), with so many bytes per unit, for a profile's measurement."""
     return [
         {
-            "patches": line["patches"],
-            "peak_bytes": line["peak_bytes"],
-            "error_percent": 100.0 * (bytes_per_patch * line["patches"] / max(line["peak_bytes"], 1.0) - 1.0),
+            unit: units,
+            "peak_bytes": peak_bytes,
+            "error_percent": slope and 100.0 * (slope * units / max(peak_bytes, 1.0) - 1.0),
         }
-        for line in samples.of_kind("vision_memory")
+        for units, peak_bytes in peaks
     ]

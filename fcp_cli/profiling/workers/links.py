@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -94,24 +93,27 @@ def message_sizes(most_bytes: int) -> list[int]:
     return [*sizes, most_bytes] if sizes[-1] < most_bytes else sizes
 
 
-Gather: TypeAlias = Callable[[Sequence[float]], list[list[float]]]
-"""Returns every rank's values; all ranks call it together."""
+def gathered(values: Sequence[float]) -> list[list[float]]:
+    """Return every rank's values, as many on each; all ranks call it together."""
+    mine = torch.tensor(values, dtype=torch.float64)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return [row.tolist() for row in everyone]
 
 
 class Messenger:
     """Times messages over a transport; every rank calls the same methods together."""
 
-    def __init__(self, transport: Transport, device: torch.device, stopwatch: Stopwatch, gather: Gather) -> None:
+    def __init__(self, transport: Transport, device: torch.device, stopwatch: Stopwatch) -> None:
         self._transport = transport
         self._device = device
         self._stopwatch = stopwatch
-        self._gather = gather
 
     def seconds(self, link: PairKind, num_bytes: int, *, repeats: int) -> list[float]:
         """Return [repeats] the seconds of messages, each of the rank that was disturbed least."""
         work = self._message(link, num_bytes)
         dist.barrier()  # a late start of one rank would be measured as waiting by the others
-        everyone = self._gather(self._stopwatch.measure_each(work, repeats, pause=dist.barrier))
+        everyone = gathered(self._stopwatch.measure_each(work, repeats, pause=dist.barrier))
         return [min(values) for values in zip(*everyone, strict=True)]
 
     def first_contact(self, link: PairKind) -> tuple[list[float], list[float] | None]:
@@ -129,7 +131,7 @@ class Messenger:
         again = self._host_seconds(work)
         rank = dist.get_rank()
         met = len({link.to(rank), link.source(rank)})
-        everyone = self._gather([max(0.0, first - again), max(0.0, before - after) / met])
+        everyone = gathered([max(0.0, first - again), max(0.0, before - after) / met])
         seconds, device_bytes = ([values[column] for values in everyone] for column in (0, 1))
         return seconds, None if self._device.type == "cpu" else device_bytes
 

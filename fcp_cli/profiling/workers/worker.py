@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -39,7 +39,7 @@ from fcp_cli.profiling.workers.device import (
 )
 from fcp_cli.profiling.workers.footprint import Footprint, points_that_fit, vision_points_that_fit
 from fcp_cli.profiling.workers.kernel_timing import time_kernels
-from fcp_cli.profiling.workers.links import Messenger, fresh_links, links, message_sizes, most_message_bytes
+from fcp_cli.profiling.workers.links import Messenger, fresh_links, gathered, links, message_sizes, most_message_bytes
 from fcp_cli.profiling.workers.schedule import Schedule, Task
 from fcp_cli.profiling.workers.update_step import UpdateStep, state_bytes
 from fcp_cli.profiling.workers.vision_workload import VisionWorkload, build_encoder
@@ -175,7 +175,7 @@ class Measurer:
 
     def _transfers(self) -> None:
         """Time the first messages of pairs, then messages of growing size, within nodes and across them."""
-        messenger = Messenger(self.transport, self.device, self.stopwatch, self._gather)
+        messenger = Messenger(self.transport, self.device, self.stopwatch)
         for link in fresh_links(self.world.size, self.ranks_per_node):
             seconds, device_bytes = messenger.first_contact(link)
             self._write(kind="first_contact", tier=link.tier, seconds=seconds, bytes=device_bytes)
@@ -220,16 +220,9 @@ class Measurer:
     def _clocks(self, when: str) -> None:
         """Write down the clocks of all ranks, where a driver tells them: boost clocks do not last."""
         mine = sm_clock_mhz(self.device)
-        everyone = [value for (value,) in self._gather([-1.0 if mine is None else mine])]
+        everyone = [value for (value,) in gathered([-1.0 if mine is None else mine])]
         if min(everyone) >= 0:
             self._write(kind="clocks", when=when, sm_mhz=everyone)
-
-    def _gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Return every rank's values, as many on each."""
-        mine = torch.tensor(values, dtype=torch.float64)
-        everyone = [torch.empty_like(mine) for _ in range(self.world.size)]
-        dist.all_gather(everyone, mine)
-        return [row.tolist() for row in everyone]
 
     def _warm_up(self) -> None:
         """Run each kind of group twice: the first call of a kernel compiles and allocates, later ones do not."""
@@ -288,7 +281,7 @@ class Measurer:
             shared = task.point.heads_degree if len(mine) == task.point.degree else 1
             work = self.workload.microbatch(task.point.lengths, mine, mine.index(self.world.rank), shared)
         dist.barrier()
-        everyone = self._gather(measure(work, runs) if work else [0.0] * runs)
+        everyone = gathered(measure(work, runs) if work else [0.0] * runs)
         if self.shares_cores:
             return [max(everyone[rank][run] for group in groups for rank in group) for run in range(runs)]
         return [min(everyone[rank][run] for rank in group) for group in groups for run in range(runs)]
@@ -299,7 +292,7 @@ class Measurer:
         self.vision.set_blocks(task.layers)
         work = self.vision.call(task.point)
         dist.barrier()
-        everyone = self._gather(self.stopwatch.measure_each(work, runs))
+        everyone = gathered(self.stopwatch.measure_each(work, runs))
         if self.shares_cores:
             return [max(times) for times in zip(*everyone, strict=True)]
         return [seconds for times in everyone for seconds in times]
@@ -315,7 +308,7 @@ class Measurer:
         seconds = []
         for _ in range(_STEP_REPEATS):
             dist.barrier()
-            everyone = [row[0] for row in self._gather([self.stopwatch.measure(step.run)])]
+            everyone = [row[0] for row in gathered([self.stopwatch.measure(step.run)])]
             seconds.append(max(everyone) if self.shares_cores else min(everyone))
         self._write(
             kind="step",

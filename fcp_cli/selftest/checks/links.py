@@ -20,7 +20,7 @@ _NAMES = {
 
 def check(bench: Bench) -> Finding:
     """Time first contacts before anything else has been sent, then messages of growing size."""
-    messenger = Messenger(bench.transport, bench.device, bench.stopwatch, bench.gather)
+    messenger = Messenger(bench.transport, bench.device, bench.stopwatch)
     contacts: dict[str, Any] = {}
     lines = []
     for link in fresh_links(bench.world.size, bench.ranks_per_node):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pyarrow as pa
@@ -76,7 +76,7 @@ def test_one_refit_changes_a_factor_twofold_at_most() -> None:
     refitter, table = measured(truth)
     found, _line = refitter.refit(20, table, None)
     assert found is not None
-    assert max(found.factors.items().values()) == 2.0
+    assert max(asdict(found.factors).values()) == 2.0
 
 
 def test_too_few_micro_batches_change_nothing() -> None:
