@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.manifest.table.columns import chunked
 from fcp_cli.masks import MaskRows
+
+_COLUMNS: Final = ("length_tokens", "eta", "vision_patches", "vision_patch_pairs")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,21 +49,16 @@ class LengthTable:
 
     def take(self, rows: IntArray) -> LengthTable:
         """Return the given rows, in the given order."""
-        return LengthTable(
-            name=self.name,
-            length_tokens=self.length_tokens[rows],
-            eta=None if self.eta is None else self.eta[rows],
-            vision_patches=None if self.vision_patches is None else self.vision_patches[rows],
-            vision_patch_pairs=None if self.vision_patch_pairs is None else self.vision_patch_pairs[rows],
-            column=self.column,
-        )
+        columns = {name: getattr(self, name) for name in _COLUMNS}
+        taken = {name: None if values is None else values[rows] for name, values in columns.items()}
+        return LengthTable(name=self.name, column=self.column, **taken)
 
     def gather(self, rows: IntArray) -> LengthTable:
         """Return the given rows, in the given order, by one pass over each column in its own order."""
         order = np.argsort(rows)
         wanted = rows[order]
         found: dict[str, Any] = {}
-        for name in ("length_tokens", "eta", "vision_patches", "vision_patch_pairs"):
+        for name in _COLUMNS:
             column = getattr(self, name)
             found[name] = None if column is None else np.empty(len(rows), column.dtype)
             for first, part in () if column is None else chunked(column):
@@ -72,7 +69,7 @@ class LengthTable:
     def content_hash(self) -> str:
         """Hash the columns that planning reads (SHA-256); independent of file layout and writer."""
         digest = hashlib.sha256(b"fcp-manifest/1")
-        for column in (self.length_tokens, self.eta, self.vision_patches, self.vision_patch_pairs):
+        for column in (getattr(self, name) for name in _COLUMNS):
             if column is None:
                 digest.update(b"absent")
                 continue

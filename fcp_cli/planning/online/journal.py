@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
@@ -146,8 +146,8 @@ class OnlineJournal:
             if start.begins.first_step > due:
                 raise self._damaged(start.part, f"it begins with step {start.begins.first_step}, after step {due - 1}")
             end = start.end_step if end_step is None else min(start.end_step, end_step)
-            for window in self._windows(start):
-                for step in window.steps:
+            for _columns, steps in self._windows(start):
+                for step in steps:
                     if step.step < end:
                         due = step.step + 1
                         yield step
@@ -222,7 +222,7 @@ class OnlineJournal:
         for start in self._starts():
             if start.begins.first_sequence > rows:
                 raise self._damaged(start.part, f"it begins with sequence {start.begins.first_sequence}, after {rows}")
-            found = [window.columns for window in self._windows(start)]
+            found = [columns for columns, _steps in self._windows(start)]
             kept = min(count, start.end_sequence) - start.begins.first_sequence
             if found and kept > 0:
                 tables.append(pa.concat_tables(found).slice(0, kept))
@@ -250,8 +250,8 @@ class OnlineJournal:
                 return None
             return validated(decode_json(content), _Begins, where=str(part), error=PlanError)
 
-    def _windows(self, start: _Start) -> Iterator[_Window]:
-        """Yield the whole windows of a start."""
+    def _windows(self, start: _Start) -> Iterator[tuple[pa.Table, list[StepPlan]]]:
+        """Yield the whole windows of a start: the columns of their sequences, and their steps."""
         due, rows, metadata = start.begins.first_step, start.begins.first_sequence, self._metadata()
         with self._reading(start.part):
             contents = islice(read_records(start.part), 1, None)
@@ -262,7 +262,7 @@ class OnlineJournal:
                 table, splits_heads = table_of_content(of_steps), metadata.attention is not None
                 steps = steps_in_order(table, limits, due=due, splits_heads=splits_heads)
                 due += len(steps)
-                yield _Window(columns, steps)
+                yield columns, steps
 
     @contextmanager
     def _reading(self, part: Path) -> Iterator[None]:
@@ -278,11 +278,6 @@ class OnlineJournal:
 
     def _parts(self) -> list[Path]:
         return sorted(self.folder.glob("*.windows"))
-
-
-class _Window(NamedTuple):
-    columns: pa.Table
-    steps: list[StepPlan]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

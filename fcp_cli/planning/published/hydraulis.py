@@ -30,7 +30,7 @@ from fcp_cli.planning.baselines.drafts import Draft, assign
 from fcp_cli.planning.baselines.placement import place_groups
 from fcp_cli.planning.batching.batches import GlobalBatches, spread_steps
 from fcp_cli.planning.problem import Assignment, Batch, Problem
-from fcp_cli.planning.published.wlb_llm import SAMPLED_STEPS, fewest_packs
+from fcp_cli.planning.published.wlb_llm import SAMPLED_STEPS, packs_of_groups
 from fcp_cli.planning.work import work_on
 
 _ORDERS: Final = 50
@@ -73,7 +73,7 @@ class Hydraulis:
         for group, degree in enumerate(degrees):
             mine = np.flatnonzero(group_of == group)
             tokens = work_on(batch.work, degree, problem).tokens[mine]
-            packs = fewest_packs(tokens, of_groups[group, mine], groups=1, limit=int(limits[group]))
+            packs = packs_of_groups(tokens, of_groups[group, mine], groups=1, limit=int(limits[group]))
             on = ranks[offsets[group] : offsets[group + 1]].tolist()
             packs = [mine[pack].tolist() for pack in packs]
             drafts += [(float(of_groups[group, pack].sum()), Draft(on, pack)) for pack in packs]

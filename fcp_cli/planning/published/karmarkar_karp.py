@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -36,52 +35,40 @@ Balance: TypeAlias = Literal["packs", "split", "sequences"]  # slime twice, verl
 _SAMPLED_STEPS = 4
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
-    """The settings that a user of these trainers fixes for a run."""
-
-    degree: int
-    balance: Balance
-
-
 def make_solver(batches: GlobalBatches) -> Solver:
     """Make the solver with the setting that is quickest over a sample of the steps."""
     problem = batches.problem
     steps = np.unique(np.linspace(0, len(batches) - 1, _SAMPLED_STEPS, dtype=np.int64)).tolist()
     sample = [batches.batch(step) for step in steps]
     longest = batches.longest_tokens
-    solvers = (KarmarkarKarp(problem, setting) for setting in feasible_settings(longest, problem))
+    solvers = (KarmarkarKarp(problem, *setting) for setting in feasible_settings(longest, problem))
     return min(solvers, key=lambda solver: solver.seconds(sample))
 
 
-def feasible_settings(longest_tokens: int, problem: Problem) -> list[Setting]:
+def feasible_settings(longest_tokens: int, problem: Problem) -> list[tuple[int, Balance]]:
     """Return every divisor of the ranks that holds the longest sequence (all ranks do), with each way to balance."""
     degrees = [
         degree
         for degree in range(1, problem.num_ranks + 1)
         if problem.num_ranks % degree == 0 and degree * problem.tokens_per_rank >= longest_tokens
     ]
-    return [Setting(degree=degree, balance=balance) for degree in degrees for balance in get_args(Balance)]
+    return [(degree, balance) for degree in degrees for balance in get_args(Balance)]
 
 
 class KarmarkarKarp:
     name = "karmarkar-karp"
 
-    def __init__(self, problem: Problem, setting: Setting) -> None:
-        self._problem = problem
-        self._setting = setting
-        self._group_tokens = setting.degree * problem.tokens_per_rank
-        self.options: Mapping[str, Any] = asdict(setting)
+    def __init__(self, problem: Problem, degree: int, balance: Balance) -> None:
+        self._problem, self._degree, self._balance = problem, degree, balance
+        self._group_tokens = degree * problem.tokens_per_rank
+        self.options: Mapping[str, Any] = {"degree": degree, "balance": balance}
 
     def assign(self, batch: Batch) -> Assignment:
         """Spread one batch over the data-parallel ranks."""
-        if self._setting.balance == "sequences":
-            packs_of_rank = self._balance_sequences(batch)
-        else:
-            packs_of_rank = self._balance_packs(batch)
-        packs_of_rank = [self._slowest_first(packs, batch) for packs in packs_of_rank]
+        balanced = self._balance_sequences if self._balance == "sequences" else self._balance_packs
+        packs_of_rank = [self._slowest_first(packs, batch) for packs in balanced(batch)]
         drafts = [
-            Draft(range(rank * self._setting.degree, (rank + 1) * self._setting.degree), pack)
+            Draft(range(rank * self._degree, (rank + 1) * self._degree), pack)
             for turn in zip_longest(*packs_of_rank)
             for rank, pack in enumerate(turn)
             if pack
@@ -94,21 +81,21 @@ class KarmarkarKarp:
 
     @property
     def _data_parallel(self) -> int:
-        return self._problem.num_ranks // self._setting.degree
+        return self._problem.num_ranks // self._degree
 
     def _balance_packs(self, batch: Batch) -> list[list[list[int]]]:
         """Balance as slime does: packs first."""
-        if self._setting.balance == "split":
+        if self._balance == "split":
             packs = self._split_packs(batch)
         else:
-            packs = packs_of(range(len(batch.lengths)), batch, self._problem, self._setting.degree)
+            packs = packs_of(range(len(batch.lengths)), batch, self._problem, self._degree)
         weights = self._pack_seconds(packs, batch).tolist()
         parts = partition(weights, self._data_parallel, equal_counts=True)
         return [[packs[i] for i in part] for part in parts]
 
     def _split_packs(self, batch: Batch) -> list[list[int]]:
         """Pack first-fit, then halve the packs with most tokens until every data-parallel rank gets equally many."""
-        tokens = work_on(batch.work, self._setting.degree, self._problem).tokens
+        tokens = work_on(batch.work, self._degree, self._problem).tokens
         pack_of = first_fit(tokens, self._group_tokens)
         offsets, members = members_by_pack(pack_of, int(pack_of.max()) + 1)
         packs = [part.tolist() for part in np.split(members, offsets[1:-1])]
@@ -126,7 +113,7 @@ class KarmarkarKarp:
 
     def _balance_sequences(self, batch: Batch) -> list[list[list[int]]]:
         """Balance as verl does: sequences first, then each rank's into as many micro-batches as the fullest needs."""
-        work = work_on(batch.work, self._setting.degree, self._problem)
+        work = work_on(batch.work, self._degree, self._problem)
         parts = partition(work.total_seconds.tolist(), self._data_parallel)
         tokens = [int(work.tokens[part].sum()) for part in parts]
         count = max(-(-total // self._group_tokens) for total in tokens)
@@ -150,13 +137,13 @@ class KarmarkarKarp:
     def _pack_seconds(self, packs: Sequence[list[int]], batch: Batch) -> FloatArray:
         members = np.concatenate(packs)
         offsets = np.cumsum([0, *(len(pack) for pack in packs)])
-        work = pack_work(batch.work, members, offsets, self._setting.degree, self._problem)
+        work = pack_work(batch.work, members, offsets, self._degree, self._problem)
         return group_seconds(
             self._problem.profile,
             work,
-            degree=self._setting.degree,
+            degree=self._degree,
             # Where the degree does not divide a node, some groups lie across two: weigh packs as if all did.
-            crosses_nodes=self._problem.ranks_per_node % self._setting.degree != 0,
+            crosses_nodes=self._problem.ranks_per_node % self._degree != 0,
         )
 
 

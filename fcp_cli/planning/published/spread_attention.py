@@ -28,7 +28,7 @@ from fcp_cli.cost.profile import Heads
 from fcp_cli.errors import UsageError
 from fcp_cli.planning.bounds import area_bound_seconds
 from fcp_cli.planning.problem import Batch, PricedStep, Problem
-from fcp_cli.planning.published.wlb_llm import fewest_packs
+from fcp_cli.planning.published.wlb_llm import packs_of_groups
 
 
 def require_heads(name: str, problem: Problem) -> Heads:
@@ -84,7 +84,7 @@ class SpreadAttention(ABC):
         """Pack a batch for as few micro-batches a group as hold it: by tokens for one group, else by work."""
         groups, limit = self._problem.num_ranks // self._degree, self._degree * self._problem.tokens_per_rank
         weights = work.tokens.astype(np.float64) if groups == 1 else work.total_seconds
-        return fewest_packs(work.tokens, weights, groups=groups, limit=limit)
+        return packs_of_groups(work.tokens, weights, groups=groups, limit=limit)
 
     def task_seconds(self, tasks: Tasks, work: Work, kernels: FloatArray, *, ping_pong: bool) -> FloatArray:
         """Return [degree] the seconds of a micro-batch of tasks, each with all keys of its sequence.

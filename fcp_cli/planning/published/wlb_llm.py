@@ -70,7 +70,7 @@ class WlbLlm:
         """Pack one batch, and share its packs out over the groups."""
         work = work_on(batch.work, self._degree, self._problem)
         groups, limit = self._problem.num_ranks // self._degree, self._degree * self._problem.tokens_per_rank
-        packs = fewest_packs(work.tokens, work.total_seconds, groups=groups, limit=limit)
+        packs = packs_of_groups(work.tokens, work.total_seconds, groups=groups, limit=limit)
         seconds = [float(work.total_seconds[pack].sum()) for pack in packs]
         busy = np.zeros(groups)
         drafts = []
@@ -85,7 +85,7 @@ class WlbLlm:
         return makespan_seconds(self.assign(batch), batch, self._problem)
 
 
-def fewest_packs(tokens: IntArray, work: FloatArray, *, groups: int, limit: int) -> list[list[int]]:
+def packs_of_groups(tokens: IntArray, work: FloatArray, *, groups: int, limit: int) -> list[list[int]]:
     """Pack for as few micro-batches a group as hold all sequences; see `balanced_packs`. Empty packs are dropped."""
     turns = max(1, -(-int(tokens.sum()) // (groups * limit)))
     while True:
