@@ -4,9 +4,9 @@
     longest-first = "longest_first:make_solver"
 
 A solver returns groups, packs and one global order, never times: seconds, idle rows, makespan and lower bound are
-computed from its answer by the same code for all solvers. Every answer is checked against the rules of a plan. `place_waves`
-turns waves of (degree, sequences) into an answer; `packs_of` packs sequences that a group holds together; `work_on`
-gives the sequences' work, and their tokens with padding, on groups of some degree.
+computed from its answer by the same code for all solvers. Every answer is checked against the rules of a plan.
+`place_waves` turns waves of (degree, sequences) into an answer; `packs_of` packs sequences that a group holds
+together; `work_on` gives the sequences' work, and their tokens with padding, on groups of some degree.
 """
 
 from fcp_cli.planning.assemble import makespan_seconds
