@@ -255,5 +255,5 @@ def check_shard_ranks(recipe: Recipe, ranks: int) -> None:
         nearest = max(divisor for divisor in range(1, shards) if ranks % divisor == 0)
         raise UsageError(
             f"--shard-ranks is {shards}, which does not divide the {ranks} ranks; give --shard-ranks {nearest}, or "
-            "leave it out to share one copy over all ranks"
+            "remove it to shard one copy over all ranks"
         )

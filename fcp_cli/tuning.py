@@ -91,7 +91,7 @@ def frozen_names(names: Iterable[str], freeze: str) -> set[str]:
             )
         frozen |= found
     if len(frozen) == len(names):
-        raise UsageError(f"--freeze {freeze} leaves nothing to train; leave out some of its patterns")
+        raise UsageError(f"--freeze {freeze} leaves nothing to train; remove some of its patterns")
     return frozen
 
 

@@ -189,7 +189,7 @@ def _measured(
     assumptions.report()
     assumptions.assumed.clear()
     if prepare_samples(measurement, fresh=options.fresh):
-        note(f"continuing the measurement in {measurement.samples}; --fresh begins again")
+        note(f"continuing the measurement in {measurement.samples}; --fresh starts over")
     try:
         samples, failure = _run_with_bar(measurement)
     except KeyboardInterrupt:

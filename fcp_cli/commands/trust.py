@@ -34,4 +34,4 @@ def trust(options: TrustOptions) -> None:
         note(f"{options.config} is trusted no longer")
     else:
         add_trust(options.config, digest_of(read_text(options.config, error=UsageError, label="the config ")))
-        note(f"{options.config} is trusted as it is now; a change asks again")
+        note(f"{options.config} is trusted with its current content; after a change, fcp asks again")

@@ -85,7 +85,7 @@ def unplanned_job(
     nodes = request.nodes or 1
     ranks = request.ranks or (here or 0) * nodes
     if not ranks:
-        raise UsageError("there is no accelerator here, so say how many CPU processes train: --ranks 4")
+        raise UsageError("there is no accelerator here; give the number of CPU processes: --ranks 4")
     metadata = unmade_plan(ranks=ranks, ranks_per_node=max(1, ranks // nodes))
     profile = None if request.profile is None else str(request.profile.absolute())
     return metadata, PlanningWish(model=_model_everywhere(request.model), profile=profile), lambda: machine

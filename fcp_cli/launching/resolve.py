@@ -162,7 +162,7 @@ def _attention_kernel(request: LaunchRequest, machine: LocalDevices) -> KernelCh
 
 def _numa_binding(request: LaunchRequest) -> NumaBinding | None:
     if request.numa_binding is not None and request.launcher != "torchrun":
-        raise UsageError("--numa-binding is torchrun's; leave it out with --launcher msrun")
+        raise UsageError("--numa-binding is torchrun's; do not use it with --launcher msrun")
     return request.numa_binding
 
 

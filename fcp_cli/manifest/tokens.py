@@ -204,7 +204,7 @@ def _has_pixels(source: dict[str, Any]) -> bool:
 def _picture_records(path: Path, root: Path, source: dict[str, Any], remedy: str) -> PictureRecords:
     missing = {"shard", "record", PICTURES_COLUMN} - set(open_shard(path).schema.names)
     if missing:
-        raise ManifestError(f"{path} has no column {min(missing)!r}, which says where pictures are; {remedy}")
+        raise ManifestError(f"{path} has no column {min(missing)!r}, which has the paths of images; {remedy}")
     processor, folder = recorded_processor(source["processor"]), Path(source["tokenizer"])
     now = open_processor(str(folder))
     if now.describe() != processor.describe():

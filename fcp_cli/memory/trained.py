@@ -90,7 +90,7 @@ def check_trained(spec: ModelSpec, recipe: Recipe) -> None:
         raise UsageError(
             f"--lora: {targets} names no linear layer of {spec.name}; q_proj+v_proj are some, or {ALL_LINEAR}"
         )
-    raise UsageError(f"--freeze {recipe.freeze} leaves nothing of {spec.name} to train; leave out some of its patterns")
+    raise UsageError(f"--freeze {recipe.freeze} leaves nothing of {spec.name} to train; remove some of its patterns")
 
 
 def trained_parameters(spec: ModelSpec, recipe: Recipe) -> Trained | None:

@@ -31,9 +31,9 @@ def balanced_encoder(batches: GlobalBatches, wanted: Wanted, assumptions: Assump
         if wanted == "auto":
             return problem
         raise UsageError(
-            "--encoder-balance wave needs waves, in which all ranks meet; add --sync microbatch, or leave it out"
+            "--encoder-balance wave needs waves, in which all ranks synchronize; add --sync microbatch, or remove it"
             if problem.pipeline is None
-            else "--encoder-balance wave needs waves, in which all ranks meet, as pipelines do not; leave it out"
+            else "--encoder-balance wave needs waves, in which all ranks synchronize, unlike pipelines; remove it"
         )
     over_wave = replace(problem, encoder_balance="wave")
     if wanted == "wave":
@@ -60,11 +60,11 @@ def with_encoder_ranks(batches: GlobalBatches, wanted: str, assumptions: Assumpt
     """
     problem, most = batches.problem, batches.problem.num_ranks - 1
     if problem.sync != "microbatch":
-        raise UsageError("--encoder-ranks sends embeddings wave by wave; add --sync microbatch, or leave it out")
+        raise UsageError("--encoder-ranks sends embeddings wave by wave; add --sync microbatch, or remove it")
     if problem.recipe is not None and problem.recipe.zero_stage > 1:
         raise UsageError(
             f"--encoder-ranks run ahead of the others, which FSDP2 (--zero {problem.recipe.zero_stage}) keeps in step; "
-            "add --zero 1, or leave it out"
+            "add --zero 1, or remove it"
         )
     if wanted == "auto":
         found = {count: _first_step_seconds(batches, set_aside(problem, count)) for count in _likely_counts(batches)}

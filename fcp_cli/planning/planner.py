@@ -86,7 +86,7 @@ class Planner:
         """
         if unknown := set(more) - set(MoreSettings.__annotations__):
             known = " and ".join(MoreSettings.__annotations__)
-            raise UsageError(f"Planner has no setting {min(unknown)}; beside its arguments it takes {known}")
+            raise UsageError(f"Planner has no setting {min(unknown)}; besides its arguments it takes {known}")
         request = PlanRequest(
             profile=None if profile is None else Path(profile),
             model=model,

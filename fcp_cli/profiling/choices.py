@@ -131,7 +131,7 @@ def choose_measurement(request: ProfileRequest, assumptions: Assumptions) -> Mea
     if request.nodes > 1 and ranks != units:
         raise UsageError(
             f"--ranks {ranks}: {request.nodes} nodes of --devices-per-node {request.devices_per_node} have {units} "
-            "ranks; leave out --ranks, or give the devices of a node"
+            "ranks; remove --ranks, or give the devices of a node"
         )
     if on_cpu and request.nodes == 1 and ranks > units:
         assumptions.assume("times", f"{ranks} ranks sharing {units} cores", "as a job of so many ranks here sees them")

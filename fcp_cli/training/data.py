@@ -50,7 +50,7 @@ def require_texts(manifests: Sequence[Path]) -> None:
     for path in manifests:
         if open_pictures(path) is not None or open_media(path) is not None:
             raise RunError(
-                f"{path} holds pictures, but the bundled trainer mixes texts alone; give a script of your own, whose "
+                f"{path} holds images, but the bundled trainer only mixes texts; give a script of your own, whose "
                 "fetch is fcp_cli.runtime.mixed_fetch"
             )
 

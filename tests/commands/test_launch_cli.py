@@ -222,7 +222,7 @@ def test_a_head_node_without_torch_still_prints_commands(fcp: Fcp, monkeypatch: 
         (("--zero", "3", "--dry-run"), 2, "--zero 3 gathers weights in every micro-batch, of which ranks run different "
          "numbers under sync iteration; give --zero 2, or plan with 'fcp plan --sync microbatch'"),
         (("--zero", "2", "--shard-ranks", "3"), 2, "--shard-ranks is 3, which does not divide the 4 ranks; give "
-         "--shard-ranks 2, or leave it out to share one copy over all ranks"),
+         "--shard-ranks 2, or remove it to shard one copy over all ranks"),
         (("--attention-kernel", "cudnn"), 2, "--attention-kernel cudnn is for NVIDIA devices, and this job runs on cpu"),
         (("--attention-kernel", "fa5"), 2, "--attention-kernel is 'fa5'; it must be one of auto, cudnn, fa2, fa3, fa4; "
          "see 'fcp launch --help'"),
@@ -531,7 +531,7 @@ def test_a_script_without_a_plan_has_its_plan_made_in_the_run_folder(
     assert "--nproc-per-node=2" in printed or "2" in printed[printed.index("--nproc-per-node") + 1]
     assert not Path("runs").exists()
     told = fcp("--dry-run", "--", "mine.py").last_line
-    assert told == "error: there is no accelerator here, so say how many CPU processes train: --ranks 4"
+    assert told == "error: there is no accelerator here; give the number of CPU processes: --ranks 4"
     told = fcp("--ranks", "2", "--global-batch-size", "8", "--dry-run", "--", "mine.py").last_line
     assert told.startswith("error: --global-batch-size is for --online; a plan has its own")
 

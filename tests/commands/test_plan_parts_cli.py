@@ -44,7 +44,7 @@ def test_parts_that_cannot_be_are_one_line(folder: Path) -> None:
     for words, message in (
         (("dataset.parquet", *OPTIONS, "--steps", "1:2", "--shard", "1/2"), "both name a part of the plan"),
         (("dataset.parquet", *OPTIONS, "--steps", "0"), "--steps is 0; it must be at least 1"),
-        (("dataset.parquet", *OPTIONS, "--steps", "7:9"), "--steps 7:9 is no range of the plan's steps, 0:4"),
+        (("dataset.parquet", *OPTIONS, "--steps", "7:9"), "--steps 7:9 is not a range of the plan's steps, 0:4"),
         (("--merge", "none.parquet"), "there is no plan none.parquet"),
         (("--merge", "b.parquet", "--seed", "1"), "--merge takes its settings from the parts; leave --seed out"),
         (("--mix", "b.parquet:1", "dataset.parquet"), "--mix names its manifests"),

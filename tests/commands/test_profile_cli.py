@@ -194,7 +194,7 @@ def test_several_nodes_get_a_command_to_run_on_each(tmp_path: Path, fcp: Fcp) ->
 def test_ranks_that_several_nodes_do_not_have_are_refused(tmp_path: Path, fcp: Fcp) -> None:
     words = ("profile", "--model", "qwen3-8b", "--nodes", "7", "--ranks", "2", "--device", "cuda")
     assert fcp(*words, status=2).err.splitlines()[-1] == (
-        "error: --ranks 2: 7 nodes of --devices-per-node 8 have 56 ranks; leave out --ranks, or give the devices of a node"
+        "error: --ranks 2: 7 nodes of --devices-per-node 8 have 56 ranks; remove --ranks, or give the devices of a node"
     )
     assert not (tmp_path / "profile.request.json").exists()
 

@@ -40,7 +40,9 @@ def test_a_found_file_asks_for_trust_and_asks_again_after_a_change(folder: Path)
             "read it, then type 'fcp trust', or name it with '--config fcp.yaml'\n"
         ),
     )
-    assert run(folder, "trust").stderr == "fcp.yaml is trusted as it is now; a change asks again\n"
+    assert (
+        run(folder, "trust").stderr == "fcp.yaml is trusted with its current content; after a change, fcp asks again\n"
+    )
     assert "was found" not in run(folder, "launch", "--dry-run").stderr
     (folder / "fcp.yaml").write_text(HOSTILE.replace("pwned", "pwned2"))
     assert "was found" in run(folder, "launch", "--dry-run").stderr

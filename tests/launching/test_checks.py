@@ -362,7 +362,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
         {"variables": {"HCCL_EXEC_TIMEOUT": "600"}},
         snapshot(
             [
-                "warning: HCCL_CONNECT_TIMEOUT=1200 is above HCCL_EXEC_TIMEOUT=600: a slow start would be taken for a hang; export the second at least as large as the first"
+                "warning: HCCL_CONNECT_TIMEOUT=1200 is above HCCL_EXEC_TIMEOUT=600: a slow start would be mistaken for a hang; export the second at least as large as the first"
             ]
         ),
     ),

@@ -160,7 +160,9 @@ def test_runs_are_found_by_their_path_or_name(tmp_path: Path, monkeypatch: pytes
     run_of(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert started_runs() == [Path("runs/tiny-001")] == [require_run(Path("tiny-001"))]
-    with pytest.raises(RunError, match="gone is no run that 'fcp launch' started; 'fcp jobs' lists those below runs"):
+    with pytest.raises(
+        RunError, match="gone is not a run that 'fcp launch' started; 'fcp jobs' lists those below runs"
+    ):
         require_run(Path("gone"))
 
 

@@ -71,13 +71,13 @@ def test_a_hostfile_takes_comments_and_slots(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a\nb\na\n", "line 3: a stands in line 1 already; list each node once"),
+        ("a\nb\na\n", "line 3: a is already in line 1; list each node once"),
         ("# nobody\n", "lists no host; write one address a line, node 0 first"),
         ("127.0.1.1\nb\n", "line 1: 127.0.1.1 means another machine on each of 2 nodes; give its address"),
         ("a\nlocalhost\n", "line 2: localhost means another machine on each of 2 nodes; give its address"),
-        ("a\n-oProxyCommand=x\n", "line 2: '-oProxyCommand=x' is no host; write a name or an address, as node0"),
-        ("-l@b\n", "line 1: '-l@b' is no host; write a name or an address, as node0"),
-        ("a$(x)\n", "line 1: 'a$(x)' is no host; write a name or an address, as node0"),
+        ("a\n-oProxyCommand=x\n", "line 2: '-oProxyCommand=x' is not a host; write a name or an address, e.g. node0"),
+        ("-l@b\n", "line 1: '-l@b' is not a host; write a name or an address, e.g. node0"),
+        ("a$(x)\n", "line 1: 'a$(x)' is not a host; write a name or an address, e.g. node0"),
     ],
 )
 def test_a_hostfile_that_cannot_be_meant_is_one_line(tmp_path: Path, text: str, message: str) -> None:

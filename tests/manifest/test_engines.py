@@ -91,13 +91,13 @@ def test_parts_of_another_tokenizer_or_number_are_missing(folder: Path) -> None:
         (["--on", "slurm://x"], "--on slurm://x is neither ray, ray://HOST:PORT nor slurm"),
         (
             ["--on", "slurm", "--shard", "1/2"],
-            "--shard counts one part here, and --on counts all of them elsewhere; leave out one of them",
+            "--shard counts one part here, and --on counts all of them elsewhere; use one of them",
         ),
         (["--shards", "2"], "--shards and --sbatch-option are for --on; one part of N is --shard I/N"),
         (["--on", "ray", "--sbatch-option=-x"], "--sbatch-option is for --on slurm, not --on ray"),
         (
             ["--on", "slurm", "--sbatch-option", "cpu"],
-            "--sbatch-option 'cpu' is no option of sbatch; write it as --partition=cpu",
+            "--sbatch-option 'cpu' is not an option of sbatch; write it as --partition=cpu",
         ),
     ],
 )

@@ -486,7 +486,7 @@ def test_a_file_name_that_is_not_text_is_named(tmp_path: Path) -> None:
         file.write(b"x")
     with raises(
         snapshot(
-            "ManifestError: 'FOLDER/tree/\\udcff.txt' has a name that is not UTF-8; rename it or leave it out with --exclude"
+            "ManifestError: 'FOLDER/tree/\\udcff.txt' has a name that is not UTF-8; rename it or exclude it with --exclude"
         )
     ):
         build(tree, tmp_path / "m.parquet")

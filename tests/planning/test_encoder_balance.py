@@ -143,10 +143,10 @@ def test_encoder_ranks_are_refused_where_they_cannot_run_ahead_and_auto_counts_t
         with pytest.raises(UsageError, match="it must be auto, or 1 to 15 of 16 ranks"):
             with_encoder_ranks(batches, wanted, Assumptions())
     iteration = GlobalBatches(with_pictures(), replace(problem_over(None), sync="iteration"), SETTINGS)
-    with pytest.raises(UsageError, match=r"sends embeddings wave by wave; add --sync microbatch, or leave it out"):
+    with pytest.raises(UsageError, match=r"sends embeddings wave by wave; add --sync microbatch, or remove it"):
         with_encoder_ranks(iteration, "2", Assumptions())
     sharded = GlobalBatches(with_pictures(), replace(problem_over(None), recipe=Recipe(zero_stage=3)), SETTINGS)
-    with pytest.raises(UsageError, match=r"FSDP2 \(--zero 3\) keeps in step; add --zero 1, or leave it out"):
+    with pytest.raises(UsageError, match=r"FSDP2 \(--zero 3\) keeps in step; add --zero 1, or remove it"):
         with_encoder_ranks(sharded, "2", Assumptions())
     assumptions = Assumptions()
     problem = with_encoder_ranks(batches, "auto", assumptions)

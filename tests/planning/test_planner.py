@@ -143,7 +143,7 @@ def test_a_forward_pass_is_planned_by_its_own_prices_and_memory(profile: Path) -
 
 
 def test_a_planner_names_the_setting_that_it_does_not_have(profile: Path) -> None:
-    with raises("UsageError: Planner has no setting epochs; beside its arguments it takes phase and rank_speeds"):
+    with raises("UsageError: Planner has no setting epochs; besides its arguments it takes phase and rank_speeds"):
         Planner(profile, ranks=4, epochs=3)  # type: ignore[call-arg]
 
 

@@ -86,7 +86,7 @@ def test_verl_is_told_what_it_passed_that_cannot_be_spread(planner: Planner) -> 
     balancing = VerlBalancing(planner)
     with raises("UsageError: 3 sequences cannot be spread over 4 parts; give one for each at least"):
         balancing.get_seqlen_balanced_partitions([24577.0] * 3, 4, False)
-    with raises("UsageError: 6 sequences are no multiple of the 4 parts, which want equally many"):
+    with raises("UsageError: 6 sequences are no multiple of the 4 parts, which need equal numbers"):
         balancing.get_seqlen_balanced_partitions([24577.0] * 6, 4, True)
     with raises(
         "UsageError: item 1 is 1000, which is 24576 L + L^2 of no length L; pass what verl's calculate_workload returns"

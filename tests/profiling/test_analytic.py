@@ -162,7 +162,7 @@ def test_ranks_that_share_out_experts_hold_a_part_of_them_and_send_tokens() -> N
 @pytest.mark.parametrize(
     ("model", "among", "message"),
     [
-        ("qwen3-8b", 2, snapshot("UsageError: --expert-parallel is 2, and qwen3-8b has no experts; leave it out")),
+        ("qwen3-8b", 2, snapshot("UsageError: --expert-parallel is 2, and qwen3-8b has no experts; remove it")),
         (
             "qwen3-30b-a3b",
             3,
@@ -269,7 +269,7 @@ def test_an_encoder_of_which_nothing_is_trained_costs_what_a_frozen_one_does(tra
         ),
         (
             replace(ZERO_2, freeze="*"),
-            snapshot("UsageError: --freeze * leaves nothing of qwen3-8b to train; leave out some of its patterns"),
+            snapshot("UsageError: --freeze * leaves nothing of qwen3-8b to train; remove some of its patterns"),
         ),
     ],
     ids=["no encoder", "no such layer", "everything is frozen"],

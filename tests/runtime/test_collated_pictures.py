@@ -76,7 +76,7 @@ def test_arguments_that_a_family_does_not_take_are_ignored_as_by_the_model_or_re
     assert isinstance(read({**batch(), "rope_deltas": torch.ones(1, 1)}), VisualSequence)
     assert isinstance(read({**batch(TEXT), "rope_deltas": torch.ones(1, 1)}), tuple)
     tiles = collate([FAMILIES["internvl"].inputs_of(1)], family="internvl")
-    with pytest.raises(RunError, match="gives image_grid_thw beside the tokens of row 7"):
+    with pytest.raises(RunError, match="gives image_grid_thw besides the tokens of row 7"):
         one_row({**tiles, "image_grid_thw": torch.tensor([[1, 2, 2]])}, 7, config=FAMILIES["internvl"].config())
 
 
@@ -99,7 +99,7 @@ def test_a_blank_picture_among_the_padding_of_text_is_dropped() -> None:
         ),
         (lambda given: {"image_grid_thw": None}, "row 7 of the training data: a sequence has .* image placeholders"),
         (lambda given: {"pixel_values": None}, "row 7 of the training data: a sequence has images but no pixel_values"),
-        (lambda given: {"image_sizes": torch.ones(1)}, "gives image_sizes beside the tokens of row 7"),
+        (lambda given: {"image_sizes": torch.ones(1)}, "gives image_sizes besides the tokens of row 7"),
     ],
 )
 def test_a_row_that_would_be_trained_otherwise_is_refused(changes: Any, message: str) -> None:

@@ -39,7 +39,7 @@ def test_padding_on_either_side_is_taken_off_again() -> None:
     ("changes", "message"),
     [
         ({"labels": None}, "gives no labels for row 3"),
-        ({"pixel_values": [[1.0]]}, "gives pixel_values beside the tokens of row 3"),
+        ({"pixel_values": [[1.0]]}, "gives pixel_values besides the tokens of row 3"),
         ({"attention_mask": [[1, 0, 1, 0]]}, "the attention mask of row 3 has gaps"),
         (
             {"attention_mask": [[1, 1, 1, 1]], "position_ids": [[0, 1, 0, 1]]},

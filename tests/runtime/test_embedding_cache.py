@@ -129,7 +129,7 @@ def test_a_disk_that_takes_no_more_is_said_once_and_training_goes_on(
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1
     assert said[0].startswith(
-        "no more embeddings are cached, and pictures without are encoded in every epoch: cannot write"
+        "no more embeddings are cached; images without one are encoded in every epoch: cannot write"
     )
     assert "No space left on device (" in said[0]
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

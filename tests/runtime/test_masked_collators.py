@@ -113,7 +113,7 @@ BATCH = {"input_ids": IDS, "labels": IDS}
             "gives row 0 of the training data a mask (spans 0 to 4), but the plan's manifest lengths.parquet has causal",
         ),
         ({}, {"masked_sequences": 1}, "but says not which, and the data collator gives row 0 none; build the manifest"),
-        ({"token_type_ids": torch.tensor([[0, 1, 1, 0]])}, {}, "gives token_type_ids beside the tokens of row 0"),
+        ({"token_type_ids": torch.tensor([[0, 1, 1, 0]])}, {}, "gives token_type_ids besides the tokens of row 0"),
         (
             {"attention_mask": torch.ones(1, 1, 3, 3)},
             {},

@@ -126,7 +126,7 @@ def test_a_row_that_a_plan_cannot_follow_is_named_with_its_number(tmp_path: Path
     pictures = Pictures()
     collate, model = collator(tmp_path, "qwen3_vl")
     rows = RowSizes(pictures, lambda items: {**collate(items), "sizes": torch.ones(1)}, range(2, 3), config=model)
-    assert str(rows[0]).startswith("the data collator gives sizes beside the tokens of row 2, which would be lost")
+    assert str(rows[0]).startswith("the data collator gives sizes besides the tokens of row 2, which would be lost")
     empty = RowSizes([{}], lambda _: dict.fromkeys(("input_ids", "labels"), torch.zeros(1, 0)), range(1))
     assert empty[0] == "row 0 of the training data has no tokens; filter it out of the data set"
 

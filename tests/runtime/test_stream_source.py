@@ -308,7 +308,7 @@ def test_another_stream_or_another_planner_after_a_restart_is_one_line(tmp_path:
     follow(plan, lengths, online, most=3)
     (line,) = set(follow(plan, partial(lengths, seed=1), online, first=2))
     assert line == (
-        "the stream comes over again, but its sequence 0 has 71 tokens, where it had 127 when it was trained; give the "
+        "the stream starts over, but its sequence 0 has 71 tokens, where it had 127 when it was trained; give the "
         "same stream, or begin where the run stopped with stream_begins='here'"
     )
     others = follow(plan, lengths, planner.online(global_batch_size=3), first=2)

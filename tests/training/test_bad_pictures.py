@@ -226,7 +226,7 @@ def lose_column(folder: Path) -> None:
         (
             lose_column,
             snapshot(
-                "ManifestError: FOLDER/m.parquet has no column 'pictures', which says where pictures are; build and plan again: fcp manifest build FOLDER/data.jsonl --kind media --processor FOLDER/checkpoint --train-on assistant -o FOLDER/m.parquet"
+                "ManifestError: FOLDER/m.parquet has no column 'pictures', which has the paths of images; build and plan again: fcp manifest build FOLDER/data.jsonl --kind media --processor FOLDER/checkpoint --train-on assistant -o FOLDER/m.parquet"
             ),
         ),
     ],
@@ -247,7 +247,7 @@ def test_a_model_without_an_encoder_or_weights_without_pixels_are_refused(tmp_pa
     built(tmp_path, RECORD)
     with raises(
         snapshot(
-            "RunError: FOLDER/m.parquet holds pictures, but the model qwen3-tiny has no vision encoder; train a vision-language model, or build a manifest of texts alone"
+            "RunError: FOLDER/m.parquet holds pictures, but the model qwen3-tiny has no vision encoder; train a vision-language model, or build a manifest of texts only"
         )
     ):
         open_visuals(settings(tmp_path, model="qwen3-tiny"), model_config("qwen3-tiny"))
@@ -255,7 +255,7 @@ def test_a_model_without_an_encoder_or_weights_without_pixels_are_refused(tmp_pa
     build(sizes, tmp_path / "m.parquet", kind="media", processor=str(tmp_path / "checkpoint"))
     with raises(
         snapshot(
-            "RunError: FOLDER/m.parquet was built from sizes alone, so the weights of FOLDER/checkpoint would be trained on made-up pixels; build it from the pictures with 'fcp manifest build DATA --kind media --processor FOLDER/checkpoint', or rehearse with --weights random"
+            "RunError: FOLDER/m.parquet was built from sizes only, so the weights of FOLDER/checkpoint would be trained on synthetic pixels; build it from the images with 'fcp manifest build DATA --kind media --processor FOLDER/checkpoint', or rehearse with --weights random"
         )
     ):
         open_visuals(settings(tmp_path, weights=tmp_path / "checkpoint"), model_config(str(tmp_path / "checkpoint")))

@@ -113,8 +113,8 @@ def test_what_cannot_be_trained_is_one_line_before_anything_is_written(folder: P
          "name it with --manifest"),
         ("no-tokens.parquet", (english, "lengths.txt"), "lengths.txt holds lengths only, no source of tokens; build it "
          "from its texts, or train on random tokens with --synthetic"),
-        ("pictures.parquet", (english, "sizes.parquet"), "sizes.parquet holds pictures, but the bundled trainer mixes "
-         "texts alone; give a script of your own, whose fetch is fcp_cli.runtime.mixed_fetch"),
+        ("pictures.parquet", (english, "sizes.parquet"), "sizes.parquet holds images, but the bundled trainer only "
+         "mixes texts; give a script of your own, whose fetch is fcp_cli.runtime.mixed_fetch"),
         ("plain.parquet", (english, german), "the plan is of one manifest, lengths.parquet, but --manifest names 2"),
     ):  # fmt: skip
         job = ("--plan", plan, "--model", "qwen3-tiny", "--device", "cpu", "--run-dir", "nothing")

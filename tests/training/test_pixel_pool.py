@@ -62,7 +62,7 @@ def test_a_process_decodes_what_the_trainer_would_and_says_what_is_wrong(rows: P
         os.kill(worker, signal.SIGKILL)
         with raises(
             snapshot(
-                "RunError: a process that decodes pictures ended, perhaps for want of memory; see the lines above, and try fewer with --decode-workers"
+                "RunError: a process that decodes images ended, perhaps because memory ran out; see the lines above, and try fewer with --decode-workers"
             )
         ):
             pool.begin(wanted(rows, 0))()

@@ -163,8 +163,8 @@ def test_losses_of_held_out_rows_are_those_of_one_process(name: str) -> None:
             ),
         ),
         ("misspelt weight", snapshot("--freeze: 'visul.*' is the name of no weight; similar are 'visual.*'")),
-        ("nothing left", snapshot("--freeze * leaves nothing to train; leave out some of its patterns")),
-        ("no such layer", snapshot("--lora: 'query' is no linear layer of the model; it has q_proj, up_proj")),
+        ("nothing left", snapshot("--freeze * leaves nothing to train; remove some of its patterns")),
+        ("no such layer", snapshot("--lora: 'query' is not a linear layer of the model; it has q_proj, up_proj")),
     ],
 )
 def test_names_that_are_nowhere_in_the_model_are_one_line(name: str, message: str) -> None:

@@ -176,7 +176,7 @@ def test_master_weights_hold_what_bfloat16_cannot() -> None:
 
 def test_a_number_of_ranks_that_does_not_divide_is_one_line() -> None:
     assert job(full=False)["refused"] == snapshot(
-        "--shard-ranks is 3, which does not divide the 4 ranks; give --shard-ranks 2, or leave it out to share one copy over all ranks"
+        "--shard-ranks is 3, which does not divide the 4 ranks; give --shard-ranks 2, or remove it to shard one copy over all ranks"
     )
 
 

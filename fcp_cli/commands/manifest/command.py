@@ -112,7 +112,7 @@ def _build_on(engine: str, opened: Source, reopen: Callable[[], Source], options
     if name not in ("ray", "slurm") or (scheme and name == "slurm"):
         raise UsageError(f"--on {engine} is neither ray, ray://HOST:PORT nor slurm")
     if options.shard is not None:
-        raise UsageError("--shard counts one part here, and --on counts all of them elsewhere; leave out one of them")
+        raise UsageError("--shard counts one part here, and --on counts all of them elsewhere; use one of them")
     folder = part_folder(opened, options.output, name, options.shards)
     missing = folder.missing()
     note(f"{folder.path}: {folder.count - len(missing)} of {counted(folder.count, 'part')} counted already")
@@ -242,7 +242,7 @@ def _note_unused(description: dict[str, Any], options: SourceOptions) -> None:
     kind = description["kind"]
     has_pixels = description.get("content") == "pixels"
     if options.skips_bad and not has_pixels:
-        note(f"--bad-rows is not used for {kind} without pictures")
+        note(f"--bad-rows is not used for {kind} without images")
     if has_pixels and options.tokenizer not in ("bytes", description["tokenizer"]) and options.processor is not None:
         note(f"--tokenizer is not used: {description['tokenizer']} has its own")
     if kind == "media" and description["tokenizer"] is None:

@@ -385,7 +385,7 @@ def _no_collectives(judged: Override | str, batch: _Batch) -> Iterator[None]:
                 return own[name](*args, **kwargs)
             raise RunError(
                 f"{judged} calls torch.distributed.{name}, which ranks with fewer micro-batches would not call; "
-                "leave it out"
+                "remove it"
             )
 
         return collective

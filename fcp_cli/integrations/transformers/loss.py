@@ -94,8 +94,8 @@ def _take_loss(module: PreTrainedModel, args: tuple[Any, ...], output: Any) -> A
     loss_sum, head.labels, head.loss_sum = head.loss_sum, None, None
     if loss_sum is None or getattr(output, "logits", None) is not loss_sum:
         raise RunError(
-            f"{type(module).__name__} changes the logits of its head, so that the loss needs them; leave out labels, "
-            "and use microbatch.loss(logits)"
+            f"{type(module).__name__} changes the logits of its head, so that the loss needs them; remove labels, and "
+            "use microbatch.loss(logits)"
         )
     return replace(output, loss=loss_sum, logits=None)
 

@@ -248,7 +248,7 @@ def check_recipe_of_plan(job: Job, settings: TrainSettings) -> None:
         again = plan_again(metadata, job.plan, recipe=asked, changes=model)
     raise UsageError(
         f"{job.plan} was priced for {planned.describe()}, not for {', '.join(map(shlex.join, changed))}{needs}; "
-        f"leave them out, or plan for them with: {again}"
+        f"remove them, or plan for them with: {again}"
     )
 
 

@@ -26,7 +26,7 @@ def hccl_timeouts(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     if connect is not None and execute is not None and connect > execute:
         yield warning(
             f"HCCL_CONNECT_TIMEOUT={connect:.0f} is above HCCL_EXEC_TIMEOUT={execute:.0f}: a slow start would be "
-            "taken for a hang; export the second at least as large as the first"
+            "mistaken for a hang; export the second at least as large as the first"
         )
 
 

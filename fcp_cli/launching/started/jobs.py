@@ -70,7 +70,7 @@ def require_run(run_dir: Path) -> Path:
     for found in (run_dir, RUNS / run_dir):
         if RunPaths(run_dir=found).launch.is_file():
             return found
-    raise RunError(f"{run_dir} is no run that 'fcp launch' started; 'fcp jobs' lists those below {RUNS}")
+    raise RunError(f"{run_dir} is not a run that 'fcp launch' started; 'fcp jobs' lists those below {RUNS}")
 
 
 def listed_state(run_dir: Path, backend: JobBackend) -> JobState:
@@ -147,7 +147,7 @@ def log_of(run_dir: Path, backend: JobBackend) -> Iterator[str]:
     if files:
         return _pieces(max(files, key=lambda path: path.stat().st_mtime))
     if submission is None or submission.target not in _LABELS:
-        raise RunError(f"{run_dir} has printed nothing yet: there is no log in {paths.logs}")
+        raise RunError(f"{run_dir} has no output yet: there is no log in {paths.logs}")
     label = _LABELS[submission.target].format(name=submission.name)
     return iter([backend.run(("kubectl", "logs", f"--selector={label}", "--tail=-1", *_namespace(submission)))])
 

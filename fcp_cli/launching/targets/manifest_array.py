@@ -36,7 +36,7 @@ def submit_build(
         FcpError: a script cannot be written.
     """
     if wrong := next((option for option in options if not option.startswith("-") or "\n" in option), None):
-        raise UsageError(f"--sbatch-option {wrong!r} is no option of sbatch; write it as --partition=cpu")
+        raise UsageError(f"--sbatch-option {wrong!r} is not an option of sbatch; write it as --partition=cpu")
     number = "$SLURM_ARRAY_TASK_ID"
     part = shlex.quote(f"{folder.path}/part-") + f'"{number}"' + shlex.quote(f"-of-{folder.count}.parquet")
     build = [sys.executable, "-m", "fcp_cli", "manifest", "build", *build]

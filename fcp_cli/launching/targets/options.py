@@ -89,9 +89,9 @@ def read_hostfile(path: Path) -> tuple[str, ...]:
         user, at, machine = host.rpartition("@")
         # ssh would take -oProxyCommand=... for an option.
         if not is_host(machine) or (at and not _SSH_USER.fullmatch(user)):
-            raise UsageError(f"{path}, line {number}: {host!r} is no host; write a name or an address, as node0")
+            raise UsageError(f"{path}, line {number}: {host!r} is not a host; write a name or an address, e.g. node0")
         if host in hosts:
-            raise UsageError(f"{path}, line {number}: {host} stands in line {hosts[host]} already; list each node once")
+            raise UsageError(f"{path}, line {number}: {host} is already in line {hosts[host]}; list each node once")
         hosts[host] = number
     if not hosts:
         raise UsageError(f"the hostfile {path} lists no host; write one address a line, node 0 first")
@@ -315,5 +315,5 @@ def _mounts(request: ClusterOptions, job: Job, assumed: Assumptions) -> tuple[di
 def _mount(text: str) -> dict[str, str]:
     claim, colon, path = text.partition(":")
     if not _NAME.fullmatch(claim) or not colon or not path.startswith("/") or len(path.splitlines()) != 1:
-        raise UsageError(f"--mount is {text!r}; it must be CLAIM:/path, a persistent volume claim and where it appears")
+        raise UsageError(f"--mount is {text!r}; it must be CLAIM:/path, a persistent volume claim and its mount path")
     return {"claim": claim, "path": path}

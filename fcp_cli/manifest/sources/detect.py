@@ -178,7 +178,7 @@ def _open_source(
             raise ManifestError(f"{path} is not a folder; --kind text takes a folder of text files")
         return TextTree(root=path, include=options.include, exclude=options.exclude, tokenizer=tokenizer, output=output)
     if output is not None and not named and output.parent == path:
-        raise UsageError(f"-o {output} would lie among the files of {path}; name another folder with -o")
+        raise UsageError(f"-o {output} would be among the files of {path}; name another folder with -o")
     files = list(named) or (_shard_paths(path, kind) if path.is_dir() else [path])
     if not files:
         raise ManifestError(f"{path} holds no {' or '.join(_SUFFIXES[kind])} file")

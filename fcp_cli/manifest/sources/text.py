@@ -134,5 +134,5 @@ def _naming(path: Path) -> Iterator[None]:
         raise ManifestError(f"cannot read {path}: {error.strerror or error}") from error
     except UnicodeEncodeError as error:
         raise ManifestError(
-            f"{str(path)!a} has a name that is not UTF-8; rename it or leave it out with --exclude"
+            f"{str(path)!a} has a name that is not UTF-8; rename it or exclude it with --exclude"
         ) from error

@@ -304,7 +304,7 @@ def _marks_of(processor: VisionProcessor, tokenizer: Any, folder: Path) -> Marks
         return processor.marks(tokenizer)
     except AttributeError as error:
         raise ManifestError(
-            f"the tokenizer of {folder} does not name its marks for pictures: {first_line(error)}"
+            f"the tokenizer of {folder} does not name its placeholders for images: {first_line(error)}"
         ) from error
 
 

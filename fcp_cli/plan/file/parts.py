@@ -25,7 +25,7 @@ def part_of_steps(text: str, first_step: int, steps: int) -> tuple[PlanPart, int
         raise UsageError(f"--steps is {text!r}; it must be N, the first N steps, or A:B, steps A to B - 1")
     first, last = int(begin or first_step), int(end or first_step + steps)
     if not first_step <= first < last <= first_step + steps:
-        raise UsageError(f"--steps {text} is no range of the plan's steps, {first_step}:{first_step + steps}")
+        raise UsageError(f"--steps {text} is not a range of the plan's steps, {first_step}:{first_step + steps}")
     return PlanPart(first_step=first, whole=steps), last - first
 
 

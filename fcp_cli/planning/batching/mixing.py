@@ -151,7 +151,7 @@ def _parsed(word: str, first_step: int) -> tuple[str, float, int]:
     if not name or not 0 <= value < np.inf:
         raise UsageError(f"--mix is {word!r}; it must be FILE:WEIGHT, or FILE:WEIGHT@STEP, with a weight of at least 0")
     if begin < first_step:
-        raise UsageError(f"--mix {word} begins before step {first_step}, up to which the run is trained")
+        raise UsageError(f"--mix {word} begins before step {first_step}, but the run is trained up to that step")
     return name, value, begin
 
 
@@ -232,7 +232,7 @@ class MixedRows:
         for source, left in enumerate(kept.tolist()):
             if not left and any(stage.weights[source] for stage in mixture.stages):
                 name = mixture.sources[source].name
-                raise ManifestError(f"{name}: all its sequences are overlong; leave it out of --mix")
+                raise ManifestError(f"{name}: all its sequences are overlong; remove it from --mix")
 
     def places(self, step: int) -> IntArray:
         """Return [batch_size] the places of a step's sequences, source by source."""

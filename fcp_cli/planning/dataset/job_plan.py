@@ -320,7 +320,7 @@ def _require_encoder(inputs: PlanInputs) -> None:
     if patches is not None and not profile.prices_vision:
         raise ProfileError(
             f"{counted(int(np.count_nonzero(patches)), 'row')} of the training data have pictures, but the cost "
-            f"profile of {profile.model} knows no vision encoder; give the --model or --profile of a vision-language "
+            f"profile of {profile.model} has no vision encoder; give the --model or --profile of a vision-language "
             "model"
         )
 

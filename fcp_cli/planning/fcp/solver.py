@@ -146,7 +146,7 @@ def solver_of(problem: Problem, *, max_degree: int | None = None, max_peers: int
 def _require_alike(problem: Problem) -> None:
     if problem.rank_speeds is not None:
         raise UsageError(
-            "--rank-speeds changes which ranks are in rings, which --max-groups and --max-peers limit; leave one out"
+            "--rank-speeds changes which ranks are in rings, which --max-groups and --max-peers limit; use one of them"
         )
 
 

@@ -170,7 +170,7 @@ class OnlineJournal:
         if steps < first_step:
             raise PlanError(
                 f"{self.path} has {steps} of the {first_step} steps before the one that this run resumes with; resume "
-                "where the run's own plan lies"
+                "in the folder of the run's own plan"
             )
         return self._rows(rows)
 

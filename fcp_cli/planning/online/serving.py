@@ -62,7 +62,7 @@ class Service:
     def __init__(self, facts: Mapping[str, Any]) -> None:
         self.settings: OnlineSettings = settings_of_json(json.loads(facts["settings"]), name="the planning process")
         if self.settings.options.refit_every is not None and self.settings.metadata.pipeline is not None:
-            raise PlanError("refit_every knows no pipelines, whose micro-batches wait for each other; leave it out")
+            raise PlanError("refit_every does not support pipelines, whose micro-batches depend on each other; drop it")
         self._planner = StreamPlanner(self.settings.metadata)
         self._journal = OnlineJournal(Path(facts["plan"]))
         self._kept = self._journal.begin(self.settings.metadata, facts["first_step"])
@@ -126,7 +126,7 @@ class Service:
                 f", where it had {before[at]}" if len(differs) else ", where there was none"
             )
             raise PlanError(
-                f"the stream comes over again, but its sequence {first + at} has {found} when it was trained; give the "
+                f"the stream starts over, but its sequence {first + at} has {found} when it was trained; give the "
                 "same stream, or begin where the run stopped with stream_begins='here'"
             )
 

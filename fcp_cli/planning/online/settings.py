@@ -32,8 +32,8 @@ def require_fitting(batching: Batching | None, options: OnlineOptions) -> None:
     if batching is not None and batching.reorder_window is not None:
         if options.stream_begins == "here":
             raise UsageError(
-                "reorder_window shares out sequences that a stream which goes on from here would not give again; leave "
-                "one of the two out"
+                "reorder_window exchanges sequences that a stream that continues from here does not return; use one of "
+                "the two"
             )
         if options.ahead == 0:
             raise UsageError("ahead is 0, but reorder_window reads batches before the steps that train them")

@@ -55,7 +55,7 @@ class VerlBalancing:
                 f"{count} sequences cannot be spread over {k_partitions} parts; give one for each at least"
             )
         if equal_size and count % k_partitions:
-            raise UsageError(f"{count} sequences are no multiple of the {k_partitions} parts, which want equally many")
+            raise UsageError(f"{count} sequences are no multiple of the {k_partitions} parts, which need equal numbers")
         seconds = self._seconds(lengths_of_workloads(seqlen_list))
         return [sorted(part) for part in level_parts(seconds, k_partitions, equal_counts=equal_size)]
 
@@ -89,7 +89,7 @@ class VerlBalancing:
         lengths = _batch_lengths(batch)
         size = grouping.pop("force_group_size", 1)
         if grouping:
-            raise UsageError(f"rearrange_micro_batches knows no {min(grouping)}; its arguments are those of verl 0.9")
+            raise UsageError(f"rearrange_micro_batches does not support {min(grouping)}; it takes verl 0.9's arguments")
         if len(lengths) % size:
             raise UsageError(f"{len(lengths)} sequences are no multiple of force_group_size {size}")
         tokens = lengths.reshape(-1, size).sum(axis=1)

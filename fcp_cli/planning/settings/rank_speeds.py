@@ -53,7 +53,7 @@ def requested_speeds(request: PlanRequest, num_ranks: int, ranks_per_node: int) 
         return None
     for flag, given in (("balance", request.encoder_balance != "ring"), ("ranks", request.encoder_ranks is not None)):
         if given:
-            raise UsageError(f"--encoder-{flag} shares work as if ranks were alike; leave it or --rank-speeds out")
+            raise UsageError(f"--encoder-{flag} shares work as if ranks were equally fast; remove it or --rank-speeds")
     return read_rank_speeds(request.rank_speeds, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
 
 

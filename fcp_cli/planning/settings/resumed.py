@@ -60,8 +60,8 @@ def resolve_continuation(
     profile = _profile_of_run(request.profile, plan, metadata, first_step, assumptions)
     if profile.recompute_levels and (ranks != metadata.num_ranks or request.recipe.given()):
         raise UsageError(
-            f"{plan} recomputes layers as needed by the memory of its {counted(metadata.num_ranks, 'rank')}; continue "
-            "it on as many with the same recipe, or begin a new plan"
+            f"{plan} recomputes layers as needed, by the memory of its {counted(metadata.num_ranks, 'rank')}; continue "
+            "it on the same number with the same recipe, or make a new plan"
         )
     if metadata.phase == "forward":
         profile = forward_profile(profile)
@@ -94,7 +94,7 @@ def _table_of_run(
         return read_manifest(manifest, length_column=length_column), None
     if metadata.mixture is None:
         raise UsageError(
-            f"{plan} is of one manifest, whose batches cannot become a mixture's; begin a new run with --mix"
+            f"{plan} is of one manifest, whose batches cannot become a mixture's; start a new run with --mix"
         )
     return read_mixture(request.mix, length_column=length_column, before=metadata.mixture, first_step=first_step)
 

@@ -279,8 +279,8 @@ def _in_phase(request: PlanRequest, profile: CostProfile) -> CostProfile:
 def _warn_of_unpriced_vision(table: LengthTable, profile: CostProfile, assumptions: Assumptions) -> None:
     if table.vision_patches is not None and not profile.prices_vision:
         assumptions.warn(
-            f"{table.name} has images, but the cost profile of {profile.model} knows no vision encoder: the work of "
-            "encoding them counts as nothing; plan with the --model or --profile of a vision-language model"
+            f"{table.name} has images, but the cost profile of {profile.model} has no vision encoder: encoding them "
+            "is not priced; plan with the --model or --profile of a vision-language model"
         )
 
 

@@ -206,7 +206,7 @@ class _Job:
         if among == 1:
             return
         if experts is None:
-            raise UsageError(f"--expert-parallel is {among}, and {self.spec.name} has no experts; leave it out")
+            raise UsageError(f"--expert-parallel is {among}, and {self.spec.name} has no experts; remove it")
         for figure, value in (("the experts of a layer", experts.count), ("the ranks", self.ranks)):
             if value % among:
                 raise UsageError(f"--expert-parallel {among} does not divide {figure}, {value} of {self.spec.name}")

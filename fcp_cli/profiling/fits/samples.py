@@ -168,7 +168,7 @@ def _require_same(measurement: Measurement, samples: SamplesFile) -> None:
         if wanted[key] != found[key]:
             raise ProfileError(
                 f"{measurement.samples} holds an unfinished measurement with another {key} ({_short(found[key])}, not "
-                f"{_short(wanted[key])}); finish that one, or begin again with --fresh"
+                f"{_short(wanted[key])}); finish that one, or start over with --fresh"
             )
 
 

@@ -23,7 +23,7 @@ def mixed_fetch(plan: str | Path, fetch: Callable[[str, int], Any]) -> Callable[
     """
     mixture = PlanReader(Path(plan)).metadata.mixture
     if mixture is None:
-        raise RunError(f"{plan} is of one manifest; give its fetch to the session as it is")
+        raise RunError(f"{plan} is of one manifest; pass its fetch to the session directly")
     names = [source.name for source in mixture.sources]
 
     def fetch_row(row: int) -> Any:

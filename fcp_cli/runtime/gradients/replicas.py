@@ -129,5 +129,5 @@ def _check_reduces_plainly(model: DistributedDataParallel) -> None:
         if is_refused:
             raise RunError(
                 f"the model's DistributedDataParallel has {feature}; under a plan gradients are summed once a step, "
-                "after all backwards: leave it out, or give steps() the model without DistributedDataParallel"
+                "after all backwards: remove it, or give steps() the model without DistributedDataParallel"
             )

@@ -57,7 +57,7 @@ def _refuse_to_train(optimizer: ModuleType) -> None:
     def refuse(*_: Any) -> None:
         sys.excepthook = _one_line_errors
         raise RunError(
-            f"{sys.argv[0]} trains in a process that is no rank (RANK is not set), and so would train without the plan "
+            f"{sys.argv[0]} trains in a process that is not a rank (RANK is not set), and would train without the plan "
             f"{os.environ.get(PLAN_VARIABLE)}; {remedy}"
         )
 

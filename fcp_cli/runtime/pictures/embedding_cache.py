@@ -125,7 +125,7 @@ class EmbeddingCache:
                     path.write_bytes(json.dumps(head).encode() + b"\n" + _bytes_of(rows.detach()))
             except (FcpError, OSError) as error:
                 self._is_writable = False
-                note(f"no more embeddings are cached, and pictures without are encoded in every epoch: {error}")
+                note(f"no more embeddings are cached; images without one are encoded in every epoch: {error}")
 
     def _path(self, key: str) -> Path:
         return self.folder / key[:2] / key[2:]

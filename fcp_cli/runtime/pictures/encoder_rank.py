@@ -64,6 +64,6 @@ def require_ranks_apart(sync: GradientSync, encoder_ranks: int | None) -> None:
     if encoder_ranks and not sync.lets_ranks_run_apart:
         raise RunError(
             "under a plan with encoder ranks these run ahead of the others, which DistributedDataParallel, FSDP2 and "
-            "DeepSpeed do not allow; give session.steps the model as it is (fcp launch --zero 0 or 1), or plan without "
+            "DeepSpeed do not allow; give session.steps the plain model (fcp launch --zero 0 or 1), or plan without "
             "--encoder-ranks"
         )

@@ -50,7 +50,7 @@ class Decoder:
             import PIL.Image  # noqa: F401
             from transformers import AutoImageProcessor
         except ImportError as error:
-            raise RunError(f"pictures are decoded by Pillow and transformers: {pip_install('hf')}") from error
+            raise RunError(f"images are decoded by Pillow and transformers: {pip_install('hf')}") from error
         loader: Any = AutoImageProcessor
         try:
             self._images = loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -77,8 +77,8 @@ class PixelPool:
 
 def _broken() -> RunError:
     return RunError(
-        "a process that decodes pictures ended, perhaps for want of memory; see the lines above, and try fewer with "
-        "--decode-workers"
+        "a process that decodes images ended, perhaps because memory ran out; see the lines above, and try fewer "
+        "with --decode-workers"
     )
 
 

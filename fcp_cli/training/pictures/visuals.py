@@ -144,7 +144,7 @@ def open_visuals(settings: TrainSettings, config: Any) -> SyntheticVisuals | Pic
     if not has_vision(config):
         raise RunError(
             f"{manifest} holds pictures, but the model {settings.model} has no vision encoder; train a "
-            "vision-language model, or build a manifest of texts alone"
+            "vision-language model, or build a manifest of texts only"
         )
     _require_same_patches(records, config)
     lengths = read_manifest(manifest, length_column=settings.length_column).length_tokens
@@ -157,8 +157,8 @@ def open_visuals(settings: TrainSettings, config: Any) -> SyntheticVisuals | Pic
         return PictureVisuals(pictures, lengths, config, pool)
     if settings.weights is not None:
         raise RunError(
-            f"{manifest} was built from sizes alone, so the weights of {settings.weights} would be trained on "
-            "made-up pixels; build it from the pictures with 'fcp manifest build DATA --kind media --processor "
+            f"{manifest} was built from sizes only, so the weights of {settings.weights} would be trained on "
+            "synthetic pixels; build it from the images with 'fcp manifest build DATA --kind media --processor "
             f"{settings.weights}', or rehearse with --weights random"
         )
     assert sizes is not None

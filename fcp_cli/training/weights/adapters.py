@@ -30,7 +30,7 @@ def choose_trained(model: nn.Module, recipe: Recipe, *, seed: int) -> None:
         for name in frozen_names(everywhere, recipe.freeze):
             everywhere[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UsageError("nothing is left to train; leave out some patterns of --freeze")
+        raise UsageError("nothing is left to train; remove some patterns of --freeze")
 
 
 def _add_adapters(model: nn.Module, lora: Lora, *, seed: int, only_language_model: bool) -> None:
@@ -42,7 +42,7 @@ def _add_adapters(model: nn.Module, lora: Lora, *, seed: int, only_language_mode
     for target in lora.targets:
         if target not in linear and lora.targets != (ALL_LINEAR,):
             near = nearest_words(target, sorted(linear), most=3, cutoff=0.3) or sorted(linear)
-            raise UsageError(f"--lora: {target!r} is no linear layer of the model; it has {', '.join(near)}")
+            raise UsageError(f"--lora: {target!r} is not a linear layer of the model; it has {', '.join(near)}")
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft takes numbers of either kind

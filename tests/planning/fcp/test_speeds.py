@@ -86,7 +86,7 @@ def test_a_program_names_its_slow_ranks(tmp_path: Path) -> None:
     packs = [sum(len(pack) for pack in step.packs_of(rank)) for rank in range(4)]
     assert busy[1] == pytest.approx(busy[0], rel=0.2)
     assert packs[1] < 0.7 * packs[0]
-    with raises("UsageError: Planner has no setting speeds; beside its arguments it takes phase and rank_speeds"):
+    with raises("UsageError: Planner has no setting speeds; besides its arguments it takes phase and rank_speeds"):
         Planner(tmp_path / "profile.yaml", **settings, speeds={1: 0.5})  # type: ignore[call-arg,arg-type]
 
 
@@ -121,6 +121,6 @@ def test_speeds_that_no_job_has_are_one_line(given: str, message: str) -> None:
 def test_limits_on_groups_do_not_go_with_speeds() -> None:
     problem = replace(example_problem(), rank_speeds=(0.5,) * 16)
     with raises(
-        "UsageError: --rank-speeds changes which ranks are in rings, which --max-groups and --max-peers limit; leave one out"
+        "UsageError: --rank-speeds changes which ranks are in rings, which --max-groups and --max-peers limit; use one of them"
     ):
         solver_of(problem, max_peers=8)

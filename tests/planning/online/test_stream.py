@@ -197,7 +197,7 @@ def test_a_run_cannot_go_on_with_steps_that_were_never_planned_or_for_something_
     list(planned(plan, online, batches_of(LENGTHS, online)[:2]))
     (answer,) = planned(plan, online, [], first_step=5)
     assert answer.facts["message"] == (
-        f"{plan} has 2 of the 5 steps before the one that this run resumes with; resume where the run's own plan lies"
+        f"{plan} has 2 of the 5 steps before the one that this run resumes with; resume in the folder of the run's own plan"
     )
     (answer,) = planned(plan, settings_for(profile, global_batch_size=4), [], first_step=1)
     assert answer.facts["message"] == (

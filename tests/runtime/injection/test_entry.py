@@ -134,7 +134,7 @@ def test_a_process_that_trains_beside_the_ranks_of_a_job_is_named(folder: Path) 
     done = run("train.py", folder=folder, entry=False, FCP_PLAN="/data/plan.parquet", PYTHONPATH=str(SITE))
     assert (done.returncode, done.stderr) == (
         1,
-        "error: train.py trains in a process that is no rank (RANK is not set), and so would train without the plan "
+        "error: train.py trains in a process that is not a rank (RANK is not set), and would train without the plan "
         "/data/plan.parquet; have its launcher start the plan's ranks, as 'torchrun --nproc-per-node N' does\n",
     )
 

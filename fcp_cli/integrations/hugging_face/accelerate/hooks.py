@@ -79,7 +79,7 @@ def _prepare(accelerator: Any, own: Callable[..., Any], *args: Any, **kwargs: An
     if any(type(found).__name__ == "DummyOptim" for found in args) or str(accelerator.distributed_type).endswith(
         "SPEED"
     ):
-        raise RunError("accelerate's DeepSpeed cannot follow a plan; leave it out, or write the loop around the engine")
+        raise RunError("accelerate's DeepSpeed cannot follow a plan; remove it, or write the loop around the engine")
     if not hasattr(accelerator, _LOOP):
         if not any(isinstance(found, nn.Module) or hasattr(found, "dataset") for found in args):
             return own(accelerator, *args, **kwargs)

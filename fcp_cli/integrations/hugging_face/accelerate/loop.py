@@ -108,7 +108,7 @@ class AcceleratedLoop(WrittenLoop):
         place = self.next_step % self.metadata.steps_per_epoch
         if rest or updates != place:
             raise RunError(
-                f"the script skips {num_batches} batches, {updates} steps of an epoch, but the plan goes on at step "
+                f"the script skips {num_batches} batches, {updates} steps of an epoch, but the plan continues at step "
                 f"{place} of its epoch; load the state that was saved there with accelerator.load_state(folder)"
             )
 

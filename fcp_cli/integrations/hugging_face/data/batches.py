@@ -36,8 +36,8 @@ def one_sequence(batch: Any, row: int, *, masked: bool = False) -> tuple[Tensor,
     foreign = [name for name in batch if name not in known and not _is_redundant(name, batch[name])]
     if foreign:
         raise RunError(
-            f"the data collator gives {', '.join(sorted(map(str, foreign)))} beside the tokens of row {row}, which "
-            "would be lost under a plan; leave it out, or write the loop as in docs/how-to/training-loop.md"
+            f"the data collator gives {', '.join(sorted(map(str, foreign)))} besides the tokens of row {row}, which "
+            "would be lost under a plan; remove it, or write the loop as in docs/how-to/training-loop.md"
         )
     if batch.get("labels") is None:
         raise RunError(

@@ -100,8 +100,8 @@ def _visual_row(batch: Mapping[Any, Any], row: int, masked: bool, config: Any) -
         return found
     if types is not None and not np.array_equal(torch.as_tensor(types)[0][kept].numpy() > 0, is_placeholder):
         raise RunError(
-            f"the mm_token_type_ids of row {row} of the training data say of other tokens that they are pictures than "
-            "its placeholders; let the collator give those of the processor"
+            f"the mm_token_type_ids of row {row} of the training data mark other tokens as images than its "
+            "placeholders; let the collator return those of the processor"
         )
     tokens, labels = found if isinstance(found, tuple) else (found.tokens, found.labels)
     pictures = {name: batch[name] for name in pixels if batch.get(name) is not None}
@@ -121,6 +121,6 @@ def _require_positions(given: Any, made: VisualSequence, kept: slice, row: int) 
     counted = np.arange(own.shape[-1]) if made.position_ids is None else made.position_ids
     if own.shape[-2:] != np.broadcast_shapes(own.shape, counted.shape) or (own != counted).any():
         raise RunError(
-            f"the position_ids of row {row} of the training data are not those that its model counts for its pictures; "
-            "leave them out of the collator's batch"
+            f"the position_ids of row {row} of the training data are not those that its model computes for its images; "
+            "remove them from the collator's batch"
         )

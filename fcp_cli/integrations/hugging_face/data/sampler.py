@@ -67,8 +67,8 @@ class PlanSampler(Sampler[int]):
             raise RunError("the loader has another sampler; give it this one: DataLoader(dataset, sampler=sampler)")
         if loader.batch_size not in (None, 1):
             raise RunError(
-                f"the loader has batch_size {loader.batch_size}, but the plan says which rows a micro-batch has; leave "
-                "it out (1), or set it to None where items are tokens"
+                f"the loader has batch_size {loader.batch_size}, but the plan determines the rows of a micro-batch; "
+                "remove it (1), or set it to None if items are tokens"
             )
         if found != rows:
             name = self._session.metadata.manifest.name

@@ -127,7 +127,7 @@ class LogitPreferenceLoss(PreferenceLoss):
         if others or args:
             raise RunError(
                 f"{self._judged} gives the model {', '.join(others) or 'arguments without names'}, which a plan does "
-                f"not follow; leave it out, or {OWN_LOOP}"
+                f"not support; remove it, or {OWN_LOOP}"
             )
         self._keep = kwargs.get("logits_to_keep")
         return (), {"input_ids": pack.microbatch.input_ids, "position_ids": pack.microbatch.position_ids}

@@ -115,7 +115,7 @@ class PlannedData:
             )
         if self._iterator is not None and step != self._next_step:
             raise RunError(
-                f"the script's new data loader begins at sample {samples.consumed} (step {step} of the plan), but step "
+                f"the script's new data loader starts at sample {samples.consumed} (step {step} of the plan), but step "
                 f"{self._next_step} comes next; a plan's epochs are one sequence of steps, so keep counting samples"
             )
         return step

@@ -219,7 +219,7 @@ def video_size(source: Path | IO[bytes] | io.RawIOBase, place: str) -> dict[str,
     except UnicodeDecodeError as error:  # PyAV decodes tags of files as they are
         raise ManifestError(f"{place}: cannot read it as a video: a tag in it is not UTF-8") from error
     if min(size.values()) <= 0:
-        raise ManifestError(f"{place}: its header has no size or length; give them beside the video")
+        raise ManifestError(f"{place}: its header has no size or length; give them together with the video")
     return size | ({"fps": float(rate)} if rate else {})
 
 

@@ -86,7 +86,7 @@ class CellPicture:
         value = _rows(self.path).record(self.row, (self.column,), self.name)[self.column]
         values = value if isinstance(value, list) else [value]
         if self.number >= len(values):
-            raise ManifestError(f"{self.name} has {len(values)} pictures now; build the manifest again")
+            raise ManifestError(f"{self.name} has {len(values)} images now; build the manifest again")
         return refer(values[self.number], self.path.parent, self.name).content(most_bytes)
 
 

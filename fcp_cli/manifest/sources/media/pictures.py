@@ -243,7 +243,7 @@ def _visual(size: PictureSize, processor: VisionProcessor, place: str) -> Visual
         raise ManifestError(f"{place}: {error}; leave the record out") from error
     if found.patch_pairs > _MOST_PATCH_PAIRS:
         raise ManifestError(
-            f"{place}: a picture of {found.patches:,} patches is more than any encoder takes; leave the record out, or "
+            f"{place}: a picture of {found.patches:,} patches is more than any encoder takes; remove the record, or "
             "correct the sizes in the checkpoint's preprocessor_config.json"
         )
     return found
