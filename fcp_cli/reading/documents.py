@@ -12,13 +12,16 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+import msgspec
 import yaml
 
 from fcp_cli.errors import FcpError
 from fcp_cli.reading.inputs import open_input, too_large
 from fcp_cli.words import first_sentence
+
+T = TypeVar("T")
 
 MOST_DEPTH: Final = 64
 MOST_VALUES: Final = 5_000_000
@@ -73,6 +76,14 @@ def decode_record(line: str | bytes) -> Any:
     if sum(map(line.count, brackets)) > MOST_DEPTH:  # type: ignore[arg-type]  # only then can it be nested deeply
         bounded(value, checks_values=False)
     return value
+
+
+def decode_shape(line: str | bytes, kind: type[T]) -> T:
+    """Return the values of one record that a dataclass or a TypedDict names, without making any other."""
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as failure:
+        raise DamagedError(first_sentence(failure)) from failure
 
 
 def read_json(

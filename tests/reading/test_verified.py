@@ -44,7 +44,7 @@ def test_a_file_that_was_changed_or_replaced_since_is_read(file: Path, tmp_path:
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert content_hash_of(file, lambda: "changed") == "changed"
     (tmp_path / "copy").write_bytes(b"as the launcher read it")
-    os.replace(tmp_path / "copy", file)
+    (tmp_path / "copy").replace(file)
     assert content_hash_of(file, lambda: "replaced") == "replaced"
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Final, Literal, TypedDict, cast
 
 from msgspec import Meta
 
-from fcp_cli.reading.documents import decode_record
+from fcp_cli.reading.documents import decode_record, decode_shape
 from fcp_cli.validation import NonNegative, Positive, RankCount, require_shape
 
 # Exact as a float, too: arrays hold these values as either.
@@ -101,11 +102,16 @@ class RunRecord(_Run, total=False):
 
 
 MetricsRecord = RunRecord | StepRecord | EvalRecord
+_KIND_WITHIN: Final = 40  # bytes; every writer of ours begins with it
+_STEP: Final = re.compile(rb'"kind": ?"step"')
 _SHAPES: Final[dict[str, Any]] = {"run": RunRecord, "step": StepRecord, "eval": EvalRecord}
 
 
 def parse_record(line: str | bytes) -> MetricsRecord | None:
     """Return the record of a line, or None for kinds that later versions may write."""
+    head = line[:_KIND_WITHIN] if isinstance(line, bytes) else line[:_KIND_WITHIN].encode(errors="replace")
+    if _STEP.search(head):
+        return decode_shape(line, StepRecord)  # it has a value for every rank: neither is read twice
     record = decode_record(line)
     if not isinstance(record, dict) or not isinstance(kind := record.get("kind"), str):
         raise ValueError("it is no record")
