@@ -25,8 +25,7 @@ from fcp_cli.recipe import check_shard_ranks
 from fcp_cli.runs.checkpoints.checkpoint_header import checkpoints
 from fcp_cli.runs.folder import RunPaths, next_run_dir
 from fcp_cli.runs.launch_record import read_launch
-from fcp_cli.training.optional import require_libraries
-from fcp_cli.training.settings import TrainSettings
+from fcp_cli.training.settings import TrainSettings, require_libraries
 from fcp_cli.validation import validated
 
 _PATHS: Final = (

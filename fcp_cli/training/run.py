@@ -7,12 +7,13 @@ from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from fcp_cli.errors import RunError
 from fcp_cli.runs.checkpoints.checkpoint_header import checkpoints
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.ownership import own_unless_launched
-from fcp_cli.runtime import Fetch, start
+from fcp_cli.runtime import Fetch, Session, start
 from fcp_cli.training.data import open_data
 from fcp_cli.training.evaluation import open_held_out
 from fcp_cli.training.interrupt import StopRequest
@@ -50,6 +51,8 @@ def train(settings: TrainSettings, stop: StopRequest) -> bool:
         if settings.eval_manifest is not None:
             held_out = open_held_out(settings, session, lambda theirs: _open_data(theirs, stack)[0])
         trainer = stack.enter_context(closing(Trainer(settings, session, held_out)))
+        if session.recorder is not None:
+            _require_shared(trainer.paths, session)
         return trainer.run(stop)
 
 
@@ -76,6 +79,19 @@ def _require_free(settings: TrainSettings) -> None:
     if not settings.resume and (paths.metrics.exists() or checkpoints(paths.checkpoints)):
         raise RunError(
             f"{settings.run_dir} already holds a run; continue it with --resume, or choose another --run-dir"
+        )
+
+
+def _require_shared(paths: RunPaths, session: Session) -> None:
+    """Check that every rank sees rank 0's files: else checkpoints would be scattered over the nodes."""
+    dist.barrier()
+    missing = torch.zeros(1, device=session.device)
+    missing += not paths.metrics.exists()
+    session.world.all_reduce_sum(missing)
+    if missing.item():
+        raise RunError(
+            f"{int(missing.item())} ranks do not see the run directory {paths.run_dir} of rank 0; choose a --run-dir "
+            "on a file system that all nodes share"
         )
 
 

@@ -5,6 +5,7 @@ Fields marked `Opt` are options of `fcp launch`, too.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
@@ -13,6 +14,7 @@ from types import NoneType
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from fcp_cli.errors import UsageError
+from fcp_cli.extras import pip_install
 from fcp_cli.options import MOST_WORKERS, Opt, check_limits
 from fcp_cli.recipe import (
     Recipe,
@@ -234,3 +236,16 @@ def _argument(name: str, hint: Any, default: Any) -> dict[str, Any]:
         return {"type": kind, "default": default, "help": "default: %(default)s"}
     fallback = os.environ.get({"plan": "FCP_PLAN", "run_dir": "FCP_RUN_DIR"}.get(name, ""))
     return {"type": kind, "required": fallback is None, "default": kind(fallback) if fallback else None}
+
+
+def require_libraries(recipe: Recipe, settings: TrainSettings) -> None:
+    """Check that the packages of a run's settings can be imported."""
+    if recipe.lora is not None:
+        _require("peft", flag="--lora", install=pip_install("finetune", "peft"))
+    if settings.wandb is not None:
+        _require("wandb", flag="--wandb", install="pip install wandb")
+
+
+def _require(package: str, *, flag: str, install: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise UsageError(f"{flag} needs {package}, which is not installed; run: {install}")

@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -37,9 +36,8 @@ from fcp_cli.runtime.pictures.embedding_cache import EmbeddingCache
 from fcp_cli.training.evaluation import evaluate
 from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.optimizer import clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
-from fcp_cli.training.optional import require_libraries
 from fcp_cli.training.report import TrainingReport, run_facts
-from fcp_cli.training.settings import TrainSettings
+from fcp_cli.training.settings import TrainSettings, require_libraries
 from fcp_cli.training.utilisation import peak_of, utilisation
 from fcp_cli.training.weights.adapters import adapted_names, choose_trained, describe_frozen, export_adapters
 from fcp_cli.training.weights.checkpoint import TrainState, load_checkpoint, saved_buffers
@@ -108,7 +106,7 @@ class Trainer:
             self.paths.checkpoints,
             rank=session.rank,
             barrier=dist.barrier,
-            gather=partial(gather_texts, session.world),
+            gather=lambda text: gather_texts(session.world, text),
             keep=settings.keep,
             in_background=settings.async_save,
             saved=self._note_saved,
@@ -117,8 +115,6 @@ class Trainer:
         if session.rank == 0 and weights is not None and names is not None:
             keep_origin(self.paths.origin, model=settings.model, source=weights.folder, names=names)
         self._report = self._open_metrics(parameters)
-        if session.recorder is not None:
-            _require_shared(self.paths, session)
         self._announce(parameters, weights)
 
     def _fill(self, weights: WeightFiles | None) -> None:
@@ -402,16 +398,3 @@ def tell_all(world: World, *, stop: bool, writing: bool) -> tuple[bool, bool]:
     world.start_sum(told).wait()
     any_stops, any_writes = told.tolist()
     return bool(any_stops), bool(any_writes)
-
-
-def _require_shared(paths: RunPaths, session: Session) -> None:
-    """Check that every rank sees rank 0's files: else checkpoints would be scattered over the nodes."""
-    dist.barrier()
-    missing = torch.zeros(1, device=session.device)
-    missing += not paths.metrics.exists()
-    session.world.all_reduce_sum(missing)
-    if missing.item():
-        raise RunError(
-            f"{int(missing.item())} ranks do not see the run directory {paths.run_dir} of rank 0; choose a --run-dir "
-            "on a file system that all nodes share"
-        )

@@ -275,6 +275,7 @@ _OF_OURSELVES = {
     "fcp_cli/plan/file/messages.py",
     "fcp_cli/plan/metadata/online.py",
     "fcp_cli/planning/online/serving.py",
+    "fcp_cli/runtime/online/control.py",
     "fcp_cli/runtime/online/job_plan.py",
     "fcp_cli/runtime/online/source.py",
 }

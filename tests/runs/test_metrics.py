@@ -15,6 +15,7 @@ from fcp_cli.runs.metrics.metrics import (
     drop_steps_from,
 )
 from fcp_cli.runs.metrics.metrics_reader import MetricsTail, read_metrics
+from fcp_cli.runs.metrics.metrics_record import parse_record
 
 RUN: dict[str, Any] = {"format": "fcp-metrics/1", "kind": "run", "started": "2026-01-01T00:00:00+00:00"}
 RUN |= {"num_ranks": 2, "ranks_per_node": 2}
@@ -131,7 +132,7 @@ def test_a_tail_gives_each_whole_record_once(tmp_path: Path) -> None:
         file.flush()
         assert tail.poll() == []
         file.write(f"{whole[20:]}\n")
-    assert tail.poll() == [measured(1).record()]
+    assert tail.poll() == [parse_record(json.dumps(measured(1).record()))]
     assert tail.poll() == []
 
 

@@ -156,7 +156,7 @@ def test_what_is_missing_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("fcp_cli.training.optional.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("fcp_cli.training.settings.importlib.util.find_spec", lambda name: None)
     assert (
         run(folder, f"refused {len(words)} {plan}", *(word.replace("HERE", str(folder)) for word in words), plan=plan)
         > 0
