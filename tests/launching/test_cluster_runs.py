@@ -118,7 +118,7 @@ def test_a_job_is_handed_to_slurm_and_runs_on_both_nodes(folder: Path, cluster: 
 
 def test_slurm_starts_msrun_on_both_nodes(folder: Path, cluster: FakeCluster) -> None:
     root = Path(__file__).parents[2]
-    cluster.add("msrun", f'PYTHONPATH={root} exec {sys.executable} -m tests.launching.fake_msrun "$@"')
+    cluster.add("msrun", f'PYTHONPATH={root}:$PYTHONPATH exec {sys.executable} -m tests.launching.fake_msrun "$@"')
     words = ("--target", "slurm", "--launcher", "msrun", "--", "my script.py", "none", "it's")
     submitted = launch(folder, cluster, "--run-dir", "runs/msrun", *words)
     assert submitted.returncode == 0, submitted.stderr

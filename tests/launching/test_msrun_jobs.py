@@ -18,6 +18,7 @@ from inline_snapshot import snapshot
 from fcp_cli.errors import RunError
 from fcp_cli.launching.job.inject import is_mindspore_script
 from fcp_cli.machine.devices import find_machine_without_torch
+from tests.forked_ranks import shared_by_scripts
 from tests.patience import PATIENCE_SECONDS, wait_until
 from tests.ports import unused_port
 from tests.training.small_runs import fcp_command, run_fcp, write_manifest, write_small_plan
@@ -77,7 +78,9 @@ def msrun(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
     decoy.mkdir()
     write_program(decoy / "python", "#!/bin/sh\necho 'the wrong python' >&2; exit 9\n")
     if request.param == "fake":
-        write_program(decoy / "msrun", f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m {_FAKE} "$@"\n')
+        write_program(
+            decoy / "msrun", f'#!/bin/sh\nPYTHONPATH={ROOT}:$PYTHONPATH exec {sys.executable} -m {_FAKE} "$@"\n'
+        )
     monkeypatch.setenv("PATH", f"{decoy}{os.pathsep}{os.environ['PATH']}")
     name: str = request.param
     return name
@@ -135,7 +138,8 @@ def test_a_script_gets_torch_s_words_for_msrun_s_variables(msrun: str, folder: P
 
 @pytest.mark.torch
 def test_the_bundled_trainer_runs_on_four_gloo_ranks(msrun: str, plans: Path) -> None:
-    done = run_fcp(*launch("--run-dir", f"runs/{msrun}"), folder=plans)
+    forked = shared_by_scripts() if msrun == "fake" else {}
+    done = run_fcp(*launch("--run-dir", f"runs/{msrun}"), folder=plans, **forked)
     assert done.returncode == 0, done.stderr
     assert "done: steps 1 to 2" in done.stderr
     lines = (plans / "runs" / msrun / "metrics.jsonl").read_text().splitlines()

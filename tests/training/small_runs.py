@@ -129,11 +129,11 @@ def fcp_command(*words: str) -> list[str]:
 
 
 def run_fcp(*words: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `fcp ...` in a folder to its end."""
+    """Run `fcp ...` in a folder to its end; a job of one rank, too, computes with one thread, as the conftest says why."""
     return subprocess.run(
         fcp_command(*words),
         cwd=folder,
-        env={**os.environ, **(shared() if words[0] == "launch" else {}), **environment},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(shared() if words[0] == "launch" else {}), **environment},
         capture_output=True,
         text=True,
         timeout=PATIENCE_SECONDS,

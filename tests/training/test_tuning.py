@@ -62,7 +62,7 @@ def losses_of(run_dir: Path) -> list[float]:
 
 
 def check(folder: Path, name: str, case: Case) -> None:
-    """Losses of ten steps, and the export, which libraries load bit for bit."""
+    """Losses of every step, and the export, which libraries load bit for bit."""
     losses, weights = train_alone(folder, case)
     assert len(losses) == STEPS
     assert losses_of(folder / "runs" / name) == pytest.approx(losses, rel=1e-12)

@@ -127,8 +127,8 @@ def test_tokenizer_and_processor_go_along_and_nothing_else(tmp_path: Path) -> No
 )
 def test_ranks_read_their_rows_and_write_files_of_their_own(tmp_path: Path, ranks: int, shards: int) -> None:
     expected = saved(tmp_path / "source")
-    program = str(Path(__file__).with_name("weights_worker.py"))
-    torchrun(program, str(tmp_path / "source"), str(tmp_path / "model"), str(shards), num_ranks=ranks)
+    program = ("-m", "tests.training.workers.weights_worker")
+    torchrun(*program, str(tmp_path / "source"), str(tmp_path / "model"), str(shards), num_ranks=ranks)
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
     assert_same(reloaded(tmp_path / "model"), expected)
     assert not list(tmp_path.glob(".*"))

@@ -21,9 +21,9 @@ from tests.runtime.grid_inputs import Inputs
 from tests.runtime.plans import Row, write_plan
 
 NUM_RANKS = 4
-STEPS = 10
-SAVED_STEPS = 5
-EVALUATED_EVERY = 4
+STEPS = 7
+SAVED_STEPS = 4
+EVALUATED_EVERY = 3
 EVALUATED = ("adapters, 2", "adapters, 3", "frozen, 1")  # these train once more with evaluations between the steps
 VOCAB_SIZE = 64
 _TEXT: Mapping[str, Any] = {

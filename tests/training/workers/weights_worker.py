@@ -1,4 +1,4 @@
-"""Loads a checkpoint into a sharded model on every rank, and writes it again: `weights_worker.py FROM TO SHARDS`."""
+"""Loads a checkpoint into a sharded model on every rank, and writes it again: `-m tests.training.workers.weights_worker FROM TO SHARDS`."""
 
 from __future__ import annotations
 
