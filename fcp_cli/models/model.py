@@ -210,18 +210,17 @@ def load_hf_config(path: Path) -> ModelSpec:
     return _checked(spec, where=str(path))
 
 
-def _blocks_of_heads(spec: ModelSpec) -> list[tuple[str, TextFigures | KeyValueHeads]]:
-    return [("", spec), *([("full_heads.", spec.full_heads)] if spec.full_heads is not None else [])]
-
-
 def _checked(spec: ModelSpec, *, where: str) -> ModelSpec:
     """Return the model, unless figures contradict each other; the message names the first that do."""
+    blocks: list[tuple[str, TextFigures | KeyValueHeads]] = [("", spec)]
+    if spec.full_heads is not None:
+        blocks.append(("full_heads.", spec.full_heads))
     complaints = [
         (
             spec.num_heads % heads.num_kv_heads != 0,
             f"{block}num_kv_heads {heads.num_kv_heads} does not divide num_heads {spec.num_heads}",
         )
-        for block, heads in _blocks_of_heads(spec)
+        for block, heads in blocks
     ]
     complaints += [
         (spec.head_dim % 2 != 0, f"head_dim {spec.head_dim} is odd; rotary positions need an even one"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -249,16 +250,12 @@ def _picture_files(path: Path, named: Sequence[Path]) -> list[Path]:
 
 def _shard_paths(folder: Path, kind: str) -> list[Path]:
     suffixes = [suffix for suffix in _SUFFIXES[kind] if suffix != ".json"]  # folders hold .json files of every purpose
-    suffix_of = inner_suffix if kind == "jsonl" else _suffix
+    suffix_of = inner_suffix if kind == "jsonl" else attrgetter("suffix")
     files = sorted(file for file in folder.iterdir() if suffix_of(file) in suffixes and not file.name.startswith("."))
     if kind == "jsonl" and not files:
         tars = _shard_paths(folder, "media")
         files = tars if tars and holds_lines(tars[0]) else []
     return [file for file in files if kind != "parquet" or not _made_by_fcp(file)]
-
-
-def _suffix(file: Path) -> str:
-    return file.suffix
 
 
 def _made_by_fcp(file: Path) -> bool:

@@ -50,7 +50,7 @@ class LengthTable:
     def take(self, rows: IntArray) -> LengthTable:
         """Return the given rows, in the given order."""
         columns = {name: getattr(self, name) for name in _COLUMNS}
-        taken = {name: None if values is None else values[rows] for name, values in columns.items()}
+        taken: dict[str, Any] = {name: None if values is None else values[rows] for name, values in columns.items()}
         return LengthTable(name=self.name, column=self.column, **taken)
 
     def gather(self, rows: IntArray) -> LengthTable:

@@ -67,7 +67,7 @@ class PlanWriter:
     def finish(self) -> None:
         """Write pending steps, then the totals and the hash into the file's footer."""
         self._flush()
-        metadata = self.metadata.with_totals(steps=self._steps, distinct_groups=len(self._groups))
+        metadata = replace(self.metadata, steps=self._steps, distinct_groups=len(self._groups))
         if not metadata.has_equal_batches:
             metadata = replace(metadata, global_batch_size=self._most_sequences)
         self.metadata = replace(

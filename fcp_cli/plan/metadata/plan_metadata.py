@@ -7,7 +7,7 @@ import binascii
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Final, Literal
 
 import numpy as np
@@ -250,9 +250,6 @@ class PlanMetadata(PlanSetup):
             if document["recipe"][key] is None:
                 del document["recipe"][key]
         return {key: value for key, value in document.items() if key not in _OPTIONAL_KEYS or value is not None}
-
-    def with_totals(self, *, steps: int, distinct_groups: int) -> PlanMetadata:
-        return replace(self, steps=steps, distinct_groups=distinct_groups)
 
 
 def parse_metadata(raw: Mapping[bytes, bytes] | None, *, name: str) -> PlanMetadata:

@@ -97,7 +97,7 @@ class Refitter:
         if np.abs(change).mean() < _LEAST_CHANGE:
             fitted = factors
         named = {str(rank): float(speeds[rank]) for rank in np.flatnonzero(speeds != given).tolist()}
-        factors_found = Factors(**dict(zip(Factors().items(), fitted.tolist(), strict=True)))
+        factors_found = Factors(**dict(zip(asdict(Factors()), fitted.tolist(), strict=True)))
         found = ScheduledRefit(first_step=first_step, factors=factors_found, rank_speeds=named)
         about = f"{len(parts.measured)} micro-batches of {len(np.unique(parts.step))} steps"
         if replace(found, first_step=0) == replace(old, first_step=0):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -139,7 +139,7 @@ class PictureData:
             "num_videos": pa.array([sum(own) for own in kinds], pa.int64()),
             "shard": pa.array([shard] * len(group), pa.int32()),
             "record": pa.array([one.at for one in group], pa.int64()),
-            PICTURES_COLUMN: pa.array([[_as_struct(size) for size in own] for own in sizes], pa.list_(_SIZE)),
+            PICTURES_COLUMN: pa.array([[asdict(size) for size in own] for own in sizes], pa.list_(_SIZE)),
         }
         return pa.record_batch(columns)
 
@@ -247,7 +247,3 @@ def _visual(size: PictureSize, processor: VisionProcessor, place: str) -> Visual
             "correct the sizes in the checkpoint's preprocessor_config.json"
         )
     return found
-
-
-def _as_struct(size: PictureSize) -> dict[str, Any]:
-    return {"frames": size.frames, "height": size.height, "width": size.width, "fps": size.fps}
