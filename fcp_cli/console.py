@@ -72,6 +72,15 @@ def print_table(console: Console, table: Table) -> None:
     console.print(table)
 
 
+def bar(share: float, columns: int, *, ascii_only: bool = False) -> str:
+    """Return a bar for a table, of at most `columns` columns, in eighths of one; whatever is not zero shows."""
+    share = max(0.0, min(share, 1.0))
+    eighths = max(round(share * columns * 8), 1 if share > 0 else 0)
+    if ascii_only:
+        return "#" * -(-eighths // 8)
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
 def print_result(message: str) -> None:
     """Print a line of the result on stdout; silent under -q."""
     results().print(one_line(message), markup=False, soft_wrap=True)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from fcp_cli.console import print_table
+from fcp_cli.console import bar, print_table
 from fcp_cli.manifest.table.summary import ManifestSummary
-from fcp_cli.report.bars import bar
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from fcp_cli.console import print_table
+from fcp_cli.console import bar, print_table
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.plan.metadata.refits import refit_text
 from fcp_cli.plan.peers import PeerCount
 from fcp_cli.plan.pricing.speeds import speeds_text
 from fcp_cli.plan.step import MicroBatch, StepPlan
 from fcp_cli.plan.summary import PlanSummary
-from fcp_cli.report.bars import bar
 from fcp_cli.report.memory import ranks_are_hosts
 from fcp_cli.words import counted, ranges
 

@@ -10,7 +10,7 @@ from pathlib import PurePath
 from statistics import median, median_low
 from typing import TYPE_CHECKING, Any, Literal
 
-from fcp_cli.report.bars import bar
+from fcp_cli.console import bar
 from fcp_cli.runs.metrics.metrics_record import MetricsRecord, RunRecord, StepRecord
 from fcp_cli.runs.owner import Owner
 from fcp_cli.words import clock, counted, one_line, short_count, short_seconds

@@ -392,7 +392,7 @@ WRITERS: dict[str, str] = {
     "fcp_cli.manifest.tokenizing.tokenizer._quiet_panics": "nowhere",
     "fcp_cli.parquet_writer.parquet_writer": "into a path of the atomic writer, which its callers pass",
     "fcp_cli.planning.online.journal.append": _GROWS,
-    "fcp_cli.profiling.workers.device.reset": "a switch of the kernel",
+    "fcp_cli.profiling.workers.device.reset_peak": "a switch of the kernel",
     "fcp_cli.profiling.measure._run": _LOG,
     "fcp_cli.profiling.measure.run_measurement": _TEMPORARY,
     "fcp_cli.profiling.fits.samples.append_line": _GROWS,
