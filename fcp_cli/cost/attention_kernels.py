@@ -21,18 +21,34 @@ from fcp_cli.validation import Count, NonEmptyText, NonNegative, Positive
 LEAST_UNMEASURED_TOKENS: Final = 8192
 
 
-# Orders of architectures by major compute capability, quickest first.
-_ORDERS: Final[dict[int, tuple[KernelName, ...]]] = {
-    9: ("cudnn", "fa3", "fa4", "fa2"),  # Hopper: cuDNN 1.7 to 2.3 x FlashAttention 2 (transformers#48163, #48324)
-    10: ("cudnn", "fa4", "fa2"),  # B200: cuDNN 1 to 2 x FlashAttention 4 (sglang#33655, pytorch#191576)
-}
-_OTHERS: Final[tuple[KernelName, ...]] = ("fa2", "cudnn")  # A100, L40S, RTX: cuDNN 0.82 to 1.0 x (transformers#48163)
-_ROCM: Final[tuple[KernelName, ...]] = ("fa2",)  # PyTorch's flash attention alone
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DefaultOrder:
+    """Order of the kernels of an architecture, quickest first, and where it comes from."""
+
+    kernels: tuple[KernelName, ...]
+    source: str
 
 
-def default_order(major: int, *, rocm: bool = False) -> tuple[KernelName, ...]:
+_HOPPER: Final = DefaultOrder(
+    kernels=("cudnn", "fa3", "fa4", "fa2"),
+    source="Hopper: cuDNN 1.7 to 2.3 x FlashAttention 2 (transformers#48163, #48324)",
+)
+_BLACKWELL: Final = DefaultOrder(
+    kernels=("cudnn", "fa4", "fa2"),
+    source="B200: cuDNN 1 to 2 x FlashAttention 4 (sglang#33655, pytorch#191576)",
+)
+_OTHERS: Final = DefaultOrder(
+    kernels=("fa2", "cudnn"),
+    source="A100, L40S, RTX: cuDNN 0.82 to 1.0 x FlashAttention 2 (transformers#48163)",
+)
+_ROCM: Final = DefaultOrder(kernels=("fa2",), source="ROCm: PyTorch's flash attention alone")
+
+
+def default_order(major: int, *, rocm: bool = False) -> DefaultOrder:
     """Return the order for a device by its major compute capability."""
-    return _ROCM if rocm else _ORDERS.get(major, _OTHERS)
+    if rocm:
+        return _ROCM
+    return {9: _HOPPER, 10: _BLACKWELL}.get(major, _OTHERS)
 
 
 Mask: TypeAlias = Literal["causal", "full"]
