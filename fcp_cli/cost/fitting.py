@@ -17,21 +17,25 @@ always hides behind attention, stay near their priors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from fcp_cli.arrays import FloatArray
 from fcp_cli.cost import formula
 from fcp_cli.cost.formula import PackParts
+from fcp_cli.cost.least_squares import (
+    OUTLIER_RELATIVE_ERROR,
+    mean_absolute_percentage,
+    non_negative_least_squares,
+    num_determined,
+    robust_least_squares,
+)
 from fcp_cli.cost.model import Work, causal_work, group_seconds, unit_prices, windowed_pairs
 from fcp_cli.cost.profile import EXPOSED_RING, HIDDEN_RING, Bandwidth, Coefficients, CommonGround, CostProfile
 from fcp_cli.errors import ProfileError
 
-# Residuals beyond this relative error count linearly instead of squared: outliers, not the rule.
-OUTLIER_RELATIVE_ERROR = 0.05
 # Weight of "the ring is as its prior says" against one sample; enough to hold coefficients that no sample determines.
 PRIOR_WEIGHT = 0.02
 LEAST_SAMPLES = 5
@@ -165,11 +169,6 @@ def error_percent(samples: Sequence[Sample], profile: CostProfile) -> float:
     """Return the mean absolute error of the predicted seconds of samples, in per cent."""
     measured = np.array([sample.seconds for sample in samples])
     return mean_absolute_percentage(predicted_seconds(samples, profile) / measured - 1.0)
-
-
-def mean_absolute_percentage(relative_errors: npt.ArrayLike) -> float:
-    """Return the mean of |relative error|, in per cent."""
-    return float(np.mean(np.abs(np.asarray(relative_errors)))) * 100.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -308,11 +307,6 @@ def _require_enough(samples: Sequence[Sample], prior: CostProfile) -> None:
         )
 
 
-def num_determined(columns: FloatArray) -> int:
-    """Count the coefficients that samples determine, from their relative columns, none of which is zero throughout."""
-    return int(np.linalg.matrix_rank(columns / np.linalg.norm(columns, axis=0), tol=1e-6))
-
-
 def _columns(terms: _Terms) -> FloatArray:
     """Return the columns divided by the seconds of each sample."""
     return np.asarray(terms.columns / terms.seconds[:, None])
@@ -355,33 +349,6 @@ def _robust_fit(terms: _Terms, tiers: Sequence[str], start: FloatArray) -> tuple
     error = terms.seconds_of(parameters, tiers) / terms.seconds - 1.0
     soft = 2.0 * (np.sqrt(1.0 + (error / OUTLIER_RELATIVE_ERROR) ** 2) - 1.0)
     return parameters, float(soft.sum())
-
-
-def non_negative_least_squares(columns: FloatArray, values: FloatArray) -> FloatArray:
-    """Return x >= 0 of least |columns @ x - values|; the columns may be of unlike units."""
-    from scipy.optimize import nnls  # of the extra `fit`, which computed profiles do without
-
-    norms = np.linalg.norm(columns, axis=0)
-    norms[norms == 0] = 1.0
-    # Of columns of unlike norms, as of messages and bytes, the solver would lose the smaller ones.
-    return np.asarray(nnls(columns / norms, values)[0] / norms)
-
-
-def robust_least_squares(
-    relative_errors: Callable[[FloatArray], FloatArray], start: FloatArray, bounds: tuple[FloatArray, FloatArray]
-) -> FloatArray:
-    """Return the bounded parameters of least squared relative error, outliers counted linearly; `start` is > 0."""
-    from scipy.optimize import least_squares  # of the extra `fit`, which computed profiles do without
-
-    found = least_squares(
-        lambda scaled: relative_errors(scaled * start),
-        np.ones(len(start)),
-        bounds=(bounds[0] / start, bounds[1] / start),
-        loss="soft_l1",
-        f_scale=OUTLIER_RELATIVE_ERROR,
-        x_scale="jac",
-    )
-    return np.asarray(found.x * start)
 
 
 def _with_parameters(

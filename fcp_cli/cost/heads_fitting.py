@@ -16,7 +16,8 @@ from dataclasses import replace
 import numpy as np
 
 from fcp_cli.arrays import FloatArray
-from fcp_cli.cost.fitting import Fit, Sample, fit_profile, predicted_seconds, robust_least_squares
+from fcp_cli.cost.fitting import Fit, Sample, fit_profile, predicted_seconds
+from fcp_cli.cost.least_squares import robust_least_squares
 from fcp_cli.cost.profile import CostProfile, Heads
 from fcp_cli.errors import ProfileError
 

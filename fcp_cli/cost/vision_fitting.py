@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from fcp_cli.arrays import FloatArray
-from fcp_cli.cost.fitting import LEAST_SAMPLES, non_negative_least_squares, num_determined, robust_least_squares
+from fcp_cli.cost.fitting import LEAST_SAMPLES
+from fcp_cli.cost.least_squares import non_negative_least_squares, num_determined, robust_least_squares
 from fcp_cli.errors import ProfileError
 
 

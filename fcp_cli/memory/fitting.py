@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from fcp_cli.errors import UsageError
-from fcp_cli.memory.activations import kept_bytes, vision_bytes
+from fcp_cli.memory.activations import kept_bytes
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.memory.state import Cut
 from fcp_cli.memory.table import RankMemory
 from fcp_cli.memory.trained import check_trained
+from fcp_cli.memory.vision import vision_bytes
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.plan.pricing.setup import RankShape, Sync
 from fcp_cli.recipe import (

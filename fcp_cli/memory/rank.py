@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from fcp_cli.cost.profile import heads_degrees
-from fcp_cli.memory import activations
+from fcp_cli.memory import activations, vision
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.state import WHOLE, Cut, State, communicators
 from fcp_cli.memory.table import MemoryItem, Moment, RankMemory
@@ -150,8 +150,8 @@ class _MicroBatch:
     def encoder(self) -> Moment:
         """Return the vision encoder at work, before the language model begins or after it is done."""
         spec, recipe, precision = self.state.spec, self.state.recipe, self.state.precision
-        block = self._item("encoder block", activations.vision_block_bytes(spec, recipe, precision))
-        kept = self._item("visual tokens", activations.vision_bytes(spec, recipe, precision))
+        block = self._item("encoder block", vision.vision_block_bytes(spec, recipe, precision))
+        kept = self._item("visual tokens", vision.vision_bytes(spec, recipe, precision))
         return Moment(name="vision encoder", items=(*self.held, kept, block, self.state.new_gradients()))
 
     def forwards(self) -> list[Moment]:
@@ -175,7 +175,7 @@ class _MicroBatch:
             logits = self._item("logits", size, most_bytes=most)
             moments.append(Moment(name="loss head, forward", items=(*held, norm, logits)))
         if spec.vision is not None:
-            block = spec.vision.merge_size**2 * activations.patch_bytes(spec.vision, precision)
+            block = spec.vision.merge_size**2 * vision.patch_bytes(spec.vision, precision)
             moments.append(Moment(name="vision encoder", items=(*held, self._item("encoder block", block))))
         return moments
 
@@ -200,7 +200,7 @@ class _MicroBatch:
         return (
             self._item("layer inputs" if recipe.recomputes_layers else "activations", layers),
             *self._states(reached),
-            self._item("visual tokens", activations.vision_bytes(spec, recipe, precision)),
+            self._item("visual tokens", vision.vision_bytes(spec, recipe, precision)),
             self._item("micro-batch", activations.input_bytes(spec, precision)),
         )
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from fcp_cli.memory.activations import layer_bytes, patch_bytes, recomputed_bytes
+from fcp_cli.memory.activations import layer_bytes, recomputed_bytes
 from fcp_cli.memory.precision import precision_of
+from fcp_cli.memory.vision import patch_bytes
 from fcp_cli.models.model import ModelSpec, VisionSpec, load_model
 from fcp_cli.models.transformers_config import gemma4_config, text_config, whole_config
 from fcp_cli.profiling.computed.analytic import MOVED_PER_RECOMPUTED_BYTE

@@ -9,10 +9,10 @@ from inline_snapshot import snapshot
 from fcp_cli.cost.kernel_names import KernelName
 from fcp_cli.cost.profile import Coefficients, CostProfile, StepTerms, Sync, dump_cost_profile, parse_cost_profile
 from fcp_cli.errors import UsageError
-from fcp_cli.memory.activations import patch_bytes
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.memory.state import COMMUNICATOR_BYTES, Cut
+from fcp_cli.memory.vision import patch_bytes
 from fcp_cli.models.cluster import ClusterSpec, load_cluster
 from fcp_cli.models.descriptions import shipped_names
 from fcp_cli.models.model import load_model

@@ -16,12 +16,13 @@ from typing import Any, Final
 from fcp_cli.cost.offload import offload_cost
 from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile, Heads, Sync
 from fcp_cli.errors import UsageError
-from fcp_cli.memory.activations import recomputed_bytes, vision_bytes
+from fcp_cli.memory.activations import recomputed_bytes
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.memory.state import WHOLE, Cut, State
 from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.memory.trained import backward_of, check_trained, trained_parameters
+from fcp_cli.memory.vision import vision_bytes
 from fcp_cli.models.cluster import ClusterSpec
 from fcp_cli.models.figures import Attention
 from fcp_cli.models.model import ModelSpec

@@ -10,14 +10,9 @@ import numpy as np
 
 from fcp_cli import __version__
 from fcp_cli.cost.attention_kernels import KernelTable
-from fcp_cli.cost.fitting import (
-    Fit,
-    Sample,
-    mean_absolute_percentage,
-    non_negative_least_squares,
-    predicted_seconds,
-)
+from fcp_cli.cost.fitting import Fit, Sample, predicted_seconds
 from fcp_cli.cost.heads_fitting import fit_groups
+from fcp_cli.cost.least_squares import mean_absolute_percentage, non_negative_least_squares
 from fcp_cli.cost.profile import Bandwidth, CostProfile, Sync, dump_cost_profile
 from fcp_cli.errors import ProfileError, UsageError
 from fcp_cli.models.cluster import THIS_MACHINE, load_cluster

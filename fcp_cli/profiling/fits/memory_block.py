@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fcp_cli.cost.profile import Memory, Sync
-from fcp_cli.memory.activations import vision_bytes
 from fcp_cli.memory.fitting import FittedRecipe, Place, fitting_recipe
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.memory.table import RESERVE_FRACTION, RankMemory
 from fcp_cli.memory.trained import backward_of
+from fcp_cli.memory.vision import vision_bytes
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.profiling.fits.measurement import timed_settings

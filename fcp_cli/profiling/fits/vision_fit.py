@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from fcp_cli.cost.fitting import LEAST_SAMPLES, mean_absolute_percentage
+from fcp_cli.cost.fitting import LEAST_SAMPLES
+from fcp_cli.cost.least_squares import mean_absolute_percentage
 from fcp_cli.cost.profile import Coefficients, CostProfile
 from fcp_cli.cost.vision_fitting import VisionCosts, fit_vision
 from fcp_cli.models.model import ModelSpec

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fcp_cli.memory.activations import patch_bytes
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.memory.table import RESERVE_FRACTION, MemoryItem, RankMemory
+from fcp_cli.memory.vision import patch_bytes
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.profiling.fits.points import LEAST_LENGTH, Point, VisionPoint
 from fcp_cli.recipe import PrecisionName, Recipe
