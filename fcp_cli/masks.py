@@ -236,7 +236,7 @@ class MaskedSequence:
 
 
 def eta_of(pairs: int, length: int) -> float:
-    """Return the mask factor of a number of pairs: 0 for causal attention, 1 for all pairs; below 0 for fewer than causal.
+    """Return the mask factor of a number of pairs: 0 if causal, 1 for all pairs, below 0 for fewer than causal.
 
     A causal sequence of L tokens has L (L + 1) / 2 pairs, a full one L (L - 1) / 2 more, which is the unit of eta.
     """

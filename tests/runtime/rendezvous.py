@@ -208,8 +208,9 @@ class _Queue:
             if waiting and time.monotonic() > end:
                 raise RunError(self._hang(rank, launch, min(waiting)))
             if len(waiting) == 1:  # nothing else to start: dozens of queues that ask again and again take both cores
+                (keys,) = waiting.values()
                 with suppress(dist.DistStoreError):  # it is late
-                    self._store.wait(*waiting.values(), timedelta(seconds=max(end - time.monotonic(), 0.001)))
+                    self._store.wait(keys, timedelta(seconds=max(end - time.monotonic(), 0.001)))
             elif waiting:
                 time.sleep(pause)
                 pause = min(1.5 * pause, _POLL_SECONDS[1])

@@ -82,9 +82,7 @@ def _require_known(args: Any, sample_is_multimodal: Sequence[bool] | None) -> No
         raise UsageError("steps by tokens are not known here; leave global_batch_tokens out")
     separates = getattr(args, "multimodal_aware_packing", "off") != "off"
     if separates and sample_is_multimodal is not None and any(sample_is_multimodal):
-        raise UsageError(
-            "packing that separates images from text is unsupported; set multimodal_aware_packing to off"
-        )
+        raise UsageError("packing that separates images from text is unsupported; set multimodal_aware_packing to off")
 
 
 def _steps(rollout_indices: Sequence[int], global_batch_size: int) -> list[list[int]]:
