@@ -147,7 +147,7 @@ def test_equal_lengths_get_a_remark(fcp: Any, tmp_path: Path) -> None:
             2,
             "--kind is 'csv'; it must be one of text, chat, jsonl",
         ),
-        (("build", "./", "-o", "new.parquet"), 2, "new.parquet would lie among the files of"),
+        (("build", "./", "-o", "new.parquet"), 2, "new.parquet would be among the files of"),
         (("build", "foreign.parquet", "--tokenizer", "t.json"), 1, "there is no tokenizer t.json"),
         (("build", "bad.parquet", "-o", "no/m.parquet"), 1, "cannot write no/m.parquet"),
     ],

@@ -143,7 +143,7 @@ def test_what_is_over_is_not_cancelled(tmp_path: Path) -> None:
 def test_the_log_is_the_newest_of_rank_0_and_slurms_own_where_it_has_one(tmp_path: Path) -> None:
     run_dir = run_of(tmp_path, SLURM)
     logs = RunPaths(run_dir=run_dir).logs
-    with pytest.raises(RunError, match="has printed nothing yet"):
+    with pytest.raises(RunError, match="has no output yet"):
         log_of(run_dir, Cluster())
     (logs / "slurm-4711.log").write_text("of the script\n")
     (logs / "slurm-99.log").write_text("of another job\n")
@@ -267,5 +267,5 @@ def test_a_log_that_is_a_pipe_or_a_folder_is_not_waited_for(tmp_path: Path) -> N
     (start / "torchrun.log").mkdir(parents=True)
     os.mkfifo(start / "other.log")
     os.mkfifo(RunPaths(run_dir=run_dir).logs / "slurm-4711.log")
-    with pytest.raises(RunError, match=r"has printed nothing yet: there is no log in"):
+    with pytest.raises(RunError, match=r"has no output yet: there is no log in"):
         log_of(run_dir, Cluster())

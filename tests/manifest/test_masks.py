@@ -186,7 +186,5 @@ def test_masks_need_a_source_that_has_the_column_and_none_of_the_factor(tmp_path
     ):
         build(tmp_path / "texts", tmp_path / "m.parquet", mask="prefix:shape")
     source = write_parquet(tmp_path / "d.parquet", {"length": [3], "eta": [0.5]})
-    with raises(
-        snapshot("ManifestError: FOLDER/d.parquet has a column 'eta', which --mask works out; use one of them")
-    ):
+    with raises(snapshot("ManifestError: FOLDER/d.parquet has a column 'eta', which --mask computes; use one of them")):
         build(source, tmp_path / "m.parquet", mask="full")

@@ -179,7 +179,7 @@ def test_a_plan_over_waves_without_waves_is_found(tmp_path: Path) -> None:
 
 def test_waves_are_refused_where_there_are_none_and_auto_takes_what_is_sooner() -> None:
     iteration = GlobalBatches(with_pictures(), replace(problem_over(None), sync="iteration"), SETTINGS)
-    with pytest.raises(UsageError, match=r"^--encoder-balance wave needs waves, .* add --sync microbatch, or leave it"):
+    with pytest.raises(UsageError, match=r"^--encoder-balance wave needs .* add --sync microbatch, or remove it"):
         balanced_encoder(iteration, "wave", Assumptions())
     assert balanced_encoder(iteration, "auto", Assumptions()).encoder_balance is None
     assumptions = Assumptions()

@@ -95,7 +95,7 @@ def test_a_blank_picture_among_the_padding_of_text_is_dropped() -> None:
         ),
         (
             lambda given: {"mm_token_type_ids": given["mm_token_type_ids"].roll(1)},
-            "the mm_token_type_ids of row 7 of the training data say of other tokens",
+            "the mm_token_type_ids of row 7 of the training data mark other tokens",
         ),
         (lambda given: {"image_grid_thw": None}, "row 7 of the training data: a sequence has .* image placeholders"),
         (lambda given: {"pixel_values": None}, "row 7 of the training data: a sequence has images but no pixel_values"),

@@ -111,7 +111,7 @@ def test_a_loader_that_cannot_follow_the_plan_is_refused(plan: Path) -> None:
 
     other, large, short = run_ranks(2, refusals)[0]
     assert other == "the loader has another sampler; give it this one: DataLoader(dataset, sampler=sampler)"
-    assert large.startswith("the loader has batch_size 4, but the plan says which rows a micro-batch has; leave it out")
+    assert large.startswith("the loader has batch_size 4, but the plan determines the rows of a micro-batch; remove it")
     assert short == (
         "the data set has 6 rows, but the plan's manifest lengths.parquet has 7; build the manifest from this data set with "
         "'fcp manifest build', and plan again with 'fcp plan'"

@@ -412,9 +412,7 @@ ERRORS = {
         r"^the model's DistributedDataParallel has a communication hook .* under a plan gradients are summed"
     ]
     * 4,
-    "ddp with a static graph": [
-        r"^the model's DistributedDataParallel has static_graph=True, .*: leave it out, or give"
-    ]
+    "ddp with a static graph": [r"^the model's DistributedDataParallel has static_graph=True, .*: remove it, or give"]
     * 4,
     "ddp that steps is not given": [
         rf"^step 0, micro-batch \d, rank {rank}: steps\(\) was given no model, so nothing sums the gradients of"

@@ -219,7 +219,7 @@ def test_other_labels_than_the_microbatchs_are_refused(microbatch: Ring) -> None
 def test_a_model_that_changes_its_logits_is_not_given_a_wrong_loss(microbatch: Ring) -> None:
     model = prepared()
     model.lm_head.register_forward_hook(lambda module, args, output: output * 0.5)
-    with pytest.raises(RunError, match=r"changes the logits of its head, .*; leave out labels, and use microbatch"):
+    with pytest.raises(RunError, match=r"changes the logits of its head, .*; remove labels, and use microbatch"):
         model(input_ids=IDS, position_ids=POSITIONS, labels=labelled(microbatch))
 
 

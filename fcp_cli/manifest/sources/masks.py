@@ -119,7 +119,7 @@ class MaskedSource:
         rows = batch.rows
         if "eta" in rows.schema.names:
             raise ManifestError(
-                f"{self.source.describe()['path']} has a column 'eta', which --mask works out; use one of them"
+                f"{self.source.describe()['path']} has a column 'eta', which --mask computes; use one of them"
             )
         lengths = rows.column("length").to_pylist()
         values = rows.column(MASK_COLUMN).to_pylist() if self.rule.column else [None] * len(lengths)

@@ -162,7 +162,7 @@ def test_pictures_are_planned_with_their_encoders_work_and_never_as_text_alone(
         sum(step.makespan_seconds for step in PlanReader(one).steps()) for one in (plan, tmp_path / "text.parquet")
     ]
     assert seconds[0] > 1.01 * seconds[1]
-    with pytest.raises(ProfileError, match=r"10 rows .* have pictures, but .* qwen3-tiny knows no vision encoder"):
+    with pytest.raises(ProfileError, match=r"10 rows .* have pictures, but .* qwen3-tiny has no vision encoder"):
         plan_job(tmp_path / "other.parquet", JOB, PlanningWish(model="qwen3-tiny"), PICTURES)
 
 

@@ -357,4 +357,4 @@ def test_images_under_a_profile_without_an_encoder_are_warned_of(folder: Path) -
     for model, warned in (("qwen3-8b", True), ("qwen3-vl-8b", False)):
         assumptions = Assumptions()
         resolve(PlanRequest(manifest=Path("lengths.parquet"), model=model, cluster="h100-8x8"), assumptions)
-        assert any("knows no vision encoder" in warning for warning in assumptions.warnings) is warned
+        assert any("has no vision encoder" in warning for warning in assumptions.warnings) is warned
