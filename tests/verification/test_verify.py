@@ -55,6 +55,7 @@ def plan(tmp_path: Path) -> Path:
 
 
 @pytest.mark.distributed
+@pytest.mark.usefixtures("forked_jobs")
 def test_a_plan_for_few_ranks_is_replayed_by_processes(plan: Path) -> None:
     verification = verify(plan, num_steps=1, max_length=60)
     assert verification.passed
