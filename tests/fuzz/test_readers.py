@@ -58,7 +58,6 @@ EXCEPTIONS = {
     "fcp_cli/reading/inputs.py:open_unpacked": _NOT_YET,
     "fcp_cli/reading/remote.py:RemoteFile.__init__": _STORE,
     "fcp_cli/reading/sandbox.py:Folders.get_source": _NOT_YET,
-    "fcp_cli/runs/owner.py:read_owner": _NOT_YET,
     "fcp_cli/runs/stopped_script.py:read_stopped": _NOT_YET,
     "fcp_cli/integrations/hugging_face/accelerate/loop.py:AcceleratedLoop.load": _RANKS,
     "fcp_cli/runtime/online/job_plan.py:_wish": _RANKS,
