@@ -34,6 +34,7 @@ class _Rank(TypedDict):
 class RankRecord(_Rank, total=False):
     """A rank in one step; earlier versions wrote no memory."""
 
+    busy_seconds: NonNegative
     peak_memory_bytes: WholeNumber | None
 
 
@@ -54,6 +55,7 @@ class StepRecord(_Step, total=False):
     warm_up: bool
     grad_norm: float | None
     learning_rate: float | None
+    tokens_per_second: NonNegative
     mfu: float | None
     peak_memory_bytes: WholeNumber | None
     bad_rows: list[WholeNumber]
