@@ -50,7 +50,7 @@ def _prepare(options: SelftestRequest, folder: Path) -> Measurement:
     """Choose the packs to time, and write their request and the head of the samples into the folder."""
     from fcp_cli.profiling.choices import choose_measurement
     from fcp_cli.profiling.fits.samples import prepare_samples
-    from fcp_cli.selftest.sizes import profile_request
+    from fcp_cli.selftest.options import profile_request
 
     measurement = choose_measurement(profile_request(options, folder / "packs.samples.jsonl"), Assumptions())
     folder.mkdir(parents=True, exist_ok=True)  # a refused request leaves none

@@ -135,14 +135,14 @@ class Messenger:
         seconds, device_bytes = ([values[column] for values in everyone] for column in (0, 1))
         return seconds, None if self._device.type == "cpu" else device_bytes
 
-    def _host_seconds(self, work: Callable[[], None]) -> float:
+    def _host_seconds(self, work: Callable[[], object]) -> float:
         wait_for_device(self._device)
         begin = time.perf_counter()
         work()
         wait_for_device(self._device)
         return time.perf_counter() - begin
 
-    def _message(self, link: PairKind, num_bytes: int) -> Callable[[], None]:
+    def _message(self, link: PairKind, num_bytes: int) -> Callable[[], object]:
         rank = dist.get_rank()
         send = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         receive = torch.empty_like(send)

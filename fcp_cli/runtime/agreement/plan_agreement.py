@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,21 +26,6 @@ NO_TRAINING = (
 )
 _HEX_DIGITS_PER_WORD = 4  # words of 16 bits: small enough for every back end's int32 reductions
 _HASH_WORDS = 16
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fingerprint:
-    """The plan as one rank found it under the plan's path.
-
-    Attributes:
-        words: [17] int64 to be shown to all ranks: 1 if the plan can be followed, and its hash; else zeros.
-        metadata: the metadata of the plan, or None.
-        error: why it cannot be followed, or None.
-    """
-
-    words: IntArray
-    metadata: PlanMetadata | None = None
-    error: FcpError | None = None
 
 
 def agree_on_plan(
@@ -76,39 +60,34 @@ def agree_by(
         gather: returns [processes, words], the words of every process, from this one's [words].
         tensor_parallel, pipeline_parallel: the sizes of the job.
     """
-    mine = _fingerprint(path)
-    return _require_agreement(path, mine, gather(mine.words), tensor_parallel, pipeline_parallel)
-
-
-def _fingerprint(path: Path) -> Fingerprint:
-    """Read and prove a plan, and keep its fault, if it has one, so that all ranks stop together."""
+    metadata, fault = None, None
     try:
         metadata = read_proven(path)
-    except FcpError as error:
-        return Fingerprint(words=np.zeros(1 + _HASH_WORDS, dtype=np.int64), error=error)
-    size = _HEX_DIGITS_PER_WORD
-    digits = metadata.plan_hash.ljust(_HASH_WORDS * size, "0")
-    words = [int(digits[i : i + size], 16) for i in range(0, len(digits), size)]
-    return Fingerprint(words=np.array([1, *words], dtype=np.int64), metadata=metadata)
-
-
-def _require_agreement(
-    path: Path, mine: Fingerprint, table: IntArray, tensor_parallel: int, pipeline_parallel: int
-) -> PlanMetadata:
-    """Stop, on every rank alike, unless all ranks can follow one plan that was made for as many ranks."""
-    if mine.error is not None:
-        raise mine.error
+    except FcpError as error:  # kept, so that all ranks stop together
+        fault = error
+    table = gather(_words_of(metadata))
+    if fault is not None:
+        raise fault
     unusable = np.flatnonzero(table[:, 0] == 0).tolist()
-    if unusable or mine.metadata is None:
+    if unusable or metadata is None:
         raise RunError(f"{_name(unusable)} cannot follow the plan {path}; the line that it printed says why")
     different = np.flatnonzero((table != table[0]).any(axis=1)).tolist()
     if different:
         raise RunError(
             f"{_name(different)} has another plan than rank 0 under {path} (plan hash here "
-            f"{mine.metadata.plan_hash[:12]}); put one plan file where all ranks read it"
+            f"{metadata.plan_hash[:12]}); put one plan file where all ranks read it"
         )
-    _check_size(len(table), path, mine.metadata, tensor_parallel, pipeline_parallel)
-    return mine.metadata
+    _check_size(len(table), path, metadata, tensor_parallel, pipeline_parallel)
+    return metadata
+
+
+def _words_of(metadata: PlanMetadata | None) -> IntArray:
+    """Return [17] int64 to show to all ranks: 1 and the plan's hash, or zeros of a plan that cannot be followed."""
+    if metadata is None:
+        return np.zeros(1 + _HASH_WORDS, dtype=np.int64)
+    size = _HEX_DIGITS_PER_WORD
+    digits = metadata.plan_hash.ljust(_HASH_WORDS * size, "0")
+    return np.array([1, *(int(digits[i : i + size], 16) for i in range(0, len(digits), size))], dtype=np.int64)
 
 
 def _check_size(

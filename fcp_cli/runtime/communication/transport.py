@@ -15,22 +15,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcp_cli.runtime.communication.world import rank_timeout
+from fcp_cli.runtime.communication.world import Waitable, rank_timeout
 
 Result = TypeVar("Result")
 
 
-class Handle(Protocol):
-    """A hop under way. Neither of its tensors may be touched before `wait` has returned (on a GPU: is enqueued)."""
-
-    def wait(self) -> None: ...
-
+Handle: TypeAlias = Waitable
+"""A hop under way. Neither of its tensors may be touched before `wait` has returned (on a GPU: is enqueued)."""
 
 Waits = Generator[Handle, None, Result]
 """A pass over a transport, written as a generator that yields each handle it must wait for."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from fcp_cli.errors import RunError
-from fcp_cli.masks import Mask, MaskedSequence, MaskRows, described
+from fcp_cli.masks import Mask, MaskedSequence, described
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.runtime.data.joined_sequences import JoinedSequences
 from fcp_cli.runtime.data.loader import Fetch
@@ -15,21 +15,14 @@ from fcp_cli.vision.parts import VisualSequence
 
 def with_planned_masks(fetch: Fetch, metadata: PlanMetadata) -> Fetch:
     """Return a fetch whose sequences have the plan's masks; the same one if the plan keeps none."""
-    masks = metadata.mask_rows
-    return fetch if masks is None else _Planned(fetch, masks, metadata.manifest.name)
+    masks, name = metadata.mask_rows, metadata.manifest.name
+    if masks is None:
+        return fetch
 
-
-class _Planned:
-    """A fetch whose sequences have the masks of a manifest."""
-
-    def __init__(self, fetch: Fetch, masks: MaskRows, name: str) -> None:
-        self._fetch, self._masks, self._name = fetch, masks, name
-
-    def __call__(self, row: int) -> Any:
-        """Return the fetched sequence with its planned mask."""
-        found, mask = self._fetch(row), self._masks.mask(int(row))
+    def fetch_masked(row: int) -> Any:
+        found, mask = fetch(row), masks.mask(int(row))
         if isinstance(found, MaskedSequence) or (isinstance(found, VisualSequence) and not found.mask.is_causal):
-            require_same(found.mask, mask, row, len(found.tokens), self._name)
+            require_same(found.mask, mask, row, len(found.tokens), name)
             return found
         if mask.is_causal:
             return found
@@ -42,6 +35,8 @@ class _Planned:
             return replace(found, mask=mask)
         tokens, labels = found if isinstance(found, tuple) else (found, None)
         return MaskedSequence(tokens=tokens, labels=labels, mask=mask)
+
+    return fetch_masked
 
 
 def require_same(found: Mask, planned: Mask, row: int, tokens: int, name: str) -> None:

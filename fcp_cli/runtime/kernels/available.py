@@ -15,29 +15,21 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 import torch.nn.attention
-from torch import Tensor
 
 from fcp_cli.cost.kernel_names import KernelName
+from fcp_cli.runtime.kernels.base import AttentionKernel
 from fcp_cli.runtime.kernels.cuda import ATEN, CudaFlashKernel, FlashOperators
 from fcp_cli.runtime.kernels.cudnn import CudnnKernel, aten_operators, packs_soundly
 from fcp_cli.runtime.layouts.layout import Segments
 
 
-class NamedKernel(Protocol):
-    """An `AttentionKernel` with a name and a test for the calls that it refuses."""
-
-    packed: bool
+class NamedKernel(AttentionKernel, Protocol):
+    """A kernel with a name and a test for the calls that it refuses."""
 
     @property
     def name(self) -> KernelName: ...
 
     def refusal(self, segments: Segments) -> str | None: ...
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]: ...
-
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 class UnavailableError(Exception):
