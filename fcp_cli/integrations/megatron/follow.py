@@ -19,6 +19,7 @@ from torch import Tensor
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.megatron import checks
 from fcp_cli.integrations.megatron.data.microbatch import PlannedMicroBatch, current_microbatch
+from fcp_cli.integrations.megatron.data.padding import padding_report
 from fcp_cli.integrations.megatron.data.planned import PlannedData
 from fcp_cli.integrations.megatron.data.samples import LOSS_MASK, LocalShard, LocalStep, load_shard
 from fcp_cli.integrations.megatron.measured import ScheduleRecorder, computes_loss
@@ -27,9 +28,7 @@ from fcp_cli.integrations.megatron.probe import probe
 from fcp_cli.integrations.megatron.reduction import gather_parameters, reduced_after_backwards
 from fcp_cli.integrations.megatron.stack import Stack
 from fcp_cli.integrations.megatron.transformer_engine import PlanProcessGroups, make_rings, wants_rings
-from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
-from fcp_cli.plan.pricing.padding import held_tokens, padding_multiple
 from fcp_cli.runtime.agreement.plan_agreement import require_causal, require_training
 from fcp_cli.runtime.communication.launcher_watch import end_with_launcher
 from fcp_cli.runtime.communication.transport import ProcessTransport
@@ -197,7 +196,7 @@ class Follower:
         if dist.get_rank() == 0:
             padding = ""
             if self._even_chunks:
-                padding = f"; {_padding_report(self._plan, self.metadata, tensor_parallel=self._multiple)}"
+                padding = f"; {padding_report(self._plan, self.metadata, tensor_parallel=self._multiple)}"
             print(
                 f"fcp: following {self._plan} (plan hash {self.metadata.plan_hash[:12]}) from step {step.plan.step} of "
                 f"{self.metadata.steps}, {self.metadata.num_ranks} ranks, sync {self.metadata.sync}; "
@@ -257,26 +256,6 @@ class Follower:
                 f"{place}: {microbatch.ring.attention_calls} of {self._layers[chunk]} attention layers ran on the "
                 "plan's group; something in the model hides the call's packed_seq_params from them"
             )
-
-
-def _padding_report(plan: Path, metadata: PlanMetadata, *, tensor_parallel: int) -> str:
-    """Read the plan and return how much of it is padding, for the line that names the plan.
-
-    Args:
-        plan: plan file.
-        metadata: the metadata of the plan.
-        tensor_parallel: devices over which sequence parallelism divides a rank's tokens; 1 without it.
-    """
-    needed = padding_multiple(tensor_parallel)
-    tokens = held = 0
-    for step in PlanReader(plan).steps():
-        tokens += int(step.tokens.sum())
-        held += int(held_tokens(step, needed).sum())
-    share = f"{held / max(tokens, 1) - 1:.1%} padding"
-    if metadata.padding_multiple is not None and metadata.padding_multiple % needed == 0:
-        return f"{share}, which the plan counts"
-    devices = f" --tensor-parallel {tensor_parallel}" if tensor_parallel > 1 else ""
-    return f"{share}, which the plan does not count ('fcp plan --padded-rings{devices}' does)"
 
 
 def _planned_forward_step(

@@ -135,15 +135,19 @@ class Messenger:
         seconds, device_bytes = ([values[column] for values in everyone] for column in (0, 1))
         return seconds, None if self._device.type == "cpu" else device_bytes
 
-    def _host_seconds(self, work: Callable[[], object]) -> float:
+    def _host_seconds(self, work: Callable[[], None]) -> float:
         wait_for_device(self._device)
         begin = time.perf_counter()
         work()
         wait_for_device(self._device)
         return time.perf_counter() - begin
 
-    def _message(self, link: PairKind, num_bytes: int) -> Callable[[], object]:
+    def _message(self, link: PairKind, num_bytes: int) -> Callable[[], None]:
         rank = dist.get_rank()
         send = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         receive = torch.empty_like(send)
-        return lambda: self._transport.start("kv", send, link.to(rank), receive, link.source(rank)).wait()
+
+        def exchange() -> None:
+            self._transport.start("kv", send, link.to(rank), receive, link.source(rank)).wait()
+
+        return exchange

@@ -133,7 +133,7 @@ def _sum(world: World, told: Tensor, device: torch.device | None) -> None:
 
 def gather_texts(world: World, text: str) -> list[str]:
     """Return the texts of all ranks, in order, on every rank; told between hosts."""
-    own = torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8)
+    own = torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
     return [told.numpy().tobytes().decode() for told in gather_rows(world, own)]
 
 
