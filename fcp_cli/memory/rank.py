@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from fcp_cli.cost.profile import heads_degrees
 from fcp_cli.memory import activations, vision
@@ -17,6 +18,7 @@ from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.recipe import Recipe
 
 
+@lru_cache(maxsize=256)  # a search for a recipe asks for its memory, and again for its profile
 def rank_memory(
     spec: ModelSpec,
     recipe: Recipe,

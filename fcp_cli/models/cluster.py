@@ -88,10 +88,10 @@ class ClusterSpec:
     operation_seconds: NonNegative | None = None
     links_per_node: RankCount | None = None
     memory_bytes_per_second: Positive | None = None
-    attention: Mapping[KernelName, AttentionRate] = field(default_factory=dict)
+    attention: Mapping[KernelName, AttentionRate] = field(default_factory=dict, hash=False)
     attention_efficiency: Positive | None = None
     aliases: tuple[NonEmptyText, ...] = ()
-    sources: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def num_devices(self) -> int:

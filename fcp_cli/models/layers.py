@@ -68,14 +68,18 @@ class LanguageModel(TextFigures):
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer, in their order."""
-        dense = self.num_layers if self.experts is None else self.experts.dense_layers
-        reused = 0 if self.reused is None else self.reused.layers
-        return _kinds_of_layers(self.num_layers, self.attention, self.mlp, dense, reused)
+        return _kinds_of_layers(*self._kind_figures)
 
     @property
     def kinds(self) -> dict[LayerKind, int]:
         """The kinds of layers, with how many there are of each."""
-        return dict(Counter(self.layer_kinds))
+        return dict(_counted_kinds(*self._kind_figures))
+
+    @property
+    def _kind_figures(self) -> tuple[int, tuple[Attention, ...], tuple[Mlp, ...] | None, int, int]:
+        dense = self.num_layers if self.experts is None else self.experts.dense_layers
+        reused = 0 if self.reused is None else self.reused.layers
+        return self.num_layers, self.attention, self.mlp, dense, reused
 
     def heads(self, kind: LayerKind) -> KeyValueHeads:
         """Return the key and value heads of a layer that attends by softmax."""
@@ -178,7 +182,8 @@ class LanguageModel(TextFigures):
         found = (period for period in periods if kinds == (kinds[:period] * len(kinds))[: len(kinds)])
         return next(found, 1)
 
-    def matrices(self, kind: LayerKind) -> dict[str, Matrix]:
+    @cache  # noqa: B019 - specifications are few, and a search for a recipe asks for their matrices thousands of times
+    def matrices(self, kind: LayerKind) -> Mapping[str, Matrix]:
         """Return the matrices of a layer of a kind by their names below it."""
         return _ATTENTION_MATRICES[kind.attention](self, kind) | _mlp_matrices(self, kind) | _layer_input_matrices(self)
 
@@ -264,6 +269,11 @@ def _kinds_of_layers(
     return tuple(
         LayerKind(attention[layer % len(attention)], mlp_of(layer), layer >= layers - reused) for layer in range(layers)
     )
+
+
+@cache
+def _counted_kinds(*figures: Any) -> Mapping[LayerKind, int]:
+    return Counter(_kinds_of_layers(*figures))
 
 
 def _names(spec: LanguageModel) -> ModuleNames:

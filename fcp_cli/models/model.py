@@ -134,7 +134,7 @@ class ModelSpec(LanguageModel):
     name: str
     vision: VisionSpec | None = None
     aliases: tuple[str, ...] = ()
-    sources: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def parameters(self) -> int:

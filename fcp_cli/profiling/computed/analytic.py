@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 from fcp_cli.cost.offload import offload_cost
@@ -122,6 +123,7 @@ def counted_heads(spec: ModelSpec, recipe: Recipe, cut: Cut = WHOLE, *, message_
     )
 
 
+@lru_cache(maxsize=256)  # recipes that recompute as needed are made of those that do alike
 def analytic_profile(
     spec: ModelSpec,
     cluster: ClusterSpec,
