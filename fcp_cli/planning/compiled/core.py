@@ -239,6 +239,17 @@ def pack_seconds(load: Load, degree: int, across: int, inputs: PlannerInputs) ->
 
 
 @inlined
+def recomputation_slope(held: float, prices: Any) -> float:
+    """Return the seconds that one more token of a rank that holds so many takes to recompute, at least."""
+    most, slope = 0.0, 0.0
+    for line in range(len(prices.again)):
+        seconds = prices.again[line, 0] * held - prices.again[line, 1]
+        if seconds >= most and prices.again[line, 0] > slope:
+            most, slope = seconds, prices.again[line, 0]
+    return slope
+
+
+@inlined
 def seconds_by(terms: Any, load: Load, degree: int, inputs: PlannerInputs) -> float:
     """Return the predicted seconds of a pack on a group of these terms."""
     prices = inputs.prices

@@ -24,13 +24,14 @@ import numpy as np
 import numpy.typing as npt
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.compiling.compile import kernel, leaf
+from fcp_cli.compiling.compile import inlined, kernel, leaf
 from fcp_cli.planning.compiled.core import (
     PlannerInputs,
     Sequences,
     across_at_best,
     alone_seconds,
     falling_order,
+    recomputation_seconds,
 )
 from fcp_cli.planning.compiled.wave import Pool, Wave, fill_wave, make_pool, make_wave, outlook, wave_seconds
 
@@ -68,12 +69,22 @@ class Waves(NamedTuple):
     group_of: IntArray
 
 
+@inlined
+def _least_for(waves: float, work: float, tokens: int, inputs: PlannerInputs) -> float:
+    """Return the least seconds of so many waves or more, with recomputation of as few tokens a rank as pay for it."""
+    fixed = inputs.prices.beta * waves
+    if inputs.prices.again[0, 0] > 0.0:
+        held = min(inputs.shared_tokens, inputs.tokens_per_rank)
+        again = recomputation_seconds(held, 1, inputs.prices)
+        fixed = max(fixed, (inputs.prices.beta + again) * tokens / (inputs.num_ranks * held))
+    return float(max(work / inputs.num_ranks + fixed, inputs.floor * waves))
+
+
 @leaf
 def _bound(work: float, tokens: int, inputs: PlannerInputs) -> float:
     """Return the least seconds for so much work and so many tokens: all ranks busy, waves as few as tokens allow."""
     wave_tokens = inputs.num_ranks * inputs.tokens_per_rank
-    waves = (tokens + wave_tokens - 1) // wave_tokens
-    return float(max(work / inputs.num_ranks + inputs.prices.beta * waves, inputs.floor * waves))
+    return _least_for((tokens + wave_tokens - 1) // wave_tokens, work, tokens, inputs)
 
 
 @leaf
@@ -118,7 +129,7 @@ def _least_for_rest(
     # Whole waves make every target equal until it spares one more; a mean fill prices each token that is left.
     if inputs.fill > 0.0:
         waves = max(1.0, tokens / (inputs.fill * inputs.num_ranks * inputs.tokens_per_rank))
-        least = max(work / inputs.num_ranks + inputs.prices.beta * waves, inputs.floor * waves)
+        least = _least_for(waves, work, tokens, inputs)
     return float(max(least, pool.shortest[longest]))
 
 

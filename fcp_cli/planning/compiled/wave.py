@@ -33,6 +33,7 @@ from fcp_cli.planning.compiled.core import (
     pack_seconds,
     padded_load,
     recomputation_seconds,
+    recomputation_slope,
     set_room,
     together,
     usable_seconds,
@@ -90,6 +91,7 @@ class Pool(NamedTuple):
         least: rank-seconds of each sequence in the narrowest ring that holds it, `work_in_rings`.
         most: [tokens] see `core.most_work`.
         thin: [1] least linear work of a token of any sequence.
+        density: greatest work of a token of each sequence and those of less work.
     """
 
     waiting: IntArray
@@ -100,14 +102,17 @@ class Pool(NamedTuple):
     least: FloatArray
     most: FloatArray
     thin: FloatArray
+    density: FloatArray
 
 
 @kernel
 def make_pool(sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Make a pool in which all sequences wait."""
     n, thin = len(sequences.work), np.full(1, np.inf)
-    for i in range(n):
+    density = np.zeros(n)
+    for i in range(n - 1, -1, -1):
         thin[0] = min(thin[0], sequences.linear[i] / sequences.tokens[i])
+        density[i] = max(sequences.work[i] / sequences.tokens[i], density[i + 1] if i + 1 < n else 0.0)
     return Pool(
         np.arange(n),
         np.zeros(n, dtype=np.int64),
@@ -117,6 +122,7 @@ def make_pool(sequences: Sequences, inputs: PlannerInputs) -> Any:
         work_in_rings(np.inf, sequences, inputs),
         most_work(sequences, inputs),
         thin,
+        density,
     )
 
 
@@ -371,10 +377,12 @@ def _free_seconds(g: int, target: float, inputs: PlannerInputs, wave: Wave) -> f
 
 
 @leaf
-def _update_room(g: int, target: float, pool: Pool, inputs: PlannerInputs, tree: Tree, wave: Wave) -> None:
-    """Update the free seconds and tokens of group g in the tree."""
+def _update_room(i: int, g: int, target: float, pool: Pool, inputs: PlannerInputs, tree: Tree, wave: Wave) -> None:
+    """Update the free seconds and tokens of group g in the tree, for sequence i and those of less work."""
     degree, held = wave.degree[g], wave.loads.tokens[g]
     tokens = degree * inputs.tokens_per_rank - held
+    free = _free_seconds(g, target, inputs, wave)
+    again = recomputation_slope(held / degree, inputs.prices)
     if degree > 1:
         # A ring that outlasts its attention has no seconds for many tokens: unseen, it would be tried for all of them.
         traffic, growth = traffic_of(held, degree, wave.across[g], inputs)
@@ -382,11 +390,16 @@ def _update_room(g: int, target: float, pool: Pool, inputs: PlannerInputs, tree:
         per_token = pool.thin[0] + degree * growth
         if seconds < per_token * tokens:
             tokens = int(np.ceil(max(0.0, seconds / per_token)))
-    set_room(tree, g, usable_seconds(_free_seconds(g, target, inputs, wave), tokens, pool.most, inputs), tokens)
+    if again > 0.0 and free > 0.0:
+        # A further token takes this much recomputation at least: the same group would be tried for all sequences.
+        free *= (1.0 + _MARGIN) / (1.0 + again / pool.density[i])
+    set_room(tree, g, usable_seconds(free, tokens, pool.most, inputs), tokens)
 
 
 @leaf
-def _group_for(i: int, target: float, sequences: Sequences, inputs: PlannerInputs, tree: Tree, wave: Wave) -> int:
+def _group_for(
+    i: int, target: float, pool: Pool, sequences: Sequences, inputs: PlannerInputs, tree: Tree, wave: Wave
+) -> int:
     """Return the first group that can take sequence i and still end by target, or NONE."""
     work, tokens = sequences.work[i], sequences.tokens[i]
     g = first_with_room(tree, work - _SLACK, tokens, 0)
@@ -397,6 +410,8 @@ def _group_for(i: int, target: float, sequences: Sequences, inputs: PlannerInput
         pack = together(load_at(g, wave.loads), padded_load(i, wave.degree[g], sequences, inputs))
         if pack_seconds(pack, wave.degree[g], wave.across[g], inputs) <= target + _SLACK:
             return g
+        if inputs.prices.again[0, 0] > 0.0:
+            _update_room(i, g, target, pool, inputs, tree, wave)
         g = first_with_room(tree, work - _SLACK, tokens, g + 1)
     return NONE
 
@@ -515,17 +530,19 @@ def _fill_groups(
 ) -> int:
     """Lay the sequences that a single rank could run where they fit first; return how many are left over."""
     # Rings were made first: small sequences fill the room that they leave before single ranks.
+    if small == 0:
+        return rest
     for g in range(wave.groups[0]):
-        _update_room(g, target, pool, inputs, tree, wave)
+        _update_room(pool.small[0], g, target, pool, inputs, tree, wave)
     for k in range(small):
         i = pool.small[k]
-        g = _group_for(i, target, sequences, inputs, tree, wave)
+        g = _group_for(i, target, pool, sequences, inputs, tree, wave)
         if g == NONE:
             pool.left_over[rest] = i
             rest += 1
         else:
             _add(i, g, sequences, inputs, wave)
-            _update_room(g, target, pool, inputs, tree, wave)
+            _update_room(i, g, target, pool, inputs, tree, wave)
     return rest
 
 

@@ -291,6 +291,16 @@ class FcpSolver:
             StaticSolver(problem=plain.problem, degree=1).assign(batch)
             lower_bound_seconds(batch.work, plain.problem)
 
+    def draft(self, batch: Batch) -> Assignment:
+        """Plan one step without the optional candidates: seconds that are hardly longer, in a fraction of the time."""
+        if self.problem.rank_speeds is not None or self.problem.pipeline is not None:
+            return self.assign(batch)
+        with interrupts_deferred():
+            batch = replace(batch, encoder_seconds=None)
+            found = best_of(self._candidates(batch, _no_bound), _no_bound, Found())
+            assert found.assignment is not None, "a step was sought below a limit"
+            return found.assignment
+
     def best(self, batch: Batch) -> Found:
         """Return the quickest answer on ranks of one speed without pipelines, and the candidate that gave it."""
         bound = self._bound(batch.work)
@@ -425,15 +435,17 @@ class FcpSolver:
 
             return self._search(batch, order, sequences, inputs, name, found, assign=assign)
 
-        name, inputs = "waves", self.inputs
-        for fill, dearer in _RATINGS:
+        name, inputs, recomputes = "waves", self.inputs, self.inputs.prices.again.any()
+        # With recomputation, waves to come are rated by what their tokens cost, however full they are.
+        for fill, dearer in (one for one in _RATINGS if not (recomputes and one[0])):
             label = f"waves, if later ones were {fill or 1:.0%} full and micro-batches {dearer:g} times as dear"
             other = repriced(self.inputs._replace(fill=fill), beta=dearer * beta)
             answer = again(label, other, (), found)
             if answer is not found:
                 found, name, inputs = answer, label, other
         kept: tuple[int, ...] = ()
-        for wave in range(min(_DETOURS[0], waves - 1)):  # the last wave takes what is left
+        # The last wave takes what is left; with recomputation, later detours gain less than a ten-thousandth.
+        for wave in range(min(1 if recomputes else _DETOURS[0], waves - 1)):
             best = (*kept, 0)
             for passes in range(1, _DETOURS[1] + 1):
                 answer = again(f"{name}, detour from wave {wave}", inputs, (*kept, passes), found)
@@ -469,6 +481,11 @@ class FcpSolver:
         if self.problem.sync == "iteration":
             assignment = _without_waves(assignment)
         return found.quicker(name, assignment, batch, self.problem)
+
+
+def _no_bound() -> float:
+    """Return a bound that any answer meets, so that no optional candidate is tried."""
+    return np.inf
 
 
 def reduced_budgets(inputs: PlannerInputs, sequences: Sequences) -> Iterator[tuple[str, PlannerInputs]]:

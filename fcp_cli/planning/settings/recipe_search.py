@@ -1,8 +1,9 @@
 """Chooses the recipe whose steps take the least predicted time, on a sample of the steps of a plan.
 
-Every recipe that fits has a proven lower bound of the sampled steps; recipes are planned by rising bound until the next
-bound is no less than the quickest time. Offloading activations must gain 1 %. The search counts its work and reads no
-clock, so that the same data, seed and profile give the same recipe on every machine.
+Every recipe that fits has a proven lower bound of the sampled steps; by rising bound, recipes are planned in draft
+until the next bound is no less than the quickest draft. Only the quickest drafts are planned as the plan will be.
+Offloading activations must gain 1 %. The search counts its work and reads no clock, so that the same data, seed and
+profile give the same recipe on every machine.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from fcp_cli.planning.problem import Problem
 from fcp_cli.words import counted, duration
 
 _MANY_RANKS: Final = 256  # above which, and for pipelines, whose steps take longer to plan, one step is the sample
-_MOST_PLANNED: Final = 8  # recipes of which the sample is planned
+_MOST_DRAFTED: Final = 12  # recipes of which the sample is planned in draft
 _FOR_RUNNER_UP: Final = 6  # of these, to find the second-quickest, too
+_MOST_PLANNED: Final = 3  # of these, planned in full: a draft is up to 1.5 % slower than its plan
 _LEAST_GAIN: Final = 0.01  # of offloading, over the quickest recipe without it
 _UNKNOWN_SEQUENCES: Final = 512  # of a step whose lengths nobody knows yet
 
@@ -160,20 +162,27 @@ def quickest_recipe(
         note("compiling the planner: about a minute, once on this machine")
     sample = data.sample(max((one.problem for one in held), key=lambda problem: problem.tokens_per_rank))
     bounds = [_bound(one.problem, sample) for one in held]
-    found: dict[int, float] = {}
+    drafts: dict[int, float] = {}
     first = [index for index, one in enumerate(held) if one.fit.key == usual.key]
     by_bound = sorted(range(len(held)), key=lambda index: bounds[index])
     # Of each kind one is planned whatever its bound: rivals are priced under it, too.
     anyway = [*first, *{_kind(held[index]): index for index in reversed(by_bound)}.values()]
     for index in [*anyway, *by_bound]:
-        if index in found:
+        if index in drafts:
             continue
-        if index not in anyway and bounds[index] >= _limit(list(found.values())):
+        if index not in anyway and bounds[index] >= _limit(list(drafts.values())):
             break
-        found[index] = sampled_seconds(held[index].problem, sample, max_degree=data.max_degree)
+        drafts[index] = sampled_seconds(held[index].problem, sample, max_degree=data.max_degree, is_draft=True)
+    by_draft = sorted(drafts, key=lambda index: (drafts[index], index))
+    offloads_nothing = [index for index in by_draft if held[index].fit.recipe.offload == "none"]
+    planned = {
+        index: sampled_seconds(held[index].problem, sample, max_degree=data.max_degree)
+        for index in {*by_draft[:_MOST_PLANNED], *offloads_nothing[:1], *first}
+    }
+    found = {**drafts, **planned}
     order = sorted(found, key=lambda index: (found[index], index))
     # The host's memory is another thing that may run out: for less than that, nothing is offloaded.
-    resident = next((index for index in order if held[index].fit.recipe.offload == "none"), order[0])
+    resident = next((index for index in order if index in planned and index in offloads_nothing), order[0])
     best = resident if found[resident] <= (1.0 + _LEAST_GAIN) * found[order[0]] else order[0]
     order.remove(best)
     return RecipeChoice(
@@ -193,17 +202,20 @@ def _kind(candidate: RecipeCandidate) -> tuple[str, bool]:
 
 
 def _limit(found: Sequence[float]) -> float:
-    """Return the bound from which on no further recipe is planned: none below it is quicker, or the runner-up."""
-    if len(found) >= _MOST_PLANNED:
+    """Return the bound from which on no further recipe is drafted: none below it is quicker, or the runner-up."""
+    if len(found) >= _MOST_DRAFTED:
         return 0.0
     return math.inf if len(found) < 2 else sorted(found)[1 if len(found) < _FOR_RUNNER_UP else 0]
 
 
-def sampled_seconds(problem: Problem, sample: Sequence[LengthTable], *, max_degree: int | None = None) -> float:
-    """Return the predicted mean seconds of steps of these sequences."""
+def sampled_seconds(
+    problem: Problem, sample: Sequence[LengthTable], *, max_degree: int | None = None, is_draft: bool = False
+) -> float:
+    """Return the predicted mean seconds of steps of these sequences; of a draft, some that are hardly longer."""
     solver = solver_of(problem, max_degree=max_degree)
+    assign = solver.draft if is_draft else solver.assign
     batches = [batch_of(each, problem) for each in sample]
-    return sum(makespan_seconds(solver.assign(batch), batch, problem) for batch in batches) / len(batches)
+    return sum(makespan_seconds(assign(batch), batch, problem) for batch in batches) / len(batches)
 
 
 def _bound(problem: Problem, sample: Sequence[LengthTable]) -> float:

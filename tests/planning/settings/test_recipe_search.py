@@ -16,7 +16,9 @@ from fcp_cli.console import Assumptions
 from fcp_cli.errors import UsageError
 from fcp_cli.memory.fitting import LEAST_TOKENS, all_fits
 from fcp_cli.models.cluster import load_cluster
+from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.dataset.verdict import MEGATRON, _planned_again
+from fcp_cli.planning.fcp.solver import solver_of
 from fcp_cli.planning.planner import Planner
 from fcp_cli.planning.settings import recipe_search
 from fcp_cli.planning.settings.options import PlanRequest
@@ -89,7 +91,7 @@ def test_no_recipe_that_fits_is_quicker_on_the_sampled_steps(tmp_path: Path, mon
     assert found.seconds <= found.usual_seconds
     assert len(found.others) + 1 < found.tried == len(held)  # bounds ruled the others out
     assert (inputs.problem.recipe, inputs.problem.sync) == found.fit.key
-    monkeypatch.setattr(recipe_search, "_MOST_PLANNED", 5)
+    monkeypatch.setattr(recipe_search, "_MOST_DRAFTED", 5)
     fewer = chosen(inputs, candidates)
     assert len(fewer.others) == 4 and fewer.seconds <= fewer.usual_seconds == found.usual_seconds
 
@@ -159,6 +161,42 @@ def test_offloading_must_gain_a_hundredth(
     found = quickest_recipe(pair, pair[0].fit, inputs.data)
     assert found is not None and (found.fit.recipe.offload == "activations") == offloads
     assert len(found.others) == 1 and found.others[0][0].fit != found.fit
+
+
+def test_the_quickest_drafts_are_planned_as_the_plan_will_be_before_one_is_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three drafts in reverse of their plans, and a fourth that would be quicker still, but is not planned."""
+    inputs = inputs_of(tmp_path)
+    assert inputs.data is not None
+    fits = [
+        one for one in candidates_of(inputs) if one.fit.recipe.offload == "none" and inputs.data.fits_into(one.problem)
+    ]
+    four = fits[:4]
+    planned: list[Any] = []
+
+    def seconds_of(problem: Any, *_: Any, is_draft: bool = False, **__: Any) -> float:
+        place = next(place for place, one in enumerate(four) if one.problem is problem)
+        if is_draft:
+            return 1e6 + place
+        planned.append(place)
+        return 1e6 - place
+
+    monkeypatch.setattr(recipe_search, "sampled_seconds", seconds_of)
+    found = quickest_recipe(four, four[0].fit, inputs.data)
+    assert found is not None and found.fit == four[2].fit and found.seconds == 1e6 - 2
+    assert sorted(planned) == [0, 1, 2]
+    assert [seconds for _one, seconds in found.others] == [1e6 - 1, 1e6, 1e6 + 3]
+
+
+@pytest.mark.parametrize("sync", ["iteration", "microbatch"])
+def test_a_draft_is_a_whole_step_without_optional_searches(sync: Any, tmp_path: Path) -> None:
+    recipe = RecipeRequest(zero="3" if sync == "microbatch" else "2")
+    inputs = inputs_of(tmp_path, sync=sync, recipe=recipe, lengths=long_tail(64).length_tokens.tolist())
+    solver, batch = solver_of(inputs.problem), inputs.batches().batch(0)
+    draft, full = (assemble(assign(batch), batch, inputs.problem) for assign in (solver.draft, solver.assign))
+    assert sorted(draft.sequences) == sorted(full.sequences)
+    assert full.bound_seconds <= full.makespan_seconds <= draft.makespan_seconds <= 1.1 * full.makespan_seconds
 
 
 def test_only_settings_that_were_left_open_are_searched(tmp_path: Path) -> None:
