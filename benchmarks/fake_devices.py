@@ -21,10 +21,8 @@ from typing import Any
 
 from benchmarks.fake_rank import FakeJob, tracked_step
 from fcp_cli.cost.profile import CostProfile, dump_cost_profile, parse_cost_profile
-from fcp_cli.cost.recompute_levels import layers_by_level
-from fcp_cli.memory.activations import kept_bytes
+from fcp_cli.memory.as_needed import as_needed_bytes
 from fcp_cli.memory.fitting import LEAST_TOKENS, Place, fitting_recipe
-from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.memory.table import RESERVE_FRACTION, RankMemory
 from fcp_cli.models.cluster import load_cluster
@@ -110,25 +108,12 @@ def estimate(job: FakeJob) -> RankMemory:
 
 
 def estimated_bytes(job: FakeJob) -> float:
-    """Return the peak by the memory model.
-
-    Of two levels it is the start of backward, before which the first layers kept less, or that of these first layers,
-    when those behind them have been freed.
-    """
+    """Return the peak by the memory model."""
     if not job.cost_profile:
         return estimate(job).total_bytes(job.tokens)
-    levels, spec = parse_cost_profile(job.cost_profile, name="levels").recompute_levels, load_model(job.model)
-    number, count = layers_by_level(levels, job.tokens, spec.num_layers)
-    pair = [replace(job.recipe, recompute=levels[max(place, 0)].recompute) for place in (number - 1, number)]
-    low, high = (estimate(replace(job, recipe=recipe)).total_bytes(job.tokens) for recipe in pair)
-    of_low, of_high = (
-        job.tokens * kept_bytes(spec, kind, recipe, precision_of(recipe))
-        for kind in list(spec.kinds)[:1]
-        for recipe in pair
-    )
-    if count == spec.num_layers:
-        return high
-    return max(low - count * (of_low - of_high), high - (spec.num_layers - count) * of_high)
+    levels = parse_cost_profile(job.cost_profile, name="levels").recompute_levels
+    spec = load_model(job.model)
+    return as_needed_bytes(spec, job.recipe, levels, job.tokens, lambda one: estimate(replace(job, recipe=one)))
 
 
 def print_table(rows: Iterator[FakeJob]) -> None:

@@ -15,6 +15,7 @@ import pytest
 from inline_snapshot import snapshot
 
 from fcp_cli.console import Assumptions
+from fcp_cli.cost.recompute_levels import RecomputeLevel
 from fcp_cli.errors import UsageError
 from fcp_cli.launching.checks.memory import check_recipe_of_plan, host_copies, job_memory, memory_table, rank_memory
 from fcp_cli.launching.checks.plan import profile_model
@@ -23,12 +24,14 @@ from fcp_cli.machine.accelerators import Accelerators
 from fcp_cli.machine.devices import LocalDevices
 from fcp_cli.machine.facts import Facts
 from fcp_cli.models.model import load_model
+from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.planning.settings import settings as planning_settings
 from fcp_cli.planning.settings.options import PlanRequest
-from fcp_cli.recipe import Recipe
+from fcp_cli.recipe import LayerRecompute, Recipe
 from fcp_cli.training.settings import TrainSettings
 from tests.launching.jobs import GPUS, job, local_job, plan_metadata
 from tests.messages import raises
+from tests.runtime.plans import Row, levels_profile, write_plan
 
 H100S = replace(GPUS, device_memory_bytes=80 * 10**9)
 PLANNED = Recipe(zero_stage=3, recompute="selective")
@@ -281,3 +284,38 @@ def test_what_exceeds_a_host_is_told_in_times_of_it() -> None:
     assert need is not None
     shares = list(memory_table(replace(need, capacity_bytes=need.total_bytes / 8)).columns[2].cells)
     assert shares[-2] == "8.0x"
+
+
+def test_the_fullest_micro_batch_of_the_plan_is_shown_and_is_what_must_fit(tmp_path: Path) -> None:
+    """As needed, one that recomputes nothing may need more than a longer one that does."""
+    levels = (
+        RecomputeLevel(recompute="none", tokens=4000),
+        RecomputeLevel(recompute="selective", tokens=60_000, seconds_per_token=1e-5),
+    )
+    recipe = Recipe(zero_stage=3, recompute="as-needed")
+    rows = [Row((0,), (4000,), 0), Row((1,), (900, 100), 0)], [Row((0, 1), (9001,), 0)]
+    plan = write_plan(
+        tmp_path / "plan.parquet",
+        rows,
+        num_ranks=8,
+        sync="microbatch",
+        recipe=recipe,
+        cost_profile=levels_profile(*levels),
+    )
+    planned = replace(
+        on_gpus(), metadata=replace(PlanReader(plan).metadata, tokens_per_rank=5_000_000), plan=plan, num_nodes=1
+    )
+    need = job_memory(planned, Facts())
+    assert need is not None and need.plan_tokens == 4501
+    place, spec = need.place, load_model("qwen3-8b")
+
+    def alike(kind: LayerRecompute, tokens: int) -> float:
+        return place.memory(spec, replace(recipe, recompute=kind), "microbatch").total_bytes(tokens)
+
+    assert need.plan_bytes == alike("none", 4000)
+    assert alike("selective", 4501) < need.plan_bytes < alike("none", 4501)
+    last, tracked = (list(column.cells)[-2] for column in memory_table(need).columns[:2])
+    assert (last, tracked) == ("at most in this plan, of up to 4,501 tokens", f"{need.plan_bytes / 1e9:.2f}")
+    assert need.document()["plan_tokens"] == 4501
+    assert need.plan_bytes < need.capacity_bytes < need.total_bytes and findings(planned) == []
+    assert findings(replace(planned, machine=replace(H100S, device_memory_bytes=int(need.plan_bytes) - 1)))

@@ -5,22 +5,27 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
 
 from fcp_cli.errors import ProfileError, UsageError
 from fcp_cli.launching.assumed_plan import is_assumed
 from fcp_cli.launching.checks.finding import LaunchFinding, error, warning
 from fcp_cli.launching.job.job import Job
 from fcp_cli.machine.facts import Facts
+from fcp_cli.memory.as_needed import as_needed_bytes
 from fcp_cli.memory.fitting import Place, fitting_recipe, sharing_ranks
 from fcp_cli.memory.rank import saved_bytes
 from fcp_cli.memory.table import RESERVE_FRACTION, RankMemory
 from fcp_cli.models.model import ModelSpec, load_model
+from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.metadata.again import plan_again
-from fcp_cli.plan.peers import plan_peers
+from fcp_cli.plan.peers import PeerCount
+from fcp_cli.plan.pricing.padding import held_tokens
 from fcp_cli.plan.pricing.setup import RankShape
 from fcp_cli.recipe import Recipe, RecipeRequest, flag_words, recipe_to_follow
 from fcp_cli.training.settings import TrainSettings
@@ -45,6 +50,8 @@ class JobMemory:
         capacity_bytes: the memory of a device, or of the host; 0 if it is not known.
         is_host: the ranks run on a host.
         place: the place for the memory under other recipes.
+        plan_tokens, plan_bytes: the most tokens that a micro-batch of the plan gives a rank, and the most bytes that
+            one needs; 0 if the plan's rows were not read.
     """
 
     spec: ModelSpec
@@ -55,6 +62,8 @@ class JobMemory:
     capacity_bytes: float
     is_host: bool
     place: Place
+    plan_tokens: int = 0
+    plan_bytes: float = 0.0
 
     @property
     def items(self) -> dict[str, float]:
@@ -78,6 +87,8 @@ class JobMemory:
             "ranks": self.holders,
             "items_bytes": self.items,
             "total_bytes": self.total_bytes,
+            "plan_tokens": self.plan_tokens or None,
+            "plan_bytes": self.plan_bytes or None,
             "capacity_bytes": self.capacity_bytes or None,
         }
 
@@ -104,35 +115,72 @@ def job_memory(job: Job, facts: Facts) -> JobMemory | None:
     capacity = float(job.machine.memory_bytes) if is_host else _device_bytes(job, facts)
     place = place_of(job, capacity_bytes=capacity * (1 - RESERVE_FRACTION) / holders)
     rank = place.memory(spec, recipe, metadata.sync)
+    rank = rank if metadata.phase is None else rank.in_forward()
+    held = _rows_of(job).held
     return JobMemory(
         spec=spec,
         recipe=recipe,
-        rank=rank if metadata.phase is None else rank.in_forward(),
+        rank=rank,
         tokens=metadata.tokens_per_rank,
         holders=holders,
         capacity_bytes=capacity,
         is_host=is_host,
         place=place,
+        plan_tokens=max(held, default=0),
+        plan_bytes=_most_bytes(job, spec, recipe, place, rank, held),
     )
+
+
+def _most_bytes(
+    job: Job, spec: ModelSpec, recipe: Recipe, place: Place, rank: RankMemory, held: frozenset[int]
+) -> float:
+    """Return the most bytes that a micro-batch of the plan needs; as needed, one of fewer tokens may need more."""
+    if not held:
+        return 0.0
+    levels = () if job.profile is None or job.metadata.phase == "forward" else job.profile.recompute_levels
+    if recipe.recompute != "as-needed" or not levels:
+        return rank.total_bytes(max(held))
+    memory_of = cache(partial(place.memory, spec, sync=job.metadata.sync))
+    fullest = {max((one for one in held if one <= level.tokens), default=min(held)) for level in levels}
+    return max(as_needed_bytes(spec, recipe, levels, one, memory_of) for one in (*fullest, max(held)))
 
 
 def place_of(job: Job, *, capacity_bytes: float) -> Place:
     """Return the ranks of a job, with the peers that its plan gives them."""
-    metadata, is_host = job.metadata, job.machine.device == "cpu"
-    counts_peers = not is_host and not is_assumed(metadata) and job.plan.is_file()
+    metadata = job.metadata
     return Place(
         **fields_of(RankShape, metadata),
         capacity_bytes=capacity_bytes,
         expert_parallel=1 if job.profile is None else job.profile.expert_parallel,
-        on_cpu=is_host,
-        most_peers=_most_peers(job.plan.absolute(), metadata.plan_hash) if counts_peers else None,
+        on_cpu=job.machine.device == "cpu",
+        most_peers=_rows_of(job).most_peers,
         sharing=sharing_ranks(metadata.attention, metadata),
     )
 
 
+class _Rows(NamedTuple):
+    """The most peers of a rank in a plan, None if its rows were not read, and tokens of a rank in its micro-batches."""
+
+    most_peers: int | None
+    held: frozenset[int]
+
+
+def _rows_of(job: Job) -> _Rows:
+    """Return what the rows of a job's plan hold; of a host's, which may be of another model, they are not read."""
+    if job.machine.device == "cpu" or is_assumed(job.metadata) or not job.plan.is_file():
+        return _Rows(None, frozenset())
+    return _read_rows(job.plan.absolute(), job.metadata.plan_hash)
+
+
 @cache
-def _most_peers(plan: Path, plan_hash: str) -> int:
-    return plan_peers(plan).most
+def _read_rows(plan: Path, plan_hash: str) -> _Rows:
+    reader = PlanReader(plan)
+    metadata = reader.metadata
+    peers, held = PeerCount(num_ranks=metadata.num_ranks, ranks_per_node=metadata.ranks_per_node), set[int]()
+    for step in reader.steps():
+        peers.add(step)
+        held.update(np.unique(-(-held_tokens(step, metadata.padding_multiple) // step.degrees)).tolist())
+    return _Rows(peers.most, frozenset(held))
 
 
 def _device_bytes(job: Job, facts: Facts) -> float:
@@ -161,7 +209,7 @@ def rank_memory(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
                 "accelerators"
             )
         return
-    if need.total_bytes <= need.capacity_bytes:
+    if (need.plan_bytes or need.total_bytes) <= need.capacity_bytes:
         return
     yield (error if job.settings is not None else warning)(
         f"{job.plan} lets a rank hold {need.tokens:,} tokens, for which {need.spec.name} needs "
@@ -263,7 +311,10 @@ def memory_table(need: JobMemory) -> Table:
     table.add_column("GB", justify="right")
     table.add_column("share" if capacity else "", justify="right")
     seen = [(name, size) for name, size in need.items.items() if size >= _LEAST_BYTES]
-    for name, size in [*seen, ("in all", need.total_bytes)]:
+    rows = [*seen, ("in all", need.total_bytes)]
+    if need.plan_tokens:
+        rows.append((f"at most in this plan, of up to {need.plan_tokens:,} tokens", need.plan_bytes))
+    for name, size in rows:
         table.add_row(name, f"{size / 1e9:.2f}", _share_of(size, capacity) if capacity else "")
     where = "the host" if need.is_host else "a device"
     table.add_row(f"of {where}", f"{capacity / 1e9:.2f}" if capacity else "unknown", "")

@@ -1,0 +1,41 @@
+"""The peak of a rank whose layers recompute as needed, by the tokens of its micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from fcp_cli.cost.recompute_levels import RecomputeLevel, layers_by_level
+from fcp_cli.memory.activations import kept_bytes
+from fcp_cli.memory.precision import precision_of
+from fcp_cli.memory.table import RankMemory
+from fcp_cli.models.model import ModelSpec
+from fcp_cli.recipe import Recipe
+
+
+def as_needed_bytes(
+    spec: ModelSpec,
+    recipe: Recipe,
+    levels: Sequence[RecomputeLevel],
+    tokens: int,
+    memory_of: Callable[[Recipe], RankMemory],
+) -> float:
+    """Return the peak in bytes.
+
+    Of two levels it is the start of backward, before which the first layers kept less, or that of these first layers,
+    when those behind them have been freed.
+
+    Args:
+        spec: the model, whose layers keep alike.
+        recipe: the recipe of the plan.
+        levels: the levels of the plan's profile.
+        tokens: the tokens of the rank in the micro-batch.
+        memory_of: returns the memory of a rank whose layers all recompute alike.
+    """
+    number, count = layers_by_level(levels, tokens, spec.num_layers)
+    pair = [replace(recipe, recompute=levels[max(place, 0)].recompute) for place in (number - 1, number)]
+    low, high = (memory_of(one).total_bytes(tokens) for one in pair)
+    if count == spec.num_layers:
+        return high
+    of_low, of_high = (tokens * kept_bytes(spec, next(iter(spec.kinds)), one, precision_of(one)) for one in pair)
+    return max(low - count * (of_low - of_high), high - (spec.num_layers - count) * of_high)
