@@ -19,11 +19,12 @@ from fcp_cli.models.cluster import EXAMPLE_CLUSTER, THIS_MACHINE, cluster_like, 
 from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.models.shipped import DEFAULT_MODEL
 from fcp_cli.profiling.computed.analytic import analytic_profile
+from fcp_cli.profiling.computed.as_needed import as_needed_profile
 from fcp_cli.profiling.fits.measurement import Measurement, default_degrees, default_vision_layers
 from fcp_cli.profiling.fits.memory_block import place_of
 from fcp_cli.profiling.options import ProfileRequest
 from fcp_cli.profiling.workers.footprint import default_layers
-from fcp_cli.recipe import RecipeRequest
+from fcp_cli.recipe import Recipe, RecipeRequest
 
 _CPU_MODEL = "qwen3-tiny"
 _CPU_MAX_LENGTH, _MAX_LENGTH = 4096, 131_072
@@ -57,15 +58,13 @@ def computed_profile(request: ProfileRequest, assumptions: Assumptions) -> CostP
     efficiency = f"{cluster.linear_efficiency:.0%} of {cluster.peak_flops / 1e12:g} TFLOP/s, attention "
     efficiency += " and ".join(f"{share:.0%}" for share in shares) + (f" ({kernel})" if kernel else "")
     assumptions.assume("efficiency", efficiency, f"from {cluster.name}")
-    return analytic_profile(
-        spec,
-        cluster,
-        recipe=fit.recipe,
-        sync=fit.sync,
-        ranks=ranks,
-        cut=place.cut,
-        peers=place.peers(fit.sync),
-    )
+
+    def profile_of(recipe: Recipe) -> CostProfile:
+        return analytic_profile(
+            spec, cluster, recipe=recipe, sync=fit.sync, ranks=ranks, cut=place.cut, peers=place.peers(fit.sync)
+        )
+
+    return as_needed_profile(fit.recipe, fit.level_tokens, profile_of) if fit.level_tokens else profile_of(fit.recipe)
 
 
 def asked_sync(request: ProfileRequest) -> Sync | None:
@@ -77,11 +76,6 @@ def asked_sync(request: ProfileRequest) -> Sync | None:
 
 def _fit(spec: ModelSpec, request: ProfileRequest, place: Place, assumptions: Assumptions) -> FittedRecipe:
     """Return the recipe: the request, completed by settings that fit; `assumptions` collects the choices."""
-    if request.recipe.recompute == "as-needed":
-        raise UsageError(
-            "--recompute as-needed mixes levels by the memory of a plan's ranks, which 'fcp plan' without a profile "
-            "computes; profile one of them: --recompute none, activation, elementwise or selective"
-        )
     sync = asked_sync(request)
     # One rank has none to wait for: it stands for those of a plan, which `fcp plan` makes for `iteration`.
     fit = fitting_recipe(spec, request.recipe, place, sync=sync or (None if place.num_ranks > 1 else "iteration"))
@@ -108,6 +102,7 @@ def _require_room(spec: ModelSpec, request: ProfileRequest, place: Place, fit: F
 
 def choose_measurement(request: ProfileRequest, assumptions: Assumptions) -> Measurement:
     """Return the measurements to make, as requested or as suits this machine; assumptions are recorded."""
+    _require_one_level(request)
     kind, units = _units(request, assumptions)
     on_cpu = kind == "cpu"
     spec = load_model(request.model or (_CPU_MODEL if on_cpu else DEFAULT_MODEL))
@@ -164,6 +159,14 @@ def choose_measurement(request: ProfileRequest, assumptions: Assumptions) -> Mea
         budget_seconds=60.0 * minutes,
         samples=request.samples or Path("profile.samples.jsonl"),
     )
+
+
+def _require_one_level(request: ProfileRequest) -> None:
+    if request.recipe.recompute == "as-needed":
+        raise UsageError(
+            "--recompute as-needed mixes levels, and a measurement runs one; add --analytic, or measure one of them: "
+            "--recompute none, activation, elementwise or selective"
+        )
 
 
 def _units(request: ProfileRequest, assumptions: Assumptions) -> tuple[str, int]:

@@ -7,9 +7,13 @@ import pytest
 from inline_snapshot import snapshot
 
 from fcp_cli.console import Assumptions
+from fcp_cli.cost.profile import dump_cost_profile, parse_cost_profile
+from fcp_cli.errors import UsageError
 from fcp_cli.machine.devices import LocalDevices
+from fcp_cli.planning.settings.options import PlanRequest
+from fcp_cli.planning.settings.settings import resolve_problem
 from fcp_cli.profiling import choices
-from fcp_cli.profiling.choices import choose_measurement
+from fcp_cli.profiling.choices import choose_measurement, computed_profile
 from fcp_cli.profiling.options import ProfileRequest
 from fcp_cli.recipe import Recipe, RecipeRequest
 from tests.messages import raises
@@ -95,3 +99,14 @@ def test_contradictory_options_are_named(on: Any, changes: dict[str, Any], messa
     on("cpu", 0)
     with raises(message):
         choose_measurement(replace(UNSET, **changes), Assumptions())
+
+
+def test_levels_of_recomputation_are_computed_for_the_ranks_of_a_cluster_and_never_measured() -> None:
+    asked = replace(UNSET, model="qwen3-8b", cluster="h100-8x8", recipe=RecipeRequest(recompute="as-needed", zero="3"))
+    profile = computed_profile(asked, Assumptions())
+    request = PlanRequest(model="qwen3-8b", cluster="h100-8x8", ranks=64, recipe=asked.recipe)
+    planned = resolve_problem(request, Assumptions())[0].profile
+    assert profile.recompute_levels == planned.recompute_levels and len(profile.recompute_levels) > 2
+    assert parse_cost_profile(dump_cost_profile(profile), name="levels").recompute_levels == profile.recompute_levels
+    with pytest.raises(UsageError, match="mixes levels, and a measurement runs one; add --analytic"):
+        choose_measurement(asked, Assumptions())
