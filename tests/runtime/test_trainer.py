@@ -35,6 +35,7 @@ _REMAINING = (
     "masked",
     "recomputed",
     "recomputed as needed",
+    "lora, recomputed as needed",
     "smoothed",
     "bf16",
     "max_steps",

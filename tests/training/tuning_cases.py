@@ -15,16 +15,19 @@ from torch.nn import functional
 
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.recipe import Recipe
 from fcp_cli.training.settings import TrainSettings
 from tests.runtime import qwen3_vl_models as vision
 from tests.runtime.grid_inputs import Inputs
-from tests.runtime.plans import Row, write_plan
+from tests.runtime.models import LEVELS
+from tests.runtime.plans import Row, levels_profile, write_plan
 
 NUM_RANKS = 4
 STEPS = 7
 SAVED_STEPS = 4
 EVALUATED_EVERY = 3
-EVALUATED = ("adapters, 2", "adapters, 3", "frozen, 1")  # these train once more with evaluations between the steps
+# These train once more with evaluations between the steps.
+EVALUATED = ("adapters, 2", "adapters as needed, 3", "frozen, 1")
 VOCAB_SIZE = 64
 _TEXT: Mapping[str, Any] = {
     "hidden_size": 24,
@@ -57,6 +60,7 @@ class Case:
         lora: arguments of peft's LoraConfig; none: no adapters.
         is_frozen: whether the process freezes a parameter of this name.
         schedule: name and arguments of transformers' schedule.
+        as_needed: layers recompute by the levels of the plan.
     """
 
     family: Family = "qwen3"
@@ -66,6 +70,7 @@ class Case:
     lora: Mapping[str, Any] = field(default_factory=dict)
     is_frozen: Callable[[str], bool] | None = None
     schedule: tuple[str, Mapping[str, Any]] = ("linear", {})
+    as_needed: bool = False
 
     def settings(self, folder: Path, run_dir: Path, **changes: Any) -> TrainSettings:
         given: dict[str, Any] = {
@@ -103,7 +108,7 @@ _ENCODER: Mapping[str, Any] = {"asked": {"freeze": "visual.*"}, "is_frozen": lam
 
 CASES: Mapping[str, Case] = {
     "adapters, 2": Case(zero=2, **_EVERYWHERE),
-    "adapters, 3": Case(zero=3, sync="microbatch", family="llama", **_ADAPTERS),
+    "adapters as needed, 3": Case(zero=3, sync="microbatch", family="llama", as_needed=True, **_ADAPTERS),
     "frozen, 1": Case(
         zero=1,
         asked={**_FROZEN["asked"], "lr_schedule": "cosine"},
@@ -135,7 +140,8 @@ FULL: Mapping[str, Case] = {
 
 
 def plan_path(folder: Path, case: Case) -> Path:
-    return folder / f"{'pictures' if case.family == 'qwen3_vl' else 'text'}-{case.sync}.parquet"
+    what = "pictures" if case.family == "qwen3_vl" else "as-needed" if case.as_needed else "text"
+    return folder / f"{what}-{case.sync}.parquet"
 
 
 def write_inputs(folder: Path) -> None:
@@ -159,13 +165,15 @@ def write_inputs(folder: Path) -> None:
         ]
         for sync, layout in (("iteration", iteration), ("microbatch", waves)):
             _write_plan(folder / f"{what}-{sync}.parquet", layout, length_of, sync)  # type: ignore[arg-type]
+    levels = {"recipe": Recipe(zero_stage=3, recompute="as-needed"), "cost_profile": levels_profile(*LEVELS)}
+    _write_plan(folder / "as-needed-microbatch.parquet", waves, _text_length, "microbatch", **levels)
 
 
 def evaluation_plan_path(folder: Path, case: Case) -> Path:
     return folder / f"held-out-{case.sync}.parquet"
 
 
-def _write_plan(path: Path, layout: Any, length_of: Callable[[int], int], sync: Sync) -> None:
+def _write_plan(path: Path, layout: Any, length_of: Callable[[int], int], sync: Sync, **changes: Any) -> None:
     row, steps = 0, []
     for groups in layout:
         rows = []
@@ -173,7 +181,7 @@ def _write_plan(path: Path, layout: Any, length_of: Callable[[int], int], sync: 
             rows.append(Row(ranks, [length_of(number) for number in range(row, row + count)], wave))
             row += count
         steps.append(rows)
-    write_plan(path, steps, num_ranks=NUM_RANKS, rows=1000, sync=sync)
+    write_plan(path, steps, num_ranks=NUM_RANKS, rows=1000, sync=sync, **changes)
 
 
 def _text_length(row: int) -> int:

@@ -253,6 +253,7 @@ CASES: Cases = {
     "masked": (MASKED, lambda folder: train(folder, collator=collate_prompts)),
     "recomputed": (WAVES, lambda folder: train(folder, gradient_checkpointing=True)),
     "recomputed as needed": ("as-needed.parquet", train),
+    "lora, recomputed as needed": ("as-needed.parquet", lora),
     "smoothed": (ITERATION, lambda folder: train(folder, label_smoothing_factor=0.1)),
     "bf16": (ITERATION, lambda folder: train(folder, bf16=True)),
     "max_steps": (ITERATION, lambda folder: train(folder, max_steps=2)),
