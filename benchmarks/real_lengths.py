@@ -4,7 +4,8 @@
 
 One step of 512 sequences of each set, Qwen3-8B on 64 ranks, two budgets, both syncs. Prints, by strategy, the step time
 over fcp's (geometric mean, least, most), then every case in which a strategy is quicker than fcp by more than half a
-percent. Sequences are cut at 131,072 tokens. Nothing of a trace is stored here but its percentiles.
+percent. `--gaps` plans with fcp alone, and prints its gap to the proven bound in every case. Sequences are cut at
+131,072 tokens. Nothing of a trace is stored here but its percentiles.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -173,6 +174,28 @@ def show(found: Sequence[Cell], real: Sequence[str]) -> None:
             print(cell.strategy, cell.lengths, cell.cluster, cell.tokens_per_rank, cell.sync, f"{ratio:.3f}x")
 
 
+def show_gaps(found: Sequence[Cell]) -> None:
+    """Print fcp's gap to its proven bound by sync, set of lengths, budget and cluster, in percent."""
+    columns = sorted({(-c.tokens_per_rank, c.cluster) for c in found})
+    for sync in ("microbatch", "iteration"):
+        gaps = {
+            (c.lengths, -c.tokens_per_rank, c.cluster): 100 * c.gap
+            for c in found
+            if c.strategy == "fcp" and c.sync == sync
+        }
+        print(f"\n| `{sync}` | " + " | ".join(f"{cluster}, {-budget:,}" for budget, cluster in columns) + " |")
+        print("|---" + "|---:" * len(columns) + "|")
+        for name in dict.fromkeys(name for name, _budget, _cluster in gaps):
+            print(f"| {name} | " + " | ".join(f"{gaps[(name, *column)]:.2f}" for column in columns) + " |")
+        means = [_mean_gap(gap for key, gap in gaps.items() if key[1:] == column) for column in columns]
+        print("| geometric mean | " + " | ".join(f"{mean:.2f}" for mean in means) + " |")
+
+
+def _mean_gap(gaps: Iterable[float]) -> float:
+    """Return the geometric mean of seconds over bound, as a gap in percent."""
+    return 100 * (statistics.geometric_mean(1 + gap / 100 for gap in gaps) - 1)
+
+
 def main() -> None:
     """Print the table as Markdown, then the cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -183,6 +206,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=512, help="sequences of the step")
     parser.add_argument("--without", nargs="*", default=["flexsp"], help="strategies to leave out")
     parser.add_argument("--only", nargs="*", default=compared_names(), help="strategies to compare with fcp")
+    parser.add_argument("--gaps", action="store_true", help="fcp's gap to its bound in every case, and nothing else")
     parser.add_argument("--cells", type=Path, help="write every case as a line of JSON, too")
     options = parser.parse_args()
     manifests = {path.stem: path for path in options.manifests}
@@ -191,7 +215,7 @@ def main() -> None:
     sets = {name: drawn(name, sequences=options.sequences, manifests=manifests) for name in wanted}
     for name, tokens in sets.items():
         print(f"{name}: mean {tokens.mean():.0f}, median {np.median(tokens):.0f}, longest {tokens.max()}")
-    chosen = ({"fcp", *options.only}) - {*options.without}
+    chosen = {"fcp"} if options.gaps else {"fcp", *options.only} - {*options.without}
     names = [name for name in compared_names() if name in chosen]
     started, found = time.perf_counter(), []
     for cell in cells(names, sets, clusters=options.clusters, budgets=options.budgets):
@@ -200,7 +224,10 @@ def main() -> None:
             with options.cells.open("a") as lines:
                 lines.write(json.dumps(asdict(cell)) + "\n")
     print(f"{len(found)} cases in {time.perf_counter() - started:.0f} s\n")
-    show(found, real)
+    if options.gaps:
+        show_gaps(found)
+    else:
+        show(found, real)
 
 
 if __name__ == "__main__":

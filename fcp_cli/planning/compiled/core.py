@@ -431,6 +431,8 @@ def usable_seconds(seconds: float, tokens: int, most: FloatArray, inputs: Planne
     """
     if tokens < 0:
         return -np.inf
+    if tokens > inputs.tokens_per_rank:  # room for a sequence that no single rank holds
+        return seconds
     return float(min(seconds, most[min(tokens, inputs.tokens_per_rank) // _tokens_of_entry(inputs)]))
 
 

@@ -8,8 +8,7 @@
         list candidate targets: ends of the longest sequence, and a grid         candidates
         rate each: target + penalty + least seconds of its remainder             outlook, _least_for_rest
         fill waves by the best rated targets; keep the one with the least        _choose_wave
-            seconds + penalty + least seconds of its true remainder; on a detour,
-            drop it and the targets like it, and choose again
+            seconds + penalty + least seconds of its true remainder
         continue with the remainder of that wave
 
 No array overflows: every wave takes a sequence at least, so there are at most as many waves as sequences; and the
@@ -18,10 +17,9 @@ groups of a wave share out its ranks, so there are at most as many as ranks (`wa
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.compiling.compile import inlined, kernel, leaf
@@ -35,13 +33,11 @@ from fcp_cli.planning.compiled.core import (
 )
 from fcp_cli.planning.compiled.wave import Pool, Wave, fill_wave, make_pool, make_wave, outlook, wave_seconds
 
-BoolArray: TypeAlias = npt.NDArray[np.bool_]
-
 # Of the seconds that refused work would fill, as a penalty: the bound of the remainder, which shares all work evenly,
 # does not see that such work needs rings in a later wave.
 _REFUSAL = 0.25
-# Of a target's seconds, within which another one fills much the same wave.
-_ALIKE = 0.005
+# Ranks of the groups in which the ranks go that rings leave. Waves are rated in widths.
+_WIDTHS = 2, 1, 4, 8
 
 
 class Targets(NamedTuple):
@@ -180,7 +176,7 @@ def candidates(count: int, out: FloatArray, pool: Pool, sequences: Sequences, in
 
 @kernel
 def last_wave(
-    pair: bool,
+    width: int,
     limit: float,
     tolerance: float,
     count: int,
@@ -197,7 +193,7 @@ def last_wave(
     limit = min(limit, 4.0 * low)
     # Doubling steps: the first fit is usually a fraction of a percent above the bound, seldom far away.
     high, step = low, 0.0025
-    while fill_wave(high, pair, count, pool, sequences, inputs, wave):
+    while fill_wave(high, width, count, pool, sequences, inputs, wave):
         low = high
         high *= 1.0 + step
         step *= 2.0
@@ -205,7 +201,7 @@ def last_wave(
             return np.inf
     while high - low > tolerance:
         middle = 0.5 * (low + high)
-        if fill_wave(middle, pair, count, pool, sequences, inputs, wave):
+        if fill_wave(middle, width, count, pool, sequences, inputs, wave):
             low = middle
         else:
             high = middle
@@ -226,13 +222,13 @@ def _rate(count: int, targets: Targets, pool: Pool, sequences: Sequences, inputs
 
 @kernel
 def _fill_and_rate(
-    target: float, pair: bool, count: int, pool: Pool, sequences: Sequences, inputs: PlannerInputs, wave: Wave
+    target: float, width: int, count: int, pool: Pool, sequences: Sequences, inputs: PlannerInputs, wave: Wave
 ) -> Any:
     """Fill a wave; return its seconds, and the least seconds and number of the sequences that it leaves.
 
     A wave that takes nothing lasts forever.
     """
-    left = fill_wave(target, pair, count, pool, sequences, inputs, wave)
+    left = fill_wave(target, width, count, pool, sequences, inputs, wave)
     if left == count:
         return np.inf, 0.0, left
     work, tokens = _totals(pool.left_over, left, pool, sequences)
@@ -249,57 +245,41 @@ def _copy(values: IntArray, count: int, to: IntArray) -> None:
 
 @kernel
 def _choose_wave(
-    passes: int,
-    fills: int,
-    count: int,
-    targets: Targets,
-    pool: Pool,
-    sequences: Sequences,
-    inputs: PlannerInputs,
-    wave: Wave,
+    fills: int, count: int, targets: Targets, pool: Pool, sequences: Sequences, inputs: PlannerInputs, wave: Wave
 ) -> Any:
     """Choose the next wave among the `fills` best rated targets, and keep its remainder in `pool.kept`.
 
-    The best is passed over so many times.
-    Waves are filled with single ranks in pairs; at last once more with the winner's target and ranks one by one. Where
+    Waves are filled with single ranks in pairs; at last with the winner's target and groups of the other widths. Where
     no target took anything that is the first one, by which the longest sequence ends.
 
     Returns:
-        The target, whether single ranks go in pairs, and how many sequences are left, or -1 if nothing fits.
+        The target, the width of its groups, and how many sequences are left, or -1 if nothing fits.
     """
     found = _rate(count, targets, pool, sequences, inputs, wave)
     for c in range(found):
         targets.worth[c] = -targets.value[c]
     by_value = falling_order(targets.worth[:found])
-    last = 0.0
+    least, chosen, chosen_width, kept = np.inf, 0, _WIDTHS[0], -1
     tried = min(fills, found)
-    for p in range(passes + 1):
-        # A detour: neither the target that won last nor those that are much the same.
-        for c in range(found if p else 0):
-            if abs(targets.seconds[c] - last) <= _ALIKE * last:
-                targets.value[c] = np.inf
-        least, chosen, chosen_pair, kept = np.inf, 0, True, -1
-        for x in range(tried + 1):
-            pair = x < tried
-            c = by_value[x] if pair else chosen
-            # Rated as if small sequences were a fluid, which real ones seldom beat.
-            if pair and targets.value[c] >= least:
-                continue
-            seconds, rest, left = _fill_and_rate(targets.seconds[c], pair, count, pool, sequences, inputs, wave)
-            value = seconds + targets.penalty[c] + rest
-            if value < least:
-                least, chosen, chosen_pair, kept = value, c, pair, left
-                _copy(pool.left_over, left, pool.kept)
-        last = targets.seconds[chosen]
-    return targets.seconds[chosen], chosen_pair, kept
+    for x in range(tried + len(_WIDTHS) - 1):
+        rated = x < tried
+        c, width = by_value[x] if rated else chosen, _WIDTHS[0 if rated else x - tried + 1]
+        # Rated as if small sequences were a fluid, which real ones seldom beat.
+        if rated and targets.value[c] >= least:
+            continue
+        seconds, rest, left = _fill_and_rate(targets.seconds[c], width, count, pool, sequences, inputs, wave)
+        value = seconds + targets.penalty[c] + rest
+        if value < least:
+            least, chosen, chosen_width, kept = value, c, width, left
+            _copy(pool.left_over, left, pool.kept)
+    return targets.seconds[chosen], chosen_width, kept
 
 
 @kernel
-def search(detours: IntArray, limit: float, tries: int, fills: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
+def search(limit: float, tries: int, fills: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Search greedily over waves, as the module says.
 
     Args:
-        detours: how many times the first waves, one by one, pass over the best target; later waves never do.
         limit: seconds of a step that is known; only a quicker one is of interest.
         tries: candidate targets rated for each wave.
         fills: packs of which so many are filled.
@@ -307,91 +287,81 @@ def search(detours: IntArray, limit: float, tries: int, fills: int, sequences: S
         inputs: the ranks and their prices.
 
     Returns:
-        Seconds of the step, the target of each wave, and whether its single ranks go in pairs; no waves if none of
+        Seconds of the step, the target of each wave, and whether its single ranks go in widths; no waves if none of
         these steps is quicker than the limit.
     """
     n = len(sequences.work)
     wave, pool, count = make_wave(n, inputs), make_pool(sequences, inputs), n
     options = Targets(np.zeros(tries), np.zeros(tries), np.zeros(tries), np.zeros(tries))
-    targets, pairs = np.zeros(n), np.zeros(n, dtype=np.bool_)
+    targets, widths = np.zeros(n), np.ones(n, dtype=np.int64)
     total, _ = _totals(pool.waiting, count, pool, sequences)
     tolerance = 5e-4 * total / inputs.num_ranks
     done = 0.0
-    best, best_wave, best_target, best_pair = limit, -1, 0.0, True
+    best, best_wave, best_target, best_width = limit, -1, 0.0, 1
     for w in range(n):
         work, tokens = _totals(pool.waiting, count, pool, sequences)
         # No end from here on can win any more.
         if done + _bound(work, tokens, inputs) >= best:
             break
         if tokens <= inputs.num_ranks * inputs.tokens_per_rank:
-            # Pairs hold longer sequences, single ranks waste less: neither is always better.
-            for pair in (True, False):
-                last = last_wave(pair, best - done, tolerance, count, pool, sequences, inputs, wave)
+            # Wide groups hold longer sequences, single ranks waste less: none is always better.
+            for width in _WIDTHS:
+                last = last_wave(width, best - done, tolerance, count, pool, sequences, inputs, wave)
                 if done + last < best:
-                    best, best_wave, best_target, best_pair = done + last, w, last, pair
-        target, pair, left = _choose_wave(
-            detours[w] if w < len(detours) else 0, fills, count, options, pool, sequences, inputs, wave
-        )
+                    best, best_wave, best_target, best_width = done + last, w, last, width
+        target, width, left = _choose_wave(fills, count, options, pool, sequences, inputs, wave)
         # No target took anything: the best step so far stands.
         if left < 0:
             break
-        targets[w], pairs[w] = target, pair
+        targets[w], widths[w] = target, width
         done += target
         count = left
         _copy(pool.kept, count, pool.waiting)
         if count == 0:
             if done < best:
-                best, best_wave, best_target, best_pair = done, w, target, pair
+                best, best_wave, best_target, best_width = done, w, target, width
             break
     if best_wave >= 0:
-        targets[best_wave], pairs[best_wave] = best_target, best_pair
-    return best, targets[: best_wave + 1], pairs[: best_wave + 1]
+        targets[best_wave], widths[best_wave] = best_target, best_width
+    return best, targets[: best_wave + 1], widths[: best_wave + 1]
 
 
 @kernel
-def plan(
-    detours: IntArray,
-    limit: float,
-    tries: int,
-    fills: int,
-    is_last: bool,
-    sequences: Sequences,
-    inputs: PlannerInputs,
-) -> Any:
+def plan(limit: float, tries: int, fills: int, is_last: bool, sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Search, and write down the waves that were found: all, or where more sequences follow all but the last.
 
     Returns:
-        The targets, none if no step is quicker than the limit; whether the single ranks of each wave go in pairs; and
+        The targets, none if no step is quicker than the limit; whether the single ranks of each wave go in widths; and
         the waves as `replay` returns them.
     """
-    _seconds, targets, pairs = search(detours, limit, tries, fills, sequences, inputs)
+    _seconds, targets, widths = search(limit, tries, fills, sequences, inputs)
     kept = len(targets) if is_last else max(0, len(targets) - 1)
-    return targets, pairs, replay(targets[:kept], pairs[:kept], sequences, inputs)
+    return targets, widths, replay(targets[:kept], widths[:kept], sequences, inputs)
 
 
 @kernel
-def follow(targets: FloatArray, pairs: BoolArray, sequences: Sequences, inputs: PlannerInputs) -> Any:
+def follow(targets: FloatArray, widths: IntArray, sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Return the waves by the targets of a like step, the last by a later one if need be, as `replay` does."""
     n = len(sequences.work)
     wave, pool, count = make_wave(n, inputs), make_pool(sequences, inputs), n
     own_targets, used = targets.copy(), len(targets)
     for w in range(len(targets) - 1):
-        count = fill_wave(targets[w], pairs[w], count, pool, sequences, inputs, wave)
+        count = fill_wave(targets[w], widths[w], count, pool, sequences, inputs, wave)
         _copy(pool.left_over, count, pool.waiting)
         if count == 0:
             used = w + 1
             break
     last, step = len(targets) - 1, 2.5e-4
-    while count and fill_wave(own_targets[last], pairs[last], count, pool, sequences, inputs, wave):
+    while count and fill_wave(own_targets[last], widths[last], count, pool, sequences, inputs, wave):
         own_targets[last] *= 1.0 + step
         step *= 2.0
         if step > 0.1:
             break  # not alike: some will be left over
-    return replay(own_targets[:used], pairs[:used], sequences, inputs)
+    return replay(own_targets[:used], widths[:used], sequences, inputs)
 
 
 @kernel
-def replay(targets: FloatArray, pairs: BoolArray, sequences: Sequences, inputs: PlannerInputs) -> Any:
+def replay(targets: FloatArray, widths: IntArray, sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Fill the waves once more and write down the sequences of each group.
 
     Returns:
@@ -406,7 +376,7 @@ def replay(targets: FloatArray, pairs: BoolArray, sequences: Sequences, inputs: 
     groups = 0
     for w in range(len(targets)):
         wave.group_of[:] = -1
-        left = fill_wave(targets[w], pairs[w], count, pool, sequences, inputs, wave)
+        left = fill_wave(targets[w], widths[w], count, pool, sequences, inputs, wave)
         for g in range(wave.groups[0]):
             # A group that nothing came to is idle, and gets no row of the plan.
             if wave.loads.tokens[g] == 0:

@@ -417,8 +417,22 @@ def _group_for(
 
 
 @leaf
-def place_rings(target: float, count: int, pool: Pool, sequences: Sequences, inputs: PlannerInputs, wave: Wave) -> Any:
-    """Begin a wave: give the sequences that no single rank can run by the target rings, as far as ranks last.
+def _is_small(i: int, target: float, width: int, sequences: Sequences, inputs: PlannerInputs) -> bool:
+    """Return whether a group of `width` ranks, one rank if they are two, can run a sequence by the target."""
+    if sequences.tokens[i] <= inputs.tokens_per_rank:
+        again = recomputation_seconds(sequences.tokens[i], 1, inputs.prices)
+        if inputs.prices.beta + sequences.work[i] + again <= target + _SLACK:
+            return True
+    if width <= 2 or sequences.tokens[i] > width * inputs.tokens_per_rank:
+        return False
+    return bool(alone_seconds(i, width, 0, sequences, inputs) <= target + _SLACK)
+
+
+@leaf
+def place_rings(
+    target: float, width: int, count: int, pool: Pool, sequences: Sequences, inputs: PlannerInputs, wave: Wave
+) -> Any:
+    """Begin a wave: give the sequences that no group of `width` ranks can run by the target rings, while ranks last.
 
     Refused is work of sequences for which there were ranks enough, only not at a degree that ends by the target: they
     will cost a later wave as much as they would have cost this one.
@@ -432,10 +446,8 @@ def place_rings(target: float, count: int, pool: Pool, sequences: Sequences, inp
     refused = 0.0
     for k in range(count):
         i = pool.waiting[k]
-        # What a single rank can do needs no ring: those are laid last, where they fit.
-        again = recomputation_seconds(sequences.tokens[i], 1, inputs.prices)
-        seconds = inputs.prices.beta + sequences.work[i] + again
-        if sequences.tokens[i] <= inputs.tokens_per_rank and seconds <= target + _SLACK:
+        # What such a group can do needs no ring of its own: those are laid last, where they fit.
+        if _is_small(i, target, width, sequences, inputs):
             pool.small[small] = i
             small += 1
             continue
@@ -457,13 +469,13 @@ def place_rings(target: float, count: int, pool: Pool, sequences: Sequences, inp
 
 
 @leaf
-def _group_free_ranks(pair: bool, inputs: PlannerInputs, wave: Wave) -> None:
-    """Make groups of two, or of one, of the ranks that rings left."""
+def _group_free_ranks(width: int, inputs: PlannerInputs, wave: Wave) -> None:
+    """Make groups of `width` ranks, or of as many as a node has, of the ranks that rings left."""
     for free in range(inputs.ranks_per_node, 0, -1):
         while wave.bucket[free] >= 0:
             node_free = free
             while node_free:
-                degree = 2 if pair and node_free >= 2 else 1
+                degree = min(width, node_free)
                 first = _first_inside(degree, node_free, wave)
                 _take(first, degree, inputs, wave)
                 _open_group(first, degree, inputs, wave)
@@ -471,13 +483,16 @@ def _group_free_ranks(pair: bool, inputs: PlannerInputs, wave: Wave) -> None:
 
 
 @leaf
-def _group_free_ranks_of_catalogue(pair: bool, inputs: PlannerInputs, wave: Wave) -> None:
-    """Do the same where rings keep to a catalogue, which says which two ranks may be a group."""
-    if pair:
-        for group in range(len(inputs.group_first)):
-            first = inputs.group_first[group]
-            if inputs.group_degree[group] == 2 and wave.used[first] == 0 and wave.used[first + 1] == 0:
-                _open_in_catalogue(first, 2, inputs, wave)
+def _group_free_ranks_of_catalogue(width: int, inputs: PlannerInputs, wave: Wave) -> None:
+    """Do the same where rings keep to a catalogue, which says which ranks may be a group."""
+    for group in range(len(inputs.group_first) if width > 1 else 0):
+        first, taken = inputs.group_first[group], 0
+        if inputs.group_degree[group] != width:
+            continue
+        for rank in range(first, first + width):
+            taken += wave.used[rank]
+        if taken == 0:
+            _open_in_catalogue(first, width, inputs, wave)
     for rank in range(inputs.num_ranks):
         if wave.used[rank] == 0:
             _open_in_catalogue(rank, 1, inputs, wave)
@@ -486,7 +501,7 @@ def _group_free_ranks_of_catalogue(pair: bool, inputs: PlannerInputs, wave: Wave
 @leaf
 def outlook(target: float, count: int, pool: Pool, sequences: Sequences, inputs: PlannerInputs, wave: Wave) -> Any:
     """Return the remainder of a wave if small sequences were a fluid: work, tokens, refused work, longest or -1."""
-    rest, small, ranks_left, refused = place_rings(target, count, pool, sequences, inputs, wave)
+    rest, small, ranks_left, refused = place_rings(target, 1, count, pool, sequences, inputs, wave)
     work, tokens = 0.0, 0
     longest = pool.left_over[0] if rest else -1
     for k in range(rest):
@@ -548,23 +563,24 @@ def _fill_groups(
 
 @kernel
 def fill_wave(
-    target: float, pair: bool, count: int, pool: Pool, sequences: Sequences, inputs: PlannerInputs, wave: Wave
+    target: float, width: int, count: int, pool: Pool, sequences: Sequences, inputs: PlannerInputs, wave: Wave
 ) -> int:
     """Fill a wave from the sequences that wait: rings, then the others by falling work, each where it fits first.
 
     Args:
         target: seconds by which all groups end.
-        pair: whether the ranks that rings leave go in groups of two, where a node has two, or one by one.
+        width: ranks of the groups inside nodes that share out what rings leave; fewer where nodes are smaller.
         count: sequences that wait in the pool.
 
     Returns:
         How many sequences are left over, in `pool.left_over`.
     """
-    rest, small, _ranks_left, _refused = place_rings(target, count, pool, sequences, inputs, wave)
+    width = min(width, inputs.ranks_per_node)
+    rest, small, _ranks_left, _refused = place_rings(target, width, count, pool, sequences, inputs, wave)
     if len(inputs.group_first):
-        _group_free_ranks_of_catalogue(pair, inputs, wave)
+        _group_free_ranks_of_catalogue(width, inputs, wave)
     else:
-        _group_free_ranks(pair, inputs, wave)
+        _group_free_ranks(width, inputs, wave)
     return _fill_groups(target, rest, small, make_tree(wave.groups[0]), pool, sequences, inputs, wave)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from fcp_cli.arrays import IntArray
 from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.compiled import iteration, microbatch
+from fcp_cli.planning.compiled import iteration, microbatch, regrouping
 from fcp_cli.planning.compiled.core import PlannerInputs, Sequences
 from fcp_cli.planning.compiled.rings import Rings, Timeline
 from fcp_cli.planning.compiled.single_rank_packs import CLOSED, SingleRankPacks
@@ -22,6 +22,8 @@ from fcp_cli.planning.problem import Assignment, Batch, Problem
 _TARGETS_PER_WAVE = 24  # candidate targets looked at for each wave
 _FILLS_PER_WAVE = 16  # of which so many are filled
 _WAVES_PER_PART = 24  # at least, by tokens, where a step has twice as many or more
+_PAIRS = 100  # of waves that are planned again
+_TARGETS_PER_PAIR, _FILLS_PER_PAIR = 12, 6  # of each of its waves
 _EXCHANGES = 300_000  # pairs of sequences compared in one round of balancing; more for more than 1,024 sequences
 
 CLOSE_ENOUGH: Final = 0.005
@@ -82,11 +84,7 @@ def best_of(candidates: Iterable[Candidate], bound_seconds: Callable[[], float],
 
 
 def assign_waves(
-    order: IntArray,
-    sequences: Sequences,
-    inputs: PlannerInputs,
-    limit_seconds: float = np.inf,
-    detours: Sequence[int] = (),
+    order: IntArray, sequences: Sequences, inputs: PlannerInputs, limit_seconds: float = np.inf
 ) -> Assignment | None:
     """Plan waves; None if that takes as long as a step that is known.
 
@@ -98,22 +96,19 @@ def assign_waves(
         sequences: the sequences by falling work.
         inputs: the ranks and their prices.
         limit_seconds: the limit seconds of a step that is known.
-        detours: see `microbatch.search`; of each part.
     """
     found, held, waves = [], np.empty(0, dtype=np.int64), 0
     seconds, work = 0.0, float(sequences.work.sum())  # planned, and not yet planned
     parts = wave_parts(sequences, inputs)
     alike = rank_parts(sequences, inputs) if len(parts) == 1 else []
     if alike:
-        return _waves_in_parts(alike, order, limit_seconds, detours)
+        return _waves_in_parts(alike, order, limit_seconds)
     limit = limit_seconds if len(parts) == 1 else np.inf
     for number, part in enumerate(parts, 1):
         members = np.sort(np.concatenate((held, part)))
         own = some_of(sequences, members)
         is_last = number == len(parts)
-        targets, _pairs, written = microbatch.plan(
-            np.array(detours, dtype=np.int64), limit, _TARGETS_PER_WAVE, _FILLS_PER_WAVE, is_last, own, inputs
-        )
+        targets, _widths, written = microbatch.plan(limit, _TARGETS_PER_WAVE, _FILLS_PER_WAVE, is_last, own, inputs)
         if len(targets) == 0:
             return None
         last = len(targets) if is_last else len(targets) - 1
@@ -137,25 +132,17 @@ def assign_waves(
     return gather(order, Groups(group_of, wave, degree, first_rank, np.zeros(len(wave))))
 
 
-def _waves_in_parts(
-    parts: list[RankPart], order: IntArray, limit_seconds: float, detours: Sequence[int]
-) -> Assignment | None:
+def _waves_in_parts(parts: list[RankPart], order: IntArray, limit_seconds: float) -> Assignment | None:
     """Plan the waves of the first part; those of the others follow its targets."""
     first = parts[0]
-    targets, pairs, written = microbatch.plan(
-        np.array(detours, dtype=np.int64),
-        limit_seconds,
-        _TARGETS_PER_WAVE,
-        _FILLS_PER_WAVE,
-        True,
-        first.sequences,
-        first.inputs,
+    targets, widths, written = microbatch.plan(
+        limit_seconds, _TARGETS_PER_WAVE, _FILLS_PER_WAVE, True, first.sequences, first.inputs
     )
     if len(targets) == 0:
         return None
     answers = [written]
     for part in parts[1:]:
-        answers.append(microbatch.follow(targets, pairs, part.sequences, part.inputs))
+        answers.append(microbatch.follow(targets, widths, part.sequences, part.inputs))
         if answers[-1][2]:
             return None
     found = [
@@ -163,6 +150,37 @@ def _waves_in_parts(
         for one, groups, _left in answers
     ]
     return gather(order, joined(parts, found))
+
+
+def regrouped(
+    assignment: Assignment, order: IntArray, sequences: Sequences, inputs: PlannerInputs
+) -> Assignment | None:
+    """Plan pairs of waves of a step again; None if none of these ends sooner.
+
+    Args:
+        assignment: the step, on groups of neighbouring ranks.
+        order: [sequences] position in the batch of each sequence.
+        sequences: the sequences by falling work.
+        inputs: the ranks and their prices.
+    """
+    n, waves = len(order), int(assignment.wave.max()) + 1
+    group = np.empty(n, dtype=np.int64)  # of each sequence, by falling work
+    group[np.argsort(order)[assignment.members]] = np.repeat(
+        np.arange(len(assignment.wave)), np.diff(assignment.member_offsets)
+    )
+    places = regrouping.Places(
+        wave=assignment.wave[group].astype(np.int64),
+        degree=np.diff(assignment.rank_offsets)[group],
+        first=assignment.ranks[assignment.rank_offsets[group]].astype(np.int64),
+        head=np.empty(waves, dtype=np.int64),
+        after=np.empty(n, dtype=np.int64),
+    )
+    if not regrouping.regroup(_PAIRS, _TARGETS_PER_PAIR, _FILLS_PER_PAIR, places, sequences, inputs) > 0.0:
+        return None
+    key = places.wave * inputs.num_ranks + places.first
+    _keys, firsts, group_of = np.unique(key, return_index=True, return_inverse=True)
+    wave, degree, first = places.wave[firsts], places.degree[firsts], places.first[firsts]
+    return gather(order, Groups(group_of, wave, degree, first, np.zeros(len(firsts))))
 
 
 def wave_parts(sequences: Sequences, inputs: PlannerInputs) -> list[IntArray]:

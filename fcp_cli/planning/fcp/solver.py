@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, TypeAlias
@@ -38,7 +38,15 @@ from fcp_cli.planning.fcp.pipelines import (
     replicas_of,
 )
 from fcp_cli.planning.fcp.rank_parts import has_parts
-from fcp_cli.planning.fcp.searches import CLOSE_ENOUGH, Candidate, Found, assign_timelines, assign_waves, best_of
+from fcp_cli.planning.fcp.searches import (
+    CLOSE_ENOUGH,
+    Candidate,
+    Found,
+    assign_timelines,
+    assign_waves,
+    best_of,
+    regrouped,
+)
 from fcp_cli.planning.fcp.speeds import assign_at_speeds
 from fcp_cli.planning.fcp.tiny import assign_tiny, is_tiny
 from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, planner_inputs, repriced, without_splits
@@ -48,10 +56,11 @@ _SYNCS: tuple[Sync, ...] = ("iteration", "microbatch")
 _LESS_TOKENS = 0.8, 0.5  # of a rank's, with which a step is planned again where the gap is large
 _FEW_RANKS, _LEFT_OVER = 128, 1 / 8  # up to so many ranks one degree may leave such a share of them over
 _FEW_SEQUENCES = 256  # up to which timelines are planned again so
-_DETOURS = 3, 2  # waves that pass over their best target, one after the other, and how many times at most
-# By how full waves to come are (0: all but the last are), and how dear micro-batches, waves are rated when a step is
-# planned again: where the next ones are less than full, one that leaves few tokens more pays no whole wave for them.
-_RATINGS = (0.92, 1.0), (0.0, 1.3), (0.92, 1.3), (0.0, 1.7), (0.92, 1.7)
+# How full waves to come are (0: all but the last are), and how dear micro-batches, by which waves are rated when a step
+# is searched again, and the gap above which it is: where the next ones are less than full, one that leaves few tokens
+# more pays no whole wave for them.
+_WIDE = 0.02
+_RATINGS = (0.92, 1.7, CLOSE_ENOUGH), (0.0, 1.7, _WIDE), (0.92, 1.3, _WIDE), (0.0, 1.3, _WIDE)
 _CHOOSING_STEPS = 16  # planned again and again to choose groups under a limit
 _PRICED_STEPS = 16  # planned with and without a limit
 _NEVER_PAYS_SECONDS = 1e9  # of a hop: far above any step, and small enough that sums keep their seconds
@@ -321,7 +330,15 @@ class FcpSolver:
             other = replace(self, inputs=inputs)
             yield Candidate(name, partial(self._perturbed, other, name, replace(batch, work=work), batch), CLOSE_ENOUGH)
         if self.problem.sync == "microbatch":
-            yield Candidate("detours", partial(self._again_with_detours, batch), CLOSE_ENOUGH)
+            order, sequences = by_falling_work(batch.work)
+            recomputes = self.inputs.prices.again.any()
+            # With recomputation, waves to come are rated by what their tokens cost, however full they are.
+            for fill, dearer, above_gap in (rating for rating in _RATINGS if not (recomputes and rating[0])):
+                name = f"waves, if later ones were {fill or 1:.0%} full and micro-batches {dearer:g} times as dear"
+                again = partial(self._rated_otherwise, batch, order, sequences, fill, dearer, name)
+                yield Candidate(name, again, above_gap)
+            if not has_parts(self.inputs):  # parts that are alike have waves of all ranks
+                yield Candidate("regrouped", partial(self._regrouped, batch, order, sequences), CLOSE_ENOUGH)
         if not self.options and is_tiny(batch, self.problem):
             yield Candidate("exact", partial(self._exact, batch), 0.0)
 
@@ -417,42 +434,31 @@ class FcpSolver:
             yield "even without encoder", self.inputs, replace(work, linear_seconds=work.linear_seconds - encoder)
             yield "even encoder", self.inputs, replace(work, linear_seconds=work.linear_seconds + encoder)
 
-    def _again_with_detours(self, batch: Batch, found: Found) -> Found:
-        """Search for waves again by other ratings, then with detours from the best of them."""
-        if found.assignment is None:  # compiling ahead: there is nothing to search again
-            return found
-        order, sequences = by_falling_work(batch.work)
-        waves, beta = int(found.assignment.wave.max()) + 1, self.inputs.prices.beta
+    def _rated_otherwise(
+        self,
+        batch: Batch,
+        order: IntArray,
+        sequences: Sequences,
+        fill: float,
+        dearer: float,
+        name: str,
+        found: Found,
+    ) -> Found:
+        """Search for waves by another rating: if later waves were less full, and micro-batches dearer."""
+        beta = self.inputs.prices.beta
+        rated = repriced(self.inputs._replace(fill=fill), beta=dearer * beta)
+        limit = found.seconds - self.problem.profile.step.closing_seconds(self.problem.sync)
+        # The search pays the dearer price in each wave; it needs no more waves for that.
+        if found.assignment is not None:
+            limit += (int(found.assignment.wave.max()) + 1) * (dearer - 1.0) * beta
+        return found.quicker(name, assign_waves(order, sequences, rated, limit), batch, self.problem)
 
-        def again(name: str, inputs: PlannerInputs, detours: Sequence[int], found: Found) -> Found:
-            # The search pays the dearer price in each wave; it needs no more waves for that.
-            dearer = waves * (inputs.prices.beta - beta)
-
-            def assign(
-                _work: Work, order: IntArray, sequences: Sequences, inputs: PlannerInputs, limit: float
-            ) -> Assignment | None:
-                return assign_waves(order, sequences, inputs, limit + dearer, detours)
-
-            return self._search(batch, order, sequences, inputs, name, found, assign=assign)
-
-        name, inputs, recomputes = "waves", self.inputs, self.inputs.prices.again.any()
-        # With recomputation, waves to come are rated by what their tokens cost, however full they are.
-        for fill, dearer in (one for one in _RATINGS if not (recomputes and one[0])):
-            label = f"waves, if later ones were {fill or 1:.0%} full and micro-batches {dearer:g} times as dear"
-            other = repriced(self.inputs._replace(fill=fill), beta=dearer * beta)
-            answer = again(label, other, (), found)
-            if answer is not found:
-                found, name, inputs = answer, label, other
-        kept: tuple[int, ...] = ()
-        # The last wave takes what is left; with recomputation, later detours gain less than a ten-thousandth.
-        for wave in range(min(1 if recomputes else _DETOURS[0], waves - 1)):
-            best = (*kept, 0)
-            for passes in range(1, _DETOURS[1] + 1):
-                answer = again(f"{name}, detour from wave {wave}", inputs, (*kept, passes), found)
-                if answer is not found:
-                    found, best = answer, (*kept, passes)
-            kept = best
-        return found
+    def _regrouped(self, batch: Batch, order: IntArray, sequences: Sequences, found: Found) -> Found:
+        """Plan pairs of waves again: of the quickest step so far, or of the first where there is none yet."""
+        assignment = found.assignment or assign_waves(order, sequences, self.inputs)
+        assert assignment is not None, "a step was sought below a limit"
+        other = regrouped(assignment, order, sequences, self.inputs)
+        return found.quicker(f"{found.name}, regrouped", other, batch, self.problem)
 
     def _for_pipelines(self, batch: Batch) -> Iterator[PipelineStep]:
         """Yield steps for pipelines: of micro-batches of like length, and as waves or timelines alone would have it."""
