@@ -22,7 +22,7 @@ from fcp_cli.planning.problem import Assignment, Batch, Problem
 _TARGETS_PER_WAVE = 24  # candidate targets looked at for each wave
 _FILLS_PER_WAVE = 16  # of which so many are filled
 _WAVES_PER_PART = 24  # at least, by tokens, where a step has twice as many or more
-_PAIRS = 100  # of waves that are planned again
+_PATIENCE = 32  # pairs of waves that may stay as they are, in a row
 _TARGETS_PER_PAIR, _FILLS_PER_PAIR = 12, 6  # of each of its waves
 _EXCHANGES = 300_000  # pairs of sequences compared in one round of balancing; more for more than 1,024 sequences
 
@@ -175,7 +175,7 @@ def regrouped(
         head=np.empty(waves, dtype=np.int64),
         after=np.empty(n, dtype=np.int64),
     )
-    if not regrouping.regroup(_PAIRS, _TARGETS_PER_PAIR, _FILLS_PER_PAIR, places, sequences, inputs) > 0.0:
+    if not regrouping.regroup(_PATIENCE, _TARGETS_PER_PAIR, _FILLS_PER_PAIR, places, sequences, inputs) > 0.0:
         return None
     key = places.wave * inputs.num_ranks + places.first
     _keys, firsts, group_of = np.unique(key, return_index=True, return_inverse=True)

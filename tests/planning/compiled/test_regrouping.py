@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fcp_cli.plan.step import offsets_of, sizes_of
-from fcp_cli.planning.assemble import assemble, check_assignment, makespan_seconds
+from fcp_cli.planning.assemble import check_assignment, makespan_seconds
 from fcp_cli.planning.batching.batches import batch_of
+from fcp_cli.planning.fcp import searches
 from fcp_cli.planning.fcp.searches import assign_waves, regrouped
-from fcp_cli.planning.fcp.solver import solver_of
 from fcp_cli.planning.kernel_inputs import by_falling_work, planner_inputs
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 from tests.planning.examples import example_problem, table_of
@@ -83,11 +83,24 @@ def test_the_best_step_is_left_as_it_is() -> None:
 
 
 def test_long_sequences_share_the_ranks_of_a_node_where_rings_of_their_own_leave_no_room() -> None:
-    # In rings of two ranks four of them fill a node; a group of eight holds five.
+    # A ring of two ranks holds one of them, a group of eight five.
     problem = example_problem("microbatch", num_ranks=8, ranks_per_node=8, tokens_per_rank=8192)
     dear = replace(problem.profile.coefficients, microbatch_seconds=5.0)
     problem = replace(problem, profile=replace(problem.profile, coefficients=dear))
     batch = batch_of(table_of([13_000] * 15), problem)
-    step = assemble(solver_of(problem).assign(batch), batch, problem)
-    assert step.wave.max() == 2
-    assert max(sizes_of(step.sequence_offsets)[sizes_of(step.rank_offsets) > 2]) > 1
+    order, sequences = by_falling_work(batch.work)
+    found = assign_waves(order, sequences, planner_inputs(problem))
+    assert found is not None
+    assert max(sizes_of(found.member_offsets)[sizes_of(found.rank_offsets) > 2]) > 1
+
+
+def test_more_patience_never_makes_the_step_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = example_problem("microbatch", num_ranks=8, ranks_per_node=8, tokens_per_rank=8192)
+    batch = batch_of(table_of([30_000, 21_000, 20_000, 12_000, 11_000, 9_000, 7_000, 6_000, 5_000, 4_000]), problem)
+    found = alone_on_all_ranks(batch, problem)
+    seconds = [makespan_seconds(found, batch, problem)]
+    for patience in range(1, 12):
+        monkeypatch.setattr(searches, "_PATIENCE", patience)
+        seconds.append(makespan_seconds(again(found, batch, problem) or found, batch, problem))
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] < seconds[1] < seconds[0]
