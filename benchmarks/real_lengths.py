@@ -16,7 +16,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -178,22 +178,16 @@ def show_gaps(found: Sequence[Cell]) -> None:
     """Print fcp's gap to its proven bound by sync, set of lengths, budget and cluster, in percent."""
     columns = sorted({(-c.tokens_per_rank, c.cluster) for c in found})
     for sync in ("microbatch", "iteration"):
-        gaps = {
-            (c.lengths, -c.tokens_per_rank, c.cluster): 100 * c.gap
-            for c in found
-            if c.strategy == "fcp" and c.sync == sync
-        }
+        gaps: dict[str, dict[tuple[int, str], float]] = defaultdict(dict)
+        for cell in found:
+            if cell.strategy == "fcp" and cell.sync == sync:
+                gaps[cell.lengths][-cell.tokens_per_rank, cell.cluster] = cell.gap
         print(f"\n| `{sync}` | " + " | ".join(f"{cluster}, {-budget:,}" for budget, cluster in columns) + " |")
         print("|---" + "|---:" * len(columns) + "|")
-        for name in dict.fromkeys(name for name, _budget, _cluster in gaps):
-            print(f"| {name} | " + " | ".join(f"{gaps[(name, *column)]:.2f}" for column in columns) + " |")
-        means = [_mean_gap(gap for key, gap in gaps.items() if key[1:] == column) for column in columns]
-        print("| geometric mean | " + " | ".join(f"{mean:.2f}" for mean in means) + " |")
-
-
-def _mean_gap(gaps: Iterable[float]) -> float:
-    """Return the geometric mean of seconds over bound, as a gap in percent."""
-    return 100 * (statistics.geometric_mean(1 + gap / 100 for gap in gaps) - 1)
+        for name, of_name in gaps.items():
+            print(f"| {name} | " + " | ".join(f"{100 * of_name[column]:.2f}" for column in columns) + " |")
+        means = [statistics.geometric_mean(1 + one[column] for one in gaps.values()) for column in columns]
+        print("| geometric mean | " + " | ".join(f"{100 * (mean - 1):.2f}" for mean in means) + " |")
 
 
 def main() -> None:
