@@ -202,8 +202,9 @@ class CostProfile:
 
     @property
     def priced_levels(self) -> tuple[RecomputeLevel, ...]:
-        """Levels of recomputation that take time: none of forward passes."""
-        return self.recompute_levels if self.phase is None else ()
+        """Levels of recomputation that ranks choose by each micro-batch: none in forward passes and pipelines."""
+        is_staged = self.measurement.get("pipeline_parallel", 1) != 1
+        return self.recompute_levels if self.phase is None and not is_staged else ()
 
     @property
     def prices_vision(self) -> bool:

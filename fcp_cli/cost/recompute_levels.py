@@ -101,9 +101,31 @@ def layers_by_level(levels: Sequence[RecomputeLevel], tokens: int, layers: int) 
         return 0, layers
     for number, (low, high) in enumerate(pairwise(levels), 1):
         if tokens <= high.tokens:
-            share = high.tokens * (tokens - low.tokens) / (tokens * (high.tokens - low.tokens))
-            return number, min(layers, math.ceil(layers * share - _ROUNDING))
+            return number, whole_layers(_share(low, high, tokens), layers)
     return len(levels) - 1, layers
+
+
+def whole_layers(share: float, layers: int) -> int:
+    """Return how many of some layers are at least a share of them."""
+    return min(layers, math.ceil(layers * share - _ROUNDING))
+
+
+def _share(low: RecomputeLevel, high: RecomputeLevel, tokens: float) -> float:
+    """Return the share of layers at the higher of two levels, of which so many tokens need both."""
+    return high.tokens * (1.0 - low.tokens / tokens) / (high.tokens - low.tokens)
+
+
+def seconds_by_stage(levels: Sequence[RecomputeLevel], held: Sequence[float]) -> tuple[float, ...]:
+    """Return the seconds per token that each stage of a pipeline recomputes; () with one level for all.
+
+    Args:
+        levels: two, whose tokens are those in flight that a rank's layers hold.
+        held: [stages] tokens in flight, by the share of layers of each stage.
+    """
+    if len(levels) != 2:
+        return ()
+    low, high = levels
+    return tuple(min(1.0, max(0.0, _share(low, high, one))) * high.seconds_per_token for one in held)
 
 
 def cheapest_tokens(levels: Sequence[RecomputeLevel], fixed_seconds: float) -> int:

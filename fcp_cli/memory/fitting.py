@@ -42,10 +42,11 @@ LEAST_TOKENS: Final = 16_384
 _OFFLOADS: Final[tuple[Offload, ...]] = ("none", "activations")
 _RECOMPUTATIONS: Final[tuple[Recompute, ...]] = ("none", "activation", "elementwise", "selective", "full", "as-needed")
 _LEVELS: Final[tuple[LayerRecompute, ...]] = ("none", "activation", "elementwise", "selective")  # of as-needed
-KEEP_PRODUCTS: Final[tuple[Recompute, ...]] = ("activation", "elementwise", "as-needed")
-"""Kinds of recomputation that the bundled trainer and Hugging Face models run, and Megatron does not."""
+KEEP_PRODUCTS: Final[tuple[Recompute, ...]] = ("activation", "elementwise")
+"""Kinds of recomputation that keep products, which tensor parallelism sums in place: ranks of one device alone do."""
 _SYNCS: Final[tuple[Sync, ...]] = ("iteration", "microbatch")
 _REDUCES: Final[tuple[Reduce, ...]] = ("wave", "step")
+_STAGE_BUDGETS: Final = 5  # token budgets of pipelines whose stages recompute as needed
 
 # Ranks that one meets in the rings of 20 steps, at most, in plans for 64 ranks: they still meet more under microbatch.
 _EXPECTED_PEERS: Final[Mapping[Sync, int]] = {"iteration": 9, "microbatch": 22}
@@ -165,7 +166,7 @@ class Place(JobRanks):
 
     def _fit_as_needed(self, spec: ModelSpec, recipe: Recipe, sync: Sync, *, wanted_tokens: int) -> FittedRecipe:
         """Return the room with all layers at the last level, and that of each level."""
-        levels = _levels_of(spec, recipe)
+        levels = self.levels_of(spec, recipe)
         if not levels:
             raise UsageError(
                 f"--recompute as-needed takes layers one by one, and those of {spec.name} differ in what they keep; "
@@ -177,20 +178,46 @@ class Place(JobRanks):
         held = {kind: max(1, fit.tokens) for kind, fit in fits.items() if fit.tokens or kind == levels[-1]}
         return replace(fits[levels[-1]], recipe=recipe, level_tokens=held)
 
+    def budgets(self, spec: ModelSpec, fit: FittedRecipe) -> Iterator[FittedRecipe]:
+        """Yield a fit at the token budgets to compare: several in pipelines whose stages recompute as needed.
 
-def _levels_of(spec: ModelSpec, recipe: Recipe) -> tuple[LayerRecompute, ...]:
-    """Return the levels that the layers of a model may mix; none if its layers differ in what they keep.
+        Levels then hold tokens in flight: those whose kept activations fit in addition to the work on a micro-batch.
+        """
+        if self.pipeline_parallel == 1 or len(fit.level_tokens) != 2:
+            yield fit
+            return
+        few, most = fit.level_tokens.values()
+        recipes = {kind: replace(fit.recipe, recompute=kind) for kind in fit.level_tokens}
+        kept = {kind: self.memory(spec, one, fit.sync).kept_bytes_per_token for kind, one in recipes.items()}
+        working = fit.bytes_per_token - min(kept.values())
+        for part in range(_STAGE_BUDGETS):
+            budget = round(few * (most / few) ** (part / (_STAGE_BUDGETS - 1)))
+            room = fit.bytes_per_token * most - working * budget
+            yield replace(fit, tokens=budget, level_tokens={kind: int(room / size) for kind, size in kept.items()})
 
-    A trained vision encoder recomputes all of its layers, or none, so that levels agree on it.
-    """
-    precision = precision_of(recipe)
-    encodes = vision_bytes(spec, recipe, precision) > 0
-    levels = tuple(kind for kind in _LEVELS if not encodes or replace(recipe, recompute=kind).recomputes_layers)
-    alike = all(
-        len({kept_bytes(spec, kind, replace(recipe, recompute=level), precision) for kind in spec.kinds}) == 1
-        for level in levels
-    )
-    return levels if alike else ()
+    def levels_of(self, spec: ModelSpec, recipe: Recipe) -> tuple[LayerRecompute, ...]:
+        """Return the levels that the layers of a model may mix; none if its layers differ in what they keep.
+
+        A trained vision encoder recomputes all of its layers, or none, so that levels agree on it.
+        """
+        precision = precision_of(recipe)
+        encodes = vision_bytes(spec, recipe, precision) > 0
+        levels = tuple(
+            kind
+            for kind in _LEVELS
+            if (not encodes or replace(recipe, recompute=kind).recomputes_layers)
+            and (not self.runs_megatron or kind not in KEEP_PRODUCTS)
+        )
+        alike = all(
+            len({kept_bytes(spec, kind, replace(recipe, recompute=level), precision) for kind in spec.kinds}) == 1
+            for level in levels
+        )
+        return levels if alike else ()
+
+    @property
+    def runs_megatron(self) -> bool:
+        """Whether a rank is several devices, or shares experts."""
+        return self.tensor_parallel * self.pipeline_parallel * self.expert_parallel > 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -282,13 +309,15 @@ def all_fits(spec: ModelSpec, request: RecipeRequest, place: Place, *, sync: Syn
     may lack room.
     """
     found: dict[tuple[Recipe, Sync], FittedRecipe] = {}
+    fits: list[FittedRecipe] = []
     for recipe, its_sync in _candidates(request, place, sync, extents=_extents(place)):
-        if recipe.recompute == "as-needed" and "recompute" not in request.given() and not _levels_of(spec, recipe):
+        if recipe.recompute == "as-needed" and "recompute" not in request.given() and not place.levels_of(spec, recipe):
             continue
         resident = found.get((replace(recipe, offload="none"), its_sync))
         if resident is None or not resident.is_enough:
-            found[recipe, its_sync] = place.fit(spec, recipe, its_sync)
-    return list(found.values())
+            found[recipe, its_sync] = fit = place.fit(spec, recipe, its_sync)
+            fits.extend(place.budgets(spec, fit))
+    return fits
 
 
 def _extents(place: Place) -> tuple[int | None, ...]:
@@ -313,10 +342,15 @@ def _candidates(
     if (shard_ranks := given.get("shard_ranks")) and place.num_ranks % min(shard_ranks, place.num_ranks):
         raise UsageError(f"--shard-ranks is {shard_ranks}; it must divide the {place.num_ranks} ranks")
     base = request.applied_to(Recipe(precision="fp32" if place.on_cpu else "bf16"))
-    if base.recompute in KEEP_PRODUCTS and _runs_megatron(place):
+    if base.recompute in KEEP_PRODUCTS and place.runs_megatron:
         raise UsageError(
             f"--recompute {base.recompute} keeps the products of layers that fcp runs, and Megatron runs ranks of "
             "several devices; give --recompute selective"
+        )
+    if base.recompute == "as-needed" and place.virtual_stages * place.expert_parallel > 1:
+        raise UsageError(
+            "--recompute as-needed has not been made to work with virtual stages, nor with ranks that share experts; "
+            "give --recompute selective"
         )
     computing = itertools.product(
         _choices(given, "offload", *_OFFLOADS),
@@ -334,18 +368,15 @@ def _candidates(
             ),
             its_sync,
         )
+        and not (recompute == "as-needed" and stage == 3 and place.pipeline_parallel > 1)  # a floor hides what differs
     ]
     return sorted(found, key=lambda one: _cost(one[0], one[1], place))  # the order of shardings stays
 
 
 def _recomputations(place: Place, *, searches: bool) -> tuple[Recompute, ...]:
     """Return the kinds to try: those that keep products only where data say what they gain."""
-    keeps_products = searches and not _runs_megatron(place)
-    return tuple(kind for kind in _RECOMPUTATIONS if keeps_products or kind not in KEEP_PRODUCTS)
-
-
-def _runs_megatron(place: Place) -> bool:
-    return place.tensor_parallel * place.pipeline_parallel * place.expert_parallel > 1
+    keeps_products = searches and not place.runs_megatron
+    return tuple(kind for kind in _RECOMPUTATIONS if keeps_products or kind not in (*KEEP_PRODUCTS, "as-needed"))
 
 
 def _cost(recipe: Recipe, sync: Sync, place: Place) -> tuple[int, ...]:

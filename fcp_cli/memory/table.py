@@ -111,6 +111,12 @@ class RankMemory:
 
         return RankMemory(moments=left(self.moments), forward_moments=left(self.forward_moments))
 
+    @property
+    def kept_bytes_per_token(self) -> float:
+        """Bytes per token that layers keep for their backward, at the moment that has most of them."""
+        names = ("activations", "layer inputs")
+        return max(item.bytes_per_token for one in self.moments for item in one.items if item.name in names)
+
     def peak(self, tokens: float) -> Moment:
         """Return the moment that needs the most with so many tokens in the largest micro-batch of the rank."""
         return max(self.moments, key=lambda moment: moment.bytes_at(tokens))

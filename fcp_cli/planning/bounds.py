@@ -89,11 +89,14 @@ def pipeline_bound_seconds(work: Work, problem: Problem, pipeline: Pipeline) -> 
     """
     stages, n = problem.pipeline_parallel, problem.num_ranks
     c = problem.profile.coefficients
+    mean, again = pipeline.mean_recompute_seconds, pipeline.recompute_seconds_per_token
     language = c.linear_seconds_per_token * work.tokens
     vision, head = np.maximum(work.linear_seconds - language, 0.0), pipeline.head_share * language
-    even = work.total_seconds - vision - head
+    even = work.total_seconds - vision - head - mean * work.tokens
     microbatches = max(1.0, float(work.tokens.sum()) / (n * problem.tokens_per_rank))
     of_stage = np.full(stages, float(even.sum()) / n + c.microbatch_seconds * microbatches)
+    if again:
+        of_stage += float(work.tokens.sum()) / n * np.array(again)
     of_stage[0] += stages * float(vision.sum()) / n
     of_stage[-1] += stages * float(head.sum()) / n
     least = (c.microbatch_seconds + float(even.min()) / n) / pipeline.virtual_stages + 2 * pipeline.send_seconds

@@ -164,6 +164,17 @@ def test_layers_recompute_as_needed_if_they_keep_alike() -> None:
         fit("qwen3-next-80b-a3b", recompute="as-needed")
 
 
+def test_ranks_of_several_devices_recompute_as_needed_if_asked_to() -> None:
+    sharded = fit(where=place(tensor_parallel=2), recompute="as-needed")
+    assert list(sharded.level_tokens) == ["none", "selective"]
+    with raises(
+        snapshot(
+            "UsageError: --recompute as-needed has not been made to work with virtual stages, nor with ranks that share experts; give --recompute selective"
+        )
+    ):
+        fit(where=place(pipeline_parallel=2, virtual_stages=2), recompute="as-needed")
+
+
 def test_what_contradicts_itself_is_one_line() -> None:
     with raises(
         snapshot(

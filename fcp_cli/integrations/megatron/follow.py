@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.megatron import checks
+from fcp_cli.integrations.megatron.as_needed import recompute_as_needed
 from fcp_cli.integrations.megatron.data.microbatch import PlannedMicroBatch, current_microbatch
 from fcp_cli.integrations.megatron.data.padding import padding_report
 from fcp_cli.integrations.megatron.data.planned import PlannedData
@@ -79,6 +80,10 @@ class Follower:
             places_ahead=getattr(self._config, "mtp_num_layers", None) or 0,
         )
         self._layers = [self.stack.hook(model, transport) for model in models]
+        if levels := self._job.recompute_levels:
+            stage = parallel_state.get_pipeline_model_parallel_rank()
+            for chunk, model in zip(self._chunks, models, strict=True):
+                recompute_as_needed(chunk, model, levels, self.metadata.pipeline, stage)
         self.watch.start()
         self.measured = ScheduleRecorder(self._job)
         self._models = models
@@ -99,7 +104,7 @@ class Follower:
         metadata = RankJob.agree(
             self._plan, self._device, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel
         )
-        require_training(metadata, self._plan, self.stack.name)
+        require_training(metadata, self._plan, None if self.stack.recomputes_as_needed else self.stack.name)
         if not self.stack.follows_masks:
             require_causal(metadata, self._plan, self.stack.name)
         checks.check_interleaving(

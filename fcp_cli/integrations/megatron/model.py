@@ -25,6 +25,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.integrations.megatron.data.microbatch import PlannedMicroBatch, current_microbatch
 from fcp_cli.integrations.megatron.latent import cut_table, hook_latent, is_latent
 from fcp_cli.integrations.megatron.transformer_engine import attend
+from fcp_cli.runtime.recomputation.as_needed import LayerLevels
 from fcp_cli.runtime.ring_attention.attention import attention
 from fcp_cli.runtime.ring_attention.ring import Ring
 
@@ -139,7 +140,8 @@ def _core_attention(
     if sequences.packed is not None:
         ring.attention_calls += 1
         packed = (tensor.squeeze(1) for tensor in (query, key, value))
-        return attend(core, partial(original, *packed, None, *args), {**kwargs, PARAMS: sequences.packed})
+        run = partial(original, *packed, None, *args)
+        return LayerLevels.attend(partial(attend, core, run, {**kwargs, PARAMS: sequences.packed}))
     out = attention(*(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)), ring=ring, scale=scale)
     merged: Tensor = out.permute(2, 0, 1, 3).flatten(2)
     return merged

@@ -19,11 +19,13 @@ class Stack(Protocol):
         even_chunks: whether sequences are padded until all chunks are equally long.
         engine_rings: whether Transformer Engine's rings run the plan's groups where the model attends with it.
         follows_masks: whether plans may be for sequences with masks.
+        recomputes_as_needed: whether layers may recompute as a plan says.
     """
 
     even_chunks: bool
     engine_rings: bool
     follows_masks: bool
+    recomputes_as_needed: bool
 
     @property
     def name(self) -> str:
@@ -61,6 +63,7 @@ class MegatronStack:
     even_chunks = False
     engine_rings = True
     follows_masks = True
+    recomputes_as_needed = True
 
     @property
     def name(self) -> str:

@@ -45,6 +45,7 @@ class MindSpeedStack:
 
     engine_rings = False
     follows_masks = False
+    recomputes_as_needed = False
 
     def __init__(self, config: Any) -> None:
         self._why_own_ring = checks.why_own_ring(config) if config.context_parallel_size > 1 else ""

@@ -207,14 +207,14 @@ def _recompute_activations(model: transformers.PreTrainedModel, *, always: bool)
         model: the model of transformers.
         always: False: only in layers whose level says so.
     """
-    mlps: list[Any] = [part for name, part in _decoder(model).named_modules() if name.rpartition(".")[2] in _MLPS]
+    mlps = [part for name, part in _decoder(model).named_modules() if name.rpartition(".")[2] in _MLPS]
     if not mlps:
         raise RunError(
             f"{type(model).__name__} has no layers with an {' or '.join(_MLPS)}, whose activation function could be "
             "recomputed; give --recompute elementwise"
         )
     for mlp in mlps:
-        mlp.forward = partial(_run_mlp, mlp, mlp.forward, always)
+        LayerLevels.recompute_activation(mlp, always=always)
 
 
 def _decoder(model: Any) -> nn.Module:
@@ -224,12 +224,6 @@ def _decoder(model: Any) -> nn.Module:
 
 
 _MLPS = ("mlp", "feed_forward")
-
-
-def _run_mlp(mlp: nn.Module, forward: Any, always: bool, *args: Any, **kwargs: Any) -> Any:
-    if not (mlp.training and torch.is_grad_enabled() and (always or LayerLevels.recomputes_activation())):
-        return forward(*args, **kwargs)
-    return recomputed(forward, *args, keeps_products=True, **kwargs)
 
 
 def _text_config(config: Any) -> Any:

@@ -249,6 +249,8 @@ class PlanMetadata(PlanSetup):
         for key in _OPTIONAL_RECIPE_KEYS if self.recipe is not None else ():
             if document["recipe"][key] is None:
                 del document["recipe"][key]
+        if self.pipeline is not None and not self.pipeline.recompute_seconds_per_token:
+            del document["pipeline"]["recompute_seconds_per_token"]
         return {key: value for key, value in document.items() if key not in _OPTIONAL_KEYS or value is not None}
 
 
@@ -274,6 +276,12 @@ def parse_metadata(raw: Mapping[bytes, bytes] | None, *, name: str) -> PlanMetad
     )
     _require_ranks(metadata, name)
     _require_masks(metadata, name)
+    again = () if metadata.pipeline is None else metadata.pipeline.recompute_seconds_per_token
+    if again and len(again) != metadata.pipeline_parallel:
+        raise PlanError(
+            f"{name}: the plan's metadata is damaged: pipeline: {len(again)} times of recomputation for "
+            f"{metadata.pipeline_parallel} stages"
+        )
     if metadata.mixture is not None and (fault := metadata.mixture.fault(metadata.manifest.rows)):
         raise PlanError(f"{name}: the plan's metadata is damaged: mixture: {fault}")
     if metadata.continues is not None:

@@ -25,6 +25,8 @@ class Pipeline:
         virtual_stages: blocks of layers on each device, whose schedule is then interleaved; 1 is plain 1F1B.
         forward_share: the forward share of the seconds of a block; the rest is its backward, with its recomputation.
         head_share: the share of the seconds of the language model's matrices, for the loss head alone.
+        recompute_seconds_per_token: [stages] of the rank's tokens, for the layers that each stage recomputes, if they
+            differ: the seconds of a micro-batch have their mean.
         send_seconds, send_seconds_per_token: the time of a message from one block to the next: for itself, and for
             each token of it that a rank holds.
     """
@@ -34,6 +36,13 @@ class Pipeline:
     head_share: Share = 0.0
     send_seconds: NonNegative = 0.0
     send_seconds_per_token: NonNegative = 0.0
+    recompute_seconds_per_token: tuple[NonNegative, ...] = ()
+
+    @property
+    def mean_recompute_seconds(self) -> float:
+        """Seconds per token of a rank that a stage recomputes in the mean."""
+        again = self.recompute_seconds_per_token
+        return sum(again) / len(again) if again else 0.0
 
     def missing_waves(self, waves: int, stages: int) -> int:
         """Return how many idle waves must follow: Megatron interleaves whole rounds of P micro-batches alone."""
@@ -66,9 +75,13 @@ class Pipeline:
         )
         assert prices.rank_tokens is not None
         head = self.head_share * prices.language_seconds
-        even = np.maximum(prices.seconds - prices.encoder_seconds - head, 0.0) / self.virtual_stages
+        again = self.mean_recompute_seconds * prices.rank_tokens
+        even = np.maximum(prices.seconds - prices.encoder_seconds - head - again, 0.0) / self.virtual_stages
         blocks = np.repeat(even[:, None], stages * self.virtual_stages, axis=1)
         blocks[:, 0] += stages * prices.encoder_seconds
         blocks[:, -1] += stages * head
         sends = self.send_seconds + self.send_seconds_per_token * prices.rank_tokens
-        return self.forward_share * blocks, (1.0 - self.forward_share) * blocks, sends
+        backward = (1.0 - self.forward_share) * blocks
+        if self.recompute_seconds_per_token:
+            backward += np.outer(prices.rank_tokens, self.recompute_seconds_per_token)
+        return self.forward_share * blocks, backward, sends

@@ -140,6 +140,11 @@ def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: JobRanks,
     The memory of the plan's own ranks, sync and recipe is computed again if the profile names its recipe,
     or one is asked for: a profile made for 64 ranks has another share of the model's state than 8 have.
     """
+    if profile.recompute_levels and ranks.pipeline_parallel > 1:
+        raise UsageError(
+            f"the cost profile of {profile.model} on {profile.cluster} recomputes as needed, and the stages of a "
+            "pipeline do so by their own memory; leave --profile out, so that 'fcp plan' computes one"
+        )
     if request.recipe.recompute == "as-needed" and not profile.recompute_levels:
         raise UsageError(
             f"the cost profile of {profile.model} on {profile.cluster} has no recompute_levels, by which "

@@ -7,24 +7,32 @@ over the slower of the cluster's links, since Megatron lays stages as far apart 
 
 from __future__ import annotations
 
-from fcp_cli.cost.profile import CostProfile
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fcp_cli.console import Assumptions
+from fcp_cli.cost.profile import CostProfile, dump_cost_profile
+from fcp_cli.cost.recompute_levels import RecomputeLevel, seconds_by_stage
 from fcp_cli.errors import ProfileError, UsageError
+from fcp_cli.memory.activations import kept_bytes, plain_loss_bytes
 from fcp_cli.memory.fitting import JobRanks
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.trained import backward_of
 from fcp_cli.models.cluster import load_cluster
-from fcp_cli.models.model import known_model
+from fcp_cli.models.model import ModelSpec, known_model
 from fcp_cli.plan.pricing.pipeline import Pipeline
 from fcp_cli.recipe import Recipe
 
 
-def pipeline_of(profile: CostProfile, ranks: JobRanks, recipe: Recipe | None) -> Pipeline | None:
+def pipeline_of(profile: CostProfile, ranks: JobRanks, recipe: Recipe | None, *, tokens: int = 0) -> Pipeline | None:
     """Return the pipeline of each rank; None if a rank has no stages.
 
     Args:
         profile: gives model, cluster and bandwidths, and the recipe if none is given.
         ranks: gives stages and virtual stages.
         recipe: the recipe that is planned for.
+        tokens: the token budget, by which stages recompute as needed.
     """
     if ranks.pipeline_parallel == 1:
         return None
@@ -44,13 +52,55 @@ def pipeline_of(profile: CostProfile, ranks: JobRanks, recipe: Recipe | None) ->
         )
     sent_bytes = precision_of(recipe).activation * spec.hidden_size / ranks.tensor_parallel
     passes = 1.0 if profile.phase == "forward" else backward_of(spec, recipe).language.total(recomputes=recomputes)
+    levels = profile.recompute_levels if profile.phase is None else ()
+    held = _tokens_in_flight(spec, recipe, ranks, tokens, levels) if levels else []
     return Pipeline(
         virtual_stages=ranks.virtual_stages,
+        recompute_seconds_per_token=seconds_by_stage(levels, held),
         forward_share=1 / passes,
         head_share=spec.embedding_parameters / spec.matrix_parameters,
         send_seconds=_message_seconds(profile.cluster),
         send_seconds_per_token=sent_bytes / min(profile.bandwidth.intra_node, profile.bandwidth.inter_node),
     )
+
+
+def _tokens_in_flight(
+    spec: ModelSpec, recipe: Recipe, ranks: JobRanks, tokens: int, levels: Sequence[RecomputeLevel]
+) -> list[float]:
+    """Return [stages] the tokens in flight of full micro-batches, by the share of layers of each stage.
+
+    Stage s of P has 1 / P of the layers, and at most P - s micro-batches in flight. On the last stage they share the
+    room with whole logits, as Megatron's loss makes them.
+    """
+    stages, precision = ranks.pipeline_parallel, precision_of(recipe)
+    held = [tokens * (stages - stage) / stages for stage in range(stages)]
+    last = replace(recipe, recompute=levels[-1].recompute)
+    kept = sum(count * kept_bytes(spec, kind, last, precision) for kind, count in spec.kinds.items())
+    left = 1.0 - plain_loss_bytes(spec, precision) * tokens / (kept * levels[-1].tokens)
+    held[-1] = held[-1] / left if left > 0 else math.inf
+    return held
+
+
+def with_recomputation(profile: CostProfile, pipeline: Pipeline | None) -> CostProfile:
+    """Return the profile with what stages recompute in the mean."""
+    if pipeline is None or not pipeline.recompute_seconds_per_token:
+        return profile
+    coefficients = profile.coefficients
+    linear = coefficients.linear_seconds_per_token + pipeline.mean_recompute_seconds
+    found = replace(profile, coefficients=replace(coefficients, linear_seconds_per_token=linear))
+    return replace(found, text=dump_cost_profile(found))
+
+
+def say_what_stages_recompute(profile: CostProfile, pipeline: Pipeline, assumptions: Assumptions) -> None:
+    """Describe the share of layers that each stage recomputes."""
+    again = pipeline.recompute_seconds_per_token
+    if again:
+        shares = [one / profile.recompute_levels[-1].seconds_per_token for one in again]
+        assumptions.assume(
+            "recomputation",
+            f"{', '.join(f'{share:.0%}' for share in shares)} of the layers of each stage",
+            "later stages have fewer micro-batches in flight",
+        )
 
 
 def _message_seconds(cluster: str) -> float:

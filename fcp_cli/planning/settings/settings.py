@@ -53,7 +53,7 @@ from fcp_cli.planning.settings.continuation import (
     RemainingSteps,
 )
 from fcp_cli.planning.settings.options import PlanRequest
-from fcp_cli.planning.settings.pipelines import pipeline_of
+from fcp_cli.planning.settings.pipelines import pipeline_of, say_what_stages_recompute, with_recomputation
 from fcp_cli.planning.settings.rank_speeds import requested_speeds
 from fcp_cli.planning.settings.ranks import ranks_on, ranks_under, require_pipelines
 from fcp_cli.planning.settings.recipe_search import RecipeCandidate, RecipeChoice, RecipeData, quickest_recipe
@@ -237,11 +237,15 @@ def _problem(
 ) -> Problem:
     profile = _in_phase(request, profile)
     padding = padding_multiple(ranks.tensor_parallel) if request.padded_rings else None
-    tokens = with_headroom(budget.tokens_per_rank, request.headroom)
+    tokens = whole_budget_of(with_headroom(budget.tokens_per_rank, request.headroom), padding, assumptions)
+    pipeline = pipeline_of(profile, ranks, budget.recipe, tokens=tokens)
+    profile = with_recomputation(profile, pipeline)
+    if pipeline is not None:
+        say_what_stages_recompute(profile, pipeline, assumptions)
     return Problem(
         **fields_of(RankShape, ranks),
-        pipeline=pipeline_of(profile, ranks, budget.recipe),
-        tokens_per_rank=whole_budget_of(tokens, padding, assumptions),
+        pipeline=pipeline,
+        tokens_per_rank=tokens,
         padding_multiple=padding,
         attention=split_attention(request, profile),
         rank_speeds=requested_speeds(request, ranks.num_ranks, ranks.ranks_per_node),

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from fcp_cli.cost.recompute_levels import RecomputeLevel, layers_by_level
+from fcp_cli.cost.recompute_levels import RecomputeLevel, layers_by_level, whole_layers
 from fcp_cli.recipe import LayerRecompute
-from fcp_cli.runtime.recomputation.recompute import recomputed
+from fcp_cli.runtime.recomputation.recompute import recomputed, staged_attention
 
 
 class LayerLevels:
@@ -26,15 +28,33 @@ class LayerLevels:
             hidden = levels.run(index, block, hidden, position_ids)
 
     A block whose activation function is recomputed alone asks `LayerLevels.recomputes_activation`.
+
+    Args:
+        levels: the levels of the plan.
+        layers: the layers of the model.
+        tokens_per_row: the tokens of the rank per row of a layer's input; more than 1 if devices share them.
+        share: the share of layers that recompute in every micro-batch, on a pipeline's stage; None: by its tokens.
     """
 
-    def __init__(self, levels: Sequence[RecomputeLevel], *, layers: int) -> None:
+    def __init__(
+        self,
+        levels: Sequence[RecomputeLevel],
+        *,
+        layers: int,
+        tokens_per_row: int = 1,
+        share: float | None = None,
+    ) -> None:
+        self._share = share
         self._levels = tuple(levels)
         self._layers = layers
+        self._tokens_per_row = tokens_per_row
 
     def level(self, index: int, tokens: int) -> LayerRecompute:
         """Return the level of a layer in a micro-batch of so many tokens on this rank."""
-        number, count = layers_by_level(self._levels, tokens, self._layers)
+        if self._share is None:
+            number, count = layers_by_level(self._levels, tokens, self._layers)
+        else:
+            number, count = len(self._levels) - 1, whole_layers(self._share, self._layers)
         return self._levels[number if index < count else number - 1].recompute
 
     def run(self, index: int, layer: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -43,9 +63,9 @@ class LayerLevels:
         Args:
             index: the index of the layer in the model, from 0.
             layer: called with `hidden`, `args` and `kwargs`.
-            hidden: [..., T, width] of T tokens, with any leading dimensions of size 1.
+            hidden: [..., T, width] of T rows of tokens, with any other dimensions of size 1.
         """
-        level = self.level(index, hidden.shape[:-1].numel())
+        level = self.level(index, hidden.shape[:-1].numel() * self._tokens_per_row)
         if level in ("none", "activation"):
             token = _recomputes_activation.set(level == "activation")
             try:
@@ -56,9 +76,30 @@ class LayerLevels:
         return recomputed(layer, hidden, *args, **keeps, **kwargs)
 
     @staticmethod
+    def attend(compute: Callable[[], Tensor]) -> Tensor:
+        """Return the output of an attention that is not fcp's, kept where its layer keeps attention."""
+        return staged_attention(compute)
+
+    @staticmethod
+    def recompute_activation(mlp: nn.Module, *, always: bool = False) -> None:
+        """Let an MLP in training keep its input and the outputs of its matrix products alone.
+
+        Args:
+            mlp: the module whose forward is replaced.
+            always: False: only in layers whose level says so.
+        """
+        mlp.forward = partial(_run_mlp, mlp, mlp.forward, always)
+
+    @staticmethod
     def recomputes_activation() -> bool:
         """Return whether the layer that runs now recomputes its activation function alone."""
         return _recomputes_activation.get()
+
+
+def _run_mlp(mlp: nn.Module, forward: Callable[..., Any], always: bool, *args: Any, **kwargs: Any) -> Any:
+    if not (mlp.training and torch.is_grad_enabled() and (always or LayerLevels.recomputes_activation())):
+        return forward(*args, **kwargs)
+    return recomputed(forward, *args, keeps_products=True, **kwargs)
 
 
 _recomputes_activation: ContextVar[bool] = ContextVar("recomputes_activation", default=False)

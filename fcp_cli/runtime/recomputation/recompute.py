@@ -10,7 +10,7 @@ products: norms, rotations and activation functions run again, which take little
     selective    its inputs, and of attention q, k, v, out and lse         [T, W + 2 H D + 2 G D], lse [T, H]
     elementwise  the same, and the output of each matrix but the last
 
-`ring.attention` asks `attention_stage` where it runs; this module knows nothing of rings.
+Attention runs through `staged_attention`; this module knows nothing of rings.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar, Token
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,17 +31,14 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.recomputation.offload import offloaded_inputs
 
-
-class AttentionStage(Protocol):
-    """Treatment of the attention calls inside a layer under `keep_attention`."""
-
-    def attend(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Return the output of one call; `compute` runs it."""
-        ...
-
-
-attention_stage: ContextVar[AttentionStage | None] = ContextVar("attention_stage", default=None)
+_stage: ContextVar[_Stage | None] = ContextVar("attention_stage", default=None)
 """How attention runs in the layer that is computed now, the first time or again; None where it just runs."""
+
+
+def staged_attention(compute: Callable[[], Tensor]) -> Tensor:
+    """Return the output of an attention call: computed, or kept from the forward of a layer that is recomputed."""
+    stage = _stage.get()
+    return compute() if stage is None else stage.attend(compute)
 
 
 class _Output(NamedTuple):
@@ -102,13 +99,14 @@ class _Stage(ABC):
     def __init__(self, outputs: list[_Output], products: _ProductMode | None = None) -> None:
         self._outputs = outputs
         self._products = products
-        self._tokens: list[Token[AttentionStage | None]] = []
+        self._tokens: list[Token[_Stage | None]] = []
 
     @abstractmethod
-    def attend(self, compute: Callable[[], Tensor]) -> Tensor: ...
+    def attend(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Return the output of one call; `compute` runs it."""
 
     def __enter__(self) -> None:
-        self._tokens.append(attention_stage.set(self))
+        self._tokens.append(_stage.set(self))
         if self._products is not None:
             self._products.__enter__()  # type: ignore[no-untyped-call]
 
@@ -117,14 +115,18 @@ class _Stage(ABC):
     ) -> None:
         if self._products is not None:
             self._products.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
-        attention_stage.reset(self._tokens.pop())
+        _stage.reset(self._tokens.pop())
 
 
 class _Keeping(_Stage):
     def attend(self, compute: Callable[[], Tensor]) -> Tensor:
         # The hooks of the checkpoint would drop the tensors that attention saves; these, inside them, keep them.
         with saved_tensors_hooks(_keep, _unchanged), self._products.paused() if self._products else nullcontext():
-            out = compute()
+            token = _stage.set(None)  # attention inside attention is part of it
+            try:
+                out = compute()
+            finally:
+                _stage.reset(token)
         self._outputs.append(_Output(out.detach(), out.requires_grad))
         return out
 

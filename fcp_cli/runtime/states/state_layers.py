@@ -25,7 +25,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.runtime.communication.shared_heads import UlyssesExchange
 from fcp_cli.runtime.communication.transport import drive
 from fcp_cli.runtime.kernels.base import to_device
-from fcp_cli.runtime.recomputation.recompute import attention_stage
+from fcp_cli.runtime.recomputation.recompute import staged_attention
 from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.runtime.states.linear_convolution import begin_layer
 from fcp_cli.runtime.states.linear_states import states_at_chunks
@@ -97,8 +97,7 @@ def run_rule(rule: StateRule, tokens: Tokens, ring: Ring) -> Tensor:
     Returns:
         [1, tokens, H, Dv], like the values.
     """
-    stage = attention_stage.get()
-    return _compute(rule, tokens, ring) if stage is None else stage.attend(lambda: _compute(rule, tokens, ring))
+    return staged_attention(lambda: _compute(rule, tokens, ring))
 
 
 def in_batches(tokens: Tokens, lengths: tuple[int, ...], block: int, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 
+from fcp_cli.console import Assumptions
+from fcp_cli.cost.recompute_levels import RecomputeLevel, seconds_by_stage, whole_layers
+from fcp_cli.errors import PlanError
+from fcp_cli.memory.fitting import Place, all_fits
+from fcp_cli.models.model import load_model
 from fcp_cli.plan.check import check_plan
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.metadata.plan_metadata import Sync
@@ -18,12 +24,16 @@ from fcp_cli.planning.bounds import lower_bound_seconds
 from fcp_cli.planning.dataset.run import make_plan
 from fcp_cli.planning.fcp.wave_orders import reordered, wave_orders
 from fcp_cli.planning.problem import Assignment, Batch, Problem
-from fcp_cli.planning.settings.settings import PlanInputs
+from fcp_cli.planning.settings.options import PlanRequest
+from fcp_cli.planning.settings.recipe_search import RecipeData, sampled_seconds
+from fcp_cli.planning.settings.settings import PlanInputs, resolve_problem
 from fcp_cli.planning.solvers import make_solver
+from fcp_cli.recipe import RecipeRequest
 from tests.plan.plans import rewritten
 from tests.planning.examples import example_problem, long_tail, table_of
 
 PIPELINE = Pipeline(forward_share=1 / 3, head_share=0.08, send_seconds_per_token=1e-6)
+STAGED = replace(PIPELINE, recompute_seconds_per_token=(8e-5, 4e-5, 1e-5, 0.0))
 
 
 def pipelined(sync: Sync = "iteration", *, stages: int = 4, virtual_stages: int = 1, ranks: int = 16) -> Problem:
@@ -89,6 +99,79 @@ def test_one_micro_batch_takes_its_seconds_once_on_every_stage() -> None:
     assert step.bound_seconds == pytest.approx(4 * float(step.seconds[0]), rel=1e-9)  # the optimum, but for messages
 
 
+def test_stages_that_recompute_more_take_longer_and_a_micro_batch_as_long_as_before() -> None:
+    problem = replace(pipelined(ranks=1), pipeline=STAGED)
+    batch = alone([4096], problem)
+    one = assemble(assignment([[0]], [[0]]), batch, problem)
+    assert one.makespan_seconds == pytest.approx(4 * float(one.seconds[0]) + 2 * 3 * 4096e-6)
+    assert one.bound_seconds == pytest.approx(4 * float(one.seconds[0]), rel=1e-9)
+    many = alone([4096] * 120, problem)
+    rows = assignment([[0]] * 120, [[number] for number in range(120)])
+    slowest, alike = (
+        makespan_seconds(rows, many, replace(problem, pipeline=pipeline))
+        for pipeline in (replace(STAGED, head_share=0.0), replace(PIPELINE, head_share=0.0))
+    )
+    assert slowest > alike + 110 * 4096 * (8e-5 - 3.25e-5)  # the first stage is the slowest, by what it recomputes
+    headless = replace(problem, pipeline=replace(STAGED, head_share=0.0))
+    assert 0.85 * slowest < lower_bound_seconds(many.work, headless) <= slowest
+
+
+def test_what_stages_recompute_is_in_plans_that_know_it_alone(tmp_path: Path) -> None:
+    plain = PlanReader(planned(tmp_path / "plain.parquet", pipelined())).metadata
+    assert "recompute_seconds_per_token" not in plain.to_json()  # nor in the hash of earlier plans
+    path = planned(tmp_path / "staged.parquet", replace(pipelined(), pipeline=STAGED))
+    assert list(check_plan(path, manifest=long_tail(60))) == []
+    assert PlanReader(path).metadata.pipeline == STAGED
+    wrong = rewritten(path, pipeline=replace(STAGED, recompute_seconds_per_token=(1e-5, 0.0)))
+    with pytest.raises(PlanError, match="damaged: pipeline: 2 times of recomputation for 4 stages"):
+        PlanReader(wrong)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_each_stage_recomputes_as_little_as_its_memory_needs(stages: int) -> None:
+    """At every token budget that is tried, whole layers fit, and one layer fewer would not."""
+    spec, layers = load_model("qwen3-8b"), 36 // stages
+    place = Place(num_ranks=8, ranks_per_node=8, pipeline_parallel=stages, capacity_bytes=73.6e9)
+    fits = all_fits(spec, RecipeRequest(recompute="as-needed", zero="1"), place)
+    assert len({fit.tokens for fit in fits}) == 5
+    for fit in fits:
+        levels = tuple(
+            RecomputeLevel(recompute=kind, tokens=tokens, seconds_per_token=float(kind == "selective"))
+            for kind, tokens in fit.level_tokens.items()
+        )
+        memory = {kind: place.memory(spec, replace(fit.recipe, recompute=kind), fit.sync) for kind in fit.level_tokens}
+        kept = {kind: found.kept_bytes_per_token for kind, found in memory.items()}
+        other = memory["selective"].total_bytes(fit.tokens) - kept["selective"] * fit.tokens
+        held = [fit.tokens * (stages - stage) / stages for stage in range(stages)]
+        shares = seconds_by_stage(levels, held)
+        assert (list(shares) == sorted(shares, reverse=True) and shares[0] > shares[-1]) or fit.tokens == fits[0].tokens
+        for tokens, share in zip(held, shares, strict=True):
+            count = whole_layers(share, layers)
+            per_layer = (kept["none"] - kept["selective"]) * tokens / layers  # that recomputing one frees
+            total = other + kept["none"] * tokens - count * per_layer
+            assert total <= place.capacity_bytes * 1.001
+            assert count == 0 or total + per_layer > place.capacity_bytes * 0.999
+
+
+def test_pipelines_that_recompute_as_needed_are_quicker_than_with_one_kind() -> None:
+    table = table_of(long_tail(120).length_tokens[:120].tolist())  # without those that take rings of many
+    data = RecipeData(table=table, settings=BatchSettings(global_batch_size=120))
+
+    def found(recompute: Literal["as-needed", "none", "selective"]) -> tuple[Problem, float, Assumptions]:
+        recipe = RecipeRequest(recompute=recompute, zero="1")
+        request = PlanRequest(
+            model="qwen3-8b", cluster="ascend910b-8x8", ranks=4, pipeline_parallel=4, recipe=recipe, sync="microbatch"
+        )
+        problem, _budget = resolve_problem(request, assumptions := Assumptions(), data=data)
+        return problem, sampled_seconds(problem, data.sample(problem)), assumptions
+
+    problem, seconds, assumptions = found("as-needed")
+    assert seconds < min(found("none")[1], found("selective")[1])
+    assert problem.pipeline is not None and len(problem.pipeline.recompute_seconds_per_token) == 4
+    assert "of the layers of each stage" in assumptions.assumed["recomputation"]
+    assert not problem.profile.priced_levels  # it is in the profile's linear seconds, as the mean of the stages
+
+
 def test_a_changed_time_and_a_circle_are_found(tmp_path: Path) -> None:
     plan = planned(tmp_path / "plan.parquet", pipelined())
     found = [str(finding) for finding in check_plan(rewritten(plan, pipeline=replace(PIPELINE, forward_share=0.5)))]
@@ -129,10 +212,10 @@ def test_the_bound_holds_for_every_order_and_group_of_a_small_step() -> None:
     """Two ranks, three sequences: all groups and orders, under both schedules."""
     from itertools import permutations, product
 
-    for virtual_stages in (1, 2):
-        problem = pipelined(
-            "microbatch" if virtual_stages == 2 else "iteration", ranks=2, virtual_stages=virtual_stages
-        )
+    for virtual_stages, pipeline in ((1, PIPELINE), (1, STAGED), (2, PIPELINE)):
+        sync: Sync = "microbatch" if virtual_stages == 2 else "iteration"
+        problem = pipelined(sync, ranks=2, virtual_stages=virtual_stages)
+        problem = replace(problem, pipeline=replace(pipeline, virtual_stages=virtual_stages))
         batch = alone([6000, 3000, 500], problem)
         best = np.inf
         for groups in product(([0], [1], [0, 1]), repeat=3):

@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -49,6 +50,8 @@ finalize: Any = sys.modules["megatron.core.distributed.finalize_model_grads"]  #
 SWITCHING, EQUAL_SHAPES, WAVES = "switching.parquet", "equal_shapes.parquet", "waves.parquet"
 SHARING_HEADS, TENSOR, PIPELINE = "sharing_heads.parquet", "tensor.parquet", "pipeline.parquet"
 UNEQUAL, STAGES = "unequal.parquet", "stages.parquet"
+AS_NEEDED, TENSOR_AS_NEEDED = "as_needed.parquet", "tensor_as_needed.parquet"
+STAGES_AS_NEEDED = "stages_as_needed.parquet"
 VIRTUAL, VIRTUAL_STAGES, VIRTUAL_ALONE, PLANNED_VIRTUAL = (
     "virtual.parquet",
     "virtual_stages.parquet",
@@ -101,6 +104,14 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 LATENT = {"multi_latent_attention": True}
 # So much that they matter.
 SEVERAL = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.8}
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 24,
+    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "alltoall",
+    "add_bias_linear": False,
+}
 CASES: Mapping[str, Case] = {
     "plain": Case(),
     "recomputed": Case(settings=FULL),
@@ -136,6 +147,10 @@ CASES: Mapping[str, Case] = {
     "masked": Case(masked=True),
     "masked, two forwards recomputed": Case(plan=WAVES, two_forwards=True, settings=FULL, masked=True),
     "masked, sharing heads": Case(plan=SHARING_HEADS, settings=SEVERAL, masked=True, engine=True),
+    "as needed": Case(plan=AS_NEEDED, two_forwards=True),
+    "as needed, experts": Case(plan=AS_NEEDED, settings=EXPERTS),
+    "as needed, gathering": Case(plan=AS_NEEDED, ddp={**GATHERING, "bucket_size": 1000}),
+    "as needed on the engine": Case(plan=AS_NEEDED, two_forwards=True, engine=True),
     "sharded": Case(plan=WAVES, sharded="optim_grads_params"),
     "sharded, recomputed": Case(plan=WAVES, sharded="optim_grads_params", settings=FULL),
     "sharded gradients": Case(plan=WAVES, sharded="optim_grads"),
@@ -156,14 +171,6 @@ VIRTUAL_SETTINGS = {
 }
 FOUR_STAGES = {**VIRTUAL_SETTINGS, "num_layers": 8, "pipeline_model_parallel_size": 4}
 TOGETHER = {"overlap_p2p_comm": False, "batch_p2p_comm": True}
-EXPERTS = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 24,
-    "moe_router_load_balancing_type": "none",
-    "moe_token_dispatcher_type": "alltoall",
-    "add_bias_linear": False,
-}
 # Balanced without a loss: after every step each expert's bias moves by the tokens that it had. So far that it matters.
 BALANCED = {
     **EXPERTS,
@@ -197,6 +204,10 @@ REFUSED: Mapping[str, Case] = {
         probes=True,
     ),
     "dropout": Case(settings={"hidden_dropout": 0.1}),
+    "as needed, and by the job": Case(plan=AS_NEEDED, settings=FULL),
+    "as needed with dropout": Case(plan=AS_NEEDED, settings={"hidden_dropout": 0.1}),
+    "as needed, several tokens": Case(plan=AS_NEEDED, settings=SEVERAL),
+    "as needed, router losses": Case(plan=AS_NEEDED, settings={**EXPERTS, **PACK_LOSS}),
     "too many groups": Case(engine=True, broken="few groups"),
     "per-token loss": Case(settings={"calculate_per_token_loss": False}),
     "other parallelism": Case(plan=TENSOR),
@@ -224,6 +235,11 @@ PARALLEL_CASES: Mapping[str, Case] = {
     "several tokens with experts": Case(settings={**EXPERTS, **SEQUENCE_LOSS, **SEVERAL}),
     "masked in a pipeline": Case(
         plan=PIPELINE, pipeline_parallel=2, settings={"pipeline_model_parallel_size": 2}, masked=True
+    ),
+    "tensor as needed": Case(plan=TENSOR_AS_NEEDED, tensor_parallel=2, settings={"tensor_model_parallel_size": 2}),
+    "sequence as needed": Case(plan=TENSOR_AS_NEEDED, tensor_parallel=2, settings=SEQUENCE_PARALLEL),
+    "pipelines as needed": Case(
+        plan=STAGES_AS_NEEDED, pipeline_parallel=2, settings={"pipeline_model_parallel_size": 2, "num_layers": 4}
     ),
     "sequence": Case(plan=TENSOR, tensor_parallel=2, settings=SEQUENCE_PARALLEL),
     "pipeline": Case(plan=PIPELINE, pipeline_parallel=2, settings={"pipeline_model_parallel_size": 2}),
@@ -310,6 +326,7 @@ SHARED = (
 )
 
 
+RAN: Counter[str] = Counter()  # how often parts of layers ran in the latest case, in forward or again
 COMPILED = "plain"  # the one case for which Megatron may compile what it fuses
 
 
@@ -352,6 +369,7 @@ def whole_gradients(plan: Path, case: Case) -> tuple[Named, list[Named]]:
 def worst_share_error(plan: Path, case: Case, weights: Named, expected: list[Named]) -> float:
     """Largest difference of this process's share of the gradient from one process's, relative to its largest entry."""
     models = wrapped(case, weights=weights)
+    count_runs(models)
     found = steps_planned(plan, case, dataset_of(plan, case), models, lambda: own_gradients(models))
     return max(
         share_error(gradients, named, case.tensor_parallel) for named, gradients in zip(expected, found, strict=True)
@@ -476,7 +494,21 @@ def gradients_planned(plan: Path, case: Case) -> np.ndarray:
 def _gradients_planned(plan: Path, case: Case) -> np.ndarray:
     dataset = dataset_of(plan, case)
     models = wrapped(case)
+    count_runs(models)
     return np.stack(steps_planned(plan, case, dataset, models, lambda: _reduced_gradient(models[0])))
+
+
+def count_runs(models: list[DistributedDataParallel]) -> None:
+    RAN.clear()
+    for model in models:
+        for name, module in hooks.unwrapped(model).named_modules():
+            part = name.rpartition(".")[2]
+            if part in ("input_layernorm", "linear_fc1"):
+                module.register_forward_hook(partial(_count_run, part))
+
+
+def _count_run(part: str, *_: Any) -> None:
+    RAN[part] += 1
 
 
 def wrapped(case: Case, *, weights: Named | None = None) -> list[DistributedDataParallel]:
@@ -809,6 +841,7 @@ def main(folder: Path, names: list[str]) -> None:
         with joined(case):
             error = worst_share_error(folder / case.plan, case, *whole[name])
         (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(error))
+        (folder / f"{name}-{rank}.json").write_text(json.dumps(RAN))
     for name, case in REFUSED.items():
         if name in names or not names:
             with joined(case):
@@ -836,6 +869,7 @@ def leave_gradients(folder: Path, name: str, case: Case) -> None:
     rank = dist.get_rank()
     found = gradients_planned(folder / case.plan, case)
     (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(found))
+    (folder / f"{name}-{rank}.json").write_text(json.dumps(RAN))
     if rank == 0:
         (folder / f"{name}-alone.pickle").write_bytes(pickle.dumps(gradients_alone(folder / case.plan, case)))
 

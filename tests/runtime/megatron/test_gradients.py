@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
@@ -18,9 +19,13 @@ from fcp_cli.plan.pricing.pipeline import Pipeline
 from fcp_cli.planning.batching.batches import BatchSettings
 from fcp_cli.planning.dataset.run import make_plan
 from fcp_cli.planning.settings.settings import PlanInputs
+from fcp_cli.recipe import Recipe
+from fcp_cli.runtime.layouts.layout import shard_layout
+from fcp_cli.runtime.recomputation.as_needed import LayerLevels
 from tests.planning.examples import example_problem, table_of
 from tests.runtime.launch import torchrun
-from tests.runtime.plans import Row, write_plan
+from tests.runtime.models import LEVELS
+from tests.runtime.plans import Row, levels_profile, write_plan
 
 pytest.importorskip("megatron.core.package_info", reason="needs megatron-core: pip install megatron-core")
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
@@ -40,6 +45,7 @@ WAVES = (
     (Row([0, 1, 2], [7, 30], 0), Row([3], [5, 1], 0), Row([0, 3], [13], 1), Row([1, 2], [41, 2, 3], 1)),
     (Row([0, 1, 2, 3], [9, 8, 7, 6, 5], 0), Row([0, 2], [1, 2], 1), Row([1], [4], 1), Row([3], (), 1)),
 )
+AS_NEEDED = (*WAVES, (*(Row([rank], [4 * rank + 3], 0) for rank in range(4)), Row([0, 1, 2, 3], [131, 1, 1, 1], 1)))
 SHARING_HEADS = tuple(
     tuple(row._replace(heads_degree=1 if len(row.ranks) % 2 else 2) for row in step) for step in WAVES
 )
@@ -80,9 +86,12 @@ VIRTUAL_STAGES = (
 _EXPERTS = {"num_moe_experts": 4}
 EQUAL = ("plain", "core attention recomputed", "two forwards recomputed", "overlapped", "gathering in waves", "mrope",
          "engine two forwards recomputed", "sharing heads", "packed", "latent",
-         "several tokens, two forwards recomputed", "masked, two forwards recomputed")  # fmt: skip
+         "several tokens, two forwards recomputed", "masked, two forwards recomputed",
+         "as needed", "as needed on the engine")  # fmt: skip
 SHARES = (
     "sequence",
+    "sequence as needed",
+    "pipelines as needed",
     "pipeline recomputed",
     "unequal pipelines recomputed",
     "planned pipelines",
@@ -109,8 +118,9 @@ MORE_EQUAL = ("recomputed", "two forwards", "distributed optimizer", "gathering"
               "engine core attention recomputed", "packed in waves recomputed", "engine packed", "latent with YaRN",
               "latent without a query rank", "latent, sharing heads", "several tokens", "several tokens, sharing heads",
               "several tokens of packs", "several tokens on the engine", "masked", "masked, sharing heads",
+              "as needed, experts", "as needed, gathering",
               *(("sharded", "sharded gradients") if HAS_EINOPS else ()))  # fmt: skip
-MORE_SHARES = ("tensor", "tensor recomputed", "pipeline", "unequal pipelines", "four stages", "engine pipeline",
+MORE_SHARES = ("tensor", "tensor recomputed", "tensor as needed", "pipeline", "unequal pipelines", "four stages", "engine pipeline",
                "experts", "balanced experts",
                "balanced experts recomputed", "balanced experts in sequence", "latent in a pipeline",
                "virtual stages", "virtual stages, overlapped", "virtual stages receiving ahead",
@@ -167,6 +177,11 @@ STOPPED: Mapping[str, str] = {
     "probe of a pipeline": "the probe before the first step failed: on the plan's groups attention differs by ",
     "probe with experts": "the probe before the first step failed: on the plan's groups attention differs by ",
     "per-token loss": "the loss is averaged per micro-batch, which weighs tokens by how the plan packs them; add ",
+    "as needed, and by the job": "the plan recomputes layers as needed, but the job recomputes them by itself; leave "
+    "--recompute-granularity full out, or plan with --recompute selective",
+    "as needed with dropout": "the plan recomputes layers as needed, but hidden dropout is 0.1; add --hidden-dropout 0",
+    "as needed, several tokens": "but the model has layers of multi-token prediction, too; leave --mtp-num-layers out",
+    "as needed, router losses": "but the router has a loss; leave --moe-aux-loss-coeff and --moe-z-loss-coeff out",
     "too many groups": "distinct groups, and Transformer Engine needs a communicator for each, of several hundred MB on its ",
     "other parallelism": "has tensor parallel 2 and pipeline parallel 1, but this job 1 and 1; plan with the job's",
     "virtual stages of another plan": "the model has 2 virtual pipeline stages, but the plan was made for 1; plan with "
@@ -238,6 +253,21 @@ def run(folder: Path, *cases: str) -> Path:
     write_plan(folder / "waves.parquet", WAVES, num_ranks=NUM_RANKS, sync="microbatch", rows=16)
     write_plan(folder / "sharing_heads.parquet", SHARING_HEADS, num_ranks=NUM_RANKS, sync="microbatch", rows=16)
     write_plan(folder / "tensor.parquet", TENSOR, num_ranks=2, rows=12, tensor_parallel=2)
+    recipe = Recipe(zero_stage=1, recompute="as-needed")
+    needed: dict[str, Any] = {"recipe": recipe, "cost_profile": levels_profile(*LEVELS)}
+    write_plan(folder / "as_needed.parquet", AS_NEEDED, num_ranks=NUM_RANKS, sync="microbatch", rows=24, **needed)
+    needed["cost_profile"] = levels_profile(LEVELS[0], LEVELS[-1])
+    write_plan(folder / "tensor_as_needed.parquet", TENSOR, num_ranks=2, rows=12, tensor_parallel=2, **needed)
+    staged = Pipeline(forward_share=1 / 3, recompute_seconds_per_token=(LEVELS[-1].seconds_per_token, 8e-6))
+    write_plan(
+        folder / "stages_as_needed.parquet",
+        UNEQUAL,
+        num_ranks=2,
+        rows=24,
+        pipeline_parallel=2,
+        pipeline=staged,
+        **needed,
+    )
     write_plan(folder / "pipeline.parquet", PIPELINE, num_ranks=2, rows=8, sync="microbatch", pipeline_parallel=2)
     timed = Pipeline(forward_share=1 / 3)
     write_plan(folder / "unequal.parquet", UNEQUAL, num_ranks=2, rows=24, pipeline_parallel=2, pipeline=timed)
@@ -296,6 +326,39 @@ def test_every_process_of_a_rank_ends_with_its_share_of_the_gradient_of_one_proc
 @pytest.mark.parametrize("case", [*MORE_EQUAL, *MORE_SHARES])
 def test_so_they_do_in_every_other_setting(more: Path, case: str) -> None:
     assert (worst_error if case in MORE_EQUAL else worst_share_error)(more, case) <= 1e-12
+
+
+@pytest.mark.parametrize("case", ["as needed", "as needed on the engine"])
+def test_each_micro_batch_recomputes_as_many_layers_as_the_tokens_of_its_rank_need(folder: Path, case: str) -> None:
+    """A layer runs its norm again under `elementwise` and `selective`, its first matrix's module under `activation`."""
+    rows = [(row, rank) for step in AS_NEEDED for row in step for rank in row.ranks]
+    chosen = LayerLevels(LEVELS, layers=2)
+    tokens = [_held(row, rank, even=case != "as needed") for row, rank in rows]
+    levels = Counter(chosen.level(layer, held) for held in tokens for layer in range(2))
+    assert set(levels) == {"none", "activation", "elementwise", "selective"}
+    again = levels["elementwise"] + levels["selective"]
+    ran = sum(
+        (Counter(json.loads((folder / f"{case}-{rank}.json").read_text())) for rank in range(NUM_RANKS)), Counter()
+    )
+    assert ran["input_layernorm"] == 2 * len(rows) + again
+    assert ran["linear_fc1"] == 2 * len(rows) + again + levels["activation"]
+
+
+def test_each_stage_recomputes_its_share_of_layers_in_every_micro_batch(folder: Path) -> None:
+    """Two layers a stage, of which the first stage recomputes both, and the last two fifths."""
+    for process in range(NUM_RANKS):
+        rank, stage = process % 2, process // 2  # as Megatron orders processes: stages lie all ranks apart
+        microbatches = sum(rank in row.ranks for step in UNEQUAL for row in step)
+        ran = json.loads((folder / f"pipelines as needed-{process}.json").read_text())
+        assert ran["input_layernorm"] == microbatches * (2 + (2 if stage == 0 else 1))
+
+
+def _held(row: Row, rank: int, *, even: bool) -> int:
+    """Tokens of a rank in a micro-batch; with equal chunks, those of padded sequences, and one where it has none."""
+    degree = len(row.ranks)
+    unit = 2 * degree if even else 1
+    lengths = tuple(-(-length // unit) * unit for length in row.lengths)
+    return shard_layout(lengths, degree).tokens(row.ranks.index(rank)) if lengths else 1
 
 
 @pytest.mark.parametrize("case", WRONG)

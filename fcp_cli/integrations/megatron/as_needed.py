@@ -1,0 +1,75 @@
+"""Recompute the layers of a GPTModel as needed: in each micro-batch, as few as the tokens of its rank demand.
+
+Megatron's own `recompute_num_layers` is read in each forward, too, but it recomputes whole layers with their rings, in
+which all ranks of a ring would have to recompute the same layers. Here fcp's checkpoint stands around each layer and
+keeps what attention computed, so that messages are those without recomputation and every rank chooses by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from megatron.core.models.gpt.gpt_model import GPTModel
+from torch import Tensor
+
+from fcp_cli.cost.recompute_levels import RecomputeLevel
+from fcp_cli.errors import RunError
+from fcp_cli.integrations.megatron.checks import balances_experts, is_sharded, predicts_several
+from fcp_cli.plan.pricing.pipeline import Pipeline
+from fcp_cli.runtime.recomputation.as_needed import LayerLevels
+
+
+def recompute_as_needed(
+    chunk: Any, model: Any, levels: Sequence[RecomputeLevel], pipeline: Pipeline | None, stage: int
+) -> None:
+    """Let each layer of a model choose its level at each call.
+
+    Args:
+        chunk: the model in Megatron's wrappers.
+        model: the model inside them, already hooked.
+        levels, pipeline: those of the plan.
+        stage: the stage of the pipeline.
+
+    Raises:
+        RunError: the job has a setting under which layers cannot be recomputed one by one.
+    """
+    reason = next((reason for is_refused, reason in _refusals(chunk, model) if is_refused), None)
+    if reason is not None:
+        raise RunError(f"the plan recomputes layers as needed, but {reason}, or plan with --recompute selective")
+    config, layers = model.config, model.decoder.layers
+    rows = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    share = None
+    if pipeline is not None:
+        again = pipeline.recompute_seconds_per_token
+        share = again[stage] / levels[-1].seconds_per_token if again else 1.0
+    chosen = LayerLevels(levels, layers=len(layers), tokens_per_row=rows, share=share)
+    for index, layer in enumerate(layers):
+        layer.forward = partial(_forward, chosen, index, layer.forward)
+        chosen.recompute_activation(layer.mlp)
+
+
+def _forward(
+    chosen: LayerLevels, index: int, layer: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a layer, of whose arguments Megatron gives the hidden states by name."""
+    return chosen.run(index, layer, hidden_states, *args, **kwargs)
+
+
+def _refusals(chunk: Any, model: Any) -> Iterable[tuple[bool, str]]:
+    """Yield whether each setting that contradicts the plan is on, and its message."""
+    config = model.config
+    granularity = config.recompute_granularity
+    yield granularity is not None, f"the job recomputes them by itself; leave --recompute-granularity {granularity} out"
+    yield not isinstance(model, GPTModel), f"a {type(model).__name__} has other layers; train a GPTModel"
+    yield predicts_several(config), "the model has layers of multi-token prediction, too; leave --mtp-num-layers out"
+    yield is_sharded(chunk), "Megatron-FSDP gathers weights layer by layer; leave --use-megatron-fsdp out"
+    yield bool(config.hidden_dropout), f"hidden dropout is {config.hidden_dropout}; add --hidden-dropout 0"
+    # Ranks that share experts, or the counts of a router's loss, would have to recompute the same layers.
+    yield config.expert_model_parallel_size > 1, "ranks share experts; leave --expert-model-parallel-size out"
+    yield balances_experts(config), "the router has a loss; leave --moe-aux-loss-coeff and --moe-z-loss-coeff out"
+    yield (
+        config.cpu_offloading or bool(getattr(config, "fine_grained_activation_offloading", False)),
+        "the job offloads activations; leave --cpu-offloading-num-layers and --fine-grained-activation-offloading out",
+    )
