@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fcp_cli.cost.recompute_levels import RecomputeLevel, layers_by_level
-from fcp_cli.memory.activations import kept_bytes
-from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.table import RankMemory
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.recipe import Recipe
@@ -34,8 +32,9 @@ def as_needed_bytes(
     """
     number, count = layers_by_level(levels, tokens, spec.num_layers)
     pair = [replace(recipe, recompute=levels[max(place, 0)].recompute) for place in (number - 1, number)]
-    low, high = (memory_of(one).total_bytes(tokens) for one in pair)
+    memories = [memory_of(one) for one in pair]
+    low, high = (memory.total_bytes(tokens) for memory in memories)
     if count == spec.num_layers:
         return high
-    of_low, of_high = (tokens * kept_bytes(spec, next(iter(spec.kinds)), one, precision_of(one)) for one in pair)
+    of_low, of_high = (tokens * memory.kept_bytes_per_token / spec.num_layers for memory in memories)
     return max(low - count * (of_low - of_high), high - (spec.num_layers - count) * of_high)
