@@ -120,7 +120,7 @@ def attention_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> i
         product = out + q - spec.num_heads * spec.latent_figures.rotary_size
         return t * (2 * q + product + out) + 4 * spec.num_heads
     own = 0 if kind.reuses else spec.key_size(kind) + spec.value_size(kind)
-    return t * (2 * q + own) + 4 * spec.num_heads
+    return t * (q + out + own) + 4 * spec.num_heads
 
 
 def _mixed_size(linear: Linear) -> int:
@@ -180,7 +180,11 @@ def _router_bytes(spec: ModelSpec, experts: Experts, precision: Precision) -> in
         return scores + own + experts.active * (4 + r + 5 * 8)
     if not spec.has("sigmoid router"):
         return scores + experts.active * (4 + r + 4 * 8)
-    wide = 4 * spec.hidden_size if r != 4 and not spec.has("16-bit router") else 0  # it scores in fp32
+    wide = 0
+    if r != 4 and not spec.has(
+        "16-bit router"
+    ):  # it scores in fp32, and a copy alone is kept if no MLP reads its input
+        wide = (4 if experts.shared_ffn_size else 4 - precision.activation) * spec.hidden_size
     return scores + wide + experts.active * (4 + 4 + 4 * 8)
 
 

@@ -42,6 +42,7 @@ Architecture: TypeAlias = Literal[
     "nemotron_h",
     "gemma4_text",
     "gemma4",
+    "mimo_v2_flash",
 ]
 Attention: TypeAlias = Literal["full", "window", "latent", "linear", "mamba", "none"]
 Mlp: TypeAlias = Literal["dense", "experts", "none"]
@@ -54,6 +55,7 @@ Trait: TypeAlias = Literal[
     "four norms",
     "output bias",
     "sinks",
+    "window sinks",
     "expert biases",
     "query gate",
     "shared gate",
@@ -76,6 +78,7 @@ TRAITS: Final[Mapping[Architecture, frozenset[Trait]]] = {
     "glm4_moe": frozenset({"sigmoid router"}),
     "glm4_moe_lite": frozenset({"sigmoid router"}),
     "minimax_m2": frozenset({"sigmoid router", "16-bit router", "wide qk norm"}),
+    "mimo_v2_flash": frozenset({"sigmoid router", "window sinks"}),
     "qwen3_next": frozenset({"fp32 norms", "query gate", "shared gate"}),
     "qwen3_5": frozenset({"fp32 norms", "query gate", "split linear inputs"}),
     "qwen3_5_moe": frozenset({"fp32 norms", "query gate", "shared gate", "split linear inputs"}),
@@ -120,7 +123,7 @@ class KeyValueHeads:
     """Key and value heads of layers that differ from the others'.
 
     Attributes:
-        head_dim: the head dim of queries, keys and values.
+        head_dim: the head dim of queries and keys, and of values unless the model has one for them.
         keys_as_values: values are made of the keys' product, without a matrix of their own.
     """
 
@@ -251,6 +254,7 @@ class TextFigures:
     """The shapes of a language model, as the block `text` of a description gives them.
 
     Attributes:
+        value_head_dim: size of a value's head, if it is not head_dim and attention is not latent.
         ffn_size: width of the gated MLP (three matrices of hidden_size x ffn_size); given where a layer has no experts.
         qkv_bias: biases on the query, key and value projections.
         qk_norm: RMS norms over head_dim on queries and keys.
@@ -270,6 +274,7 @@ class TextFigures:
     head_dim: Width
     vocab_size: VocabularySize
     tied_embeddings: bool
+    value_head_dim: Width | None = None
     ffn_size: Width | None = None
     qkv_bias: bool = False
     qk_norm: bool = False

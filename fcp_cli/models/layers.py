@@ -89,7 +89,9 @@ class LanguageModel(TextFigures):
 
     def value_dim(self, kind: LayerKind) -> int:
         """Return the size of a value's head in such a layer."""
-        return self.heads(kind).head_dim if self.latent is None else self.latent.value_size
+        if self.latent is not None:
+            return self.latent.value_size
+        return self.value_head_dim or self.heads(kind).head_dim
 
     def query_size(self, kind: LayerKind) -> int:
         """Return the elements of the queries that a token has in such a layer."""
@@ -290,7 +292,7 @@ def _softmax_matrices(spec: LanguageModel, kind: LayerKind) -> dict[str, Matrix]
         f"{name}.q_proj": Matrix((h, queries * (2 if spec.has("query gate") else 1))),
         f"{name}.k_proj": Matrix((h, spec.key_size(kind))),
         f"{name}.v_proj": Matrix((h, spec.value_size(kind))),
-        f"{name}.o_proj": Matrix((queries, h)),
+        f"{name}.o_proj": Matrix((spec.num_heads * spec.value_dim(kind), h)),
     }
     missing = ("k_proj", "v_proj") if kind.reuses else ("v_proj",) if spec.heads(kind).keys_as_values else ()
     return {key: matrix for key, matrix in found.items() if not key.endswith(missing)}
@@ -428,4 +430,5 @@ def _softmax_vectors(spec: LanguageModel, kind: LayerKind) -> int:
     biases += spec.hidden_size if spec.has("output bias") else 0
     heads = (spec.num_heads, spec.heads(kind).num_kv_heads) if spec.has("wide qk norm") else (1, own)
     norms = sum(heads) * spec.heads(kind).head_dim if spec.qk_norm else 0
-    return biases + norms + (spec.num_heads if spec.has("sinks") else 0)
+    has_sinks = spec.has("sinks") or (spec.has("window sinks") and kind.attention == "window")
+    return biases + norms + (spec.num_heads if has_sinks else 0)

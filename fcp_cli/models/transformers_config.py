@@ -59,6 +59,9 @@ def text_config(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
         arguments["layers_block_type"] = [types[kind.attention, kind.mlp] for kind in spec.layer_kinds]
     if model_type == "gemma4_text":
         arguments |= _gemma4_arguments(spec)
+    if model_type == "mimo_v2_flash":
+        arguments["mlp_layer_types"] = ["sparse" if kind.has_experts else "dense" for kind in spec.layer_kinds]
+        arguments |= {"num_key_value_heads": spec.num_kv_heads // 2, "v_head_dim": spec.value_head_dim}
     if spec.window_tokens is not None or spec.linear is not None:
         arguments["layer_types"] = [LAYER_TYPES[kind.attention] for kind in spec.layer_kinds]
         arguments |= {} if spec.window_tokens is None else {"sliding_window": spec.window_tokens}

@@ -129,7 +129,7 @@ def test_an_architecture_of_no_family_is_rejected(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump({**_document(), "architecture": "mamba"}))
     with raises(
         snapshot(
-            "ProfileError: FOLDER/model.yaml: architecture is 'mamba'; it must be one of bamba, deepseek_v3, gemma3, gemma3_text, gemma4, gemma4_text, glm4_moe, glm4_moe_lite, gpt_oss, internvl, llama, minimax_m2, nemotron_h, qwen2, qwen2_5_vl, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_next, qwen3_vl, qwen3_vl_moe"
+            "ProfileError: FOLDER/model.yaml: architecture is 'mamba'; it must be one of bamba, deepseek_v3, gemma3, gemma3_text, gemma4, gemma4_text, glm4_moe, glm4_moe_lite, gpt_oss, internvl, llama, mimo_v2_flash, minimax_m2, nemotron_h, qwen2, qwen2_5_vl, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_next, qwen3_vl, qwen3_vl_moe"
         )
     ):
         load_model(path)
@@ -180,7 +180,7 @@ def test_a_hugging_face_configuration_gives_the_shipped_figures(tmp_path: Path) 
         (
             {"model_type": "mamba"},
             snapshot(
-                "ProfileError: FOLDER/config.json: model_type is 'mamba'; known: bamba, deepseek_v3, gemma3_text, gemma4_text, glm4_moe, glm4_moe_lite, gpt_oss, llama, minimax_m2, mistral, nemotron_h, qwen2, qwen2_5_vl_text, qwen3, qwen3_5_moe_text, qwen3_5_text, qwen3_moe, qwen3_next, qwen3_vl_moe_text, qwen3_vl_text"
+                "ProfileError: FOLDER/config.json: model_type is 'mamba'; known: bamba, deepseek_v3, gemma3_text, gemma4_text, glm4_moe, glm4_moe_lite, gpt_oss, llama, mimo_v2_flash, minimax_m2, mistral, nemotron_h, qwen2, qwen2_5_vl_text, qwen3, qwen3_5_moe_text, qwen3_5_text, qwen3_moe, qwen3_next, qwen3_vl_moe_text, qwen3_vl_text"
             ),
         ),
         (

@@ -29,6 +29,7 @@ DESCRIBED = [
     Layers(kind="glm4_moe_lite", settings={"num_hidden_layers": 3}),
     Layers(kind="nemotron_h", settings={"hybrid_override_pattern": "MEM*-"}),
     Layers(kind="nemotron_h", settings={"layers_block_type": ["linear_attention", "moe"], "moe_latent_size": 1024}),
+    Layers(kind="mimo_v2_flash", settings={"num_hidden_layers": 7}),
     Layers(kind="gemma4_text", settings={"num_hidden_layers": 12, "num_kv_shared_layers": 6}),
     Layers(
         kind="gemma4_text", settings={"num_hidden_layers": 12, "num_kv_shared_layers": 6, "use_double_wide_mlp": True}
@@ -153,7 +154,7 @@ def test_an_internvl_with_experts_is_described(tmp_path: Path) -> None:
         ("deepseek_v32", "an indexer selects among all earlier ones"),
         ("kimi_linear", r"decays per channel \(KDA\)"),
         ("minimax", "lightning attention"),
-        ("mimo_v2_flash", "twice as many key heads.*--profile"),
+        ("minimax_m3_vl_text", "beside a dense MLP.*--profile|indexer"),
     ],
 )
 def test_another_model_is_refused_in_one_line_with_the_reason(kind: str, reason: str, tmp_path: Path) -> None:

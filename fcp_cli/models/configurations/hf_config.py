@@ -149,9 +149,12 @@ def _text_figures(text: Mapping[str, Any], architecture: Architecture, *, where:
     has_dense = mixers is not None and ("none", "dense") in mixers
     if experts is not None and not experts.get("dense_layers") and not has_dense:
         found["ffn_size"] = None  # of no layer
+    of_family: dict[str, Any] = {}
     if architecture == "gemma4_text":
-        found |= _gemma4_figures(text, kinds)
-    return found | {
+        of_family = _gemma4_figures(text, kinds)
+    elif architecture == "mimo_v2_flash":
+        of_family = _mimo_figures(text)
+    figures = found | {
         "num_kv_heads": text.get("num_key_value_heads", text.get("num_attention_heads")),
         "head_dim": _head_dim(text, where=where),
         "qkv_bias": bool(text.get("attention_bias", False)) or ARCHITECTURES[model_type] == "qwen2",
@@ -165,6 +168,7 @@ def _text_figures(text: Mapping[str, Any], architecture: Architecture, *, where:
         "linear": _named_figures(text, LINEAR_NAMES) if "linear" in kinds else None,
         "mamba": _named_figures(text, MAMBA_NAMES[architecture]) if "mamba" in kinds else None,
     }
+    return figures | of_family
 
 
 def _mixers(text: Mapping[str, Any], *, where: str) -> list[tuple[Attention, Mlp]]:
@@ -207,6 +211,17 @@ def _gemma4_figures(text: Mapping[str, Any], kinds: list[Attention]) -> dict[str
     return found
 
 
+def _mimo_figures(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of MiMo-V2-Flash's heads, of which windows have twice as many for keys, and of its windows."""
+    heads, before = text["num_key_value_heads"], text.get("sliding_window_size")  # without the token itself
+    found = {
+        "num_kv_heads": 2 * heads if isinstance(heads, int) else heads,
+        "full_heads": {"num_kv_heads": heads, "head_dim": text["head_dim"]},
+        "value_head_dim": text["v_head_dim"],
+    }
+    return found | ({"window_tokens": before + 1} if isinstance(before, int) else {})
+
+
 def _named_figures(text: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     return {figure: text[name] for figure, name in names.items() if text.get(name) is not None}
 
@@ -243,6 +258,8 @@ def _experts(text: Mapping[str, Any], architecture: Architecture, *, where: str)
     kinds = text.get("mlp_layer_types")  # as transformers 5 saves the first dense layers of some families
     if "dense_layers" in names and "dense_layers" not in found and isinstance(kinds, list):
         found["dense_layers"] = next((layer for layer, kind in enumerate(kinds) if kind != "dense"), len(kinds))
+    elif architecture == "mimo_v2_flash":
+        found.setdefault("dense_layers", 1)
     shared, width = text.get("n_shared_experts"), found.get("ffn_size")
     if isinstance(shared, int) and isinstance(width, int) and "shared_ffn_size" not in names:
         found["shared_ffn_size"] = shared * width
@@ -272,6 +289,10 @@ def _attention(text: Mapping[str, Any], architecture: Architecture, *, where: st
         return ["window", "full"]
     if architecture in ("gemma3_text", "gemma4_text"):
         return [*_repeated("window", text.get("sliding_window_pattern", 6)), "full"]
+    if architecture == "mimo_v2_flash":
+        layers = text.get("num_hidden_layers")
+        count = min(layers, MOST_LAYERS) if isinstance(layers, int) else 0
+        return ["full" if layer == 0 or (layer + 1) % 6 == 0 else "window" for layer in range(count)] or ["full"]
     if architecture in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
         return [*_repeated("linear", text.get("full_attention_interval", 4)), "full"]
     if not text.get("sliding_window") or not text.get("use_sliding_window", text["model_type"] == "mistral"):

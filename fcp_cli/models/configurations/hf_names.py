@@ -29,6 +29,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "bamba": "bamba",
     "nemotron_h": "nemotron_h",
     "gemma4_text": "gemma4_text",
+    "mimo_v2_flash": "mimo_v2_flash",
 }
 
 # Figures of a description -> their names in a config.json, which differ between families for experts alone.
@@ -67,6 +68,7 @@ EXPERT_NAMES: Final[Mapping[Architecture, Mapping[str, str]]] = {
     "deepseek_v3": _DEEPSEEK_EXPERTS,
     "glm4_moe": _DEEPSEEK_EXPERTS,
     "glm4_moe_lite": _DEEPSEEK_EXPERTS,
+    "mimo_v2_flash": _DEEPSEEK_EXPERTS,
     "nemotron_h": {
         "count": "n_routed_experts",
         "active": "num_experts_per_tok",
@@ -133,7 +135,6 @@ OLDER_MIXERS: Final = {
 UNDESCRIBED: Final[Mapping[str, str]] = {
     "minimax_m3_vl_text": "has experts beside a dense MLP in chosen layers",
     "qwen3_omni_moe": "has an audio encoder beside that of images (thinker_config), and a talker",
-    "mimo_v2_flash": "has twice as many key heads in its windows, and values of their own size",
 }
 # Defaults of a family's class that its published files omit.
 DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -151,6 +152,20 @@ DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
         "global_head_dim": 512,
         "hidden_size_per_layer_input": 256,
         "vocab_size_per_layer_input": 262_144,
+    },
+    "mimo_v2_flash": {
+        "vocab_size": 152_576,
+        "hidden_size": 4096,
+        "intermediate_size": 16_384,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 192,
+        "v_head_dim": 128,
+        "sliding_window": 129,
+        "moe_intermediate_size": 2048,
+        "num_experts_per_tok": 8,
+        "n_routed_experts": 256,
     },
     "nemotron_h": {
         "num_attention_heads": 32,
