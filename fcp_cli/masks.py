@@ -5,7 +5,8 @@ A mask is a small value that a manifest derives `eta` from and that a ring follo
     causal                token q sees tokens 0..q; the default of a sequence
     full()                every token sees every other
     prefix(p)             the first p tokens see each other, the rest is causal
-    segments(spans)       causal, and tokens of one span (an image, as in Gemma 3) see each other
+    segments(spans)       causal, and tokens of one span (an image, as in Gemma 3) see each other; or in layers with
+                          windows alone, as in Gemma 4
     chunk_pairs(sizes)    teacher forcing of a video in chunks: clean tokens of all chunks, then as many noisy ones; a
                           clean chunk sees the clean chunks up to itself, a noisy one those before it, and itself
 
@@ -66,15 +67,22 @@ class Spans:
 
     Attributes:
         spans: (start, stop) of each, ascending, of 2 tokens at least; spans beyond a sequence have no meaning.
+        windows_only: layers without windows are causal.
     """
 
     spans: tuple[tuple[int, int], ...] = ()
+    windows_only: bool = False
 
     can_be_cut = has_windows = True
 
     @property
     def is_causal(self) -> bool:
         return not self.spans
+
+    @property
+    def plans_as_causal(self) -> bool:
+        """Return whether its layout and the work of full attention are those of a causal sequence."""
+        return self.windows_only or self.is_causal
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -87,9 +95,9 @@ class Spans:
         return "" if last <= length or last == _WHOLE else f"its mask has a span up to token {last}"
 
     def pairs(self, length: int) -> int:
-        """Return how many pairs of a query and a key a sequence of `length` tokens has."""
+        """Return how many pairs of a query and a key full attention over `length` tokens has."""
         return length * (length + 1) // 2 + sum(
-            (stop - start) * (stop - start - 1) // 2 for start, stop in self.seen_both_ways(length)
+            (stop - start) * (stop - start - 1) // 2 for start, stop in self._spans_of_full_layers(length)
         )
 
     def cuts(self, length: int) -> tuple[int, ...]:
@@ -99,18 +107,18 @@ class Spans:
         chunk of a stretch weigh as much together as any two that lie between. Spans of less than a 16th of the
         sequence stay within a stretch, since they add less than that to any query's keys.
         """
-        wide = (span for span in self.seen_both_ways(length) if (span[1] - span[0]) * _WIDE_PART >= length)
+        wide = (span for span in self._spans_of_full_layers(length) if (span[1] - span[0]) * _WIDE_PART >= length)
         return tuple(sorted({0, length, *(end for span in wide for end in span)}))
 
     def areas(self, length: int, cuts: Sequence[int] | None = None) -> tuple[Area, ...]:
-        """Return disjoint areas that make up the mask: those on the diagonal, then those below it.
+        """Return disjoint areas of full attention: those on the diagonal, then those below it.
 
         Args:
             length: tokens of the sequence.
             cuts: those of `cuts`, the default, or without some of them: no causal area reaches over one.
         """
         cuts = self.cuts(length) if cuts is None else cuts
-        spans, stretches = list(self.seen_both_ways(length)), list(pairwise(cuts))
+        spans, stretches = list(self._spans_of_full_layers(length)), list(pairwise(cuts))
         found = [Area(*one, *one, "full" if one in spans else "causal") for one in stretches]
         found += (Area(*span, *span, "later") for span in spans if span not in stretches)
         return (*found, *_below(cuts))
@@ -129,6 +137,9 @@ class Spans:
             if min(stop, length) - start > 1:
                 yield start, min(stop, length)
 
+    def _spans_of_full_layers(self, length: int) -> Iterator[tuple[int, int]]:
+        return iter(()) if self.windows_only else self.seen_both_ways(length)
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkPairs:
@@ -140,7 +151,7 @@ class ChunkPairs:
 
     sizes: tuple[int, ...]
 
-    is_causal = can_be_cut = has_windows = False
+    is_causal = plans_as_causal = windows_only = can_be_cut = has_windows = False
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -259,11 +270,12 @@ def prefix(tokens: int) -> Mask:
     return segments([(0, tokens)])
 
 
-def segments(spans: Iterable[Sequence[int]]) -> Mask:
+def segments(spans: Iterable[Sequence[int]], *, windows_only: bool = False) -> Mask:
     """Return the mask of a causal sequence in which tokens of the same span see each other both ways.
 
     Args:
         spans: (start, stop) of each, ascending and apart, `stop` not included.
+        windows_only: layers without windows are causal.
 
     Raises:
         MaskError: a span ends before it starts, or starts before the one before it ends.
@@ -274,7 +286,7 @@ def segments(spans: Iterable[Sequence[int]]) -> Mask:
         if len(span) != 2 or not end <= span[0] <= span[1]:
             raise MaskError(f"span {span} of a mask does not follow token {end}; spans are (start, stop), ascending")
         end = span[1]
-    return Spans(tuple((start, stop) for start, stop in given if stop - start > 1))
+    return Spans(tuple((start, stop) for start, stop in given if stop - start > 1), windows_only)
 
 
 def chunk_pairs(sizes: Iterable[int]) -> Mask:
@@ -289,13 +301,14 @@ def chunk_pairs(sizes: Iterable[int]) -> Mask:
     return ChunkPairs(given)
 
 
-def token_types(types: Iterable[int]) -> Mask:
+def token_types(types: Iterable[int], *, windows_only: bool = False) -> Mask:
     """Return the mask that Gemma 3 has by its `token_type_ids`: tokens of type 1 that follow each other, which are
-    those of an image, see each other both ways; the rest is causal.
+    those of an image, see each other both ways; the rest is causal, and so are all in layers without windows if
+    `windows_only`.
     """
     is_image = np.fromiter((value == 1 for value in types), dtype=np.int8)
     ends = np.flatnonzero(np.diff(is_image, prepend=0, append=0))
-    return segments(ends.reshape(-1, 2).tolist())
+    return segments(ends.reshape(-1, 2).tolist(), windows_only=windows_only)
 
 
 def mask_of(kind: MaskKind, numbers: Sequence[int]) -> Mask:
@@ -339,7 +352,8 @@ def described(mask: Mask) -> str:
     if mask.is_causal:
         return "causal"
     spans = ", ".join(f"{start} to {'the end' if stop == _WHOLE else stop}" for start, stop in mask.spans[:3])
-    return f"spans {spans}{f' and {len(mask.spans) - 3} more' if len(mask.spans) > 3 else ''}"
+    where = ", in windows alone" if mask.windows_only else ""
+    return f"spans {spans}{f' and {len(mask.spans) - 3} more' if len(mask.spans) > 3 else ''}{where}"
 
 
 def _below(bounds: Sequence[int]) -> Iterator[Area]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -21,8 +21,8 @@ class Masked:
     length: int
 
 
-def seen(masked: Masked) -> npt.NDArray[np.bool_]:
-    """[queries, keys]: whether the query sees the key."""
+def seen(masked: Masked, *, in_windows: bool = False) -> npt.NDArray[np.bool_]:
+    """[queries, keys]: whether the query sees the key, of a layer with windows or one without; windows limit it."""
     mask, length = masked.mask, masked.length
     queries, keys = np.arange(length)[:, None], np.arange(length)[None, :]
     if isinstance(mask, ChunkPairs):
@@ -35,7 +35,7 @@ def seen(masked: Masked) -> npt.NDArray[np.bool_]:
         return clean | noisy
     assert isinstance(mask, Spans)
     allowed: npt.NDArray[np.bool_] = keys <= queries
-    for start, stop in mask.spans:
+    for start, stop in () if mask.windows_only and not in_windows else mask.spans:
         allowed = allowed | ((start <= queries) & (queries < stop) & (start <= keys) & (keys < stop))
     return allowed
 
@@ -55,7 +55,9 @@ def all_masked(draw: st.DrawFn, longest: int = 60) -> Masked:
         return Masked(chunk_pairs(sizes), 2 * sum(sizes))
     length = draw(st.integers(1, longest))
     if kind == "segments":
-        return Masked(draw(spans_within(length)), length)
+        mask = draw(spans_within(length))
+        assert isinstance(mask, Spans)
+        return Masked(replace(mask, windows_only=draw(st.booleans())), length)
     return Masked({"causal": CAUSAL, "full": full(), "prefix": prefix(draw(st.integers(0, length)))}[kind], length)
 
 

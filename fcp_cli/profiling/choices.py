@@ -108,7 +108,7 @@ def choose_measurement(request: ProfileRequest, assumptions: Assumptions) -> Mea
     spec = load_model(request.model or (_CPU_MODEL if on_cpu else DEFAULT_MODEL))
     unmeasured = {
         "siglip": "takes images of one size alone, by which its times cannot be told apart",
-        "gemma4": "is none that fcp runs",
+        "gemma4": "takes images that are padded to one size, which are not measured",
     }
     if spec.vision is not None and spec.vision.kind in unmeasured:
         raise RunError(

@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol
 
 from torch import Tensor
 
-from fcp_cli.vision import gemma3, internvl, qwen2_5_vl, qwen3_vl
+from fcp_cli.vision import gemma3, gemma4, internvl, qwen2_5_vl, qwen3_vl
 from fcp_cli.vision.parts import Kind, VisualPart
 
 
@@ -29,4 +29,5 @@ FAMILIES: Final[Mapping[str, VisionModule]] = {
     "qwen2_5_vl": qwen2_5_vl,
     "internvl": internvl,
     "gemma3": gemma3,
+    "gemma4": gemma4,
 }

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fcp_cli.masks import segments
+from fcp_cli.masks import token_types
 from fcp_cli.vision.parts import Kind, Pixels, VisualPart, VisualSequence
 from fcp_cli.vision.tiles import tiled_sequence
 
@@ -39,9 +38,7 @@ def visual_sequence(
         tokens_per_tile=config.mm_tokens_per_image,
         side=_side(config),
     )
-    is_image = np.concatenate(([False], made.tokens == config.image_token_id, [False]))
-    ends = np.flatnonzero(is_image[1:] != is_image[:-1]).reshape(-1, 2)
-    return replace(made, mask=segments([(start, stop) for start, stop in ends.tolist()])) if len(ends) else made
+    return replace(made, mask=token_types(made.tokens == config.image_token_id))
 
 
 def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Tensor:

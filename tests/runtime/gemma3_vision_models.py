@@ -63,7 +63,11 @@ def model() -> Any:
     """Unmodified, with random weights; what it computes in fp32 is computed in fp64."""
     import transformers
 
-    made = transformers.Gemma3ForConditionalGeneration(config())
+    return in_double(transformers.Gemma3ForConditionalGeneration(config()))
+
+
+def in_double(made: Any) -> Any:
+    """Let a model compute in fp64 what it computes in fp32."""
     own = made.forward
 
     @wraps(own)

@@ -14,7 +14,8 @@ from tests.runtime.tile_inputs import TILE_PIXELS, TILE_TOKENS, Inputs
 from tests.runtime.tile_inputs import inputs_of as inputs_of
 
 
-def config() -> Any:
+def config(**text: Any) -> Any:
+    """Of InternVL on Qwen2, unless the language model's settings say otherwise."""
     import transformers
 
     return transformers.InternVLConfig(
@@ -26,6 +27,7 @@ def config() -> Any:
             "num_hidden_layers": 2,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
+            **text,
         },
         vision_config={
             "num_hidden_layers": 2,

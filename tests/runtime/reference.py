@@ -120,7 +120,7 @@ def _sequence_attention(
     scores = q @ k.transpose(1, 2) * q.shape[-1] ** -0.5
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    unseen = torch.from_numpy(~seen(Masked(mask, q.shape[1])))
+    unseen = torch.from_numpy(~seen(Masked(mask, q.shape[1]), in_windows=window is not None))
     if window is not None:
         unseen |= torch.ones_like(unseen).tril(-window)
     scores = scores.masked_fill(unseen, float("-inf"))

@@ -80,6 +80,17 @@ def test_arguments_that_a_family_does_not_take_are_ignored_as_by_the_model_or_re
         one_row({**tiles, "image_grid_thw": torch.tensor([[1, 2, 2]])}, 7, config=FAMILIES["internvl"].config())
 
 
+def test_images_of_gemma4_see_each_other_in_windows_if_the_batch_has_token_types_as_in_transformers() -> None:
+    gemma4 = FAMILIES["gemma4"]
+    given = collate([gemma4.inputs_of(PICTURES)], family="gemma4")
+    found = one_row(given, 7, config=gemma4.config())
+    assert isinstance(found, VisualSequence) and found.mask == gemma4.sequence(gemma4.inputs_of(PICTURES), None).mask
+    assert found.mask.windows_only and not found.mask.is_causal
+    del given["mm_token_type_ids"]
+    without = one_row(given, 7, config=gemma4.config())
+    assert isinstance(without, VisualSequence) and without.mask.is_causal
+
+
 def test_a_blank_picture_among_the_padding_of_text_is_dropped() -> None:
     blank = {"pixel_values": torch.zeros(4, 96), "image_grid_thw": torch.tensor([[1, 2, 2]])}
     tokens, _ = read({**batch(TEXT), **blank})

@@ -90,7 +90,9 @@ def assert_agrees(found: Replayed, expected: Replayed, tolerance: float = TOLERA
         VisionCase(family="qwen3_5_moe"),
         VisionCase(family="qwen2_5_vl", recompute="selective"),
         VisionCase(family="internvl", recompute="non-reentrant"),
+        VisionCase(family="internvl_moe"),
         VisionCase(family="gemma3"),
+        VisionCase(family="gemma4"),
     ],
     ids=str,
 )

@@ -65,6 +65,8 @@ MASKED: dict[str, tuple[tuple[int, ...], tuple[Mask, ...]]] = {
     "all": ((1, 13, 64), (full(), full(), prefix(37))),
     # Of the token between two images only the first member holds anything; the others pass on what lies beyond it.
     "images a token apart": ((70,), (segments([(3, 23), (24, 44), (45, 65)]),)),
+    # Layers without windows are causal; of one whose window holds all, images still see themselves both ways.
+    "images in windows alone": ((75, 20), (segments([(3, 23), (24, 60)], windows_only=True), full())),
 }
 
 
@@ -77,7 +79,8 @@ def test_any_group_computes_attention_in_windows_of_masked_sequences(name: str) 
 @pytest.mark.parametrize("name", MASKED)
 def test_a_window_limits_how_far_back_tokens_see_and_not_what_their_mask_lets_them_see_ahead(name: str) -> None:
     lengths, masks = MASKED[name]
-    check_windows(lengths, (2, 30), [(1, 1), (1, 4), (2, 2)], has_sinks=False, masks=masks)
+    windows = (2, 75, None) if any(mask.windows_only for mask in masks) else (2, 30)
+    check_windows(lengths, windows, [(1, 1), (1, 4), (2, 2)], has_sinks=False, masks=masks)
 
 
 def test_with_masks_the_rest_of_a_span_travels_and_nothing_else() -> None:

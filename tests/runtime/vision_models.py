@@ -24,7 +24,9 @@ from fcp_cli.vision import families
 from fcp_cli.vision.parts import VisualSequence
 from tests.runtime import (
     gemma3_vision_models,
+    gemma4_vision_models,
     internvl_models,
+    internvl_moe_models,
     qwen2_5_vl_models,
     qwen3_5_models,
     qwen3_5_moe_models,
@@ -36,7 +38,9 @@ from tests.runtime.models import Recomputation, Wrapping, recompute, wrap
 from tests.runtime.plans import Row
 from tests.runtime.visual_shards import visual_shard
 
-Family = Literal["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "internvl", "gemma3"]
+Family = Literal[
+    "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "internvl", "internvl_moe", "gemma3", "gemma4"
+]
 FAMILIES: dict[Family, Any] = {
     "qwen3_vl": qwen3_vl_models,
     "qwen3_vl_moe": qwen3_vl_moe_models,
@@ -44,7 +48,9 @@ FAMILIES: dict[Family, Any] = {
     "qwen3_5_moe": qwen3_5_moe_models,
     "qwen2_5_vl": qwen2_5_vl_models,
     "internvl": internvl_models,
+    "internvl_moe": internvl_moe_models,
     "gemma3": gemma3_vision_models,
+    "gemma4": gemma4_vision_models,
 }
 
 NO_GRADIENT = "k_proj.bias"

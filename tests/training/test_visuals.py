@@ -12,6 +12,7 @@ import torch
 import yaml
 from inline_snapshot import snapshot
 
+from fcp_cli.errors import RunError
 from fcp_cli.files import shipped
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.synth import Scale, write_media_records
@@ -25,6 +26,7 @@ pytest.importorskip("transformers")
 from fcp_cli.training.pictures.visuals import SyntheticVisuals
 from fcp_cli.training.train import main
 from fcp_cli.training.weights.models import build_model, model_config
+from tests.runtime import gemma4_vision_models
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
 
@@ -170,3 +172,28 @@ def test_a_vision_model_on_text_alone_leaves_its_encoder_as_it_is(
     build(tmp_path / "texts.jsonl", tmp_path / "lengths.parquet", kind="jsonl")
     assert len(run(tmp_path)) == 1
     assert "the vision encoder of qwen3vl-tiny is frozen" in capsys.readouterr().err
+
+
+def write_gemma4(folder: Path) -> str:
+    """The configuration of a small Gemma 4 with its encoder, for the bytes of texts."""
+    text: dict[str, Any] = {"vocab_size": 300, "vocab_size_per_layer_input": 300, "hidden_size_per_layer_input": 0}
+    config = gemma4_vision_models.config(**text)
+    config.image_token_id, config.video_token_id, config.audio_token_id = 290, 291, 292
+    (folder / "gemma4").mkdir()
+    (folder / "gemma4" / "config.json").write_text(config.to_json_string(use_diff=False))
+    return str(folder / "gemma4")
+
+
+def test_a_gemma4_trains_on_text_alone_beside_its_frozen_encoder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": "ab" * n}) + "\n" for n in range(1, ROWS + 1)))
+    build(tmp_path / "texts.jsonl", tmp_path / "lengths.parquet", kind="jsonl")
+    assert len(run(tmp_path, model=write_gemma4(tmp_path))) == 1
+    assert "gemma4 is frozen" in capsys.readouterr().err
+
+
+def test_a_gemma4_refuses_images_that_another_processor_counted(tmp_path: Path) -> None:
+    manifest = manifest_of(tmp_path)
+    with pytest.raises(RunError, match="but the model is a gemma4, whose images no processor counts"):
+        visuals(manifest, write_gemma4(tmp_path))

@@ -27,6 +27,7 @@ ROTATED: dict[Family, tuple[str, ...]] = {"qwen2_5_vl": ("second_per_grid_ts",),
 # One patch or merged patch, whose embedding nobody asks for; Qwen3-VL adds two levels of deepstack to it.
 BLANK: dict[Family, tuple[int, int, int]] = {
     "gemma3": (4, 1, 32),
+    "gemma4": (1, 1, 32),
     "internvl": (1, 1, 32),
     "qwen2_5_vl": (1, 1, 32),
     "qwen3_vl": (1, 3, 32),

@@ -233,6 +233,11 @@ def _text_config(config: Any) -> Any:
     if config.model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise RunError(f"a {config.model_type} model is not a plain decoder, nor one of {known}; prepare its decoder")
+    if getattr(config, "audio_config", None) is not None:
+        raise RunError(
+            f"the {config.model_type} model has an audio encoder (audio_config), whose inputs no plan brings; load it "
+            "with audio_config=None"
+        )
     return config.text_config
 
 

@@ -17,8 +17,9 @@ results are merged with those by their log-sum-exp, as hops of a ring are:
 In backward, the halo travels again, as keys do on a ring; edges
 come first, so that the gradients of halo rows travel home while the inner queries are computed.
 
-A window at least as long as the longest sequence masks nothing that causality does not, and runs on the ring. Shorter
-ones never send more rows than a ring: a row arrives at a member once at most, and on a ring always does.
+A window at least as long as the longest sequence masks nothing that causality does not, and runs on the ring, unless a
+span sees itself both ways in windows alone. Shorter ones never send more rows than a ring: a row arrives at a member
+once at most, and on a ring always does.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ from fcp_cli.runtime.ring_attention.ring_passes import kernel_of
 from fcp_cli.runtime.ring_attention.rows import add, add_to_rows, merge, put, rows_at, take, take_with_lse
 
 
-def fits_in(window: int | None, layout: RingLayout) -> bool:
-    """Return whether a window holds all that causality lets a token of a pack see; None is no window."""
-    return window is None or window >= max(layout.lengths, default=0)
+def fits_in(window: int, layout: RingLayout) -> bool:
+    """Return whether a window holds all that the masks of full attention let a token of a pack see, and no more."""
+    return window >= max(layout.lengths, default=0) and not any(mask.windows_only for mask in layout.masks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

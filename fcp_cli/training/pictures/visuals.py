@@ -194,6 +194,11 @@ def _require_same_patches(records: MediaRecords | PictureRecords, config: Any) -
     elif config.model_type == "gemma3" and isinstance(processor, GemmaVision):
         counted = (processor.image_pixels, processor.patch_size, processor.tokens_per_image)
         wanted = (vision.image_size, vision.patch_size, config.mm_tokens_per_image)
+    elif config.model_type == "gemma4":
+        raise RunError(
+            f"{records.path} was counted with the processor {processor.describe()['name']}, but the model is a gemma4, "
+            "whose images no processor counts; train it in a script of your own with 'fcp launch'"
+        )
     else:
         family = "qwen2.5-vl" if config.model_type == "qwen2_5_vl" else "qwen3-vl"
         family = config.model_type if config.model_type in _TILED else family

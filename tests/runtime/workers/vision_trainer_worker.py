@@ -49,7 +49,8 @@ def collate(items: list[Any], *, family: Family) -> dict[str, torch.Tensor]:
         batch["token_type_ids"] = types
     elif family != "internvl":
         batch["mm_token_type_ids"] = types
-    for name in ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "second_per_grid_ts"):
+    names = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+    for name in (*names, "image_position_ids"):
         values = [getattr(item, name) for item in items if len(getattr(item, name, ()))]
         if values:
             joined = torch.cat(values)
@@ -62,10 +63,10 @@ def model(family: Family, *, frozen: bool = False) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    kind = "Gemma3ForConditionalGeneration"  # whose test model computes in fp64
-    made: Any = (
-        getattr(transformers, kind)(FAMILIES[family].config()) if family == "gemma3" else FAMILIES[family].model()
-    )
+    # Test models of Gemma compute in fp64.
+    kinds = {"gemma3": "Gemma3ForConditionalGeneration", "gemma4": "Gemma4ForConditionalGeneration"}
+    models = FAMILIES[family]
+    made: Any = getattr(transformers, kinds[family])(models.config()) if family in kinds else models.model()
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

@@ -34,7 +34,14 @@ class RowSize(NamedTuple):
 
 
 Collated: TypeAlias = tuple[Tensor, Tensor] | MaskedSequence | VisualSequence | JoinedSequences
-_PIXELS = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+_PIXELS = (
+    "pixel_values",
+    "pixel_values_videos",
+    "image_grid_thw",
+    "video_grid_thw",
+    "second_per_grid_ts",
+    "image_position_ids",
+)
 _MASKS_BY_TYPES = frozenset({"gemma3"})
 """Families whose token types are masks; those of others only repeat where placeholders stand."""
 
@@ -110,7 +117,9 @@ def _visual_row(batch: Mapping[Any, Any], row: int, masked: bool, config: Any) -
     except RunError as error:
         raise RunError(f"row {row} of the training data: {error}") from error
     _require_positions(batch.get("position_ids"), made, kept, row)
-    return replace(made, mask=found.mask if isinstance(found, MaskedSequence) else CAUSAL)
+    # As transformers does, follow no mask of images in windows unless the batch has token types.
+    of_images = made.mask if made.mask.plans_as_causal and types is not None else CAUSAL
+    return replace(made, mask=found.mask if isinstance(found, MaskedSequence) else of_images)
 
 
 def _require_positions(given: Any, made: VisualSequence, kept: slice, row: int) -> None:

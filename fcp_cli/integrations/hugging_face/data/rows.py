@@ -144,7 +144,7 @@ class CollatedRows:
         mask = found.mask if isinstance(found, (MaskedSequence, VisualSequence)) else None
         if isinstance(found, VisualSequence) and found.mask.is_causal:  # of a collator that gave no token types
             mask = None
-        if mask is not None and not mask.is_causal and not self._has_masks:
+        if mask is not None and not mask.plans_as_causal and not self._has_masks:
             raise RunError(
                 f"the data collator gives row {row} of the training data a mask ({described(mask)}), but the plan's "
                 f"manifest {self._name} has causal sequences; build it with 'fcp manifest build --mask', and plan again"
