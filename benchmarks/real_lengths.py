@@ -1,4 +1,4 @@
-"""Every strategy on twelve sets of lengths, eight of which others measured or published, on three clusters.
+"""Every strategy on fourteen sets of lengths, ten of which others measured or published, on three clusters.
 
     python -m benchmarks.real_lengths --manifests wlb_llm_lengths.parquet linux_source.parquet
 
@@ -50,6 +50,12 @@ DOCUMENTS: Mapping[int, int] = {
     10: 30_254, 50: 391_188, 100: 699_596, 200: 1_377_757, 500: 3_794_735, 1024: 3_316_785, 2048: 2_106_566,
     4096: 988_525, 8192: 410_002, 16_384: 173_574, 32_768: 115_007, 65_536: 18_428, 131_072: 22_513, 196_608: 18_284,
 }  # fmt: skip
+# Seconds of video to rows of LLaVA-Video-178K's subsets of that duration, questions and captions, as its page on
+# Hugging Face counted them in 2025, without ActivityNet's, whose counts it did not show (Apache-2.0, for research and
+# education; no row is used).
+LLAVA_VIDEO: Mapping[tuple[float, float], int] = {
+    (1, 30): 617_990, (30, 60): 274_118, (60, 120): 246_530, (120, 180): 234_313
+}  # fmt: skip
 
 
 def of_trace(name: str, generator: np.random.Generator, n: int) -> FloatArray:
@@ -71,6 +77,25 @@ def of_arxiv(generator: np.random.Generator, n: int) -> FloatArray:
     return generator.lognormal(math.log(mean) - sigma**2 / 2, sigma, n)
 
 
+def of_wikitext(generator: np.random.Generator, n: int) -> FloatArray:
+    """Draw around the mean of WikiText-103's articles: 103,227,021 tokens of 28,475 (Merity et al. 2016; CC-BY-SA).
+
+    Its tokens are words; the width, and that a word is one token, are assumed.
+    """
+    sigma = 0.7
+    return generator.lognormal(math.log(103_227_021 / 28_475) - sigma**2 / 2, sigma, n)
+
+
+def of_llava_video(generator: np.random.Generator, n: int) -> FloatArray:
+    """Draw rows of LLaVA-Video-178K, evenly within each span of seconds.
+
+    A frame a second of 13 x 13 tokens, as its paper samples and its model pools them; 200 tokens of text are assumed.
+    """
+    spans, rows = np.array(list(LLAVA_VIDEO)), np.array(list(LLAVA_VIDEO.values()), dtype=np.float64)
+    span = generator.choice(len(rows), n, p=rows / rows.sum())
+    return np.asarray(169 * np.ceil(generator.uniform(spans[span, 0], spans[span, 1])) + 200)
+
+
 def of_longalign(generator: np.random.Generator, n: int) -> FloatArray:
     """Draw LongAlign's mix: a tenth are its 10k instructions of 8k to 64k tokens (Bai et al. 2024), the rest chats.
 
@@ -89,10 +114,12 @@ def of_clips(generator: np.random.Generator, n: int) -> FloatArray:
 PUBLISHED: Mapping[str, Callable[[np.random.Generator, int], FloatArray]] = {
     "documents": of_documents,
     "arxiv": of_arxiv,
+    "wikitext": of_wikitext,
     "longalign": of_longalign,
     "azure": lambda generator, n: of_trace("azure", generator, n),
     "mooncake": lambda generator, n: of_trace("mooncake", generator, n),
     "clips": of_clips,
+    "llava-video": of_llava_video,
 }
 
 
