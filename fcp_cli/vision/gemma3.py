@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fcp_cli.masks import token_types
+from fcp_cli.vision.grids import tiled_sequence
 from fcp_cli.vision.parts import Kind, Pixels, VisualPart, VisualSequence
-from fcp_cli.vision.tiles import tiled_sequence
 
 
 def visual_sequence(

@@ -1,4 +1,4 @@
-"""Base of Qwen's vision towers: pictures of any size as grids of patches, each image and frame pair encoded alone."""
+"""Parts of pictures by the output of processors: grids of patches, with the call of Qwen's towers, and tiles of one size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import RunError
-from fcp_cli.vision.parts import Kind, PixelRows, Pixels, VisualPart
+from fcp_cli.vision.parts import Kind, PixelReader, PixelRows, Pixels, VisualPart, VisualSequence
 
 
 def grid_parts(
@@ -66,6 +66,53 @@ def grid_parts(
             )
             token, patch = token + tokens, patch + patches
         yield tuple(parts)
+
+
+def tiled_sequence(
+    input_ids: Any, *, labels: Any, pixel_values: Pixels | None, placeholder: int, tokens_per_tile: int, side: int
+) -> VisualSequence:
+    """Make one sequence of tiles of one size, which the encoder sees one by one, from the output of the processor.
+
+    Args:
+        input_ids: [tokens] with placeholders, `tokens_per_tile` for each tile.
+        labels: [tokens], -100 where a token is not to be learned; None learns every token.
+        pixel_values: the tiles [tiles, channels, height, width]; a function is called only on the rank that encodes
+            them.
+        placeholder: token of images.
+        tokens_per_tile: the tokens per tile that a tile becomes.
+        side: the side of a tile, in patches.
+    """
+    ids = np.asarray(input_ids, dtype=np.int64)
+    places = np.flatnonzero(ids == placeholder)
+    size = tokens_per_tile
+    tiles, rest = divmod(len(places), size)
+    is_asked = pixel_values is None or callable(pixel_values) or isinstance(pixel_values, PixelReader)
+    given = tiles if is_asked else len(pixel_values)  # type: ignore[arg-type]
+    if rest or given != tiles or (tiles and pixel_values is None):
+        raise RunError(
+            f"a sequence has {len(places)} placeholders (token {placeholder}), {size} for each tile, but "
+            f"{'no' if pixel_values is None else given} tiles; give the processor's pixel_values of this very sequence"
+        )
+    starts = places[::size]
+    apart = np.flatnonzero(places[size - 1 :: size] - starts != size - 1)
+    if len(apart):
+        raise RunError(f"the {size} placeholders from token {starts[apart[0]]} on are not all together")
+    return VisualSequence(
+        tokens=ids,
+        labels=labels,
+        parts=tuple(
+            VisualPart(
+                kind="image",
+                start_token=start,
+                num_tokens=size,
+                work=1.0,
+                grid=(side, side),
+                pixels=PixelRows(pixel_values, number, number + 1),
+            )
+            for number, start in enumerate(starts.tolist())
+            if pixel_values is not None
+        ),
+    )
 
 
 def run_tower(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Any:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fcp_cli.vision.grids import tiled_sequence
 from fcp_cli.vision.parts import Kind, Pixels, VisualPart, VisualSequence
-from fcp_cli.vision.tiles import tiled_sequence
 
 
 def visual_sequence(
