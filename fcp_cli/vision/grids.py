@@ -1,4 +1,4 @@
-"""Parts of pictures by the output of processors: grids of patches, with the call of Qwen's towers, and tiles of one size."""
+"""Parts of pictures by the output of processors: grids of patches, with the call of Qwen's towers, and square tiles."""
 
 from __future__ import annotations
 

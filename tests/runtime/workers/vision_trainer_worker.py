@@ -119,6 +119,7 @@ def cases(num_ranks: int) -> Cases:
         "qwen2_5_vl": case("qwen2_5_vl", per_device_train_batch_size=2, gradient_accumulation_steps=2),
         "internvl": case("internvl", gradient_checkpointing=True),
         "gemma3 frozen": case("gemma3", frozen=True),
+        "gemma4": case("gemma4"),
     }
 
 
