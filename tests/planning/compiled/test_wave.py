@@ -29,8 +29,7 @@ def test_a_group_with_room_is_never_hidden_by_the_recomputation_of_further_token
     problem = resolve_problem(request, Assumptions())[0]
     _order, sequences = by_falling_work(batch_of(long_tail(400), problem).work)
     inputs = planner_inputs(problem)
-    none = np.zeros(0, dtype=np.int64)
-    targets, _pairs, (found, groups, _left) = microbatch.plan(none, np.inf, 24, 16, True, sequences, inputs)
+    targets, _pairs, (found, groups, _left) = microbatch.plan(np.inf, 24, 16, True, sequences, inputs)
     wave_of, levels = found.wave[found.group_of], problem.profile.recompute_levels
     later, recomputing = 0, 0
     for group in range(groups):
