@@ -181,9 +181,7 @@ def _router_bytes(spec: ModelSpec, experts: Experts, precision: Precision) -> in
     if not spec.has("sigmoid router"):
         return scores + experts.active * (4 + r + 4 * 8)
     wide = 0
-    if r != 4 and not spec.has(
-        "16-bit router"
-    ):  # it scores in fp32, and a copy alone is kept if no MLP reads its input
+    if r != 4 and not spec.has("16-bit router"):  # it scores in fp32; a copy alone is kept if no MLP reads its input
         wide = (4 if experts.shared_ffn_size else 4 - precision.activation) * spec.hidden_size
     return scores + wide + experts.active * (4 + 4 + 4 * 8)
 

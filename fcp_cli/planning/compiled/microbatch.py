@@ -36,7 +36,8 @@ from fcp_cli.planning.compiled.wave import Pool, Wave, fill_wave, make_pool, mak
 # Of the seconds that refused work would fill, as a penalty: the bound of the remainder, which shares all work evenly,
 # does not see that such work needs rings in a later wave.
 _REFUSAL = 0.25
-# Ranks of the groups in which the ranks go that rings leave. Waves are rated in widths.
+# Ranks of the groups that the ranks form which rings leave free. Waves are rated with the first width, then refilled
+# with the others.
 _WIDTHS = 2, 1, 4, 8
 
 
@@ -249,7 +250,7 @@ def _choose_wave(
 ) -> Any:
     """Choose the next wave among the `fills` best rated targets, and keep its remainder in `pool.kept`.
 
-    Waves are filled with single ranks in pairs; at last with the winner's target and groups of the other widths. Where
+    Waves are filled with free ranks in pairs, at last with the winner's target and groups of the other widths. If
     no target took anything that is the first one, by which the longest sequence ends.
 
     Returns:
@@ -287,7 +288,7 @@ def search(limit: float, tries: int, fills: int, sequences: Sequences, inputs: P
         inputs: the ranks and their prices.
 
     Returns:
-        Seconds of the step, the target of each wave, and whether its single ranks go in widths; no waves if none of
+        Seconds of the step, and of each wave the target and the width of its groups of free ranks; no waves if none of
         these steps is quicker than the limit.
     """
     n = len(sequences.work)
@@ -331,7 +332,7 @@ def plan(limit: float, tries: int, fills: int, is_last: bool, sequences: Sequenc
     """Search, and write down the waves that were found: all, or where more sequences follow all but the last.
 
     Returns:
-        The targets, none if no step is quicker than the limit; whether the single ranks of each wave go in widths; and
+        The targets, none if no step is quicker than the limit; the width of each wave's groups of free ranks; and
         the waves as `replay` returns them.
     """
     _seconds, targets, widths = search(limit, tries, fills, sequences, inputs)
