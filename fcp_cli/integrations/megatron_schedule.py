@@ -1,6 +1,6 @@
 """Hand the plan's micro-batches to the one call through which Megatron runs a step's forwards and backwards.
 
-It stands above the `megatron` and `mindspeed` folders because it chooses between them.
+It is above the `megatron` and `mindspeed` folders because it chooses between them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def hook_schedules(schedules: ModuleType) -> None:
     Scripts get a schedule from `get_forward_backward_func` and call it once per training step, with keyword arguments.
     Evaluation (`forward_only`) is unchanged.
     """
-    # Scripts import MindSpeed before Megatron. We must not import it: it reads the command line as it is imported.
+    # Scripts import MindSpeed before Megatron. We must not import it: its import reads the command line.
     is_under_mindspeed = "mindspeed" in sys.modules
     if is_under_mindspeed:
         from fcp_cli.integrations.mindspeed.checks import check_schedules

@@ -1,4 +1,4 @@
-"""Refuse, in one line and before the first step, what a trainer is asked for that following a plan would leave out."""
+"""Refuse, in one line and before the first step, trainer settings that a plan would silently ignore."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ RELIED_ON_OF_TRL: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask"),
     ),
 )
-"""What is relied on of `trl.trainer.utils`, with its arguments."""
+"""Functions of `trl.trainer.utils` that are called, with their arguments."""
 COUNTED_BY_TRL = ("_metrics", "_total_train_tokens")
-"""Attributes of TRL's trainers in which they keep what they log."""
+"""Attributes of TRL's trainers that hold figures to be logged."""
 _LOSSES_OF_A_BATCH = ("aot", "aot_unpaired", "sft")
 
 
@@ -69,7 +69,7 @@ def check_trl(utils: ModuleType, trainer: Any) -> None:
 
 
 def check_trainer(trainer: Any) -> None:
-    """Check what the script asks of a trainer."""
+    """Check the script's settings of a trainer."""
     for refusals in (_refused_overrides, _refused_settings, _refused_models, _refused_of_trl):
         for is_refused, reason in refusals(trainer):
             if is_refused:

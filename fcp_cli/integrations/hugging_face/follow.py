@@ -79,18 +79,18 @@ class TrainerFollower:
         self.stop = StopAtStepEnd(trainer, self.session)
 
     def loader(self) -> DataLoader[int]:
-        """Return what stands for the script's loader: as many batches as the trainer accumulates in an epoch."""
+        """Return a substitute for the script's loader: as many batches as the trainer accumulates in an epoch."""
         metadata = self.session.metadata
         updates = metadata.steps_per_epoch * self._trainer.args.gradient_accumulation_steps
-        # A trainer counts rows and batches; the plan's loader fetches what they hold.
+        # A trainer counts rows and batches; the plan's loader fetches their contents.
         rows: Any = range(metadata.manifest.rows)
         return DataLoader(rows, batch_sampler=[[0]] * updates, collate_fn=_empty_batch)
 
     def run(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Run a step of the plan where the trainer runs the last micro-batch before an optimizer step, else nothing.
+        """Run a step of the plan at the trainer's last micro-batch before an optimizer step; do nothing at the others.
 
         Returns:
-            A number (0-d) whose mean over ranks is the step's loss, which is what a trainer adds up for its log.
+            A number (0-d) whose mean over ranks is the step's loss, which a trainer adds up for its log.
         """
         trainer = self._trainer
         if not trainer.accelerator.sync_gradients:
@@ -133,7 +133,7 @@ class TrainerFollower:
         wanted = self._trainer.state.global_step
         if self._steps is None:
             self._announce(wanted)
-            if self.session.recompute_levels:  # whatever checkpointing the script chose
+            if self.session.recompute_levels:  # overrides the script's checkpointing
                 recompute_layers(self._base, "as-needed", self.session.recompute_levels)
             self.session.fetch = self._rows.ahead(PlanSampler(self.session, first_step=wanted))
             self._steps = self.session.steps(model, first_step=wanted, mean_over=self._loss.mean_over)

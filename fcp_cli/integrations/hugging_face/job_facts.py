@@ -1,4 +1,4 @@
-"""Read from a training loop what its plan is made from: batches, epochs, recipe, model, lengths of rows."""
+"""Read a plan's inputs from a training loop: batches, epochs, recipe, model, lengths of rows."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LoopSettings:
         loop: its class, for messages.
         rows_per_pass: rows of a rank's batch.
         accumulates: batches of a rank in an optimizer step.
-        epochs: perhaps with a fraction; None: nobody knows.
+        epochs: may be fractional; None if unknown.
         max_steps: optimizer steps after which it stops at the latest; None: no limit.
         drops_last: whether an epoch's last, partial step is dropped.
         shuffle, seed: order of the rows.
@@ -259,7 +259,7 @@ def rows_of(session: Session, loader: Any, *, pairs: bool = False, config: Any =
 
 
 class LoadedLengths:
-    """The sizes of a trainer's training rows: from the places of Arrow's lists, else from what the collator makes.
+    """The sizes of a trainer's training rows: from the offsets of Arrow's lists, else from the collator's batches.
 
     Args:
         loader: the trainer's own.
@@ -280,7 +280,7 @@ class LoadedLengths:
         return len(self._loader.dataset)
 
     def known(self) -> pa.Table | None:
-        """Return tokens of all rows where a first row shows that the collator cuts and adds nothing, or as kept."""
+        """Return tokens of all rows if a first row shows that the collator cuts and adds nothing, or as kept."""
         stored = None if has_pictures(self._config) else stored_lengths(self._loader.dataset, pairs=self._pairs)
         if stored is not None and len(stored):
             longest = int(stored.argmax())
@@ -294,7 +294,7 @@ class LoadedLengths:
         return None
 
     def read(self, rows: range) -> pa.Table:
-        """Collate rows one by one, in worker processes where there are many, and return their sizes."""
+        """Collate rows one by one, in worker processes if there are many, and return their sizes."""
         loader = self._loader
         least = _PICTURES_BY_EACH_WORKER if has_pictures(self._config) else _ROWS_BY_EACH_WORKER
         workers = loader.num_workers or min(_cores_of_a_rank(), len(rows) // least)
@@ -307,7 +307,7 @@ class LoadedLengths:
             generator=torch.Generator(),
         )
         found = []
-        with torch.random.fork_rng(devices=[]):  # training draws what it would draw without a plan
+        with torch.random.fork_rng(devices=[]):  # training draws the same numbers as without a plan
             for size in reading:
                 if isinstance(size, str):
                     raise RunError(size)
@@ -315,7 +315,7 @@ class LoadedLengths:
         return _table_of(found, self._config)
 
     def keep(self, table: pa.Table) -> None:
-        """Keep them in the user's cache, where the data set and its collator can be told from others."""
+        """Keep them in the user's cache if the data set and its collator can be identified."""
         if self._cache is None or os.environ.get("LOCAL_RANK", "0") != "0":
             return
         with suppress(OSError):
@@ -324,7 +324,7 @@ class LoadedLengths:
                 temporary.write_bytes(table_bytes(table))
 
     def _cache_file(self) -> Path | None:
-        """Return the file of this data set under this collator; None where either has no fingerprint."""
+        """Return the file of this data set under this collator; None if either has no fingerprint."""
         own = getattr(self._loader.dataset, "_fingerprint", None)
         if not own:
             return None
@@ -332,7 +332,7 @@ class LoadedLengths:
 
         try:
             collator = Hasher.hash(self._loader.collate_fn)
-        except Exception:  # whatever pickling a collator raises: it cannot be told from others
+        except Exception:  # any error of pickling a collator: it cannot be identified
             return None
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         read_as = _config_text(self._config) if has_pictures(self._config) else str(self._pairs)

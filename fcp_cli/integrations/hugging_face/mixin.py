@@ -44,10 +44,10 @@ class FollowsPlan:
 
 @contextmanager
 def following(trainer: Any, plan: Path | str | None = None) -> Iterator[None]:
-    """Let a trainer follow a plan while it trains; nothing to do where it does already.
+    """Let a trainer follow a plan while it trains, unless it does already.
 
     Raises:
-        FcpError: the plan, the data or what the script asks for cannot be followed.
+        FcpError: the plan, the data or the script's settings are not supported.
     """
     if _FOLLOWER in vars(trainer):
         yield

@@ -30,7 +30,7 @@ _MOST_BATCHES = 1000
 
 
 class Override(NamedTuple):
-    """A method of a script's own class that stands before the Trainer's."""
+    """A method of a script's own class that overrides the Trainer's."""
 
     owner: str
     name: str
@@ -55,7 +55,7 @@ def find_override(trainer: Any, method: str) -> Override | None:
 
 
 def place_of(function: Callable[..., Any]) -> str:
-    """Return file and line of a function; the file as it is imported, without the folder of packages."""
+    """Return file and line of a function; the file relative to the folder that it is imported from."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:
         return f"a {type(function).__name__}"
@@ -120,7 +120,7 @@ class WatchedMethods:
 
     Args:
         trainer: the trainer of the script.
-        loader: returns the loader of the plan's steps, whoever's method would make another.
+        loader: returns the loader of the plan's steps, even if another class overrides the method.
 
     Attributes:
         answers: results of the plan's steps since the last call of the script's `training_step` began.

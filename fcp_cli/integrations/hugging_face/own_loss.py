@@ -1,4 +1,4 @@
-"""A script's own `compute_loss` under a plan: it runs on a batch that stands for this rank's tokens of a micro-batch.
+"""A script's own `compute_loss` under a plan: it runs on a batch that represents this rank's tokens of a micro-batch.
 
 If it hands that batch to the Trainer's own method, that one computes the planned loss, and its result must come back
 unchanged. If it calls the model itself, the model answers with this rank's logits, and the loss must be a sum over
@@ -44,7 +44,7 @@ _COLLECTIVES = ("all_reduce", "all_gather", "all_gather_object", "barrier", "bro
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """What one call of the script's method is shown, and what came of it.
+    """Inputs and results of one call of the script's method.
 
     Attributes:
         tokens: [1, n] of this rank, which the model runs on.
@@ -75,7 +75,7 @@ class _Batch:
 
 
 class OwnLoss(PlannedLoss):
-    """The loss of a trainer whose script computes it in a method or function of its own.
+    """The loss of a trainer whose script computes it in its own method or function.
 
     Args:
         trainer: the trainer of the script.
@@ -138,7 +138,7 @@ class OwnLoss(PlannedLoss):
         if not self._is_proved:
             self._require_halves(model, microbatch, batch, result)
             self._note(microbatch, result)
-        # A trainer's gradients are means over ranks of what its method returns.
+        # A trainer's gradients are means over ranks of its method's results.
         return microbatch.normalised(result * microbatch.divisor / self._trainer.accelerator.num_processes)
 
     def end_step(self, session: Session, step: Step) -> None:
@@ -374,7 +374,7 @@ def _answer(model: Any, batch: _Batch, logits: Tensor) -> Any:
 def _no_collectives(judged: Override | str, batch: _Batch) -> Iterator[None]:
     """Refuse collectives of the script's method: ranks call it for different numbers of micro-batches.
 
-    Other threads of this process, as the one that agrees on planned steps, have collectives of their own.
+    Other threads of this process, e.g. the one that agrees on planned steps, run their own collectives.
     """
     own = {name: getattr(dist, name) for name in _COLLECTIVES}
     caller = threading.get_ident()

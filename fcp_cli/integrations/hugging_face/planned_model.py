@@ -47,8 +47,8 @@ class PlannedModel:
 
         Args:
             microbatch: its micro-batch in the plan.
-            divided_by: what the script's framework divides the loss by, to accumulate gradients; undone here.
-            shown: what the script sees in place of this rank's share of the step's loss, as a factor on it.
+            divided_by: divisor of the loss in the script's framework, for gradient accumulation; undone here.
+            shown: loss that the script sees, as a factor on this rank's share of the step's loss.
         """
         self.current, self._divided_by, self._shown = microbatch, divided_by, shown
         self._on_rings.enter_context(self._attention.on_rings())
@@ -62,7 +62,7 @@ class PlannedModel:
         self._on_rings.close()
 
     def recompute_by(self, levels: Sequence[RecomputeLevel]) -> None:
-        """Recompute layers as needed if the plan has levels, whatever checkpointing the script chose."""
+        """Recompute layers as needed if the plan has levels, overriding the script's checkpointing."""
         if levels:
             recompute_layers(base_model(self.model), "as-needed", levels)
 
@@ -92,7 +92,7 @@ class PlannedModel:
 
 
 class _PlannedBatch(dict[str, Tensor]):
-    """A micro-batch; scripts that ask for the attention mask find none, which the plan stands for."""
+    """A micro-batch; it has no attention mask, since the plan defines attention."""
 
     def __missing__(self, name: str) -> None:
         if name != "attention_mask":

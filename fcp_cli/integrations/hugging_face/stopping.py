@@ -73,7 +73,7 @@ class StopAtStepEnd(TrainerCallback):
 
 
 def checkpoint_to_resume(given: Any) -> Any:
-    """Return what a trainer resumes from: as the script says, else the checkpoint that the stopped run wrote."""
+    """Return the checkpoint to resume from: the script's, else the one that the stopped run wrote."""
     run_dir = os.environ.get(RUN_DIR_VARIABLE)
     stopped = read_stopped(Path(run_dir)) if not given and run_dir else None
     if stopped is None:

@@ -136,7 +136,7 @@ class WrittenLoop(ABC):
             self.session.recorder.flush()
 
     def require_microbatch(self) -> None:
-        """Raise RunError where a backward is none of a micro-batch of the plan, whose gradients nothing would sum."""
+        """Raise RunError if a backward belongs to no micro-batch of the plan: its gradients would not be summed."""
         if self.current is None:
             raise RunError(
                 f"the script calls {self.BACKWARD} on a batch that is none of the plan's: one of a loader that "
@@ -156,10 +156,10 @@ class WrittenLoop(ABC):
 
         Args:
             microbatch: its micro-batch in the plan.
-            divided_by: what the framework divides the loss by, to accumulate gradients, and no wrapper undoes.
+            divided_by: divisor of the loss in the framework, for gradient accumulation, that no wrapper undoes.
         """
         assert self.planned is not None and self.session is not None
-        # What scripts log is a mean over ranks, and over the batches that they accumulate.
+        # Scripts log a mean over ranks, and over the batches that they accumulate.
         shown = self.session.world.size * self.accumulates
         return self.planned.enter(microbatch, divided_by=divided_by, shown=shown)
 

@@ -1,4 +1,4 @@
-"""Make Lightning's Trainer follow the plan where it optimises by itself (automatic optimisation).
+"""Make Lightning's Trainer follow the plan if it optimises by itself (automatic optimisation).
 
 Three functions are hooked: the one that prepares the loader of the training data, the one that makes the closure of an
 optimizer step, and the one that ends a fit. A module that optimises by itself is given steps by `PlannedSteps`.

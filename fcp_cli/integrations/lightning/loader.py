@@ -54,6 +54,6 @@ class PlannedSteps:
         return self._session.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume where the run of a checkpoint ended."""
+        """Resume at the end of a checkpoint's run."""
         self._session.load_state_dict(state)
         self._first_step = None

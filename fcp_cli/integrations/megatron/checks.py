@@ -95,7 +95,7 @@ def check_interleaving(config: Any, chunks: int, planned: int, *, stages: int, i
     Args:
         config: the configuration of the model's first chunk, which the schedule reads.
         chunks: virtual stages of the job.
-        planned: what the plan records.
+        planned: the plan's record.
         stages: the stages of a pipeline.
         is_sharded: whether the model is sharded with Megatron-FSDP.
     """
@@ -335,7 +335,7 @@ def attention_layers(model: Any) -> list[Any]:
 def check_waves(
     pipeline_parallel: int, expert_parallel: int, sync: str, *, times_pipelines: bool = False, sharded: bool = False
 ) -> None:
-    """Raise RunError if ranks would wait for each other in a circle; where a plan times pipelines, none do.
+    """Raise RunError if ranks would wait for each other in a circle; if a plan times pipelines, none do.
 
     Args:
         pipeline_parallel, expert_parallel: the sizes of the job.

@@ -126,7 +126,7 @@ class Follower:
         return metadata
 
     def _open_rings(self, models: list[Any]) -> PlanProcessGroups | None:
-        """Let ranks that meet in rings meet once; return Transformer Engine's rings, where its attention runs."""
+        """Open the connections of ranks that share rings; return Transformer Engine's rings, if its attention runs."""
         shares_heads = self.metadata.attention is not None
         engine, is_latent = None, bool(getattr(self._config, "multi_latent_attention", False))
         has_masks = self.metadata.masked_sequences is not None
@@ -140,7 +140,7 @@ class Follower:
 
     def run(self, schedule: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Run the schedule's next step on the plan's micro-batches instead of the script's; return its result."""
-        # Megatron-FSDP gathers and reduces in every layer, where the ranks of a plan in waves meet.
+        # Megatron-FSDP gathers and reduces in every layer, which synchronises the ranks of a plan in waves.
         held = nullcontext() if self._sharded else reduced_after_backwards(self._chunks, self._config)
         if not self._sharded:
             gather_parameters(self._chunks)
@@ -154,7 +154,7 @@ class Follower:
     def planned(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the schedule's arguments for the next step of the plan, given those of the script."""
         given = arguments["data_iterator"]
-        # Of an interleaved pipeline each chunk has one, and None if it neither begins nor ends the model.
+        # Of an interleaved pipeline each chunk has one, or None for a chunk with neither the first nor the last layers.
         iterators = given if isinstance(given, list) else [given]
         first = next((each for each in iterators if each is not None), None)
         # Of Megatron-Bridge's virtual stages, it is a new one in each step, around that of the loader.
@@ -178,7 +178,7 @@ class Follower:
         }
 
     def _probe(self, step: LocalStep) -> str:
-        """Compare numbers before the first step, where that can be done; return the outcome for the log."""
+        """Compare numbers before the first step, if that can be done; return the outcome for the log."""
         # Rank 0 decides: to nodes that started later the run directory may not look new.
         wanted = torch.tensor(int(os.environ.get(_PROBE_VARIABLE) != "0"), device=self._device)
         self._job.world.broadcast(wanted)

@@ -26,7 +26,7 @@ def is_latent(layer: Any) -> bool:
 
 
 def hook_latent(layer: Any) -> None:
-    """Make a layer rotate its queries and keys by the positions of the call's shard, where the call has one."""
+    """Make a layer rotate its queries and keys by the positions of the call's shard, if the call has one."""
     setattr(layer, _HEADS, partial(_heads, getattr(layer, _HEADS)))
     layer.rotary_pos_emb.register_forward_pre_hook(_ask_for_longest)
     layer.rotary_pos_emb.register_forward_hook(_cut)

@@ -44,7 +44,7 @@ class RingSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core has
     positions: Tensor | None = None  # [tokens], for layers that make their rotary table themselves
     owners: Tensor | None = None  # of `PlannedMicroBatch`
     lengths: tuple[int, ...] = ()
-    ahead: Any = None  # `multi_token.TokensAhead`, where the model predicts several tokens
+    ahead: Any = None  # `multi_token.TokensAhead`, if the model predicts several tokens
     packed: PackedSeqParams | None = None  # replaces it if Transformer Engine attends
 
 
@@ -151,7 +151,7 @@ def _hook_router(router: Any) -> None:
     """Count the tokens of each expert, by which balancing without a loss moves its bias, without padding.
 
     Megatron counts in the forward that has gradients, which recomputation may run when no micro-batch is current, and
-    counts padding, too. Under a plan the first forward counts, and it alone.
+    counts padding, too. Under a plan only the first forward counts.
     """
     router._apply_expert_bias = lambda *_, **__: None
     router.register_forward_hook(_count_tokens)

@@ -2,7 +2,7 @@
 
 Megatron moves token ids, positions, labels and the loss mask by one place per layer, with `roll_tensor`, over a static
 group. If the call has the sequences of a plan, the next tokens come from the sequences that the rank has read. The
-tensor that is to be moved tells how far it was moved before: it is an argument of the model, or the result of an
+tensor to be moved shows how far it was moved before: it is an argument of the model, or the result of an
 earlier move.
 
 Newer Megatrons weigh the loss of each layer by tokens with a loss over tokens that have one so many places ahead. Under
@@ -56,7 +56,7 @@ def hook_multi_token(model: Any) -> int:
     if block is None:
         return 0
     for layer in block.layers:
-        # In older ones the sequences are an argument of the function that is recomputed, which takes tensors alone.
+        # In older ones the sequences are an argument of the function that is recomputed, which takes only tensors.
         if "forward_func" in inspect.signature(layer._checkpointed_forward).parameters:
             layer._checkpointed_forward = partial(_checkpointed, layer._checkpointed_forward)
     repeats = model.config.mtp_num_layers // len(block.layers) - 1

@@ -1,4 +1,4 @@
-"""Compare, before the first step, attention on the plan's groups with the same sequences run alone, without a ring.
+"""Compare, before the first step, attention on the plan's groups with the same sequences run without a ring.
 
 A hook that a model class evades, a kernel that is wrong on this device, a group that mixes ranks up: most of these
 change the loss by less than a person would see in a curve. So one layer's attention on made-up hidden states
@@ -45,7 +45,7 @@ def probe(
     multiple: int,
     stack: Stack,
 ) -> float:
-    """Run tiny sequences on the groups of these rows, and alone, and compare. All processes call it.
+    """Run tiny sequences on the groups of these rows, and on single ranks, and compare. All processes call it.
 
     Args:
         models: GPTModel, or a pipeline stage's part of one; its first attention layer, if any, is run.
@@ -100,7 +100,7 @@ def _require_rounding(difference: float, dtype: torch.dtype) -> None:
 
 
 class _MadeUp:
-    """Made-up sequences, equal on all ranks. Their hidden states stand in for an embedding.
+    """Made-up sequences, equal on all ranks. Their hidden states replace an embedding.
 
     Each is numbered by the place of its first token, as a token is by its own.
     """

@@ -3,7 +3,7 @@
 A rank's last backward may be a ring of which another member has micro-batches left, and its first forward a ring that
 another member reaches later. A reduction or a gather over all ranks between two hops of such a ring waits for a rank
 that waits for the hop behind it. So parameters are gathered before the step's first forward, and gradients reduced
-after the last backward, whatever `overlap_grad_reduce` and `overlap_param_gather` say.
+after the last backward, regardless of `overlap_grad_reduce` and `overlap_param_gather`.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ for the tokens of a pack (`aux_loss`) or for those of each sequence (`seq_aux_lo
 loss: it weighs as much as the losses of T tokens. Every member adds the share of its own tokens x. The z-loss is a sum
 over tokens.
 
-A router is not told of the call's sequences, so they are noted while its layer runs, in forward and again where the
-forward is recomputed.
+A router does not receive the call's sequences, so they are recorded while its layer runs, in forward and again where
+the forward is recomputed.
 """
 
 from __future__ import annotations

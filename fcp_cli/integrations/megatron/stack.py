@@ -17,7 +17,7 @@ class Stack(Protocol):
 
     Attributes:
         even_chunks: whether sequences are padded until all chunks are equally long.
-        engine_rings: whether Transformer Engine's rings run the plan's groups where the model attends with it.
+        engine_rings: whether Transformer Engine's rings run the plan's groups if the model attends with it.
         follows_masks: whether plans may be for sequences with masks.
         recomputes_as_needed: whether layers may recompute as a plan says.
     """
@@ -58,7 +58,7 @@ class Stack(Protocol):
 
 
 class MegatronStack:
-    """megatron-core alone, with a static context-parallel group of one rank, in which nothing has to be switched."""
+    """Plain megatron-core, with a static context-parallel group of one rank, in which nothing needs switching."""
 
     even_chunks = False
     engine_rings = True

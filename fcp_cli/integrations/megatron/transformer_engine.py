@@ -24,7 +24,7 @@ from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.runtime.communication.transport import ProcessTransport
 
 MOST_GROUPS = 64
-"""That a process may be in, where the free memory of its device is not known."""
+"""That a process may be in, if the free memory of its device is not known."""
 
 # NCCL took 544 MB for a communicator of two A100s and 688 MB for one of more (NVIDIA/nccl issue 964).
 _COMMUNICATOR_BYTES = 688 << 20
@@ -127,7 +127,7 @@ def make_rings(
         device: the device of this process.
     """
     rows = (row for step in PlanReader(plan).steps() for row in step.microbatches())
-    # In one order for all processes: new_group is collective, and would wait for ever where they differ.
+    # In one order for all processes: new_group is collective, and would hang if the orders differed.
     planned = sorted({row.ranks for row in rows if row.degree > 1}, key=lambda ranks: (len(ranks), ranks))
     _check_memory(plan, sum(peers.index(dist.get_rank()) in ranks for ranks in planned), device)
     for core in _cores(models):
@@ -145,7 +145,7 @@ def make_rings(
 
 
 def most_groups(device: torch.device) -> int:
-    """Return how many groups a process on this device may be in: half of the memory that is free now, where known."""
+    """Return how many groups a process on this device may be in: half of the memory that is free now, if known."""
     if device.type != "cuda":
         return MOST_GROUPS
     free_bytes, _ = torch.cuda.mem_get_info(device)

@@ -65,7 +65,7 @@ def _attention(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _recomputable_core(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Bind the ring to the core attention, which is recomputed alone in backward, when the layer's call is over."""
+    """Bind the ring to the core attention, which backward may recompute by itself, after the layer's call."""
     return original(*args, **{**kwargs, PARAMS: _sequences.get() or kwargs.get(PARAMS)})
 
 

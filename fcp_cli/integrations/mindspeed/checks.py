@@ -61,7 +61,7 @@ def check_targets() -> None:
 
 
 def why_own_ring(config: Any) -> str:
-    """Return why MindSpeed's ring cannot attend on the plan's groups, so that fcp's own has to; empty if it can.
+    """Return why MindSpeed's ring cannot attend on the plan's groups, so that fcp's must; empty if it can.
 
     Its other ways to attend know their groups, windows, second communicators or masks before the first step.
     """

@@ -69,7 +69,7 @@ def hook_parallel_state() -> None:
 
 
 def _whole_table_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave rotary tables whole for a rank that is alone. Newer Megatrons ask the group that a module was made with."""
+    """Keep rotary tables whole on a group of one rank. Newer Megatrons ask the group that a module was made with."""
 
     @wraps(original)
     def slice_table(table: Any, *args: Any, **kwargs: Any) -> Any:

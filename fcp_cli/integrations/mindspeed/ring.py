@@ -21,7 +21,7 @@ from fcp_cli.runtime.layouts.layout import CACHED_LAYOUTS
 from fcp_cli.runtime.ring_attention.attention import attention
 from fcp_cli.runtime.ring_attention.ring import Ring
 
-_MASK_TOKENS = 2048  # of the one causal mask that fused attention on NPUs wants, whatever the lengths
+_MASK_TOKENS = 2048  # size of the causal mask that fused attention on NPUs requires for all lengths
 _NO_BIAS = 1  # of `pse_type`
 
 
@@ -91,7 +91,7 @@ def _around_ring(
         "cp_size": len(ranks),
         "rank": at,
         "cp_global_ranks": ranks,
-        "cp_inner_ranks": [ranks[at]],  # windows (`--cp-window-size`) of this rank alone
+        "cp_inner_ranks": [ranks[at]],  # windows (`--cp-window-size`) of only this rank
         "cp_outer_ranks": ranks,
         "cp_dkv_outer_ranks": ranks,
         "cp_group_for_intra_window": group,

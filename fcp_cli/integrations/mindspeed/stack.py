@@ -31,7 +31,7 @@ _SMALL_GROUPS = ("pipeline_model_parallel", "tensor_model_parallel", "expert_mod
 
 
 class MindSpeedStack:
-    """megatron-core under MindSpeed, whose ring attends where the job has a static context-parallel group.
+    """megatron-core under MindSpeed, whose ring attends if the job has a static context-parallel group.
 
     Otherwise, and if that ring lacks a feature of the job, fcp's own ring attends, and nothing is padded.
 
@@ -133,7 +133,7 @@ class MindSpeedStack:
 
 @contextmanager
 def _told(placement: Placement) -> Iterator[None]:
-    """Give calls the placement. Raise RunError where MindSpeed has renewed its patches (`repatch`) and they miss it."""
+    """Give calls the placement. Raise RunError if MindSpeed has renewed its patches (`repatch`) and they miss it."""
     with placed(placement):
         if parallel_state.get_data_parallel_group() is not placement.data:
             raise RunError(
@@ -144,7 +144,7 @@ def _told(placement: Placement) -> Iterator[None]:
 
 
 def _group_of_one() -> dist.ProcessGroup:
-    """Return one of Megatron's groups that has this process alone."""
+    """Return one of Megatron's groups whose only member is this process."""
     for name in _SMALL_GROUPS:
         group: dist.ProcessGroup = getattr(parallel_state, f"get_{name}_group")()
         if dist.get_world_size(group) == 1:

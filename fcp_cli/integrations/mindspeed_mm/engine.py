@@ -36,7 +36,7 @@ def hook_sharding(torch_parallelize: ModuleType) -> None:
 
 
 def hook_engine(train_engine: ModuleType) -> None:
-    """Hook `mindspeed_mm.fsdp.train.train_engine`; a subclass with a step of its own keeps it."""
+    """Hook `mindspeed_mm.fsdp.train.train_engine`; a subclass that overrides the step keeps its own."""
     for name, parameters in (("train_step", ("self", "train_dataloader_iter")), ("evaluate", ("self",))):
         require(train_engine, f"TrainEngine.{name}", parameters, found=_FOUND, advice=_ADVICE)
     kind: Any = train_engine.TrainEngine
@@ -64,7 +64,7 @@ def _outside(evaluate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _prepare(model: Any) -> None:
-    """Let the model attend on rings and compute its loss in its head; one that a script has prepared stays as it is."""
+    """Let the model attend on rings and compute its loss in its head, unless the script has prepared it."""
     from fcp_cli.integrations.hugging_face.follow import base_model
     from fcp_cli.integrations.transformers.loss import put_loss_head
     from fcp_cli.integrations.transformers.preparation import NAME, prepare

@@ -175,7 +175,7 @@ class _Travel:
 
 
 def _attend(queries: Tensor, pair: Tensor, work: Hop) -> tuple[Tensor, Tensor]:
-    """Attend from some queries to some keys alone; return out and lse."""
+    """Attend from some queries to only some keys; return out and lse."""
     rows = _take(queries, work.q_rows)
     keys, values = (_flat(tensor) for tensor in _take(pair, work.k_rows))
     scores = _scores(_flat(rows), keys, work, repeats=rows.shape[1])
@@ -201,7 +201,7 @@ def _attend_back(
 
 
 def _scores(queries: Tensor, keys: Tensor, work: Hop, *, repeats: int) -> Tensor:
-    """Return [kv_heads, repeats * queries, keys]; minus infinity where a query must not see a key."""
+    """Return [kv_heads, repeats * queries, keys]; minus infinity if a query must not see a key."""
     scores = _PRODUCT_TRANSPOSED(queries, keys)
     if not work.segments.causal:
         return scores

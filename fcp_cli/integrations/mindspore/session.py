@@ -96,7 +96,7 @@ class MindSporeSession:
     def steps(self, *, first_step: int = 0) -> Generator[MindSporeStep, None, None]:
         """Yield the plan's steps from `first_step` on, each to be iterated to its end before the next.
 
-        A step is measured when the next one is asked for, where FCP_METRICS names a file (`fcp launch` does).
+        A step is measured when the next one is asked for, if FCP_METRICS names a file (`fcp launch` does).
         """
         measured = MeasuredSteps(self.plan, self.metadata, self.ranks, first_step)
         cursor = PlanCursor(self.plan, self.rank, first_step=first_step)
@@ -194,7 +194,7 @@ class MindSporeStep(FollowedStep):
 
 
 def _shard(row: MicroBatch, ring: MindSporeRing, fetch: Fetch) -> tuple[IntArray, IntArray, IntArray]:
-    """Return the tokens, positions and labels that this rank holds; one pad token where it holds none."""
+    """Return the tokens, positions and labels that this rank holds; one pad token if it holds none."""
     if not ring.tokens:
         pad = np.zeros(1, dtype=np.int64)
         return pad, pad, np.full(1, IGNORED, dtype=np.int64)

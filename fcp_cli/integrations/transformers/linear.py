@@ -2,8 +2,8 @@
 
 Layers of linear attention (Qwen3-Next, Qwen3.5, OLMo Hybrid) call two functions of the module that they are written in:
 the short convolution and the gated delta rule. Those of Mamba-2 (Bamba, Granite 4, Nemotron-H, Falcon-H1, Zamba2) call
-the convolution and a scan, or, where they train with `mamba_ssm`, a kernel of the whole layer, in place of which they
-then call the two. All are hooked there, once for a module. They get the arguments of the model's call, and so its
+the convolution and a scan, or, with `mamba_ssm`, one kernel for the whole layer, which the hooks replace by the two.
+All are hooked there, once per module. They get the arguments of the model's call, and so its
 ring, as attention does: recomputation uses the right one. Without a ring they run unchanged.
 """
 
@@ -36,7 +36,7 @@ _tokens_apart: ContextVar[bool] = ContextVar("tokens_apart", default=False)
 
 @contextmanager
 def tokens_apart() -> Iterator[None]:
-    """Let layers that keep a state and are given a ring, None, take each token for a sequence of its own."""
+    """Let layers that keep a state treat each token as a separate sequence if their ring is None."""
     token = _tokens_apart.set(True)
     try:
         yield
@@ -136,7 +136,7 @@ def _steps(
 
 
 def _hooked_whole(whole: Callable[..., Any]) -> Callable[..., Any]:
-    """Hook a kernel of a whole layer, in place of which a layer calls others where it is given nothing."""
+    """Hook the kernel of a whole layer; a layer without one calls separate kernels."""
 
     @wraps(whole)
     def hooked(*args: Any, **given: Any) -> Any:
@@ -176,7 +176,7 @@ _HOOKS = {
 
 
 def _broken_off(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function that graphs of torch.compile break for: they must look neither into rings nor into hops."""
+    """Return a function at which graphs of torch.compile break: they must not trace rings or hops."""
     if not torch.compiler.is_compiling():
         return function
     disable: Any = torch.compiler.disable

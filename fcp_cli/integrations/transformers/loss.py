@@ -2,9 +2,9 @@
 
     loss = microbatch.normalised(model(..., labels=microbatch.labels).loss)
 
-Inside, because there the head's weight is whole, whatever shards the model, and the hooks of DDP and FSDP2 that belong
-to the head run as ever. Before each call the head gets its labels and answers with the sum of their
-losses in place of logits; without labels it is the linear layer that it was.
+Inside, because there the head's weight is whole under any sharding of the model, and the head's hooks of DDP and FSDP2
+run as usual. Before each call the head gets its labels and returns the sum of their losses instead of logits; without
+labels it is an ordinary linear layer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LossHead(nn.Linear):
         return found
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the logits [1, tokens, vocabulary], or the sum of token losses (0-d) where labels were given."""
+        """Return the logits [1, tokens, vocabulary], or the sum of token losses (0-d) if labels were given."""
         if self.labels is None:
             return super().forward(hidden)
         self.loss_sum = head_loss_sum(hidden, self, self.labels)

@@ -56,7 +56,7 @@ NAME = "fcp"
 def prepare(model: transformers.PreTrainedModel) -> None:
     """Make a decoder's attention run on the ring of the current micro-batch. Do it before DDP or `fully_shard`.
 
-    Its linear head is replaced by one of the same weight that computes the loss where `labels` are given.
+    Its linear head is replaced by one of the same weight that computes the loss if `labels` are given.
 
     Of a vision-language model, freeze the encoder before or after; it then runs without a graph.
 
@@ -73,7 +73,7 @@ def prepare(model: transformers.PreTrainedModel) -> None:
 
 
 class SwitchedAttention:
-    """A decoder whose attention runs on rings within `on_rings` alone, and elsewhere as the script chose.
+    """A decoder whose attention runs on rings only within `on_rings`, and elsewhere as the script chose.
 
     Its loss and its head are left as they are. Make it before DDP or `fully_shard`.
     """
@@ -117,7 +117,7 @@ def _own_attention(config: Any, implementation: str, use_cache: bool, _: nn.Modu
 
 
 def _run_on_rings(model: transformers.PreTrainedModel) -> Any:
-    """Put the ring's attention in place of the decoder's, bound to each call; return the decoder's configuration."""
+    """Replace the decoder's attention by the ring's, bound to each call; return the decoder's configuration."""
     text = _text_config(model.config)
     _check_config(text, has_linear_layers=bool(linear_layers(model)))
     hook_linear_layers(model)
@@ -146,8 +146,8 @@ def recompute_layers(
 
     Args:
         model: the model of transformers; given to `prepare` before or after.
-        how: `full` keeps the inputs of layers alone, `selective` also the results of attention, `elementwise` those and
-            the outputs of matrix products; `activation` recomputes the MLP's activation function alone, and `none`
+        how: `full` keeps only the inputs of layers, `selective` also the results of attention, `elementwise` those and
+            the outputs of matrix products; `activation` recomputes only the MLP's activation function, and `none`
             changes nothing. `as-needed` chooses for each layer and call, by the tokens of its input.
         levels: the levels of `as-needed`: the plan's, `session.recompute_levels`.
 
@@ -201,7 +201,7 @@ def _recompute_as_needed(model: transformers.PreTrainedModel, levels: Sequence[R
 
 
 def _recompute_activations(model: transformers.PreTrainedModel, *, always: bool) -> None:
-    """Let the MLP of each decoder layer keep its input and the outputs of its matrix products alone.
+    """Let the MLP of each decoder layer keep only its input and the outputs of its matrix products.
 
     Args:
         model: the model of transformers.
@@ -320,7 +320,7 @@ def _bring_embeddings(
     """Encode this rank's parts before each forward of a vision-language model, and fetch the embeddings of its tokens.
 
     Every rank runs the encoder once for every micro-batch, with or without images, so that gradients exist everywhere
-    and the collectives of DDP and FSDP2 meet.
+    and the collectives of DDP and FSDP2 match.
     """
     ring: Ring | None = kwargs.get("ring")
     if ring is None:

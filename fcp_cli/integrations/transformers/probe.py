@@ -1,6 +1,6 @@
 """Test whether a transformers model can run on shards of a sequence, on a few tokens before training.
 
-A rank holds some tokens of a sequence, and only attention may bring the others in. So while `probe` runs, attention
+A rank holds some tokens of a sequence, and only attention may read the others. So while `probe` runs, attention
 answers for each token from that token's own query, key and value, and linear attention that can run on rings as if each
 token were a sequence. The rest of the model must give every token the same result with its whole sequence or
 some of it: layers that mix tokens (state spaces, convolutions, token shifts) do not, nor do models that count positions
@@ -79,7 +79,7 @@ def probe(model: transformers.PreTrainedModel, config: Any, check: Callable[...,
     """Raise RunError if a plan cannot split a model's sequences, judged by its outputs.
 
     A model whose weights are not there yet (on the meta device, `weights_to_come`) is judged by its modules and by the
-    outputs of a small one of its class and config, if one can be made; a vision-language model by its modules alone.
+    outputs of a small one of its class and config, if one can be made; a vision-language model only by its modules.
 
     Args:
         model: the model before it is wrapped; its attention implementation is left as it was.
@@ -153,7 +153,7 @@ class _Probe:
             out = self._model(**inputs, use_cache=False, ring=None)
         except FcpError:
             raise
-        except Exception as error:  # whatever a model's own code says
+        except Exception as error:  # any error of a model's own code
             said = f"{type(error).__name__}: {error}".splitlines()[0]
             raise _NotRunError(_FAILED.format(name=self._config.model_type, remedy=said)) from None
         rows: Tensor = (out.logits if hasattr(out, "logits") else out.last_hidden_state)[0]
@@ -166,7 +166,7 @@ class _Probe:
         return bool((~(apart <= self._tolerance * size)).sum() * 2 > len(found))
 
     def _ids(self) -> Tensor:
-        """Return token ids that stand for text."""
+        """Return ids of text tokens."""
         configs = (self._config, self._model.config)
         special = {v for c in configs for name, v in vars(c).items() if "token" in name and isinstance(v, int)}
         free = [number for number in range(self._config.vocab_size) if number not in special]
@@ -259,7 +259,7 @@ def _is_unreal(parameter: Tensor) -> bool:
 
 
 def _require_no_mixing_modules(model: nn.Module, config: Any) -> None:
-    """Raise RunError if a model has modules that mix tokens, leaving out those that encode images."""
+    """Raise RunError if a model has modules that mix tokens, except those that encode images."""
     on_rings = {f"{name}.conv1d" for name in linear_layers(model)}
     for name, module in model.named_modules():
         if name in on_rings:

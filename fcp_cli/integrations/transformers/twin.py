@@ -36,7 +36,7 @@ def twin_of(model: transformers.PreTrainedModel) -> Any:
     its rotations and scales, in another width; None if its class or its config does not allow to make one.
     """
     if any(isinstance(parameter, FakeTensor) for parameter in model.parameters()):
-        return None  # nothing is real where it is made
+        return None  # the model is on the meta device
     try:
         config = _small(model.config)
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -44,7 +44,7 @@ def twin_of(model: transformers.PreTrainedModel) -> Any:
             twin: Any = type(model)(config)
         is_whole = all(bool(torch.isfinite(parameter).all()) for parameter in twin.parameters())
         return twin.float() if is_whole else None  # a script may build in 16 bits
-    except Exception:  # whatever a model's own code says of sizes that nobody has tried
+    except Exception:  # any error of a model's own code at untested sizes
         return None
 
 

@@ -1,6 +1,6 @@
 """Make a plain loop around accelerate follow the plan: hook the methods of `Accelerator` that such loops call.
 
-The Trainer's own accelerator is left as it is: there the Trainer is hooked.
+The Trainer's own accelerator stays unhooked: there the Trainer is hooked instead.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def hook_accelerator(accelerator: ModuleType) -> None:
 
 
 def _with_loop(own: Callable[..., Any], hooked: Hooked) -> Callable[..., Any]:
-    """Return a method that calls `hooked(loop, own, ...)` where a plan is followed, else what it was."""
+    """Return a method that calls `hooked(loop, own, ...)` if a plan is followed, else the original."""
 
     @wraps(own)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +71,7 @@ def _with_loop(own: Callable[..., Any], hooked: Hooked) -> Callable[..., Any]:
 
 
 def _prepare(accelerator: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Prepare as ever; a model that is trained is hooked before, and the loader of the plan's data replaced after."""
+    """Prepare as usual; a trained model is hooked before, and the loader of the plan's data replaced after."""
     from torch import nn
 
     from fcp_cli.integrations.hugging_face.accelerate.loop import AcceleratedLoop, PlannedBatches
@@ -110,7 +110,7 @@ def _do_sync(accelerator: Any, own: Callable[..., Any]) -> None:
 
 
 def _clip(accelerator: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Clip whole gradients alone: between micro-batches the optimizer does not step, either."""
+    """Clip only complete gradients: between micro-batches the optimizer does not step, either."""
     import torch
 
     if getattr(accelerator, _LOOP).is_accumulating():

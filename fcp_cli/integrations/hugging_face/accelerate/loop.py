@@ -81,7 +81,7 @@ class AcceleratedLoop(WrittenLoop):
         return self.current is not None
 
     def require_whole_step(self, what: str) -> None:
-        """Raise RunError where ranks that have other numbers of micro-batches would not meet."""
+        """Raise RunError if ranks that have other numbers of micro-batches would not meet."""
         if self.current is not None and self.metadata.sync == "iteration":
             raise RunError(
                 f"the script calls accelerator.{what} before a step's last backward, but under sync iteration ranks "
@@ -90,19 +90,19 @@ class AcceleratedLoop(WrittenLoop):
             )
 
     def save(self, folder: Any) -> None:
-        """Write the next step of the plan beside what accelerate saved."""
+        """Write the next step of the plan next to accelerate's checkpoint."""
         if self.accelerator.is_main_process and folder is not None:
             write_text_atomically(Path(folder) / _POSITION, json.dumps({"next_step": self.next_step}))
 
     def load(self, folder: Path) -> None:
-        """Go on where a saved state ended."""
+        """Resume at the step of a saved state."""
         path = folder / _POSITION
         if not path.is_file():
             raise RunError(f"{folder} holds no {_POSITION}: it was not saved under a plan; start from the beginning")
         self._next_step = int(read_object(path, error=RunError)["next_step"])
 
     def check_skipped(self, loader: Any, num_batches: int) -> None:
-        """Raise RunError where a resumed script skips to another step than the one that its state was saved before."""
+        """Raise RunError if a resumed script does not skip to the step at which its state was saved."""
         self.follow(loader)
         updates, rest = divmod(num_batches, self.accelerator.gradient_accumulation_steps)
         place = self.next_step % self.metadata.steps_per_epoch

@@ -1,4 +1,4 @@
-"""Read what a script's collator makes of one row: tokens and labels without padding, and nothing else."""
+"""Read one row as a script's collator returns it: only tokens and labels, without padding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fcp_cli.masks import CAUSAL, Mask, MaskedSequence, of_matrix, token_types
 from fcp_cli.runtime.data.joined_sequences import JoinedSequences
 from fcp_cli.runtime.loss.labels import IGNORED
 
-# What collators add that says again what the tokens and the plan say.
+# Columns of collators that repeat information of the tokens or the plan.
 _REDUNDANT = frozenset({"attention_mask", "position_ids", "completion_mask", "seq_idx", "length"})
 _TYPES = ("token_type_ids", "mm_token_type_ids")
 _REDUNDANT_PREFIXES = ("cu_seq_lens", "max_length", "num_items")
@@ -22,8 +22,8 @@ _REDUNDANT_PREFIXES = ("cu_seq_lens", "max_length", "num_items")
 def one_sequence(batch: Any, row: int, *, masked: bool = False) -> tuple[Tensor, Tensor] | MaskedSequence:
     """Return the tokens [n] and labels [n] of the one sequence in a batch of one item, without its padding.
 
-    With them comes its mask where the batch has one: `attention_mask` as transformers' models take it beside padding,
-    [1, 1, n, n], also of each kind of layers, or `token_type_ids` as of Gemma 3.
+    With them comes its mask if the batch has one: `attention_mask` that transformers' models accept in addition to
+    padding, [1, 1, n, n], also of each kind of layers, or `token_type_ids` as of Gemma 3.
 
     Args:
         batch: the batch of a collator.
@@ -96,7 +96,7 @@ def _is_matrix(mask: Any) -> bool:
 
 
 def _mask_of(batch: Mapping[Any, Any], kept: slice, row: int) -> Mask | None:
-    """Return what a batch says that its tokens see of each other; None where it says nothing."""
+    """Return the attention mask of a batch, or None if it has none."""
     given = batch.get("attention_mask")
     if not _is_matrix(given):
         types = next((batch[name] for name in _TYPES if batch.get(name) is not None), None)
@@ -106,7 +106,7 @@ def _mask_of(batch: Mapping[Any, Any], kept: slice, row: int) -> Mask | None:
     if isinstance(given, Mapping) and name not in given:
         raise RunError(f"the attention mask of row {row} is for layers of {', '.join(given)}, and none of {name}")
     given = given[name] if isinstance(given, Mapping) else given
-    if given is None:  # which stands for causal there
+    if given is None:  # which means causal there
         return CAUSAL
     matrix = torch.as_tensor(given)
     tokens = torch.as_tensor(batch["input_ids"]).shape[1]

@@ -43,11 +43,11 @@ _PIXELS = (
     "image_position_ids",
 )
 _MASKS_BY_TYPES = frozenset({"gemma3"})
-"""Families whose token types are masks; those of others only repeat where placeholders stand."""
+"""Families whose token types are masks; those of others only repeat the positions of placeholders."""
 
 
 def one_row(batch: Any, row: int, *, pairs: bool = False, masked: bool = False, config: Any = None) -> Collated:
-    """Return one row of the data from a batch that the collator made of it alone.
+    """Return one row of the data from a batch that the collator made of only that row.
 
     Args:
         batch: the batch of a collator.
@@ -94,7 +94,7 @@ def _visual_row(batch: Mapping[Any, Any], row: int, masked: bool, config: Any) -
     family: Any = FAMILIES[config.model_type]
     pixels = [name for name in _PIXELS if name in inspect.signature(family.visual_sequence).parameters]
     # Positions of pictures are the model's own, of three axes; those of text must be 0, 1, 2, ... Models that are given
-    # seconds of frames and do not use them ignore them; rope_deltas are for generation alone.
+    # seconds of frames and do not use them ignore them; rope_deltas are only for generation.
     taken = {
         *pixels,
         "second_per_grid_ts",

@@ -1,6 +1,6 @@
 """Sizes of the rows of a script's data, through its own collator; images are counted from their headers.
 
-Image processors of transformers derive tokens and patches from heights and widths alone. While rows are counted, the
+Image processors of transformers derive tokens and patches only from heights and widths. While rows are counted, the
 functions by which they decode and resize give blank pixels of the right shape, which take neither time nor memory.
 """
 
@@ -58,7 +58,7 @@ class RowSizes(Dataset[RowSize | str]):
         try:
             with blank_pixels():
                 found = self._of_pixels(row)
-        except Exception:  # whatever a collator raises that looks at pixels; a row at fault raises again with them
+        except Exception:  # any error of a collator that reads pixels; a faulty row raises again with them
             return None
         if found.patches and self._compared < _COMPARED:
             self._compared += 1

@@ -29,18 +29,18 @@ from fcp_cli.vision.parts import VisualSequence
 
 class CollatedRows:
     """The rows of a script's data as the plan's `fetch`: row number -> (tokens, labels), as its collator makes them,
-    with their masks where it gives some.
+    with their masks if it gives some.
 
-    Before the first step, the lengths of all rows are compared with the plan's where the data set keeps its tokens in
+    Before the first step, the lengths of all rows are compared with the plan's if the data set keeps its tokens in
     Arrow, else those of a few rows; of the others, each when it is loaded.
 
     Args:
         loader: the script's own, of which the data set (row n of it is row n of the manifest), the collator, called
             with one row at a time, and the number of workers are used; padding is taken off again.
-        plan, metadata: what the rows must match.
+        plan, metadata: the plan that the rows must match.
         pairs: a row is a preferred and a rejected answer, each with its prompt; its length is that of both.
         config: the configuration of the model, whose images and videos the collator may give; None: it gives none.
-        lengths: [rows] tokens, where the plan is not whole yet.
+        lengths: [rows] tokens, if the plan is not whole yet.
 
     Attributes:
         learned: tokens with a label of each row that was read.
@@ -85,16 +85,16 @@ class CollatedRows:
             return self.read(self._loader.collate_fn([self._loader.dataset[row]]), row)
 
     def require_lengths(self) -> None:
-        """Raise RunError where a row has another length than in the plan, as far as a few rows tell.
+        """Raise RunError if a row has another length than in the plan, as far as a few rows tell.
 
-        For data that a script changes between epochs: workers that read ahead keep what they began with.
+        For data that a script changes between epochs: workers that prefetch keep the data of their start.
         """
-        with torch.random.fork_rng(devices=[]):  # training draws what it would draw without a plan
+        with torch.random.fork_rng(devices=[]):  # training draws the same numbers as without a plan
             for row in self._spread():
                 self(int(row))
 
     def require_same(self, loader: Any) -> None:
-        """Raise RunError where another loader of the script gives other rows; it names the first."""
+        """Raise RunError if another loader of the script gives other rows; it names the first."""
         own, other = self._loader, loader
         if len(other.dataset) != len(own.dataset):
             raise RunError(
@@ -109,7 +109,7 @@ class CollatedRows:
                 )
 
     def ahead(self, sampler: PlanSampler) -> Fetch:
-        """Return the same from workers of their own, as many as the script's loader has."""
+        """Return the same rows read by worker processes, as many as the script's loader has."""
         own = self._loader
         if not own.num_workers:
             return self
@@ -125,7 +125,7 @@ class CollatedRows:
         return sampler.fetch_from(loader, read=self.read)
 
     def read(self, batch: Any, row: int) -> Collated:
-        """Return what the collator made of one row; its mask may be for the plan to say."""
+        """Return the collator's result for one row; its mask may be left to the plan."""
         found = one_row(batch, row, pairs=self._pairs, masked=self._has_masks, config=self._config)
         ids, labels = found if isinstance(found, tuple) else (found.tokens, found.labels)
         tokens = len(ids)
@@ -140,7 +140,7 @@ class CollatedRows:
         return found
 
     def _check_mask(self, found: Any, row: int) -> None:
-        """Refuse a mask that the plan does not know of, and none where it knows of masks but not which they are."""
+        """Refuse a mask if the plan has none, and a missing mask if the plan has masks of unknown kinds."""
         mask = found.mask if isinstance(found, (MaskedSequence, VisualSequence)) else None
         if isinstance(found, VisualSequence) and found.mask.is_causal:  # of a collator that gave no token types
             mask = None
@@ -199,7 +199,7 @@ def _remedy(pairs: bool) -> str:
 
 
 def stored_lengths(dataset: Any, *, pairs: bool) -> IntArray | None:
-    """Return [rows] the tokens of each row that a `datasets.Dataset` holds, from their places in the file alone.
+    """Return [rows] the tokens of each row that a `datasets.Dataset` holds, from only their offsets in the file.
 
     None: it is of another kind, makes its rows when they are read, or has other columns.
     """

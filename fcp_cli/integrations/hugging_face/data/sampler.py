@@ -1,4 +1,4 @@
-"""A sampler by which a `DataLoader` of torch reads what a rank of a plan needs, for loops that would rather see it.
+"""A sampler with which a torch `DataLoader` reads the rows of one rank of a plan, for loops that need a DataLoader.
 
 session = fcp.start("plan.parquet")
 sampler = fcp.PlanSampler(session)
@@ -45,7 +45,7 @@ class PlanSampler(Sampler[int]):
         if session.source is not None:
             for row in session.source.rows_ahead():
                 self._drawn.append(row)
-                yield 0 if row is None else row  # workers that are asked too early read a row that nobody takes
+                yield 0 if row is None else row  # a worker that prefetches too early reads a row that is never used
             return
         for step in PlanReader(session.plan).steps(self._first_step):
             for order in orders_of_rank(step, session.rank):
@@ -56,8 +56,9 @@ class PlanSampler(Sampler[int]):
 
         Args:
             loader: the loader, with `batch_size=1` and a collator that makes a dictionary of input_ids and labels [1,
-                tokens] of a row; or with `batch_size=None` over a data set whose items are what `fetch` returns.
-            read: the function from such a batch and its row to what `fetch` returns.
+                tokens] of a row; or with `batch_size=None` over a data set whose items have the form of `fetch`'s
+                results.
+            read: the function from such a batch and its row to a result of `fetch`.
 
         Raises:
             RunError: the loader has another sampler, larger batches, or another number of rows than the manifest.

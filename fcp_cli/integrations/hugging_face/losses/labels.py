@@ -1,4 +1,4 @@
-"""What a trainer's `compute_loss` becomes under a plan: the loss of a micro-batch whose tokens lie on several ranks."""
+"""Replaces a trainer's `compute_loss` under a plan: the loss of a micro-batch whose tokens lie on several ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fcp_cli.runtime.session.microbatch import LocalMicroBatch
 from fcp_cli.runtime.session.session import Session
 from fcp_cli.runtime.session.step import Step
 
-# Settings by which models change what their head answered.
+# Settings with which models change their head's logits.
 _LOGITS_CHANGED_BY = (
     "final_logit_softcapping",
     "logit_scale",
@@ -54,13 +54,13 @@ class PlannedLoss(ABC):
         """Run the model on a micro-batch; return this rank's share of the step's loss, to call backward on."""
 
     def end_step(self, session: Session, step: Step) -> None:  # noqa: B027  # most log nothing else
-        """Log what the trainer logs beside the loss. Every rank calls it, after the step's last micro-batch."""
+        """Log the trainer's figures other than the loss. Every rank calls it, after the step's last micro-batch."""
 
 
 class CausalLoss(PlannedLoss):
     """The loss of `transformers.Trainer`: the mean over the learned tokens of the global batch, or over its batches.
 
-    Where nothing stands between a linear head and the logits, the head answers with the sum of token losses, so that
+    If nothing changes a linear head's logits afterwards, the head returns the sum of token losses, so that
     logits exist only a part at a time.
 
     Args:

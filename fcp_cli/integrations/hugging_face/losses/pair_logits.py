@@ -31,7 +31,7 @@ _EXACT, _ROUGH = 1e-5, 1e-2
 
 
 class LogitPreferenceLoss(PreferenceLoss):
-    """The loss of a framework's own DPO trainer, with what it logs besides means over logits."""
+    """The loss of a framework's own DPO trainer, with its logged figures except means over logits."""
 
     def __init__(self, trainer: Any, judged: Override) -> None:
         super().__init__(trainer, (), type(trainer).compute_loss)

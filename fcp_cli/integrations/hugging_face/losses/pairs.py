@@ -1,7 +1,7 @@
 """Preferred and rejected answers on a ring: TRL's loss code sees the padded batch that it would see without a plan.
 
-Its models are called with that batch. Hooks put this rank's tokens in place of it, and put what the fused head says of
-each token, of this rank's and of the others', back into the batch's form.
+Its models are called with that batch. Hooks replace it by this rank's tokens, and put the fused head's results for
+every token, of this rank and of others, back into the batch's form.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fcp_cli.runtime.loss.labels import IGNORED
 from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.runtime.session.microbatch import LocalMicroBatch
 
-# What the fused head says of each token. The first has a gradient.
+# Results of the fused head for each token. The first has a gradient.
 _FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
 _current: ContextVar[PairPack | None] = ContextVar("pairs", default=None)
 
@@ -96,7 +96,7 @@ class PairPack:
     def two_way_logits(self, log_probs: Tensor) -> Tensor:
         """Return logits [2 * pairs, tokens, 2]: of each token's label, and of all other tokens together.
 
-        Their log-softmax is the log-probability of the label, with its gradient, whatever the size of the vocabulary.
+        Their log-softmax is the log-probability of the label, with its gradient, for any size of the vocabulary.
 
         Args:
             log_probs: [1, own tokens], 0 of tokens without a label.
@@ -128,7 +128,7 @@ class PairPack:
 
 
 def two_way(log_probs: Tensor, is_learned: Tensor) -> Tensor:
-    """Return logits [..., 2] whose log-softmax at 0 is a log-probability, where it is learned, with its gradient."""
+    """Return logits [..., 2] whose log-softmax at 0 is a log-probability, if it is learned, with its gradient."""
     others = torch.log((-torch.expm1(log_probs.masked_fill(~is_learned, -1.0))).clamp(min=1e-12))
     return torch.stack((log_probs, others), dim=-1).masked_fill(~is_learned[..., None], 0.0)
 
@@ -139,7 +139,7 @@ def current_pairs() -> PairPack | None:
 
 
 def hook_pairs(model: nn.Module) -> None:
-    """Make a model with TRL's fused head run on a micro-batch of pairs where one is current."""
+    """Make a model with TRL's fused head run on a micro-batch of pairs if one is current."""
     model.register_forward_pre_hook(_take_own_tokens, with_kwargs=True, prepend=True)
     model.register_forward_hook(_give_whole_batch)
 

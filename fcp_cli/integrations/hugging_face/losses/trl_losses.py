@@ -63,7 +63,7 @@ class SftLoss(PlannedLoss):
 
 
 class PreferenceLoss(PlannedLoss):
-    """The loss of `trl.DPOTrainer`, whatever its kind: TRL's own code computes it, on all ranks of a ring alike.
+    """The loss of `trl.DPOTrainer`, of any kind: TRL's own code computes it, equally on all ranks of a ring.
 
     The policy and the reference run on this rank's tokens; log-probabilities of the others' tokens come from them. Each
     rank's gradient is that of its own.
@@ -129,7 +129,7 @@ class PreferenceLoss(PlannedLoss):
 
     @contextmanager
     def _collected(self, weights: Mapping[str, float]) -> Iterator[None]:
-        """Keep what TRL logs of a micro-batch on this rank: others have other numbers of micro-batches."""
+        """Keep TRL's logged figures of a micro-batch on this rank: other ranks have other numbers of micro-batches."""
         trainer = self._trainer
         tokens = trainer._total_train_tokens
         kept, trainer._metrics["train"] = trainer._metrics["train"], defaultdict(list)
@@ -149,7 +149,7 @@ class PreferenceLoss(PlannedLoss):
 
     @contextmanager
     def _own_gathers(self) -> Iterator[None]:
-        """Let accelerate gather this rank's numbers alone."""
+        """Let accelerate gather only this rank's numbers."""
         accelerator = self._trainer.accelerator
         accelerator.gather = accelerator.gather_for_metrics = _own
         try:

@@ -1,7 +1,7 @@
 """Tokens after each token of a shard, one to a few positions ahead, for multi-token prediction.
 
 The next tokens of a rank's tokens lie with other ranks where a chunk ends. Every rank reads its sequences whole, so it
-takes them from there, and none has to be asked.
+takes them from there, without communication.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Data where a script reads it on one process of a replica alone, as Megatron-LM's `pretrain_gpt.py` does.
+"""Data of scripts that read it on only one process of a replica, as Megatron-LM's `pretrain_gpt.py` does.
 
 Its first tensor-parallel process has the data set and broadcasts batches of the static length to the others; stages in
 the middle of a pipeline have none. Under a plan lengths differ, so the first process of a replica gives its whole step
@@ -32,8 +32,8 @@ _hooked: list[Callable[..., Any]] = []
 def hook_batches(utils: ModuleType) -> None:
     """Hook one of `_MODULES`, to be called once it has been imported, before its importer sees it.
 
-    Within a micro-batch of a plan, every process of several takes the batch of its own; elsewhere, in evaluation for
-    example, the first process broadcasts as ever.
+    Within a micro-batch of a plan, each process reads its own batch; elsewhere, e.g. in evaluation, the first process
+    broadcasts as usual.
     """
     get_batch: Callable[..., Any] | None = getattr(utils, _HOOKED, None)
     if get_batch is None:
@@ -61,9 +61,9 @@ class _ScriptBatch(dict[str, Any]):
 
 
 def shares_data(data_iterator: Any, replica: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether a process of this replica has no data of its own and can do without. All its processes call it.
+    """Return whether a process of this replica reads no data and needs none. All its processes call it.
 
-    Scripts that broadcast by a function of their own cannot: it would wait for the static length.
+    Scripts that broadcast with their own function cannot: it would wait for the static length.
     """
     found = {getattr(sys.modules.get(module), _HOOKED, None) for module in _MODULES}
     if dist.get_world_size(replica) == 1 or not found.intersection(_hooked):

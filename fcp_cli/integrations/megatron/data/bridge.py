@@ -34,7 +34,7 @@ def hook_splitting(module: ModuleType) -> None:
 
 
 def hook_cycling(module: ModuleType) -> None:
-    """Let the data set be found behind a loader that begins again when it ends."""
+    """Expose the data set behind a loader that restarts when it ends."""
     _require(module, _CYCLES, ())
     setattr(module, _CYCLES, Cycle)
 
@@ -45,7 +45,7 @@ def _require(module: ModuleType, name: str, parameters: tuple[str, ...]) -> None
 
 
 class Cycle:
-    """Yields what a loader does, again and again: Bridge's generator, with the loader as an attribute."""
+    """Yields a loader's batches in an endless loop: Bridge's generator, with the loader as an attribute."""
 
     def __init__(self, iterable: Iterable[Any]) -> None:
         self.iterable = iterable

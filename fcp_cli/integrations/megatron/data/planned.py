@@ -82,7 +82,7 @@ class PlannedData:
         return step
 
     def _open(self, data_iterator: Any) -> None:
-        """Begin to read where the script's sampler begins, which is where its checkpoint ended."""
+        """Start reading where the script's sampler starts, i.e. at the end of its checkpoint."""
         planned, manifest = self._metadata.masks, self._metadata.manifest
         masks = None if planned is None else planned.of_rows(manifest.rows)
         samples = replace(find_samples(data_iterator), masks=masks, manifest=manifest.name)

@@ -38,7 +38,7 @@ _AHEAD = (TOKENS, LABELS, LOSS_MASK, POSITIONS)
 # Where sequences end in a pack as it lies there, by whose data set it is: padded sequences before bare ones.
 _ENDS_OF_PACKS = ("cu_seqlens_q_padded", "cu_seqlens_padded", "cu_seqlens_q", _ENDS)
 
-# Random samplers hand out the data set in an order of their own, and count ahead of training.
+# Random samplers hand out the data set in their own order, and count ahead of training.
 _RANDOM_SAMPLER = "MegatronPretrainingRandomSampler"
 
 
@@ -68,7 +68,7 @@ class LocalShard:
     Attributes:
         row: the row in the plan.
         member: this rank's place in its group.
-        layout: says which tokens each member holds.
+        layout: the tokens of each member.
         batch: the batch, as the script's data iterator shall give it.
         positions: [tokens] int64, of each token within its own sequence.
         is_planned: [tokens] bool; padding is not.
@@ -246,7 +246,7 @@ def _ended(tensor: Tensor, end: int) -> Tensor:
 def _sequences(samples: Samples, at: int, length: int) -> tuple[list[dict[str, Tensor]], Mask]:
     """Return the per-token fields of an item of the data set, cut to the plan's length, of each sequence in it.
 
-    Includes their masks: causal, unless an item of one sequence brings its own.
+    Includes their masks: causal, unless an item of one sequence has its own.
     """
     found = samples.dataset[at]
     if not isinstance(found, Mapping) or TOKENS not in found:
@@ -325,7 +325,7 @@ def sequence_ends(item: Mapping[str, Any], at: int, tokens: int, length: int) ->
 
 
 def _ends_in(ends: list[int], at: int, length: int) -> list[int]:
-    """Return the ends that `cu_seqlens` name; it may repeat the last one, or end in -1, and leave padding out."""
+    """Return the ends that `cu_seqlens` name; it may repeat the last one, or end in -1, and excludes padding."""
     while ends and ends[-1] == -1:
         ends = ends[:-1]
     if ends[:1] != [0] or ends != sorted(ends):
