@@ -4,8 +4,8 @@ NCCL and HCCL connect two ranks at their first message, with the host blocked fo
 take device memory for it. Left to the rings, that would happen in the middle of steps, for as long as new pairs appear.
 
 Pairs are contacted in rounds, in each of which a rank meets one other rank at most. Every rank works out all rounds
-from the plan and goes through its own in order, waiting for each. This cannot deadlock: of the pairs that have not met,
-those of the earliest round wait for nobody but each other.
+from the plan and goes through its own in order, waiting for each. This cannot deadlock: of the pairs that are not
+connected, those of the earliest round wait only for each other.
 
 Rings use each way of theirs in one direction. Layers in which tokens look back (windows, linear attention) use them in
 both, and some others (`plan.ring_order.halo_hops`): where a rank's model has such layers, as who hooks it knows
@@ -97,7 +97,7 @@ def hops_of(groups: Iterable[RingGroup], ranks_per_node: int, *, halo_pattern: H
 
 
 def rounds_of(hops: Iterable[Hop]) -> Mapping[Hop, int]:
-    """Return the round of each pair (lower rank first): the earliest in which neither of its ranks meets another.
+    """Return the round of each pair (lower rank first): the earliest in which neither rank connects to another.
 
     With at most P peers per rank there are fewer than 2 P rounds.
     """

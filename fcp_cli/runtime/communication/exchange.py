@@ -72,7 +72,7 @@ def exchange(rows: Tensor, route: Route, transport: Transport | None) -> Tensor:
         rows: [at least as many as this rank produces, ...]; rows that no rank needs get zero gradient, so that one
             that produces nothing may pass a dummy row to keep its own computation in the graph.
         route: this rank's part; bound to the call, since another may be current by the time of the backward.
-        transport: carries the messages; None is enough where a single rank takes part.
+        transport: carries the messages; None is enough if a single rank takes part.
 
     Returns:
         [route.num_outputs, ...]

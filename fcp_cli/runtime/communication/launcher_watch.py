@@ -1,4 +1,4 @@
-"""Ends a rank whose launcher is gone: a killed torchrun tells its ranks nothing, and they would train on, unseen.
+"""Ends a rank whose launcher is gone: a killed torchrun does not stop its ranks, and they would train on unnoticed.
 
 PR_SET_PDEATHSIG does not serve: it hangs on the thread that forked the rank, which may end long before its process.
 """
@@ -35,7 +35,7 @@ def end_with_launcher() -> None:
 def find_launcher(environment: Mapping[str, str]) -> ProcessIdentity | None:
     """Return the launcher that waits for this process, or None: the nearest ancestor without the variables of a rank.
 
-    Between them may stand a wrapper: a shell, numactl.
+    There may be a wrapper between them, e.g. a shell or numactl.
     """
     name = next((name for name in (_TORCHRUN, _MSRUN) if name in environment), None)
     if name is None:

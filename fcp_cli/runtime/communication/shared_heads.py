@@ -93,7 +93,7 @@ class UlyssesExchange:
         return [_gather(_by_heads(received[..., column], head_dim), count) for column, head_dim, count in parts]
 
     def _columns(self, heads: Sequence[int], sizes: Sequence[int]) -> list[slice]:
-        """Return where each tensor's heads of one member, of these sizes, stand in a row of a message."""
+        """Return the offsets of each tensor's heads of one member, of these sizes, in a row of a message."""
         shares = (max(1, count // self._size) * size for count, size in zip(heads, sizes, strict=True))
         return [slice(*ends) for ends in pairwise(accumulate(shares, initial=0))]
 
@@ -105,7 +105,7 @@ def row_products(grad_out: Tensor, out: Tensor) -> Tensor:
 
 
 def of_products(delta: Tensor, grad_out: Tensor) -> Tensor:
-    """Return [T, H, D] rows whose products with those of `grad_out` are `delta` [T, H, 1]; zeros where these are."""
+    """Return [T, H, D] rows whose products with those of `grad_out` are `delta` [T, H, 1]; zero rows stay zero."""
     length = row_products(grad_out, grad_out)
     factor = torch.where(length > 0, delta / length, 0.0)
     return (factor * grad_out).to(grad_out.dtype)

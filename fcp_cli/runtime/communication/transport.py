@@ -116,7 +116,7 @@ class GroupChannel:
 
 
 class ProcessTransport:
-    """Ranks as processes over torch.distributed: one process group of all ranks, on which all have met once.
+    """Ranks as processes over torch.distributed: one process group of all ranks, which has run one collective.
 
     Nothing else runs on the group: a collective of the script between two hops would take part in their order. Make it
     with `ProcessTransport.create`, on every rank. CUDA tensors under gloo are staged through pinned host memory.
@@ -135,7 +135,7 @@ class ProcessTransport:
         """
         ranks = list(range(dist.get_world_size()))
         with warnings.catch_warnings():
-            # Options have a time-out of their own, which the group's replaces.
+            # The options' own time-out would override the group's.
             warnings.filterwarnings("ignore", message=".*_timeout was specified")
             group = dist.new_group(
                 ranks, group_desc="rings", timeout=rank_timeout(), pg_options=_priority_options(device)
@@ -160,7 +160,7 @@ class ProcessTransport:
         dist.all_reduce(torch.zeros(1, device="cpu" if self._staged else device), group=self._group)
 
     def warm_up(self, device: torch.device) -> None:
-        """Run a reduction and one hop around the group, where all of it is one ring. Collective over it."""
+        """Run a reduction and one hop around the group, if all of it is one ring. Collective over it."""
         self.meet(device)
         ranks = dist.get_process_group_ranks(self._group)
         place = ranks.index(dist.get_rank())

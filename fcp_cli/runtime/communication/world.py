@@ -75,7 +75,7 @@ class ProcessWorld:
         return work
 
     def swap(self, told: Tensor, to: int, heard: Tensor, source: int) -> None:
-        group = self._hosts()  # hops of rings have a group of their own
+        group = self._hosts()  # hops of rings use a separate group
         both = [dist.P2POp(dist.isend, told, to, group), dist.P2POp(dist.irecv, heard, source, group)]
         for work in dist.batch_isend_irecv(both):
             work.wait()
@@ -138,7 +138,7 @@ def gather_texts(world: World, text: str) -> list[str]:
 
 
 def _msrun_store(rank: int, size: int, seconds: int) -> Any:
-    """Return the store where the ranks that msrun started meet; unlike torchrun, it does not join nodes first."""
+    """Return the rendezvous store of ranks that msrun started; unlike torchrun, it does not join nodes first."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         store = torch._C._distributed_c10d.TCPStore(
@@ -149,7 +149,7 @@ def _msrun_store(rank: int, size: int, seconds: int) -> Any:
             f"the ranks did not come together at {host}:{port} within {seconds} s; start all nodes with the same plan, "
             "make sure that --master-addr and --master-port are node 0's own, or wait longer with --join-timeout"
         ) from error
-    store.set_timeout(dist.default_pg_timeout)  # the other was for joining alone
+    store.set_timeout(dist.default_pg_timeout)  # the other was only for joining
     return store
 
 

@@ -27,13 +27,13 @@ class RankStep:
     Attributes:
         step: optimizer step.
         rows: this rank's micro-batches, in the step's global order; at least one, which may be an idle row. Their
-            ranks stand as they stand around the ring.
+            ranks are in the ring's order.
         makespan_seconds, bound_seconds: prediction and lower bound for the whole step.
         tokens: the tokens of the global batch.
         loss_tokens: the tokens with a loss of the global batch, where the last token of each sequence has no next
             token to predict.
         sequences: the sequences of the global batch.
-        waves: with each of `rows`, all micro-batches of its wave, where their ranks share the encoder's work; else
+        waves: with each of `rows`, all micro-batches of its wave, if their ranks share the encoder's work; else
             none.
     """
 

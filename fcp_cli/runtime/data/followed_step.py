@@ -1,4 +1,4 @@
-"""Rules that every training loop under a plan keeps, whatever its framework."""
+"""Rules that every training loop under a plan keeps, in any framework."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plan_path(given: str | Path | None) -> Path:
 
 
 def require_length(found_tokens: int, planned_tokens: int, *, row: int) -> None:
-    """Raise RunError where row `row` of the data has fewer tokens than the plan's sequence."""
+    """Raise RunError if row `row` of the data has fewer tokens than the plan's sequence."""
     if found_tokens < planned_tokens:
         raise RunError(
             f"row {row} of the data has {found_tokens} tokens but {planned_tokens} in the plan: the plan was made from "

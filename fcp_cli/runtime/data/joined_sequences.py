@@ -18,7 +18,7 @@ class JoinedSequences:
 
     Attributes:
         tokens: [n] of all of them, one after the other.
-        labels: [n], each belonging to its token; -100 where it is not to be learned.
+        labels: [n], each belonging to its token; -100 if it is not to be learned.
         lengths: tokens of each; their sum is n.
     """
 

@@ -217,7 +217,7 @@ def _content(found: _Sequence) -> Iterator[Tensor]:
 
 
 def _position_ids(sequences: list[_Sequence], layout: ShardLayout, member: int, index: Tensor) -> Tensor:
-    """Return positions [1, tokens], or [axes, 1, tokens] where a sequence has its own; others count on all axes."""
+    """Return positions [1, tokens], or [axes, 1, tokens] if a sequence has its own; others count on all axes."""
     given = [sequence.position_ids for sequence in sequences if sequence.position_ids is not None]
     if not given:
         return torch.from_numpy(layout.position_ids(member)).unsqueeze(0)

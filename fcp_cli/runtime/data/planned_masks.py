@@ -1,4 +1,4 @@
-"""Give sequences the masks that they were planned with, and stop where data comes with others."""
+"""Give sequences the masks that they were planned with, and stop if data comes with others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def with_planned_masks(fetch: Fetch, metadata: PlanMetadata) -> Fetch:
 
 
 def require_same(found: Mask, planned: Mask, row: int, tokens: int, name: str) -> None:
-    """Raise RunError where a sequence of so many tokens comes with another mask than it was planned with."""
+    """Raise RunError if a sequence of so many tokens comes with another mask than it was planned with."""
     if found != planned and found.areas(tokens) != planned.areas(tokens):
         raise RunError(
             f"row {row} of the data comes with another mask ({described(found)}) than it has in the plan's manifest "

@@ -1,4 +1,4 @@
-"""Load a rank's steps ahead of the training loop, whatever a framework's shards hold."""
+"""Load a rank's steps ahead of the training loop, for any kind of shards."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def load_steps(
 
     Args:
         steps: steps to load.
-        begin: begins to load a micro-batch; its errors are raised in place of the step.
-        device: the device where the shards will go; for CUDA they are put in page-locked memory.
+        begin: begins to load a micro-batch; its errors are raised instead of returning the step.
+        device: the device that the shards will be copied to; for CUDA they are put in page-locked memory.
         looks_ahead: begin the next step before the current one ends, because other ranks read parts of it.
     """
     begun: deque[Callable[[], LoadedStep[ShardT]]] = deque()

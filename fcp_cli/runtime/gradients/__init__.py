@@ -1,4 +1,4 @@
-"""Sum gradients over all ranks once per step, whatever holds the parameters: nothing, DDP, FSDP2 or DeepSpeed.
+"""Sum gradients over all ranks once per step, for plain modules, DDP, FSDP2 and DeepSpeed.
 
 No reduction runs inside a backward of which ranks have different numbers: it would wait for ranks that wait for a hop
 behind it. A reducer that averages over ranks, although the training objective is a sum, names a factor that the loss is

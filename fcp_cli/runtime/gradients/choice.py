@@ -24,7 +24,7 @@ def gradient_sync(
     reduce: Reduce = "wave",
     phase: Phase | None = None,
 ) -> GradientSync:
-    """Return the way to sum a model's gradients; a model may bring its own.
+    """Return the way to sum a model's gradients; a model may define its own.
 
     Args:
         model: the model that is trained.

@@ -2,7 +2,7 @@
 
 An engine reduces gradients inside each backward, or in the one that it takes for a batch's last, by a number of its
 configuration. Under a plan ranks have different numbers of micro-batches, and which is the last depends on the step. So
-reductions wait for the end of the step (`coalesce_grad_reduction`), whatever the stage; or, where ZeRO 2 and 3 keep
+reductions wait for the end of the step (`coalesce_grad_reduction`), at any stage; or, if ZeRO 2 and 3 keep
 shares of the gradients only, they run in every backward of waves, of which all ranks have equally many.
 
 A loop for DeepSpeed calls `engine.step()` after every micro-batch, and the engine acts on the last of a batch: so it
@@ -110,7 +110,7 @@ class EngineSync(GradientSync):
             self._engine.step(*args, **kwargs)
 
     def restore(self) -> None:
-        with _without_flush(self._engine):  # given up: leaving reduces, where other ranks may not come
+        with _without_flush(self._engine):  # given up: leaving reduces, which other ranks may never join
             self._held_back.close()
         self._leave_engine()
 

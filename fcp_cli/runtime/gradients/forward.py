@@ -1,4 +1,4 @@
-"""Steps of forward passes alone, as for log-probabilities and reference models: nothing is summed over ranks."""
+"""Forward-only steps, e.g. for log-probabilities and reference models: nothing is summed over ranks."""
 
 from __future__ import annotations
 

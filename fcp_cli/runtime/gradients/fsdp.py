@@ -1,6 +1,6 @@
 """Models that FSDP2 (`fully_shard`) shards over all ranks, and those that its `replicate` copies.
 
-FSDP2 gathers weights: before each layer where it lets go of them, which needs waves, else once, before the step's first
+FSDP2 gathers weights: before each layer if it frees them, which needs waves, else once, before the step's first
 micro-batch. In waves all ranks gather, hop and reduce in one order, which the order check proves of recorded runs.
 """
 
@@ -27,7 +27,7 @@ def fsdp_sync(model: nn.Module, world: World, sync: Sync, reduce: Reduce) -> Gra
         model: the model that is trained; all that it trains is sharded.
         world: all ranks.
         sync: the sync of the plan.
-        reduce: when layers that let go of their weights reduce gradients; see `FsdpWaveSync`.
+        reduce: when layers that free their weights reduce gradients; see `FsdpWaveSync`.
     """
     _check_covers(model, world)
     gathering = _layer_that_gathers_again(model)
@@ -100,7 +100,7 @@ class FsdpWaveSync(_FsdpSync):
     """FSDP2 (`fully_shard`) that gathers each layer's weights again: all ranks together, micro-batch by micro-batch.
 
     Gradients are reduced inside the backward of every wave, which all ranks run equally many of, so that each rank
-    holds only its share of them; or inside the last one alone, which sends less, but until then each rank holds them
+    holds only its share of them; or only inside the last one, which sends less, but until then each rank holds them
     whole. Copies of the shards (HSDP) are summed in the last one in either case.
     """
 

@@ -74,7 +74,7 @@ class DdpSync(PlainSync):
 
     A rank whose last micro-batch is a ring would issue DDP's reductions between the ring's hops, while another member
     of that ring may have micro-batches left. On a device with fewer hardware queues than streams the reduction then
-    holds up the hop that the other member waits for, and neither ends. In waves every rank's last micro-batch is in
+    holds up the hop that the other member waits for: a deadlock. In waves every rank's last micro-batch is in
     the same wave, but a loop may hold backwards back, and parameters that DDP finds unused are reduced at other places
     among the hops on other ranks, so none is reduced inside a backward there either.
 
@@ -102,7 +102,7 @@ class DdpSync(PlainSync):
 
 
 def _buckets(model: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """Yield the parameters in order, cut where dtype or device changes or a bucket is full; the same on all ranks."""
+    """Yield the parameters in order, split when dtype or device changes or a bucket is full; the same on all ranks."""
     bucket: list[nn.Parameter] = []
     held_bytes = 0
     for parameter in model.parameters():

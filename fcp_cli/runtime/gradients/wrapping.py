@@ -1,7 +1,7 @@
 """Find the wrapper that reduces a model's gradients: around the model, or inside of further wrappers.
 
 Frameworks put shells around a wrapper (torch.compile, Lightning's Fabric, a module of the script's own). The trained
-parameters then still hang below the wrapper, and a plan has to drive the wrapper.
+parameters then still belong to the wrapper, and a plan must call the wrapper.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of a running loop, so that one that would train wrong stops where it goes wrong.
+"""Checks of a running loop that stop it at the first step that would train wrongly.
 
 All of it is the host's: counters, hooks on the loss, and one number a step between hosts. A micro-batch pays a few
 microseconds (`python -m benchmarks.guards`).

@@ -45,7 +45,7 @@ class PassAgreement:
         before = ring.ranks[ring.index - 1]
         theirs = torch.zeros(3, dtype=torch.int64, device="cpu")
         self._world.swap(torch.tensor(mine, device="cpu"), ring.ranks[(ring.index + 1) % ring.degree], theirs, before)
-        if theirs[0] and tuple(theirs.tolist()) != mine:  # nobody answers where other ranks are made up
+        if theirs[0] and tuple(theirs.tolist()) != mine:  # simulated ranks do not answer
             raise RunError(
                 f"{ring.place}: this rank {_named(mine, mine[0])} of attention, but rank {before} of its ring "
                 f"{_named(tuple(theirs.tolist()), mine[0])}: run the model equally often in each micro-batch on every "

@@ -21,7 +21,7 @@ _OTHER_MODEL = (
 
 
 def require_summed(loss: Tensor, summed: frozenset[int] | None, *, ranks: int, place: str) -> None:
-    """Raise RunError if a loss trains a weight whose gradients nobody sums.
+    """Raise RunError if a loss trains a weight whose gradients are not summed.
 
     Args:
         loss: the loss with its graph, which is walked once: a few microseconds per node.

@@ -1,7 +1,7 @@
 """Say where a rank is when it has waited too long: in which step, which ring, and for which ranks.
 
 Rings block without a word: a rank whose neighbour never comes ends, minutes later, with the name of a collective. A
-background thread watches the progress of the device, and prints a line of its own before the time-out. Each
+background thread watches the progress of the device, and prints its own line before the time-out. Each
 rank of a job that hangs prints one, and the rank in the earliest micro-batch holds the others up.
 """
 
@@ -62,7 +62,7 @@ class Watch:
         self._stop = threading.Event()
 
     def start(self) -> None:
-        """Begin to watch, until `stop`, or until nobody holds the watch any more."""
+        """Start watching, until `stop`, or until the watch is garbage-collected."""
         weakref.finalize(self, self._stop.set)
         given = (weakref.ref(self), self._stop, self._seconds / _LOOKS)
         threading.Thread(target=_watch, args=given, name="fcp-watch", daemon=True).start()
@@ -77,7 +77,7 @@ class Watch:
         return place
 
     def go_on(self, step: int, row: MicroBatch) -> None:
-        """Note that a micro-batch begins where the one before ends, in a loop that says no more than that."""
+        """Note that a micro-batch begins when the previous one ends, in a loop that reports nothing else."""
         self.leave()
         self.begin(step, row)
 

@@ -25,7 +25,7 @@ def install(environment: MutableMapping[str, str]) -> None:
     """Make this process one rank of a job under a plan; nothing is imported yet.
 
     Args:
-        environment: the environment of this process; gets torch's variables where msrun started it.
+        environment: the environment of this process; gets torch's variables if msrun started it.
     """
     if not environment.get(PLAN_VARIABLE):
         raise UsageError(f"{PLAN_VARIABLE} names no plan; set it, or start the script with 'fcp launch --plan PLAN'")
@@ -85,7 +85,7 @@ def _watch_optimizers(optimizer: ModuleType) -> None:
 
 
 def _leave_at_exit(distributed: ModuleType) -> None:
-    """Destroy the process group at exit, which many scripts leave out, and write the metrics before it is destroyed."""
+    """Destroy the process group at exit, which many scripts forget, and write the metrics before it is destroyed."""
     destroy = distributed.destroy_process_group
 
     @wraps(destroy)

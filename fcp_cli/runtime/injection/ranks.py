@@ -21,7 +21,7 @@ _MSRUN = {
 def is_scheduler(environment: Mapping[str, str]) -> bool:
     """Return whether this is msrun's scheduler: one more process with the command of the ranks, which joins them.
 
-    torch needs none: it has to end at once, with status 0.
+    torch needs none: it must end at once, with status 0.
     """
     return environment.get(_ROLE) == _SCHEDULER
 
@@ -29,7 +29,7 @@ def is_scheduler(environment: Mapping[str, str]) -> bool:
 def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that torch.distributed needs in a worker of msrun; none for any other process.
 
-    Ranks meet at the port after the scheduler's, which is taken.
+    The rendezvous of ranks uses the port after the scheduler's, which is taken.
     """
     if environment.get(_ROLE) != _WORKER:
         return {}

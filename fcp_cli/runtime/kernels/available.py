@@ -1,9 +1,9 @@
 """The attention kernels that a CUDA device and this release of PyTorch can run, by their names.
 
-FlashAttention 3 and 4 come in packages of their own, and PyTorch adapts them to the arguments of its flash operators:
-its registry (`torch.nn.attention`) puts the adapters in place of the operators, for the whole process. fcp calls the
-adapters themselves, so that the operators stay as they are. An implementation that the script has activated in the
-registry stays, and the flash operators then run it.
+FlashAttention 3 and 4 come in separate packages, and PyTorch adapts them to the arguments of its flash operators:
+its registry (`torch.nn.attention`) replaces the operators by the adapters, for the whole process. fcp calls the
+adapters directly, so that the operators stay unchanged. An implementation that the script has activated in the registry
+stays, and the flash operators then run it.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _adapted(name: KernelName) -> FlashOperators:
         if name == "fa4":
             setattr(module, _FA4_PATH, adapter.package)
         return FlashOperators(forward=getattr(module, adapter.forward), backward=getattr(module, adapter.backward))
-    except Exception as error:  # packages of other releases fail in ways of their own
+    except Exception as error:  # other releases fail in other ways
         raise UnavailableError(f"{adapter.install} does not fit torch {torch.__version__}: {error}") from error
 
 

@@ -1,7 +1,7 @@
 """The interface of an attention kernel to the ring.
 
 T tokens, H query heads, G key/value heads, D head size; Tq and Tk where queries and keys differ in number, Dv where
-heads of values have a size of their own.
+heads of values may have another size.
 """
 
 from __future__ import annotations

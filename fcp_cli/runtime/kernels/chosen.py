@@ -70,7 +70,7 @@ class Preference:
         return tuple(name for name in names if name not in self.excluded)
 
     def favours(self, name: KernelName, other: KernelName, one: Segments) -> bool:
-        """Return whether a sequence alone would run on kernel `name` rather than on `other`, if none was asked for."""
+        """Return whether a single sequence would run on kernel `name` rather than on `other`, if none was asked for."""
         order = replace(self, asked=None).order(one)
         return name in order and order.index(name) < (order.index(other) if other in order else len(order))
 
@@ -130,7 +130,7 @@ class ChosenKernel:
     ) -> NamedKernel | None:
         """Return cuDNN for the long ones of a pack of unequal sequences, `rest` for the others; None if none is long.
 
-        Sequences are long if cuDNN is the quicker on each alone: by the measured table, else by the default order.
+        Sequences are long if cuDNN is faster for each by itself: by the measured table, else by the default order.
         """
         name: KernelName = "cudnn"
         lengths = list(zip(segments.q_lengths, segments.k_lengths, strict=True))
@@ -188,7 +188,7 @@ def runs_of(segments: Segments, kernels: Sequence[NamedKernel]) -> list[KernelRu
 
 
 class SplitKernel:
-    """The kernels of a call's runs as one kernel, for this call alone. No device synchronisation.
+    """The kernels of a call's runs as one kernel, only for this call. No device synchronisation.
 
     Args:
         name: the name of the kernel of the long sequences, which is dropped if a run fails.

@@ -19,7 +19,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 _SHARES_KV_HEADS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
 
 
-# Queries of one call where each sees a window: as many as the window has keys, within these bounds.
+# Queries of one call with sliding windows: as many as the window has keys, within these bounds.
 _LEAST_BLOCK, _MOST_BLOCK = 128, 1024
 
 

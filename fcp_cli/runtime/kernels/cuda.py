@@ -86,7 +86,7 @@ class CudaFlashKernel:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         bounds = bounds_of(segments, q.device)
-        # No dropout, so the random state is never read; it only has to exist.
+        # No dropout, so the random state is never read; it must only exist.
         random_state = segments.derived(
             ("random_state", q.device), lambda: torch.zeros(2, dtype=torch.uint64, device=q.device)
         )

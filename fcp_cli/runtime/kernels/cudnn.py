@@ -149,7 +149,7 @@ class CudnnKernel:
         if self._stats_dims == 4:
             stats = stats.unsqueeze(-1)
         seed = _unused_seed(segments, q)
-        # No bias and no cumulative lengths: None stands for an undefined tensor, as autograd passes it.
+        # No bias and no cumulative lengths: None means an undefined tensor, as autograd passes it.
         grads = self._operators.dense_backward(
             dout, q, k, v, out, stats, seed, seed, None, None, None, batch.rows, batch.keys, 0.0, segments.causal,
             scale=scale,
@@ -235,5 +235,5 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def _unused_seed(segments: Segments, like: Tensor) -> Tensor:
-    """Return a seed that is never read, since there is no dropout; it only has to exist."""
+    """Return a seed that is never read, since there is no dropout; it must only exist."""
     return segments.derived(("seed", like.device), lambda: torch.zeros((), dtype=torch.int64, device=like.device))

@@ -20,7 +20,7 @@ from fcp_cli.runtime.kernels.equal_sizes import with_equal_sizes, with_equal_siz
 from fcp_cli.runtime.layouts.layout import Segments
 
 _STATS_LANES = 8  # the operator repeats each row's statistic 8 times
-_MASK_SIDE = 2048  # the compressed causal mask has this size, whatever the lengths are
+_MASK_SIDE = 2048  # the compressed causal mask has this size for all lengths
 _MOST_BLOCKS = 64  # a view and a copy of each cost the host some microseconds
 _NO_MASK, _CAUSAL_BOTTOM_RIGHT, _BAND = 0, 3, 4  # sparse_mode
 
@@ -89,8 +89,8 @@ class NpuKernel:
     def _stats_are_head_major(self, like: Tensor) -> bool:
         """Return whether the statistics of a segment lie in memory as [H, rows, 8], against their shape.
 
-        Releases differ, and a wrong guess would give wrong gradients in silence, so the operator is asked once:
-        scores that name their own row and head.
+        Releases differ, and a wrong guess would silently give wrong gradients, so the operator is probed once: scores
+        that encode their row and head.
         """
         if self._head_major is None:
             self._head_major = self._probe(like)
@@ -144,7 +144,7 @@ def heads_first(stats: Tensor, lengths: tuple[int, ...]) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _element_order(lengths: tuple[int, ...], heads: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return [T * H] int32 where each element lies, and which element lies there.
+    """Return [T * H] int32 the position of each element, and the element at each position.
 
     Only the orders of a micro-batch or two are kept, of all of a member's rows and of its backs: at 16k tokens and 32
     heads each takes 4 MB.

@@ -1,7 +1,7 @@
 """The layout of a pack on a ring: exact, uneven zig-zag chunks of every sequence.
 
 A sequence of L tokens on a ring of degree d is cut into 2d chunks; chunk j has ``L // 2d + (j < L % 2d)`` tokens, so
-no token is padded and none is lost, whatever L is. Member r owns chunk r (its *front*) and chunk 2d-1-r (its *back*)
+no token is padded and none is lost, for any L. Member r owns chunk r (its *front*) and chunk 2d-1-r (its *back*)
 of every sequence, which gives every member the same share of a causal triangle. A member's local buffer is the
 concatenation over the sequences of [front, back].
 
@@ -13,7 +13,7 @@ Example: L = 10 tokens on d = 2 members, 2d = 4 chunks of 3, 3, 2 and 2 tokens:
 If sets of u members share the heads, the ring is one of sets: a set holds the tokens of a member of a ring of d / u,
 and its members hold consecutive runs of them, equally long to within a token (`UlyssesLayout`).
 
-Every shape follows from (lengths, degree, heads degree) alone, so ranks never exchange sizes.
+Every shape follows only from (lengths, degree, heads degree), so ranks never exchange sizes.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class Segments:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Rows of a member's local buffer: a slice where they are contiguous, else their positions.
+    """Rows of a member's local buffer: a slice if they are contiguous, else their positions.
 
     Attributes:
         span: the rows as (start, stop), or None if they are not contiguous.
-        positions: [n] int64, set where `span` is None.
+        positions: [n] int64, set if `span` is None.
         memo: the positions as a tensor, once per device.
     """
 
@@ -169,7 +169,7 @@ class RingLayout(ShardLayout):
         return self._places(index) + np.repeat(bases, self.owned(index))
 
     def hops(self, member: int, source: int, *, packed: bool = True) -> tuple[Hop, ...]:
-        """Return the work of `member` with the keys and values of `source`; none if no query meets a key.
+        """Return the work of `member` with the keys and values of `source`; none if no query sees a key.
 
         Zig-zag chunks are ordered in time: those of an earlier source's front come before all of the member's tokens,
         those of a later source come between the member's front and its back. Only the member's own chunks need a
@@ -198,7 +198,7 @@ class RingLayout(ShardLayout):
     def _make_hops(self, member: int, source: int, packed: bool) -> tuple[Hop, ...]: ...
 
     def _places(self, index: int) -> IntArray:
-        """Return [tokens(index)] where each local token stands in its sequence."""
+        """Return [tokens(index)] the position of each local token in its sequence."""
         _, starts, sizes = self.runs(index)
         return np.arange(self._tokens[index], dtype=np.int64) + np.repeat(starts - _offsets(sizes), sizes)
 
@@ -254,7 +254,7 @@ class ZigZagLayout(RingLayout):
         live = np.flatnonzero((q_sizes > 0) & (k_sizes > 0))
         # One call for all live sequences, or one for each; if none is live, both give no call.
         calls = [live] if packed and live.size else live[:, None]
-        # Hops of later members meet the same queries: as one object, which is gathered once for all of them.
+        # Hops of later members read the same queries: one object, which is gathered once for all of them.
         key = (member, source > member, packed, live.tobytes())
         if key not in self._q_rows:
             self._q_rows[key] = tuple(_rows(q_starts[i], q_sizes[i]) for i in calls)
@@ -366,7 +366,7 @@ def _offsets(sizes: IntArray) -> IntArray:
 
 
 def _hop(call: list[tuple[int, Piece]], q_bases: IntArray, k_bases: IntArray) -> Hop:
-    """Make the call of some pieces, whose rows count from where their sequences begin."""
+    """Make the call of some pieces, whose rows count from the start of their sequences."""
     return Hop(
         q_rows=_rows_of(np.concatenate([piece.queries + q_bases[sequence] for sequence, piece in call])),
         k_rows=_rows_of(np.concatenate([piece.keys + k_bases[sequence] for sequence, piece in call])),

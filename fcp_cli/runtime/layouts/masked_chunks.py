@@ -9,10 +9,10 @@ members, one rectangle or one triangle of rows that follow each other in both bu
     causal           triangle             all x fronts                  backs x all
     keys after own   triangle, reversed   all x backs                   fronts x all
 
-A triangle of keys after a query's own is causal once both are read backwards. Kernels so need no mask of their own.
+A triangle of keys after a query's own is causal once both are read backwards. So kernels need no special mask.
 
 A kernel call gets no query and no key twice, since results are merged row by row, and gradients added. Pieces go to the
-first call where both are free; a mask names its areas in rounds, and there are no more calls of a kind than those.
+first call in which both are free; a mask names its areas in rounds, and there are no more calls of a kind than those.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class MaskedChunks:
     __slots__ = ("_areas", "_cuts", "_degree", "_sizes", "_starts", "tokens")
 
     def __init__(self, mask: Mask, length: int, degree: int) -> None:
-        cuts = mask.cuts(length) if degree > 1 else (0, length)  # alone, stretches would only be more calls
+        cuts = mask.cuts(length) if degree > 1 else (0, length)  # on one rank, stretches would only add calls
         self._degree = degree
         self._cuts = np.array(cuts, dtype=np.int64)
         self._areas = mask.areas(length, cuts)
@@ -67,7 +67,7 @@ class MaskedChunks:
         self.tokens = [int(held.sum()) for held in self._sizes]
 
     def runs(self, member: int) -> tuple[IntArray, IntArray]:
-        """Return where a member's chunks start in the sequence, front and back of each stretch, and their sizes."""
+        """Return the starts of a member's chunks in the sequence, front and back of each stretch, and their sizes."""
         return self._starts[member], self._sizes[member]
 
     def calls(self, member: int, source: int) -> list[list[Piece]]:
@@ -101,7 +101,7 @@ class MaskedChunks:
     def _around_diagonal(
         self, area: Area, member: int, source: int, queries: IntArray, keys: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """Return the rows of a triangle that meet between two members, of which the earlier holds all fronts before."""
+        """Return the rows of a triangle shared between two members, of which the earlier holds all fronts before."""
         stretch = int(np.searchsorted(self._cuts, area.q_start, side="right")) - 1
         if source < member:
             middle = self._middle(source, stretch)

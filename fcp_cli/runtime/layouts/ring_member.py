@@ -14,7 +14,7 @@ class RingMember:
     Not a dataclass: FSDP2 copies those among a module's arguments, and the calls of a copy would not be counted here.
 
     Attributes:
-        layout: says which tokens each member holds.
+        layout: the tokens of each member.
         index: this member's place in `ranks`.
         ranks: global ranks of the members, in ring order.
         attention_calls: how often `attention` ran on it; the session stops a job whose model never calls it.
@@ -36,7 +36,7 @@ class RingMember:
 
     @property
     def ring_layout(self) -> RingLayout:
-        """Return the layout of a member of a ring; where members share heads, that of `ring_of_head_group` alone."""
+        """Return the layout of a member of a ring; if members share heads, only that of `ring_of_head_group`."""
         assert isinstance(self.layout, RingLayout), self.layout
         return self.layout
 
@@ -61,7 +61,7 @@ class RingMember:
     def check_shapes(self, q: Any, k: Any, v: Any) -> None:
         """Check that queries, keys and values [1, heads, tokens, head_dim] of any framework are this member's shard.
 
-        Heads of values may have a size of their own.
+        Heads of values may have another size.
         """
         if q.ndim != 4 or q.shape[0] != 1:
             raise RunError(

@@ -118,13 +118,13 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, block: slice) -
 
 
 def _place_of_labels(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Return [n, 1] each label's column in a block, any column where it is in another, and [n] whether it is in it."""
+    """Return [n, 1] each label's column in a block, any column if it is in another, and [n] whether it is in it."""
     inside = (labels >= block.start) & (labels < block.stop)
     return (labels - block.start).clamp(0, block.stop - block.start - 1).unsqueeze(1), inside
 
 
 def _logsumexp_(logits: Tensor) -> Tensor:
-    """Return [n] the log-sum-exp of each row; overwrites the logits, where torch.logsumexp makes a second copy."""
+    """Return [n] the log-sum-exp of each row; overwrites the logits, whereas torch.logsumexp makes a second copy."""
     if not logits.numel():
         return logits.sum(1)
     highest = logits.amax(1).clamp_(min=torch.finfo(logits.dtype).min)  # entries of -inf, as a bias may make, count 0
@@ -139,7 +139,7 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def product_dtype(hidden: Tensor) -> torch.dtype:
-    """Return the type of the products: autocast's where it is on, which leaves fp64 alone."""
+    """Return the type of the products: autocast's if it is on, which never casts fp64."""
     device_type = hidden.device.type
     if hidden.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
         return hidden.dtype

@@ -1,6 +1,6 @@
-"""Cross entropy of a linear head by the kernels of other libraries, where they are installed and can do it.
+"""Cross entropy of a linear head by the kernels of other libraries, if they are installed and can do it.
 
-They hold no logits either, and on a GPU take less time than `chunked_loss`, which stands in for them everywhere else.
+They hold no logits either, and on a GPU take less time than `chunked_loss`, the fallback everywhere else.
 Cut cross entropy is asked for its exact variant: by default it leaves small gradients out.
 """
 
@@ -66,7 +66,7 @@ def _installed() -> dict[str, FusedLoss]:
 def _import(make: Callable[[], FusedLoss]) -> FusedLoss | None:
     try:
         return make()
-    except Exception:  # absent, or without its driver, or not fitting another library, in whatever way
+    except Exception:  # absent, without its driver, or incompatible with another library
         return None
 
 

@@ -1,7 +1,7 @@
 """The loss whose gradient no plan can change: the sum of token losses / tokens of the global batch.
 
-Every rank adds its own tokens' share and gradients are summed over ranks, so it does not matter which rank ran which
-sequence with whom. A mean per group or per rank would weigh tokens by how the plan happened to pack them.
+Every rank adds its own tokens' share and gradients are summed over ranks, so it does not matter which ranks ran a
+sequence together. A mean per group or per rank would weigh tokens by how the plan happened to pack them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Labels:
 
     Attributes:
         values: [1, tokens] int64, `IGNORED` if there is nothing to predict.
-        rows: [labelled] int64, the tokens that have one; None where nearly all have.
+        rows: [labelled] int64, the tokens that have one; None if nearly all have.
         weights: [1, tokens] factors on the tokens' losses; None: all 1.
     """
 
@@ -69,7 +69,7 @@ def head_loss_sum(hidden: Tensor, head: nn.Linear | Tensor, labels: Labels) -> T
 
 
 def labelled_rows(labels: Tensor) -> Tensor | None:
-    """Return [labelled] which tokens of labels [1, tokens] have one; None where leaving out the others is no gain."""
+    """Return [labelled] which tokens of labels [1, tokens] have one; None if skipping the others gains nothing."""
     rows = (labels[0] != IGNORED).nonzero().squeeze(1)
     return rows if len(rows) <= _GATHERED_SHARE * labels.shape[1] else None
 

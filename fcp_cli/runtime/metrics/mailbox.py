@@ -1,5 +1,7 @@
-"""Messages that ranks leave for rank 0 in the store through which the job met. Nobody waits for them, and no collective
-of the training stands before or behind them: a loop may end wherever it likes."""
+"""Messages to rank 0 through the job's rendezvous store.
+
+No rank waits for them, and they need no collective of the training: a loop may end at any point.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ class MetricsMailbox:
         self._found: dict[int, RankMeasurement] = {}
 
     def leave(self, rank: int, measured: RankMeasurement) -> None:
-        """Leave a rank's message for rank 0: a few packets, which nobody answers."""
+        """Leave a rank's message for rank 0: a few packets without a reply."""
         self._store.set(_key(rank, measured.step), measured.encode())
 
     def collect(self, step: int) -> dict[int, RankMeasurement] | None:

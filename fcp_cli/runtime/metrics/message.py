@@ -97,6 +97,6 @@ def _planned_timings(timings: Sequence[Timing], plan: StepPlan) -> list[TimedMic
 
 
 def mean_loss(ranks: Mapping[int, RankMeasurement]) -> float:
-    """Return the step's loss from the sums of all ranks; NaN where they know none."""
+    """Return the step's loss from the sums of all ranks; NaN if they know none."""
     divisor = sum(rank.divisor for rank in ranks.values())
     return sum(rank.loss_sum for rank in ranks.values()) / divisor if divisor else math.nan

@@ -1,4 +1,4 @@
-"""Measure the steps of a loop, whatever drives it, and write them down on rank 0 (`fcp-metrics/1`).
+"""Measure the steps of a loop of any framework, and write them down on rank 0 (`fcp-metrics/1`).
 
 A rank notes marks of its clock, which costs the host microseconds and never makes it wait for the device. Once the
 device has passed a step's last mark, in a later micro-batch, the rank leaves its measurement in the job's store, and
@@ -56,7 +56,7 @@ class Recorder:
         metadata: the metadata of the plan.
         rank: the rank of the plan; one process of it records.
         device: the device of the rank.
-        store: through which the job met.
+        store: the job's rendezvous store.
 
     Attributes:
         listeners: called on rank 0 with each record that was written.

@@ -1,4 +1,4 @@
-"""How a run's metrics begin, whatever framework trains: the folder, the file and its first line."""
+"""Start of a run's metrics, for any framework: the folder, the file and its first line."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """A clock for the CPU, where work is done when the call returns."""
+    """A clock for the CPU, whose work is done when the call returns."""
 
     def mark(self) -> float:
         return time.perf_counter()

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a job about its planning: on a group of their own, in host memory."""
+"""Messages between the ranks of a job about its planning: on a separate group, in host memory."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def online_settings(planner: PlansStreams | OnlineSettings | None) -> OnlineSett
 
 
 def stream_plan_path(given: str | Path | None) -> Path:
-    """Return where a stream's plan is written: as given, where `fcp launch` says, else here."""
+    """Return the path of a stream's plan: as given, else the one of `fcp launch`, else in this folder."""
     return Path(given or os.environ.get("FCP_PLAN") or _PLAN)
 
 

@@ -27,7 +27,7 @@ class Lengths(Protocol):
     """The tokens and pictures of each row of a loop's training data, in the columns of a manifest."""
 
     def known(self) -> pa.Table | None:
-        """Return the columns that the data's storage or an earlier job tells; None: rows have to be read."""
+        """Return the columns known from the data's storage or an earlier job; None: rows must be read."""
         ...
 
     def read(self, rows: range) -> pa.Table:

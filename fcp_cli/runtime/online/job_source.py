@@ -77,7 +77,7 @@ class JobSource(StreamSource):
         return joined_message({"state": STEPS}, steps_bytes(steps))
 
     def _fit_times(self, due: int) -> None:
-        """Have the steps from here on planned by measured times, once enough was trained; rank 0 alone plans."""
+        """Have the steps from here on planned by measured times, once enough was trained; only rank 0 plans."""
         assert self._planner is not None
         if self._wants_measurements and self.measured.has(
             seconds=_MEASURED_SECONDS, steps=_MEASURED_STEPS, micro_batches=_MEASURED_MICROBATCHES

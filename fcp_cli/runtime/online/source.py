@@ -1,9 +1,9 @@
 """One rank's part in planning while training: windows of a stream in, planned steps out, the same on all ranks.
 
 Three threads: one reads the stream, one has windows planned and agrees on them with the other ranks, and the training
-loop takes steps. Both others go ahead of the loop by as many steps as it is allowed, counted from the step that it asks
-for: all ranks ask for the same steps, so all ranks tell each other equally often, and a rank that leaves its loop
-leaves none waiting.
+loop takes steps. Both others run ahead of the loop by a limited number of steps, counted from the step that it asks
+for: all ranks ask for the same steps, so all ranks exchange messages equally often, and a rank that leaves its loop
+    leaves none waiting.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class StreamSource:
                     due = window.first_step + len(window.batches)
                     self._windows.put(window)
                 self._windows.put(None)
-            except BaseException as error:  # whatever the stream raised: the job must not wait for it
+            except BaseException as error:  # any error of the stream: the job must not wait for it
                 self._windows.put(error)
 
         return read

@@ -3,7 +3,7 @@
 Each part (an image, a pair of frames, a tile) is one file, named after the inputs of its embeddings: the
 picture's content, its processor, the part's place in it, and the encoder's weights and types. A file exists whole or
 not at all, and any number of ranks and runs may share a folder. An embedding is this encoder's own output, bit
-for bit; a picture encoded in a batch may differ in its last bits from one encoded alone, as always.
+for bit; a picture encoded in a batch may differ in its last bits from one encoded by itself, as always.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class EmbeddingCache:
 
     Args:
         folder: made if it is not there.
-        about: whatever else decides the embeddings: the precision that the model computes in.
+        about: other settings that affect the embeddings, e.g. the precision of the model.
     """
 
     def __init__(self, folder: Path, *, about: str = "") -> None:
@@ -72,7 +72,7 @@ class EmbeddingCache:
             raise RunError(f"cannot make the folder of cached embeddings {folder}: {error.strerror}") from error
 
     def bind(self, model: nn.Module) -> None:
-        """Take the encoder whose embeddings these are. Collective where its weights are sharded."""
+        """Take the encoder whose embeddings these are. Collective if its weights are sharded."""
         towers = dict(encoder_modules(model))
         trained = [
             f"{tower}.{name}"

@@ -60,7 +60,7 @@ class EncoderAhead:
 
 
 def require_ranks_apart(sync: GradientSync, encoder_ranks: int | None) -> None:
-    """Check, under a plan with encoder ranks, that no wrapper makes ranks meet in modules or misses their backwards."""
+    """Check, under a plan with encoder ranks, that no wrapper synchronises ranks in modules or misses backwards."""
     if encoder_ranks and not sync.lets_ranks_run_apart:
         raise RunError(
             "under a plan with encoder ranks these run ahead of the others, which DistributedDataParallel, FSDP2 and "

@@ -1,7 +1,7 @@
 """The images and videos of a micro-batch: which rank encodes each, and whose tokens they become.
 
 Stage 1: every rank encodes some parts (an image, a pair of frames, a tile), shared out so that their work is even,
-whatever tokens the rank holds. Stage 2: an `exchange` takes each part's embeddings to the ranks that hold its
+independent of the rank's tokens. Stage 2: an `exchange` takes each part's embeddings to the ranks that hold its
 tokens. Both follow from the sequences' tokens and sizes, which all ranks that share the work read; pixels are read only
 by the rank that encodes them.
 
@@ -60,7 +60,7 @@ class VisualShard:
 
         Args:
             computed: the embeddings of `parts` [their tokens, ...]; of a blank patch if there are none.
-            cache: the cache where to keep them; None: nowhere.
+            cache: the cache to keep them in, or None.
         """
         if cache is not None and self.parts:
             cache.write(self.keys, torch.split(computed, [part.num_tokens for part in self.parts]))
@@ -172,7 +172,7 @@ def _looked_up(own: _Parts, cache: EmbeddingCache | None) -> tuple[_Parts, Cache
     if kept:
         sizes = [part.num_tokens for part, _ in own]
         is_kept = np.repeat([rows is not None for rows in found], sizes)
-        # Those computed stand first, each kind in its own order.
+        # Computed ones come first, each kind in its own order.
         order = np.empty(len(is_kept), dtype=np.int64)
         order[np.argsort(is_kept, kind="stable")] = np.arange(len(is_kept))
         cached = CachedRows(rows=torch.cat(kept), order=torch.from_numpy(order))
@@ -182,14 +182,14 @@ def _looked_up(own: _Parts, cache: EmbeddingCache | None) -> tuple[_Parts, Cache
 def _key_of(part: VisualPart, cache: EmbeddingCache) -> str | None:
     try:
         return cache.key(part)
-    except RunError:  # a bad picture, which reading its pixels will tell of
+    except RunError:  # a bad picture: reading its pixels reports it
         return None
 
 
 def _with_pixels(
     shard: VisualShard, begun: Sequence[tuple[int, Callable[[], PixelsRead]]], rows: Sequence[int]
 ) -> VisualShard:
-    """Wait for the pixels of each sequence; parts stand in the order of their sequences, whose rows are given."""
+    """Wait for the pixels of each sequence; parts are in the order of their sequences, whose rows are given."""
     read = [(row, wait()) for row, wait in begun]
     pixels = [tensor for _, found in read for tensor in found.rows]
     problems = {row: found.problem for row, found in read if found.problem is not None}

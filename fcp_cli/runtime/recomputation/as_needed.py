@@ -1,8 +1,8 @@
 """Recomputation as needed: each rank recomputes as many layers as the tokens of its micro-batch demand.
 
 The level of a layer is chosen at each call, by the tokens of its input, and kept with the call: a micro-batch is
-recomputed as it ran, whatever ran after it. No level runs attention again, so that ranks of a ring may differ in it,
-and messages are those without recomputation.
+recomputed as it ran, regardless of what ran after it. No level runs attention again, so that ranks of a ring may differ
+in it, and messages are those without recomputation.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class LayerLevels:
 
     @staticmethod
     def recomputes_activation() -> bool:
-        """Return whether the layer that runs now recomputes its activation function alone."""
+        """Return whether the layer that runs now recomputes only its activation function."""
         return _recomputes_activation.get()
 
 

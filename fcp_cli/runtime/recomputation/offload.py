@@ -1,7 +1,7 @@
 """Activation offload: move the inputs of recomputed layers to host memory in forward, and back in backward.
 
-Under recomputation a layer keeps its input [tokens, width] alone, but a deep model has many layers. While a layer
-computes, its input is copied to page-locked memory on a stream of its own, and in backward, while a layer computes, the
+Under recomputation a layer keeps only its input [tokens, width], but a deep model has many layers. While a layer
+computes, its input is copied to page-locked memory on a separate stream, and in backward, while a layer computes, the
 input of the layer below comes back on another: both directions of the link overlap with the kernels, and as long as a
 layer takes longer than a copy, nothing waits (`fcp_cli.cost.offload` prices the waits). The input of the last layer
 stays as well: backward needs it first.
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 LEAST_BYTES = 1 << 20
-"""Smaller tensors stay: they save little, and a copy has a cost of its own."""
+"""Smaller tensors stay: they save little, and a copy has a fixed cost."""
 
 
 class HasTokens(Protocol):
@@ -108,7 +108,7 @@ class HostTransfer(Protocol):
 
 
 class HostLink:
-    """Copies within the host's memory: as if the device were elsewhere."""
+    """Copies within the host's memory, to simulate a device."""
 
     def to_host(self, tensor: Tensor) -> tuple[Tensor, Any]:
         return tensor.clone(), None
@@ -121,7 +121,7 @@ class HostLink:
 
 
 class StreamLink:
-    """Copies on two streams of their own; the host waits for none of them."""
+    """Copies on two separate streams; the host waits for neither."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

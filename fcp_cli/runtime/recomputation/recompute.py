@@ -1,8 +1,8 @@
-"""Activation checkpointing: recompute a layer in backward, whole, all but its attention, or elementwise work alone.
+"""Activation checkpointing: recompute a layer in backward, whole, all but its attention, or only elementwise work.
 
-Backward needs a layer's activations. Recomputed, a layer keeps its inputs alone and runs forward once more in backward,
+Backward needs a layer's activations. Recomputed, a layer keeps only its inputs and runs forward once more in backward,
 and with it its ring: the keys and values of the whole group travel again. `keep_attention` keeps the results of
-attention, too, so that only work of the rank alone runs again. `keep_products` also keeps the outputs of matrix
+attention, too, so that only local work runs again. `keep_products` also keeps the outputs of matrix
 products: norms, rotations and activation functions run again, which take little time and most of the memory.
 
     kept of a layer, T tokens, width W, H query heads and G key/value heads of size D
@@ -75,7 +75,7 @@ def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManage
     The first forward keeps the tensors that the backward of attention needs (q, k, v, its output and lse). When the
     layer is recomputed, attention returns the kept output: no kernel runs and nothing travels around the ring. A
     layer may attend several times, in the same order both times. Gradients are those without recomputation, bit for
-    bit where the layer's other operations are deterministic.
+    bit if the layer's other operations are deterministic.
     """
     outputs: list[_Output] = []
     return _Keeping(outputs), _HandingOut(outputs)
@@ -175,7 +175,7 @@ class _ProductMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the products of attention's own kernels alone."""
+        """Do not keep the products of attention's own kernels."""
         self._is_paused = True
         try:
             yield
@@ -225,7 +225,7 @@ class _HandingOutProducts(_ProductMode):  # type: ignore[no-untyped-call]
 
 def _alias(tensor: Tensor) -> Tensor:
     """Return the tensor without its autograd node, of the same version counter."""
-    # Below autograd a view would otherwise count its changes alone.
+    # Below autograd a view would otherwise count its changes separately.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 

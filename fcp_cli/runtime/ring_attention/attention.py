@@ -50,7 +50,7 @@ def attention(
         q: [1, H, tokens, D], the local shard in the order of `ring.layout.index(ring.index)`. Rows beyond
             `ring.tokens` are padding: they give zeros and get zero gradients.
         k, v: [1, G, tokens, D]; H is a multiple of G. The heads of v may have another size, Dv.
-        ring: the micro-batch's ring; by default the one in `current_ring`. Pass it where activations are recomputed.
+        ring: the micro-batch's ring; by default the one in `current_ring`. Pass it if activations are recomputed.
         scale: factor on the scores; 1 / sqrt(D) by default.
         window: tokens that a token attends to, itself among them; None for all before it. The same on all members.
         sinks: [H] a learned logit per head that enters the softmax's denominator only, or None.
@@ -59,7 +59,7 @@ def attention(
             compute it, on the CPU, and in fp32 and fp64 elsewhere.
 
     Returns:
-        [1, H, tokens, Dv], in the autocast type where autocast is on, as scaled_dot_product_attention gives it.
+        [1, H, tokens, Dv], in the autocast type if autocast is on, as scaled_dot_product_attention gives it.
 
     Raises:
         RunError: no ring, a shape that does not fit the ring, or a call inside backward without an explicit ring.
@@ -115,7 +115,7 @@ class RingAttention(torch.autograd.Function):
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast as autocast does for attention of PyTorch, which leaves fp64 alone."""
+    """Cast as autocast does for attention of PyTorch, which never casts fp64."""
     device_type = tensors[0].device.type
     if not torch.is_autocast_enabled(device_type):
         return tensors

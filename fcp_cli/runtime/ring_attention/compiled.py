@@ -23,7 +23,7 @@ _CURRENT = torch.tensor(-1, device="cpu")
 def attend_compiled(
     q: Tensor, k: Tensor, v: Tensor, ring: Ring | None, spec: AttentionSpec, sinks: Tensor | None
 ) -> Tensor:
-    """Compute `attention` as one operator of a graph: torch.compile must trace neither a ring nor its hops.
+    """Compute `attention` as one operator of a graph: torch.compile must not trace a ring or its hops.
 
     The ring is given by its handle, a tensor, so that a graph serves all rings. A ring lives as long as its step.
     """

@@ -1,4 +1,4 @@
-"""Operators that run in one pass over memory where torch needs several: on CUDA, by Triton.
+"""Operators that make one pass over memory instead of torch's several: on CUDA, by Triton.
 
 They are registered with torch under `fcp::`, so that profiles name them, and meta tensors can count them where neither
 triton nor a GPU is there. `fused_rows` says whether a device has them; elsewhere `rows.py` uses torch's own.

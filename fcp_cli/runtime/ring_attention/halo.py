@@ -1,4 +1,4 @@
-"""Halo exchange: bring every chunk of a shard the rows around it, and return their gradients to the members.
+"""Halo exchange: send every chunk of a shard the rows around it, and return their gradients to their owners.
 
 A layer that looks back a few tokens, as attention in windows does, needs the last rows before each of a member's
 chunks, its *halo*, and not the rest of the pack. If a mask lets a span of tokens see itself both ways, it needs the
@@ -41,9 +41,9 @@ class HaloMessage:
     """One batch of a round, as one member sees it.
 
     Attributes:
-        to, source: places in the ring, before and after which there is nobody at its ends.
+        to, source: places in the ring; its two ends have no neighbour outside.
         is_own: whether the rows sent are the member's own; else it received them in an earlier round.
-        sent: says which of these rows; None for none.
+        sent: indices of these rows; None for none.
         num_sent: how many.
         received: (start, stop) among the rows that the member receives; empty for none.
     """
@@ -70,7 +70,7 @@ class Halo:
         firsts: [runs] where each run starts in the member's buffer.
         sizes: [runs] rows of each.
         sequences, starts: [runs] the sequence of each, and where in it the run starts.
-        counts: [runs] rows that each looks back at; fewer than the reach where a sequence starts.
+        counts: [runs] rows that each looks back at; fewer than the reach if a sequence starts.
         before: [sum(counts)] where these lie, in order, in a buffer of the member's rows and, behind, those received.
         aheads: [runs] rows behind each that its last token sees by the sequence's mask.
         after: [sum(aheads)] where these lie, as `before`.
@@ -272,7 +272,7 @@ class HaloRoutes:
         return {member: self._from_others(member, np.unique(np.concatenate(parts))) for member, parts in rows.items()}
 
     def _needed(self, member: int) -> _Needed:
-        """Return which rows of others a member looks at."""
+        """Return the rows of others that a member reads."""
         runs = self._runs(member)
         return self._from_others(member, np.unique(np.concatenate((self._before(runs), self._after(runs)))))
 
@@ -314,7 +314,7 @@ class HaloRoutes:
 
 
 class _Needed(NamedTuple):
-    """Rows of the pack that a member gets, ascending, and how many places before it who holds them stands."""
+    """Rows of the pack that a member gets, ascending, and how many places before it their owner is."""
 
     rows: IntArray
     distances: IntArray
@@ -333,7 +333,7 @@ def ranges(starts: IntArray, sizes: IntArray) -> IntArray:
 
 
 def _positions(wanted: IntArray, *held: IntArray) -> IntArray:
-    """Return where rows of the pack lie in a buffer that holds some of them."""
+    """Return the positions of rows of the pack in a buffer that holds some of them."""
     rows = np.concatenate(held)
     order = np.argsort(rows)
     found: IntArray = order[np.searchsorted(rows, wanted, sorter=order)] if wanted.size else wanted

@@ -1,12 +1,12 @@
-"""The two passes of attention on any group, whatever mixes its tokens.
+"""The two passes of attention on any group, for every layout.
 
-Keys and values go around a ring (`ring_passes`). Attention in sliding windows runs no ring, but brings each chunk the
-rows before it (`windows`). Learned sinks enter when all of a row's keys have. If sets of members share the
-heads (`shared_heads`), the members of a set exchange tokens for heads, and those of one place in all sets run a ring
-for their part of the heads.
+Keys and values go around a ring (`ring_passes`). Attention in sliding windows runs no ring, but sends each chunk the
+rows before it (`windows`). Learned sinks enter when all of a row's keys have. If sets of members share the heads
+(`shared_heads`), the members of a set exchange tokens for heads, and those of one place in all sets run a ring for
+their part of the heads.
 
 A sink is a learned logit per head in the softmax's denominator, without key and value. Kernels need
-not know of it. With s of a head and the lse and output of its keys alone,
+not know of it. With s of a head and the lse and output of only its keys,
 
     lse' = logaddexp(lse, s),    out' = out exp(lse - lse'),
 
@@ -92,7 +92,7 @@ def group_backward(
     Args:
         member, spec, sinks: the member, description and sinks, as given to `group_forward`.
         grad_out: [T, H, Dv].
-        kept: what `group_forward` returned it.
+        kept: the tensors that `group_forward` returned.
         kv_heads: the kv heads of the tensors k and v that `group_forward` was given.
     """
     dsinks = None if sinks is None else torch.zeros_like(sinks)
@@ -105,7 +105,7 @@ def group_backward(
     (grad_out,) = yield from exchange.to_heads("heads", grad_out)
     (delta,) = yield from exchange.to_heads("delta", delta)
     kept = kept._replace(out=of_products(delta, grad_out))
-    if sinks is not None and dsinks is not None:  # of its heads alone; the members of a set add up to all
+    if sinks is not None and dsinks is not None:  # only of its heads; the members of a set add up to all
         own = sink_gradients(grad_out, kept.out, kept.lse, member.own_heads(sinks))
         member.own_heads(dsinks).copy_(own)
     grads = _backward(member.ring_of_head_group(), grad_out, kept, spec)

@@ -61,7 +61,7 @@ class Ring(RingMember):
         transport: carries the messages; None is enough for degree 1.
         grad_dtype: type in which gradients of keys and values travel; see `GradRingDtype`.
         context: the micro-batch's labels, pictures and checks.
-        handle: 0-d int64 that stands for the ring in compiled graphs.
+        handle: 0-d int64 that represents the ring in compiled graphs.
     """
 
     __slots__ = ("__weakref__", "_head_group", "context", "grad_dtype", "handle", "transport")
@@ -120,8 +120,8 @@ class Ring(RingMember):
     def summed(self, own: Tensor) -> Waits[Tensor]:
         """Return the sum over all members of a small tensor, equal on each; yield the handles it waits for. Collective.
 
-        Around the set of those that share heads, then around the ring of sets: members that do not meet in attention
-        do not meet here. Each sends a tensor's bytes d - 1 times at most.
+        Around the set of those that share heads, then around the ring of sets: members that exchange nothing in
+        attention exchange nothing here. Each sends a tensor's bytes d - 1 times at most.
 
         Args:
             own: this member's tensor, equally large on all.
@@ -194,7 +194,7 @@ def implicit_ring() -> Ring:
 
 
 def ring_of_handle(number: int) -> Ring:
-    """Return the ring that a handle in a compiled graph stands for."""
+    """Return the ring of a handle in a compiled graph."""
     ring = _rings.get(number)
     if ring is None:
         raise RunError("backward of a compiled model ran after its step had ended, and its ring with it")

@@ -131,7 +131,7 @@ class _Messages:
     at its next hop and at that hop, so a message is changed in place and sent on. Keys are not sent
     home, and sums begin at hop 1: their owner adds its own share in the end.
 
-    Keys come first, then their values, whose heads may have another size: each is a block of its own, so that nothing
+    Keys come first, then their values, whose heads may have another size: each is a separate block, so that nothing
     is padded. If the sizes are equal, the two blocks are one [2, tokens, G, D].
 
     Two buffers are enough: a member waits for message h - 1 to settle before it issues message h, while the next one
@@ -148,7 +148,7 @@ class _Messages:
         size = self._numel(ring.layout.most_tokens)
         if grad_dtype is not None:
             size += size * grad_dtype.itemsize // k.dtype.itemsize
-        # Elements of the keys' type, whatever they hold: gradients are read through a view.
+        # Elements have the keys' type: gradients are read through a view.
         self._buffers = (k.new_empty(size), k.new_empty(size))
         own = self.keys(0)
         own[0].copy_(k)
@@ -199,7 +199,7 @@ class _Messages:
         return self._buffers[message % 2][start if has_keys else middle : stop if has_gradients else middle]
 
     def _span(self, message: int) -> tuple[int, int, int]:
-        """Return where the keys of a message start, where its gradients do, and where these stop, in elements."""
+        """Return the start of a message's keys, and the start and end of its gradients, in elements."""
         middle = self._numel(self._tokens(message))
         if self._grad_dtype is None or not message:
             return 0, middle, middle
@@ -220,9 +220,9 @@ class _Sums:
 
     Folding in bf16 would round once per hop, so 16-bit results are folded in the type of lse. The first fold reads
     `result`, and the last one that a row takes part in writes it, so that nothing is converted on its own. Rows that
-    take part in a hop take part in all hops before it: those of earlier members come first, which meet all rows, then
-    those of later ones, which meet the backs. Under masks other than causal that does not hold: `result` then is in
-    the type of lse from the start, and is converted in the end.
+    take part in a hop take part in all hops before it: those of earlier members come first, which read all rows, then
+    those of later ones, which read the backs. Under masks other than causal that does not hold: `result` then is in the
+    type of lse from the start, and is converted in the end.
     """
 
     __slots__ = ("_precise", "_result", "_ring")
@@ -242,7 +242,7 @@ class _Sums:
 
 
 class _Gathered:
-    """Rows of a member's own tensors. All hops of later members meet the same rows, which are gathered once."""
+    """Rows of a member's own tensors. All hops of later members read the same rows, which are gathered once."""
 
     __slots__ = ("_rows", "_taken", "_tensors")
 

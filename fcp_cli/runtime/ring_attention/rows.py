@@ -1,4 +1,4 @@
-"""Read and update some rows of packed tensors: views where the rows are contiguous, cached indices elsewhere.
+"""Read and update some rows of packed tensors: views if the rows are contiguous, else cached indices.
 
 On CUDA with triton one kernel does each of the updates (`fused.py`); this module has the same in torch.
 """
@@ -17,11 +17,11 @@ from fcp_cli.runtime.layouts.layout import Rows
 from fcp_cli.runtime.ring_attention import fused
 
 Pair: TypeAlias = Tensor | tuple[Tensor, Tensor]
-"""Two tensors [T, G, D]: halves of one [2, T, G, D] where they are alike, so that one operation serves both."""
+"""Two tensors [T, G, D]: halves of one [2, T, G, D] if they are alike, so that one operation serves both."""
 
 
 def take(tensor: Tensor, rows: Rows) -> Tensor:
-    """Return the rows of `tensor`; a view where they are contiguous."""
+    """Return the rows of `tensor`; a view if they are contiguous."""
     if rows.span is not None:
         return tensor[rows.span[0] : rows.span[1]]
     return tensor.index_select(0, _positions(rows, tensor.device))
@@ -68,7 +68,7 @@ def add(source: Tensor, into: Tensor, also: Tensor | None, rows: Rows, share: Te
 
 
 def rows_at(positions: IntArray) -> Rows:
-    """Return the rows at positions [n], n > 0: as a slice where they are on end."""
+    """Return the rows at positions [n], n > 0: as a slice if they are on end."""
     first = int(positions[0])
     if np.array_equal(positions, np.arange(first, first + positions.size)):
         return Rows((first, first + positions.size))
@@ -120,7 +120,7 @@ def merge(
         source, into, also: [T, H, D] in any types.
         lse: [T, H], changed in place.
         rows: n of T.
-        part, part_lse: [n, H, D] and [n, H], of the further keys alone.
+        part, part_lse: [n, H, D] and [n, H], of only the further keys.
     """
     if _fuses(lse):
         view, positions = _placed(source, rows)

@@ -2,9 +2,9 @@
 
 If a token attends to the `window` last ones, itself among them, a chunk needs of other members the keys and values
 of the window - 1 tokens before it, its halo (`halo`), and a member's work and bytes do not grow with the pack beyond
-its own tokens. Every query meets all its keys in one kernel call, so that no partial results are merged:
+its own tokens. Every query sees all its keys in one kernel call, so that no partial results are merged:
 
-    inner   queries that see the member's own rows alone; they are computed while the halo travels
+    inner   queries that see only the member's own rows; they are computed while the halo travels
     edge    the first window - 1 of a chunk, with the halo before them
 
 Both are segments whose last query sees the last keys. If a mask lets a span of tokens see itself both ways, a window
@@ -50,7 +50,7 @@ def fits_in(window: int, layout: RingLayout) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LocalCall:
-    """A call with a member's own rows alone.
+    """A call with only a member's own rows.
 
     Attributes:
         q_rows, k_rows: the q rows and k rows of the member's buffer.
@@ -70,7 +70,7 @@ class HaloCall:
         q_rows: the q rows of the member's buffer.
         k_rows: the k rows of the member's buffer, those that are needed at all; the rows received come behind them.
         num_own: how many these are.
-        order: says where the call's keys lie in that; a row that two chunks look back at is named twice.
+        order: positions of the call's keys in that; a row that two chunks look back at is named twice.
         segments: the packed call.
     """
 
@@ -166,7 +166,7 @@ def _ahead(spans: Sequence[tuple[int, int, int]]) -> LocalCall | None:
 
 
 def _beyond(halo: Halo, spans: Sequence[tuple[int, int, int]]) -> HaloCall | None:
-    last = {run: (begin, end) for run, begin, end in spans if halo.aheads[run]}  # of a run's spans, the last goes on
+    last = {run: (begin, end) for run, begin, end in spans if halo.aheads[run]}  # of a run's spans, the last continues
     if not last:
         return None
     queries = np.concatenate([np.arange(*rows) for rows in last.values()])

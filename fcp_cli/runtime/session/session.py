@@ -206,7 +206,7 @@ class Session(RankJob):
         return {"next_step": self.next_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make `steps` start where the run of a checkpoint ended.
+        """Make `steps` start at the end of a checkpoint's run.
 
         Raises:
             RunError: the state is not that of a session.

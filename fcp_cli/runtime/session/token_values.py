@@ -1,6 +1,6 @@
 """Values per token, from a step's ranks to whole sequences and back: log-probabilities of one pass for another.
 
-Passes over one rollout have plans of their own, so a rank rarely holds the same tokens twice. The values of a
+Passes over one rollout have separate plans, so a rank rarely holds the same tokens twice. The values of a
 pass are collected as one tensor per row, and the next pass takes its parts of those. A value has the index of the token
 that predicts, like its label: the last one of each sequence has no meaning.
 """
@@ -72,7 +72,7 @@ def collect(
         fault: reason why this rank has no parts, if it has none.
     """
     fault = fault or _fault(parts)
-    # Rank 0 of each ring tells of its sequences; then all put their tokens at their places, and the rest is zero.
+    # Rank 0 of each ring sends its sequences; then all put their tokens at their places, and the rest is zero.
     told = [
         (sequence, length)
         for row, _, member, _ in parts

@@ -112,5 +112,5 @@ class DeltaRule:
 
 @lru_cache(maxsize=CACHED_LAYOUTS)
 def _boundaries(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return where runs begin and the last one ends; one tensor for all layers, by which kernels know their plans."""
+    """Return the starts of runs and the end of the last; one tensor for all layers, as kernels cache plans by it."""
     return to_device(torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32, device="cpu"), device)

@@ -1,7 +1,7 @@
 """Short causal convolutions over a ring's shards, as linear attention and state spaces have before their states.
 
 A convolution of kernel K needs the K - 1 rows before each run of tokens that a member holds on end: of the same
-sequence, if there are so many, whoever holds them. They arrive by an `exchange`, of which backward is the exchange
+sequence, if there are so many, from any owner. They arrive by an `exchange`, of which backward is the exchange
 back. Runs are then laid one behind the other, each behind its rows or zeros, so that one call of an unmodified kernel
 computes all of them and none sees another.
 """
@@ -42,7 +42,7 @@ class _Halo:
         route: the route of the rows between runs.
         given: [n] rows of the member's own that runs look back at, in the order of the route.
         laid: [m] rows of the kernel's input, of: the member's own, those that arrived, and a row of zeros.
-        kept: [own rows] where its own are in that.
+        kept: [own rows] positions of its own in that.
         memo: the three as tensors, once per device.
     """
 
@@ -67,7 +67,7 @@ def short_convolution(convolve: Callable[[Tensor], Tensor], rows: Tensor, kernel
     Args:
         convolve: [1, channels, any number of rows] to the same, each row of itself and the `kernel_size` - 1 before.
         rows: [1, channels, tokens], the local shard in the order of `ring.layout.index(ring.index)`. Rows beyond
-            `ring.tokens` are padding, and as a sequence of their own.
+            `ring.tokens` are padding, and as a separate sequence.
         kernel_size: the kernel size of the convolution.
         ring: the micro-batch's ring.
 
@@ -107,7 +107,7 @@ def begin_layer(ring: Ring, batch: int, tokens: int) -> None:
 
 @lru_cache(maxsize=CACHED_LAYOUTS)
 def _halo_of(layout: ShardLayout, index: int, ranks: tuple[int, ...], reach: int, padding: int) -> _Halo:
-    """Work out one member's halo of so many rows; from the layout alone, as every member does."""
+    """Work out one member's halo of so many rows; only from the layout, as every member does."""
     owners, places = _who_holds(layout)
     lengths = np.asarray(layout.lengths, dtype=np.int64)
     firsts = np.repeat(np.cumsum(lengths) - lengths, lengths)  # of each row's sequence
@@ -132,7 +132,7 @@ def _halo_of(layout: ShardLayout, index: int, ranks: tuple[int, ...], reach: int
 
 
 def _who_holds(layout: ShardLayout) -> tuple[IntArray, IntArray]:
-    """Return of each row of the pack which member holds it, and where in its buffer."""
+    """Return the owner of each row of the pack, and the row's position in its buffer."""
     owners, places = np.empty((2, sum(layout.lengths)), dtype=np.int64)
     for member in range(layout.degree):
         rows = layout.index(member)
@@ -141,7 +141,7 @@ def _who_holds(layout: ShardLayout) -> tuple[IntArray, IntArray]:
 
 
 def _starts(rows: IntArray, firsts: IntArray) -> IntArray:
-    """Return where runs start among rows of the pack: rows of a sequence that follow each other."""
+    """Return the starts of runs among rows of the pack: runs are consecutive rows of a sequence."""
     follows = (np.diff(rows) == 1) & (np.diff(firsts[rows]) == 0)
     return np.flatnonzero(np.concatenate((np.ones(min(1, rows.size), dtype=bool), ~follows)))
 
@@ -157,12 +157,12 @@ def _laid_out(starts: IntArray, before: IntArray, held: int) -> tuple[IntArray, 
     """Lay runs one behind the other, each behind the rows before it.
 
     Args:
-        starts: [runs] where runs start among the own rows.
+        starts: [runs] starts of runs among the own rows.
         before: [runs, reach] the rows to lay before each.
         held: own rows.
 
     Returns:
-        The rows laid out, and where the own ones are among them.
+        The rows laid out, and the positions of the own ones among them.
     """
     runs, reach = before.shape
     kept = np.arange(held) + reach * np.searchsorted(starts, np.arange(held), side="right")

@@ -10,7 +10,7 @@ state goes up the ring and comes back down:
     chunks down    2d-1  <- 2d-2 <- ...  <-   d        from d - 1 to d it stays where it is
 
 Gradients go the same way round, with A transposed: the gradient of a chunk's initial state is A^T times that of its
-final state. Each member sends at most two states a pass, whatever the degree, where a gathering
+final state. Each member sends at most two states a pass, at any degree, whereas a gathering
 of all A and B would send each of them to everyone, 4 (d - 1) times as much; to make up for the 2 (d - 1) messages that
 follow one another, a state is cut into pieces, and a member passes one on while it receives the next.
 """
@@ -116,7 +116,7 @@ class _Direction:
 
 def _relay(member: Ring, kind: str, pieces: list[slice], direction: _Direction) -> Waits[None]:
     """Receive slices, and forward each after its update while the next one arrives."""
-    # An end of the ring has one neighbour only: nothing goes to or from the other, for which it stands itself.
+    # An end of the ring has only one neighbour: nothing is sent to or from the other, which is set to itself.
     to = member.index if direction.to is None else direction.to
     sent = None
     for piece in (*pieces, None):

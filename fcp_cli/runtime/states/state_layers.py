@@ -3,8 +3,8 @@
 Each head of such a layer carries a state S [Dk, Dv] along a sequence. A token's update of it is affine, and so is a
 whole chunk's: S <- A S + B. The output at a token is z_t plus a readout of the state at the start of its chunk. A
 `StateRule` computes A, B, z and the readout by one call of an unmodified kernel, so a member computes its chunks before
-it knows their initial states. `linear_states` brings these, and the readouts are added. A member of a ring of one runs
-the rule on whole sequences.
+it knows their initial states. `linear_states` provides these, and the readouts are added. On a ring of one, the rule
+runs on whole sequences.
 
 If sets of members share the heads (Ulysses), they exchange tokens for heads of all inputs of a rule, as attention does
 (`shared_heads`).
@@ -91,7 +91,7 @@ def run_rule(rule: StateRule, tokens: Tokens, ring: Ring) -> Tensor:
     Args:
         rule: the rule of the layer.
         tokens: the local shard in the order of `ring.layout.index(ring.index)`. Rows beyond `ring.tokens` are padding,
-            and as a sequence of their own.
+            and as a separate sequence.
         ring: the micro-batch's ring.
 
     Returns:

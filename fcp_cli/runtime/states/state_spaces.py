@@ -77,7 +77,7 @@ class Scan:
         c, _, _, step = tokens
         out, left = self._runs(tokens, lengths)
         parts = torch.split_with_sizes(step[0] * self.decay.to(step.dtype), lengths)
-        sums = [part.cumsum(0) for part in parts]  # of each run alone: small values would drown in a running total
+        sums = [part.cumsum(0) for part in parts]  # per run: small values would drown in a running total
         factors = torch.cat(sums).exp()
         whole = torch.stack([part[-1] for part in sums]).exp()
         return Chunks(out, (c[0], factors), whole[..., None, None].to(left.dtype), left)

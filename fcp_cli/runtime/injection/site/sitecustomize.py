@@ -1,7 +1,7 @@
 """Prepare the ranks of a job under a plan, in every Python that starts with this folder on PYTHONPATH.
 
 For jobs whose own shell script starts the ranks (`fcp launch --inject env`). A process of such a job that is no rank is
-only kept from training, and one without a plan is left alone. A sitecustomize of the site itself is run too.
+only kept from training, and one without a plan is not touched. A sitecustomize of the site itself is run too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def _prepare_rank() -> None:
 
 
 def _keep_from_training() -> None:
-    # A Python without fcp runs helpers of the job's script, not its training, which would be found to have no ranks.
+    # A Python without fcp runs helpers of the job's script, not its training: without a guard, checks would see no
+    # ranks.
     with suppress(ImportError):
         from fcp_cli.runtime.injection.install import install_beside_ranks
 
