@@ -39,7 +39,7 @@ def assemble(assignment: Assignment, batch: Batch, problem: Problem, bound_secon
         assignment: groups and packs in the step's global order, without idle rows; waves ascend under `microbatch`.
         batch: the global batch that was assigned.
         problem: ranks, token budget, sync, pipelines and cost profile.
-        bound_seconds: a lower bound that the caller has already; computed where None.
+        bound_seconds: a lower bound that the caller has already; None: computed here.
     """
     assignment, step = _checked(assignment, batch, problem)
     if bound_seconds is None:
@@ -90,7 +90,7 @@ def _checked(assignment: Assignment, batch: Batch, problem: Problem) -> tuple[As
 def makespan_seconds(assignment: Assignment, batch: Batch, problem: Problem) -> float:
     """Predict the seconds of the step, unchecked: for solvers that compare their own candidates.
 
-    Infinite where pipelines would wait for each other for ever.
+    Infinite if pipelines would deadlock.
     """
     prices = assignment_prices(assignment, batch, problem)
     rows: Assignment | StepPlan = assignment
@@ -114,7 +114,7 @@ def assignment_prices(assignment: Assignment, batch: Batch, problem: Problem) ->
     shared = wave_encoder_seconds(members, assignment.member_offsets, assignment.wave)
     shares = encoder_shares(problem, problem.profile)
     assert shares is not None
-    # All ranks of a wave encode as long: nobody waits for a slower encoder.
+    # All ranks of a wave encode equally long: no rank waits for a slower encoder.
     return Prices(price.seconds + beside_language(shares, shared, price.seconds, assignment.wave))
 
 
@@ -191,7 +191,7 @@ def with_idle_rows(assignment: Assignment, batch: Batch, problem: Problem) -> St
         step=batch.step,
         wave=wave[order],
         rank_offsets=offsets_of(all_degrees[order]),
-        # The only wave needs no sorting: its idle rows stand last already.
+        # The only wave needs no sorting: its idle rows come last already.
         ranks=_reordered(ranks, all_degrees, order) if len(waves) > 1 else ranks.astype(np.int32),
         # Sequences keep their order: idle rows have none, and the others are not reordered among themselves.
         sequence_offsets=offsets_of(sizes[order]),

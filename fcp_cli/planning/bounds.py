@@ -1,6 +1,6 @@
 """Seconds that no schedule of a step can beat under the same cost profile.
 
-The simple bounds stand here, the tightened ones with their proofs in `certificate`.
+The simple bounds are here, the tightened ones with their proofs in `certificate`.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ def pipeline_bound_seconds(work: Work, problem: Problem, pipeline: Pipeline) -> 
     """Bound a step of pipelines by their stages, by their longest path, and by the work outside that path.
 
     A micro-batch goes through P stages forwards and back again, in P times its mean seconds and 2 (L - 1) messages, so
-    the longest sequence alone bounds the step. And all work of a stage s is shared by N devices at best, of which one
-    that works begins with the forwards of s stages behind it, of some micro-batch, and ends with as many backwards to
-    go. No micro-batch takes less on a stage than the fixed seconds and its part of the least sequence on all ranks.
+    the longest sequence by itself bounds the step. And all work of a stage s is shared by N devices at best, of which
+    one that works begins with the forwards of s stages behind it, of some micro-batch, and ends with as many backwards
+    to go. No micro-batch takes less on a stage than the fixed seconds and its part of the least sequence on all ranks.
     """
     stages, n = problem.pipeline_parallel, problem.num_ranks
     c = problem.profile.coefficients
@@ -157,7 +157,7 @@ def area_bound_seconds(work: Work, problem: Problem) -> float:
 
 
 def longest_sequence_bound_seconds(work: Work, problem: Problem) -> float:
-    """Bound the step by its longest sequence: max over sequences of min over feasible degrees of its time alone.
+    """Bound the step by its longest sequence: max over sequences of min over feasible degrees of its isolated time.
 
     A group of d ranks is no quicker than the d-th quickest rank.
     """
@@ -169,7 +169,7 @@ def abreast_bound_seconds(work: Work, problem: Problem) -> float:
 
     While a sequence runs, its tokens are part of its ranks' budgets, and all ranks together hold N E tokens. So of the
     sequences with at least t tokens no more than k = floor(N E / t) run at any moment, and each of them runs for its
-    least time alone or longer: the sum of these times is at most k times the step's. Not so in pipelines, whose
+    least isolated time or longer: the sum of these times is at most k times the step's. Not so in pipelines, whose
     stages hold several micro-batches at once.
     """
     room = problem.num_ranks * problem.tokens_per_rank

@@ -55,7 +55,7 @@ def with_encoder_ranks(batches: GlobalBatches, wanted: str, assumptions: Assumpt
 
     Args:
         batches: the batches under a problem in which all ranks run the whole model.
-        wanted: how many, or `auto`: those that the first step is soonest with.
+        wanted: how many, or `auto`: the number with the shortest first step.
         assumptions: collects the choice of `auto`.
     """
     problem, most = batches.problem, batches.problem.num_ranks - 1
@@ -79,7 +79,7 @@ def with_encoder_ranks(batches: GlobalBatches, wanted: str, assumptions: Assumpt
 
 
 def set_aside(problem: Problem, count: int) -> Problem:
-    """Return the same ranks with the last `count` of them for the encoder alone."""
+    """Return the same ranks with the last `count` of them only for the encoder."""
     ranks = problem.all_ranks - count
     return replace(
         problem,

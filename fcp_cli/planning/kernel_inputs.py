@@ -34,7 +34,7 @@ def planner_inputs(problem: Problem, groups: list[range] | None = None, *, whole
     """Return ranks, token budget and cost of a problem.
 
     Rings may use the given groups only (widest first), or all groups of neighbouring ranks; with `whole_nodes` those
-    across nodes must be of whole ones. The last answer for a problem alone is kept: a step's bounds ask again and
+    across nodes must be of whole ones. Only the last answer for a problem is kept: a step's bounds ask again and
     again, and tabulating ways to split heads takes longer.
     """
     global _last
@@ -76,7 +76,7 @@ def shared_tokens(problem: Problem) -> int:
 
 
 def with_recomputation(sequences: Sequences, inputs: PlannerInputs) -> Sequences:
-    """Return sequences whose work on a single rank has their recomputation: alone, or as a share of a full pack."""
+    """Return sequences whose single-rank work has their recomputation: by themselves, or as a share of a full pack."""
     if not inputs.prices.again.any():
         return sequences
     tokens, full = sequences.tokens, min(inputs.shared_tokens, inputs.tokens_per_rank)
@@ -106,7 +106,7 @@ def _untabulated(heads: Sequence[int], *, only: bool) -> Splits:
 
 
 def in_batch_order(work: Work) -> Sequences:
-    """Return the sequences as they stand in the batch."""
+    """Return the sequences in the order of the batch."""
     return Sequences(
         attention=work.attention_seconds, linear=work.unhidden_seconds, work=work.total_seconds, tokens=work.tokens
     )

@@ -28,7 +28,7 @@ class Problem(PlanSetup):
     holds the work and the tokens of sequences padded for one rank; `work` has the padding of wider groups.
 
     If all ranks of a wave share the encoder's work (`encoder_balance`), a `Batch` holds it apart: packs and rings
-    are chosen for the language model alone, since packing does not change the pictures that a rank encodes.
+    are chosen only for the language model, since packing does not change the pictures that a rank encodes.
 
     Attributes:
         profile: prices micro-batches, and the splitting of heads if `attention` allows that.
@@ -40,7 +40,7 @@ class Problem(PlanSetup):
 
     @property
     def phase(self) -> Phase | None:
-        """`forward` where micro-batches have no backward; None: they train."""
+        """`forward` if micro-batches have no backward; None: they train."""
         return self.profile.phase
 
     @property
@@ -75,8 +75,8 @@ def problem_of(metadata: PlanMetadata, *, name: str, step: int = 0) -> Problem:
 
     Args:
         metadata: the metadata of the plan.
-        name: stands for the file in messages.
-        step: the step whose times and speeds hold, where they were measured anew while the run planned.
+        name: name of the file in messages.
+        step: the step whose times and speeds hold, if they were measured anew while the run planned.
     """
     profile = parse_cost_profile(metadata.cost_profile, name=f"{name}: the plan's cost profile")
     shared = fields_of(PlanSetup, metadata)
@@ -94,7 +94,7 @@ class Batch:
         rows: [n] manifest rows.
         lengths: [n] tokens, after truncation.
         work: per sequence, on a single rank; with padding, see `work.batch_work`.
-        encoder_seconds: [n] of each sequence on a single rank, where all ranks of a wave share it; None: `work` has it.
+        encoder_seconds: [n] of each sequence on a single rank, if all ranks of a wave share it; None: `work` has it.
         seed: differs per step, derived from the plan's seed; the only source of randomness.
     """
 

@@ -33,7 +33,7 @@ class Strategy:
         is_quick: whether `fcp compare` runs it unasked.
         own_execution: whether it prices an execution that nothing here runs, by the bytes of queries and keys: a mark
             to measure plans against, and no rival.
-        plans: whether its steps can be trained by a plan; `fcp compare` alone knows the others.
+        plans: whether its steps can be trained by a plan; the others are only for `fcp compare`.
     """
 
     factory: str
@@ -120,7 +120,7 @@ def make_solver(name: str, batches: GlobalBatches, **options: Any) -> Solver:
     Args:
         name: one of `solver_names()`.
         batches: the batches to plan.
-        options: the options of the solver's factory, by name; None and False stand for options that were not given.
+        options: the options of the solver's factory, by name; None and False mean options that were not given.
     """
     given = {option: value for option, value in options.items() if value is not None and value is not False}
     plugin = None if name in _OWN else REGISTRY.plugin(name)
@@ -164,7 +164,7 @@ class PluginSolver:
     """The solver of another package, whose faults are its own: each is one line that names the package.
 
     Attributes:
-        name: the name, as registered, whatever the solver calls itself.
+        name: the registered name, not the solver's own.
         options: the solver's own, and its package, for the plan's metadata.
     """
 

@@ -15,7 +15,7 @@ from fcp_cli.planning.problem import Problem
 def batch_work(sequences: LengthTable, problem: Problem) -> Work:
     """Return the work of each sequence on a single rank, padded for that.
 
-    It is the language model's alone where all ranks of a wave share the encoder's (`batch_encoder_seconds`).
+    It is only the language model's if all ranks of a wave share the encoder's (`batch_encoder_seconds`).
     """
     if problem.encoder_balance is not None:
         sequences = pricing.without_pictures(sequences)

@@ -1,1 +1,1 @@
-"""What jobs do without fcp: static grids, padding, packing; and the small parts that strategies share."""
+"""Strategies of jobs without fcp: static grids, padding, packing; and helpers that strategies share."""

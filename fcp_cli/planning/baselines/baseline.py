@@ -19,7 +19,7 @@ _MOST_STEPS = 256
 
 
 def baseline_steps(steps: int, *, first_step: int = 0) -> list[int]:
-    """Return the steps of a plan that `static_speedup` should look at: all, or evenly spaced ones."""
+    """Return the steps of a plan that `static_speedup` should measure: all, or evenly spaced ones."""
     return [first_step + step for step in spread_steps(steps, _MOST_STEPS)]
 
 
@@ -36,7 +36,7 @@ def static_speedup(
         manifest: gives `eta` and vision columns.
 
     Returns:
-        None if the steps' times do not follow from lengths alone and no manifest was given.
+        None if the steps' times do not follow only from lengths and no manifest was given.
     """
     if not all(_follows_profile(step, problem, manifest) for step in steps):
         return None

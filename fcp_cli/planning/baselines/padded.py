@@ -1,7 +1,7 @@
 """`padded`: a loader's batches, each padded to its longest sequence and dealt to data-parallel ranks in turn.
 
 It is how scripts train by default (transformers' Trainer, PyTorch's DataLoader), and so a baseline that `fcp compare`
-prices; plans pad nothing. If a choice was left, the kinder one was made:
+prices; plans pad nothing. Choices that loaders leave open favour them:
 
 - Rows a batch: the power of two that takes least over the plan, of those of which a rank holds a batch of the longest.
 - If no rank holds the longest sequence, all batches run on rings of the smallest degree that does.
@@ -70,7 +70,7 @@ class Padded:
         return replace(batch, lengths=lengths.astype(np.int32), work=work)
 
     def seconds(self, batch: Batch) -> float:
-        """Predict the seconds of the step, whatever its ranks hold."""
+        """Predict the seconds of the step for any assignment."""
         return makespan_seconds(self.assign(batch), self.padded(batch), self._problem)
 
 

@@ -80,7 +80,7 @@ class _Nodes:
         return list(range(first, first + degree))
 
     def take_whole_nodes(self, degree: int) -> list[int]:
-        """Take contiguous ranks from the start of a wholly free node on; none where the free nodes do not suffice."""
+        """Take contiguous ranks from the start of a wholly free node on; none if the free nodes do not suffice."""
         first_node, nodes = self._untouched, -(-degree // self._ranks_per_node)
         if first_node + nodes > len(self._next) or self._stop[first_node + nodes - 1] < self._next[first_node] + degree:
             return []

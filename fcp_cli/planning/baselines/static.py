@@ -3,7 +3,7 @@
 The ranks are cut into contiguous groups of one degree; the sequences of a global batch are packed up to a group's
 budget and the packs are distributed over the groups. Settings that a careful user tunes are tuned once per plan,
 by the same cost model that judges every other solver: the degree (any divisor of the ranks that holds the longest
-sequence) and whether packs are filled up (fewest packs) or evened out (every group gets packs of like size).
+sequence) and whether packs are filled up (fewest packs) or evened out (every group gets packs of similar size).
 """
 
 from __future__ import annotations

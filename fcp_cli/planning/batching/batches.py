@@ -48,7 +48,7 @@ class BatchSettings:
         epochs: how often every sequence appears.
         last_batch: `keep` plans an epoch's last, partial batch; `drop` leaves its sequences out.
         max_length: sequences with more tokens are overlong; None: the capacity of all ranks.
-        overlong: refuse overlong sequences, leave them out, or cut them to the limit.
+        overlong: refuse overlong sequences, drop them, or cut them to the limit.
         step_limit: plan only that many first steps; None: all.
         batching: batches that are not of `global_batch_size` sequences; then there is one epoch. Those that are `given`
             are the steps of the table.
@@ -97,7 +97,7 @@ class GlobalBatches:
         self.settings = settings
         self.table, self.dropped, self.overlong = _apply_length_limit(table, problem, settings, options_that_hold)
         self.sequences = len(table) - len(self.dropped)
-        # Before the d-th dropped row stand dropped[d] - d others.
+        # Before the d-th dropped row there are dropped[d] - d others.
         self._kept_before = self.dropped - np.arange(len(self.dropped))
         self._epoch: tuple[int, IntArray] | None = None
         self._window: tuple[int, int, IntArray, LengthTable] | None = None  # epoch, first position, rows, their lengths

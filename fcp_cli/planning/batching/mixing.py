@@ -120,13 +120,13 @@ def mixed_manifests(mixture: Mixture, paths: Sequence[Path], *, length_column: s
 
 
 def _source_names(names: Sequence[str]) -> list[str]:
-    """Return what a plan calls its sources: names of files, with as many folders as tell them apart."""
+    """Return a plan's names for its sources: names of files, with as many folders as make them unique."""
     parts = [Path(name).absolute().parts for name in names]
     for depth in count(1):
         short = ["/".join(one[-depth:]) for one in parts]
         if len(set(short)) == len(set(parts)):
             break
-    # One more folder for those alone that share the name of a file.
+    # One more folder, only for those that share the name of a file.
     files = [one[-1] for one in parts]
     return [file if files.count(file) == 1 else one for file, one in zip(files, short, strict=True)]
 
@@ -214,7 +214,7 @@ def _joined(names: Sequence[str], tables: Sequence[LengthTable], mixture: Mixtur
 class MixedRows:
     """The rows of a mixture's steps, as places among the rows that take part.
 
-    A source is gone through again and again; each of its epochs is a permutation of its own.
+    A source is read for as many epochs as needed; each epoch is another permutation.
 
     Args:
         mixture: sources and stages.

@@ -1,4 +1,4 @@
-"""Least seconds of sequences alone, each on its best degree: no schedule can beat them."""
+"""Least seconds of isolated sequences, each on its best degree: no schedule can beat them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from fcp_cli.planning.compiled.core import UNPLACED, PlannerInputs, Sequences, f
 
 @inlined
 def at_best(degree: int, inputs: PlannerInputs) -> int:
-    """Return `across` of a group of this degree where it costs least."""
+    """Return the cheapest `across` of a group of this degree."""
     return UNPLACED if degree > inputs.ranks_per_node or faster_tier(inputs) else 0
 
 
 @inlined
 def alone_at_best(i: int, degree: int, sequences: Sequences, inputs: PlannerInputs) -> float:
-    """Return the seconds of sequence i alone on a group of this degree, placed at best, without more padding."""
+    """Return the seconds of sequence i by itself on a group of this degree, placed at best, without further padding."""
     return pack_seconds(sequence_load(i, sequences, inputs), degree, at_best(degree, inputs), inputs)
 
 
@@ -26,7 +26,7 @@ def alone_by_degree(i: int, sequences: Sequences, inputs: PlannerInputs) -> Floa
     """Return [num_ranks + 1] the least seconds of sequence i on each degree; infinite if it does not fit."""
     seconds = np.full(inputs.num_ranks + 1, np.inf)
     lowest = max(1, (sequences.tokens[i] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank)
-    # Degrees that cannot hold the sequence stay infinite, so callers need no test of their own.
+    # Degrees that cannot hold the sequence stay infinite, so callers need no test.
     for degree in range(lowest, inputs.num_ranks + 1):
         seconds[degree] = alone_at_best(i, degree, sequences, inputs)
     return seconds
@@ -62,7 +62,7 @@ def longest_alone(speeds: FloatArray, sequences: Sequences, inputs: PlannerInput
 
 @inlined
 def _is_within(i: int, other: int, sequences: Sequences, inputs: PlannerInputs) -> bool:
-    """Return whether a sequence has no more work and tokens than another one, and no messages of halos of its own."""
+    """Return whether a sequence has no more work and tokens than another one, and no halo messages."""
     lighter = sequences.attention[i] <= sequences.attention[other] and sequences.linear[i] <= sequences.linear[other]
     shorter = sequences.tokens[i] <= sequences.tokens[other]
     return bool(lighter and shorter and (not inputs.prices.reach or sequences.tokens[i] == sequences.tokens[other]))
@@ -73,7 +73,8 @@ def _least(i: int, enough: float, speeds: FloatArray, sequences: Sequences, inpu
     """Return the least seconds of a sequence, or some that are no more than `enough`."""
     least = np.inf
     lowest = max(1, (sequences.tokens[i] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank)
-    # Every degree: the seconds jump where a group begins to cross nodes, so the first minimum need not be the least.
+    # Every degree: the seconds jump at the degree at which groups cross nodes, so the first minimum need not be the
+    # least.
     for degree in range(lowest, inputs.num_ranks + 1):
         least = min(least, alone_at_best(i, degree, sequences, inputs) / speeds[degree - 1])
         if least <= enough:  # the maximum over sequences asks for no more
@@ -95,7 +96,7 @@ def home_seconds(degree: int, inputs: PlannerInputs) -> float:
 
 @inlined
 def least_of_tiers(prices: FloatArray, degree: int, inputs: PlannerInputs) -> float:
-    """Return the price across nodes if a group of this degree has to lie across them, else the less of both."""
+    """Return the price across nodes if a group of this degree must lie across them, else the less of both."""
     return float(prices[1] if degree > inputs.ranks_per_node else min(prices[0], prices[1]))
 
 
@@ -104,7 +105,7 @@ def work_in_rings(longest_wave: float, sequences: Sequences, inputs: PlannerInpu
     """Return [sequences] rank-seconds that each adds to any pack that holds it and ends within `longest_wave` seconds.
 
     Its work, and, if it needs a ring of d ranks or more, t (k (d - 1) + e (c_d (d - 1) - g_d) + g_d): see
-    `_least_area`. What a pack pays once is not in it, nor is a ring if sets of ranks may share heads.
+    `_least_area`. Costs that a pack pays once are not in it, nor is a ring if sets of ranks may share heads.
     """
     least = np.zeros(len(sequences.work))
     for i in range(len(least)):

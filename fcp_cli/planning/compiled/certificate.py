@@ -5,7 +5,7 @@ work w = a + l; a group of degree d moves c_d seconds of ring traffic per token 
 a node for d <= ranks per node (or across nodes, were that faster), else that across nodes, and takes h more seconds a
 hop; attention hides no more than a share 1 - e of its ring. Attention in windows whose halos travel is part of l,
 and the halos follow it: y_d seconds per token of them and set further, at least two messages of z seconds each. A pack
-takes at least as long as any of its sequences alone on the same group, since no term of the cost model falls with a
+takes at least as long as any of its sequences by itself on the same group, since no term of the cost model falls with a
 sequence; T(s, d) is that time.
 """
 
@@ -103,7 +103,7 @@ def _ring_area(i: int, degree: int, sets: int, outlasting: float, sequences: Seq
 
     And whether attention hides the part of the ring that may hide.
     """
-    # One set passes no ring; the caller adds what it exchanges.
+    # One set passes no ring; the caller adds its exchanges.
     if sets == 1:
         return sequences.work[i], True
     tokens, home = sequences.tokens[i], home_seconds(degree, inputs)
@@ -148,7 +148,7 @@ def area_bound(simple: float, waves: bool, sequences: Sequences, inputs: Planner
     """Return the makespan below which not even the areas of all micro-batches fit into N ranks.
 
     If a schedule of makespan T exists, every micro-batch ends within T, so each sequence takes its least area for T
-    (`_least_area`, a function that falls with T). Under waves it ends within T - `other_waves`, which stands for T
+    (`_least_area`, a function that falls with T). Under waves it ends within T - `other_waves`, which replaces T
     there. On top each rank pays beta for each of its micro-batches: on the mean at least `_microbatches` of them and at
     least one (an idle rank wastes T >= beta), under waves at least ceil(tokens / (N E)). With recomputation, beta and
     S(h) for h tokens of a rank are at least h times their least sum per token, that of `shared_tokens`. Their sum over
@@ -165,7 +165,7 @@ def area_bound(simple: float, waves: bool, sequences: Sequences, inputs: Planner
     refuted, held = simple * (1.0 - _MARGIN), np.inf
     others = other_waves(sequences, inputs) if waves else 0.0
     for _step in range(_STEPS):
-        # The simple bound first: where it holds, one pass over the sequences is all.
+        # The simple bound first: if it holds, one pass over the sequences is all.
         makespan = simple * (1.0 + _MARGIN) if _step == 0 else 0.5 * (refuted + held)
         # No upper end is known yet: grow by a quarter until a makespan is not refuted.
         if held == np.inf and _step:
@@ -252,7 +252,7 @@ def _wave_of(
 
     Let the wave last tau = T(j, d) + delta. Apart from j it does at most Y + X work. Y, on the N - d other ranks, is at
     most (N - d)(tau - beta), and at most the densest (N - d) E tokens without j. X, more sequences in j's own pack, is
-    at most d delta if attention hides all of j's ring that may hide; if not, they bring x tokens with
+    at most d delta if attention hides all of j's ring that may hide; if not, they add x tokens with
     (c_d (d - 1) + thin) x <= d delta and work <= dense x (thin, dense: least l / t and greatest w / t of any sequence).
     If u ranks share heads, T and c are those of the ring of d / u sets, and x tokens are exchanged as well.
     Other waves do the rest of the work, at least rest / N seconds, and pay beta each; any rest takes one wave at least.
@@ -269,7 +269,7 @@ def _wave_of(
         if alone_at_best(j, degree, sequences, inputs) + more_waves >= least:
             continue
         others = num_ranks - degree
-        # Without j: it would be counted twice, here and as the work of its own pack.
+        # Without j: it would be counted twice, here and in its own pack.
         held = _densest(float(others * inputs.tokens_per_rank), without_j, held_tokens, held_work, sequences)
         for k in range(-1, len(inputs.splits.heads) if degree > 1 else 0):
             shortest, growth = _growth(k, j, degree, dense, thin, sequences, inputs)
@@ -280,7 +280,7 @@ def _wave_of(
                 least = min(least, shortest + more_waves)
                 continue
             grown = sequences.work[j] + others * (shortest - beta)
-            # All work is done in this wave from here on: either term of Y may be what it lacks.
+            # All work is done in this wave from here on: either term of Y may be the missing work.
             enough = max(0.0, (total - grown) / (growth + others), (total - sequences.work[j] - held) / growth)
             value = shortest + more_waves + enough
             # Before that: convex and piecewise linear, so that the least value is at one of its two corners.
@@ -436,7 +436,7 @@ def _most_done(makespan: float, crowd: Crowd, inputs: PlannerInputs) -> float:
     if narrowest == 0 or together == 0:
         return -1.0
     packs = (crowd.members + together - 1) // together
-    # The crowd's packs alone need more ranks than there are: not in one wave.
+    # The crowd's packs need more ranks by themselves than there are: not in one wave.
     if packs * narrowest > num_ranks:
         return -1.0
     room = float((num_ranks - packs * narrowest) * tokens_per_rank)

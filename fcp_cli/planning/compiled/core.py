@@ -68,10 +68,10 @@ class Splits(NamedTuple):
     """The ways in which groups may share heads and make rings.
 
     Attributes:
-        heads: [heads degrees that there may be] ranks of a set that shares the heads; empty where groups are rings.
+        heads: [heads degrees that there may be] ranks of a set that shares the heads; empty if groups are rings.
         only: 1 if all ranks of a group are one set, which may then lie across nodes.
         row_of_span: [ranks_per_node + 2] the row of `first` for `across` = UNPLACED, 0, 1, and so on.
-        first: [rows, num_ranks + 2] where the ways to run a pack on each degree begin in `ways`.
+        first: [rows, num_ranks + 2] start in `ways` of the ways to run a pack on each degree.
         ways: [ways, 9] the `GroupTerms` of each; `ways.tabulated` skips those that are never the quickest.
     """
 
@@ -122,7 +122,8 @@ class PlannerInputs(NamedTuple):
 class Tree(NamedTuple):
     """A heap-shaped tree of maxima over bins: free seconds, and free tokens. Leaf b is node len // 2 + b.
 
-    It has a power of two of leaves, at least as many as bins; those beyond have no room, so that none is ever found.
+    The number of leaves is a power of two, at least that of bins; leaves beyond the bins have no room, so that no
+    search returns them.
     """
 
     seconds: FloatArray
@@ -131,7 +132,7 @@ class Tree(NamedTuple):
 
 @inlined
 def sequence_load(i: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Return the load of a sequence without more padding."""
+    """Return the load of a sequence without further padding."""
     tokens = sequences.tokens[i]
     return Load(sequences.attention[i], sequences.linear[i], tokens, min(tokens, 2 * inputs.prices.reach), tokens)
 
@@ -142,7 +143,7 @@ def padded_load(i: int, degree: int, sequences: Sequences, inputs: PlannerInputs
 
     A group has whole multiples of `padding` x degree tokens left: sequences that fit without more padding fit with it.
     """
-    # One rank runs its sequence as it is: only rings pad, so that all members get equal chunks.
+    # One rank runs its sequence unpadded: only rings pad, so that all members get equal chunks.
     if inputs.padding == 0 or degree == 1:
         return sequence_load(i, sequences, inputs)
     tokens, unit = sequences.tokens[i], inputs.padding * degree
@@ -302,7 +303,7 @@ def faster_tier(inputs: PlannerInputs) -> int:
 
 @inlined
 def alone_seconds(i: int, degree: int, across: int, sequences: Sequences, inputs: PlannerInputs) -> float:
-    """Return the predicted seconds of one sequence alone on a group, with its padding."""
+    """Return the predicted seconds of a single sequence on a group, with its padding."""
     return pack_seconds(padded_load(i, degree, sequences, inputs), degree, across, inputs)
 
 
@@ -443,7 +444,7 @@ def first_with_room(tree: Tree, seconds: float, tokens: int, start: int) -> int:
     if start >= size or tree.seconds[1] < seconds or tree.tokens[1] < tokens:
         return NONE
     node = size + start if start else 1
-    # A node may have the seconds in one bin and the tokens in another: then the walk goes on behind it.
+    # A node may have the seconds in one bin and the tokens in another: then the walk continues behind it.
     while True:
         if tree.seconds[node] >= seconds and tree.tokens[node] >= tokens:
             if node >= size:

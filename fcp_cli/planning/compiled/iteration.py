@@ -2,10 +2,10 @@
 
 `schedule` knows a target that nothing can beat, and looks for the smallest one above it that works:
 
-    where a step is known already: end unless its seconds may be beaten
+    if a step is known already: end unless its seconds may be beaten
     double the gap to the lower bound until everything fits            _attempt
     bisect between the last gap that did not fit and the first that did
-    try that target and three lower ones, where some sequences end late;
+    try that target and three lower ones, in which some sequences end late;
         balance each, and keep the one that then ends first            single_rank_packs.balance
     lay it once more, and balance it
 
@@ -38,7 +38,7 @@ def _split(target: float, sequences: Sequences, inputs: PlannerInputs, rings: Ri
     count = 0
     n = 0
     for i in range(len(sequences.work)):
-        # Only what must: a ring costs its ranks communication and a micro-batch each.
+        # Only sequences that need one: a ring costs its ranks communication and a micro-batch each.
         if sequences.tokens[i] > inputs.tokens_per_rank or inputs.prices.beta + sequences.work[i] > target:
             rings.sequence[count] = i
             count += 1
@@ -115,7 +115,7 @@ def schedule(
         if late != 0:
             return rings, singles, timeline, 0.0, 0.0
     # The gap to the lower bound that fits, and the largest known not to. All ends late enough fit, so this ends.
-    # It begins small and doubles: an attempt far above the first fit would lay a step that nobody wants.
+    # It begins small and doubles: an attempt far above the first fit would build a poor step.
     gap, infeasible = 0.002, 0.0
     while True:
         late = _attempt(lower * (1.0 + gap), ride, sequences, inputs, timeline, rings, singles, single_order)

@@ -96,7 +96,7 @@ def _totals(members: IntArray, count: int, pool: Pool, sequences: Sequences) -> 
 
 @leaf
 def _alone(i: int, degree: int, sequences: Sequences, inputs: PlannerInputs) -> float:
-    """Return the seconds of sequence i alone on one of the allowed degrees, placed at best."""
+    """Return the seconds of sequence i by itself on one of the allowed degrees, placed at best."""
     if not inputs.allowed[degree]:
         return np.inf
     return alone_seconds(i, degree, across_at_best(degree, inputs), sequences, inputs)
@@ -104,10 +104,10 @@ def _alone(i: int, degree: int, sequences: Sequences, inputs: PlannerInputs) -> 
 
 @leaf
 def _shortest(i: int, sequences: Sequences, inputs: PlannerInputs) -> float:
-    """Return the seconds of a wave of sequence i alone, on the degree that suits it best."""
+    """Return the seconds of a wave with only sequence i, on its best degree."""
     best = np.inf
     lowest = (sequences.tokens[i] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank
-    # All degrees: seconds jump where a group begins to cross nodes.
+    # All degrees: seconds jump at the degree at which groups cross nodes.
     for degree in range(lowest, inputs.num_ranks + 1):
         best = min(best, _alone(i, degree, sequences, inputs))
     return float(max(best, inputs.floor))

@@ -97,7 +97,7 @@ def _inside_a_node(
         if seconds > target:
             continue
         extra = degree * seconds - attention - linear
-        # Of rings alone a wider one wastes more, so the first that cannot win ends the search.
+        # Among rings, a wider one wastes more, so the first that cannot win ends the search.
         if extra >= best:
             if len(inputs.splits.heads):
                 continue  # a wider group may split more heads
@@ -118,7 +118,7 @@ def _inside_a_node(
                 waste = extra + degree * start - total + (degree * left if left < 1.5 * inputs.prices.beta else 0.0)
                 if waste < best:
                     best, best_degree, best_first = waste, degree, first
-            if best <= extra:  # nobody waits: no other node can waste less at this degree
+            if best <= extra:  # no rank waits: no other node can waste less at this degree
                 break
     return best, best_degree, best_first
 
@@ -142,7 +142,7 @@ def _across_nodes(
     """Find the least waste of sequence i on whole neighbouring nodes and the first ranks of the next one.
 
     Returns:
-        Waste, degree (0 where `bound` is less) and first rank.
+        Waste, degree (0 if `bound` is less) and first rank.
     """
     attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
     per_node = inputs.ranks_per_node

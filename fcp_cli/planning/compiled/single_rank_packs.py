@@ -2,8 +2,9 @@
 
 A bin is an interval of one rank's time: from its last ring to the target, or a wait before a ring. Its sequences lie in
 slots, one slot per micro-batch, each within the token budget; every open slot costs the bin a micro-batch's fixed
-seconds. Several sequences share a slot only up to `shared_tokens`; one alone may have up to the budget. Small sequences
-may also ride in a ring: where its ranks have tokens to spare, that costs no further micro-batch.
+seconds. Several sequences share a slot only up to `shared_tokens`; a single one may have up to the budget. Small
+sequences
+may also ride in a ring: if its ranks have tokens to spare, that costs no further micro-batch.
 
     fill:     for each sequence, by falling work:
                   lay it into the first open slot whose bin has the seconds and which has the tokens;
@@ -15,7 +16,7 @@ may also ride in a ring: where its ranks have tokens to spare, that costs no fur
                   two ends soonest, and do it                                                _best_exchange, _exchange
 
 No array overflows: there is a bin for every rank and for every gap that `rings.Timeline` has space for, a slot is only
-written after it was found, and `iteration._slots` makes enough for one always to be found.
+    written after it was found, and `iteration._slots` makes enough of them.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _EVEN = 5e-5  # of the target; ranks that end as close to their mean are not bal
 
 
 class SingleRankPacks(NamedTuple):
-    """Bins (ranks first, then gaps), the slots in them, and where each sequence lies.
+    """Bins (ranks first, then gaps), the slots in them, and the place of each sequence.
 
     Attributes:
         free: [bins] seconds left.
@@ -209,10 +210,10 @@ def _reset(
 
 @leaf
 def _ring_room(g: int, timeline: Timeline, rings: Rings, singles: SingleRankPacks) -> float:
-    """Return the seconds by which ring g may grow; 0 where something follows it on one of its ranks."""
+    """Return the seconds by which ring g may grow; 0 if something follows it on one of its ranks."""
     room = np.inf
     for r in range(rings.first[g], rings.first[g] + rings.degree[g]):
-        # What follows a ring would start later, and with it every rank of that ring.
+        # Packs after a ring would start later, and with them every rank of that ring.
         if timeline.free[r] > rings.end[g]:
             return 0.0
         room = min(room, singles.free[r])
@@ -370,7 +371,7 @@ def balance(
     for rank in range(inputs.num_ranks):
         _enter_end(rank, inputs, singles)
     worst = _last_to_end(singles)
-    # Exchanges move work about, so that the ranks' mean stays; it is out of reach where they end as good as together.
+    # Exchanges move work about, so that the ranks' mean stays; it is out of reach if they end as good as together.
     even = total_of(singles.free[: inputs.num_ranks]) / inputs.num_ranks - _EVEN * target
     while (
         singles.free[worst] < even

@@ -164,8 +164,8 @@ def share_out(degree: int, waves: bool, packs: Packs, sequences: Sequences, inpu
 def level_packs(degree: int, waves: bool, group_tokens: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Spread the sequences over the groups by work, then each group's over as few packs as its tokens need.
 
-    As verl balances (`published.karmarkar_karp`), but greedily: most work first, to whom has the least. Under waves all
-    groups have equally many packs, each of like work.
+    As verl balances (`published.karmarkar_karp`), but greedily: most work first, to the bin with the least. Under waves
+    all groups have equally many packs, each of similar work.
 
     Returns:
         The packs, with their groups.
@@ -291,7 +291,7 @@ def _at_least(degree: int, attention: float, linear: float, tokens: int, inputs:
 def quickest(seconds: float, degrees: IntArray, waves: bool, sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Return the degree that takes fewer than these seconds and fewest of all: seconds, degree, how it is packed.
 
-    Degree 0: none does. A degree is left out unseen where its work, or its longest sequence, takes as long.
+    Degree 0: none does. A degree is skipped untried if its work, or its longest sequence, takes as long.
     """
     best_degree, best_packing = 0, FULL
     by_tokens = longest_first(sequences)
@@ -322,7 +322,7 @@ def quickest(seconds: float, degrees: IntArray, waves: bool, sequences: Sequence
 
 @kernel
 def laid_out(packing: int, degree: int, waves: bool, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Pack sequences, padded for this degree, and share them out; first-fit decreasing where even packs overflow.
+    """Pack sequences, padded for this degree, and share them out; first-fit decreasing if even packs overflow.
 
     Returns:
         The packs, and the arrays of `share_out` without the seconds.

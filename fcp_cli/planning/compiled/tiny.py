@@ -29,7 +29,7 @@ class Least(NamedTuple):
 
     Attributes:
         area: [2^n] rank-seconds of all.
-        alone: [2^n] seconds of the longest of them alone.
+        alone: [2^n] seconds of the longest of them by itself.
         pack: [2^n] seconds of all as one pack.
     """
 
@@ -94,7 +94,7 @@ def quickest(mask: int, upper: float, last_start: float, branches: int, nodes: N
         nodes, least_of: ranks and prices, and bounds that follow from them.
 
     Returns:
-        (seconds, [packs] masks, [packs] starts, [packs, nodes] ranks of each node, whether nothing was left out); no
+        (seconds, [packs] masks, [packs] starts, [packs, nodes] ranks of each node, whether the search was complete); no
         packs if none is better.
     """
     at = _first_branch(mask, nodes)
@@ -108,7 +108,7 @@ def quickest(mask: int, upper: float, last_start: float, branches: int, nodes: N
             continue
         end = _taken(depth, limit, at, nodes)
         left = at.masks[depth] ^ at.packs[depth]
-        # All ranks together must have the rank-seconds of what is left, or this branch cannot win.
+        # All ranks together must have the rank-seconds of the remaining work, or this branch cannot win.
         if end < 0.0 or least_of.area[left] + _spent(at.starts[depth], at.free[depth + 1]) >= limit * at.free.shape[1]:
             continue
         # Counted before the leaf test, so that a search with many answers ends as well.
@@ -180,7 +180,7 @@ def _ranks_of(depth: int, at: Branch, nodes: Nodes) -> bool:
 def _taken(depth: int, limit: float, at: Branch, nodes: Nodes) -> float:
     """Take the chosen ranks, those of a node that are free last, and return the end; -1 if there is no need to look.
 
-    That is: it ends too late, it could begin sooner, or nodes or packs that are alike stand in another order.
+    That is: it ends too late, it could begin sooner, or equal nodes or packs are in another order.
     """
     pack, start, free, after = at.packs[depth], at.starts[depth], at.free[depth], at.free[depth + 1]
     begins_with_last = depth > 0 and start == at.starts[depth - 1]
@@ -237,7 +237,7 @@ def _spent(start: float, free: FloatArray) -> float:
 
 @kernel
 def waves(floor: float, branches: int, nodes: Nodes, least_of: Least) -> Any:
-    """Find the quickest waves of a step whose ranks all meet after each.
+    """Find the quickest waves of a step whose ranks all synchronise after each.
 
     Args:
         floor: seconds that a wave takes at least.
@@ -253,7 +253,7 @@ def waves(floor: float, branches: int, nodes: Nodes, least_of: Least) -> Any:
     for mask in range(1, masks):
         alone[mask] = max(floor, quickest(mask, np.inf, 0.0, branches, nodes, least_of)[0])
         low, part = mask & -mask, mask
-        while part:  # waves may stand in any order, so let the first sequence be in the first of them
+        while part:  # waves may be in any order, so put the first sequence in the first of them
             if part & low and alone[part] + total[mask ^ part] < total[mask]:
                 total[mask], first[mask] = alone[part] + total[mask ^ part], part
             part = (part - 1) & mask

@@ -1,7 +1,7 @@
 """One wave under `sync: microbatch`: as much work as fits into all ranks, once, by a target.
 
-Long sequences first, each on the smallest degree that ends by the target, inside a node where one has room; ranks that
-are left become groups of one rank (or two); then everything else by first-fit decreasing, into the rings too where they
+Long sequences first, each on the smallest degree that ends by the target, inside a node where one has room; remaining
+ranks become groups of one rank (or two); then everything else by first-fit decreasing, into the rings too where they
 have tokens and seconds to spare.
 """
 
@@ -48,7 +48,7 @@ _MARGIN = 1e-9  # relative; keeps rounding on the safe side
 class Wave(NamedTuple):
     """The groups of a wave, their ranks and their packs.
 
-    No array overflows: every group has a rank of its own at least, so there are at most `num_ranks` groups.
+    No array overflows: every group has at least one rank to itself, so there are at most `num_ranks` groups.
 
     Attributes:
         degree, first, across, loads: [num_ranks] per group, of which `first` is the first rank; see `pack_seconds`.
@@ -56,7 +56,7 @@ class Wave(NamedTuple):
         free, start: [nodes] ranks of a node that have no group yet, which are neighbours, and the first of them.
         bucket, next_node, before_node: [ranks_per_node + 1] and [nodes] nodes by free ranks, as lists linked both ways
             that end with -1.
-        used: [num_ranks] 1 for a rank that has a group; kept only where rings come from a catalogue.
+        used: [num_ranks] 1 for a rank that has a group; kept only if rings come from a catalogue.
         used_before: [num_ranks + 1] how many of the ranks before each are used.
         groups: [1] number of groups.
         too_wide: [1] degree for which no run of free ranks over nodes was found; while a wave is filled, no more
@@ -87,7 +87,7 @@ class Pool(NamedTuple):
         left_over: those that the wave filled last leaves; long ones, then others, each by falling work.
         small: those that a single rank could run; scratch of a wave.
         kept: sequences that the best wave so far leaves.
-        shortest: seconds of each sequence alone on the degree that suits it best; 0 before anybody asked.
+        shortest: seconds of each sequence by itself on its best degree; 0 until computed.
         least: rank-seconds of each sequence in the narrowest ring that holds it, `work_in_rings`.
         most: [tokens] see `core.most_work`.
         thin: [1] least linear work of a token of any sequence.
@@ -226,7 +226,7 @@ def _first_across(degree: int, inputs: PlannerInputs, wave: Wave) -> int:
 
 @inlined
 def _first_in_run(run: int, stop: int, degree: int, inputs: PlannerInputs) -> int:
-    """Return where in the free ranks run..stop a group begins: at a node if it fills whole nodes, else at the left end.
+    """Return the start of a group in the free ranks run..stop: at a node if it fills whole nodes, else at the left end.
 
     So a group that breaks a node anyway also takes the ranks that another one left, and free ranks stay in few pieces.
     """
@@ -286,12 +286,12 @@ def _place_ring(i: int, target: float, left: int, sequences: Sequences, inputs: 
     lowest = max(2, (tokens + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank)
     # Fewer ranks could not do the work in time; the small term keeps rounding from asking for one rank more.
     lowest = max(lowest, int(np.ceil((attention + linear) / (target - inputs.prices.beta) - 1e-9)))
-    # Degrees far above the work's share only pay where the ring is exposed: a matter for the wave's first ring alone.
+    # Degrees far above the work's share only pay if the ring is exposed: only tried for the wave's first ring.
     highest = left if wave.groups[0] == 0 else min(left, 12 * lowest + 8)
     for degree in range(lowest, highest + 1):
         inside = _best_fit(degree, inputs, wave)
         at_best = 0 if inside else max(across_at_best(degree, inputs), 1)
-        # Price before place: a price is a few sums, a place has to be searched for.
+        # Price before place: a price is a few sums, a place needs a search.
         if alone_seconds(i, degree, at_best, sequences, inputs) > target + _SLACK:
             continue
         first = _first_inside(degree, inside, wave) if inside else _first_across(degree, inputs, wave)
@@ -301,7 +301,7 @@ def _place_ring(i: int, target: float, left: int, sequences: Sequences, inputs: 
                 return 0
             continue
         across = across_of(first, degree, inputs)
-        # Only groups that split heads cost more where they lie less well than at best.
+        # Only groups that split heads cost more in a worse place than the best.
         if across != at_best and alone_seconds(i, degree, across, sequences, inputs) > target + _SLACK:
             continue
         _take(first, degree, inputs, wave)
@@ -329,7 +329,7 @@ def _place_in_catalogue(i: int, target: float, sequences: Sequences, inputs: Pla
         if wave.used_before[first + width] > wave.used_before[first]:
             continue
         low, high = 0, inputs.num_ranks
-        # A group inside a node leaves runs to groups of that node alone.
+        # Runs next to a group inside a node are only for groups of that node.
         if width <= inputs.ranks_per_node:
             low = first - first % inputs.ranks_per_node
             high = min(high, low + inputs.ranks_per_node)

@@ -22,7 +22,7 @@ def tabulated(inputs: PlannerInputs) -> Any:
     """Return the splits with their tables, `row_of_span`, `first` and `ways`."""
     splits = inputs.splits
     row_of_span, acrosses = _rows_of_spans(inputs)
-    # One degree more than there is, so that `first` also says where the last one's ways end.
+    # One extra degree, so that `first` also holds the end of the last one's ways.
     first = np.zeros((len(acrosses), inputs.num_ranks + 2), dtype=np.int64)
     ways, count = np.zeros((len(acrosses) * (inputs.num_ranks + 2), 9)), 0
     for row in range(len(acrosses)):
@@ -62,7 +62,7 @@ def _rows_of_spans(inputs: PlannerInputs) -> Any:
 
 @leaf
 def _enter(degree: int, across: int, first: int, ways: FloatArray, inputs: PlannerInputs) -> int:
-    """Write the ways of one degree from `first` on, of equals the one with the fewest heads; return where they end."""
+    """Write the ways of one degree from `first` on, of equals the one with the fewest heads; return their end."""
     count, most = first, degree * inputs.tokens_per_rank
     for k in range(-1, len(inputs.splits.heads)):
         if not is_way(k, degree, across, inputs):
@@ -113,7 +113,7 @@ def _is_no_quicker(one: Any, other: Any, degree: int, most: int, inputs: Planner
 def traffic_of(tokens: int, degree: int, across: int, inputs: PlannerInputs) -> Any:
     """Return the least seconds of a pack's traffic, and by how much each further token lengthens them at least.
 
-    The least over the ways of B(t) is concave, so that it lies above its chord up to what a group may hold.
+    The least over the ways of B(t) is concave, so that it lies above its chord up to a group's capacity.
     """
     most = degree * inputs.tokens_per_rank
     now = least_of_packs(0.0, tokens, 1.0, degree, across, inputs)

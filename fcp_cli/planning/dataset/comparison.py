@@ -190,7 +190,7 @@ class _Tally:
             assignment = replace(assignment, wave=np.full_like(assignment.wave, -1))
         step = assemble(assignment, runs, self._problem, step_bound_seconds(batch, self._problem))
         self.summary.add(step)
-        # Counted from the planned step, whatever its strategy believed.
+        # Counted from the planned step, not from its strategy's own figures.
         held = held_tokens(step, self._problem.padding_multiple)
         self.over_budget += int((held > step.degrees * self._problem.tokens_per_rank).sum())
         for i in np.flatnonzero(step.degrees > 1).tolist():

@@ -47,7 +47,7 @@ from fcp_cli.words import counted, duration
 
 _SHOWN_STEPS: Final = 16  # whose prediction is shown
 _AHEAD: Final = 16
-_ENDLESS_EPOCHS: Final = 1_000_000  # of a loop whose epochs nobody knows
+_ENDLESS_EPOCHS: Final = 1_000_000  # of a loop with an unknown number of epochs
 _PATIENCE_SECONDS: Final = 60.0  # for the rest of a plan whose loop has ended early
 _STOPPED_SECONDS: Final = 3.0  # and if somebody stopped it
 
@@ -315,7 +315,7 @@ def _described(config: Path) -> str:
 
 
 def _require_encoder(inputs: PlanInputs) -> None:
-    """Refuse to plan pictures by the times of a model of text alone."""
+    """Refuse to plan pictures by the times of a text-only model."""
     patches, profile = inputs.table.vision_patches, inputs.problem.profile
     if patches is not None and not profile.prices_vision:
         raise ProfileError(

@@ -44,7 +44,7 @@ class _Parts(NamedTuple):
     """Of micro-batches: the parts of their seconds under the original profile, and the measured seconds."""
 
     step: IntArray
-    rank: IntArray  # that ran it alone; -1: a ring
+    rank: IntArray  # that ran it without a ring; -1: a ring
     beta: FloatArray
     linear: FloatArray
     windows: FloatArray  # attention in windows whose halos travel, and these

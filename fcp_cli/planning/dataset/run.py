@@ -287,7 +287,7 @@ def plan_steps(
 
 
 def _tasks(batches: Iterator[Batch]) -> Iterator[list[Batch]]:
-    """Yield the batches in lists that are worth sending, and that few cores do not have to themselves."""
+    """Yield the batches in lists large enough to be worth sending, small enough to spread over the cores."""
     for batch in batches:
         few = max(1, min(_STEPS_PER_TASK, _SEQUENCES_PER_TASK // len(batch.rows)))
         yield [batch, *islice(batches, few - 1)]

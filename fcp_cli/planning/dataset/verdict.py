@@ -52,7 +52,7 @@ class Verdict:
         rivals: those that can run the data at all.
         remedy: the setting under which fcp would be quickest by far; None: none that was tried.
         tried: settings that were tried for that.
-        device_hour_price: the price of a device-hour in any currency; None if nobody said.
+        device_hour_price: the price of a device-hour in any currency; None if unknown.
         enough_ranks: the fewest ranks that would take as long; None: all of `num_ranks` are needed.
     """
 
@@ -73,7 +73,7 @@ class Verdict:
 
     @property
     def saved_device_hours(self) -> float:
-        """Device-hours an epoch less than the quickest rival; negative where that is quicker."""
+        """Device-hours an epoch less than the quickest rival; negative if that is quicker."""
         return self.device_hours * (self.quickest_rival.factor - 1.0) if self.quickest_rival else 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def plan_verdict(
 def _planned_again(
     sequences: Sequence[LengthTable], problem: Problem, for_rivals: Sequence[Problem]
 ) -> Iterator[tuple[str, float]]:
-    """Yield the predicted seconds of Megatron's dynamic CP and of fcp, where they can plan these batches at once.
+    """Yield the predicted seconds of Megatron's dynamic CP and of fcp, if they can plan these batches at once.
 
     The recipe was chosen for fcp's plans. Megatron's, which wait longer for each other and fill their budgets whatever
     that recomputes, are often quicker under a recipe of another kind, so they are priced under each.

@@ -1,7 +1,8 @@
-"""`--robust`: waves with the same groups, on ranks where few rings that cross nodes share a node's network.
+"""`--robust`: waves with the same groups, placed so that few rings that cross nodes share a node's network.
 
 A ring across nodes takes whole nodes, and its rest the node with the fewest other such rings; all other groups stay
-inside nodes, as long as one has room. Another group may have to cross then than before: the price has to be asked for.
+inside nodes, as long as one has room. Another group than before may then have to cross nodes: the price must be
+computed.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def _placed(degrees: IntArray, num_ranks: int, per_node: int) -> list[IntArray]:
             room = [node for node in range(len(nodes)) if len(nodes[node]) >= min(degree, per_node)]
             if not room:  # over the nodes with the most room
                 inside, room = False, [max(range(len(nodes)), key=lambda at: len(nodes[at]))]
-            # Whole nodes are all alike; a rest goes where few rings cross, a group inside where it leaves least.
+            # Whole nodes are all equal; a remainder goes to a node with few crossing rings, a group inside to the
+            # tightest fit.
             node = min(room, key=lambda at: (0 if inside else rings[at], len(nodes[at]), at))
             part = min(degree, len(nodes[node]))
             taken += nodes[node][:part]

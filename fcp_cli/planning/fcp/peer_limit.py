@@ -1,8 +1,8 @@
-"""Which ranks may be a group where the peers of a rank are limited.
+"""Groups that are allowed if the peers of a rank are limited.
 
 Groups are of neighbouring ranks, and rings of them share their pairs of ranks (`plan.ring_order`). So the pairs of all
 groups there may be can be counted once, and no plan, step or resumed run exceeds that count. Groups across nodes of
-whole nodes alone need fewer.
+only whole nodes need fewer.
 """
 
 from __future__ import annotations

@@ -7,14 +7,14 @@ bubbles, but each costs its fixed seconds, and a ring its messages. For each of 
 
     a sequence that one rank cannot run in that time, or hold, becomes a ring of the narrowest block of ranks that can
     rings run first, the widest first, each on the block of its width that would be ready first
-    all else goes, longest first, to the rank that would be ready first, and there into micro-batches of like length
+    all else goes, longest first, to the rank that would be ready first, and there into micro-batches of similar length
 
 A rank of a long ring waits for it P - 1 times; either that is forgotten, and all ranks run equally many micro-batches,
 or it counts, and other work there counts by half, since it runs in that time. Blocks of ranks lie within each other
-(halves of halves), so that replicas that meet in a ring have met in the same rings before: no two ever wait for each
-other in a circle. Blocks of three eighths and the like, which leave others to replicas outside the longest sequence,
-are tried, too. Whatever else is planned for the same batch competes. The quickest answers are tried in other
-orders (`wave_orders`); then micro-batches on the critical path change places with their neighbours while that helps.
+(halves of halves), so that replicas that share a ring have shared the same rings before: no two ever wait for each
+other in a cycle. Blocks of three eighths and the like, which leave others to replicas outside the longest sequence, are
+tried, too. Whatever else is planned for the same batch competes. The quickest answers are tried in other orders
+(`wave_orders`); then micro-batches on the critical path change places with their neighbours while that helps.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _RUNS, _LEAST_RUNS = 60_000, 20  # of micro-batches, in runs of the timeline for
 
 
 def replicas_of(problem: Problem, inputs: PlannerInputs) -> Replicas:
-    """Return the ranks, with blocks that halve them again and again, those alone that may be groups.
+    """Return the ranks, with blocks that halve them repeatedly, the only ones that may be groups.
 
     If any neighbours may be a group, there are blocks of three, five, six and seven eighths, too, from either end.
     """
@@ -265,7 +265,7 @@ def _ring_columns(table: FloatArray, ring: float, near: float) -> IntArray:
 
 
 def _seconds_by_degree(batch: Batch, problem: Problem, replicas: Replicas) -> FloatArray:
-    """Return [sequences, degrees] the seconds of each sequence alone on a block; infinite if it does not fit."""
+    """Return [sequences, degrees] the seconds of each sequence by itself on a block; infinite if it does not fit."""
     columns = []
     for degree in replicas.degrees.tolist():
         work = work_on(batch.work, degree, problem)

@@ -1,9 +1,9 @@
 """Cuts a step on very many ranks into parts that are alike, so that a search of one serves all.
 
 Sequences are dealt by falling work, each to the part with the least work a rank so far: of thousands, parts get the
-same work and like lengths. Only the first part, which has the longest sequence, is searched; the others follow the
+same work and similar lengths. Only the first part, which has the longest sequence, is searched; the others follow the
 targets that it found. So the time of a step grows with its sequences and not with their product with the ranks, in
-which searches for a place end up, and most sequences are passed a few times in place of dozens.
+which searches for a place end up, and most sequences are passed a few times instead of dozens.
 """
 
 from __future__ import annotations

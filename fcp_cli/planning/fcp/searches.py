@@ -184,7 +184,7 @@ def regrouped(
 
 
 def wave_parts(sequences: Sequences, inputs: PlannerInputs) -> list[IntArray]:
-    """Cut a step, by falling work, into parts of some dozens of waves, of like work.
+    """Cut a step, by falling work, into parts of some dozens of waves, of similar work.
 
     The longest sequences, with half of the work, are cut into runs, so that sequences that take equally long stay
     together; the rest is dealt out, so that all parts can fill their waves.

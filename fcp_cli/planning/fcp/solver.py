@@ -53,7 +53,7 @@ from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, plan
 from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver, whole_budget
 
 _SYNCS: tuple[Sync, ...] = ("iteration", "microbatch")
-_LESS_TOKENS = 0.8, 0.5  # of a rank's, with which a step is planned again where the gap is large
+_LESS_TOKENS = 0.8, 0.5  # of a rank's, with which a step is planned again if the gap is large
 _FEW_RANKS, _LEFT_OVER = 128, 1 / 8  # up to so many ranks one degree may leave such a share of them over
 _FEW_SEQUENCES = 256  # up to which timelines are planned again so
 # How full waves to come are (0: all but the last are), and how dear micro-batches, by which waves are rated when a step
@@ -290,8 +290,8 @@ class FcpSolver:
         """Compile, or load, the inner loops that any later step may need: no step but the first waits for them."""
         plain = replace(self, problem=replace(self.problem, pipeline=None, rank_speeds=None, encoder_balance=None))
         room = self.problem.tokens_per_rank * (1 if self.options.get("max_degree") == 1 else self.problem.num_ranks)
-        # One alone is tiny on more ranks than two are; one that fills all ranks is bounded in another way.
-        # And where there are ranks for several parts, as many as make parts alike.
+        # A single sequence is tiny on more ranks than two are; one that fills all ranks is bounded in another way.
+        # And if there are ranks for several parts, as many as make parts alike.
         for lengths in ([1], [1, 2], [room], *([[1] * self.problem.num_ranks] if has_parts(self.inputs) else [])):
             table = LengthTable(name="a tiny step", length_tokens=np.array(lengths, dtype=np.int64))
             batch = batch_of(table, plain.problem)
@@ -461,7 +461,7 @@ class FcpSolver:
         return found.quicker(f"{found.name}, regrouped", other, batch, self.problem)
 
     def _for_pipelines(self, batch: Batch) -> Iterator[PipelineStep]:
-        """Yield steps for pipelines: of micro-batches of like length, and as waves or timelines alone would have it."""
+        """Yield steps for pipelines: of micro-batches of similar length, and as planned without stages."""
         if self.options.get("max_degree") != 1:
             yield from equal_length_candidates(batch, self.problem, replicas_of(self.problem, self.inputs))
         for plain in plain_problems(self.problem, int(batch.work.tokens.max())):

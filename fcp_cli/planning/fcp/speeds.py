@@ -1,11 +1,11 @@
 """Steps on ranks of different speeds: planned as if ranks were alike, and then fitted to them.
 
-The compiled search knows no speeds. A rank of speed s does in T seconds the work of another in s T, so next to a pack
-of (1 - s) T seconds that nobody runs it would be like the others: under `iteration` the batch gets such a pack for each
-slow rank, and whichever rank the search gives it to becomes the slow one. Under `microbatch`, where waves are of
-different lengths, each wave's lightest packs go to its slowest ranks. If few ranks are slow, the quick ones are also
-planned for by themselves. Either way sequences are then exchanged between the rank that ends last and others, at their
-real speeds, and the answer that ends first by the cost model is taken.
+The compiled search knows no speeds. A rank of speed s does in T seconds the work of another in s T, so with an idle
+pack of (1 - s) T seconds it would equal the others: under `iteration` the batch gets such a pack for each slow rank,
+and whichever rank the search gives it to becomes the slow one. Under `microbatch`, where waves are of different
+lengths, each wave's lightest packs go to its slowest ranks. If few ranks are slow, the quick ones are also planned for
+by themselves. Either way sequences are then exchanged between the rank that ends last and others, at their real speeds,
+and the answer that ends first by the cost model is taken.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LEAST_GAIN: Final = 1e-5  # of the rank that ends last, for an exchange to be w
 
 _CLOSE_ENOUGH: Final = 0.01  # to the proven bound: no further ways are tried
 _MOST_SLOW: Final = 0.25  # of all ranks, for the others to be planned for by themselves
-_HOPS: Final = 0.0, 1 / 128, 1 / 32, 1 / 8  # of a step, by which ring hops are made dearer in turn
+_HOPS: Final = 0.0, 1 / 128, 1 / 32, 1 / 8  # of a step, added to the price of ring hops, one after the other
 
 AnyInts: TypeAlias = IntArray | Int32Array
 
@@ -130,7 +130,7 @@ def _with_dummy_packs(
 
 
 def _with_packs(batch: Batch, seconds: FloatArray, tokens_per_rank: int) -> Batch:
-    """Add sequences that take so many seconds on a rank of their own, and fill it up."""
+    """Add sequences that take so many seconds on a single rank, and fill it."""
     count = len(seconds)
     tokens = np.full(count, tokens_per_rank, dtype=np.int64)
     nothing = np.zeros(count)
@@ -160,7 +160,7 @@ def _without(found: Assignment, group_of: IntArray) -> Assignment:
 
 
 def _gathered(wave: AnyInts, degree: IntArray, ranks: AnyInts, group_of: IntArray) -> Assignment:
-    """Make an assignment of groups in their order, without empty ones and without waves of such alone.
+    """Make an assignment of groups in their order, without empty ones and without waves of only such.
 
     Args:
         wave, degree: [groups].
@@ -182,7 +182,7 @@ def _gathered(wave: AnyInts, degree: IntArray, ranks: AnyInts, group_of: IntArra
 
 
 def _scopes(found: Assignment) -> IntArray:
-    """Return [groups] the wave of each; 0 under `iteration`, where the whole step is one."""
+    """Return [groups] the wave of each; 0 under `iteration`, since the whole step is one."""
     return np.maximum(found.wave.astype(np.int64), 0)
 
 

@@ -1,4 +1,4 @@
-"""Plans tiny steps exactly: few sequences on few ranks, where trying everything is affordable."""
+"""Plans tiny steps exactly: few sequences on few ranks, for which exhaustive search is affordable."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _quickest(mask: int, upper_seconds: float, last_start: float, nodes: Nodes, 
 
 
 def _node_offsets(problem: Problem) -> IntArray:
-    """Return where the ranks of each node begin; nodes of one rank count as one of all, whose rings cross nodes."""
+    """Return the first rank of each node; nodes of one rank count as one of all, whose rings cross nodes."""
     per_node = problem.num_ranks if problem.ranks_per_node == 1 else problem.ranks_per_node
     return np.append(np.arange(0, problem.num_ranks, per_node), problem.num_ranks)
 
@@ -81,7 +81,7 @@ def _prices(batch: Batch, problem: Problem) -> FloatArray:
     seconds, on_nodes = np.full((2**sequences, ranks + 1, 2), np.inf), replace(problem, ranks_per_node=per_node)
     for degree, place, group in groups:
         tokens = pack_work(work, offsets, degree, problem.profile, problem.padding_multiple).tokens
-        # Ranks across nodes lie as here, which they need not where they share heads.
+        # Ranks across nodes lie as here, which they need not if they share heads.
         packs = PlacedPacks(
             work=work,
             offsets=offsets,

@@ -2,7 +2,7 @@
 
 A folder `.NAME.online` holds `metadata.json` and, for each start of the job, `000000.windows`: records with digests, of
 the start's first step, and then two for every window, of its sequences and of its steps. A window that a kill cut off
-is skipped; a damaged record is refused. A later start begins with a step of its own, and the
+is skipped; a damaged record is refused. A later start begins with another step, and the
 steps that earlier ones planned from there on no longer count.
 """
 
@@ -176,7 +176,7 @@ class OnlineJournal:
 
     def _take_over_plan(self) -> None:
         """Make a journal from a whole plan, whose finished run continues."""
-        reader = PlanReader(self.path)  # its message says that there is none
+        reader = PlanReader(self.path)  # it reports a missing plan
         manifest = read_manifest(manifest_of(self.path))
         ids = open_parquet(manifest_of(self.path)).read()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -243,7 +243,7 @@ class OnlineJournal:
         return starts
 
     def _begins_of(self, part: Path) -> _Begins | None:
-        """Return where a start begins, or None if it was killed before it had kept that."""
+        """Return the first step of a start, or None if it was killed before it recorded that."""
         with self._reading(part):
             content = next(read_records(part), None)
             if content is None:

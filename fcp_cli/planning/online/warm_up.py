@@ -14,7 +14,7 @@ from fcp_cli.planning.solvers import make_solver
 
 
 def load_planner() -> None:
-    """Plan a step of a few sequences, one of which needs a ring: whatever it loads, the first step of a job needs."""
+    """Plan a step of a few sequences, one of which needs a ring, to load all that the first step of a job needs."""
     costs = Coefficients(
         attention_seconds_per_token2=1e-9,
         linear_seconds_per_token=1e-4,

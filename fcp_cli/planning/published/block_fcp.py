@@ -3,17 +3,17 @@
 No code is public, and of the paper a detailed account was read, not its own text. In a group of ranks, each sequence
 is cut into blocks of 4,096 tokens; of blocks in falling order of tokens and attention, each as a share of all,
 every one goes to the rank with the least attention so far that has room for its tokens. Queries, keys and values travel
-from the user's layout to the ranks of the blocks and back (the "transparent reshuffler"), keys to whoever needs them by
-messages from point to point; sixteen blocks run as one kernel (the "coalescer"). It is priced as `spread_attention`
-says. Where a choice was left, the kinder one was made:
+from the user's layout to the ranks of the blocks and back (the "transparent reshuffler"), keys by point-to-point
+messages to the ranks that need them; sixteen blocks run as one kernel (the "coalescer"). It is priced as
+`spread_attention` says. Choices that the paper leaves open favour it:
 
 - The degree (any divisor of the ranks) is the quickest over a sample of the plan's steps; the paper shards over all.
 - In the user's layout all ranks hold equally many tokens, so that all other layers are even; or the data loader already
   lays tokens out by blocks, and nothing is reshuffled: the quicker of both, for every micro-batch.
 - A block is a pair of a head and a tail of its sequence (zig-zag), so that blocks of a sequence take as long.
-- Messages never meet at one rank: the paper's planner of rounds without congestion is perfect and takes no time, and
+- Messages never collide at one rank: the paper's planner of rounds without congestion is perfect and takes no time, and
   no multiprocessors are set aside for copies (the paper's uses 6 or 8).
-- A block for which no rank has room goes where the tokens are fewest.
+- A block for which no rank has room goes to the rank with the fewest tokens.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class BlockFcp(SpreadAttention):
 
 
 def blocks_of(lengths: IntArray, ranks: int) -> tuple[Tasks, IntArray]:
-    """Cut sequences at blocks and where the ranks' even layout cuts them; return the tasks, and the block of each."""
+    """Cut sequences at blocks and at the cuts of the ranks' even layout; return the tasks, and the block of each."""
     even = laid_out(lengths, ranks)
     ends = np.cumsum(even.tokens)
     starts = np.concatenate(([0], np.cumsum(lengths)[:-1])).astype(np.float64)

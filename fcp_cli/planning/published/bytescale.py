@@ -2,17 +2,17 @@
 
 No training code of it is public; this is written from the paper's description and from accounts of it. Described: a
 sequence is cut into as many chunks as it needs ranks, any number of them; short sequences stay whole and are packed;
-sequences are handed out in descending order to the ranks with the least estimated time so far; ranks may run
-different numbers of micro-batches. Where a choice was left:
+sequences are assigned in descending order to the ranks with the least estimated time so far; ranks may run
+different numbers of micro-batches. Choices that the paper leaves open:
 
 - Times are those of the cost profile, a share of the fixed cost per micro-batch included.
 - A chunk holds the token budget or its half, quarter or eighth, whichever gives the quicker step (the paper's
   selective offloading, which changes how much a rank holds, is not modelled).
-- The ranks of a long sequence are the least loaded ones of one node where it fits in a node.
+- The ranks of a long sequence are the least loaded ones of one node if it fits in a node.
 - PP-Balance, for pipelines: sequences in falling order of length are dealt out in buckets of equal time, each bucket to
   ranks of its own, so that consecutive micro-batches of a pipeline take about as long; short buckets run more
   micro-batches. The quicker of this and of DP-Balance counts.
-- Under `microbatch`, where ranks cannot run different numbers of micro-batches, the same micro-batches are put into
+- Under `microbatch`, which allows no different numbers of micro-batches, the same micro-batches are put into
   waves longest first, each into the first wave with enough ranks left (as PP-Balance groups micro-batches of equal
   time), or kept on their ranks in their order; the quicker of the two counts.
 """
@@ -142,7 +142,7 @@ def _place_long(
 
 
 def _seconds(member: int, ranks: Sequence[int], batch: Batch, problem: Problem) -> float:
-    """Predict the seconds of a sequence alone on ascending ranks."""
+    """Predict the seconds of a single sequence on ascending ranks."""
     work = work_on(batch.work.take(member), len(ranks), problem)
     seconds = group_seconds(
         problem.profile,
@@ -154,7 +154,7 @@ def _seconds(member: int, ranks: Sequence[int], batch: Batch, problem: Problem) 
 
 
 def _least_loaded(loads: Sequence[float], degree: int, ranks_per_node: int) -> list[int]:
-    """Return ascending ranks: of the node where the group could start first, or of all nodes where it fits in none."""
+    """Return ascending ranks: of the node where the group could start first, or of all nodes if it fits in none."""
     size = ranks_per_node if degree <= ranks_per_node else len(loads)
     best: list[int] = []
     best_start = float("inf")

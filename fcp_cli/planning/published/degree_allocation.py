@@ -29,8 +29,9 @@ def degrees_used(seconds: FloatArray, allocated: IntArray) -> IntArray:
 def allocate_by_threshold(table: FloatArray, num_ranks: int) -> IntArray:
     """[packs] degrees of the least makespan, by bisection over the times that occur in the table.
 
-    A makespan T can be met exactly if the least degrees that bring every pack to T fit the ranks together. Each step
-    halves the interval and moves its ends to times of the table, so the answer is exact: O(packs * num_ranks) a step.
+    A makespan T is feasible exactly if the least degrees that finish every pack within T fit the ranks together. Each
+    step halves the interval and moves its ends to times of the table, so the answer is exact: O(packs * num_ranks) a
+    step.
     """
     lowest = float(table[:, -1].max())
     degrees = _degrees_for(table, lowest)
@@ -50,7 +51,7 @@ def allocate_by_threshold(table: FloatArray, num_ranks: int) -> IntArray:
 
 
 def _degrees_for(table: FloatArray, seconds: float) -> IntArray:
-    """Return the least degree that brings each pack to `seconds`."""
+    """Return the least degree that finishes each pack within `seconds`."""
     return np.asarray((table > seconds).sum(axis=1) + 1)
 
 

@@ -7,7 +7,7 @@ that makes the wave's slowest pack fastest (`degree_allocation`).
 How a batch is cut, the papers leave open ("micro-batch planner"), and it decides most of the result. So three ways are
 tried, each with several numbers of waves, and the candidate with the least predicted step time is kept:
 
-arrival   consecutive sequences, cut where the tokens reach an equal share
+arrival   consecutive sequences, cut as soon as the tokens reach an equal share
 sorted    the same after sorting by length, longest first
 balanced  longest first, each to the wave with the fewest tokens so far
 
@@ -105,7 +105,7 @@ class FcpPaperSolver:
         return _Wave(rank_offsets=rank_offsets, ranks=ranks, member_offsets=offsets, members=positions[members])
 
     def _seconds_by_degree(self, batch: Batch, offsets: IntArray, members: IntArray, least: IntArray) -> FloatArray:
-        """[packs, num_ranks] seconds of each pack on exactly d ranks; the degree alone decides the bandwidth here."""
+        """[packs, num_ranks] seconds of each pack on exactly d ranks; only the degree decides the bandwidth here."""
         degree = np.arange(1, self.problem.num_ranks + 1)
         # Without padding, a pack's work does not depend on its group.
         degrees = [1] if self.problem.padding_multiple is None else degree.tolist()

@@ -3,16 +3,16 @@
 Described: the batch is cut, in order of length, into M micro-batches of about equal tokens; M starts at the fewest
 that hold the tokens and a few more are tried; sequences of a micro-batch are put into 16 buckets; an integer program
 (`flexsp_milp`) opens groups of power-of-two degrees and fills them; the M with the smallest sum of makespans wins.
-Where a choice was left:
+Choices that the paper leaves open:
 
 - HiGHS through SciPy instead of SCIP, with the same 5 s per program. At the limit the answer depends on the machine's
   speed: no other strategy here does.
 - Every micro-batch is solved with degrees from 2 on (as in the published code), from 4 on, and with up to 16 ranks
   from 1 on; the quickest answer counts. With more ranks degree 1 only costs HiGHS the time to find good answers.
 - Time is priced by the cost profile, ring included (the original runs all-to-all).
-- Where the programs end without an answer, or a greedy one is quicker, the greedy one counts: best-fit-decreasing
+- If the programs end without an answer, or a greedy one is quicker, the greedy one counts: best-fit-decreasing
   packs at the smallest powers of two, then doubling the slowest while there are ranks.
-- Groups are placed like all others: within a node where they fit.
+- Groups are placed like all others: within a node if they fit.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def chunk_by_tokens(tokens: IntArray, count: int) -> list[IntArray]:
 
 
 def greedy_packs(members: Sequence[int], batch: Batch, problem: Problem) -> Packs | None:
-    """Pack for power-of-two degrees; None where the ranks do not suffice."""
+    """Pack for power-of-two degrees; None if the ranks do not suffice."""
     pack_of, degrees = best_fit_decreasing(
         batch.work.tokens[members], problem.tokens_per_rank, padding_multiple=problem.padding_multiple
     )

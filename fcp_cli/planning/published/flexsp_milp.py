@@ -51,7 +51,7 @@ def bucket(members: IntArray, batch: Batch, *, max_buckets: int) -> Buckets:
 
 
 def _bucket_cuts(ascending: IntArray, max_buckets: int) -> list[int]:
-    """Return where each bucket but the first begins, by a dynamic programme over the distinct lengths."""
+    """Return the start of each bucket but the first, by dynamic programming over the distinct lengths."""
     values, first = np.unique(ascending, return_index=True)
     end = np.append(first[1:], len(ascending))  # sequences up to and with each value
     tokens = np.concatenate(([0], np.cumsum(ascending)))
@@ -78,7 +78,7 @@ def _bucket_cuts(ascending: IntArray, max_buckets: int) -> list[int]:
 
 
 def solve(buckets: Buckets, problem: Problem, *, degrees: Sequence[int], seconds_limit: float) -> Packs | None:
-    """Choose the groups for one micro-batch; None where the time limit passed without any.
+    """Choose the groups for one micro-batch; None if the time limit passed without any.
 
     Args:
         buckets: the buckets of the micro-batch.

@@ -3,7 +3,7 @@
 Written from the published code (lhy101/Hydraulis at 4489487e, April 2025). A dynamic programme over ranks and intervals
 of length proposes, for each length up to which sequences may reach, how many groups of which degree there are
 ("strategy proposal"). For every batch, sequences in random order each go to the group that then ends the step first,
-best of 50 orders ("dynamic strategy"), and each group packs its own. Where a choice was left:
+best of 50 orders ("dynamic strategy"), and each group packs its own. Choices that the paper leaves open:
 
 - The original's degrees are of tensor parallelism; here they are powers of two of rings, which its groups may hold.
 - The batch takes the quickest proposal that holds its longest sequence, by the cost model. Between its fifty orders the
@@ -11,7 +11,7 @@ best of 50 orders ("dynamic strategy"), and each group packs its own. Where a ch
 - Packs are as few as hold a group's sequences and have about as much work; the original's integer program has half a
   second for that.
 - Sixteen intervals of as many sequences each; the original steps by a number of tokens.
-- Its pipelines of stages are left out: every group is one stage.
+- Its pipelines are not modelled: every group is one stage.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Hydraulis:
 
 
 def seconds_by_degree(batch: Batch, problem: Problem) -> FloatArray:
-    """Return [powers of two, sequences] the seconds of each alone, fixed ones aside; infinite if it does not fit."""
+    """Return [powers of two, sequences] the variable seconds of each by itself; infinite if it does not fit."""
     rows = []
     for power in range(problem.num_ranks.bit_length()):
         degree = 1 << power
@@ -97,7 +97,7 @@ def spread(lengths: IntArray, seconds: FloatArray, limits: IntArray, *, orders: 
 
     Args:
         lengths: [sequences] in tokens.
-        seconds: [groups, sequences] of each sequence alone.
+        seconds: [groups, sequences] of each sequence by itself.
         limits: [groups] tokens of the longest sequence, falling.
         orders: how many are tried.
     """
@@ -125,7 +125,7 @@ def spread(lengths: IntArray, seconds: FloatArray, limits: IntArray, *, orders: 
 
 
 def proposals(tokens: IntArray, seconds: FloatArray, problem: Problem, longest: int) -> list[tuple[int, ...]]:
-    """Return degrees of groups, falling, for each length from what one rank holds up to the longest.
+    """Return degrees of groups, falling, for each length from one rank's capacity to the longest.
 
     t[n][s], the least time in which n ranks run all sequences of the first s intervals of length, is the least of
     max(t[n - d k][s'], seconds of intervals s' to s on degree k / d) over d groups of degree k.

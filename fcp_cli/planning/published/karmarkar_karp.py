@@ -3,7 +3,7 @@
 slime packs sequences by tokens, first-fit in their order, splits the largest packs in two until each data-parallel rank
 gets equally many (2026; `split`), and spreads them; older versions packed first-fit decreasing and left the last round
 short (`packs`). verl spreads the sequences and then each rank's sequences over its micro-batches (`sequences`). All
-balance with the largest differencing method. Where a choice was left, the kinder one was made:
+balance with the largest differencing method. Choices that the paper leaves open favour it:
 
 - The weights are the seconds of the cost profile. The token budget always holds: slime and verl may exceed it when
   they balance by work; here a rank takes more micro-batches instead.
@@ -142,7 +142,7 @@ class KarmarkarKarp:
             self._problem.profile,
             work,
             degree=self._degree,
-            # Where the degree does not divide a node, some groups lie across two: weigh packs as if all did.
+            # If the degree does not divide a node, some groups lie across two: weigh packs as if all did.
             crosses_nodes=self._problem.ranks_per_node % self._degree != 0,
         )
 

@@ -3,7 +3,7 @@
 Written from the published code (SandAI-org/MagiAttention at 2c641357, May 2026): a pack is cut into chunks of 512
 tokens; `MinHeapDispatchAlg`, its default, gives each chunk, largest area of the mask first, to the rank with the least
 area so far that has fewer than its share of chunks. A rank computes all layers of its chunks, and fetches the keys
-before them, each once. It is priced as `spread_attention` says. Where a choice was left, the kinder one was made:
+before them, each once. It is priced as `spread_attention` says. Choices that the paper leaves open favour it:
 
 - The degree (any divisor of the ranks) is the quickest over a sample of the plan's steps; packs of its groups have
   about as much work (`wlb_llm`).

@@ -1,11 +1,11 @@
 """`megatron-dynamic-cp`: the hybrid (dynamic) context parallelism of Megatron-LM.
 
-The rounds are those of megatron-core's scheduler (`megatron_rounds`), which a test compares with the original. Where
-a choice was left, the kinder one was made, per step by predicted time:
+The rounds are those of megatron-core's scheduler (`megatron_rounds`), which a test compares with the original. Choices
+that it leaves open favour it, per step by predicted time:
 
 - `--max-seqlen-per-dp-cp-rank` is the token budget or its half, quarter or eighth, which shards long sequences more.
-- Each sequence runs alone, as in megatron-core 0.16, or the sequences of a group in a round are packed up to the token
-  budget. The development branch, which packs, chooses groups by it, too: `megatron_packing`.
+- Each sequence is a pack by itself, as in megatron-core 0.16, or the sequences of a group in a round are packed up to
+  the token budget. The development branch, which packs, chooses groups by it, too: `megatron_packing`.
 - Rounds end with a barrier there. Under `iteration` there is none here; under `microbatch` a wave may hold one
   micro-batch per rank, so that a round of several becomes several waves, which the original does not pay.
 """

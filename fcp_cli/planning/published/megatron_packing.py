@@ -4,9 +4,9 @@ Written from the behaviour of `DefaultDynamicCPScheduler` there (`megatron/core/
 
 - Sequences, longest first; work is length² / ranks, degrees are powers of two.
 - A micro-batch of all ranks begins with the longest sequence on the smallest degree that holds it. Each other one goes
-  where the most loaded rank then has least: into a group with room, of the degree that it needs or a wider one, or on
-  free ranks as a new group. It waits for a later micro-batch where a rank would have more than 1.05 x longest x budget.
-- Ranks left empty: the first of the smallest groups is doubled, again and again. Where that cannot fill every rank, the
+  so that the most loaded rank has least: into a group with room, of the degree that it needs or a wider one, or on
+  free ranks as a new group. It waits for a later micro-batch if a rank would have more than 1.05 x longest x budget.
+- Ranks left empty: the first of the smallest groups is doubled repeatedly. If that cannot fill every rank, the
   micro-batch becomes one group of all ranks, filled longest first.
 
 The sequences of a group are one pack. More generous than there, as for `megatron-dynamic-cp`: the budget that degrees
@@ -41,7 +41,7 @@ class Degrees:
     """Which degrees sequences are offered.
 
     Attributes:
-        needed: the least for a sequence of so many tokens, where a rank holds so many.
+        needed: the least for a sequence of so many tokens, if a rank holds so many.
         wider: the next after one; groups that take empty ranks grow to it, too.
     """
 
@@ -153,7 +153,7 @@ class _Round:
         self._highest = max(self._highest, float(self._load[number]))
 
     def _fill_empty_ranks(self, waiting: Sequence[int]) -> None:
-        """Widen the first of the smallest groups while ranks are empty; where that fails, run all on one group."""
+        """Widen the first of the smallest groups while ranks are empty; if that fails, run all on one group."""
         while self._free_ranks:
             smallest = min(self.groups, key=lambda group: group.degree)
             more = min(self._degrees.wider(smallest.degree), self._num_ranks) - smallest.degree

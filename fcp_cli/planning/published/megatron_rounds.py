@@ -7,8 +7,8 @@ Written from the behaviour of that scheduler, on groups instead of ranks. Its ru
 - In a round, the first run whose head can be placed gives the next sequence: to a new group on free ranks, else to
   the least loaded group of exactly its degree. The round ends when nothing fits, or, once a smaller degree than the
   round's first was placed, when all ranks have the same work to within 5 %.
-- The most loaded group gives back its last sequence as long as that narrows the spread. Where ranks stayed empty,
-  the first of the smallest groups is doubled, again and again.
+- The most loaded group gives back its last sequence as long as that narrows the spread. If ranks stayed empty, the
+first of the smallest groups is doubled repeatedly.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def balanced_rounds(lengths: Sequence[int], *, max_tokens_per_rank: int, num_ran
 
     Args:
         lengths: tokens of each sequence; none may need more than `num_ranks` ranks.
-        max_tokens_per_rank: gives the degrees; nothing else bounds memory, since every sequence runs alone.
+        max_tokens_per_rank: gives the degrees; nothing else bounds memory, since every sequence is a pack by itself.
         num_ranks: ranks of the job.
 
     Returns:
@@ -162,6 +162,6 @@ class _Round:
         while self.free_ranks:
             smallest = min(self.groups, key=lambda group: group.degree)
             if smallest.degree > self.free_ranks:
-                return  # only where the number of ranks is no power of two: the original stops with an error here
+                return  # only if the number of ranks is no power of two: the original stops with an error here
             self.free_ranks -= smallest.degree
             smallest.degree *= 2

@@ -1,8 +1,8 @@
 """`packing`: rows of --max-length tokens, dealt to the data-parallel ranks in turn, as TRL and axolotl fine-tune.
 
 Both pack a data set into rows, best-fit decreasing (TRL, `packing_strategy="bfd"`) or first-fit decreasing (axolotl,
-`sample_packing`), and give every rank as many rows, whatever their work. Where a choice was left, the kinder one was
-made:
+`sample_packing`), and give every rank as many rows, regardless of their work. Choices that the frameworks leave open
+favour them:
 
 - Packed within a global batch, which both would change; TRL cuts sequences that are longer than a row.
 - A row has --max-length tokens, by default as many as a rank holds. If no rank holds the longest sequence, all rows run

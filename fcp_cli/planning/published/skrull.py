@@ -1,11 +1,11 @@
-"""`skrull`: long sequences shared by a group while each rank runs short ones alone, from Skrull (NeurIPS 2025).
+"""`skrull`: long sequences shared by a group while each rank runs short ones by itself, from Skrull (NeurIPS 2025).
 
 No code is public, and of the paper (arXiv 2505.19609) a detailed account was read, not its own text. Groups have one
 degree. Sequences are packed for them by work ("global data scheduling"). In a micro-batch, sequences are either local,
 whole on one rank, or distributed over the group ("distribution-aware context parallelism"): local ones go, longest
-first, to the rank with the least work so far that has room; where none has, the sequence is distributed, and where that
+first, to the rank with the least work so far that has room; if none has, the sequence is distributed, and if that
 takes room away, local sequences are, too (its roll-back). The ring of distributed ones travels while local ones are
-computed. It is priced as `spread_attention` says. Where a choice was left, the kinder one was made:
+computed. It is priced as `spread_attention` says. Choices that the paper leaves open favour it:
 
 - How many of the longest sequences are distributed from the start: the quickest of several numbers, for every
   micro-batch. The paper's heuristic avoids sharding, then balances.
@@ -67,7 +67,7 @@ class Skrull(SpreadAttention):
 
 
 def local_ranks(tokens: IntArray, seconds: FloatArray, ranks: int, limit: int, *, shared: int) -> IntArray:
-    """Return [sequences] the rank that runs each alone, or -1 where the group shares it.
+    """Return [sequences] the rank that runs each by itself, or -1 if the group shares it.
 
     Args:
         tokens: [sequences] which `ranks` ranks of `limit` tokens hold together.

@@ -3,7 +3,7 @@
 DeepSpeed-Ulysses (Jacobs et al., 2023) gives each rank of a group all tokens of some heads: the degree divides the
 query heads, and each rank holds whole key/value heads, or a copy of one. USP (Fang and Zhao, 2024) and LoongTrain (Gu
 et al., 2024) split heads among u ranks inside a node and tokens over a ring of r such sets: u x r for the whole run.
-Tuned as `static` is: degree, u, and how packs are filled, whatever takes least over the plan.
+Tuned as `static` is: the degree, u and packing that take least over the plan.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fcp_cli.planning.fcp.solver import require_heads_to_hold
 
 
 def make_ulysses(batches: GlobalBatches) -> StaticSolver:
-    """Make the best static plan whose groups split heads alone.
+    """Make the best static plan whose groups only split heads.
 
     Raises:
         UsageError: no number of ranks that may share heads divides the ranks and holds the longest sequence.
@@ -38,7 +38,7 @@ def make_usp(batches: GlobalBatches) -> StaticSolver:
     """Make the best static plan of one u x r, u inside a node.
 
     Raises:
-        UsageError: groups are to be rings, or to split heads alone.
+        UsageError: groups are to be rings, or to split only heads.
     """
     _require(batches, "usp", "2d")
     size = batches.problem.ranks_per_node

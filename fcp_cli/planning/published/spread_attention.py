@@ -1,14 +1,14 @@
 """Prices of steps whose attention runs apart from the tokens: by tasks, blocks or chunks on any ranks of a group.
 
-No plan of rings can run these executions, so `fcp compare` alone prices them. All are priced on the same device and
+No plan of rings can run these executions, so only `fcp compare` prices them. All are priced on the same device and
 links by the cost profile, with these assumptions, each of which favours the strategy:
 
 - Ranks of a group wait for each other once a micro-batch, not at each layer.
 - Messages travel at the ring's bandwidth, both ways at once, and take `ring_hop_seconds` per rank that sends any.
-  Attention hides them, or, where two halves of a micro-batch take turns ("ping-pong"), all computation.
+  Attention hides them, or, if two halves of a micro-batch alternate ("ping-pong"), all computation.
 - Keys and values are fetched again in the backward, where their gradients return; a ping-pong keeps them from the
   forward, and their memory is not counted.
-- A further kernel on some queries costs what a further hop of a ring costs (`chunk_seconds_per_token`).
+- A further kernel on some queries costs the same as a further hop of a ring (`chunk_seconds_per_token`).
 
 The bound is all work shared evenly, with the fixed seconds of the micro-batches that its tokens need.
 """
@@ -35,7 +35,7 @@ def require_heads(name: str, problem: Problem) -> Heads:
     """Return the price of heads.
 
     Raises:
-        UsageError: the profile does not say how many bytes queries and keys have, or ranks run stages.
+        UsageError: the profile lacks the bytes of queries and keys, or ranks run stages.
     """
     if problem.profile.heads is None:
         raise UsageError(f"{name} needs a cost profile with the block heads; 'fcp profile --analytic' has it")
@@ -90,7 +90,7 @@ class SpreadAttention(ABC):
         """Return [degree] the seconds of a micro-batch of tasks, each with all keys of its sequence.
 
         Args:
-            tasks: the tasks where each runs, and who holds its queries and runs its other layers.
+            tasks: the rank that runs each, and the rank that holds its queries and runs its other layers.
             work: [sequences] of the micro-batch.
             kernels: [tasks] that each runs beyond its first.
             ping_pong: all computation hides messages, and fetched keys are kept.
@@ -170,13 +170,13 @@ class Tasks:
 
 
 def laid_out(tokens: IntArray, ranks: int) -> Tasks:
-    """Give all ranks equally many tokens, sequence by sequence; what is cut is a task on each of its ranks."""
+    """Give all ranks equally many tokens, in order; a sequence that is cut is a task on each of its ranks."""
     ends = np.cumsum(tokens, dtype=np.float64)
     cuts = np.union1d(ends, ends[-1] * np.arange(1, ranks + 1) / ranks)
     sizes = np.diff(cuts, prepend=0.0)
     middle = cuts - sizes / 2
     home = np.minimum((middle * ranks / ends[-1]).astype(np.int64), ranks - 1)
-    kept = sizes > 1e-6  # where a cut and an end meet but for rounding
+    kept = sizes > 1e-6  # a cut that equals an end except for rounding leaves no task
     sequence = np.searchsorted(ends, middle)
     return Tasks(sequence=sequence[kept], tokens=sizes[kept], home=home[kept], rank=home[kept].copy())
 

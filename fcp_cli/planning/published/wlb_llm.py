@@ -2,14 +2,14 @@
 
 Written from the paper's description of variable-length packing and from the code that DistCA's authors published as
 their baseline of it: sequences longest first, each into the pack with the least work so far; if it is full, into the
-pack with the fewest tokens. Where a choice was left, the kinder one was made:
+pack with the fewest tokens. Choices that the paper leaves open favour it:
 
 - Work is in seconds of the cost profile. The original counts length + length^2 under one ratio for all models.
-- A pack holds the token budget of a group of the degree; what fits into no pack makes all groups run one micro-batch
-  more. The baseline's code then exceeds the budget.
+- A pack holds the token budget of a group of the degree; sequences that fit into no pack make all groups run one
+  micro-batch more. The baseline's code then exceeds the budget.
 - The degree (any divisor of the ranks) is the quickest over a sample of the plan's steps.
 - Groups take their packs longest first, each the group that is free first, or under `microbatch` in waves of like time.
-- A global batch is what it is: the paper's queue, in which very long documents wait for later batches, changes which
+- Global batches are not changed: the paper's queue, in which very long documents wait for later batches, changes which
   sequences are trained together.
 - Every sequence is shared evenly by its ring. The paper chooses between that and shares of the whole pack by the
   efficiency of the kernel; the cost model prices the first without a loss on short sequences.
@@ -96,7 +96,7 @@ def packs_of_groups(tokens: IntArray, work: FloatArray, *, groups: int, limit: i
 
 
 def balanced_packs(tokens: IntArray, work: FloatArray, *, number: int, limit: int) -> tuple[list[list[int]], list[int]]:
-    """Pack sequences longest first where the work is least, or, where that pack is full, the tokens are fewest.
+    """Pack sequences longest first into the pack with the least work or, if that is full, the fewest tokens.
 
     Args:
         tokens: [n] of each sequence.

@@ -2,10 +2,10 @@
 
 No code is public, and of the paper (arXiv 2509.21841) a detailed account was read, not its own text; its two algorithms
 of partitioning were not in it. All ranks are one group. Sequences lie in three zones by length: shared by rings of all
-ranks, by the ranks of one node, or local to a rank, each where attention is least so far. Messages between nodes are
-spread over all network cards of a node (its routing layer), and tokens move between the layout of attention and an even
-one for all other layers (its remapping layer). It is priced as `spread_attention` says. Where a choice was left, the
-kinder one was made:
+ranks, by the ranks of one node, or local to a rank, each on the ranks with the least attention so far. Messages between
+nodes are spread over all network cards of a node (its routing layer), and tokens move between the layout of attention
+and an even one for all other layers (its remapping layer). It is priced as `spread_attention` says. Choices that the
+paper leaves open favour it:
 
 - The lengths at which zones begin: the quickest of twenty pairs, for every micro-batch.
 - Other layers run on even tokens or where attention left them, whichever is quicker with the remapping, which nothing
@@ -36,7 +36,7 @@ def make_solver(batches: GlobalBatches) -> Zeppelin:
 
 
 class Zeppelin(SpreadAttention):
-    """Tries where zones begin, for every micro-batch."""
+    """Tries starts of zones for every micro-batch."""
 
     name = "zeppelin"
 

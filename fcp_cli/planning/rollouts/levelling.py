@@ -90,7 +90,7 @@ def _exchange(
     """Make the best exchange between the slowest part and another; return whether there was one."""
     slow, other = (parts[index] for index in pair)
     gap = total[pair[0]] - total[pair[1]]
-    # Item j = len(other) stands for nothing: a move.
+    # Item j = len(other) is empty: a move.
     back_seconds = np.append(seconds[other], 0.0 if moves and len(slow) > 1 else np.inf)
     back_tokens = np.append(tokens[other], 0)
     shift = seconds[slow][:, None] - back_seconds[None, :]

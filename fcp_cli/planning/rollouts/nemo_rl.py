@@ -1,7 +1,7 @@
 """Plans in the form in which NeMo-RL's driver passes them to its workers: the work of each lane, its groups, in order.
 
 The values have the names and the meaning of `nemo_rl.distributed.dynamic_context_parallel`. Its workers hold groups of
-powers of two alone, at multiples of their size, so steps are planned without rings by our planner, or in such groups
+only powers of two, at multiples of their size, so steps are planned without rings by our planner, or in such groups
 by the strategy `megatron-dynamic-cp`, whichever is predicted quicker. Each wave is one synchronization group.
 """
 

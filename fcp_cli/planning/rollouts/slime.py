@@ -100,7 +100,7 @@ def _split(
     seconds: FloatArray, lengths: IntArray, ranks: int, multiple: int, most_tokens: int
 ) -> list[list[list[int]]] | None:
     """Return equally many packs for each rank: of its share of the sequences, else of packs that are shared out."""
-    cap = np.minimum(lengths, most_tokens)  # one that is longer is alone, whatever it holds
+    cap = np.minimum(lengths, most_tokens)  # a longer one is a pack by itself
     number = -(-fewest_packs(cap, most_tokens) // (ranks * multiple)) * multiple
     while number * ranks <= len(lengths):
         shares = [np.array(part, dtype=np.int64) for part in level_parts(seconds, ranks)]

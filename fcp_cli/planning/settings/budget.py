@@ -69,7 +69,7 @@ def choose_fit(spec: ModelSpec, request: PlanRequest, place: Place, *, own: Cost
         spec: the model.
         request: the request of the user.
         place: the place of the plan's ranks.
-        own: the profile whose recipe comes first, where it leaves room enough: its times are of that.
+        own: the profile whose recipe comes first, if it leaves room enough: its times are of that.
     """
     is_forward = request.phase == "forward"
     # Forward passes run under the recipe of their training.
@@ -323,7 +323,7 @@ def options_that_hold(longest_tokens: int, budget: Budget, ranks: int) -> str:
 
     Args:
         longest_tokens: the tokens of the sequence.
-        budget: the budget of the plan; where it knows no model, only more ranks are sure to help.
+        budget: the budget of the plan; if it knows no model, only more ranks are sure to help.
         ranks: the ranks of the plan.
     """
     if budget.room is not None:

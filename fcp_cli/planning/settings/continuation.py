@@ -26,7 +26,7 @@ class RemainingSteps:
 
     Attributes:
         continues: the steps before.
-        offsets: [steps + 1] where each step's sequences begin.
+        offsets: [steps + 1] starts of each step's sequences.
         rows, lengths: manifest row and planned tokens of each sequence.
         overlong: the plan's treatment of overlong sequences.
     """

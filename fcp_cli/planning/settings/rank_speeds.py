@@ -65,7 +65,7 @@ def speeds_of_run(
     ranks_per_node: int,
     assumptions: Assumptions,
 ) -> Speeds | None:
-    """Return the speeds of the ranks that continue a run: as given, or the run's own where they are as many."""
+    """Return the speeds of the ranks that continue a run: as given, or the run's own if they are as many."""
     if request.rank_speeds is not None:
         return requested_speeds(request, num_ranks, ranks_per_node)
     before = metadata.speeds_at(step)

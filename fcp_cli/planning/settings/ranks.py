@@ -27,7 +27,7 @@ def ranks_under(profile: CostProfile, request: PlanRequest, assumptions: Assumpt
 
 
 def require_pipelines(request: PlanRequest, pipeline_parallel: int) -> None:
-    """Refuse virtual stages without a pipeline, or where ranks may run unequal numbers of micro-batches."""
+    """Refuse virtual stages without a pipeline, or if ranks may run unequal numbers of micro-batches."""
     if request.virtual_stages == 1:
         return
     if pipeline_parallel == 1:
@@ -82,7 +82,7 @@ def ranks_on(
     """Return the ranks of the job, and of a node; without a cluster, both were given.
 
     As Megatron orders its processes, those of a rank's tensor parallelism are neighbours, and a pipeline's stages lie
-    all ranks apart: the ring of a stage meets as many ranks on a node as there are tensor-parallel groups on it.
+    all ranks apart: the ring of a stage has as many ranks on a node as there are tensor-parallel groups on it.
     """
     ranks = request.ranks
     if ranks is None:
@@ -110,7 +110,7 @@ def ranks_on(
 
 
 def _cluster(profile: CostProfile, request: PlanRequest) -> ClusterSpec:
-    """Return the cluster that the profile names, or the example where its shape cannot be known."""
+    """Return the cluster that the profile names, or the example if its shape cannot be known."""
     try:
         return load_cluster(profile.cluster)
     except ProfileError:

@@ -30,7 +30,7 @@ _MOST_DRAFTED: Final = 12  # recipes of which the sample is planned in draft
 _FOR_RUNNER_UP: Final = 6  # of these, to find the second-quickest, too
 _MOST_PLANNED: Final = 3  # of these, planned in full: a draft is up to 1.5 % slower than its plan
 _LEAST_GAIN: Final = 0.01  # of offloading, over the quickest recipe without it
-_UNKNOWN_SEQUENCES: Final = 512  # of a step whose lengths nobody knows yet
+_UNKNOWN_SEQUENCES: Final = 512  # of a step whose lengths are not known yet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,7 @@ class RecipeData:
             all.
         max_degree: 1 forbids rings; None: no limit.
         least_tokens: token budget that a recipe must leave, if longer sequences than those of the table may come.
-        as_needed: try recomputation as needed, too; not where lengths come at run time, or where strategies that pack
+        as_needed: try recomputation as needed, too; not if lengths come at run time, or if strategies that pack
             without regard to it are compared.
     """
 
@@ -72,7 +72,7 @@ class RecipeData:
 
 
 def unknown_lengths(max_degree: int | None = None) -> RecipeData:
-    """Return data in place of lengths that are only known at run time: spaced evenly in log from 128 to 32,768 tokens.
+    """Return sample data for lengths only known at run time: spaced evenly in log from 128 to 32,768 tokens.
 
     Longer ones may come, so that recipes must leave 16,384 tokens a rank.
     """
@@ -165,7 +165,7 @@ def quickest_recipe(
     drafts: dict[int, float] = {}
     first = [index for index, one in enumerate(held) if one.fit.key == usual.key]
     by_bound = sorted(range(len(held)), key=lambda index: bounds[index])
-    # Of each kind one is planned whatever its bound: rivals are priced under it, too.
+    # One of each kind is planned, at any bound: rivals are priced under it, too.
     anyway = [*first, *{_kind(held[index]): index for index in reversed(by_bound)}.values()]
     for index in [*anyway, *by_bound]:
         if index in drafts:
@@ -197,7 +197,7 @@ def quickest_recipe(
 
 
 def _kind(candidate: RecipeCandidate) -> tuple[str, bool]:
-    """Return what makes a recipe suit one strategy and not another: its sync, and recomputation as needed."""
+    """Return the settings of a recipe that only some strategies support: its sync, and recomputation as needed."""
     return candidate.problem.sync, bool(candidate.fit.level_tokens)
 
 

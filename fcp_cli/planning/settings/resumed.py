@@ -1,4 +1,4 @@
-"""Completes a `PlanRequest` for the remaining steps of a run: what it leaves open is as the run has it."""
+"""Completes a `PlanRequest` for the remaining steps of a run: unset fields are taken from the run."""
 
 from __future__ import annotations
 

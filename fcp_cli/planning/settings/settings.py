@@ -113,7 +113,7 @@ def resolve(
     Args:
         request: the request of the user.
         assumptions: collects them.
-        most_peers: ranks that one may meet in rings, whose connections take memory; None: no limit.
+        most_peers: ring peers that a rank may have, whose connections take memory; None: no limit.
         max_degree: 1 forbids rings, so that a rank must hold every sequence; None: no limit.
         as_needed: see `RecipeData.as_needed`.
     """
@@ -289,7 +289,7 @@ def _warn_of_unpriced_vision(table: LengthTable, profile: CostProfile, assumptio
 
 
 def _profile_at_hand(request: PlanRequest, assumptions: Assumptions) -> CostProfile | None:
-    """Return the profile that was named, or lies here and is of the model and the cluster that were; None: neither."""
+    """Return the named profile, else a profile in this folder of the named model and cluster, else None."""
     path = request.profile
     if path is None and not FOLDER_PROFILE.is_file():
         return None
@@ -323,7 +323,7 @@ def computed_basis(
 
     Args:
         request, assumptions, most_peers, data: see `resolve_problem`.
-        cluster: the cluster in place of the request's.
+        cluster: replaces the request's cluster.
     """
     spec = load_model(request.model or DEFAULT_MODEL)
     if request.model is None:
