@@ -22,7 +22,7 @@ def assumed_plan(plan: Path, model: str, ranks: int | None, manifest: Path, assu
     """Return the metadata of the plan that `fcp plan` would make for a model.
 
     Args:
-        plan: the plan where the plan would be.
+        plan: the path that the plan would have.
         model: shipped name, or a description.
         ranks: the ranks, as given, else one per device: of this machine, or of the example cluster if it has none.
         manifest: the manifest that it would be made from.
@@ -67,7 +67,7 @@ def has_plan_made(request: LaunchRequest, target: str, plan: Path) -> bool:
 
     Args:
         request: the request of the user.
-        target: the target where the job runs.
+        target: the launch target of the job.
         plan: the plan that would be followed if none is named.
     """
     given = request.plan is not None or request.online or bool(request.manifest)

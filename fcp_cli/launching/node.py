@@ -116,7 +116,7 @@ def _run(command: Sequence[str], options: argparse.Namespace, environment: Mappi
 
 
 def _resumed(command: Sequence[str]) -> Sequence[str]:
-    """Return the bundled trainer's command with --resume where Slurm has started this job before.
+    """Return the bundled trainer's command with --resume if Slurm has started this job before.
 
     The trainer then continues from the newest checkpoint, or starts over if there is none.
     """
@@ -142,7 +142,7 @@ def _require_address(name: str) -> None:
 
 
 def _write_record(paths: RunPaths, plan: Path, launch: Path | None) -> None:
-    """Write the plan that the job really follows, and the installed versions where it really runs."""
+    """Write the plan that the job actually follows, and the versions installed in its environment."""
     paths.run_dir.mkdir(parents=True, exist_ok=True)
     write_record(paths.run_dir, plan, PlanReader(plan).metadata)
     if launch is not None:

@@ -29,7 +29,7 @@ def is_mindspore(request: LaunchRequest) -> bool:
 
 
 def for_mindspore(request: LaunchRequest, assumed: Assumptions) -> LaunchRequest:
-    """Leave the hooks out: MindSpore's ranks meet through msrun's scheduler, a process that runs the script, too."""
+    """Omit the hooks: MindSpore's rendezvous is msrun's scheduler, a process that runs the script, too."""
     script = request.program[0]
     if request.launcher != "msrun":
         raise UsageError(f"{script} imports mindspore, whose ranks meet only under msrun; add --launcher msrun")

@@ -49,7 +49,7 @@ def resolve(request: LaunchRequest, find_machine: Callable[[], LocalDevices], as
 
     Args:
         request: the request of the user.
-        find_machine: looks at this machine; called once the plan is known to be good, because it is slow.
+        find_machine: inspects this machine; called once the plan is known to be good, because it is slow.
         assumed: receives the defaults.
     """
     if request.resume and not request.program:
@@ -167,7 +167,7 @@ def _numa_binding(request: LaunchRequest) -> NumaBinding | None:
 
 
 def _with_program(request: LaunchRequest, job: Job, assumed: Assumptions) -> Job:
-    """Return the job with the bundled trainer or the user's own program, and where it writes."""
+    """Return the job with the bundled trainer or the user's own program, and its run directory."""
     if not request.program:
         settings = trainer_settings(request, job, assumed)
         return replace(

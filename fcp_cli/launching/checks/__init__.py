@@ -67,7 +67,7 @@ def collect_job_facts(job: Job) -> Facts:
     addresses = network.addresses_of(job.master_addr)
     # Node 0 may not listen yet, but its machine must be there: no use to wait for one that is not.
     looks_for_node_0 = job.node_rank > 0 and addresses
-    # Under msrun, torch meets at the port after the scheduler's.
+    # Under msrun, torch's rendezvous uses the port after the scheduler's.
     ports = (job.master_port, job.master_port + 1) if job.launcher == "msrun" else (job.master_port,)
     return replace(
         facts,

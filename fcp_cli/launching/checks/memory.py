@@ -97,7 +97,7 @@ def job_memory(job: Job, facts: Facts) -> JobMemory | None:
     """Return the memory of a rank of a job; None if the model or the recipe is unknown.
 
     Of a script they are those of the plan, unless --model names another model; on a host, where plans are tried with
-    other models than they are of, only --model tells.
+    other models than they are of, only --model names them.
     """
     metadata, device = job.metadata, job.machine.device
     recipe = metadata.recipe

@@ -62,7 +62,7 @@ def master_port(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 
 def hccl_ports(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that the nodes do not meet at one of HCCL's own ports."""
+    """Check that the rendezvous uses none of HCCL's own ports."""
     base = number(facts, "HCCL_IF_BASE_PORT")
     if job.stack == "npu" and base is not None and base <= job.master_port < base + HCCL_PORTS:
         yield error(

@@ -27,8 +27,7 @@ _REPLICAS_APART = "--use-tp-pp-dp-mapping"
 def node_size(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     """Check that rings that the plan keeps inside a node stay there.
 
-    Megatron makes processes of one stage neighbours, whatever rank they are of; with --use-tp-pp-dp-mapping, those of
-    one rank.
+    Megatron numbers processes of one stage consecutively, across ranks; with --use-tp-pp-dp-mapping, those of one rank.
     """
     metadata = job.metadata
     neighbours = metadata.tensor_parallel

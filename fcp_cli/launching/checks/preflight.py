@@ -62,7 +62,7 @@ def check_resumable(
         run_dir: the run directory.
         launched: how it was launched last; see `read_launch`.
         metadata: the metadata of the plan to continue with.
-        steps: the steps where it is to stop now; None: at the end of the plan.
+        steps: the steps after which it is to stop now; None: at the end of the plan.
         accepts_unrecorded: whether a checkpoint of steps that no metrics record will do.
     """
     saved = checkpoints(RunPaths(run_dir=run_dir).checkpoints)
@@ -102,7 +102,7 @@ def check_beginning(plan: Path, metadata: PlanMetadata) -> None:
 
 
 def check_space(job: Job) -> None:
-    """Check as `check_run_dir` does, but make nothing: the nearest existing folder stands for a missing one."""
+    """Check as `check_run_dir` does, but make nothing: the nearest existing folder is used for a missing one."""
     _check_folder(next(folder for folder in (job.run_dir, *job.run_dir.parents) if folder.exists()), job)
 
 
@@ -128,7 +128,7 @@ def _check_folder(folder: Path, job: Job) -> None:
         raise FcpError(
             f"cannot write the run directory {folder}: {error.strerror}; choose another --run-dir"
         ) from error
-    # One more than are kept stands there while the oldest is not yet removed.
+    # There is one more than are kept until the oldest is removed.
     count = job.kept_checkpoints + 1
     bytes_per_parameter = _CHECKPOINT_BYTES_PER_PARAMETER * count + _EXPORT_BYTES_PER_PARAMETER
     needed = _LEAST_FREE_BYTES + job.parameters * bytes_per_parameter

@@ -2,7 +2,7 @@
 
 msrun (of MindSpore) starts processes of any kind: those of a torch program run through the runtime's entry, which
 reads msrun's variables. Everything that msrun would fill in by itself is stated, because its defaults are traps: eight
-workers, not waiting for them, rank numbers that are not known before the job has met.
+workers, not waiting for them, rank numbers that are not known before the rendezvous.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def node_argv(job: Job, *, node_rank: int | str = 0) -> list[str]:
 
 
 def _torchrun_argv(job: Job, node_rank: int | str) -> list[str]:
-    """On one node torchrun finds a free port by itself; several nodes meet at master_addr:master_port."""
+    """On one node torchrun finds a free port by itself; several nodes rendezvous at master_addr:master_port."""
     meeting = ["--standalone"]
     if job.num_nodes > 1:
         meeting = [
@@ -47,7 +47,7 @@ def _torchrun_argv(job: Job, node_rank: int | str) -> list[str]:
 
 
 def _msrun_argv(job: Job, node_rank: int | str) -> list[str]:
-    """msrun has to be found on PATH, and so has the interpreter: see `path_of_python`."""
+    """msrun must be on PATH, and so must the interpreter: see `path_of_python`."""
     program = [*job.program, *job.arguments]
     if job.is_bundled:  # a user's program comes with the entry, or without on purpose (MindSpore's own)
         entry, arguments = through_entry(program)
@@ -75,11 +75,11 @@ def interpreter_name(python: str) -> str:
 
 
 def path_of_python(python: str, inherited: str) -> str:
-    """Return PATH with the interpreter's folder in front: msrun runs whatever `python` it finds first, not its own.
+    """Return PATH with the interpreter's folder in front: msrun runs the first `python` on PATH, not its own.
 
     Args:
         python: absolute path of the interpreter.
-        inherited: PATH as it is where the command runs.
+        inherited: PATH of the environment in which the command runs.
     """
     folder = str(Path(python).parent)
     return folder if not inherited else f"{folder}{os.pathsep}{inherited}"

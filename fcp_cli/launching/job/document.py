@@ -75,5 +75,5 @@ def again_command(job: Job) -> str:
 
 
 def resume_command(job: Job) -> str:
-    """Return the command that resumes a run; its folder is relative to the working directory where it lies below."""
+    """Return the command that resumes a run; its folder is relative to the working directory if it lies below."""
     return shlex.join(["fcp", "launch", "--run-dir", str(from_here(job.run_dir)), "--resume"])

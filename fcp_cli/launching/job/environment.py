@@ -42,7 +42,7 @@ def job_variables(job: Job, given: Mapping[str, str], *, interface: str | None =
     """
     of_stack = {"cuda": _cuda, "npu": _ascend}.get(job.stack)
     wanted = [*_common(job, interface), *(of_stack(job, interface) if of_stack else ())]
-    # Whoever asked NCCL to talk wants to see it where it would be by itself.
+    # A user who turns on NCCL's log expects it at NCCL's default place.
     unwanted = {"NCCL_DEBUG_FILE"} if "NCCL_DEBUG" in given and "NCCL_DEBUG_FILE" not in given else set()
     known = tuple(_respecting(variable, given) for variable in wanted if variable.name not in unwanted)
     names = {variable.name for variable in wanted}
@@ -135,7 +135,7 @@ def _common(job: Job, interface: str | None) -> Iterator[Variable]:
 
 
 def interface_value(variable: str, interface: str) -> str:
-    """Return the value by which a variable means this interface alone: NCCL takes a bare name for a beginning."""
+    """Return the value that selects exactly this interface: NCCL treats a bare name as a prefix."""
     return f"={interface}" if variable == "NCCL_SOCKET_IFNAME" else interface
 
 

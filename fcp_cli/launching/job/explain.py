@@ -1,4 +1,4 @@
-"""The output of `fcp launch --explain`: every variable of the job, why it is set, and where its value comes from."""
+"""The output of `fcp launch --explain`: every variable of the job, why it is set, and the source of its value."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ class Variable:
     Attributes:
         value: the value on the ranks; "" if each node finds its own when it starts.
         reason: why it is set at all.
-        source: the source where the value comes from.
-        is_given: whether the user had set it, so that fcp leaves it alone.
+        source: the source of the value.
+        is_given: whether the user had set it, so that fcp does not change it.
     """
 
     name: str
@@ -62,14 +62,14 @@ class Cluster:
 
     Attributes:
         name: the name of the job: lower-case letters, digits and dashes, beginning with a letter.
-        directory: the directory where the program is started.
+        directory: the working directory of the program.
         interface_variables: names of variables that hold each node's own network interface.
         setup: lines of shell that every node runs first.
         sbatch_options: further options for Slurm, as `--partition=gpu`.
         srun_options: further options for srun, as `--container-image=...`.
         accelerator: the accelerator of the nodes, as the target names it; "": none.
         image: the image of the containers.
-        mounts: persistent volume claims, `claim`, and where the containers see each, `path`.
+        mounts: persistent volume claims, `claim`, and the mount path of each in the containers, `path`.
         namespace: the namespace of the job on Kubernetes; "": the one that kubectl is set to.
         requests, node_selector: name to value, of each pod.
         tolerations: taints of nodes that pods accept: `key`, `value` ("": any) and `effect` ("": all).
@@ -124,8 +124,8 @@ class Job:
         needs_torch: whether the ranks run torch; MindSpore's own scripts do not.
         environment: the environment of the job, in addition to FCP_PLAN, FCP_METRICS and FCP_RUN_DIR.
         variables: the environment of the job's stack, with reasons.
-        hosts: names of the nodes in order, where they were listed.
-        master_addr, master_port: the address and port at which the nodes meet; used only with several.
+        hosts: names of the nodes in order, if they were listed.
+        master_addr, master_port: the address and port of the rendezvous; used only with several nodes.
         join_timeout_seconds: how long the nodes wait for each other; None: as long as the launcher does by itself.
         rank_timeout_seconds: how long ranks wait for each other; None: as long as torch does by itself.
         attention_kernel: the attention kernel of NVIDIA devices, for all calls that it takes.

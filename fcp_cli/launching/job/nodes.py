@@ -16,7 +16,7 @@ THIS_MACHINE = "this-machine"
 
 
 def check_ranks(plan: Path, metadata: PlanMetadata, ranks: int | None) -> None:
-    """Check --ranks against the plan, which alone decides how many ranks there are."""
+    """Check --ranks against the plan, which decides the number of ranks."""
     if ranks is not None and ranks != metadata.num_ranks:
         raise RunError(
             f"{plan} is for {metadata.num_ranks} ranks, but --ranks is {ranks}; make a plan for {ranks} with: "
@@ -27,7 +27,7 @@ def check_ranks(plan: Path, metadata: PlanMetadata, ranks: int | None) -> None:
 def planned_nodes(metadata: PlanMetadata) -> int:
     """Return how many machines the plan was made for.
 
-    A rank's pipeline stages lie all ranks apart, as Megatron orders its processes: they share a node only where one
+    A rank's pipeline stages lie all ranks apart, as Megatron orders its processes: they share a node only if one
     holds all ranks of a stage, and then as many of them as the cluster's nodes have devices for.
     """
     nodes_per_stage = -(-metadata.num_ranks // metadata.ranks_per_node)
@@ -53,7 +53,7 @@ def planned_cluster(metadata: PlanMetadata) -> str:
 
 
 def _devices_per_node(metadata: PlanMetadata) -> int | None:
-    """Return those of the plan's cluster; None if it is unknown, or this machine: one node whatever its cores."""
+    """Return those of the plan's cluster; None if it is unknown, or this machine: one node with any number of cores."""
     try:
         cluster = load_cluster(planned_cluster(metadata))
     except ProfileError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable
 
-# No argument of a process can hold it, so it never stands in a real word.
+# No argument of a process can hold it, so it never occurs in a real word.
 _MARK = "\0"
 
 
@@ -15,7 +15,7 @@ def variable(name: str) -> str:
 
 
 def quote(word: str) -> str:
-    """Quote a word as shlex.quote does; variables stand in double quotes, as in --node-rank="$SLURM_NODEID"."""
+    """Quote a word as shlex.quote does; variables are put in double quotes, as in --node-rank="$SLURM_NODEID"."""
     if not word:
         return "''"
     pieces = enumerate(word.split(_MARK))

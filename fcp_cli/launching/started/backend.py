@@ -13,7 +13,7 @@ from fcp_cli.machine.identity import ProcessIdentity
 
 
 class JobBackend:
-    """Where jobs run and can be asked about: schedulers by their programs, and processes of this machine.
+    """Back ends that run jobs and report their state: schedulers by their programs, and processes of this machine.
 
     Attributes:
         host: this machine's name.

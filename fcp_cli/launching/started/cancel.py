@@ -23,7 +23,7 @@ class Cancellation:
     """A job that may be ended now.
 
     Attributes:
-        job: the job, as it stands.
+        job: the job in its current state.
         runs: the job of a scheduler, or the process of this machine that launched it.
     """
 

@@ -37,7 +37,7 @@ _ENDED_IN_SLURM = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobState:
-    """A job as it stands.
+    """The current state of a job.
 
     Attributes:
         run_dir: the run directory.
@@ -74,7 +74,7 @@ def require_run(run_dir: Path) -> Path:
 
 
 def listed_state(run_dir: Path, backend: JobBackend) -> JobState:
-    """Ask how a job stands; a run whose files are damaged is `unreadable`, so that others are listed all the same."""
+    """Ask for the state of a job; a run with damaged files is `unreadable`, so that others are still listed."""
     try:
         return job_state(run_dir, backend)
     except RunError as error:
@@ -82,7 +82,7 @@ def listed_state(run_dir: Path, backend: JobBackend) -> JobState:
 
 
 def job_state(run_dir: Path, backend: JobBackend) -> JobState:
-    """Ask how a job stands; without an answer of the scheduler, the run's own files decide."""
+    """Ask for the state of a job; without an answer of the scheduler, the run's own files decide."""
     submission, own = read_submission(run_dir), _own_state(run_dir)
     last = summary_of(RunPaths(run_dir=run_dir).metrics).last
     steps = 0 if last is None else last["step"] + 1  # those that a resumed run trained again count once
@@ -97,7 +97,7 @@ def job_state(run_dir: Path, backend: JobBackend) -> JobState:
 
 
 def _own_state(run_dir: Path) -> str | None:
-    """Return how a run stands by its owner; None if there is none yet."""
+    """Return the state of a run from its owner file, or None if there is none yet."""
     owner = read_owner(RunPaths(run_dir=run_dir).owner_of(0))
     return None if owner is None else owner.ended or ("dead" if owner.is_gone else "running")
 
@@ -129,7 +129,7 @@ def _state_on_kubernetes(answer: str) -> str:
 
 
 def kubectl(submission: Submission, verb: str, *options: str) -> tuple[str, ...]:
-    """Return the words that act on a job's object; its name stands last, where it can be no option."""
+    """Return the words that act on a job's object; its name is last, so that it cannot be an option."""
     return ("kubectl", verb, *_namespace(submission), *options, "--", _KINDS[submission.target], submission.name)
 
 

@@ -76,7 +76,7 @@ class FailedRank:
 
 
 def failed_ranks(summary: str, words: Mapping[int, Sequence[str]]) -> list[FailedRank]:
-    """Return the ranks of this node that failed, the one to blame first; none where torchrun itself failed.
+    """Return the ranks of this node that failed, the one to blame first; none if torchrun itself failed.
 
     Args:
         summary: the summary of torchrun, which lists the first failure last.

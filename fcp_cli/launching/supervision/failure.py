@@ -24,12 +24,12 @@ class Failure:
     Attributes:
         rank: global rank, or None if the launcher itself failed.
         status: exit status of the rank; negative: the signal that ended it.
-        message: the one line that fcp's own code ended with, or why the nodes did not meet; else "".
+        message: the one line that fcp's own code ended with, or why the rendezvous failed; else "".
         last_lines: the end of its standard error.
         log: the whole of it.
         is_local_rank_0: whether the log is the one that is copied to the terminal of node 0.
         launcher: the launcher of the rank.
-        raised: the exception that ended it, where it left a traceback.
+        raised: the exception that ended it, if it left a traceback.
         is_victim: whether all that is known here is that its connection to another rank broke.
     """
 
@@ -44,7 +44,7 @@ class Failure:
     is_victim: bool = False
 
     def summary(self) -> str:
-        """Return one line: who failed, how, and where the rest can be read."""
+        """Return one line: the failed rank, the cause, and the file with the rest."""
         if self.rank is None:
             early = f"{self.launcher} failed with status {self.status} before any rank did; see {self.log}"
             if self.status < 0:
@@ -77,7 +77,7 @@ class Failure:
 
     @property
     def who(self) -> str:
-        """The rank and this host, where it ran, or the launcher."""
+        """The rank and this host, or the launcher."""
         if self.rank is None:
             return self.launcher
         return f"rank {self.rank} on {socket.gethostname()}"
@@ -88,7 +88,7 @@ def _signal_words(status: int) -> str:
 
 
 class TorchrunRanks:
-    """The ranks that torchrun has started here: where they print, who failed. `MsrunRanks` has the same methods.
+    """The ranks that torchrun has started here: their output files and failures. `MsrunRanks` has the same methods.
 
     Attributes:
         log: output of the launcher itself.
@@ -102,7 +102,7 @@ class TorchrunRanks:
         self._log_dir = log_dir
 
     def rank_0(self, stream: str) -> Path | None:
-        """Return where local rank 0 prints to a stream; None until it has been started."""
+        """Return the file of a stream of local rank 0; None until it has been started."""
         found = sorted(self._log_dir.glob(f"*/attempt_*/0/{stream}.log"))
         return found[-1] if found else None
 
@@ -120,7 +120,7 @@ class TorchrunRanks:
 
 
 def torchrun_log(log_dir: Path) -> Path:
-    """Return where torchrun's own output goes; the ranks' output is in the same folder."""
+    """Return the path of torchrun's own output; the ranks' output is in the same folder."""
     return log_dir / "torchrun.log"
 
 

@@ -44,7 +44,7 @@ class NodeMeeting:
         self._check_at = self.clock() + self._pause_seconds()
         host, port = self.job.master_addr, self.job.master_port
         assert self.job.log_dir is not None
-        # torchrun starts the ranks of a node once all nodes have met.
+        # torchrun starts the ranks of a node after the rendezvous of all nodes.
         if self.job.launcher == "torchrun" and TorchrunRanks(self.job.log_dir).rank_0("stdout") is not None:
             self._check_at = None
         elif listens(host, port, seconds=_PROBE_SECONDS):

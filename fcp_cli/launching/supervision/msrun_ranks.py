@@ -1,4 +1,4 @@
-"""The ranks that msrun has started here: who they are, where they print, who failed.
+"""The ranks that msrun has started here: their numbers, output files and failures.
 
 msrun joins a rank's two streams in `worker_RANK.log`. When a rank fails it kills the others and then waits for its
 scheduler, for minutes; and it names the first failed rank by number, not by time. So ranks are watched from outside.
@@ -42,7 +42,7 @@ class MsrunRanks:
         self._ends_at = 0.0
 
     def rank_0(self, stream: str) -> Path | None:
-        """Return where global rank 0 prints; None until it has been started, or on another node than its own."""
+        """Return the output file of global rank 0; None until it has been started, or on other nodes."""
         path = self._worker_log(0)
         return path if path.is_file() else None
 

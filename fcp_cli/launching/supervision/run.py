@@ -34,7 +34,7 @@ _HELD_SECONDS = 10.0  # longer than from a lost connection to the end of the job
 
 
 class Process(Protocol):
-    """The part of `subprocess.Popen` that is used; tests bring their own."""
+    """The part of `subprocess.Popen` that is used; tests pass their own."""
 
     @property
     def pid(self) -> int: ...
@@ -72,7 +72,7 @@ class JobOutcome:
     Attributes:
         status: exit status of the launcher; 0 is success.
         stopped_by: the signal that fcp received and passed on, or None.
-        failure: who failed, where a rank did.
+        failure: the first failure, or None.
     """
 
     status: int
@@ -121,7 +121,7 @@ def run_command(
         screen: shown meanwhile.
         grace_seconds: the grace seconds from SIGTERM or SIGHUP to the end of everything.
         stop_file: once it is there, the job is stopped as by SIGTERM.
-        start: starts the process in place of `Popen`.
+        start: replacement of `Popen`.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     mark = started_by.mark_of(os.getpid())
@@ -162,7 +162,7 @@ def run_command(
 
 
 def _start(argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> Process:
-    """Start a launcher in a session of its own: Ctrl-C on the terminal reaches fcp alone, which asks the ranks once."""
+    """Start a launcher in a new session: Ctrl-C on the terminal reaches only fcp, which asks the ranks once."""
     return subprocess.Popen(
         argv,
         env=dict(environment),
@@ -238,9 +238,9 @@ def _received_signals() -> Iterator[list[signal.Signals]]:
 
 
 class _RankOutput:
-    """Copies one stream of local rank 0 to one of fcp's own, as it is printed.
+    """Copies one stream of local rank 0 to a stream of fcp, line by line as printed.
 
-    A traceback is held back for a while: where the job ends because another rank failed, rank 0 prints a long one about
+    A traceback is held back for a while: if the job ends because another rank failed, rank 0 prints a long one about
     its lost connection, which would stand above the error of the rank that failed.
     """
 

@@ -21,7 +21,7 @@ _RANK: Final = ("RANK", "MS_NODE_ID")
 class StoppedRanks:
     """The stopped ranks of one node.
 
-    A whole node that is suspended is left alone, and so is a rank for half a minute, in which SIGCONT may come.
+    A suspended node is not touched, nor is a suspended rank for half a minute, in which SIGCONT may come.
 
     Args:
         announce: receives one line per stopped rank.

@@ -26,7 +26,7 @@ HOSTFILE = "hostfile"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """Where a job runs that this machine only describes.
+    """A place to run jobs that this machine only describes.
 
     Attributes:
         template: the template of the file that starts a node's ranks, without suffix; `--template` replaces it.
@@ -62,7 +62,7 @@ def _on_kubernetes(template: str, *, rank: str, first_node: str) -> Target:
     Args:
         template: the template of the file.
         rank: the variable that holds a node's number.
-        first_node: its address, where {name} stands for the job's name.
+        first_node: its address; {name} is replaced by the job's name.
     """
 
     def node(job: Job) -> NodeFacts:
@@ -164,7 +164,7 @@ def job_files(target: Target, job: Job, *, template: Path | None = None) -> dict
         rendered[0] = target.template, template
     files = {name: render(path, values) for name, path in rendered}
     for name, text in files.items():
-        # Bytes of an argument or a path that are no UTF-8 stand in a text as lone surrogates.
+        # Bytes of an argument or a path that are no UTF-8 appear in a text as lone surrogates.
         if lone := re.search("[\ud800-\udfff]+", text):
             raise UsageError(f"{name} cannot hold {lone[0]!a}: an argument or a path is not UTF-8 text")
     return files

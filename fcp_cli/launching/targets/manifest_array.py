@@ -19,7 +19,7 @@ from fcp_cli.manifest.sources.base import Part
 def submit_build(
     folder: PartFolder, parts: Sequence[Part], build: Sequence[str], output: Path, options: Sequence[str]
 ) -> list[str]:
-    """Write both job scripts into the folder of the parts, and submit them where Slurm is.
+    """Write both job scripts into the folder of the parts, and submit them if Slurm is available.
 
     Args:
         folder: the folder of the parts.
@@ -29,7 +29,7 @@ def submit_build(
         options: the options of sbatch, for both jobs, as `--partition=cpu`.
 
     Returns:
-        Lines that say what was submitted, or is to be.
+        Lines that describe the submitted jobs, or those to be submitted.
 
     Raises:
         RunError: Slurm refused a job.

@@ -112,7 +112,7 @@ def cluster_machine(
     Args:
         device: the device, as given; `auto` takes that of the cluster that the plan was made for.
         metadata: the metadata of the plan.
-        find_machine: looks at this machine, if the plan was made for it.
+        find_machine: inspects this machine, if the plan was made for it.
         assumed: receives the choices.
     """
     if device == "auto":
@@ -189,7 +189,7 @@ def _python(request: ClusterOptions, *, is_container: bool, assumed: Assumptions
 
 
 def _accelerator(given: str | None, job: Job) -> str:
-    """Return the accelerator of a node as the target names it; "" on CPUs and where the target needs no name."""
+    """Return the accelerator of a node as the target names it; "" on CPUs and if the target needs no name."""
     names = _ACCELERATORS.get(job.target)
     if names is None or job.stack == "cpu":
         return ""

@@ -60,7 +60,7 @@ def render(template: Path, values: Mapping[str, Any]) -> str:
         hint = did_you_mean(message.split("'")[1] if "'" in message else "", values)
         hint = hint or "; docs/reference/templates.md lists the variables of a template"
         raise UsageError(f"{_place(error, template)}: {message}{hint}") from error
-    except Exception as error:  # a template is a program: whatever it raises is its mistake
+    except Exception as error:  # a template is a program: any error is the template's
         raise UsageError(f"{_place(error, template)}: {type(error).__name__}: {error}") from error
 
 
@@ -97,7 +97,7 @@ def command_lines(words: Sequence[str], indent: int) -> str:
 
 
 def yaml_scalar(value: Any) -> str:
-    """Return a text or number in YAML on one line, whatever characters it holds."""
+    """Return a text or number in YAML on one line, with any characters."""
     style = '"' if isinstance(value, str) else None
     text: str = yaml.safe_dump(value, default_style=style, width=math.inf, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
