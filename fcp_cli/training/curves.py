@@ -24,7 +24,7 @@ def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Scalars:
-    """A writer of the scalars of each step record; it does nothing where tensorboard is missing."""
+    """A writer of the scalars of each step record; it does nothing if tensorboard is missing."""
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
         self._writer: Any = None

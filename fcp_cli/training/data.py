@@ -46,7 +46,7 @@ def open_data(
 
 
 def require_texts(manifests: Sequence[Path]) -> None:
-    """Refuse a mixture of pictures, which the bundled trainer shows from one manifest alone."""
+    """Refuse a mixture of pictures, which the bundled trainer supports only from one manifest."""
     for path in manifests:
         if open_pictures(path) is not None or open_media(path) is not None:
             raise RunError(
@@ -90,7 +90,7 @@ def check_tokenizer(manifest: Path, checkpoint: Path) -> None:
 
 
 def has_tokens(manifest: Path, *, length_column: str = "length", kept: Path | None = None) -> bool:
-    """Return whether training can read tokens through this manifest; it cannot if it was made of lengths alone."""
+    """Return whether training can read tokens through this manifest; it cannot if it was made only of lengths."""
     try:
         open_tokens(manifest, length_column=length_column, kept=kept)
     except ManifestError:

@@ -1,4 +1,4 @@
-"""Evaluate a model while it trains: the losses of held-out rows under a plan of their own, forward alone.
+"""Evaluate a model while it trains: the losses of held-out rows under a separate plan, forward only.
 
 Nothing that training depends on is touched: no gradient, no random number, no weight.
 """

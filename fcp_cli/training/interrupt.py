@@ -17,7 +17,7 @@ class StopRequest:
     The ranks agree on it at the end of each step, since the signal may reach them in different steps.
 
     torchrun passes a scheduler's SIGTERM on, but sends the same signal to the ranks that wait for one that failed.
-    Those have no step to finish, and may hang in a collective where no handler of Python's ever runs: so a thread sees
+    Those have no step to finish, and may hang in a collective, in which no Python handler ever runs: so a thread sees
     each signal as it comes, and if a rank of this node is gone, SIGTERM ends the process as it would without a handler.
     """
 

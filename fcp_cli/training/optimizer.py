@@ -37,7 +37,7 @@ def make_optimizer(trained: Sequence[nn.Parameter], settings: TrainSettings) -> 
 def learning_rate_at(step: int, *, settings: TrainSettings, plan_steps: int) -> float:
     """Return the learning rate of a step under the schedule of that name in transformers.
 
-    It is a function of the step alone, so that resuming is exact. As in transformers, warm-up begins at 0.
+    It is a function only of the step, so that resuming is exact. As in transformers, warm-up begins at 0.
 
     Args:
         step: optimizer step, from 0; step `warmup_steps` is the first at the peak.

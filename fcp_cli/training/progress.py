@@ -62,7 +62,7 @@ class TrainingProgress:
     """The live display of a run. Feed it every record; close it at the end, however the end comes.
 
     Args:
-        console: the console where to print.
+        console: the console to print to.
         every: steps between two plain lines; the first and the last step are always printed.
     """
 

@@ -58,7 +58,7 @@ class TrainSettings(RecipeRequest):
         on_nan: action on a step whose loss, or gradient norm, is NaN or infinite.
         zero, shard_ranks, reduce, precision, recompute, loss, offload, freeze_vision, lora, freeze: the fields of the
             recipe; `auto`, None and False leave them to the plan (`TrainSettings.recipe`).
-        eval_manifest, eval_plan: held-out rows and their plan, which is made in the run directory where it is None.
+        eval_manifest, eval_plan: held-out rows and their plan, which is made in the run directory if None.
         eval_every: steps between two evaluations; there is one at the end in any case.
         grad_ring_dtype: type in which gradients of 16-bit keys and values travel around rings.
         checkpoint_every: steps between checkpoints; 0 saves only at the end and on Ctrl-C.
@@ -166,7 +166,7 @@ class TrainSettings(RecipeRequest):
         check_tuning(self.lora, self.freeze)
         if self.eval_manifest is None and (self.eval_plan is not None or self.eval_every):
             raise UsageError(f"--eval-{'plan' if self.eval_plan else 'every'} needs --eval-manifest, the held-out rows")
-        # No option of the trainer alone: only the trainer's own command line sets it here.
+        # Checked here because only the trainer's own command line sets it.
         if self.device not in get_args(Device):
             raise UsageError(f"--device is {self.device!r}; it must be one of {', '.join(get_args(Device))}")
 

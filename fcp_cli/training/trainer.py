@@ -208,7 +208,7 @@ class Trainer:
         return microbatch.loss(logits)
 
     def _update(self, step: Step) -> tuple[float, Tensor]:
-        """Clip the gradients, update the weights and let go of the gradients; return learning rate and norm []."""
+        """Clip the gradients, update the weights and free the gradients; return learning rate and norm []."""
         shares = self.sharded.shares
         learning_rate = learning_rate_at(step.index, settings=self.settings, plan_steps=self.session.metadata.end_step)
         set_learning_rate(self.optimizer, learning_rate)

@@ -41,9 +41,9 @@ def peak_of(device_name: str, recipe: Recipe) -> Peak | None:
 def model_flops(spec: ModelSpec, recipe: Recipe, lengths: np.ndarray) -> float:
     """Count the operations of the language model in a step, without recomputation (Chowdhery et al., PaLM).
 
-    A token takes two operations with each parameter of a matrix in forward, two for the gradient of its input, where
-    anything before is trained, and two for that of the matrix, where it is. In attention a token meets half of its
-    sequence. Encoders are not counted.
+    A token takes two operations with each parameter of a matrix in forward, two for the gradient of its input, if
+    anything before is trained, and two for that of the matrix, if it is trained. In attention a token attends to half
+    of its sequence. Encoders are not counted.
 
     Args:
         spec: the model.

@@ -59,12 +59,12 @@ class Decoder:
                 f"{folder} is not the folder of a checkpoint with an image processor: {first_line(error)}"
             ) from error
         self._processor, self._folder = processor, folder
-        # As the processor of InternVL has it, whatever the file of its image processor says.
+        # As in InternVL's processor, which overrides the file of its image processor.
         self._cut = {"crop_to_patches": True} if isinstance(processor, InternVision) else {}
         self._video_settings = _video_settings(folder)
 
     def __call__(self, wanted: Wanted) -> list[Values]:
-        """Return the rows that are wanted, in order."""
+        """Return the requested rows, in order."""
         try:
             if wanted.size.frames is None:
                 rows = self._image(wanted)
@@ -83,7 +83,7 @@ class Decoder:
         return rows
 
     def _video(self, wanted: Wanted) -> list[Values]:
-        """Preprocess the frames of the parts that are wanted, and of no other."""
+        """Preprocess only the frames of the requested parts."""
         assert wanted.size.frames is not None
         per_part, together = self._processor.rows_per_part(wanted.visual), self._processor.frames_per_part
         indices = self._processor.frame_indices(wanted.size.frames, wanted.size.fps)

@@ -94,7 +94,7 @@ def _start_worker(folder: Path, processor: VisionProcessor) -> None:
 
 
 def _follow_parent() -> None:
-    """End with the trainer, even where it was killed: waiting for work alone would last for ever."""
+    """End with the trainer, even if it was killed: waiting only for work would never end."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -13,11 +13,11 @@ and `optimizer/PARAMETER/ENTRY`; an optimizer's plain numbers are in the file's 
 pickle: nothing that a checkpoint holds can run.
 
 Not torch.distributed.checkpoint. Its reader opens a checkpoint's metadata with a plain `pickle.load`, which runs
-whatever code the file holds. Its storage in safetensors (`HuggingFaceStorageWriter`, as of torch 2.13) has no such
-file, but nothing either that tells a whole checkpoint from one whose writing was cut off; it takes tensors only, where
-an optimizer's parameter groups hold numbers; it serialises a rank's file in memory in addition to the copy that it
-writes from; its asynchronous form runs collectives in a thread, for which every job needs a second process group; and
-it is not public in the oldest torch that fcp supports. Its benefit, resharding of tensors, is `_own_rows` here.
+any code in the file. Its storage in safetensors (`HuggingFaceStorageWriter`, as of torch 2.13) has no such
+file, but no mark either that a checkpoint was written to the end; it takes only tensors, whereas an optimizer's
+parameter groups hold numbers; it serialises a rank's file in memory in addition to the copy that it writes from; its
+asynchronous form runs collectives in a thread, for which every job needs a second process group; and it is not public
+in the oldest torch that fcp supports. Its benefit, resharding of tensors, is `_own_rows` here.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _pieces(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
 def load_checkpoint(
     checkpoint: Path, state: TrainState, *, header: CheckpointHeader, rank: int, num_ranks: int = 1
 ) -> None:
-    """Put a checkpoint back into the live objects, bit for bit as it was saved, whatever ranks kept of it then and now.
+    """Restore a checkpoint into the live objects, bit for bit, under any sharding then and now.
 
     A rank that was not there before keeps the random generators that it started with. Ranks that read the same files
     share their verification; one that finds damage ends the job.
@@ -273,7 +273,7 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: Sequence[Any], s
 
 
 def _like(own: Tensor, parameter: Tensor) -> Tensor:
-    """Return a moment where its parameter is, as FSDP2's shard if that is one."""
+    """Return a moment on the device of its parameter, as FSDP2's shard if that is one."""
     own = own.to(_local(parameter).device)
     if not isinstance(parameter, DTensor):
         return own

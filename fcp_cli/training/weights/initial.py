@@ -1,7 +1,7 @@
-"""Draws the random weights of a model that starts from no checkpoint, without ever holding the whole model.
+"""Draws the random weights of a model without a checkpoint, and never holds the whole model.
 
 A module after the other is drawn whole on the host, as transformers fills it, and each rank keeps the rows that it
-holds. The generator runs through all modules on every rank, so that the numbers depend on the seed alone: neither on
+holds. The generator runs through all modules on every rank, so that the numbers depend only on the seed: neither on
 the number of ranks nor on the sharding.
 """
 
@@ -44,7 +44,7 @@ def _draw(module: nn.Module, fill: _Fill, drawn: set[int]) -> None:
         name: tensor for name, tensor in module._parameters.items() if tensor is not None and id(tensor) not in drawn
     }
     if own:
-        drawn.update(map(id, own.values()))  # a tied weight is drawn where it stands first
+        drawn.update(map(id, own.values()))  # a tied weight is drawn at its first place
         _draw_own(module, own, fill)
 
 

@@ -43,7 +43,7 @@ def build_model(
     Args:
         name: a shipped model, a model YAML, or a Hugging Face config.json.
         seed: the seed of the initialisation, which torch's generator is set to.
-        device: the device where the model ends up.
+        device: the device of the returned model.
         recompute: activations of each layer that backward recomputes.
         levels: the levels of the plan, if layers recompute as needed.
         freeze_vision: train the language model only; no effect on a model without an encoder.
@@ -81,9 +81,9 @@ def _no_init_weights() -> AbstractContextManager[None]:
 
 
 def model_config(name: str) -> Any:
-    """Return the transformers configuration: a config.json as it stands, or the figures of a description.
+    """Return the transformers configuration: a config.json unchanged, or the figures of a description.
 
-    A vision-language model that fcp cannot take apart gives its language model alone.
+    Of a vision-language model that fcp cannot split into its parts, return only the language model.
     """
     from transformers import AutoConfig
 

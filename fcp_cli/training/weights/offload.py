@@ -42,7 +42,7 @@ def open_offload(recipe: Recipe, model: str, metadata: PlanMetadata, device: tor
 
 
 def describe_offload(above_tokens: int, recipe: Recipe, model: str, metadata: PlanMetadata) -> str:
-    """Return which micro-batches are offloaded and, if the plan's cost profile tells, the cost of the longest."""
+    """Return which micro-batches are offloaded and, if the plan's cost profile has it, the cost of the longest."""
     longer = f" of more than {above_tokens} tokens a rank" if above_tokens else ""
     words = f"the inputs of layers wait in the host's memory, in micro-batches{longer}"
     if not metadata.cost_profile:

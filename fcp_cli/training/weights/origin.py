@@ -19,7 +19,7 @@ def keep_origin(target: Path, *, model: str, source: Path, names: Mapping[str, s
 
     Args:
         target: the folder to make.
-        model: the model, as it was named; where that is a folder or a config.json, its configuration counts.
+        model: the model, as it was named; if that is a folder or a config.json, its configuration counts.
         source: the checkpoint that training begins with.
         names: the checkpoint's name of each tensor, as `match_weights` returned them.
     """

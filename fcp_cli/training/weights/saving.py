@@ -130,7 +130,7 @@ class _Writing:
         self._error: BaseException | None = None
 
     def start(self, captured: Captured) -> None:
-        # A daemon: a run that fails does not wait for a checkpoint that nobody would name any more.
+        # A daemon: a run that fails does not wait for a checkpoint that would never be used.
         self._thread = Thread(target=self._write, args=(captured,), name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -156,7 +156,7 @@ class _Writing:
 
 
 class _HostCopies:
-    """Memory of the host that the states of all checkpoints are copied to, pinned where they come from a device.
+    """Memory of the host that the states of all checkpoints are copied to, pinned if they come from a device.
 
     It is kept from one checkpoint to the next: pinning is slow, and a run that has saved once can save again.
     """

@@ -68,7 +68,7 @@ class _Weight:
         parameter: the parameter of the model, whole.
         updated: tensor that the optimizer updates: itself, rows of the same memory, or an fp32 copy.
         rows: the rows of each share.
-        gradient: summed so far in fp32, where the parameter's own type is too coarse for sums.
+        gradient: summed so far in fp32, if the parameter's own type is too coarse for sums.
     """
 
     parameter: nn.Parameter
@@ -133,7 +133,7 @@ class Replica(GradientSync):
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Give each updated weight its gradient, summed over all ranks; the model's own gradients are let go of."""
+        """Give each updated weight its gradient, summed over all ranks; the model's own gradients are freed."""
         wanted = self._present_anywhere()
         for bucket in self._messages:
             self._reduce(bucket)
@@ -170,7 +170,7 @@ class Replica(GradientSync):
             offset += weight.share_numbers
 
     def _flat_gradients(self, bucket: Sequence[_Weight]) -> Tensor:
-        """Return share after share of a bucket's gradients, which are let go of: each share is a message."""
+        """Return a bucket's gradients, flat, share after share, and free them; each share is a message."""
         count = self.shares.count
         only = _gradient(bucket[0])
         if len(bucket) == 1 and only is not None and only.is_contiguous() and len(only) % count == 0:
@@ -243,7 +243,7 @@ def _take_gradient(weight: _Weight) -> Tensor | None:
 
 
 def _shares_of(whole: Tensor, flat: Tensor, offset: int, weight: _Weight) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield where the shares of a tensor stand in flat [shares, numbers], and those shares, in equal shapes."""
+    """Yield the positions of a tensor's shares in flat [shares, numbers], and those shares, in equal shapes."""
     size = weight.share_numbers
     full = len(whole) // weight.rows
     yield flat[:full, offset : offset + size], whole[: full * weight.rows].view(full, size)
@@ -253,7 +253,7 @@ def _shares_of(whole: Tensor, flat: Tensor, offset: int, weight: _Weight) -> Ite
 
 
 def _buckets(weights: Sequence[_Weight]) -> Iterator[list[_Weight]]:
-    """Yield weights that travel in one message: a large one alone, without a copy; small ones of one type together."""
+    """Yield weights that travel in one message: a large one as a single view; small ones of one type together."""
     small: dict[tuple[torch.dtype, torch.dtype], list[_Weight]] = {}
     for weight in weights:
         if weight.parameter.numel() >= _BUCKET_NUMBERS:

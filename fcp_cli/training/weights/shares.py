@@ -17,7 +17,7 @@ class Shares:
     Attributes:
         index: the index of the share that this rank keeps.
         count: shares that make up one copy; 1: every rank keeps everything.
-        copy: says how many ranks' worth before this one is a copy: 0 on the ranks of the first.
+        copy: index of this rank's copy; 0 on the ranks of the first.
         mesh: the mesh of all ranks, for `fully_shard`: `shard`, or `replicate` and `shard`; None if nothing is shared
             out.
     """
@@ -29,7 +29,7 @@ class Shares:
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
-        """Return the ranks that keep one copy between them; None if this rank keeps one alone."""
+        """Return the ranks that keep one copy between them; None if this rank keeps a whole copy."""
         return None if self.mesh is None else self.mesh.get_group("shard")
 
     @property

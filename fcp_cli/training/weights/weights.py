@@ -1,8 +1,8 @@
 """Reads the weights of a Hugging Face checkpoint into a model, and writes such a checkpoint from one.
 
 Both work on replicas and on models sharded with `fully_shard`, tensor by tensor: a rank reads the rows that it holds,
-out of mapped files, and writes the tensors of its own files, so that none ever holds the whole model on its host.
-Files are safetensors alone: nothing that they hold can run.
+out of mapped files, and writes the tensors of its own files, so that no rank ever holds the whole model in host memory.
+Files are only safetensors, which cannot hold code.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def _write_share(
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """Return a tensor with the rows of all ranks; together, where they hold rows of it."""
+    """Return a tensor with the rows of all ranks; together, if they hold rows of it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
