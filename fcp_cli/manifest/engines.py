@@ -55,7 +55,7 @@ class PartFolder:
 
 
 def part_folder(source: Source, output: Path, engine: str, shards: int | None) -> PartFolder:
-    """Return the folder of the parts of a manifest, which is made beside it.
+    """Return the folder of the parts of a manifest, which is made next to it.
 
     Args:
         source: the whole source.

@@ -58,7 +58,7 @@ def read_manifest(path: str | Path, *, length_column: str = "length", step_colum
         path: a Parquet or Arrow file, or a folder of them in name order; `.jsonl`, `.csv`, `.tsv` or `.txt` with a
             length per line; `-` reads JSON lines from standard input (see `read_lengths_jsonl`).
         length_column: an integer column of tokens, or a list column that is measured by its list lengths. Where there
-            is no `length`, the default finds a column of a usual name; the table says which.
+            is no `length`, the default finds a column of a usual name; the table records it.
         step_column: the step column of a trace: the integer column with the step of each row; None: it is no trace.
 
     Returns:
@@ -111,7 +111,7 @@ def _masks(path: Path) -> MaskRows | None:
 
 
 def _of_columns(path: Path, shards: Sequence[DataFile], length_column: str, step_column: str | None) -> LengthTable:
-    """Read all shards of a table, whose first says which column holds the lengths."""
+    """Read all shards of a table; the first determines the column of lengths."""
     rows = sum(int(shard.group_rows.sum()) for shard in shards)
     if rows == 0:
         raise ManifestError(f"{path} has no rows: a manifest needs one row per sequence; see `fcp manifest build`")

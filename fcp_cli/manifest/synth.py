@@ -1,6 +1,6 @@
 """Made-up sizes of images and videos whose distributions follow published data sets; for tests, studies and rehearsals.
 
-Every figure of a data set names where it was published; figures without a publication are marked as assumed. No clip is
+Every figure of a data set names its publication; figures without one are marked as assumed. No clip is
 copied: durations, sizes and captions are drawn from a seed.
 """
 
@@ -30,7 +30,7 @@ class ClipSet:
         sizes: (height, width) of the frames, each with its share.
         frames_per_second: the frames per second of the files.
         caption_tokens: mean length of a caption.
-        sources: figure to where it was published, or `assumed`.
+        sources: publication of each figure, or `assumed`.
     """
 
     seconds: Callable[[_Draw], float]
@@ -130,7 +130,7 @@ def media_records(name: str, rows: int, *, seed: int, scale: Scale = AS_PUBLISHE
     """Yield records as `fcp manifest build --kind media` reads them.
 
     Args:
-        name: one of `NAMES`. `mixed` is a fifth text alone, a fifth one image, a fifth two to eight images, and the
+        name: one of `NAMES`. `mixed` is a fifth text only, a fifth one image, a fifth two to eight images, and the
             rest clips of all three sets in equal shares; its shares are assumed.
         rows: how many.
         seed: the seed of the draw; a row does not depend on how many there are.

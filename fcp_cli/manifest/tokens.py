@@ -45,7 +45,7 @@ class TokenReader(Protocol):
         """One more than the largest token id."""
 
     def __call__(self, row: int) -> Any:
-        """Return the tokens of one sequence, [length] int64, or (tokens, labels) with -100 where nothing is learned.
+        """Return the tokens of one sequence, [length] int64, or (tokens, labels) with -100 if nothing is learned.
 
         Of data with masks, these are a `MaskedSequence`.
         """
@@ -131,12 +131,12 @@ def open_tokens(
     """Open the data that a manifest was built from.
 
     Args:
-        manifest_path: the manifest. A Parquet data set that was planned as it is (its `length_column` holds lists)
-            is its own source.
-        source: the source where the data lies now, if it moved since the manifest was built.
+        manifest_path: the manifest. A Parquet data set that was planned directly (its `length_column` holds lists) is
+            its own source.
+        source: the present location of the data, if it moved since the manifest was built.
         length_column: see `read_manifest`.
-        kept: a folder with a copy of the checkpoint's tokenizer, for where that is gone.
-        entries: the entries of the model's vocabulary; None: whatever the tokens are.
+        kept: a folder with a copy of the checkpoint's tokenizer, in case that is gone.
+        entries: the entries of the model's vocabulary; None: not checked.
     """
     path = Path(manifest_path)
     recorded = manifest_source(path)
@@ -157,7 +157,7 @@ def open_tokens(
 
 
 def open_media(manifest_path: str | Path) -> MediaRecords | None:
-    """Open the sizes of images and videos that a manifest was built from; None where it was built from
+    """Open the sizes of images and videos that a manifest was built from; None if it was built from
     something else than JSON lines of sizes.
     """
     path = Path(manifest_path)
@@ -173,11 +173,11 @@ def open_media(manifest_path: str | Path) -> MediaRecords | None:
 
 
 def open_pictures(manifest_path: str | Path, *, kept: Path | None = None) -> PictureRecords | None:
-    """Open the conversations about pictures that a manifest was built from; None where it was built from others.
+    """Open the conversations about pictures that a manifest was built from; None if it was built from others.
 
     Args:
         manifest_path: the manifest.
-        kept: a folder with a copy of the checkpoint's tokenizer and processor, for where those are gone.
+        kept: a folder with a copy of the checkpoint's tokenizer and processor, in case those are gone.
     """
     path = Path(manifest_path)
     source = manifest_source(path)
@@ -190,7 +190,7 @@ def open_pictures(manifest_path: str | Path, *, kept: Path | None = None) -> Pic
 
 
 def _with_tokenizer(source: dict[str, Any], kept: Path | None) -> dict[str, Any]:
-    """Return a recorded source, with the copy of its tokenizer where that is gone."""
+    """Return a recorded source, with the copy of its tokenizer if that is gone."""
     name = source.get("tokenizer")
     if kept is None or name in (None, "bytes") or Path(name).exists() or not (kept / "tokenizer.json").is_file():
         return source
@@ -269,7 +269,7 @@ def _tokenizer(source: dict[str, Any]) -> Any:
 
 
 def _integers(path: Path, name: str) -> IntArray:
-    """Return a column of whole numbers that say where each row lies."""
+    """Return a column of integers that locate each row."""
     column = _column(path, name)
     if not pa.types.is_integer(column.type):
         raise ManifestError(f"{path}: the column {name} is of {column.type}; build the manifest again")

@@ -76,7 +76,7 @@ class Source(Protocol):
 
     @property
     def units(self) -> int | None:
-        """The sum that `done` will reach; None where it is unknown before the end."""
+        """The sum that `done` will reach; None if it is unknown before the end."""
 
     def describe(self) -> dict[str, Any]:
         """Return the JSON `source` of the manifest: `kind`, absolute `path`, and the settings that read the tokens."""

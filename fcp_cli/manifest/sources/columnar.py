@@ -165,7 +165,7 @@ class ColumnarTokens:
 
     @property
     def vocab_size(self) -> int:
-        """Exact; where the manifest does not record it, the first use reads the whole column once."""
+        """Exact; if the manifest does not record it, the first use reads the whole column once."""
         if self._vocab_size is None:
             self._vocab_size = 1 + max((batch.largest_token for batch in self._source.batches()), default=-1)
         return self._vocab_size
@@ -233,7 +233,7 @@ def columnar(
 
 
 def _own(values: Any) -> Any:
-    """Return values with buffers of their own: those of a slice travel to another process whole."""
+    """Return values with separate buffers: pickling a slice would send the whole buffer."""
     return pa.concat_arrays([values, values.slice(0, 0)])
 
 

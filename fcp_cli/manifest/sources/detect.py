@@ -52,13 +52,13 @@ class SourceOptions:
     """Settings for reading a source; each concerns the kinds that have such a thing.
 
     Attributes:
-        tokenizer: `bytes`, the path of a `tokenizer.json`, the folder of a checkpoint, or its name on the hub where
+        tokenizer: `bytes`, the path of a `tokenizer.json`, the folder of a checkpoint, or its name on the hub if
             that is in the local cache.
         column: field or column with the tokens, texts or lengths; None: the usual names.
         include: globs of the files of a text tree.
         exclude: globs of files and folders of a text tree to skip.
         processor: the processor of media, `qwen3-vl`, `qwen2.5-vl`, `internvl`, `gemma3` or the folder of a checkpoint.
-        vocab_size: the vocab size of Megatron data, where known; saves reading its `.bin` for the largest token.
+        vocab_size: the vocab size of Megatron data, if known; saves reading its `.bin` for the largest token.
         train_on: turns of chat data that are trained on.
         skips_bad: skip records whose images or videos fail to decode.
         mask: the mask of the sequences, as `mask_rule` reads it; None: all are causal.
@@ -135,7 +135,7 @@ def _kind_by_name(path: Path) -> str:
 def open_source(
     path: Path, kind: str, options: SourceOptions, *, output: Path | None = None, files: Sequence[Path] = ()
 ) -> Source:
-    """Open a source to count its sequences, as `_open_source` does, which have masks where the options say so."""
+    """Open a source to count its sequences, as `_open_source` does, which have masks if the options say so."""
     if options.mask is None:
         return _open_source(path, kind, options, output, files)
     rule = mask_rule(options.mask)
@@ -159,7 +159,7 @@ def _open_source(
         path: the source.
         kind: one of `KINDS`.
         options: how to read it.
-        output: the manifest to be written, absolute; a text tree leaves it out, and it may not become a shard.
+        output: the manifest to be written, absolute; a text tree skips it, and it must not become a shard.
         named: files that were named one by one.
         mask_column: goes along with the lengths; "" for none.
     """
@@ -234,7 +234,7 @@ def _record_files(path: Path) -> list[Path]:
 
 
 def _picture_files(path: Path, named: Sequence[Path]) -> list[Path]:
-    """Return the files of a source that holds pictures or their names; none where it holds sizes alone."""
+    """Return the files of a source that holds pictures or their names; none if it holds only sizes."""
     if not named and (path.suffix == ".tar" or (path.is_dir() and _shard_paths(path, "media"))):
         return media_files(path)
     files = list(named) or _record_files(path)

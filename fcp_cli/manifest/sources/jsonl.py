@@ -40,7 +40,7 @@ class JsonLine(NamedTuple):
 
     Attributes:
         place: the place of the line, for messages: FILE:NUMBER, or FILE at byte N if lines before it were not read.
-        byte_offset: the byte offset where it begins in its file, or in the content of a compressed one.
+        byte_offset: its byte offset in its file, or in the content of a compressed one.
         content: the bytes of the line, with its end.
         done: bytes of the file that were read for it.
     """

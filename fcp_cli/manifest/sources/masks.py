@@ -68,10 +68,10 @@ def mask_rule(text: str) -> MaskRule:
 
 @dataclass(frozen=True, slots=True)
 class MaskedSource:
-    """A source whose sequences have masks: adds `eta`, and the masks themselves where they differ.
+    """A source whose sequences have masks: adds `eta`, and the masks themselves if they differ.
 
     Attributes:
-        source: gives the rule's column under the name `mask`, where the rule has one.
+        source: gives the rule's column under the name `mask`, if the rule has one.
         rule: the rule of its masks.
     """
 

@@ -43,7 +43,7 @@ class MegatronIndex:
         path: the `.idx` file, absolute.
         sequences: how many sequences it lists.
         token_type: numpy type of a token in the `.bin`.
-        vocab_size: one more than the largest token id, where the user gives it; else the `.bin` is read for it.
+        vocab_size: one more than the largest token id, if the user gives it; else the `.bin` is read for it.
     """
 
     path: Path
@@ -179,7 +179,7 @@ class MegatronTokens:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Where the manifest was built without the `.bin`, the first use reads it whole, in constant memory."""
+        """If the manifest was built without the `.bin`, the first use reads it whole, in constant memory."""
         if self._index.vocab_size is not None:
             return self._index.vocab_size
         return 1 + max((batch.largest_token for batch in self._index.batches()), default=-1)

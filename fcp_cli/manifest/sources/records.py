@@ -25,7 +25,7 @@ class SourceRecord:
     Attributes:
         record: its fields.
         place: its place, for messages.
-        at: where to find it again: the byte of its line in JSON lines, else its number in the file, from 0.
+        at: the position to read it again from: the byte of its line in JSON lines, else its number in the file, from 0.
         done: units of the source that it took.
     """
 
@@ -75,7 +75,7 @@ def units_of(file: Path) -> int:
 
 
 def record_at(file: Path, at: int, place: str) -> dict[str, Any]:
-    """Read one record again, from where `SourceRecord.at` says."""
+    """Read one record again, from its `SourceRecord.at`."""
     if has_lines(file):
         return json_record(line_at(file, at), place)
     if file.suffix == ".json":

@@ -30,7 +30,7 @@ class TextTree:
     """Text files under `root`; skips hidden names, binary files and links to folders.
 
     Attributes:
-        include: globs; a file is taken if one matches its name, or its path below `root` where the glob has a slash.
+        include: globs; a file is taken if one matches its name, or its path below `root` if the glob has a slash.
         exclude: globs of files and folders to skip, matched in the same way.
         output: the manifest being written, which is no part of the data set; absolute like `root`.
     """

@@ -1,4 +1,4 @@
-"""The rules that every manifest row obeys, whatever it was read from."""
+"""The rules that every manifest row obeys, from any source."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def is_list(kind: Any) -> bool:
 
 
 def length_column_of(wanted: str, usable: Collection[str]) -> str:
-    """Return the column to read: the wanted one or, where that is the default and missing, one of a usual name.
+    """Return the column to read: the wanted one or, if that is the default and missing, one of a usual name.
 
     Args:
         wanted: a column; `length` is the default.

@@ -42,7 +42,7 @@ def chunked(column: npt.NDArray[Any]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
 
 
 def release(column: npt.NDArray[Any]) -> None:
-    """Give the pages of a column in a file back; reading brings them again."""
+    """Release the pages of a column in a file; reading loads them again."""
     mapped = getattr(column, "_mmap", None)
     if isinstance(mapped, mmap.mmap):
         mapped.madvise(mmap.MADV_DONTNEED)

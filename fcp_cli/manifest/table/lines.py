@@ -29,16 +29,16 @@ def read_lengths_jsonl(
 ) -> LengthTable:
     """Read one sequence per line: a whole number of tokens, or an object with `length` and the optional columns.
 
-    Blank lines are skipped. A list, alone or under `length_column`, counts its items.
+    Blank lines are skipped. A list, as the line or under `length_column`, counts its items.
 
     Args:
         stream: the lines.
-        length_column: key of the length; where the first object has no `length`, the default finds a usual name.
+        length_column: key of the length; if the first object has no `length`, the default finds a usual name.
         step_column: the step column of a trace: key of the step of each line; None: it is no trace.
         place: source of the lines, for messages.
         name: the name of the table.
     """
-    # Arrays of numbers: a list would hold an object for each of the millions of lengths that a pipe may bring.
+    # Arrays of numbers: a list would hold an object for each of possibly millions of lengths.
     lengths, etas, steps = array("q"), array("d"), array("q")
     vision = {name: array("q") for name in FACTORS if name != "eta"}
     for number, line in _lines(stream, place):

@@ -22,12 +22,12 @@ class LengthTable:
     Attributes:
         name: file name, for messages and plan metadata.
         length_tokens: [rows] int64, > 0.
-        eta: [rows] mask factor of the papers (0 causal, 1 full), or None where all are 0.
+        eta: [rows] mask factor of the papers (0 causal, 1 full), or None if all are 0.
         vision_patches: [rows] patches the vision encoder runs, or None.
         vision_patch_pairs: [rows] sum over frames or tiles of patches squared, or None.
         column: the column that the lengths were read from.
-        steps: [rows] of a trace: the step that each row belongs to, never falling; None where nobody asked for it.
-        masks: the masks of all rows, where the manifest was built with some; None elsewhere.
+        steps: [rows] of a trace: the step that each row belongs to, never falling; None unless requested.
+        masks: the masks of all rows; None if the manifest was built without.
     """
 
     name: str

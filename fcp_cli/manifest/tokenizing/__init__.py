@@ -1,1 +1,1 @@
-"""Tokenizers, chat templates, and where they are found."""
+"""Tokenizers, chat templates, and their locations."""

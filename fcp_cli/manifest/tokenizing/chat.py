@@ -2,16 +2,16 @@
 
 A record is one of these; the first that fits is taken:
 
-    input_ids + labels              tokens as they are; a label of -100 is not learned
+    input_ids + labels              tokens, unchanged; a label of -100 is not learned
     messages, or conversations      turns of {"role", "content"} or ShareGPT's {"from", "value"}; optional `tools`
     prompt + completion             two texts, or two lists of turns
     instruction + output            Alpaca, with an optional `input` and `system`
 
-Turns are rendered by the chat template of the tokenizer (`chat_template`). What the
-assistant said reaches from the template's generation prompt to the mark that ends its turn, which is learned with it.
+Turns are rendered by the chat template of the tokenizer (`chat_template`). An assistant's turn reaches from the
+template's generation prompt to the mark that ends its turn, which is learned with it.
 
-Turns about pictures have contents in parts, `{"type": "image"}` where one stands. What the template writes there is
-replaced as the checkpoint's processor replaces it; visual tokens are never learned.
+Turns about pictures have contents in parts, with `{"type": "image"}` for each. The template's text there is replaced as
+the checkpoint's processor replaces it; visual tokens are never learned.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _ROLES: Final = {
     "function": "tool",
     "observation": "tool",
 }
-# Stands for a turn's content where the template's own text around it is looked for; no text holds private characters.
+# Placeholder of a turn's content to find the template's text around it; no text holds private characters.
 _STAND_IN: Final = "\ue000fcp\ue001"
 
 
@@ -165,7 +165,7 @@ class ChatEncoder:
         ]
 
     def _with_pictures(self, rendered: _Rendered, pictures: Sequence[Pictured], place: str) -> _Rendered:
-        """Write each picture as the processor does, where the template wrote its mark."""
+        """Write each picture as the processor does, at the template's mark."""
         assert self.processor is not None and self._marks is not None
         marks = self._marks
         pattern = "|".join(map(re.escape, sorted({marks.image, marks.video})))
@@ -253,8 +253,8 @@ class ChatEncoder:
         until = self._template(turns[: index + 1], tools, place)
         if text.startswith(before) and text.startswith(until):
             return len(before), len(until.rstrip())
-        # A template may show a turn otherwise once others follow, as those do that drop earlier thoughts: find what
-        # stands around the turn's content instead.
+        # A template may render a turn differently once others follow, e.g. if it drops earlier thoughts: find the text
+        # around the turn's content instead.
         other = [*turns[:index], {**turns[index], "content": _STAND_IN}, *turns[index + 1 :]]
         around = self._template(other, tools, place)
         if _STAND_IN not in around:
@@ -291,7 +291,7 @@ def _given_tokens(record: Mapping[str, Any], place: str) -> Encoded:
 
 
 def _processor_template(folder: Path) -> str | None:
-    """Return the template of an older checkpoint's processor, which has a file of its own; the tokenizer has others."""
+    """Return the template of an older checkpoint's processor, from its own file; it is not the tokenizer's."""
     file = folder / "chat_template.json"
     if not file.is_file() or (folder / "chat_template.jinja").is_file():
         return None

@@ -13,7 +13,7 @@ _NAME: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def local_checkpoint(name: str) -> Path:
-    """Return the path itself where there is something, else the folder of that name in the hub's cache."""
+    """Return the path itself if it exists, else the folder of that name in the hub's cache."""
     path = Path(name)
     if path.exists() or not _NAME.fullmatch(name) or path.suffix in (".json", ".model"):
         return path

@@ -20,7 +20,7 @@ from fcp_cli.extras import pip_install
 from fcp_cli.manifest.tokenizing.hub import local_checkpoint
 from fcp_cli.words import counted
 
-# The slowest tokenizers manage more; a pattern that backtracks for ever does not.
+# The slowest tokenizers manage more; a pattern with endless backtracking does not.
 _LEAST_BYTES_PER_SECOND = 20_000
 _LEAST_SECONDS = 10.0
 _PROBE = "a 1."
@@ -80,7 +80,7 @@ class FileTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.name = str(file.resolve())
-        # The library panics over some damage as late as here; in a batch, several of its threads then wait for ever.
+        # The library panics over some damage as late as here; in a batch, several of its threads would then hang.
         with _quiet_panics():
             self._within(len(_PROBE), self._probe)
 
@@ -100,7 +100,7 @@ class FileTokenizer:
         read = [_text(text) for text in texts.cast(pa.large_binary()).to_pylist()]
         encodings = self._within(sum(map(len, read)), lambda: self._tokenizer.encode_batch_fast(read))
         counts = np.fromiter((len(encoding) for encoding in encodings), np.int64, len(encodings))
-        # A special token alone is no sequence: an empty text has no tokens whatever the post-processor adds.
+        # A lone special token is no sequence: an empty text has no tokens, even if the post-processor adds some.
         return np.where(ByteTokenizer().count(texts) == 0, 0, counts)
 
     def encode(self, text: bytes) -> IntArray:

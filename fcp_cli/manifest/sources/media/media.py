@@ -44,7 +44,7 @@ class MediaSizes:
         files: the files in the order of their rows.
         processor: how the model's family turns pixels into tokens.
         count_text: tokens of the short texts that it puts between visual tokens.
-        counted_by: says where `count_text` comes from, for the manifest: a tokenizer file, or `rule`.
+        counted_by: source of `count_text`, for the manifest: a tokenizer file, or `rule`.
     """
 
     path: Path
@@ -129,7 +129,7 @@ class MediaRecords:
 
 
 def _turns(record: dict[str, Any], place: str) -> list[str]:
-    """Return the texts of a conversation, placeholders and all; a caption alone answers an empty question."""
+    """Return the texts of a conversation, placeholders and all; a lone caption answers an empty question."""
     if "conversations" not in record:
         caption = record["caption"] if "caption" in record else record["text"]
         if not isinstance(caption, str):

@@ -41,7 +41,7 @@ _TABLE_ROWS: Final = 16_384
 
 
 def read_media(path: Path) -> Iterator[SourceRecord]:
-    """Yield the records of a file of sizes, by its suffix; `at` is -1 where they are in no lines.
+    """Yield the records of a file of sizes, by its suffix; `at` is -1 if the file has no lines.
 
     They have `images` and `videos` with sizes, and one of `text_tokens`, `conversations`, `caption` and `text`.
 
@@ -74,12 +74,12 @@ def media_files(path: Path) -> list[Path]:
 
 
 def media_units(files: Sequence[Path]) -> int | None:
-    """Return the sum that the records' `done` will reach; None where it is unknown before the end."""
+    """Return the final sum of the records' `done`; None if it is unknown before the end."""
     return None if any(file.suffix in TABLE_SUFFIXES for file in files) else sum(map(size_of, files))
 
 
 def _table(path: Path) -> Iterator[SourceRecord]:
-    """Read a table: a row is an image, or where it has frames or a duration, a video."""
+    """Read a table: a row is an image, or if it has frames or a duration, a video."""
     start = 0
     for batch in _table_batches(path):
         for row, values in enumerate(python_rows(batch, path), start=start + 1):

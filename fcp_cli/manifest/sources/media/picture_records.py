@@ -1,9 +1,9 @@
 """Reads conversations with the pictures they are about, from JSON, JSON lines, Parquet, Arrow and WebDataset tars.
 
 A record names its pictures in `image`, `images`, `video` or `videos` (one or several), or in the parts of its turns. In
-its texts `<image>` and `<video>` say where they stand; without such a place they stand before the first question. A
-`caption` or `text` alone answers an empty question. Of a WebDataset sample, files with the suffixes of pictures are its
-pictures, `.txt` is its caption and `.json` holds further fields.
+its texts `<image>` and `<video>` mark their places; without marks they come before the first question. A lone `caption`
+or `text` answers an empty question. Of a WebDataset sample, files with the suffixes of pictures are its pictures,
+`.txt` is its caption and `.json` holds further fields.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ class Conversation:
     """One record, with its pictures apart.
 
     Attributes:
-        record: the record, as `manifest.tokenizing.chat` takes it, with `{"type": "image"}` where a picture stands.
+        record: the record, as `manifest.tokenizing.chat` takes it, with `{"type": "image"}` at the place of a picture.
         pictures: the pictures in the order of their places, with whether each is a video.
-        place: the place where it is, for messages.
-        at: the at where to find it again: the byte of its line or of its sample, else its number in the file, from 0.
+        place: its place, for messages.
+        at: the position to read it again from: the byte of its line or of its sample, else its number in the file, from
+            0.
         done: units of the source that it took.
     """
 
@@ -52,7 +53,7 @@ def read_conversations(file: Path) -> Iterator[Conversation]:
     """Yield the records of a file, in order.
 
     Raises:
-        ManifestError: it cannot be read, or a record does not say where its pictures are or stand.
+        ManifestError: it cannot be read, or a record does not name its pictures or their places.
     """
     if file.suffix == ".tar":
         for record, key, offset, done in tar_samples(file, 0, partial(_add_member, file)):
@@ -185,7 +186,7 @@ def _listed(record: Mapping[str, Any], kind: str) -> list[Any]:
 
 
 def _with_parts(turn: Any, seen: _Seen) -> Any:
-    """Return a turn whose content is in parts where it holds pictures."""
+    """Return a turn, with its content in parts if it holds pictures."""
     if not isinstance(turn, dict):
         return turn
     content = turn.get("content") if turn.get("content") is not None else turn.get("value")

@@ -1,4 +1,4 @@
-"""Where the bytes of a picture lie: a file, a member of a tar, a cell of a table, or the record itself.
+"""Location of the bytes of a picture: a file, a member of a tar, a cell of a table, or the record itself.
 
 A reference is small and travels to the process that decodes the picture; only there its bytes are read.
 """
@@ -136,5 +136,5 @@ def _from_data_url(url: str, place: str) -> bytes:
         raise ManifestError(f"{place}: a picture has the data URL {url[:40]!r}, which is no base64") from error
 
 
-# Two groups alone: cells hold whole pictures.
+# Only two groups: cells hold whole pictures.
 _rows = cached_by_file(partial(TableRows, kept_groups=2), maxsize=16)

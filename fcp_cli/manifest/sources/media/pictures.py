@@ -38,7 +38,7 @@ class PictureSize:
 
     Attributes:
         frames: the frames that the video's container holds.
-        fps: frames per second, where it is known.
+        fps: frames per second, if it is known.
     """
 
     height: int
@@ -180,7 +180,7 @@ class PictureRecords:
 
     @property
     def path(self) -> Path:
-        """Where the conversations lie."""
+        """Location of the conversations."""
         return self._source.path
 
     @property
