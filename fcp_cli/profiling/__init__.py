@@ -1,1 +1,1 @@
-"""Finds the coefficients of a cost profile: from figures alone, by measurement on this machine, or from real runs."""
+"""Finds the coefficients of a cost profile: from data sheets, by measurement on this machine, or from real runs."""

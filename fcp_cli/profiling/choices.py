@@ -1,4 +1,4 @@
-"""Chooses model, cluster, ranks, degrees and layers where `fcp profile` was given none, each with its reason."""
+"""Chooses model, cluster, ranks, degrees and layers if `fcp profile` was given none, each with its reason."""
 
 from __future__ import annotations
 

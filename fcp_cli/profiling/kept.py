@@ -38,7 +38,7 @@ class KeptKey:
         device: name of the processor, with its usable cores, or of the accelerator.
         ranks_per_node: ranks that share a node.
         several_nodes: rings may cross nodes.
-        model: digest of the model's figures, whatever its name.
+        model: digest of the model's figures, without its name.
         settings: the settings of the recipe, as far as times depend on them.
     """
 
@@ -67,7 +67,7 @@ class KeptKey:
 def key_of(
     model: str, recipe: Recipe, *, device: DeviceKind, ranks_per_node: int, several_nodes: bool = False
 ) -> KeptKey | None:
-    """Return the key of a model's times on this machine; None if its accelerator does not tell its name."""
+    """Return the key of a model's times on this machine; None if its accelerator reports no name."""
     name = f"{cpu_name()}, {counted(usable_cores(), 'core')}"
     if device != "cpu":
         found = find_accelerators()

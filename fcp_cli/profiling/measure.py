@@ -1,6 +1,6 @@
 """Runs the worker that measures: here until it finishes, or by a command for every node of a cluster.
 
-The samples file outlives whatever happens: a worker that dies or a Ctrl-C leaves it, and the next run resumes it.
+The samples file survives every failure: a worker that dies or a Ctrl-C leaves it, and the next run resumes it.
 """
 
 from __future__ import annotations

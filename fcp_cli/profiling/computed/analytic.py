@@ -1,10 +1,10 @@
 """Computes coefficients from the figures of a model and a cluster, if nothing can be measured (`--analytic`).
 
 `models.operations` counts a forward pass. A backward pass costs twice the matrices and, since it computes the scores
-again, 2.5 times the attention. Recomputing activations adds one more forward: of the matrices alone where attention's
-are kept, and of what lies between matrices where their outputs are kept, too.
-A backward reaches the first layer of which anything is trained, and frozen matrices have no gradient of their own.
-A frozen vision encoder runs its forward alone. Experts that ranks share out are reached by exchanges of tokens.
+again, 2.5 times the attention. Recomputing activations adds one more forward: only of the matrices if attention's
+outputs are kept, and only of the operations between matrices if their outputs are kept, too. A backward reaches the
+first layer of which anything is trained, and frozen matrices have no weight gradient. A frozen vision encoder runs only
+its forward. Experts that ranks share out are reached by exchanges of tokens.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def _sent_per_token(elements: int, kv_bytes: int, gradient_bytes: int, *, recomp
 def messages_per_hop(spec: ModelSpec, *, recompute: bool = False, reached: float = 1.0) -> float:
     """Return how many messages one micro-batch sends over one hop of its ring, all layers.
 
-    One forward and one backward, where dK/dV ride with K/V; recomputing runs the forward's ring once more. States of
-    linear attention go up the ring and down again.
+    One forward and one backward, in which dK/dV travel with K/V; recomputing runs the forward's ring once more. States
+    of linear attention go up the ring and down again.
     """
     per_pass = spec.ring_layers + 2 * spec.state_layers
     return per_pass * (1 + reached * (2 if recompute else 1))
@@ -143,7 +143,7 @@ def analytic_profile(
         sync: the sync of the plans to be made: it decides the tensors that a rank gathers and keeps.
         ranks: the ranks of the job.
         cut: the cut of the model over devices of a rank, and of its experts over ranks.
-        peers: ranks that one meets in rings, whose channels take memory.
+        peers: ring peers of a rank, whose channels take memory.
     """
     job = _Job(
         spec=spec,
@@ -271,7 +271,7 @@ class _Job:
     def offload_seconds_per_token(self, linear_seconds: float) -> float:
         """Return the seconds per token of copies to the host and back that no layer's matrices hide.
 
-        Every micro-batch is priced as offloaded; the runtime offloads those alone that would not fit.
+        Every micro-batch is priced as offloaded; the runtime offloads only those that would not fit.
         """
         if self.recipe.offload == "none":
             return 0.0
@@ -290,12 +290,12 @@ class _Job:
         return (self.cluster.microbatch_seconds or 0.0) + issued / self.cut.pipeline_parallel
 
     def heads(self) -> Heads | None:
-        """Price exchanges of tokens for heads; None where messages take no time, as in the papers' formula."""
+        """Price exchanges of tokens for heads; None if messages take no time, as in the papers' formula."""
         seconds = self.cluster.message_seconds
         return counted_heads(self.spec, self.recipe, self.cut, message_seconds=seconds) if seconds else None
 
     def last_hop(self, *, gradient_bytes: int, reached: float) -> tuple[float, float]:
-        """Return bytes per token and seconds of a ring's last hop; 0 where `heads` has none.
+        """Return bytes per token and seconds of a ring's last hop; 0 if `heads` has none.
 
         Backward needs two messages more than forward: gradients come one hop behind keys, and travel home.
         """

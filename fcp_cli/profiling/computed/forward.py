@@ -1,8 +1,8 @@
-"""A cost profile of forward passes alone, made from one of training, for log-probabilities and reference models.
+"""A cost profile of forward passes, derived from one of training, for log-probabilities and reference models.
 
 Each coefficient is that of training times the share that a forward has in it, by the operations, bytes and messages
-that `analytic` counts: no backward, nothing computed again, keys and values alone in the ring. What a micro-batch takes
-for itself is launches, shared as those of the matrices are. A wave gathers weights once and scatters no gradients; a
+that `analytic` counts: no backward, nothing recomputed, only keys and values in the ring. The fixed cost of a
+micro-batch is launches, shared as those of the matrices are. A wave gathers weights once and scatters no gradients; a
 step sums none and updates nothing. Rates and bandwidths stay, and so does the share of a ring that nothing hides.
 """
 
@@ -79,7 +79,7 @@ def forward_shares(spec: ModelSpec, recipe: Recipe, *, backward_slowdown: float 
         attention=1 / (1 + backward.layers * attention_backward),
         linear=1 / backward.language.total(recomputes=recomputes),
         ring_bytes=alone / sent if sent else 1.0,  # of linear attention nothing goes around
-        ring_hops=messages_per_hop(spec, reached=0.0) / hops if hops else 1.0,  # nor where all layers have windows
+        ring_hops=messages_per_hop(spec, reached=0.0) / hops if hops else 1.0,  # none either if all layers have windows
         halo_messages=1 / (1 + backward.layers * (2 + again)),
         chunks=CHUNK_BYTES_FORWARD / chunks,
         vision=1 / backward.vision.total(recomputes=recipe.recomputes_layers),
@@ -91,8 +91,8 @@ def forward_shares(spec: ModelSpec, recipe: Recipe, *, backward_slowdown: float 
 def forward_profile(profile: CostProfile) -> CostProfile:
     """Return the profile of forward passes under the same model, cluster and recipe; one of forward passes unchanged.
 
-    If the profile does not say its recipe, nothing is recomputed; where its model is not known, the shares are those
-    of the default model, which differ from others' for adapters and frozen weights alone. The memory stays that of
+    If the profile does not say its recipe, nothing is recomputed; if its model is not known, the shares are those of
+    the default model, which differ from others' only for adapters and frozen weights. The memory stays that of
     training, which holds more.
     """
     if profile.phase == "forward":

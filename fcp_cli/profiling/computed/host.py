@@ -1,4 +1,4 @@
-"""Operations that the host issues for a micro-batch: its fixed cost, whatever the tokens.
+"""Operations that the host issues for a micro-batch: its fixed cost, at any number of tokens.
 
 Counted of transformers' own layers under bf16 autocast, without those that only make views; a test counts them again.
 Layers with a state and blocks of a vision encoder count as layers of Llama.
@@ -26,7 +26,7 @@ _EXPERTS: Final = _Operations(14, 13)
 _TWO_MORE_NORMS: Final = _Operations(22, 34)
 
 
-# Forwards that recomputation adds. Where products are kept, both pass through Python, which takes as long again.
+# Forwards that recomputation adds. If products are kept, both pass through Python, which takes as long again.
 _AGAIN: Final[Mapping[Recompute, float]] = {
     "none": 0.0,
     "activation": 0.25,
@@ -59,5 +59,5 @@ def layer_operations(spec: ModelSpec, kind: LayerKind) -> _Operations:
         parts.append(_EXPERTS)
     if spec.has("four norms"):
         parts.append(_TWO_MORE_NORMS)
-    share = ((kind.attention != "none") + (kind.mlp != "none")) / 2  # a norm and what follows it
+    share = ((kind.attention != "none") + (kind.mlp != "none")) / 2  # a norm and the operations after it
     return _Operations(share * sum(part.forward for part in parts), share * sum(part.backward for part in parts))

@@ -20,7 +20,7 @@ class StepCollectives:
     Attributes:
         shards: ranks that share one copy.
         copies: how many copies there are of the sharded tensors (HSDP).
-        ranks_per_node, devices_per_rank: tell which ranks lie on one node.
+        ranks_per_node, devices_per_rank: determine the ranks of a node.
         intra, node: bytes per second between devices of a node, and of all links of a node together.
     """
 
@@ -46,7 +46,7 @@ class StepCollectives:
 
 
 def analytic_step_terms(state: State, cluster: ClusterSpec, *, ranks: int) -> StepTerms:
-    """Compute floor, tail and update; all 0 if the cluster does not say how many links a node has.
+    """Compute floor, tail and update; all 0 if the cluster does not specify the links of a node.
 
     Args:
         state: memory of a rank under the recipe.

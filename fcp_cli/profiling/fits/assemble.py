@@ -63,7 +63,7 @@ def profile_from_samples(
     """Fit a cost profile; its measurement block holds hardware, versions, points, errors and warnings.
 
     Whatever was observed becomes a profile. If the packs are too few or too alike for a fit, the model's own figures
-    are scaled to them; where the recipe leaves no room for tokens, a warning names one that does.
+    are scaled to them; if the recipe leaves no room for tokens, a warning names one that does.
 
     Args:
         samples: the samples of one measurement, which times a vision encoder both trained and frozen.
@@ -222,7 +222,7 @@ def _on_one_node(profile: CostProfile) -> CostProfile:
 def _prior(samples: SamplesFile, spec: ModelSpec, recipe: Recipe, sync: Sync, *, shares_heads: bool) -> CostProfile:
     """Return figures that packs do not show: transfers between ranks if they were timed, else the cluster's.
 
-    Exchanges of ranks that share heads are priced where they were observed, and where the cluster has figures for them.
+    Exchanges of ranks that share heads are priced if they were observed and if the cluster has figures for them.
     """
     prior = replace(_computed(samples, spec, recipe, sync), measurement={})
     intra = _transfer_figures(samples, "intra_node")
@@ -337,7 +337,7 @@ def _errors(measured: Sequence[MeasuredPoint[Point]], predicted: Any) -> dict[st
 def _errors_by_group(measured: Sequence[MeasuredPoint[Point]], predicted: Any) -> list[dict[str, Any]]:
     """Return the mean absolute errors, in per cent, at each degree, of rings and of each kind of sets that share heads.
 
-    They are None where nothing was held out.
+    They are None if nothing was held out.
     """
     found = []
     for degree, shared in sorted({(point.point.degree, point.point.heads_degree) for point in measured}):

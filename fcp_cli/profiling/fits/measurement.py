@@ -51,11 +51,11 @@ class Subject:
 
     @property
     def emulate(self) -> bool:
-        """True if one rank stands for a member of every ring; its peers are silent."""
+        """True if one rank simulates a member of every ring, without peers."""
         return self.ranks == 1
 
     def points(self) -> list[Point]:
-        """Return the packs to measure: in rings inside nodes, then across them, then where ranks share heads."""
+        """Return the packs to measure: in rings inside nodes, then across them, then if ranks share heads."""
         if self.emulate:
             return measurement_points(self.max_length, self.degrees)
         inside = [degree for degree in self.degrees if degree <= self.ranks // self.nodes]
@@ -92,7 +92,7 @@ class Measurement(Subject):
         return Subject(**fields_of(Subject, self))
 
     def write(self, path: Path) -> None:
-        """Write the request that every rank of the worker reads, whatever folder it runs in."""
+        """Write the request that every rank of the worker reads, from any folder."""
         model = str(Path(self.model).resolve()) if Path(self.model).exists() else self.model
         document = {**asdict(self), "model": model, "samples": str(self.samples.resolve())}
         write_text_atomically(path, json.dumps(document))
@@ -121,7 +121,7 @@ def timed_settings(recipe: Recipe) -> dict[str, str]:
 
 
 def shareable(spec: ModelSpec, most: int) -> tuple[int, ...]:
-    """Return how many ranks, up to `most`, can share a model's heads; none where a layer has no heads to share."""
+    """Return how many ranks, up to `most`, can share a model's heads; none if a layer has no heads to share."""
     if any(kind.attention not in ("full", "latent") for kind in spec.kinds):
         return ()
     return heads_degrees(spec.num_heads, spec.shared_kv_heads, most)
@@ -134,7 +134,7 @@ def default_degrees(ranks: int, most: int = 8) -> tuple[int, ...]:
 
 
 def default_vision_layers(spec: ModelSpec, layers: Sequence[int], *, device: str) -> tuple[int, ...]:
-    """Return all blocks of the encoder where the whole language model is measured, else two counts; none without one.
+    """Return all blocks of the encoder if the whole language model is measured, else two counts; none without one.
 
     The deepstack mergers lie behind the first blocks, so that both counts have all of them; both have whole periods of
     blocks with and without windows.

@@ -23,7 +23,7 @@ from fcp_cli.recipe import Recipe, RecipeRequest
 
 
 def place_of(cluster: str, *, ranks: int, nodes: int, device_bytes: float, on_cpu: bool) -> Place:
-    """Return the ranks that a profile's memory is of: those that measure, or the whole cluster that one stands for."""
+    """Return the ranks that a profile's memory is of: those that measure, or the whole cluster that one represents."""
     per_node = ranks // nodes
     if ranks == 1 and not on_cpu:
         like = load_cluster(cluster)
@@ -56,7 +56,7 @@ class MemoryFigures:
         return self.place.memory(self.spec, self.recipe, self.sync)
 
     def block(self) -> Memory:
-        """Return the block: measured bytes per token where peaks of growing packs showed them.
+        """Return the block: measured bytes per token if peaks of growing packs showed them.
 
         A visual token's bytes include those of its patches, unless the encoder is frozen.
         """
@@ -64,7 +64,7 @@ class MemoryFigures:
         measured = text_bytes_per_token(self.samples, self.spec)
         if measured is None:
             return memory
-        if self.place.num_ranks > 1:  # the packs ran alone
+        if self.place.num_ranks > 1:  # the packs ran without rings
             measured += self._more_in_rings()
         return replace(memory, bytes_per_token=measured + self._visual_token_bytes())
 
@@ -123,7 +123,7 @@ class MemoryFigures:
 
 
 def text_bytes_per_token(samples: SamplesFile, spec: ModelSpec) -> float | None:
-    """Return the whole language model's bytes per token; None where peaks do not show it.
+    """Return the whole language model's bytes per token; None if peaks do not show it.
 
     With two layer counts a < b the remaining layers are added at the slopes' difference.
     """

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from fcp_cli.errors import UsageError
 
-LEAST_LENGTH = 64  # below it a micro-batch costs its fixed part, whatever its length
+LEAST_LENGTH = 64  # a shorter micro-batch costs its fixed part, at any length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +130,7 @@ def _between(max_length: int) -> list[tuple[int, ...]]:
     lengths: list[tuple[int, ...]] = []
     length = 96
     while length < max_length:
-        # Not a multiple of any kernel's tile, as real sequences are not: powers of two alone would flatter the fit.
+        # Not a multiple of any kernel's tile, as real sequences are not: only powers of two would flatter the fit.
         lengths.append((length + length % 7,))
         length *= 2
     return lengths[1:]
@@ -158,7 +158,7 @@ _HELD_OUT_SIDES = (12, 24, 44, 88, 176)
 
 
 def vision_points(max_patches: int, *, mixed: bool) -> list[VisionPoint]:
-    """Return calls of a vision encoder, cheapest first: fitted and held-out ones, frozen (forward alone) and trained.
+    """Return calls of a vision encoder, cheapest first: fitted and held-out ones, frozen (forward only) and trained.
 
     Sides are even, since two by two patches become a token in all families.
 
@@ -193,6 +193,6 @@ def _single_parts(sides: Sequence[int], most_patches: int) -> list[tuple[int, ..
 
 
 def _parts_of(side: int, patches: int) -> tuple[int, ...]:
-    """Return as many parts of this side as fit so many patches together; none where not even two do."""
+    """Return as many parts of this side as fit so many patches together; none if not even two do."""
     number = patches // (side * side)
     return (side,) * number if number > 1 else ()

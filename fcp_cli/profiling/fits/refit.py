@@ -76,7 +76,7 @@ def samples_of_run(metrics: Path, *, plan: Path | None, skip_steps: int) -> RunS
 
     Args:
         metrics: the run's metrics.jsonl.
-        plan: the plan where the plan lies now, if not where the run read it.
+        plan: the present path of the plan, if it moved since the run.
         skip_steps: steps to skip after every start, while kernels and caches warm up.
     """
     records = read_metrics(metrics)
@@ -158,7 +158,7 @@ def _patches(sample: Sample, planned_seconds: float, planned: CostProfile) -> fl
     per_patch = planned.coefficients.vision_seconds_per_patch
     if not per_patch:
         return 0.0
-    # The plan keeps seconds, not patches: the difference to the seconds of the lengths alone is the encoder's.
+    # The plan keeps seconds, not patches: the difference to the seconds by lengths is the encoder's.
     encoder_seconds = planned_seconds - float(predicted_seconds([sample], planned)[0])
     if encoder_seconds < _ROUNDING * planned_seconds:
         return 0.0

@@ -217,7 +217,7 @@ def _parse(row: str) -> dict[str, Any] | None:
 
 
 def append_line(path: Path, line: Mapping[str, Any]) -> None:
-    """Add one line and close the file, so that it survives whatever comes next."""
+    """Add one line and close the file, so that it survives any failure."""
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

@@ -19,7 +19,7 @@ from fcp_cli.profiling.fits.samples import MeasuredPoint, SamplesFile, measured_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionFit:
-    """The fit of one kind of call: trained (forward and backward) or frozen (forward alone).
+    """The fit of one kind of call: trained (forward and backward) or frozen (forward only).
 
     Attributes:
         costs: the fitted coefficients.

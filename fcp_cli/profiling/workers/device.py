@@ -20,7 +20,7 @@ class Stopwatch:
     """Measures seconds of work on a device, without the time that this thread waited for a core to run on.
 
     On an accelerator these are events on its stream. On a CPU, Linux counts how long the thread stood in the run
-    queue (schedstat); elsewhere the wall clock has to do. A result is never below the time that the thread
+    queue (schedstat); elsewhere the wall clock is used. A result is never below the time that the thread
     computed: clocks of different cores make the queue's time exceed the truth now and then. If the ranks themselves
     share cores (`shares_cores`), waiting for a core is part of a job's time, and the wall clock counts.
     """

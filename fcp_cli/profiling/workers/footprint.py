@@ -1,7 +1,8 @@
 """The memory of the ranks that measure: how many layers fit them, which packs, and how much of an optimizer.
 
-A rank of the worker holds the layers that it measures whole, with their gradients, whatever the recipe shards: no rank
-of a ring may wait for weights of another. An optimizer comes last, for as much of the model as a rank of the job has.
+A rank of the worker holds the layers that it measures whole, with their gradients, even if the recipe shards them: no
+rank of a ring may wait for weights of another. An optimizer comes last, for as much of the model as a rank of the job
+has.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Footprint:
 
     @property
     def optimizer_bytes(self) -> float:
-        """AdamW's two moments of all that is built, and master weights where the recipe has them."""
+        """AdamW's two moments of all that is built, and master weights if the recipe has them."""
         precision = precision_of(self.recipe)
         return (precision.moments + precision.master) * self.parameters
 
@@ -115,7 +116,7 @@ class Footprint:
 def default_layers(
     spec: ModelSpec, recipe: Recipe, *, device: str, device_bytes: float, ranks: int = 1
 ) -> tuple[int, ...]:
-    """Return the whole model's layers where training them leaves room for packs, else two counts that do."""
+    """Return the whole model's layers if training them leaves room for packs, else two counts that do."""
 
     def footprint(layers: int) -> Footprint:
         blocks = 0 if spec.vision is None else max(1, spec.vision.depth * layers // spec.num_layers)

@@ -59,7 +59,7 @@ def links(world: int, ranks_per_node: int) -> list[PairKind]:
 
 
 def fresh_links(world: int, ranks_per_node: int) -> list[PairKind]:
-    """Return pairs that have not met when a transport was just made, whose warm-up goes around all ranks."""
+    """Return pairs that are not connected by a new transport, whose warm-up goes around all ranks."""
     shifts = {"intra_node": (0, 2), "inter_node": (1, 1)}
     if ranks_per_node < 4:
         del shifts["intra_node"]  # of three, two places further is one place back
@@ -117,7 +117,7 @@ class Messenger:
         return [min(values) for values in zip(*everyone, strict=True)]
 
     def first_contact(self, link: PairKind) -> tuple[list[float], list[float] | None]:
-        """Time the first message of pairs that have not met.
+        """Time the first message of pairs without a connection.
 
         Returns:
             [ranks] the extra seconds of the host, and the bytes of the device for each rank that was met, or None if

@@ -1,4 +1,4 @@
-"""The order in which a measurement observes its points, so that a budget of time is spent where it counts most."""
+"""The order in which a measurement observes its points: those that improve the fit most come first."""
 
 from __future__ import annotations
 

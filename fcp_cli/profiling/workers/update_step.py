@@ -13,7 +13,7 @@ from fcp_cli.runtime.gradients import PlainSync
 class UpdateStep:
     """Runs the end of a step on the gradients that a workload has left.
 
-    The sum is an all-reduce: where the job scatters gradients and gathers weights, as many bytes travel.
+    The sum is an all-reduce: if the job scatters gradients and gathers weights, as many bytes travel.
 
     Args:
         workload: the workload that has run at least one micro-batch.
@@ -26,7 +26,7 @@ class UpdateStep:
         holders = nn.ParameterList(workload.gradient_holders())
         self._sync = PlainSync(holders, world)
         self._holders = list(holders)
-        # Weights stay, whatever the repeats: the rate is 0.
+        # Weights stay the same over all repeats: the rate is 0.
         self.optimizer = torch.optim.AdamW(_share_of(self._holders, share), lr=0.0)
 
     def run(self) -> None:

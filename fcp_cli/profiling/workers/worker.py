@@ -218,7 +218,7 @@ class Measurer:
         return table
 
     def _clocks(self, when: str) -> None:
-        """Write down the clocks of all ranks, where a driver tells them: boost clocks do not last."""
+        """Record the clocks of all ranks, if the driver reports them: boost clocks do not last."""
         mine = sm_clock_mhz(self.device)
         everyone = [value for (value,) in gathered([-1.0 if mine is None else mine])]
         if min(everyone) >= 0:
@@ -248,7 +248,7 @@ class Measurer:
 
     def _agree_on_next(self, schedule: Schedule[P], deadline: float) -> tuple[int, int] | None:
         """Return the position of the next task and how often it runs, as rank 0 decides; None at the end."""
-        # A torchrun that was killed leaves its ranks running, and no one else would ever end them.
+        # A torchrun that was killed leaves its ranks running, and no other process would end them.
         if os.getppid() != self.launcher:
             raise SystemExit("the launcher is gone")
         position = schedule.next(deadline - time.monotonic()) if self.is_first else None

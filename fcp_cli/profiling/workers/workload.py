@@ -111,7 +111,7 @@ class Workload:
 
     Args:
         model: the model, as `build_model` makes it, perhaps wrapped.
-        device: the device where it lives.
+        device: its device.
         recipe: the recipe that packs run under.
         transport: carries the hops of rings of several members.
     """
