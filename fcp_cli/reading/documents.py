@@ -1,7 +1,7 @@
-"""Reads text, JSON and YAML that anybody may have written: bounded in size, depth and number of values.
+"""Reads untrusted text, JSON and YAML: bounded in size, depth and number of values.
 
 The result holds nothing but mappings with finite numbers, texts that UTF-8 can hold, lists, truth values
-and nulls, at most `MOST_DEPTH` deep, whatever went in: whoever works on it meets no surprise by its form.
+and nulls, at most `MOST_DEPTH` deep, for any input, so that callers need no checks of its form.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_BYTES: Final = 1 << 28
 MOST_LIST_BYTES: Final = 1 << 32  # of a data set that is one JSON list: Python needs some ten times as much for it
 MOST_YAML_BYTES: Final = 1 << 19  # the reader takes seconds for so much
 MOST_YAML_VALUES: Final = 200_000  # aliases make many of few
-_MOST_BITS: Final = 1000  # whatever is no larger is a finite float, too; checkpoints hold numbers beyond 64 bits
+_MOST_BITS: Final = 1000  # such integers are finite as floats, too; checkpoints hold numbers beyond 64 bits
 
 
 class DamagedError(ValueError):
@@ -70,7 +70,7 @@ def decode_json(
 
 
 def decode_record(line: str | bytes) -> Any:
-    """Return the JSON value of one record of a data set; numbers are left for whoever uses them: data may hold NaN."""
+    """Return the JSON value of one record of a data set; numbers are not checked: data may hold NaN."""
     value = _loaded(line)
     brackets = (b"[", b"{") if isinstance(line, bytes) else ("[", "{")
     if sum(map(line.count, brackets)) > MOST_DEPTH:  # type: ignore[arg-type]  # only then can it be nested deeply
@@ -120,7 +120,7 @@ def read_records(path: Path, *, error: type[FcpError]) -> list[dict[str, Any]]:
 
 
 def parse_yaml(text: str, *, name: str, error: type[FcpError]) -> Any:
-    """Return the document of a YAML text; `name` stands for the file in the message."""
+    """Return the document of a YAML text; `name` names the file in messages."""
     try:
         if len(text) > MOST_YAML_BYTES:
             raise DamagedError(f"it is larger than {MOST_YAML_BYTES >> 10} KiB")
@@ -141,8 +141,8 @@ def bounded(document: Any, *, most_values: int = MOST_VALUES, checks_values: boo
     """Return a document unchanged if it is within the bounds of this file.
 
     Args:
-        document: the document of JSON or YAML; one value may stand in many places, or within itself.
-        most_values: the most values in all, each counted where it stands.
+        document: the document of JSON or YAML; one value may occur in many places, or within itself.
+        most_values: the most values in all, each counted at every occurrence.
         checks_values: whether numbers must be finite, and texts such as UTF-8 can hold.
     """
     # Of each mapping or list: itself, and the keys that lead to it, the nearest first.
@@ -208,7 +208,7 @@ def _path_of(place: _Place) -> str:
     while place is not None:
         place, key = place
         keys.append(key)
-    # The first element stands for the document itself.
+    # The first element is the document itself.
     written = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys[-2::-1])
     return written.removeprefix(".").encode(errors="backslashreplace").decode() or "it"
 

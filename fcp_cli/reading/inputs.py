@@ -43,7 +43,7 @@ def head_of(name: str, most_bytes: int) -> bytes:
     """Return the first bytes of a regular file, in half the time of `open_input`; nothing if it cannot be read."""
     descriptor = -1
     try:
-        descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK)  # a pipe's writer is not waited for
+        descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK)  # do not wait for a pipe's writer
         return os.read(descriptor, most_bytes) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
     except (OSError, ValueError):  # of a NUL in the name
         return b""
@@ -66,7 +66,7 @@ def require_input(path: Path, *, seekable: bool = False, most_bytes: int | None 
 
 
 def is_compressed(path: Path) -> bool:
-    """Return whether the name says that a file is compressed with gzip or zstd: it is only read in order."""
+    """Return whether a file is compressed with gzip or zstd, by its name: it can only be read in order."""
     return path.suffix in _COMPRESSIONS
 
 
@@ -99,7 +99,7 @@ class _Unpacked(io.RawIOBase):
 
 
 def open_records(path: Path, *, seekable: bool = False) -> BinaryIO:
-    """Open a file of records, and unpack it as it is read if its name ends in `.gz` or `.zst`."""
+    """Open a file of records, and decompress it while reading if its name ends in `.gz` or `.zst`."""
     stream = open_input(path, seekable=seekable)
     return buffered(_Unpacked(stream, _COMPRESSIONS[path.suffix])) if is_compressed(path) else stream
 

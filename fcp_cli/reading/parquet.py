@@ -1,7 +1,7 @@
 """Opens Parquet files that anybody may have written, and reads their footers.
 
 Checksums are verified if a file has them: Parquet's own of each page, and fcp's of the footer, for which Parquet has
-none. The latter stands before the footer, in bytes that Parquet leaves unused: `footer_mark`.
+none. The latter precedes the footer, in bytes that Parquet leaves unused: `footer_mark`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def open_footer(path: Path) -> Any:
 
 
 def _by_ranges(path: Path) -> Any:
-    """Return what pyarrow reads a file by: an object of a store by the ranges of the columns that are asked for."""
+    """Return pyarrow's input for a file; of an object of a store it reads only the requested columns."""
     return path.open("rb", 0) if isinstance(path, RemotePath) else path
 
 
@@ -79,7 +79,7 @@ def _verify_footer(path: Path) -> None:
 
 
 def footer_document(pairs: Mapping[bytes, bytes] | None) -> Any:
-    """Return the JSON that fcp wrote among the key-value pairs of a footer; None where there is none."""
+    """Return the JSON that fcp wrote among the key-value pairs of a footer; None if there is none."""
     text = (pairs or {}).get(FOOTER_KEY)
     return None if text is None else decode_json(text, most_values=_MOST_VALUES)
 

@@ -27,7 +27,7 @@ from fcp_cli.words import first_sentence
 _Answer = TypeVar("_Answer")
 
 _WAITS_SECONDS: Final = (0.25, 1.0, 4.0, 16.0)  # before each retry; stores that throttle ask for seconds
-_LEAST_WINDOW: Final = 1 << 17  # covers the header of a picture, or a record that is read alone
+_LEAST_WINDOW: Final = 1 << 17  # covers the header of a picture, or a record that is read by itself
 _MOST_WINDOW: Final = 1 << 23
 _QUESTIONS: Final = 32
 _BUFFER_BYTES: Final = 1 << 16
@@ -79,7 +79,7 @@ class RemotePath(PosixPath):
             raise StoreError(errno.EINVAL, first_sentence(error), url) from error
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """Return size and kind; a digest of entity tag and time stands for inode and time of the last change."""
+        """Return size and kind; a digest of entity tag and time replaces inode and time of the last change."""
         system, name = self.store()
         info: Mapping[str, Any] = retried(lambda: system.info(name), str(self))
         if info["type"] == "directory":
@@ -202,7 +202,7 @@ def buffered(raw: io.RawIOBase) -> io.BufferedReader:
 
 
 def version_of(status: os.stat_result) -> tuple[int, int]:
-    """Return size and time of the last change in ns, or the digest that stands for it."""
+    """Return size and time of the last change in ns, or the digest that replaces it."""
     return status.st_size, status.st_mtime_ns
 
 
@@ -252,7 +252,7 @@ def _is_transient(error: Exception) -> bool:
         return status >= 500 or status in _TRANSIENT_STATUS
     if isinstance(error, _DEFINITE) or type(error).__name__ == "FileExpired":
         return False
-    # Clients derive their errors from these, or name their module; what else a driver raises is no matter of time.
+    # Clients derive their errors from these, or name their module; other errors of a driver are not transient.
     return isinstance(error, OSError | TimeoutError) or type(error).__module__.startswith(
         ("aiohttp", "asyncio", "httpx")
     )

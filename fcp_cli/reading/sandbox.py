@@ -221,7 +221,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return functions.TextFormat(self, text) if isinstance(text, str) and value.__name__ == "format" else None
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        # Named so that a template's own keyword arguments meet no parameter.
+        # Named so that a template's own keyword arguments match no parameter.
         work = current_work.get()
         work.spend(CALL + len(args) + len(kwargs))
         for name in ("_block_vars", "_loop_vars"):  # for functions that take a context; none here does

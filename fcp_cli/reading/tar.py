@@ -17,7 +17,7 @@ from fcp_cli.errors import FcpError
 _BLOCK: Final = 512
 _MOST_EXTENDED_BYTES: Final = 1 << 20  # of a long name, or of a file's pax records
 _FILES: Final = (b"0", b"\0", b"7")
-_WITHOUT_CONTENT: Final = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders, pipes, whatever their size
+_WITHOUT_CONTENT: Final = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders, pipes, of any size
 _LONG_NAME: Final = b"L"
 _PAX: Final = (b"x", b"X", b"g")  # of the next file, and of all that follow
 _EXTENDED: Final = (_LONG_NAME, b"K", *_PAX)
@@ -49,7 +49,7 @@ def tar_files(path: Path, stream: IO[bytes], *, error: type[FcpError]) -> Iterat
 
     Args:
         path: the path for messages.
-        stream: the tar, read from where it stands; it may be moved while a file is looked at.
+        stream: the tar, read from its position; that may be moved while a file is read.
         error: the class to raise.
     """
     try:
@@ -70,7 +70,7 @@ def tar_content(
 
 
 class MemberStream(io.RawIOBase):
-    """A file in a tar as a stream of its own, for readers that seek."""
+    """A file in a tar as a separate stream, for readers that seek."""
 
     def __init__(self, stream: IO[bytes], member: TarMember) -> None:
         self._stream, self._member, self._at = stream, member, 0

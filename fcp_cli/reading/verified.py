@@ -44,7 +44,7 @@ def verified_variable() -> dict[str, str]:
 
 
 def _key(path: Path, column: str) -> str:
-    if not path.is_file():  # whoever reads it says why
+    if not path.is_file():  # reading it reports why
         return ""
     facts = path.stat()
     return f"{path.absolute()} {column} {facts.st_ino} {facts.st_size} {facts.st_mtime_ns} {facts.st_ctime_ns}"

@@ -1,4 +1,4 @@
-"""Work of one template, counted where it is done: characters, items, loop iterations, calls.
+"""Work of one template, counted as it is done: characters, items, loop iterations, calls.
 
 A sandbox keeps a template from the machine, not from its time and memory: `"a" * 10**10` is harmless Python. Counts
 are exact and the same on every machine, so that ranks which render one row agree whether it is refused.

@@ -1,5 +1,5 @@
-"""Images and videos: the tokens they make, the pieces of them that an encoder can run alone, the families of models.
+"""Images and videos: the tokens they make, the pieces that an encoder can run separately, the families of models.
 
 `processors` needs no torch and serves the manifest; `parts` and the modules of the families serve the training job. The
-cost of the encoder stands with the cost model, its measurement with profiling, its shards with the runtime.
+cost of the encoder is with the cost model, its measurement with profiling, its shards with the runtime.
 """

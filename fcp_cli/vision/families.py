@@ -18,12 +18,12 @@ class VisionModule(Protocol):
         """Return the embeddings [their tokens, levels, hidden] of the parts that a rank was given."""
 
     def encoder_outputs(self, embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]:
-        """Return embeddings [tokens, levels, hidden] as the model's forward takes them in place of pixels."""
+        """Return embeddings [tokens, levels, hidden] as the model's forward takes them instead of pixels."""
 
 
 FAMILIES: Final[Mapping[str, VisionModule]] = {
     "qwen3_vl": qwen3_vl,
-    "qwen3_vl_moe": qwen3_vl,  # experts in the language model alone
+    "qwen3_vl_moe": qwen3_vl,  # experts only in the language model
     "qwen3_5": qwen3_vl,  # the same encoder without deepstack
     "qwen3_5_moe": qwen3_vl,
     "qwen2_5_vl": qwen2_5_vl,

@@ -26,7 +26,7 @@ def visual_sequence(
     Args:
         config: the configuration of the whole model (`Gemma3Config`).
         input_ids: [tokens] with placeholders, `mm_tokens_per_image` for each image or crop.
-        labels: [tokens], -100 where a token is not to be learned; None learns every token.
+        labels: [tokens], -100 if a token is not to be learned; None learns every token.
         pixel_values: [images and crops, channels, height, width]; a function is called only on the rank that encodes
             them.
     """
@@ -51,7 +51,7 @@ def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Te
     """
     tower, config = model.vision_tower, model.config
     if pixels is None:
-        # One patch goes through the encoder, and stands for all of an image before the projector, which wants a whole.
+        # One patch goes through the encoder, and represents a whole image before the projector, which needs one.
         size = config.vision_config.patch_size
         blank = torch.zeros(1, 3, size, size, dtype=tower.dtype, device=tower.device)
         patch = tower(blank, interpolate_pos_encoding=True, return_dict=True).last_hidden_state

@@ -23,7 +23,7 @@ def visual_sequence(
     Args:
         config: the configuration of the whole model (`InternVLConfig`).
         input_ids: [tokens] with placeholders, `image_seq_length` for each tile.
-        labels: [tokens], -100 where a token is not to be learned; None learns every token.
+        labels: [tokens], -100 if a token is not to be learned; None learns every token.
         pixel_values: the tiles [tiles, channels, height, width] of its images and frames; a function is called
             only on the rank that encodes them.
     """

@@ -1,4 +1,4 @@
-"""The pieces of images and videos that an encoder can run alone, and who of a group encodes which of them."""
+"""The pieces of images and videos that an encoder can run separately, and their assignment to the ranks of a group."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PixelReader(Protocol):
 
 @runtime_checkable
 class KeyedReader(PixelReader, Protocol):
-    """One that can tell pictures apart without preprocessing them."""
+    """One that can distinguish pictures without preprocessing them."""
 
     def content_key(self, start: int, stop: int) -> str:
         """Return a key of rows start to stop: the picture's content, its processor, and the rows' place in it."""
@@ -74,10 +74,10 @@ class PixelRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisualPart:
-    """The smallest piece of an image or a video that the encoder can run alone: an image, a pair of frames, a tile.
+    """The smallest piece of an image or a video that the encoder can run by itself: an image, a pair of frames, a tile.
 
     Attributes:
-        kind: says which placeholder its tokens have.
+        kind: determines the placeholder of its tokens.
         start_token: position of the first of its tokens in the sequence.
         num_tokens: how many it has, all together.
         work: the work of the encoder for it, in any unit that all parts share.
@@ -99,10 +99,10 @@ class VisualSequence:
     """One sequence with images or videos, as `fetch` returns it.
 
     Attributes:
-        tokens: [tokens] ids, with placeholders where visual embeddings go.
+        tokens: [tokens] ids, with placeholders of visual embeddings.
         labels: [tokens] as Hugging Face data sets have them, or None to learn every token.
         parts: the pieces of its images and videos, in the order of their tokens; may be empty.
-        position_ids: [axes, tokens] where the model's positions are not 0, 1, 2, ...
+        position_ids: [axes, tokens] if the model's positions are not 0, 1, 2, ...
         mask: the mask of its tokens; images with bidirectional attention are `masks.segments`.
     """
 
@@ -169,7 +169,7 @@ def share_out(work: Sequence[float], members: int, homes: Sequence[range] | None
         heaviest = int(loads.argmax())
         if loads[heaviest] <= _EVEN_ENOUGH * loads.mean():
             break
-        # An improvement below rounding could be undone in the next round, for ever.
+        # An improvement below rounding could be undone in the next round, endlessly.
         least, best = loads[heaviest] * (1 - 1e-9), None
         for other in np.flatnonzero(np.arange(members) != heaviest).tolist():
             both = np.flatnonzero((encoders == heaviest) | (encoders == other))
@@ -218,7 +218,7 @@ def _largest_first(work: Sequence[float], members: int, homes: Sequence[range] |
 def _half_of(weights: FloatArray) -> list[int]:
     """Choose the weights that come closest to half of their sum; they are rounded to 1/4096 of it.
 
-    Bit s of `sums[n]` is set where some of the first n weights add up to s, so a shift adds a weight to all sums.
+    Bit s of `sums[n]` is set if some of the first n weights add up to s, so a shift adds a weight to all sums.
     """
     rounded = np.rint(weights * (_LEVELS / weights.sum())).astype(np.int64).tolist()
     sums = [1]

@@ -17,7 +17,7 @@ class Visual:
         tokens: the tokens that the placeholder in the text is replaced by, but for `texts`; with the marks around them.
         grid: parts within which the encoder attends (frame pairs, tiles), and height and width of each in patches.
         texts: pieces of text put between the visual tokens, as time stamps.
-        part_seconds: the time from one part of a video to the next, where the model's positions tell the time by it.
+        part_seconds: the time from one part of a video to the next, if the model's positions depend on it.
     """
 
     tokens: int
@@ -39,7 +39,7 @@ class Visual:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Marks:
-    """The pieces of text that stand for pictures in a checkpoint's own vocabulary.
+    """The placeholders of pictures in a checkpoint's own vocabulary.
 
     Attributes:
         image, video: text of the chat template for an image and a video.
@@ -57,7 +57,7 @@ class Marks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """A picture as it is written in a conversation, with one placeholder where a run of visual tokens stands.
+    """A picture as it is written in a conversation, with one placeholder for each run of visual tokens.
 
     Attributes:
         text: replaces the chat template's text.

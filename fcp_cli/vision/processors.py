@@ -94,7 +94,7 @@ _QWEN3_PATCH: Final = 16
 
 
 def _has_videos(folder: Path) -> bool:
-    """Return whether a checkpoint says how it reads videos."""
+    """Return whether a checkpoint configures how it reads videos."""
     if (folder / "video_preprocessor_config.json").exists():
         return True
     return (folder / "processor_config.json").exists() and "video_processor" in _config(folder, "processor_config.json")
@@ -163,7 +163,7 @@ def _intern(folder: Path, images: dict[str, Any]) -> InternVision:
         patch_size=_patch_of(folder, InternVision().patch_size),
         tokens_per_tile=model["image_seq_length"],
         min_tiles=images["min_patches"],
-        max_tiles=images["max_patches"],  # the processor sets crop_to_patches, whatever the file says
+        max_tiles=images["max_patches"],  # the processor overrides the file's crop_to_patches
     )
 
 
@@ -213,7 +213,7 @@ def _block(settings: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _config(folder: Path, name: str, section: str | None = None) -> dict[str, Any]:
-    """Read a JSON file of a checkpoint, or its section of `processor_config.json`, where newer checkpoints have it."""
+    """Read a JSON file of a checkpoint, or, in newer checkpoints, its section of `processor_config.json`."""
     file = folder / name
     if section is not None and not file.exists() and (folder / "processor_config.json").exists():
         return _block(_config(folder, "processor_config.json"), section)

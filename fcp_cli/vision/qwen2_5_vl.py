@@ -5,7 +5,7 @@
         return visual_sequence(model.config, inputs.input_ids[0], video_grid_thw=inputs.video_grid_thw, ...)
 
 A frame pair of a video is encoded like an image of its size: windows lie within one frame pair, and so does the
-attention of the blocks without windows. Time is in the language model's positions alone.
+attention of the blocks without windows. Only the language model's positions hold the time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def visual_sequence(
     Args:
         config: the configuration of the whole model (`Qwen2_5_VLConfig`).
         input_ids: [tokens] with placeholders; those of a video are all together.
-        labels: [tokens], -100 where a token is not to be learned; None learns every token.
+        labels: [tokens], -100 if a token is not to be learned; None learns every token.
         image_grid_thw, video_grid_thw: [images or videos, 3] patches in time, height and width.
         second_per_grid_ts: [videos] seconds from one pair of frames to the next; None for 1, as transformers takes it.
         pixel_values, pixel_values_videos: their pixels [patches, values]; a function is called only on the
@@ -54,7 +54,7 @@ def visual_sequence(
     seconds = [1.0] * len(videos) if second_per_grid_ts is None else list(second_per_grid_ts)
     if len(seconds) != len(videos):
         raise RunError(f"a sequence has {len(videos)} videos but {len(seconds)} second_per_grid_ts; give one for each")
-    # An image stands still in time, whatever the interval.
+    # An image has no extent in time, at any interval.
     intervals = [1.0] * len(images) + [vision.tokens_per_second * one for one in seconds]
     pictures = sorted(zip((*images, *videos), intervals, strict=True), key=lambda picture: picture[0][0].start_token)
     parts = tuple(chain.from_iterable(own for own, _ in pictures))

@@ -39,7 +39,7 @@ def visual_sequence(
     Args:
         config: the configuration of the whole model (`Qwen3VLConfig`).
         input_ids: [tokens] with placeholders.
-        labels: [tokens], -100 where a token is not to be learned; None learns every token.
+        labels: [tokens], -100 if a token is not to be learned; None learns every token.
         image_grid_thw, video_grid_thw: [images or videos, 3] patches in time, height and width.
         pixel_values, pixel_values_videos: their pixels [patches, values]; a function is called only on the
             rank that encodes them.
@@ -100,7 +100,8 @@ def _work(vision: Any, height: int, width: int) -> float:
 def _position_ids(length: int, parts: Sequence[VisualPart], merge: int) -> IntArray:
     """Return [3, length] time, height and width of each token, as `Qwen3VLModel.get_rope_index` counts them.
 
-    Text counts on all three alike; a part stands still in time, and the text after it continues behind its longer side.
+    Text counts on all three alike; a part has one position in time, and the text after it continues behind its longer
+    side.
     """
     positions = np.empty((3, length), dtype=np.int64)
     at = position = 0

@@ -144,7 +144,7 @@ class QwenImages(QwenVision):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Qwen25Vision(_QwenPixels):
-    """Qwen2.5-VL and Qwen2-VL: as Qwen3-VL, but each frame has its limits, and no time stamps stand between frames.
+    """Qwen2.5-VL and Qwen2-VL: as Qwen3-VL, but each frame has its limits, and there are no time stamps between frames.
 
     Attributes:
         frames_per_second: the rate at which a video is sampled at; None takes all frames, as the published files have
