@@ -45,7 +45,7 @@ class TokenReader(Protocol):
         """One more than the largest token id."""
 
     def __call__(self, row: int) -> Any:
-        """Return the tokens of one sequence, [length] int64, or (tokens, labels) with -100 if nothing is learned.
+        """Return the tokens of one sequence, [length] int64, or (tokens, labels); -100: not learned.
 
         Of data with masks, these are a `MaskedSequence`.
         """

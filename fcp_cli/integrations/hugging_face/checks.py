@@ -55,7 +55,7 @@ def check_trainer_module(trainer: ModuleType) -> None:
 
 
 def check_trl(utils: ModuleType, trainer: Any) -> None:
-    """Check the fused head of `trl.trainer.utils`, and that a trainer keeps what it logs where it is put."""
+    """Check the fused head of `trl.trainer.utils`, and that a trainer has the attributes of its logged figures."""
     import trl
 
     found = f"trl {trl.__version__}"

@@ -55,7 +55,7 @@ def find_override(trainer: Any, method: str) -> Override | None:
 
 
 def place_of(function: Callable[..., Any]) -> str:
-    """Return file and line of a function; the file relative to the folder that it is imported from."""
+    """Return file and line of a function; the file relative to its folder on sys.path."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:
         return f"a {type(function).__name__}"

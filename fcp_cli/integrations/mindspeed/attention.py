@@ -65,7 +65,7 @@ def _attention(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _recomputable_core(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Bind the ring to the core attention, which backward may recompute by itself, after the layer's call."""
+    """Bind the ring to the core attention: backward recomputes only that, after the layer's call has ended."""
     return original(*args, **{**kwargs, PARAMS: _sequences.get() or kwargs.get(PARAMS)})
 
 

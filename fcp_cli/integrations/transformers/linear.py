@@ -136,7 +136,7 @@ def _steps(
 
 
 def _hooked_whole(whole: Callable[..., Any]) -> Callable[..., Any]:
-    """Hook the kernel of a whole layer; a layer without one calls separate kernels."""
+    """Hook the kernel of a whole layer: on rings it returns None, and the layer then calls the separate kernels."""
 
     @wraps(whole)
     def hooked(*args: Any, **given: Any) -> Any:

@@ -36,7 +36,7 @@ def twin_of(model: transformers.PreTrainedModel) -> Any:
     its rotations and scales, in another width; None if its class or its config does not allow to make one.
     """
     if any(isinstance(parameter, FakeTensor) for parameter in model.parameters()):
-        return None  # the model is on the meta device
+        return None  # under FakeTensorMode the twin would be fake, too
     try:
         config = _small(model.config)
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):

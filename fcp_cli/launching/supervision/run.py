@@ -72,7 +72,7 @@ class JobOutcome:
     Attributes:
         status: exit status of the launcher; 0 is success.
         stopped_by: the signal that fcp received and passed on, or None.
-        failure: the first failure, or None.
+        failure: the failure of a rank, or None.
     """
 
     status: int
@@ -238,7 +238,7 @@ def _received_signals() -> Iterator[list[signal.Signals]]:
 
 
 class _RankOutput:
-    """Copies one stream of local rank 0 to a stream of fcp, line by line as printed.
+    """Copies one stream of local rank 0 to a stream of fcp while it is printed.
 
     A traceback is held back for a while: if the job ends because another rank failed, rank 0 prints a long one about
     its lost connection, which would stand above the error of the rank that failed.

@@ -3,8 +3,7 @@
 A bin is an interval of one rank's time: from its last ring to the target, or a wait before a ring. Its sequences lie in
 slots, one slot per micro-batch, each within the token budget; every open slot costs the bin a micro-batch's fixed
 seconds. Several sequences share a slot only up to `shared_tokens`; a single one may have up to the budget. Small
-sequences
-may also ride in a ring: if its ranks have tokens to spare, that costs no further micro-batch.
+sequences may also join a ring: if its ranks have free tokens, that costs no further micro-batch.
 
     fill:     for each sequence, by falling work:
                   lay it into the first open slot whose bin has the seconds and which has the tokens;

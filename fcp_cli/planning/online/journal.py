@@ -2,8 +2,8 @@
 
 A folder `.NAME.online` holds `metadata.json` and, for each start of the job, `000000.windows`: records with digests, of
 the start's first step, and then two for every window, of its sequences and of its steps. A window that a kill cut off
-is skipped; a damaged record is refused. A later start begins with another step, and the
-steps that earlier ones planned from there on no longer count.
+is skipped; a damaged record is refused. A later start records its own first step, and the steps that earlier ones
+planned from there on no longer count.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Subject:
         return self.ranks == 1
 
     def points(self) -> list[Point]:
-        """Return the packs to measure: in rings inside nodes, then across them, then if ranks share heads."""
+        """Return the packs to measure: in rings inside nodes, then across them, then on ranks that share heads."""
         if self.emulate:
             return measurement_points(self.max_length, self.degrees)
         inside = [degree for degree in self.degrees if degree <= self.ranks // self.nodes]

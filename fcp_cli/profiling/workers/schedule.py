@@ -1,4 +1,4 @@
-"""The order in which a measurement observes its points: those that improve the fit most come first."""
+"""The order in which a measurement observes its points within a budget of time."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class PlanningProcess:
 
         Args:
             end_step: the end step of the loop.
-            is_stopped: the loop was ended early, so that no new window is planned.
+            is_stopped: the loop was ended early; the rest of the plan is left to the next start.
         """
         try:
             self._tell("close", {"end_step": end_step, "is_stopped": is_stopped})

@@ -3,7 +3,7 @@
 Three threads: one reads the stream, one has windows planned and agrees on them with the other ranks, and the training
 loop takes steps. Both others run ahead of the loop by a limited number of steps, counted from the step that it asks
 for: all ranks ask for the same steps, so all ranks exchange messages equally often, and a rank that leaves its loop
-    leaves none waiting.
+leaves none waiting.
 """
 
 from __future__ import annotations

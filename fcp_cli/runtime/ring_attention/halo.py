@@ -70,7 +70,7 @@ class Halo:
         firsts: [runs] where each run starts in the member's buffer.
         sizes: [runs] rows of each.
         sequences, starts: [runs] the sequence of each, and where in it the run starts.
-        counts: [runs] rows that each looks back at; fewer than the reach if a sequence starts.
+        counts: [runs] rows that each looks back at; fewer than the reach at the start of a sequence.
         before: [sum(counts)] where these lie, in order, in a buffer of the member's rows and, behind, those received.
         aheads: [runs] rows behind each that its last token sees by the sequence's mask.
         after: [sum(aheads)] where these lie, as `before`.

@@ -81,7 +81,7 @@ class AcceleratedLoop(WrittenLoop):
         return self.current is not None
 
     def require_whole_step(self, what: str) -> None:
-        """Raise RunError if ranks that have other numbers of micro-batches would not meet."""
+        """Raise RunError if ranks with other numbers of micro-batches would not synchronise."""
         if self.current is not None and self.metadata.sync == "iteration":
             raise RunError(
                 f"the script calls accelerator.{what} before a step's last backward, but under sync iteration ranks "

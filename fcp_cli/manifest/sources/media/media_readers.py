@@ -41,7 +41,7 @@ _TABLE_ROWS: Final = 16_384
 
 
 def read_media(path: Path) -> Iterator[SourceRecord]:
-    """Yield the records of a file of sizes, by its suffix; `at` is -1 if the file has no lines.
+    """Yield the records of a file of sizes, by its suffix; `at` is -1 in a file without lines.
 
     They have `images` and `videos` with sizes, and one of `text_tokens`, `conversations`, `caption` and `text`.
 

@@ -31,8 +31,7 @@ def _prepare_rank() -> None:
 
 
 def _keep_from_training() -> None:
-    # A Python without fcp runs helpers of the job's script, not its training: without a guard, checks would see no
-    # ranks.
+    # A Python without fcp runs helpers of the job's script, not its training, which would fail without ranks.
     with suppress(ImportError):
         from fcp_cli.runtime.injection.install import install_beside_ranks
 
