@@ -305,13 +305,13 @@ def search(limit: float, tries: int, fills: int, sequences: Sequences, inputs: P
         if done + _bound(work, tokens, inputs) >= best:
             break
         if tokens <= inputs.num_ranks * inputs.tokens_per_rank:
-            # Wide groups hold longer sequences, single ranks waste less: none is always better.
+            # Wide groups hold longer sequences, single ranks waste less: neither always wins.
             for width in _WIDTHS:
                 last = last_wave(width, best - done, tolerance, count, pool, sequences, inputs, wave)
                 if done + last < best:
                     best, best_wave, best_target, best_width = done + last, w, last, width
         target, width, left = _choose_wave(fills, count, options, pool, sequences, inputs, wave)
-        # No target took anything: the best step so far stands.
+        # No target took anything: keep the best step so far.
         if left < 0:
             break
         targets[w], widths[w] = target, width
@@ -329,7 +329,7 @@ def search(limit: float, tries: int, fills: int, sequences: Sequences, inputs: P
 
 @kernel
 def plan(limit: float, tries: int, fills: int, is_last: bool, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Search, and write down the waves that were found: all, or where more sequences follow all but the last.
+    """Search, and write down the waves that were found: all, or all but the last if more sequences follow.
 
     Returns:
         The targets, none if no step is quicker than the limit; the width of each wave's groups of free ranks; and

@@ -446,7 +446,7 @@ def place_rings(
     refused = 0.0
     for k in range(count):
         i = pool.waiting[k]
-        # What such a group can do needs no ring of its own: those are laid last, where they fit.
+        # Sequences that fit on such a group need no ring: they are placed last, where they fit.
         if _is_small(i, target, width, sequences, inputs):
             pool.small[small] = i
             small += 1
@@ -484,7 +484,7 @@ def _group_free_ranks(width: int, inputs: PlannerInputs, wave: Wave) -> None:
 
 @leaf
 def _group_free_ranks_of_catalogue(width: int, inputs: PlannerInputs, wave: Wave) -> None:
-    """Do the same where rings keep to a catalogue, which says which ranks may be a group."""
+    """Do the same if rings keep to a catalogue, which lists the allowed groups."""
     for group in range(len(inputs.group_first) if width > 1 else 0):
         first, taken = inputs.group_first[group], 0
         if inputs.group_degree[group] != width:
@@ -569,7 +569,7 @@ def fill_wave(
 
     Args:
         target: seconds by which all groups end.
-        width: ranks of the groups inside nodes that share out what rings leave; fewer where nodes are smaller.
+        width: ranks of the groups inside nodes that take the ranks left by rings; fewer if nodes are smaller.
         count: sequences that wait in the pool.
 
     Returns:

@@ -21,7 +21,7 @@ from fcp_cli.planning.problem import Assignment, Batch, Problem
 # Amounts of work, counted so that no result depends on how fast the machine is.
 _TARGETS_PER_WAVE = 24  # candidate targets looked at for each wave
 _FILLS_PER_WAVE = 16  # of which so many are filled
-_WAVES_PER_PART = 24  # at least, by tokens, where a step has twice as many or more
+_WAVES_PER_PART = 24  # at least, by tokens, if a step has twice as many or more
 _PATIENCE = 32  # pairs of waves that may stay as they are, in a row
 _TARGETS_PER_PAIR, _FILLS_PER_PAIR = 12, 6  # of each of its waves
 _EXCHANGES = 300_000  # pairs of sequences compared in one round of balancing; more for more than 1,024 sequences

@@ -61,7 +61,7 @@ _FEW_SEQUENCES = 256  # up to which timelines are planned again so
 # more pays no whole wave for them.
 _WIDE = 0.02
 _RATINGS = (0.92, 1.7, CLOSE_ENOUGH), (0.0, 1.7, _WIDE), (0.92, 1.3, _WIDE), (0.0, 1.3, _WIDE)
-_CHOOSING_STEPS = 16  # planned again and again to choose groups under a limit
+_CHOOSING_STEPS = 16  # planned repeatedly to choose groups under a limit
 _PRICED_STEPS = 16  # planned with and without a limit
 _NEVER_PAYS_SECONDS = 1e9  # of a hop: far above any step, and small enough that sums keep their seconds
 _Search: TypeAlias = Callable[[Work, IntArray, Sequences, PlannerInputs, float], Assignment | None]
@@ -454,7 +454,7 @@ class FcpSolver:
         return found.quicker(name, assign_waves(order, sequences, rated, limit), batch, self.problem)
 
     def _regrouped(self, batch: Batch, order: IntArray, sequences: Sequences, found: Found) -> Found:
-        """Plan pairs of waves again: of the quickest step so far, or of the first where there is none yet."""
+        """Plan pairs of waves again: of the quickest step so far, or of the first if there is none yet."""
         assignment = found.assignment or assign_waves(order, sequences, self.inputs)
         assert assignment is not None, "a step was sought below a limit"
         other = regrouped(assignment, order, sequences, self.inputs)

@@ -27,7 +27,7 @@ class LayerLevels:
         for index, block in enumerate(blocks):
             hidden = levels.run(index, block, hidden, position_ids)
 
-    A block whose activation function is recomputed alone asks `LayerLevels.recomputes_activation`.
+    A block of which only the activation function is recomputed asks `LayerLevels.recomputes_activation`.
 
     Args:
         levels: the levels of the plan.
@@ -77,12 +77,12 @@ class LayerLevels:
 
     @staticmethod
     def attend(compute: Callable[[], Tensor]) -> Tensor:
-        """Return the output of an attention that is not fcp's, kept where its layer keeps attention."""
+        """Return the output of an attention that is not fcp's, kept if its layer keeps attention."""
         return staged_attention(compute)
 
     @staticmethod
     def recompute_activation(mlp: nn.Module, *, always: bool = False) -> None:
-        """Let an MLP in training keep its input and the outputs of its matrix products alone.
+        """Let an MLP in training keep only its input and the outputs of its matrix products.
 
         Args:
             mlp: the module whose forward is replaced.

@@ -32,7 +32,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.runtime.recomputation.offload import offloaded_inputs
 
 _stage: ContextVar[_Stage | None] = ContextVar("attention_stage", default=None)
-"""How attention runs in the layer that is computed now, the first time or again; None where it just runs."""
+"""How attention runs in the layer that is computed now, the first time or again; None for a plain forward."""
 
 
 def staged_attention(compute: Callable[[], Tensor]) -> Tensor:
