@@ -159,7 +159,7 @@ def test_a_small_gemma_trains_on_images_and_their_crops(tmp_path: Path) -> None:
 
 
 def test_a_frozen_encoder_has_nothing_to_train() -> None:
-    built: Any = build_model("qwen3-vl-tiny", seed=0, device=torch.device("cpu"), freeze_vision=True).model
+    built: Any = build_model("qwen3-vl-tiny", seed=0, device=torch.device("cpu"), freeze_vision=True)
     trained = {name.split(".")[1] for name, parameter in built.named_parameters() if parameter.requires_grad}
     assert trained == {"language_model"}
     assert not any(parameter.requires_grad for parameter in built.base_model.visual.parameters())

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def built(name: str, seed: int) -> Any:
-    return build_model(name, seed=seed, device=CPU).model
+    return build_model(name, seed=seed, device=CPU)
 
 
 def saved(folder: Path, name: str = "qwen3-tiny", **options: Any) -> Any:

@@ -176,9 +176,7 @@ def train_alone(folder: Path, case: Case) -> Trained:
     config = transformers.AutoConfig.for_model(**CONFIG)
     family: Any = transformers.AutoModelForCausalLM
     model: Any = family.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-    model.load_state_dict(
-        build_model(str(folder / "config.json"), seed=0, device=torch.device("cpu")).model.state_dict()
-    )
+    model.load_state_dict(build_model(str(folder / "config.json"), seed=0, device=torch.device("cpu")).state_dict())
     model = model.to({"fp64": torch.float64}.get(case.precision, torch.float32))
     settings = case.settings(folder, folder)
     decayed = [p for p in model.parameters() if p.ndim >= 2]
