@@ -109,7 +109,8 @@ class ClusterSpec:
         if kernel not in self.attention:
             known = f"known there: {', '.join(self.attention)}" if self.attention else "its rate is of any kernel"
             raise UsageError(f"--attention-kernel {kernel}: {self.name} has no rate of it; {known}")
-        return replace(self, attention={kernel: self.attention[kernel], **self.attention})
+        # Only this one: in another order the rates would compare equal, and computed profiles are cached by cluster.
+        return replace(self, attention={kernel: self.attention[kernel]})
 
     @property
     def attention_rate(self) -> AttentionRate:

@@ -52,6 +52,17 @@ def test_what_closes_a_step_and_floors_a_wave_follows_from_the_links_that_ranks_
     assert step(replace(h100, links_per_node=None), "microbatch", 3) == StepTerms()
 
 
+def test_a_profile_of_one_kernel_is_not_answered_for_another() -> None:
+    spec, h100 = load_model("qwen3-8b"), load_cluster("h100-8x8")
+    first, other = (
+        analytic_profile(spec, cluster, recipe=ZERO_2, sync="iteration", ranks=64)
+        for cluster in (h100, h100.running("fa2"))
+    )
+    assert other.attention_kernel == "fa2" != first.attention_kernel
+    quadratic = [one.coefficients.attention_seconds_per_token2 for one in (first, other)]
+    assert quadratic[1] > 1.2 * quadratic[0]
+
+
 def test_attention_costs_by_the_rates_of_its_kernel() -> None:
     spec, h100 = load_model("qwen3-8b"), load_cluster("h100-8x8")
 

@@ -169,7 +169,7 @@ def test_a_vision_language_model_that_fcp_cannot_take_apart_is_refused_by_name()
 
     decoder = hugging_face("llama", torch.float64)
     decoder.config.vision_config = object()
-    with pytest.raises(RunError, match=r"a llama model is not a plain decoder, nor one of qwen3_vl, .*gemma3; .*"):
+    with pytest.raises(RunError, match=r"a llama model is not a plain decoder, nor one of qwen3_vl, .*gemma4; .*"):
         prepare(decoder)
 
 

@@ -31,13 +31,13 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.recomputation.offload import offloaded_inputs
 
-_stage: ContextVar[_Stage | None] = ContextVar("attention_stage", default=None)
+attention_stage: ContextVar[_Stage | None] = ContextVar("attention_stage", default=None)
 """How attention runs in the layer that is computed now, the first time or again; None for a plain forward."""
 
 
 def staged_attention(compute: Callable[[], Tensor]) -> Tensor:
     """Return the output of an attention call: computed, or kept from the forward of a layer that is recomputed."""
-    stage = _stage.get()
+    stage = attention_stage.get()
     return compute() if stage is None else stage.attend(compute)
 
 
@@ -106,7 +106,7 @@ class _Stage(ABC):
         """Return the output of one call; `compute` runs it."""
 
     def __enter__(self) -> None:
-        self._tokens.append(_stage.set(self))
+        self._tokens.append(attention_stage.set(self))
         if self._products is not None:
             self._products.__enter__()  # type: ignore[no-untyped-call]
 
@@ -115,18 +115,18 @@ class _Stage(ABC):
     ) -> None:
         if self._products is not None:
             self._products.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
-        _stage.reset(self._tokens.pop())
+        attention_stage.reset(self._tokens.pop())
 
 
 class _Keeping(_Stage):
     def attend(self, compute: Callable[[], Tensor]) -> Tensor:
         # The hooks of the checkpoint would drop the tensors that attention saves; these, inside them, keep them.
         with saved_tensors_hooks(_keep, _unchanged), self._products.paused() if self._products else nullcontext():
-            token = _stage.set(None)  # attention inside attention is part of it
+            token = attention_stage.set(None)  # attention inside attention is part of it
             try:
                 out = compute()
             finally:
-                _stage.reset(token)
+                attention_stage.reset(token)
         self._outputs.append(_Output(out.detach(), out.requires_grad))
         return out
 

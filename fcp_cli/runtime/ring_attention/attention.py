@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from fcp_cli.runtime.communication.transport import drive
-from fcp_cli.runtime.recomputation.recompute import staged_attention
+from fcp_cli.runtime.recomputation.recompute import attention_stage
 from fcp_cli.runtime.ring_attention.compiled import attend_compiled
 from fcp_cli.runtime.ring_attention.passes import group_backward, group_forward
 from fcp_cli.runtime.ring_attention.ring import AttentionSpec, Ring, SavedForBackward, implicit_ring, runs_outside
@@ -68,7 +68,10 @@ def attention(
     if torch.compiler.is_compiling():
         q, k, v = _autocast(q, k, v)
         return attend_compiled(q, k, v, ring, spec, sinks)
-    return staged_attention(lambda: _attend(q, k, v, ring, spec, sinks))
+    stage = attention_stage.get()
+    if stage is None:  # as `staged_attention` does, but a plain forward enters no other file here
+        return _attend(q, k, v, ring, spec, sinks)
+    return stage.attend(lambda: _attend(q, k, v, ring, spec, sinks))
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, ring: Ring | None, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
