@@ -27,6 +27,8 @@ def content_hash_of(path: Path, compute: Callable[[], str], *, column: str = "")
         compute: reads it, and returns the hash.
         column: the column that the hash is of, if the file has others.
     """
+    if not path.is_file():  # reading it reports why, or it is a pipe, of which nothing is known before
+        return compute()
     key = _key(path, column)  # before it is read: a file that changes meanwhile is another one
     known = None
     with suppress(ValueError, AttributeError):
@@ -44,7 +46,5 @@ def verified_variable() -> dict[str, str]:
 
 
 def _key(path: Path, column: str) -> str:
-    if not path.is_file():  # reading it reports why
-        return ""
     facts = path.stat()
     return f"{path.absolute()} {column} {facts.st_ino} {facts.st_size} {facts.st_mtime_ns} {facts.st_ctime_ns}"

@@ -58,3 +58,13 @@ def test_a_variable_that_no_launcher_wrote_proves_nothing(
 ) -> None:
     monkeypatch.setenv(VARIABLE, text)
     assert content_hash_of(file, lambda: "read") == "read"
+
+
+def test_nothing_is_passed_on_of_a_path_that_is_no_regular_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verified, "_read_here", {})
+    answers = iter(("of one folder", "of another"))
+    found = [content_hash_of(tmp_path / name, lambda: next(answers)) for name in ("one", "another")]
+    assert found == ["of one folder", "of another"]
+    assert verified_variable() == {}
