@@ -1,7 +1,7 @@
 """Gemma 4: its sequences with images as a plan runs them, and the calls of its encoder.
 
-An image is a grid of patches of its own shape, padded by the processor to as many as the largest may have. In
-checkpoints whose configuration says so, tokens of an image see each other both ways in layers with windows alone.
+An image is a grid of patches of any shape, which the processor pads to the number of patches of the largest one. If the
+configuration of a checkpoint says so, the tokens of an image attend to each other bidirectionally in windowed layers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import RunError
 from fcp_cli.masks import CAUSAL, token_types
-from fcp_cli.vision.parts import Kind, PixelRows, Pixels, VisualPart, VisualSequence
+from fcp_cli.vision.grids import image_parts
+from fcp_cli.vision.parts import Kind, Pixels, VisualPart, VisualSequence
 
 
 def visual_sequence(
@@ -53,26 +54,12 @@ def visual_sequence(
             f"{len(tokens)} images make {sum(tokens)} tokens{'' if pixel_values is not None else ', without pixels'}; "
             "give the processor's pixel_values and image_position_ids of this very sequence"
         )
-    starts = [int(places[first]) for first in np.cumsum([0, *tokens])[: len(tokens)]]
-    for start, size in zip(starts, tokens, strict=True):
-        if not is_image[start : start + size].all():
-            raise RunError(f"the {size} image placeholders from token {start} on are not all together")
+    images = [(grid, size, _work(config.vision_config, *grid)) for grid, size in zip(grids, tokens, strict=True)]
     both_ways = config.get_text_config().use_bidirectional_attention == "vision"
     return VisualSequence(
         tokens=ids,
         labels=labels,
-        parts=tuple(
-            VisualPart(
-                kind="image",
-                start_token=start,
-                num_tokens=size,
-                work=_work(config.vision_config, *grid),
-                grid=grid,
-                pixels=PixelRows(pixel_values, number, number + 1),
-            )
-            for number, (start, size, grid) in enumerate(zip(starts, tokens, grids, strict=True))
-            if pixel_values is not None
-        ),
+        parts=image_parts(places, images, pixel_values, words="image placeholders"),
         mask=token_types(is_image, windows_only=True) if both_ways and len(places) else CAUSAL,
     )
 

@@ -93,26 +93,34 @@ def tiled_sequence(
             f"a sequence has {len(places)} placeholders (token {placeholder}), {size} for each tile, but "
             f"{'no' if pixel_values is None else given} tiles; give the processor's pixel_values of this very sequence"
         )
-    starts = places[::size]
-    apart = np.flatnonzero(places[size - 1 :: size] - starts != size - 1)
-    if len(apart):
-        raise RunError(f"the {size} placeholders from token {starts[apart[0]]} on are not all together")
+    images = tiles * [((side, side), size, 1.0)]
     return VisualSequence(
-        tokens=ids,
-        labels=labels,
-        parts=tuple(
-            VisualPart(
-                kind="image",
-                start_token=start,
-                num_tokens=size,
-                work=1.0,
-                grid=(side, side),
-                pixels=PixelRows(pixel_values, number, number + 1),
-            )
-            for number, start in enumerate(starts.tolist())
-            if pixel_values is not None
-        ),
+        tokens=ids, labels=labels, parts=image_parts(places, images, pixel_values, words="placeholders")
     )
+
+
+def image_parts(
+    places: IntArray, images: Sequence[tuple[tuple[int, int], int, float]], pixels: Pixels | None, *, words: str
+) -> tuple[VisualPart, ...]:
+    """Return the parts of images or tiles that have one row of pixels each, in the order of their placeholders.
+
+    Args:
+        places: [placeholders] positions in the sequence.
+        images: the grid in patches, the tokens and the work of each; they have as many tokens as there are places.
+        pixels: [images, ...] the pixels of them; None if there are none.
+        words: what a message calls the placeholders.
+    """
+    if pixels is None:
+        return ()
+    parts, token = [], 0
+    for number, (grid, tokens, work) in enumerate(images):
+        start = int(places[token])
+        if places[token + tokens - 1] - start != tokens - 1:
+            raise RunError(f"the {tokens} {words} from token {start} on are not all together")
+        rows = PixelRows(pixels, number, number + 1)
+        parts.append(VisualPart(kind="image", start_token=start, num_tokens=tokens, work=work, grid=grid, pixels=rows))
+        token += tokens
+    return tuple(parts)
 
 
 def run_tower(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Any:

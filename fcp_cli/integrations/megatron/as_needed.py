@@ -1,8 +1,8 @@
 """Recompute the layers of a GPTModel as needed: in each micro-batch, as few as the tokens of its rank demand.
 
-Megatron's own `recompute_num_layers` is read in each forward, too, but it recomputes whole layers with their rings, in
-which all ranks of a ring would have to recompute the same layers. Here fcp's checkpoint stands around each layer and
-keeps what attention computed, so that messages are those without recomputation and every rank chooses by itself.
+Megatron also reads its own `recompute_num_layers` in each forward, but recomputes whole layers with their rings: all
+ranks of a ring would have to recompute the same layers. Here fcp's checkpoint wraps each layer and keeps the output of
+attention, so messages are those without recomputation, and every rank chooses by itself.
 """
 
 from __future__ import annotations
