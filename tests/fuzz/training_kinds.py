@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fcp_cli.errors import FcpError
-from fcp_cli.launching.supervision.failure import find_failure
+from fcp_cli.launching.supervision.failure import TorchrunRanks
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.sources.media.pictures import PictureRecords
 from fcp_cli.manifest.tokens import open_pictures, open_tokens
@@ -85,7 +85,7 @@ def read_weights(folder: Path) -> None:
 
 def blame_ranks(folder: Path) -> None:
     """Name the rank that failed."""
-    find_failure(folder / "log", status=1)
+    TorchrunRanks(folder / "log").find_failure(1)
 
 
 def read_embeddings(folder: Path) -> None:

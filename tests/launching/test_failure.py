@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.launching.supervision.failure import Failure, find_failure
+from fcp_cli.launching.supervision.failure import Failure, TorchrunRanks
 
 HOST = socket.gethostname()
 
@@ -38,7 +38,7 @@ def write_logs(folder: Path, *, torchrun: str, ranks: dict[int, str]) -> Path:
 
 def test_the_rank_that_torchrun_names_is_blamed_with_its_last_words(tmp_path: Path) -> None:
     logs = write_logs(tmp_path, torchrun=SUMMARY.format(status=1), ranks={1: "Traceback\n\nValueError: odd\n", 2: "x"})
-    failure = find_failure(logs, status=1)
+    failure = TorchrunRanks(logs).find_failure(1)
     assert (failure.rank, failure.status, failure.last_lines) == (5, 1, ("Traceback", "ValueError: odd"))
     log = tmp_path / "id_x/attempt_0/1/stderr.log"
     assert failure.summary() == f"rank 5 on {HOST} failed: ValueError: odd; its whole output is in {log}"
@@ -46,14 +46,14 @@ def test_the_rank_that_torchrun_names_is_blamed_with_its_last_words(tmp_path: Pa
 
 def test_a_rank_that_says_why_is_believed_before_the_one_seen_first(tmp_path: Path) -> None:
     ranks = {1: "lost the connection to another rank", 2: "warning\nerror: row 7 of the data has 3 tokens\n"}
-    failure = find_failure(write_logs(tmp_path, torchrun=SUMMARY.format(status=1), ranks=ranks), status=1)
+    failure = TorchrunRanks(write_logs(tmp_path, torchrun=SUMMARY.format(status=1), ranks=ranks)).find_failure(1)
     assert failure.summary() == f"rank 6 on {HOST}: row 7 of the data has 3 tokens"
     assert not failure.is_local_rank_0
 
 
 def test_a_signal_to_torchrun_is_named_without_its_traceback(tmp_path: Path) -> None:
     text = "Traceback (most recent call last):\ntorch...api.SignalException: Process 20395 got signal: 15\n"
-    failure = find_failure(write_logs(tmp_path, torchrun=text, ranks={0: "step 3\n"}), status=1)
+    failure = TorchrunRanks(write_logs(tmp_path, torchrun=text, ranks={0: "step 3\n"})).find_failure(1)
     assert failure.report(rank_0_is_shown=True) == (
         (),
         f"torchrun on {HOST} was ended by signal 15, and its ranks with it; see {tmp_path / 'torchrun.log'}",
@@ -70,7 +70,7 @@ def test_an_error_file_is_believed_before_what_the_rank_printed(tmp_path: Path) 
     ranks = {1: "Traceback\nOSError: printed by an exit handler\n" + "teardown\n" * 30, 2: "x"}
     logs = write_logs(tmp_path, torchrun=SUMMARY.format(status=1), ranks=ranks)
     record(logs, 1, message="ValueError: odd", stack="Traceback (most recent call last):\n  ...\nValueError: odd\n")
-    failure = find_failure(logs, status=1)
+    failure = TorchrunRanks(logs).find_failure(1)
     assert (failure.rank, failure.raised, failure.last_lines[-1]) == (5, "ValueError: odd", "ValueError: odd")
     assert failure.log == tmp_path / "id_x/attempt_0/1/stderr.log"
 
@@ -82,17 +82,17 @@ def test_an_error_of_fcps_own_is_one_line_in_its_error_file(tmp_path: Path) -> N
     }
     logs = write_logs(tmp_path, torchrun=SUMMARY.format(status=1), ranks=ranks)
     record(logs, 2, message="row 7 of the data has 3 tokens", stack="row 7 of the data has 3 tokens")
-    assert find_failure(logs, status=1).summary() == f"rank 6 on {HOST}: row 7 of the data has 3 tokens"
+    assert TorchrunRanks(logs).find_failure(1).summary() == f"rank 6 on {HOST}: row 7 of the data has 3 tokens"
 
 
 def test_a_damaged_error_file_leaves_the_printed_lines(tmp_path: Path) -> None:
     logs = write_logs(tmp_path, torchrun=SUMMARY.format(status=1), ranks={1: "ValueError: odd"})
     (logs / "id_x" / "attempt_0" / "1" / "error.json").write_text('{"message": "only')
-    assert find_failure(logs, status=1).raised == "ValueError: odd"
+    assert TorchrunRanks(logs).find_failure(1).raised == "ValueError: odd"
 
 
 def test_a_killed_rank_is_told_by_its_signal(tmp_path: Path) -> None:
-    failure = find_failure(write_logs(tmp_path, torchrun=SUMMARY.format(status=-9), ranks={1: ""}), status=1)
+    failure = TorchrunRanks(write_logs(tmp_path, torchrun=SUMMARY.format(status=-9), ranks={1: ""})).find_failure(1)
     assert failure.summary().startswith(
         f"rank 5 on {HOST} was ended by signal 9 (out of memory?); its whole output is in "
     )
@@ -107,26 +107,26 @@ def test_a_killed_rank_is_told_by_its_signal(tmp_path: Path) -> None:
 )
 def test_an_abort_in_the_teardown_does_not_hide_what_the_rank_said(tmp_path: Path, words: str, cause: str) -> None:
     ranks = {1: f"{words}\nterminate called without an active exception\n"}
-    failure = find_failure(write_logs(tmp_path, torchrun=SUMMARY.format(status=-6), ranks=ranks), status=1)
+    failure = TorchrunRanks(write_logs(tmp_path, torchrun=SUMMARY.format(status=-6), ranks=ranks)).find_failure(1)
     assert failure.summary().startswith(f"rank 5 on {HOST}{cause}")
 
 
 def test_torchrun_that_fails_by_itself_is_told_so(tmp_path: Path) -> None:
-    failure = find_failure(write_logs(tmp_path, torchrun="usage: ...\nerror: no port\n", ranks={}), status=2)
+    failure = TorchrunRanks(write_logs(tmp_path, torchrun="usage: ...\nerror: no port\n", ranks={})).find_failure(2)
     assert failure.last_lines == ("usage: ...", "error: no port")
     assert failure.summary() == f"torchrun failed with status 2 before any rank did; see {tmp_path / 'torchrun.log'}"
 
 
 def test_nodes_that_do_not_meet_are_told_in_one_line(tmp_path: Path) -> None:
     said = "torch.distributed.DistStoreError: Timed out after 51 seconds waiting for clients. 1/2 clients joined."
-    failure = find_failure(write_logs(tmp_path, torchrun=said, ranks={}), status=1)
+    failure = TorchrunRanks(write_logs(tmp_path, torchrun=said, ranks={})).find_failure(1)
     assert failure.summary().startswith("only 1 of 2 nodes came together in time; start the others")
 
 
 def test_a_node_with_victims_only_points_to_the_others(tmp_path: Path) -> None:
     lost = "RuntimeError: Connection closed by peer"
     logs = write_logs(tmp_path, torchrun=SUMMARY.format(status=1), ranks={1: lost, 2: lost})
-    failure = find_failure(logs, status=1)
+    failure = TorchrunRanks(logs).find_failure(1)
     assert failure.last_lines == ()  # nobody is helped by the words of a victim
     assert failure.summary().startswith(
         f"rank 5 on {HOST} lost its connection to a rank of another node, which names the reason unless that node died; its whole output is in "

@@ -98,7 +98,7 @@ class TorchrunRanks:
     streams: tuple[str, ...] = ("stdout", "stderr")
 
     def __init__(self, log_dir: Path) -> None:
-        self.log = torchrun_log(log_dir)
+        self.log = log_dir / "torchrun.log"
         self._log_dir = log_dir
 
     def rank_0(self, stream: str) -> Path | None:
@@ -115,34 +115,23 @@ class TorchrunRanks:
         return processes.children(pid)
 
     def find_failure(self, status: int) -> Failure:
-        """Return the rank to blame after torchrun ended with `status`."""
-        return find_failure(self._log_dir, status=status)
-
-
-def torchrun_log(log_dir: Path) -> Path:
-    """Return the path of torchrun's own output; the ranks' output is in the same folder."""
-    return log_dir / "torchrun.log"
-
-
-def find_failure(log_dir: Path, *, status: int) -> Failure:
-    """Return the rank to blame after torchrun ended with `status`; see `blame`."""
-    launcher_log = torchrun_log(log_dir)
-    summary = _text(launcher_log)
-    logs = {int(path.parent.name): path for path in sorted(log_dir.glob("*/attempt_*/*/stderr.log"))}
-    words = {local_rank: _recorded_error(path.parent) or last_lines(path) for local_rank, path in logs.items()}
-    failed = failed_ranks(summary, words)
-    if not failed:
-        stopped = _STOPPED.search(summary)  # by someone else: fcp signals the ranks, or kills
-        return Failure(
-            rank=None,
-            status=-int(stopped[1]) if stopped else status,
-            message=meeting_problem(summary),
-            last_lines=() if stopped else last_lines(launcher_log),
-            log=launcher_log,
-        )
-    first = failed[0]
-    log = logs.get(first.local_rank, launcher_log)
-    return failure_of(first, log=log, is_local_rank_0=first.local_rank == 0)
+        """Return the rank to blame after torchrun ended with `status`; see `blame`."""
+        summary = _text(self.log)
+        logs = {int(path.parent.name): path for path in sorted(self._log_dir.glob("*/attempt_*/*/stderr.log"))}
+        words = {local_rank: _recorded_error(path.parent) or last_lines(path) for local_rank, path in logs.items()}
+        failed = failed_ranks(summary, words)
+        if not failed:
+            stopped = _STOPPED.search(summary)  # by someone else: fcp signals the ranks, or kills
+            return Failure(
+                rank=None,
+                status=-int(stopped[1]) if stopped else status,
+                message=meeting_problem(summary),
+                last_lines=() if stopped else last_lines(self.log),
+                log=self.log,
+            )
+        first = failed[0]
+        log = logs.get(first.local_rank, self.log)
+        return failure_of(first, log=log, is_local_rank_0=first.local_rank == 0)
 
 
 def _recorded_error(folder: Path) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fcp_cli.launching.supervision.ranks import ranks_of
+from fcp_cli.launching.supervision.msrun_ranks import ranks_of
 from fcp_cli.machine import processes, started_by
 
 _POLL_SECONDS = 0.2

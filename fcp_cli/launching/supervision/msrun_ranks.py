@@ -10,9 +10,10 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from fcp_cli.launching.supervision.blame import FailedRank, by_blame, without_noise
-from fcp_cli.launching.supervision.failure import Failure, failure_of, last_lines
+from fcp_cli.launching.supervision.failure import Failure, TorchrunRanks, failure_of, last_lines
 from fcp_cli.machine import processes
 
 _LOCAL_WORKERS = "--local_worker_num="
@@ -113,3 +114,11 @@ class MsrunRanks:
 
     def _worker_log(self, rank: int) -> Path:
         return self._log_dir / f"worker_{rank}.log"
+
+
+NodeRanks: TypeAlias = TorchrunRanks | MsrunRanks
+
+
+def ranks_of(argv: Sequence[str], log_dir: Path) -> NodeRanks:
+    """Return the ranks that a launcher's command starts; their output is in `log_dir`."""
+    return MsrunRanks(argv, log_dir) if Path(argv[0]).name == "msrun" else TorchrunRanks(log_dir)

@@ -20,7 +20,7 @@ from fcp_cli.launching.job.job import Job
 from fcp_cli.launching.supervision.failure import Failure
 from fcp_cli.launching.supervision.full_disk import is_full
 from fcp_cli.launching.supervision.guard import guarded
-from fcp_cli.launching.supervision.ranks import NodeRanks, ranks_of
+from fcp_cli.launching.supervision.msrun_ranks import NodeRanks, ranks_of
 from fcp_cli.launching.supervision.stopped import StoppedRanks
 from fcp_cli.machine import processes, started_by
 from fcp_cli.reading.verified import verified_variable
