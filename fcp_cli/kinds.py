@@ -62,7 +62,8 @@ def another_kind(path: Path, wanted: Kind, *, may_be_text: bool = False) -> str 
     except OSError:
         return None
     is_parquet = head.startswith(_PARQUET_MAGIC)
-    name = _format_in_footer(path) if is_parquet else _format_in_text(head)
+    found = _FORMAT.search(head)
+    name = _format_in_footer(path) if is_parquet else found and found[1].decode()
     known = _BY_FORMAT.get(name or "")
     if known is not None and known.kind == wanted:
         return None
@@ -78,11 +79,6 @@ def another_kind(path: Path, wanted: Kind, *, may_be_text: bool = False) -> str 
 
 def _noun(kind: Kind) -> str:
     return next(known.noun for known in _BY_FORMAT.values() if known.kind == kind)
-
-
-def _format_in_text(head: bytes) -> str | None:
-    found = _FORMAT.search(head)
-    return found[1].decode() if found else None
 
 
 def _format_in_footer(path: Path) -> str | None:

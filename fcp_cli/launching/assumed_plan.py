@@ -87,10 +87,7 @@ def unplanned_job(
     if not ranks:
         raise UsageError("there is no accelerator here; give the number of CPU processes: --ranks 4")
     metadata = unmade_plan(ranks=ranks, ranks_per_node=max(1, ranks // nodes))
-    profile = None if request.profile is None else str(request.profile.absolute())
-    return metadata, PlanningWish(model=_model_everywhere(request.model), profile=profile), lambda: machine
-
-
-def _model_everywhere(name: str | None) -> str | None:
-    """Return a model as every node finds it: by its shipped name, or by the path of a file or folder that is here."""
-    return str(Path(name).absolute()) if name is not None and Path(name).exists() else name
+    profile, model = None if request.profile is None else str(request.profile.absolute()), request.model
+    if model is not None and Path(model).exists():  # every node finds a shipped name, or this path
+        model = str(Path(model).absolute())
+    return metadata, PlanningWish(model=model, profile=profile), lambda: machine

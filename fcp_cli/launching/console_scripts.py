@@ -36,7 +36,7 @@ _LAUNCHERS: Final = frozenset({"accelerate", "accelerate-launch", "torchrun", "d
 def python_program(words: Sequence[str], assumed: Assumptions, *, python: str = sys.executable) -> tuple[str, ...]:
     """Return a script or `-m MODULE` with its arguments, which every rank runs as Python."""
     first, *rest = words
-    if _PYTHON.match(Path(first).name) and not _is_script(Path(first)):
+    if _PYTHON.match(Path(first).name) and not (Path(first).is_file() and b"\0" not in _head(Path(first))):
         return python_program(_after_interpreter(first, rest), assumed, python=python)
     if Path(first).name in _LAUNCHERS:
         return _without_launcher(Path(first).name, rest, assumed)
@@ -115,12 +115,9 @@ def _swift_settings(path: Path) -> list[str]:
     words = []
     for name, value in settings.items():
         if name != "ENV":
-            words += [f"--{name}", *(map(str, value) if isinstance(value, list) else [_swift_text(value)])]
+            text = json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else str(value)
+            words += [f"--{name}", *(map(str, value) if isinstance(value, list) else [text])]
     return words
-
-
-def _swift_text(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else str(value)
 
 
 def _require_python(path: Path, python: str) -> None:
@@ -156,11 +153,6 @@ def _interpreter(head: bytes) -> str | None:
     elif words and Path(words[0]).name == "env":
         words = [word for word in words[1:] if not word.startswith("-")]
     return words[0] if words and _PYTHON.match(Path(words[0]).name) else None
-
-
-def _is_script(path: Path) -> bool:
-    """Return whether a file is there and is no binary."""
-    return path.is_file() and b"\0" not in _head(path)
 
 
 def _head(path: Path) -> bytes:

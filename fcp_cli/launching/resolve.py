@@ -33,7 +33,6 @@ from fcp_cli.launching.trainer_settings import model_of_run, recorded_settings, 
 from fcp_cli.machine.devices import LocalDevices, find_machine_without_torch
 from fcp_cli.machine.network import free_ports, interface_towards
 from fcp_cli.plan.file.proven import read_proven
-from fcp_cli.plan.metadata.online import OnlineSettings
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.recipe import RecipeRequest
 from fcp_cli.runs.folder import RunPaths
@@ -61,8 +60,12 @@ def resolve(request: LaunchRequest, find_machine: Callable[[], LocalDevices], as
         request = for_mindspore(request, assumed)
     target, planning = choose_target(request.cluster), None
     unplanned = has_plan_made(request, target, DEFAULT_PLAN)
-    online = _online(request, target, assumed) if request.online else None
-    if not request.online:
+    online = None
+    if request.online:
+        from fcp_cli.launching.online import online_settings  # the planner's settings are slow to import
+
+        online = online_settings(request, target, assumed)
+    else:
         _refuse_without_online(request, has_profile=unplanned)
     if unplanned:
         plan = DEFAULT_PLAN
@@ -94,12 +97,6 @@ def _refuse_without_online(request: LaunchRequest, *, has_profile: bool) -> None
     for name in (name for name in names if getattr(request, name) is not None):
         flag = name.replace("_", "-")
         raise UsageError(f"--{flag} is for --online; a plan has its own: fcp plan MANIFEST --{flag} ...")
-
-
-def _online(request: LaunchRequest, target: str, assumed: Assumptions) -> OnlineSettings:
-    from fcp_cli.launching.online import online_settings  # the planner's settings are slow to import
-
-    return online_settings(request, target, assumed)
 
 
 def _placed(

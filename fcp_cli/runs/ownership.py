@@ -115,7 +115,7 @@ def own(
             _unlock(handle)
             raise
         _unlock(handle)
-        other = _owner_in_the_way(path)
+        other = readable_owner(path) or readable_owner(RunPaths(run_dir=path.parent).owner_of(0))
         is_certain = other is not None and other.process is not None and other.process.is_local
         if is_certain or time.monotonic() >= end:
             raise in_use(run_dir, other)
@@ -216,10 +216,6 @@ def _blocking_job(path: Path, owner: Owner) -> Owner | None:
     first = RunPaths(run_dir=path.parent).owner_of(0)
     found = None if path == first else readable_owner(first)
     return found if found is not None and found.job != owner.job and is_alive(found, first) else None
-
-
-def _owner_in_the_way(path: Path) -> Owner | None:
-    return readable_owner(path) or readable_owner(RunPaths(run_dir=path.parent).owner_of(0))
 
 
 def _cannot_write(run_dir: Path, error: OSError) -> FcpError:

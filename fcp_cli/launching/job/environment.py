@@ -46,10 +46,13 @@ def job_variables(job: Job, given: Mapping[str, str], *, interface: str | None =
     unwanted = {"NCCL_DEBUG_FILE"} if "NCCL_DEBUG" in given and "NCCL_DEBUG_FILE" not in given else set()
     known = tuple(_respecting(variable, given) for variable in wanted if variable.name not in unwanted)
     names = {variable.name for variable in wanted}
-    return (
-        *known,
-        *(_exported(name, given[name]) for name in sorted(given) if _is_of(job, name) and name not in names),
+    # Further variables of the stack's communication library.
+    exported = (
+        Variable(name=name, value=value, reason="exported where the job is launched", source=_YOURS, is_given=True)
+        for name, value in sorted(given.items())
+        if name.startswith(_LIBRARIES.get(job.stack, ())) and not name.endswith(_OF_ONE_PROCESS) and name not in names
     )
+    return (*known, *exported)
 
 
 def variables_like_a_job(
@@ -84,15 +87,6 @@ def variables_like_a_job(
         model=model,
     )
     return job_variables(job, given)
-
-
-def _is_of(job: Job, name: str) -> bool:
-    """Return whether a variable is one of the stack's communication library."""
-    return name.startswith(_LIBRARIES.get(job.stack, ())) and not name.endswith(_OF_ONE_PROCESS)
-
-
-def _exported(name: str, value: str) -> Variable:
-    return Variable(name=name, value=value, reason="exported where the job is launched", source=_YOURS, is_given=True)
 
 
 def set_by_fcp(variables: Sequence[Variable]) -> dict[str, str]:

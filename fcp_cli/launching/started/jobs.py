@@ -83,7 +83,8 @@ def listed_state(run_dir: Path, backend: JobBackend) -> JobState:
 
 def job_state(run_dir: Path, backend: JobBackend) -> JobState:
     """Ask for the state of a job; without an answer of the scheduler, the run's own files decide."""
-    submission, own = read_submission(run_dir), _own_state(run_dir)
+    submission, owner = read_submission(run_dir), read_owner(RunPaths(run_dir=run_dir).owner_of(0))
+    own: str | None = None if owner is None else owner.ended or ("dead" if owner.is_gone else "running")
     last = summary_of(RunPaths(run_dir=run_dir).metrics).last
     steps = 0 if last is None else last["step"] + 1  # those that a resumed run trained again count once
     if submission is None:
@@ -94,12 +95,6 @@ def job_state(run_dir: Path, backend: JobBackend) -> JobState:
         with suppress(FcpError):
             state = _asked(submission, backend)
     return JobState(run_dir=run_dir, where=where, state=state or "unknown", steps=steps)
-
-
-def _own_state(run_dir: Path) -> str | None:
-    """Return the state of a run from its owner file, or None if there is none yet."""
-    owner = read_owner(RunPaths(run_dir=run_dir).owner_of(0))
-    return None if owner is None else owner.ended or ("dead" if owner.is_gone else "running")
 
 
 def _asked(submission: Submission, backend: JobBackend) -> str:

@@ -22,7 +22,7 @@ from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.reading.inputs import bounded_lines, open_input
 from fcp_cli.runs.metrics.follower import FileFollower
 from fcp_cli.runs.metrics.metrics import FORMAT, records_of
-from fcp_cli.runs.metrics.metrics_record import MetricsRecord, RankRecord, RunRecord, StepRecord, parse_record
+from fcp_cli.runs.metrics.metrics_record import MetricsRecord, RunRecord, StepRecord, parse_record
 from fcp_cli.words import counted, first_sentence
 
 _MADE_MEANWHILE = ""  # plan hash of a run that planned while it trained: its plan was not whole yet
@@ -69,6 +69,7 @@ def run_step(record: StepRecord) -> RunStep:
         for timing in rank["micro_batches"]
     ]
     table = np.array(rows, dtype=np.float64).reshape(len(rows), 1 + len(_TIMING_FIELDS)).T
+    peaks = [rank.get("peak_memory_bytes") for rank in sorted(record["ranks"], key=lambda rank: rank["rank"])]
     return RunStep(
         step=record["step"],
         seconds=record["seconds"],
@@ -84,13 +85,8 @@ def run_step(record: StepRecord) -> RunStep:
         planned_seconds=table[4],
         start_seconds=table[5],
         busy_seconds=table[6],
-        peak_bytes=_peaks(record["ranks"]),
+        peak_bytes=np.array([] if None in peaks else peaks, dtype=np.int64),
     )
-
-
-def _peaks(ranks: list[RankRecord]) -> IntArray:
-    peaks = [rank.get("peak_memory_bytes") for rank in sorted(ranks, key=lambda rank: rank["rank"])]
-    return np.array([] if None in peaks else peaks, dtype=np.int64)
 
 
 @dataclass(kw_only=True, slots=True)
