@@ -56,6 +56,21 @@ _OF_CONTAINERS = frozenset(
 )
 
 
+def _node(rank: str, first_node: str, *, log: str = "{name}") -> Callable[[Job], NodeFacts]:
+    """Return how a node learns its number, by the variable `rank`, and the first node's address.
+
+    In the address and in the name of its logs, {name} is replaced by the job's name.
+    """
+
+    def node(job: Job) -> NodeFacts:
+        assert job.cluster is not None
+        name, number = job.cluster.name, variable(rank)
+        log_name = f"{log.format(name=name)}-node{number}"
+        return NodeFacts(rank=number, master_addr=first_node.format(name=name), log_name=log_name)
+
+    return node
+
+
 def _on_kubernetes(template: str, *, rank: str, first_node: str) -> Target:
     """Return a target whose one file an operator of Kubernetes takes.
 
@@ -64,27 +79,14 @@ def _on_kubernetes(template: str, *, rank: str, first_node: str) -> Target:
         rank: the variable that holds a node's number.
         first_node: its address; {name} is replaced by the job's name.
     """
-
-    def node(job: Job) -> NodeFacts:
-        assert job.cluster is not None
-        name = job.cluster.name
-        log_name = f"{name}-node{variable(rank)}"
-        return NodeFacts(rank=variable(rank), master_addr=first_node.format(name=name), log_name=log_name)
-
     return Target(
         template=template,
         options=_OF_CONTAINERS,
         is_container=True,
-        node=node,
+        node=_node(rank, first_node),
         ready=shell.kubernetes_word,
         start=lambda folder: ("kubectl", "apply", "-f", str(folder / template)),
     )
-
-
-def _by_variables(job: Job, *, rank: str, first_node: str) -> NodeFacts:
-    assert job.cluster is not None
-    log_name = f"{job.cluster.name}-node{variable(rank)}"
-    return NodeFacts(rank=variable(rank), master_addr=variable(first_node), log_name=log_name)
 
 
 TARGETS = {
@@ -92,21 +94,13 @@ TARGETS = {
         template="node.sh",
         others=("start.sh", HOSTFILE),
         options=frozenset({"hostfile", "setup"}),
-        node=lambda job: NodeFacts(
-            rank=variable("NODE_RANK"),
-            master_addr=variable("MASTER_ADDR"),
-            log_name=f"{variable('STARTED')}-node{variable('NODE_RANK')}",
-        ),
+        node=_node("NODE_RANK", variable("MASTER_ADDR"), log=variable("STARTED")),
         start=lambda folder: ("bash", str(folder / "start.sh")),
     ),
     "slurm": Target(
         template="job.sbatch",
         options=frozenset({"sbatch_option", "srun_option", "setup", "job_name"}),
-        node=lambda job: NodeFacts(
-            rank=variable("SLURM_NODEID"),
-            master_addr=variable("MASTER_ADDR"),
-            log_name=f"{variable('STARTED')}-node{variable('SLURM_NODEID')}",
-        ),
+        node=_node("SLURM_NODEID", variable("MASTER_ADDR"), log=variable("STARTED")),
         start=lambda folder: ("sbatch", str(folder / "job.sbatch")),
     ),
     # A TrainJob's JobSet has the TrainJob's name.
@@ -115,20 +109,20 @@ TARGETS = {
     "skypilot": Target(
         template="skypilot.yaml",
         options=frozenset({"image", "accelerator", "setup", "job_name"}),
-        node=lambda job: _by_variables(job, rank="SKYPILOT_NODE_RANK", first_node="MASTER_ADDR"),
+        node=_node("SKYPILOT_NODE_RANK", variable("MASTER_ADDR")),
         start=lambda folder: ("sky", "launch", str(folder / "skypilot.yaml")),
     ),
     "dstack": Target(
         template="dstack.yaml",
         options=frozenset({"image", "accelerator", "setup", "job_name"}),
         is_container=True,
-        node=lambda job: _by_variables(job, rank="DSTACK_NODE_RANK", first_node="DSTACK_MASTER_NODE_IP"),
+        node=_node("DSTACK_NODE_RANK", variable("DSTACK_MASTER_NODE_IP")),
         start=lambda folder: ("dstack", "apply", "-f", str(folder / "dstack.yaml")),
     ),
     "ray": Target(
         template="ray_job.py",
         options=frozenset({"job_name"}),
-        node=lambda job: _by_variables(job, rank="NODE_RANK", first_node="MASTER_ADDR"),
+        node=_node("NODE_RANK", variable("MASTER_ADDR")),
         ready=shell.kubernetes_word,  # the script replaces $(NAME) as Kubernetes does
         start=lambda folder: ("ray", "job", "submit", "--", "python", str(folder / "ray_job.py")),
     ),
