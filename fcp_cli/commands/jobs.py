@@ -84,7 +84,7 @@ class CancelOptions(OneJob):
 @jobs_app.command()
 @takes(CancelOptions, "fcp jobs cancel runs/qwen3-tiny-001", "fcp jobs cancel qwen3-tiny-001 --yes")
 def cancel(options: CancelOptions) -> None:
-    """End a job, after showing it and asking; here and under Slurm its ranks finish their step and save first."""
+    """End a job after showing it and asking; on this machine and under Slurm ranks finish their step and save first."""
     from fcp_cli.launching.started.backend import JobBackend
     from fcp_cli.launching.started.cancel import end, find_cancellation
     from fcp_cli.launching.started.jobs import require_run

@@ -216,7 +216,7 @@ def _run_with_bar(measurement: Measurement) -> tuple[SamplesFile, str | None]:
 
 
 def job_environment(measurement: Measurement) -> dict[str, str]:
-    """Return the environment of a job with such ranks: allocators, queues and back ends work as they will there."""
+    """Return the variables that a job of this model, ranks and nodes will run with, to measure under the same."""
     from fcp_cli.launching.job.environment import set_by_fcp, variables_like_a_job
     from fcp_cli.machine.devices import UNKNOWN_MACHINE, find_machine
 

@@ -45,7 +45,12 @@ _ROCM: Final = DefaultOrder(kernels=("fa2",), source="ROCm: PyTorch's flash atte
 
 
 def default_order(major: int, *, rocm: bool = False) -> DefaultOrder:
-    """Return the order for a device by its major compute capability."""
+    """Return the default order of attention kernels on a device.
+
+    Args:
+        major: its major CUDA compute capability.
+        rocm: it is an AMD device, whose order does not depend on `major`.
+    """
     if rocm:
         return _ROCM
     return {9: _HOPPER, 10: _BLACKWELL}.get(major, _OTHERS)

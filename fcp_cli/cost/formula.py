@@ -79,13 +79,13 @@ class GroupTerms(NamedTuple):
 
 
 class PackParts(NamedTuple):
-    """Seconds of a pack on its group, before overlap.
+    """Seconds of a pack on its group, in parts that `overlapped_seconds` joins.
 
     Attributes:
         other: seconds that overlap with nothing: fixed, linear, and exchanges for heads.
-        attention: those of attention, which hide a ring.
-        hidden: the ring's seconds, as far as attention may hide it.
-        exposed: the rest of the ring.
+        attention: seconds that attention computes, while the ring may travel.
+        hidden: seconds of the ring's messages that overlap with attention: the longer of the two counts.
+        exposed: seconds of the ring's messages that always add to the total.
     """
 
     other: Number
@@ -166,13 +166,15 @@ def recomputation_seconds(tokens: Number, degree: Number, prices: UnitPrices) ->
 
 
 def halo_messages(sets: Number, shortest_tokens: Number, reach: Number) -> Number:
-    """Return the messages of a halo: rounds up the ring, and down it, until all rows have come; 0 without a ring.
+    """Return how many rounds of messages a halo takes, up the ring and down it; 0 if the ring has one member.
+
+    A halo is the tokens before a chunk that the chunk looks back at. The shorter the chunks, the more members it spans,
+    and each round brings the tokens of one member.
 
     Args:
-        sets: members of the ring.
-        shortest_tokens: the tokens of the shortest sequence of the pack: the shorter its chunks, the more of them a
-            halo spans.
-        reach: see `UnitPrices`.
+        sets: members of the ring, each a set of ranks that share heads.
+        shortest_tokens: the tokens of the shortest sequence of the pack.
+        reach: how many tokens back a token looks; see `UnitPrices`.
     """
     rounds = np.ceil(2.0 * sets * reach / shortest_tokens)
     return np.minimum(2.0 * rounds, sets + 1.0) * np.minimum(sets - 1.0, 1.0)

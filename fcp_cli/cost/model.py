@@ -201,7 +201,7 @@ def attention_seconds(coefficients: Coefficients, lengths: FloatArray) -> FloatA
 
 
 def windowed_pairs(lengths: FloatArray, window_tokens: float) -> FloatArray:
-    """Return twice the pairs of tokens of causal sequences that lie within windows; L^2 if all do."""
+    """Return, per causal sequence, twice its pairs of tokens within a window; L^2 if the window holds all L tokens."""
     return lengths * lengths - np.square(np.maximum(lengths - window_tokens, 0.0))
 
 

@@ -27,7 +27,7 @@ class OffloadCost:
 
     @property
     def hidden_seconds(self) -> float:
-        """Return the part of the copies behind which layers compute."""
+        """Return the seconds of copying that cost nothing, because layers compute meanwhile."""
         return self.copy_seconds - self.visible_seconds
 
 

@@ -208,7 +208,7 @@ class CostProfile:
 
     @property
     def prices_vision(self) -> bool:
-        """Whether the work of a vision encoder has a price."""
+        """Whether the profile has a cost for the work of a vision encoder (above 0 per patch or per patch squared)."""
         return bool(self.coefficients.vision_seconds_per_patch or self.coefficients.vision_seconds_per_patch2)
 
     @property

@@ -116,11 +116,13 @@ def _share(low: RecomputeLevel, high: RecomputeLevel, tokens: float) -> float:
 
 
 def seconds_by_stage(levels: Sequence[RecomputeLevel], held: Sequence[float]) -> tuple[float, ...]:
-    """Return the seconds per token that each stage of a pipeline recomputes; () with one level for all.
+    """Return the seconds of recomputation per token, of each stage of a pipeline; () unless there are two levels.
+
+    A stage runs as many of its layers at the higher level as it needs to hold the tokens that it has in flight.
 
     Args:
-        levels: two, whose tokens are those in flight that a rank's layers hold.
-        held: [stages] tokens in flight, by the share of layers of each stage.
+        levels: two; a level's `tokens` are here the tokens in flight that fit if all layers run with it.
+        held: [stages] tokens of all micro-batches that a stage has in flight, times its share of the model's layers.
     """
     if len(levels) != 2:
         return ()

@@ -70,7 +70,7 @@ class PacedSteps:
 
     @property
     def measured_seconds(self) -> float:
-        """Return the mean of a step, from its start to its last optimizer step."""
+        """Return the mean seconds that steps took on rank 0, each to its last optimizer step."""
         return float(np.mean([step.seconds for step in self.steps]))
 
 
@@ -83,7 +83,7 @@ def library_table() -> LengthTable:
 
 
 def paced_profile(num_ranks: int, slower: float) -> CostProfile:
-    """Return the computed profile of Qwen3-8B on H200s times `slower`, without the work after micro-batches."""
+    """Return the computed profile of Qwen3-8B on H200s, `slower` times as slow, without costs at the end of a step."""
     computed = analytic_profile(
         load_model("qwen3-8b"), load_cluster("h200-8x8"), recipe=Recipe(), sync="iteration", ranks=num_ranks
     )

@@ -15,11 +15,13 @@ _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")  # of degrees i
 def step_picture(
     step: StepPlan, num_ranks: int, *, columns: int, seconds: float, ascii_only: bool = False
 ) -> Iterator[Text]:
-    """Yield a row per rank; a stroke begins with the degree of its group.
+    """Yield a line of text per rank: a bar for each micro-batch, which begins with its degree, and dots while idle.
 
     Args:
-        columns: width of the picture, with 3 for the rank's number.
-        seconds: the time that the width stands for, so that pictures of several steps share a scale.
+        step: the step to draw.
+        num_ranks: the ranks of its plan.
+        columns: width of a line; the first 3 are the rank's number.
+        seconds: the time that the other columns stand for; give several pictures the same, and they share a scale.
         ascii_only: draw with - and . alone.
     """
     line, dot = ("-", ".") if ascii_only else ("━", "·")

@@ -73,7 +73,7 @@ def run_fcp(folder: Path, *words: str) -> str:
 
 
 def make_checkpoint(folder: Path) -> None:
-    """Save a tiny model with random weights and a tokenizer of the library's text, in the form of Hugging Face."""
+    """Save a tiny random model, and a tokenizer trained on Python's standard library, as a Hugging Face checkpoint."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

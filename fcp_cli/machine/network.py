@@ -38,7 +38,7 @@ def addresses_of(host: str) -> tuple[str, ...]:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address never leaves the machine; a name that is no address does not count."""
+    """Return whether a text is an IP address of the loopback interface; a name never is, not even `localhost`."""
     with suppress(ValueError):
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     return False

@@ -315,12 +315,16 @@ def exchanged_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> i
 
 
 def state_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> tuple[float, float]:
-    """Return the bytes that state layers keep in rings on top of `attention_bytes`: per sequence, and per token.
+    """Return the bytes that a layer with states keeps in a ring, beyond `attention_bytes`: per sequence, per token.
 
-    Linear attention keeps of each of a sequence's two chunks the state that the kernel began with, A, and the state
-    that arrived; of a token the columns beside its values, and what it reads of that state. State spaces keep the
-    states that arrived; of a token what reads them, and its time steps, beside the copies in a kernel's batches, and
-    the factor by which each head reads.
+    Both are 0 for layers without states. A member holds two chunks of each sequence.
+
+    Linear attention. Per chunk: the state [0 | I] that its kernel begins with, the matrix A, and the state that
+    arrives from other members (see `runtime.states.linear_attention`). Per token: the columns beside its values, and
+    what it reads of the state that arrives.
+
+    State spaces. Per chunk: the state that arrives. Per token: the vectors that read it and the time steps (both as
+    copies beside those in a kernel's batches), and the factor by which each head reads.
     """
     if kind.attention == "mamba":
         mamba = spec.mamba_figures

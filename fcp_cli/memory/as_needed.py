@@ -18,17 +18,17 @@ def as_needed_bytes(
     tokens: int,
     memory_of: Callable[[Recipe], RankMemory],
 ) -> float:
-    """Return the peak in bytes.
+    """Return the peak memory in bytes of a rank whose first layers may recompute at a higher level than the others.
 
-    Of two levels it is the start of backward, before which the first layers kept less, or that of these first layers,
-    when those behind them have been freed.
+    It is the larger of two moments: the start of the backward, when all layers hold what they kept (the first ones
+    less), and the start of the backward of the first layers, when the layers after them have been freed.
 
     Args:
-        spec: the model, whose layers keep alike.
+        spec: the model; all its layers are taken to keep equally much.
         recipe: the recipe of the plan.
-        levels: the levels of the plan's profile.
+        levels: the levels of the plan's profile, from which the tokens choose one or two.
         tokens: the tokens of the rank in the micro-batch.
-        memory_of: returns the memory of a rank whose layers all recompute alike.
+        memory_of: returns the memory of a rank under a recipe that all its layers follow.
     """
     number, count = layers_by_level(levels, tokens, spec.num_layers)
     pair = [replace(recipe, recompute=levels[max(place, 0)].recompute) for place in (number - 1, number)]

@@ -115,7 +115,7 @@ class Place(JobRanks):
     measured_bytes_per_token: float | None = None
 
     def peers(self, sync: Sync) -> int:
-        """Return how many ranks one is expected to meet, before there is a plan that says it."""
+        """Return how many others a rank is expected to exchange messages with in rings, before a plan says how many."""
         most = _EXPECTED_PEERS[sync] if self.most_peers is None else self.most_peers
         return min(most, self.num_ranks - 1)
 
@@ -246,7 +246,7 @@ class FittedRecipe:
         return self.tokens >= self.wanted_tokens
 
     def in_forward(self, place: Place) -> FittedRecipe:
-        """Return the room under the same recipe if only forward passes run."""
+        """Return the same recipe, with the memory and the tokens that fit if ranks run forward passes alone."""
         memory = self.memory.in_forward()
         per_token = memory.as_profile_memory(place.capacity_bytes).bytes_per_token
         return replace(self, memory=memory, tokens=memory.tokens(place.capacity_bytes), bytes_per_token=per_token)

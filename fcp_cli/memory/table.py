@@ -118,7 +118,7 @@ class RankMemory:
         return max(item.bytes_per_token for one in self.moments for item in one.items if item.name in names)
 
     def peak(self, tokens: float) -> Moment:
-        """Return the moment that needs the most with so many tokens in the largest micro-batch of the rank."""
+        """Return the moment of a step with the most bytes, if the rank's largest micro-batch has so many tokens."""
         return max(self.moments, key=lambda moment: moment.bytes_at(tokens))
 
     def total_bytes(self, tokens: float) -> float:

@@ -55,12 +55,12 @@ class Passes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backward:
-    """Layers and matrices of a backward.
+    """How much work a backward is, if parts of the model are frozen; by default nothing is.
 
     Attributes:
-        layers: share of the language model's layers that it reaches.
-        language: passes through the language model's matrices and its output layer.
-        vision: passes through the encoder and the projector; its `inputs` are 0 where no block is trained.
+        layers: share of the language model's layers that the backward reaches.
+        language: its passes over the language model's matrices and the output layer.
+        vision: its passes over the vision encoder and the projector; `inputs` is 0 if no block of them is trained.
     """
 
     layers: float = 1.0

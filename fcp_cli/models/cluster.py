@@ -99,7 +99,7 @@ class ClusterSpec:
 
     @property
     def attention_kernel(self) -> KernelName | None:
-        """The kernel that profiles are computed for, or None if one efficiency stands for any."""
+        """The attention kernel that computed profiles assume; None if `attention_efficiency` stands for any kernel."""
         return next(iter(self.attention), None)
 
     def running(self, kernel: KernelChoice) -> ClusterSpec:

@@ -24,12 +24,14 @@ messages to 7 peers on H100, 0.47 GB each. HCCL connects at first contact, too; 
 
 @dataclass(slots=True, kw_only=True)
 class PeerCount:
-    """Peers per rank over the steps given to `add`, in the order in which the runtime's rings visit their ranks.
+    """A running count of the pairs of ranks that exchange messages in the steps given to `add`.
 
-    A framework with a communicator of its own per group (Transformer Engine) connects two ranks once for each of them.
+    Ranks are neighbours as `ring_order` places them. A framework with a communicator of its own per group (Transformer
+    Engine) opens one connection per group for the same pair.
 
     Attributes:
-        new_pairs: per step, the pairs of ranks that had not talked before.
+        num_ranks, ranks_per_node: of the plan.
+        new_pairs: for each step added, how many pairs of ranks talked in it for the first time.
     """
 
     num_ranks: int
@@ -101,7 +103,7 @@ def count_peers(steps: Iterable[StepPlan], *, num_ranks: int, ranks_per_node: in
 
 
 def plan_peers(path: Path) -> PeerCount:
-    """Count the peers of the ranks of a plan file; its whole rows are read.
+    """Count, for each rank of a plan, the ranks that it exchanges messages with; reads the file to its end.
 
     Raises:
         PlanError: the file is missing or damaged.

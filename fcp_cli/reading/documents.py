@@ -79,7 +79,7 @@ def decode_record(line: str | bytes) -> Any:
 
 
 def decode_shape(line: str | bytes, kind: type[T]) -> T:
-    """Return the values of one record that a dataclass or a TypedDict names, without making any other."""
+    """Parse one record of JSON as a dataclass or a TypedDict; fields that it does not name are skipped, not built."""
     try:
         return msgspec.json.decode(line, type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as failure:

@@ -95,7 +95,10 @@ def sorting(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def of_numbers(test: Callable[..., bool]) -> Callable[..., bool]:
-    """Return a test that refuses texts, of which `%` would make others."""
+    """Wrap a template test that uses `%`, such as `divisibleby`, so that it refuses all but numbers.
+
+    On a text, `%` formats, and could make a huge text.
+    """
 
     @wraps(test)
     def checked(value: Any, *args: Any) -> bool:

@@ -49,7 +49,7 @@ class RenderingLimit:
             raise WorkLimitError("it takes too much work: loops too often, or over too much text")
 
     def read(self, value: Any) -> Any:
-        """Count a value that will be read to its depths, and return it."""
+        """Count the whole of a value, its nested items and characters, as work, and return the value."""
         kind = type(value)
         if kind is str:
             self.spend(len(value))

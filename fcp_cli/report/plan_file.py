@@ -86,11 +86,11 @@ class PlanFile:
 
 
 def open_plan(path: Path, *, quickly: bool = False) -> PlanFile:
-    """Open a plan; its `problems` record a content that differs from its hash.
+    """Open a plan. If its content does not have the hash that it states, `problems` of the result say so.
 
     Args:
         path: the plan.
-        quickly: do not read a large file whole for that.
+        quickly: skip the check of the hash if the file is large, since it reads the whole file.
     """
     plan = PlanFile(reader=PlanReader(path))
     if quickly and path.stat().st_size > _QUICK_BYTES:

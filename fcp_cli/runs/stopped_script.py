@@ -47,6 +47,6 @@ def read_stopped(run_dir: Path) -> StoppedScript | None:
 
 
 def forget_stopped(run_dir: Path) -> None:
-    """Remove the note: the training has ended by itself."""
+    """Remove the note of where a stopped training continues, if there is one: it has ended by itself since."""
     with suppress(FileNotFoundError):
         RunPaths(run_dir=run_dir).stopped.unlink()

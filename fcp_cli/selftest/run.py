@@ -51,7 +51,14 @@ def watch(
     limit_seconds: float,
     on_progress: Callable[[str], None],
 ) -> SelftestReport:
-    """Run a program that keeps the settings' diary, and end it if nothing happens for too long."""
+    """Run the program of the checks and report what it found; end it if it hangs.
+
+    Args:
+        settings: name the folder, and the diary to which the program writes its progress.
+        argv, environment: the program, and variables that it gets besides those of this process.
+        limit_seconds: how long the program may make no progress.
+        on_progress: is given what the program is at, when that changes.
+    """
     log = settings.folder / "ranks.log"
     with log.open("wb") as output:
         process = subprocess.Popen(argv, stdout=output, stderr=output, env={**os.environ, **environment})

@@ -44,12 +44,12 @@ class Scalars:
 
 
 class WandbRun:
-    """Logs TensorBoard's scalars, too; under `WANDB_MODE=offline` into the run directory only.
+    """Logs TensorBoard's scalars to Weights & Biases, too; under `WANDB_MODE=offline` only into the run directory.
 
     Args:
         project: the project of Weights & Biases.
-        run_dir: gives the run its name, and a resumed run the identity of the one before.
-        run: the record that begins the metrics.
+        run_dir: its name is the run's. A resumed run in the same directory continues the run there.
+        run: the first record of the metrics, of which the run's configuration is made.
     """
 
     def __init__(self, project: str, run_dir: Path, run: Mapping[str, Any]) -> None:

@@ -31,7 +31,7 @@ class Peak:
 
 
 def peak_of(device_name: str, recipe: Recipe) -> Peak | None:
-    """Return the peak of a device; None if it is not known, or the recipe multiplies in other types than 16 bits."""
+    """Return a device's peak operations per second; None if unknown, or if the recipe's products are not of 16 bits."""
     name = known_cluster(device_name)
     if name is None or recipe.precision not in _HALF_PRECISIONS:
         return None

@@ -101,10 +101,10 @@ def check_order(operations: Mapping[int, Sequence[Operation]], groups: Groups | 
 def deadlock(
     operations: Mapping[int, Sequence[Operation]], groups: Groups | None = None, *, queues: int | None = None
 ) -> str | None:
-    """Return which rank deadlocks, and on which operation, on devices with so many hardware queues; None if all end.
+    """Return where ranks deadlock on devices with so many hardware queues, as text; None if all operations end.
 
     Args:
-        operations, groups: those given to `check_order`, which they have passed but for deadlocks.
+        operations, groups: as for `check_order`; they keep all its rules, except that they may deadlock.
         queues: hardware queues of each device; None: one per stream.
     """
     return _QueueRun(_batches(operations), groups or {}, queues).to_the_end()

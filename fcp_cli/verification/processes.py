@@ -27,7 +27,7 @@ from fcp_cli.verification.replay import Replayed, replay_rank, synthetic_tokens,
 
 
 def replay_processes(plan: Path) -> list[Replayed]:
-    """Replay all steps of a plan on as many processes as it has ranks; return one account per rank."""
+    """Replay all steps of a plan on as many processes as it has ranks; return losses and gradients of each rank."""
     folder = plan.parent
     num_ranks = PlanReader(plan).metadata.num_ranks
     done = subprocess.run(

@@ -55,11 +55,13 @@ class Verification:
     """The outcome of a replay: its steps, its ranks, and its largest difference.
 
     Attributes:
-        ranks_are: processes over gloo, or threads of one process.
-        scale: factor on the lengths; 1 if they were short enough.
-        longest_tokens: longest sequence that was replayed.
-        unknown_masks: sequences whose masks the plan does not keep, replayed as causal.
-        order_fault: a deadlock on another back end, or None.
+        ranks_are: what ran as ranks: `processes` over gloo, or `threads` of one process.
+        scale: factor on the lengths; 1 if they were short enough to be replayed as they are.
+        longest_tokens: tokens of the longest sequence that was replayed.
+        steps: the replayed steps.
+        order_fault: why the order in which ranks issued messages and collectives could deadlock on another back end, as
+            `check_order` found; None if it could not.
+        unknown_masks: sequences whose masks the plan does not keep; they were replayed as causal.
     """
 
     plan: Path

@@ -75,11 +75,11 @@ def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Te
 
 
 def encoder_outputs(embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]:
-    """Return the arguments of the model's forward that replace pixels.
+    """Return the arguments of the model's forward that take the place of its pixels, per kind of picture.
 
     Args:
         embeddings: [visual tokens of this rank, 1, hidden].
-        kinds: the kinds of each.
+        kinds: the kind of each visual token, in the order of `embeddings`.
     """
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 

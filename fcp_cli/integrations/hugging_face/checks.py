@@ -87,7 +87,7 @@ def loss_kind(trainer: Any) -> str:
 
 
 def loss_function_of(trainer: Any) -> str | None:
-    """Return the trainer's `compute_loss_func` as messages name it, or None."""
+    """Return, for messages, the name and place of the trainer's `compute_loss_func`; None if it has none."""
     function = trainer.compute_loss_func
     return None if function is None else f"compute_loss_func ({place_of(function)})"
 

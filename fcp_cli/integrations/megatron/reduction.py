@@ -36,7 +36,9 @@ def _gather(groups: Sequence[Any]) -> None:
 
 @contextmanager
 def reduced_after_backwards(chunks: Sequence[Any], config: Any) -> Iterator[None]:
-    """Run a schedule within it: gradients are reduced once, when the schedule finalises them.
+    """Defer gradient reductions of a schedule that runs in this context to its end, when it finalises gradients.
+
+    Without it, `overlap_grad_reduce` would start them inside backwards.
 
     Args:
         chunks: the chunks of the model, as the schedule is given them.

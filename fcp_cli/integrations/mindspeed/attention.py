@@ -45,7 +45,10 @@ def scale_of(core: nn.Module, config: Any) -> float:
 
 
 def hook_rotary(rotary: nn.Module) -> None:
-    """Ask for whole tables: a sliced one would be that of the static group, and is kept for the next call."""
+    """Make a module of rotary embeddings return those of all positions within a plan's micro-batches.
+
+    By itself it cuts them for MindSpeed's static context-parallel group, and keeps the cut ones for the next call.
+    """
     rotary.register_forward_pre_hook(
         lambda _, args, kwargs: None if current_microbatch.get() is None else (args, {**kwargs, "packed_seq": True}),
         with_kwargs=True,

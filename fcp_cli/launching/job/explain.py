@@ -57,7 +57,12 @@ def explanation_document(job: Job) -> dict[str, Any]:
 
 
 def explanation_table(job: Job, width: int) -> Table:
-    """Return three columns that fit 80 characters, two if there are fewer; a long value is folded below its name."""
+    """Return a table of a job's environment variables, each with its value below its name and the reason for it.
+
+    Args:
+        job: the job.
+        width: columns of the terminal; a table for fewer than 80 leaves out where each value comes from.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.markup import escape
     from rich.table import Table

@@ -41,10 +41,10 @@ class JobState:
 
     Attributes:
         run_dir: the run directory.
-        where: `local`, or the scheduler with its own name of the job; "" if the run is unreadable.
-        state: the scheduler's word, or by its owner `running`, `finished`, `interrupted`, `failed` or `dead`, or
-            `unreadable`.
-        steps: the steps of the plan that are trained.
+        where: `local`, or the scheduler and the name that it gave the job; "" if the run is unreadable.
+        state: of a scheduler's job its own word, or `unknown`; of a local one `not started`, `running`, `finished`,
+            `interrupted`, `failed` or `dead`; `unreadable` if the run's files cannot be read.
+        steps: how many steps of the plan are trained so far.
         problem: why the run is unreadable, or "".
     """
 

@@ -95,7 +95,9 @@ def failed_ranks(summary: str, words: Mapping[int, Sequence[str]]) -> list[Faile
 
 
 def by_blame(found: Sequence[FailedRank], words: Mapping[int, Sequence[str]]) -> list[FailedRank]:
-    """Return the ranks that a launcher saw fail and those that print so themselves, the one to blame first.
+    """Return the failed ranks of this node, the one to blame first.
+
+    They are those that a launcher saw fail, and those whose own output says that they fail.
 
     Args:
         found: those that it saw, the first one first.

@@ -44,7 +44,7 @@ class LengthTable:
 
     @property
     def argument(self) -> str:
-        """Argument of a command line that names it; `-` for data that came from a pipe."""
+        """How an argument of a command line names this table's file; `-` for data that came from a pipe."""
         return "-" if self.name == "stdin" else self.name
 
     def take(self, rows: IntArray) -> LengthTable:

@@ -13,12 +13,12 @@ from fcp_cli.plan.metadata.plan_metadata import PlanMetadata, PlanPart
 
 
 def part_of_steps(text: str, first_step: int, steps: int) -> tuple[PlanPart, int]:
-    """Parse `--steps A:B`: return the part, and the number of its steps.
+    """Parse `--steps A:B`: return the part of steps A to B - 1, and how many steps it has.
 
     Args:
-        text: the text, as typed; without A from the first step, without B to the last.
-        first_step: the first step of the plan.
-        steps: the steps of the plan.
+        text: the text, as typed; A may be left out (the first step), so may B (up to the last).
+        first_step: the first step of the whole plan.
+        steps: how many steps the whole plan has.
     """
     begin, _, end = text.partition(":")
     if not all(word.isdecimal() for word in (begin, end) if word):

@@ -77,7 +77,7 @@ def broken_seconds(values: FloatArray) -> npt.NDArray[np.bool_]:
 
 
 def list_sizes(table: pa.Table, column: str) -> npt.NDArray[np.int64]:
-    """Return [rows] the items of each list of a column."""
+    """Return [rows] how many items each list of a column has."""
     return np.asarray(pc.list_value_length(table.column(column)).to_numpy(), dtype=np.int64)
 
 

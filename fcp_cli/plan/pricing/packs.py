@@ -52,7 +52,7 @@ class PlacedPacks(NamedTuple):
 
 
 def encoder_shares(setup: PlanSetup, profile: CostProfile) -> EncoderShares | None:
-    """Return who encodes the pictures of a wave; None if each ring encodes its own."""
+    """Return which ranks share the encoding of a wave's pictures, and when; None if each ring encodes its own."""
     if setup.encoder_balance is None:
         return None
     if not setup.encoder_ranks:

@@ -148,9 +148,14 @@ def schedule(
 
 @kernel
 def follow(target: float, end: float, ride: bool, work_limit: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Return the rings, single-rank packs and timelines by the target of a like step, which ends at `end`.
+    """Return the schedule of a part whose search is skipped: it takes the target that `schedule` found for a like part.
 
-    Later targets are tried too if this step then ends later, until all sequences end by one of them.
+    If this part ends later than that one with this target, later targets are tried, until all its sequences end by
+    their target. The best schedule is returned, as its rings, single-rank packs and timelines.
+
+    Args:
+        target, end: the target and the end that `schedule` returned for the other part, in seconds.
+        ride, work_limit, sequences, inputs: as in `schedule`.
     """
     n = len(sequences.work)
     bins = inputs.num_ranks + min(4 * inputs.num_ranks, n)

@@ -43,7 +43,13 @@ _MARGIN = 1e-9  # relative; by so much a bound may be rounded up
 
 
 class Packs(NamedTuple):
-    """Sequences in packs: [sequences] the pack of each, how many there are, and [packs] their groups, or none yet."""
+    """Sequences in packs.
+
+    Attributes:
+        of: [sequences] the pack of each sequence.
+        number: how many packs there are.
+        group_of: [packs] the group of each pack; empty until packs have groups.
+    """
 
     of: IntArray
     number: int

@@ -51,16 +51,17 @@ class Wave(NamedTuple):
     No array overflows: every group has at least one rank to itself, so there are at most `num_ranks` groups.
 
     Attributes:
-        degree, first, across, loads: [num_ranks] per group, of which `first` is the first rank; see `pack_seconds`.
-        group_of: [sequences] group of each sequence that the wave took.
-        free, start: [nodes] ranks of a node that have no group yet, which are neighbours, and the first of them.
-        bucket, next_node, before_node: [ranks_per_node + 1] and [nodes] nodes by free ranks, as lists linked both ways
-            that end with -1.
+        degree, first: [num_ranks] how many ranks each group has, and the first of them.
+        across, loads: [num_ranks] of each group, see `pack_seconds`.
+        group_of: [sequences] the group of each sequence that the wave took.
+        free, start: [nodes] how many ranks of a node have no group yet, and the first of them; they are contiguous.
+        bucket: [ranks_per_node + 1] for each number of free ranks, the first node with so many, or -1.
+        next_node, before_node: [nodes] the others with as many, linked both ways; -1 at the ends.
         used: [num_ranks] 1 for a rank that has a group; kept only if rings come from a catalogue.
         used_before: [num_ranks + 1] how many of the ranks before each are used.
         groups: [1] number of groups.
-        too_wide: [1] degree for which no run of free ranks over nodes was found; while a wave is filled, no more
-            ranks become free, so that wider groups need no look.
+        too_wide: [1] least degree for which no run of free ranks over nodes was found. Ranks only become fewer while a
+            wave is filled, so wider groups are not looked for.
     """
 
     degree: IntArray

@@ -77,10 +77,10 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement(Subject):
-    """A subject to measure now.
+    """A request to measure a subject, as the ranks of the worker read it.
 
     Attributes:
-        budget_seconds: the budget seconds for observations, without the start of the processes.
+        budget_seconds: how long observations may take; the start of the processes does not count.
         samples: file of the observations; only rank 0 writes it.
     """
 

@@ -11,9 +11,10 @@ from fcp_cli.runtime.gradients import PlainSync
 
 
 class UpdateStep:
-    """Runs the end of a step on the gradients that a workload has left.
+    """Runs the end of a step, to time it: sums, clips and applies the gradients that a workload has left.
 
-    The sum is an all-reduce: if the job scatters gradients and gathers weights, as many bytes travel.
+    Gradients are summed by an all-reduce, also for a job that reduce-scatters gradients and gathers weights: the
+    bytes are as many.
 
     Args:
         workload: the workload that has run at least one micro-batch.

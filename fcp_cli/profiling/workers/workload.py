@@ -107,12 +107,12 @@ class GradientSums:
 
 
 class Workload:
-    """Runs one member's part of a micro-batch.
+    """Runs micro-batches of given lengths on this rank, forward and backward, as a training job would.
 
     Args:
         model: the model, as `build_model` makes it, perhaps wrapped.
         device: its device.
-        recipe: the recipe that packs run under.
+        recipe: the precision, recomputation and offloading that micro-batches run under.
         transport: carries the hops of rings of several members.
     """
 

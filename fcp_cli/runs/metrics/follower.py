@@ -12,11 +12,12 @@ from fcp_cli.reading.inputs import bounded_lines, open_input
 
 
 class FileFollower:
-    """The part of a file that has not been read yet.
+    """Reads what others append to a file; each call returns what came since the last one.
 
     Attributes:
-        offset: bytes read so far; 0 again once the file was replaced or cut short, as a resumed run does with its
-            metrics: it is then read from its top.
+        path: the file.
+        offset: bytes read so far. It goes back to 0, to read all again, if the file was replaced or cut short, as a
+            resumed run does with its metrics.
     """
 
     def __init__(self, path: Path) -> None:

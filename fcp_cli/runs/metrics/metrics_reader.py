@@ -91,14 +91,15 @@ def run_step(record: StepRecord) -> RunStep:
 
 @dataclass(kw_only=True, slots=True)
 class RunFile:
-    """A metrics file: the record of its latest start, and its steps.
+    """A metrics file, which has one `run` record per start of the run, and a record per step.
 
     Attributes:
-        run: the first `run` record, or the latest that was met.
-        plan_hash: if given, steps of other plans are skipped.
-        plan_steps: if given, other steps are skipped.
-        problems: one line each, complete once the steps have been read.
-        evaluations: step -> loss of the held-out rows after it, complete once the steps have been read.
+        path: the file.
+        run: the first `run` record of the file; while `steps` reads on, the latest that it has passed.
+        plan_hash: if given, steps that followed other plans are skipped.
+        plan_steps: if given, steps outside of it are skipped.
+        problems: one line each, complete once `steps` has read to the end.
+        evaluations: step -> loss of the held-out rows after it; complete once `steps` has read to the end.
     """
 
     path: Path

@@ -39,7 +39,7 @@ class PackDigest:
 
     @property
     def share(self) -> int:
-        """Return a number of 64 bits; those of all members add up to zero if all have the same digests."""
+        """Return this member's 64-bit summand: those of a ring add up to 0, modulo 2^64, if all digests are equal."""
         content = ",".join(map(str, (self.order, *self.digests))).encode()
         own = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
         return (own * (self.degree - 1) if self.member == 0 else -own) % _WORD

@@ -16,7 +16,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def with_equal_sizes(forward: Method) -> Method:
-    """Wrap `AttentionKernel.forward` of a kernel that wants heads of one size."""
+    """Wrap `AttentionKernel.forward` of a kernel that wants heads of one size: pad with zeros, and cut the result."""
 
     @wraps(forward)
     def widened(kernel: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Any:

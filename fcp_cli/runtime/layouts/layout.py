@@ -126,7 +126,7 @@ class ShardLayout(ABC):
     @property
     @abstractmethod
     def ring(self) -> RingLayout:
-        """Return the layout around the ring, of members or of sets of members that share the heads."""
+        """Return the layout of the ring: this one or, if members share heads, that in which each set is one member."""
 
     @property
     def total_tokens(self) -> int:

@@ -54,9 +54,9 @@ class Refits:
     """Schedule of a stream's refits; the same on all ranks.
 
     Args:
-        every: steps; None: never again.
-        opened: first message of rank 0's planner process: the recorded `refits`, and the step that they are
-            `planned_to`, before which nothing is measured anew.
+        every: steps from one refit of the cost profile to the next; None: no more of them.
+        opened: first message of rank 0's planner process: under `refits` those recorded in its journal, and under
+            `planned_to` the step up to which the journal has plans: no refit is due before it.
         begins: step that is planned first.
     """
 

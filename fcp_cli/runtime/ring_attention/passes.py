@@ -132,7 +132,10 @@ def lse_of_tokens(member: Ring, kept: SavedForBackward, *, heads: int) -> Waits[
 
 
 def exchanged_again(member: Ring, own: SavedForBackward) -> Waits[SavedForBackward]:
-    """Return the saved tensors of `group_forward`, computed from q, k, v, out and lse of the member's own tokens."""
+    """Return what `group_forward` saves, from q, k, v, out and lse of the member's own tokens: repeats head exchanges.
+
+    For compiled graphs, which save tensors of the member's own tokens alone; see `lse_of_tokens`.
+    """
     if member.heads_degree == 1:
         return own
     exchange = member.head_exchange()

@@ -17,9 +17,10 @@ from fcp_cli.selftest.findings import Finding
 
 
 def check(bench: Bench) -> Finding:
-    """Compare grouped heads, head sizes, length 1 and many segments, on every kernel; each device answers for itself.
+    """Compare the results of every attention kernel with fp64, for several shapes, on each device.
 
-    A case that a kernel does not take, as a head size, is compared on the kernel that takes it in its place.
+    Shapes are grouped heads, head sizes, sequences of length 1, and many segments. If a kernel cannot take one, the
+    kernel that would run in its place is compared.
     """
     errors: dict[str, float] = {}
     every = [(kernel, case) for kernel in bench.kernels for case in cases(quick=bench.settings.quick)]

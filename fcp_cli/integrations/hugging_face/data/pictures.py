@@ -74,7 +74,7 @@ def has_masks_of_types(config: Any) -> bool:
 
 
 def size_of_row(batch: Any, row: int, *, pairs: bool = False, config: Any = None) -> RowSize:
-    """Return the size of a row as `one_row` reads it."""
+    """Return how a manifest would count a row of the data; for the arguments see `one_row`."""
     found = one_row(batch, row, pairs=pairs, masked=has_masks_of_types(config), config=config)
     if isinstance(found, tuple):
         return RowSize(len(found[0]))

@@ -61,9 +61,15 @@ class _ScriptBatch(dict[str, Any]):
 
 
 def shares_data(data_iterator: Any, replica: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether a process of this replica reads no data and needs none. All its processes call it.
+    """Return whether the process that reads data has to pass its step on to others of this replica, which read none.
 
-    Scripts that broadcast with their own function cannot: it would wait for the static length.
+    Collective over the replica. False, too, for scripts that broadcast batches with a function of their own, which was
+    not hooked: it expects the static length.
+
+    Args:
+        data_iterator: this process's; None if it reads no data.
+        replica: the processes of one rank of the plan.
+        device: the device of the collective.
     """
     found = {getattr(sys.modules.get(module), _HOOKED, None) for module in _MODULES}
     if dist.get_world_size(replica) == 1 or not found.intersection(_hooked):

@@ -37,14 +37,14 @@ _PLACEHOLDERS: Final = ("<image>", "<video>")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaSizes:
-    """A source of sizes: JSON lines, a table, LLaVA-style JSON, a WebDataset.
+    """A source that gives the sizes of images and videos: JSON lines, a table, LLaVA-style JSON, a WebDataset.
 
     Attributes:
         path: the file, or the folder that holds `files`, absolute.
         files: the files in the order of their rows.
-        processor: how the model's family turns pixels into tokens.
-        count_text: tokens of the short texts that it puts between visual tokens.
-        counted_by: source of `count_text`, for the manifest: a tokenizer file, or `rule`.
+        processor: computes from a size how many tokens and patches the model's family makes of it.
+        count_text: counts the tokens of the short texts that `processor` puts between visual tokens.
+        counted_by: what `count_text` counts by, for the manifest: a tokenizer file, or `rule`.
     """
 
     path: Path

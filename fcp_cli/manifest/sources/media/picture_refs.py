@@ -48,7 +48,7 @@ class FilePicture:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TarPicture:
-    """The bytes of an uncompressed tar that a member takes."""
+    """A picture that is a member of an uncompressed tar, by its place in that file."""
 
     path: Path
     member: str
