@@ -48,8 +48,10 @@ _SYNCS: Final[tuple[Sync, ...]] = ("iteration", "microbatch")
 _REDUCES: Final[tuple[Reduce, ...]] = ("wave", "step")
 _STAGE_BUDGETS: Final = 5  # token budgets of pipelines whose stages recompute as needed
 
-# Ranks that one meets in the rings of 20 steps, at most, in plans for 64 ranks: they still meet more under microbatch.
-_EXPECTED_PEERS: Final[Mapping[Sync, int]] = {"iteration": 9, "microbatch": 22}
+# Peers of a rank, at most, if groups are of neighbouring ranks, as fcp's are. Those of rings are counted over all
+# groups that there may be (planning.fcp.peer_limit); plans that share heads had 14 on nodes of eight, at most.
+RING_PEERS: Final = 8
+_SHARED_HEADS_PEERS: Final = 22
 
 
 def sharing_ranks(attention: SplitAttention | None, shape: RankShape) -> int:
@@ -61,12 +63,12 @@ def sharing_ranks(attention: SplitAttention | None, shape: RankShape) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRanks(RankShape):
-    """JobRanks of a job, as far as the memory of one depends on them.
+    """Ranks of a job, as far as the memory of one depends on them.
 
     Attributes:
         virtual_stages: blocks of layers on each stage of a pipeline.
         expert_parallel: ranks that share out the experts of a layer.
-        most_peers: ranks that one may meet in rings; None: as many as plans usually have.
+        most_peers: peers that a rank may have; None: as many as groups of neighbouring ranks need.
         sharing: ranks that may share heads, at most.
     """
 
@@ -114,10 +116,11 @@ class Place(JobRanks):
     on_cpu: bool = False
     measured_bytes_per_token: float | None = None
 
-    def peers(self, sync: Sync) -> int:
-        """Return how many others a rank is expected to exchange messages with in rings, before a plan says how many."""
-        most = _EXPECTED_PEERS[sync] if self.most_peers is None else self.most_peers
-        return min(most, self.num_ranks - 1)
+    @property
+    def peers(self) -> int:
+        """Peers of a rank, at most, before a plan says how many."""
+        expected = RING_PEERS if self.sharing == 1 else min(RING_PEERS + self.sharing, _SHARED_HEADS_PEERS)
+        return min(expected if self.most_peers is None else self.most_peers, self.num_ranks - 1)
 
     def memory(self, spec: ModelSpec, recipe: Recipe, sync: Sync) -> RankMemory:
         """Return the memory of a rank."""
@@ -128,7 +131,7 @@ class Place(JobRanks):
             ranks=self.num_ranks,
             cut=self.cut,
             on_cpu=self.on_cpu,
-            peers=self.peers(sync),
+            peers=self.peers,
             sharing=self.sharing,
         )
 

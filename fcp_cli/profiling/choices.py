@@ -61,7 +61,7 @@ def computed_profile(request: ProfileRequest, assumptions: Assumptions) -> CostP
 
     def profile_of(recipe: Recipe) -> CostProfile:
         return analytic_profile(
-            spec, cluster, recipe=recipe, sync=fit.sync, ranks=ranks, cut=place.cut, peers=place.peers(fit.sync)
+            spec, cluster, recipe=recipe, sync=fit.sync, ranks=ranks, cut=place.cut, peers=place.peers
         )
 
     return as_needed_profile(fit.recipe, fit.level_tokens, profile_of) if fit.level_tokens else profile_of(fit.recipe)

@@ -381,7 +381,7 @@ class _Basis:
             sync=fit.sync,
             ranks=self.ranks.num_ranks,
             cut=self.place.cut,
-            peers=self.place.peers(fit.sync),
+            peers=self.place.peers,
         )
 
     def quickest(self, usual: FittedRecipe, data: RecipeData) -> RecipeChoice | None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fcp_cli.errors import UsageError
 from fcp_cli.manifest.table.table import LengthTable
+from fcp_cli.memory.fitting import RING_PEERS
 from fcp_cli.plan.check import check_plan
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.plan.peers import count_peers, plan_peers
@@ -120,3 +121,15 @@ def test_a_plan_states_its_limit_and_a_check_proves_it(tmp_path: Path) -> None:
     assert result.summary.peers is not None
     assert result.summary.peers.most == plan_peers(plan).most <= 8
     assert list(check_plan(plan)) == []
+
+
+@settings(max_examples=40)
+@given(num_ranks=st.integers(2, 80), ranks_per_node=st.integers(1, 16))
+def test_memory_is_set_aside_for_as_many_peers_as_any_rings_of_neighbours_need(
+    num_ranks: int, ranks_per_node: int
+) -> None:
+    assert most_peers(False, num_ranks=num_ranks, ranks_per_node=ranks_per_node) <= RING_PEERS
+
+
+def test_no_more_memory_is_set_aside_for_peers_than_some_machine_needs() -> None:
+    assert most_peers(False, num_ranks=64, ranks_per_node=8) == RING_PEERS

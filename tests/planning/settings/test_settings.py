@@ -135,18 +135,19 @@ def test_a_profile_of_64_ranks_is_budgeted_anew_for_8(folder: Path) -> None:
 
 
 def test_the_budget_counts_copies_of_keys_that_ranks_may_hold(folder: Path) -> None:
-    """64 ranks split 32 heads, 8 of keys and values, into copies; the 8 of a node do not."""
+    """64 ranks split 32 heads, 8 of keys and values, into copies; the 8 of a node do not, but have more peers."""
 
     def tokens(attention: Any) -> int:
         return resolve(PlanRequest(manifest=DATASET, attention=attention), Assumptions()).problem.tokens_per_rank
 
     computed = profile_of(folder)
     computed_tokens = [tokens("ring"), tokens("2d"), tokens("auto"), tokens("ulysses")]
-    assert len({*computed_tokens[:3]}) == 1
-    assert 0.9 < computed_tokens[3] / computed_tokens[0] < 1.0
+    assert computed_tokens[1] == computed_tokens[2]
+    assert 0.9 < computed_tokens[1] / computed_tokens[0] < 1.0
+    assert 0.85 < computed_tokens[3] / computed_tokens[1] < 1.0
     readings = [{"tokens": count, "peak_bytes": 1.0} for count in (1024, 2048)]
     profile_of(folder, origin="measured", measurement={"memory_readings": readings})
-    assert tokens("ulysses") < tokens("2d") == tokens("ring")
+    assert tokens("ulysses") < tokens("2d") < tokens("ring")
     profile_of(folder, recipe=None)  # which says nothing of what is kept
     assert tokens("ulysses") < tokens("2d") == tokens("ring") == computed.memory.tokens_per_rank()
 
