@@ -75,13 +75,11 @@ def _write_whole_lines() -> None:
 
 
 def _watch_optimizers(optimizer: ModuleType) -> None:
-    """Make sure, before the first optimizer step of the process, that its gradients came from the plan."""
+    """Make sure, before an optimizer step of the process, that its gradients came from the plan.
 
-    def check(*_: Any) -> None:
-        handle.remove()
-        require_followed()
-
-    handle = optimizer.register_optimizer_step_pre_hook(check)
+    The hook stays: PyTorch iterates over the hooks as it calls them, so none can remove itself if there are others.
+    """
+    optimizer.register_optimizer_step_pre_hook(lambda *_: require_followed())
 
 
 def _leave_at_exit(distributed: ModuleType) -> None:

@@ -151,10 +151,12 @@ def test_where_accelerate_started_it_the_flag_is_named_that_starts_ranks(monkeyp
     )
 
 
-def test_a_script_that_follows_it_is_not(folder: Path) -> None:
+def test_a_script_that_follows_it_is_not_even_with_optimizer_hooks_of_its_own(folder: Path) -> None:
     plan = write_plan(folder / "plan.parquet", [[Row([0], [4])]], num_ranks=1)
     (folder / "follows.py").write_text(
         f"{TELL_AT_EXIT}"
+        "from torch.optim.optimizer import register_optimizer_step_pre_hook\n"
+        "register_optimizer_step_pre_hook(lambda *_: None)\n"
         "from fcp_cli import runtime\n"
         "for step in runtime.steps(fetch=lambda row: [1, 2, 3, 4]):\n"
         "    for batch in step:\n"
