@@ -1,4 +1,4 @@
-"""The loss whose gradient no plan can change: the sum of token losses / tokens of the global batch.
+"""The loss whose gradient no plan can change: the sum of token losses / trained tokens of the global batch.
 
 Every rank adds its own tokens' share and gradients are summed over ranks, so it does not matter which ranks ran a
 sequence together. A mean per group or per rank would weigh tokens by how the plan happened to pack them.

@@ -58,8 +58,8 @@ class LocalMicroBatch:
     def loss(self, logits: Tensor) -> Tensor:
         """Return this rank's share of the step's loss, to call backward on.
 
-        It is the sum of its token losses / tokens of the global batch, times the factor that undoes the averaging of
-        DDP and FSDP2.
+        It is the sum of its token losses / `divisor`, times the factor that undoes the average of FSDP2
+        and DeepSpeed.
 
         Args:
             logits: [1, tokens, vocabulary] for `input_ids`.

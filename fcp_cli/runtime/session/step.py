@@ -35,8 +35,9 @@ _BACKWARD_TOO_EARLY = (
 class Step(FollowedStep):
     """One optimizer step of one rank: iterate it, to the end, for the micro-batches.
 
-    During a micro-batch, its ring is current for `attention`, and no gradient is reduced.
-    After the last one, gradients are sums over all ranks and the optimizer may step.
+    During a micro-batch, its ring is current for `attention`. FSDP2 and DeepSpeed may reduce gradients in its backward,
+    plain models and DDP do so when the iteration ends. Then gradients are sums over all ranks, and the optimizer may
+    step.
 
     Attributes:
         is_skipped: whether the finished step has no gradients because a rank's loss was not finite (`on_nan`).
