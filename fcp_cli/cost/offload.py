@@ -48,7 +48,6 @@ def offload_cost(
     Args:
         input_bytes: the size of one layer's input: tokens of the rank x width x bytes of a number.
         layers: recomputed ones.
-        forward_seconds: the forward seconds of one layer.
         backward_seconds: the backward seconds of one layer, its recomputation included.
         bytes_per_second: one direction of the link between device and host, of this rank's share of it.
     """

@@ -28,7 +28,6 @@ class RecomputeLevel:
     """A kind of recomputation that layers may run with.
 
     Attributes:
-        recompute: the kind.
         tokens: the tokens that a rank holds if all layers run with it.
         seconds_per_token: the seconds per token of all layers, longer than with the first level.
     """

@@ -229,7 +229,6 @@ class FittedRecipe:
 
     Attributes:
         recipe, sync: chosen, or as they were asked for.
-        memory: the memory of a rank.
         tokens: the tokens that a rank may hold; 0 where not even the model fits.
         wanted_tokens: the tokens that were to fit.
         bytes_per_token: the bytes that a token takes where tokens are most, by the memory model or as measured.
@@ -285,7 +284,6 @@ def fitting_recipe(
     after all of that, since it cannot hide behind the computation, and moving activations to the host last.
 
     Args:
-        spec: the model.
         request: settings that were given; only open ones are chosen.
         place: ranks and devices.
         sync: the sync of the plan; None: chosen, too.

@@ -33,7 +33,6 @@ def rank_memory(
     """Return the memory of a rank's fullest device in a step of several micro-batches.
 
     Args:
-        spec: the model.
         recipe: the settings that the job runs with.
         sync: the plan's; under `iteration`, gradients are reduced once a step.
         ranks: the ranks of the job.

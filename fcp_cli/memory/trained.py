@@ -40,7 +40,6 @@ class Passes:
     Attributes:
         inputs: the gradient of a matrix's input: of all matrices behind the first trained weight.
         weights: the gradient of the matrix itself: of those that are trained.
-        adapters: a forward of their adapters.
     """
 
     inputs: float = 1.0

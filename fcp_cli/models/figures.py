@@ -219,7 +219,6 @@ class Mamba:
 
     Attributes:
         heads: the heads that split the layer's inner width.
-        head_size: the head size of one.
         groups: the groups of heads that share the projections to and from the states; divides `heads`.
         state_size: numbers of the state for each of a head's.
         kernel_size: tokens of the short convolution before it.

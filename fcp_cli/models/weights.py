@@ -26,7 +26,6 @@ class WeightFiles:
     """The weights of a checkpoint folder.
 
     Attributes:
-        folder: the checkpoint.
         files: tensor's name in the checkpoint to the file that holds it.
     """
 

@@ -32,7 +32,6 @@ def check_plan(path: Path, *, manifest: LengthTable | None = None) -> Iterator[B
     """Check a plan file; yields its faults, none for a sound plan.
 
     Args:
-        path: the plan.
         manifest: the manifest of the plan; without it, lengths and the times of masked or multimodal sequences are
             checked only as far as the plan alone allows.
 

@@ -30,7 +30,6 @@ def lower_bound_seconds(work: Work, problem: Problem, *, extra_seconds: float = 
 
     Args:
         work: the work of the step's sequences.
-        problem: the problem of the plan.
         extra_seconds: the seconds of all waves together, outside that work.
     """
     global _last

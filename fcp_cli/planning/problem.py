@@ -74,7 +74,6 @@ def problem_of(metadata: PlanMetadata, *, name: str, step: int = 0) -> Problem:
     """Read the problem of a plan from its own metadata.
 
     Args:
-        metadata: the metadata of the plan.
         name: name of the file in messages.
         step: the step whose times and speeds hold, if they were measured anew while the run planned.
     """

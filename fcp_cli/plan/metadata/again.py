@@ -29,7 +29,6 @@ def plan_again(
     """Return the whole command that makes a plan like this one, under a name of its own.
 
     Args:
-        metadata: the metadata of the plan.
         plan: its file, which the command does not replace.
         ranks: other ranks than the plan's; ranks per node and token budget are then worked out anew.
         model: another model than the cost profile's; its recipe is then worked out anew.

@@ -23,7 +23,6 @@ class PlannedMasks:
     """Masks of all rows of the manifest.
 
     Attributes:
-        kind: the kind of all of them.
         count: numbers of all rows together.
         packed: base64 of zlib of int32: how many numbers each row has, then the numbers; "" for `full`, which has none.
     """

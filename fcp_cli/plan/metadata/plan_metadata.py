@@ -90,7 +90,6 @@ class PlanPart:
 
     Attributes:
         first_step: number of the part's first step.
-        whole: steps of the whole plan.
     """
 
     first_step: NonNegativeCount

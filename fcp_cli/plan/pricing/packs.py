@@ -110,7 +110,6 @@ def step_prices(
 
     Args:
         step: the planned step; lengths are its own, after truncation.
-        setup: the setup of the plan.
         profile: any cost profile, the plan's own or another.
         rank_speeds: the rank speeds of the plan at this step; None: all as the profile says.
         manifest: gives `eta` and vision columns; without it every sequence counts as causal text.
@@ -138,9 +137,7 @@ def microbatch_prices(
     """Price packs on groups of ranks.
 
     Args:
-        packs: the packs on their groups.
         setup: gives nodes and padding.
-        profile: any cost profile.
         heads: [microbatches] ranks of each group that share heads; or how groups may share them, and each then does so
             that it takes least (`quickest_heads`); None: groups are rings.
     """

@@ -30,7 +30,6 @@ def static_speedup(
 
     Args:
         steps: planned steps, all or a sample of a plan.
-        problem: the problem of the plan.
         longest_tokens: the tokens of the longest sequence of the whole plan, which a static degree must be able to
             hold.
         manifest: gives `eta` and vision columns.

@@ -26,9 +26,7 @@ def comparison(job: JobFacts, batches: GlobalBatches, planned: float, steps: Seq
 
     Args:
         job: facts of the loop; pairs of answers are compared with nothing.
-        batches: the batches of the plan.
         planned: mean predicted seconds of `steps`.
-        steps: the steps of the plan.
     """
     if job.loop == "DPOTrainer":
         return ""

@@ -88,7 +88,6 @@ def best_static(problem: Problem, longest_tokens: int, batches: Sequence[Batch])
     Its groups are always rings, as users run them today.
 
     Args:
-        problem: the problem to plan for.
         longest_tokens: the longest sequence that the one degree must hold.
         batches: the batches to tune and measure on.
     """

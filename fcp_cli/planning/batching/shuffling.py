@@ -25,7 +25,6 @@ def permuted(positions: IntArray, rows: int, key: Sequence[int]) -> IntArray:
 
     Args:
         positions: [n] each of 0 to rows - 1.
-        rows: rows of the permutation.
         key: seed, epoch and the like; every key gives another permutation.
     """
     round_keys = np.random.SeedSequence(list(key), spawn_key=(2,)).generate_state(_ROUNDS, np.uint64).astype(np.uint64)

@@ -275,7 +275,6 @@ def _with_kept_times(
     """Return the inputs under times that are kept for this model on this hardware, if none were given.
 
     Args:
-        request, inputs: the request and inputs of the plan.
         job: facts of the loop.
         before: profile by which an earlier start of this job planned; None: it starts for the first time.
 

@@ -153,9 +153,7 @@ def plan_estimate(batches: GlobalBatches, numbers: range, solver: Solver, worker
     """Plan a few steps and describe time and size of all; None for a plan that is too short to be worth it.
 
     Args:
-        batches: the batches of the whole plan.
         numbers: the batches that will be planned, of which the first are sampled.
-        solver: the solver of the plan.
         workers: number of processes.
     """
     size = batches.settings.global_batch_size
@@ -204,7 +202,6 @@ def kept_steps(batches: GlobalBatches, journal: Journal, first: int = 0) -> Iter
     """Yield the steps that a journal holds, each proven to be a plan of its batch: digests do not stop a forger.
 
     Args:
-        batches: the batches of the plan.
         journal: the journal of its steps from batch `first` on.
         first: the first of the batches that are planned.
 

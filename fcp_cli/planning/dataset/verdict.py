@@ -47,7 +47,6 @@ class Verdict:
     """Whether a plan pays, by the cost model.
 
     Attributes:
-        solver: the solver of the plan.
         device_hours: the device-hours that an epoch takes under the plan.
         rivals: those that can run the data at all.
         remedy: the setting under which fcp would be quickest by far; None: none that was tried.
@@ -108,8 +107,6 @@ def plan_verdict(
     """Return the verdict on a finished plan; a few of its steps are planned again for that.
 
     Args:
-        result: the plan.
-        sample: the sample of its steps.
         inputs: the inputs that it was made of.
         request: the request that it was asked with.
         static: predicted time of the best static plan / that of the sample, and its degree.

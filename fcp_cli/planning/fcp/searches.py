@@ -95,7 +95,6 @@ def assign_waves(
         order: [sequences] position in the batch of each sequence.
         sequences: the sequences by falling work.
         inputs: the ranks and their prices.
-        limit_seconds: the limit seconds of a step that is known.
     """
     found, held, waves = [], np.empty(0, dtype=np.int64), 0
     seconds, work = 0.0, float(sequences.work.sum())  # planned, and not yet planned

@@ -50,7 +50,6 @@ def assign_at_speeds(batch: Batch, problem: Problem, speeds: Speeds, solve: Solv
 
     Args:
         batch: the global batch.
-        problem: the problem with the speeds.
         speeds: [ranks] of it.
         solve: plans it for ranks of speed 1.
     """

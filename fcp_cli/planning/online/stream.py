@@ -29,7 +29,6 @@ class Window:
     """Batches that were read together, one or as many as `--reorder-window` says.
 
     Attributes:
-        first_step: the step of its first batch.
         first_sequence: number of its first sequence in the stream.
         sizes: sequences of each batch.
         table: [sequences] lengths and work factors.

@@ -81,9 +81,7 @@ def solve(buckets: Buckets, problem: Problem, *, degrees: Sequence[int], seconds
     """Choose the groups for one micro-batch; None if the time limit passed without any.
 
     Args:
-        buckets: the buckets of the micro-batch.
         problem: ranks, token budget, cost profile.
-        degrees: the degrees that groups may have.
         seconds_limit: the seconds limit for HiGHS; its answer at the limit depends on the machine's speed.
     """
     program = _Program(buckets, problem, degrees)

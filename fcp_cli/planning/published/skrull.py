@@ -72,7 +72,6 @@ def local_ranks(tokens: IntArray, seconds: FloatArray, ranks: int, limit: int, *
     Args:
         tokens: [sequences] which `ranks` ranks of `limit` tokens hold together.
         seconds: [sequences] of each on one rank.
-        ranks: the ranks of the group.
         limit: tokens of a rank.
         shared: how many of the longest the group shares from the start.
     """

@@ -47,7 +47,6 @@ def quickest_degree(
     """Return the strategy at the degree that is quickest over a sample of the plan's steps.
 
     Args:
-        batches: the batches of the plan.
         made: makes the strategy at a degree.
         seconds: predicts the seconds of a step.
     """
@@ -101,8 +100,6 @@ def balanced_packs(tokens: IntArray, work: FloatArray, *, number: int, limit: in
     Args:
         tokens: [n] of each sequence.
         work: [n] of each sequence, in any unit.
-        number: the number of packs.
-        limit: tokens of a pack.
 
     Returns:
         The sequences of each pack, and those for which there was no room.

@@ -44,7 +44,6 @@ class Rollouts:
 
         Args:
             rollout: the argument of `fetch` for its tokens.
-            length_tokens: its length.
 
         Raises:
             UsageError: it has no tokens, or no more were to come.

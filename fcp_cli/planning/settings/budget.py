@@ -66,8 +66,6 @@ def choose_fit(spec: ModelSpec, request: PlanRequest, place: Place, *, own: Cost
     """Return the recipe of a plan.
 
     Args:
-        spec: the model.
-        request: the request of the user.
         place: the place of the plan's ranks.
         own: the profile whose recipe comes first, if it leaves room enough: its times are of that.
     """
@@ -121,7 +119,6 @@ def computed_budget(
     Args:
         spec, request, place: the description, request and place of the plan.
         assumptions: collects them.
-        fit: recipe of the plan.
         reason: why this one; None: it is the first of the fixed order.
     """
     if reason is None:
@@ -322,9 +319,7 @@ def options_that_hold(longest_tokens: int, budget: Budget, ranks: int) -> str:
     """Return the options of `fcp plan` under which its ranks hold a sequence that is too long for them.
 
     Args:
-        longest_tokens: the tokens of the sequence.
         budget: the budget of the plan; if it knows no model, only more ranks are sure to help.
-        ranks: the ranks of the plan.
     """
     if budget.room is not None:
         room = budget.room

@@ -104,7 +104,6 @@ class RecipeChoice:
         seconds: predicted mean of a sampled step under it.
         others: (candidate, seconds) of the other planned ones, quickest first.
         usual: the first recipe of the fixed order that leaves 16,384 tokens, or None if it holds not all sequences.
-        usual_seconds: the seconds under that one.
         tried: recipes that were planned or ruled out by their bound.
         steps: the steps of the sample.
     """

@@ -29,7 +29,6 @@ class Remedy:
     Attributes:
         flags: the flags of `fcp plan`, in addition to the given ones.
         factor: predicted seconds of fcp under it / of fcp as it was asked for.
-        tokens_per_rank: the tokens per rank under it.
         steps: the steps that this was computed on.
     """
 
@@ -45,8 +44,6 @@ def best_remedy(
     """Return the settings that would help most, and how many were tried.
 
     Args:
-        request: the request of the plan.
-        inputs: the inputs of the plan.
         sequences: a few of its global batches, which are planned again under each setting.
 
     Returns:

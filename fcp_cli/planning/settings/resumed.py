@@ -39,7 +39,6 @@ def resolve_continuation(
         assumptions: collects them.
         plan: the plan that the run followed.
         first_step: the first step that is not trained yet.
-        manifest: the plan's manifest.
         length_column: its column that was planned.
     """
     reader = PlanReader(plan)

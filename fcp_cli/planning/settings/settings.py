@@ -111,7 +111,6 @@ def resolve(
     """Complete the request; every assumption is recorded.
 
     Args:
-        request: the request of the user.
         assumptions: collects them.
         most_peers: ring peers that a rank may have, whose connections take memory; None: no limit.
         max_degree: 1 forbids rings, so that a rank must hold every sequence; None: no limit.
