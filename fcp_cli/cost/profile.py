@@ -304,24 +304,10 @@ def parse_cost_profile(text: str, *, name: str) -> CostProfile:
             f"{name}: recompute_levels come with recipe.recompute: as-needed, and neither without the other; "
             "'fcp profile --analytic --recompute as-needed' computes both"
         )
-    return CostProfile(
-        model=file.model,
-        cluster=file.cluster,
-        origin=file.origin,
-        coefficients=file.coefficients,
-        bandwidth=file.bandwidth_bytes_per_second,
-        common_ground=ground,
-        memory=file.memory or Memory(),
-        step=file.step or StepTerms(),
-        heads=file.heads,
-        recipe=file.recipe,
-        sync=file.sync,
-        recompute_levels=file.recompute_levels,
-        phase=file.phase,
-        attention_kernels=file.attention_kernels,
-        measurement=file.measurement or {},
-        text=text,
-    )
+    given = {name: value for name, value in fields_of(_File, file).items() if value is not None}
+    bandwidth = given.pop("bandwidth_bytes_per_second")
+    del given["format"]
+    return CostProfile(**given, bandwidth=bandwidth, text=text)
 
 
 def _require_time(coefficients: Coefficients, where: str) -> None:
