@@ -72,7 +72,7 @@ _OWN: Final[Mapping[str, Strategy]] = {
     "hydraulis": Strategy(factory=f"{_PUBLISHED}.hydraulis:make_solver", is_quick=False),
     "karmarkar-karp": Strategy(factory=f"{_PUBLISHED}.karmarkar_karp:make_solver"),
     "magi-attention": _unplanned("magi_attention"),
-    "megatron-any-degree": Strategy(factory=f"{_PUBLISHED}.megatron_any_degree:make_solver"),
+    "megatron-any-degree": Strategy(factory=f"{_PUBLISHED}.megatron_packing:make_any_degree"),
     "megatron-dynamic-cp": Strategy(factory=f"{_PUBLISHED}.megatron_dynamic_cp:make_solver"),
     "megatron-packing": Strategy(factory=f"{_PUBLISHED}.megatron_packing:make_solver"),
     "packing": Strategy(factory=f"{_PUBLISHED}.row_packing:make_solver"),

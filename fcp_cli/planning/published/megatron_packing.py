@@ -11,6 +11,14 @@ Written from the behaviour of `DefaultDynamicCPScheduler` there (`megatron/core/
 
 The sequences of a group are one pack. More generous than there, as for `megatron-dynamic-cp`: the budget that degrees
 follow from is halved up to three times and the quickest kept for every step; no barrier follows under `iteration`.
+
+`megatron-any-degree`: the same with degrees that are not rounded (NVIDIA/Megatron-LM#6801). The pull request's
+description and tests were read; its scheduler's code was in no copy. They say: a sequence needs as many ranks as hold
+it, five or three as well as four, groups are contiguous, and sequences for which powers of two leave no room, as three
+that need three of eight ranks, still fall back to one group of all. They do not say which wider degrees a sequence is
+offered, and how groups grow into ranks that stay empty. Two readings, the quicker kept for every step: the degree that
+is needed and its doublings, as before the change, or every degree from it on. The order of ranks in a ring, which
+bounds the peers of a rank by four, is that of every plan (`plan/ring_order.py`).
 """
 
 from __future__ import annotations
@@ -24,9 +32,9 @@ import numpy.typing as npt
 
 from fcp_cli.planning.baselines.drafts import Draft
 from fcp_cli.planning.batching.batches import GlobalBatches
-from fcp_cli.planning.problem import Batch
+from fcp_cli.planning.problem import Batch, Problem
 from fcp_cli.planning.published.megatron_dynamic_cp import MegatronDynamicCP, drafts_of, packed
-from fcp_cli.planning.published.megatron_rounds import Group, degree_needed
+from fcp_cli.planning.published.megatron_rounds import Group, degree_needed, ranks_needed
 
 _CAP = 1.05  # of longest x budget: the work that a rank may have in a micro-batch
 
@@ -34,6 +42,11 @@ _CAP = 1.05  # of longest x budget: the work that a rank may have in a micro-bat
 def make_solver(batches: GlobalBatches) -> MegatronPacking:
     """Make the solver for these batches."""
     return MegatronPacking(batches.problem)
+
+
+def make_any_degree(batches: GlobalBatches) -> MegatronPacking:
+    """Make the solver without rounded degrees."""
+    return MegatronPacking(batches.problem, name="megatron-any-degree", degrees=(DOUBLINGS, EVERY))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +66,13 @@ def doubled(degree: int) -> int:
     return 2 * degree
 
 
+def _next(degree: int) -> int:
+    return degree + 1
+
+
 POWERS_OF_TWO = Degrees(degree_needed, doubled)
+DOUBLINGS = Degrees(ranks_needed, doubled)
+EVERY = Degrees(ranks_needed, _next)
 
 
 @lru_cache(maxsize=1024)
@@ -67,12 +86,18 @@ def _offered(degrees: Degrees, degree: int, num_ranks: int) -> npt.NDArray[np.bo
 
 
 class MegatronPacking(MegatronDynamicCP):
-    name: str = "megatron-packing"
-    degrees: Sequence[Degrees] = (POWERS_OF_TWO,)
+    def __init__(
+        self, problem: Problem, *, name: str = "megatron-packing", degrees: Sequence[Degrees] = (POWERS_OF_TWO,)
+    ) -> None:
+        super().__init__(problem)
+        self.name, self._degrees = name, degrees
+
+    def _needed(self, length_tokens: int, max_tokens_per_rank: int) -> int:
+        return self._degrees[0].needed(length_tokens, max_tokens_per_rank)
 
     def _drafts(self, batch: Batch, lengths: list[int], tokens_per_rank: int) -> Iterator[Iterator[Draft]]:
         problem = self._problem
-        for degrees in self.degrees:
+        for degrees in self._degrees:
             rounds = packed_rounds(
                 lengths, max_tokens_per_rank=tokens_per_rank, num_ranks=problem.num_ranks, degrees=degrees
             )

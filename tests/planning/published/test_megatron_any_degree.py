@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fcp_cli.planning.published.megatron_any_degree import DOUBLINGS, EVERY
-from fcp_cli.planning.published.megatron_packing import Degrees, packed_rounds
+from fcp_cli.planning.published.megatron_packing import DOUBLINGS, EVERY, Degrees, packed_rounds
 
 both_readings = pytest.mark.parametrize("degrees", [DOUBLINGS, EVERY], ids=["doublings", "every"])
 

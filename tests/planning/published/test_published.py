@@ -15,7 +15,6 @@ from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.published import (
     bytescale,
     karmarkar_karp,
-    megatron_any_degree,
     megatron_dynamic_cp,
     megatron_packing,
     row_packing,
@@ -30,7 +29,7 @@ FACTORIES: dict[str, SolverFactory] = {
     "karmarkar-karp": karmarkar_karp.make_solver,
     "megatron-dynamic-cp": megatron_dynamic_cp.make_solver,
     "megatron-packing": megatron_packing.make_solver,
-    "megatron-any-degree": megatron_any_degree.make_solver,
+    "megatron-any-degree": megatron_packing.make_any_degree,
     "packing": row_packing.make_solver,
 }
 NAMES = list(FACTORIES)
