@@ -30,7 +30,8 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.batching.batches import BatchSettings
 from fcp_cli.planning.dataset.run import make_plan
 from fcp_cli.planning.settings.settings import PlanInputs
-from fcp_cli.runs.metrics.metrics import FORMAT, MetricsWriter, StepMeasurement, TimedMicroBatch
+from fcp_cli.runs.metrics.metrics import FORMAT, MetricsWriter, StepMeasurement
+from fcp_cli.runs.metrics.metrics_record import TimingRecord
 from fcp_cli.runtime.data.cursor import PlanCursor
 
 Found = TypeVar("Found")
@@ -131,9 +132,9 @@ def _run(plan: Path) -> None:
 
 
 def _as_planned(step: StepPlan, num_ranks: int) -> dict[str, Any]:
-    ranks: list[list[TimedMicroBatch]] = [[] for _ in range(num_ranks)]
+    ranks: list[list[TimingRecord]] = [[] for _ in range(num_ranks)]
     for row in step.microbatches():
-        timed = TimedMicroBatch(
+        timed = TimingRecord(
             order=row.order,
             degree=row.degree,
             tokens=row.tokens,

@@ -23,7 +23,7 @@ from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.recipe import Recipe, check_recipe
 from fcp_cli.runs.folder import RunPaths
-from fcp_cli.runs.metrics.metrics import EvaluationMeasurement, LengthBucket
+from fcp_cli.runs.metrics.metrics import evaluation_record
 from fcp_cli.runtime import Fetch, LocalMicroBatch, Session
 from fcp_cli.runtime.agreement.plan_agreement import agree_on_plan
 from fcp_cli.runtime.communication.connections import planned_hops
@@ -110,8 +110,8 @@ def evaluate(
     *,
     step: int,
     precision: Callable[[], AbstractContextManager[Any]],
-) -> EvaluationMeasurement:
-    """Return the mean loss of the learned tokens of all held-out rows. Every rank calls it.
+) -> dict[str, Any]:
+    """Return the `eval` record with the mean loss of the learned tokens of all held-out rows. Every rank calls it.
 
     Args:
         held_out: the rows and their plan.
@@ -131,15 +131,8 @@ def evaluate(
                     _add_losses(sums, microbatch, model, is_chunked=recipe.loss == "chunked")
     dist.all_reduce(sums)
     losses, tokens = sums.tolist()
-    return EvaluationMeasurement(
-        step=step,
-        seconds=time.perf_counter() - begin,
-        buckets=tuple(
-            LengthBucket(up_to_tokens=1 << bucket, tokens=int(tokens[bucket]), loss_sum=losses[bucket])
-            for bucket in range(_BUCKETS)
-            if tokens[bucket]
-        ),
-    )
+    buckets = [(1 << k, int(tokens[k]), losses[k]) for k in range(_BUCKETS) if tokens[k]]
+    return evaluation_record(step, seconds=time.perf_counter() - begin, buckets=buckets)
 
 
 class _ForwardOnly(GradientSync):

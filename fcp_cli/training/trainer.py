@@ -257,11 +257,11 @@ class Trainer:
         """Report the losses of held-out rows, if there are any. Every rank calls it."""
         if self.held_out is None:
             return
-        measured = evaluate(
+        record = evaluate(
             self.held_out, self.model, self.sharded.followed, self.recipe, step=step, precision=self._precision
         )
         if self.session.recorder is not None:
-            self.session.recorder.write(measured.record())
+            self.session.recorder.write(record)
 
     def _save(self, finished: int) -> None:
         if self.session.recorder is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fcp_cli.report.page.chart_parts import CONFIG
-from fcp_cli.runs.metrics.metrics import EvaluationMeasurement, LengthBucket
+from fcp_cli.runs.metrics.metrics import evaluation_record
 from tests.commands import planning_folder
 from tests.patience import PATIENCE_SECONDS
 from tests.report.edited_plans import change_column, edited
@@ -120,10 +120,9 @@ def test_the_page_names_model_cluster_and_where_its_times_come_from_and_no_path(
 
 
 def test_losses_of_held_out_rows_stand_beside_those_of_the_training(plan: Path, tmp_path: Path) -> None:
-    bucket = LengthBucket(up_to_tokens=64, tokens=10, loss_sum=42.0)
-    evaluations = [EvaluationMeasurement(step=step, seconds=1.0, buckets=[bucket]) for step in (1, 3, 7)]
+    evaluations = [evaluation_record(step, seconds=1.0, buckets=[(64, 10, 42.0)]) for step in (1, 3, 7)]
     run = write_run(tmp_path / "metrics.jsonl", plan)
-    run.write_text(run.read_text() + "".join(json.dumps(one.record()) + "\n" for one in evaluations))
+    run.write_text(run.read_text() + "".join(json.dumps(one) + "\n" for one in evaluations))
     assert fcp("report", plan, "--metrics", tmp_path, "-o", tmp_path / "report.html").returncode == 0
     page = (tmp_path / "report.html").read_text()
     assert "rows that are not trained on, in 2 evaluations." in page, "the plan has no step 7"

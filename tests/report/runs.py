@@ -12,7 +12,8 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.batching.batches import BatchSettings
 from fcp_cli.planning.dataset.run import make_plan
 from fcp_cli.planning.settings.settings import PlanInputs
-from fcp_cli.runs.metrics.metrics import FORMAT, StepMeasurement, TimedMicroBatch
+from fcp_cli.runs.metrics.metrics import FORMAT, StepMeasurement
+from fcp_cli.runs.metrics.metrics_record import TimingRecord
 from tests.planning.examples import example_problem, long_tail
 
 SLOW_RANK, SLOW_FACTOR = 3, 1.5
@@ -55,11 +56,11 @@ def run_record(metadata: PlanMetadata, plan: Path, **changes: object) -> dict[st
 
 def measured(step: StepPlan, num_ranks: int) -> StepMeasurement:
     """Every micro-batch takes what was planned, times SLOW_FACTOR on SLOW_RANK."""
-    ranks: list[list[TimedMicroBatch]] = [[] for _ in range(num_ranks)]
+    ranks: list[list[TimingRecord]] = [[] for _ in range(num_ranks)]
     for row in step.microbatches():
         for rank in row.ranks:
             ranks[rank].append(
-                TimedMicroBatch(
+                TimingRecord(
                     order=row.order,
                     degree=row.degree,
                     tokens=row.tokens,

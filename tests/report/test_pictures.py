@@ -169,7 +169,7 @@ def test_warm_up_counts_in_no_figure(run: RunPicture, reader: PlanReader) -> Non
 def test_rates_and_idle_time_are_over_the_measured_seconds(run: RunPicture, reader: PlanReader) -> None:
     steps = [measured(step, 8) for step in reader.steps(1)]
     seconds = sum(step.seconds for step in steps)
-    computed = sum(timing.seconds for step in steps for rank in step.ranks for timing in rank)
+    computed = sum(timing["seconds"] for step in steps for rank in step.ranks for timing in rank)
     totals = run.totals()
     assert totals["idle"] == pytest.approx(1.0 - computed / (8 * seconds))
     assert totals["tokens_per_second"] == pytest.approx(sum(step.tokens for step in steps) / seconds)

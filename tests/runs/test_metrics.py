@@ -11,18 +11,17 @@ from fcp_cli.errors import RunError
 from fcp_cli.runs.metrics.metrics import (
     MetricsWriter,
     StepMeasurement,
-    TimedMicroBatch,
     drop_steps_from,
 )
 from fcp_cli.runs.metrics.metrics_reader import MetricsTail, read_metrics
-from fcp_cli.runs.metrics.metrics_record import parse_record
+from fcp_cli.runs.metrics.metrics_record import TimingRecord, parse_record
 
 RUN: dict[str, Any] = {"format": "fcp-metrics/1", "kind": "run", "started": "2026-01-01T00:00:00+00:00"}
 RUN |= {"num_ranks": 2, "ranks_per_node": 2}
 
 
-def timing(order: int, seconds: float) -> TimedMicroBatch:
-    return TimedMicroBatch(order=order, degree=2, tokens=10, predicted_seconds=0.5, start_seconds=0.0, seconds=seconds)
+def timing(order: int, seconds: float) -> TimingRecord:
+    return TimingRecord(order=order, degree=2, tokens=10, predicted_seconds=0.5, start_seconds=0.0, seconds=seconds)
 
 
 def measured(step: int = 3, *, loss: float = 2.0) -> StepMeasurement:

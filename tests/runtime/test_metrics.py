@@ -37,8 +37,8 @@ def test_a_message_holds_exactly_what_was_measured() -> None:
 def test_timings_stand_beside_what_was_planned(tmp_path: Path) -> None:
     plan = next(PlanReader(write_small_plan(tmp_path / "plan.parquet", write_manifest(tmp_path), steps=1)).steps())
     second = step_measurement(plan, [measured()], loss=1.5, is_first=True).ranks[0][1]
-    assert (second.order, second.degree, second.tokens) == (2, 2, int(plan.tokens[2]))
-    assert (second.predicted_seconds, second.start_seconds, second.seconds) == (plan.seconds[2], 0.5, 0.25)
+    assert (second["order"], second["degree"], second["tokens"]) == (2, 2, int(plan.tokens[2]))
+    assert (second["predicted_seconds"], second["start_seconds"], second["seconds"]) == (plan.seconds[2], 0.5, 0.25)
 
 
 def test_the_loss_is_the_sum_over_ranks_by_what_they_count_together() -> None:

@@ -12,29 +12,17 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from fcp_cli.errors import RunError
 from fcp_cli.files import write_text_atomically
 from fcp_cli.reading.inputs import bounded_lines, open_input
-from fcp_cli.runs.metrics.metrics_record import MetricsRecord, parse_record
+from fcp_cli.runs.metrics.metrics_record import MetricsRecord, TimingRecord, parse_record
 from fcp_cli.words import first_sentence
 
 FORMAT = "fcp-metrics/1"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TimedMicroBatch:
-    """A micro-batch on one rank: its predicted seconds, and the measured ones, counted from the start of the step."""
-
-    order: int
-    degree: int
-    tokens: int
-    predicted_seconds: float
-    start_seconds: float
-    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +48,7 @@ class StepMeasurement:
     learning_rate: float | None = None
     seconds: float
     predicted_seconds: float
-    ranks: Sequence[Sequence[TimedMicroBatch]]
+    ranks: Sequence[Sequence[TimingRecord]]
     warm_up: bool = False
     bad_rows: Sequence[int] = ()
     mfu: float | None = None
@@ -68,7 +56,7 @@ class StepMeasurement:
 
     def busy_seconds(self) -> list[float]:
         """[num_ranks] seconds in which each rank ran micro-batches."""
-        return [sum(timing.seconds for timing in timings) for timings in self.ranks]
+        return [sum(timing["seconds"] for timing in timings) for timings in self.ranks]
 
     @property
     def idle_fraction(self) -> float:
@@ -83,7 +71,7 @@ class StepMeasurement:
                 "busy_seconds": busy,
                 "idle_seconds": max(0.0, self.seconds - busy),
                 **({"peak_memory_bytes": self.peak_bytes[rank]} if self.peak_bytes else {}),
-                "micro_batches": [asdict(timing) for timing in timings],
+                "micro_batches": list(timings),
             }
             for rank, (timings, busy) in enumerate(zip(self.ranks, self.busy_seconds(), strict=True))
         ]
@@ -106,47 +94,27 @@ class StepMeasurement:
         }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LengthBucket:
-    """The learned tokens of the held-out sequences with more than half as many tokens, and up to so many."""
+def evaluation_record(step: int, *, seconds: float, buckets: Sequence[tuple[int, int, float]]) -> dict[str, Any]:
+    """Return the `eval` record of the losses of held-out rows after a step.
 
-    up_to_tokens: int
-    tokens: int
-    loss_sum: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluationMeasurement:
-    """The losses of held-out rows after a step.
-
-    Attributes:
+    Args:
         step: the optimizer step after which they were computed.
         seconds: wall-clock time on rank 0.
-        buckets: the buckets by length of the sequences, shortest first; those without trained tokens are skipped.
+        buckets: by length of the sequences, shortest first, those with learned tokens only: the most tokens of such a
+            sequence (the fewest are more than half as many), their learned tokens, and the sum of these tokens' losses.
     """
-
-    step: int
-    seconds: float
-    buckets: Sequence[LengthBucket]
-
-    def record(self) -> dict[str, Any]:
-        """Return the `eval` record."""
-        tokens = sum(bucket.tokens for bucket in self.buckets)
-        return {
-            "kind": "eval",
-            "step": self.step,
-            "loss": _finite(sum(bucket.loss_sum for bucket in self.buckets) / max(tokens, 1)),
-            "tokens": tokens,
-            "seconds": self.seconds,
-            "buckets": [
-                {
-                    "up_to_tokens": bucket.up_to_tokens,
-                    "tokens": bucket.tokens,
-                    "loss": _finite(bucket.loss_sum / bucket.tokens),
-                }
-                for bucket in self.buckets
-            ],
-        }
+    tokens = sum(learned for _, learned, _ in buckets)
+    return {
+        "kind": "eval",
+        "step": step,
+        "loss": _finite(sum(loss_sum for *_, loss_sum in buckets) / max(tokens, 1)),
+        "tokens": tokens,
+        "seconds": seconds,
+        "buckets": [
+            {"up_to_tokens": up_to, "tokens": learned, "loss": _finite(loss_sum / learned)}
+            for up_to, learned, loss_sum in buckets
+        ],
+    }
 
 
 def _finite(value: float) -> float | None:

@@ -15,7 +15,7 @@ WholeNumber = Annotated[int, Meta(ge=0, le=1 << 53, description="a whole number 
 
 
 class TimingRecord(TypedDict):
-    """A micro-batch on one rank; seconds count from the start of the step."""
+    """A micro-batch on one rank: its predicted seconds, and the measured ones, counted from the start of the step."""
 
     order: WholeNumber
     degree: RankCount

@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.runs.metrics.metrics import StepMeasurement, TimedMicroBatch
+from fcp_cli.runs.metrics.metrics import StepMeasurement
+from fcp_cli.runs.metrics.metrics_record import TimingRecord
 
 Timing: TypeAlias = tuple[int, float, float]
 """Order in the step, seconds from the rank's start of the step to its start, and seconds of one micro-batch."""
@@ -81,10 +82,10 @@ def step_measurement(
     )
 
 
-def _planned_timings(timings: Sequence[Timing], plan: StepPlan) -> list[TimedMicroBatch]:
+def _planned_timings(timings: Sequence[Timing], plan: StepPlan) -> list[TimingRecord]:
     """Return measured micro-batches with their planned seconds."""
     return [
-        TimedMicroBatch(
+        TimingRecord(
             order=order,
             degree=int(plan.degrees[order]),
             tokens=int(plan.tokens[order]),
