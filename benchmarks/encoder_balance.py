@@ -26,7 +26,7 @@ from fcp_cli.manifest.tokens import open_media
 from fcp_cli.runtime.layouts.layout import shard_layout
 from fcp_cli.training.pictures.visuals import SyntheticVisuals
 from fcp_cli.training.weights.models import model_config
-from fcp_cli.vision.parts import VisualSequence, share_out
+from fcp_cli.vision.parts import VisualSequence, balanced_encoders
 
 TARGET = 1.1
 """Largest over mean work of a group's ranks."""
@@ -74,7 +74,7 @@ def spreads(fetch: SyntheticVisuals, lengths: list[int], degree: int, tokens_per
         work = np.array([part.work for sequence in sequences for part in sequence.parts])
         if len(work):
             without = spread(work, holders(sequences, degree), degree)
-            balanced = spread(work, share_out(work.tolist(), degree), degree)
+            balanced = spread(work, balanced_encoders(work.tolist(), degree), degree)
             found.append(Pack(work=work, without=without, balanced=balanced))
     return found
 

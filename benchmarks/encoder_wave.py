@@ -28,7 +28,7 @@ from fcp_cli.planning.batching.batches import BatchSettings
 from fcp_cli.planning.dataset.run import make_plan
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.settings.settings import PlanInputs
-from fcp_cli.runtime.communication.exchange import exchange
+from fcp_cli.runtime.communication.row_exchange import exchange
 from fcp_cli.runtime.session.microbatch import LocalMicroBatch
 from fcp_cli.runtime.session.session import Session
 from fcp_cli.runtime.session.start import start

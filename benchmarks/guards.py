@@ -46,7 +46,7 @@ def main() -> None:
 
     def bare() -> None:
         ring = Ring(shard.layout)
-        microbatch = LocalMicroBatch(shard, ring, device, is_last=True, guards=guards, divisor=7)
+        microbatch = LocalMicroBatch(shard, ring, device, is_last=True, guards=guards, denominator=7)
         torch.autograd.backward(weight * 2.0 * microbatch._guards.sync.loss_factor / 7)
 
     recorder = _recorder()
@@ -55,7 +55,7 @@ def main() -> None:
         recorder.enter()
         ring = Ring(shard.layout)
         ring.context.place = guards.place(3, shard.row)
-        microbatch = LocalMicroBatch(shard, ring, device, is_last=True, guards=guards, divisor=7)
+        microbatch = LocalMicroBatch(shard, ring, device, is_last=True, guards=guards, denominator=7)
         guards.look()
         torch.autograd.backward(microbatch.normalised(weight * 2.0))
         microbatch.require_backward()

@@ -24,7 +24,7 @@ from fcp_cli.launching.job.environment import interface_value
 from fcp_cli.launching.job.job import PLAN_VARIABLE, RUN_DIR_VARIABLE
 from fcp_cli.launching.supervision.full_disk import full_disk_line, is_full
 from fcp_cli.launching.supervision.run import JobOutcome, Screen, run_command
-from fcp_cli.launching.supervision.watching import RunWatcher
+from fcp_cli.launching.supervision.run_progress import RunProgress
 from fcp_cli.machine.network import interface_towards, port_problem, resolution_problem
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.runs.folder import RunPaths
@@ -85,7 +85,7 @@ def _own(run_dir: Path) -> Ownership:
 
 def _run(command: Sequence[str], options: argparse.Namespace, environment: Mapping[str, str], owned: ExitStack) -> int:
     is_first = options.node_rank == 0
-    watcher: RunWatcher | None = None
+    progress: RunProgress | None = None
     owner: Ownership | None = None
     if is_first and options.master_port is not None and (problem := port_problem(options.master_port)):
         where = f"port {options.master_port} of {socket.gethostname()}"
@@ -94,23 +94,23 @@ def _run(command: Sequence[str], options: argparse.Namespace, environment: Mappi
         paths = RunPaths(run_dir=Path(environment[RUN_DIR_VARIABLE]))
         owner = owned.enter_context(_own(paths.run_dir))
         _write_record(paths, Path(environment[PLAN_VARIABLE]), options.record)
-        owner.ended, watcher = "failed", RunWatcher(paths, None)  # the ranks show their steps themselves
+        owner.ended, progress = "failed", RunProgress(paths, None)  # the ranks show their steps themselves
     outcome = run_command(
         command,
         environment=environment,
         log_dir=options.log_dir,
-        screen=Screen(shows=is_first, watch=(lambda: None) if watcher is None else watcher.poll, announce=_print),
+        screen=Screen(shows=is_first, watch=(lambda: None) if progress is None else progress.poll, announce=_print),
         grace_seconds=_GRACE_SECONDS,
         stop_file=Path(environment[_STOP_FILE_VARIABLE]) if _STOP_FILE_VARIABLE in environment else None,
     )
     if owner is not None:
         owner.ended = "finished" if not outcome.status else "interrupted" if _was_stopped(outcome) else "failed"
-    if watcher is not None:
-        watcher.close()
+    if progress is not None:
+        progress.close()
         if not outcome.status:
-            _print(closing_line(watcher.summary, watcher.paths))
-        if outcome.failure is not None and is_full(watcher.paths.run_dir):
-            _print(f"error: {full_disk_line(watcher.paths.run_dir, resume='')}")
+            _print(closing_line(progress.summary, progress.paths))
+        if outcome.failure is not None and is_full(progress.paths.run_dir):
+            _print(f"error: {full_disk_line(progress.paths.run_dir, resume='')}")
             return 1
     return _report(outcome, shows=is_first)
 

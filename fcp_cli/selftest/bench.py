@@ -13,7 +13,7 @@ from fcp_cli.profiling.workers.links import gathered
 from fcp_cli.runtime.communication.transport import ProcessTransport
 from fcp_cli.runtime.communication.world import ProcessWorld
 from fcp_cli.runtime.kernels import preferring
-from fcp_cli.runtime.kernels.chosen import Preference
+from fcp_cli.runtime.kernels.cuda_choice import Preference
 from fcp_cli.runtime.kernels.probe import GENERIC, unusable
 from fcp_cli.selftest.settings import Settings
 

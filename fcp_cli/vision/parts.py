@@ -149,7 +149,7 @@ def begin_reading(parts: Sequence[VisualPart]) -> Callable[[], PixelsRead]:
     return wait
 
 
-def share_out(work: Sequence[float], members: int, homes: Sequence[range] | None = None) -> IntArray:
+def balanced_encoders(work: Sequence[float], members: int, homes: Sequence[range] | None = None) -> IntArray:
     """Return [parts] the member that encodes each part; the same on every rank.
 
     The heaviest first, each to the least loaded member: the most loaded member then has at most 4/3 - 1/(3 members) of

@@ -32,7 +32,7 @@ _IMPORTED = (
     "fcp_cli.planning",
     "fcp_cli.launching.job.document",
     "fcp_cli.launching.supervision.run",
-    "fcp_cli.launching.supervision.watching",
+    "fcp_cli.launching.supervision.run_progress",
     "fcp_cli.runtime",
     "fcp_cli.runtime.injection.error_file",
     "fcp_cli.integrations.transformers",

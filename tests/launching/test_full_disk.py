@@ -16,7 +16,7 @@ from fcp_cli.launching.supervision import full_disk, run
 from fcp_cli.launching.supervision.failure import Failure
 from fcp_cli.launching.supervision.full_disk import full_disk_line, is_full
 from fcp_cli.launching.supervision.run import JobOutcome
-from fcp_cli.launching.supervision.watching import RunWatcher
+from fcp_cli.launching.supervision.run_progress import RunProgress
 from fcp_cli.runs.ownership import own
 from tests.launching.jobs import local_job
 from tests.launching.test_run import FakeRunner
@@ -62,7 +62,7 @@ def test_a_job_that_failed_on_a_full_disk_ends_with_that_line(
     job = local_job(run_dir=tmp_path)
     failure = Failure(rank=None, status=1, message="", last_lines=(), log=tmp_path / "torchrun.log")
     outcome = JobOutcome(status=1, stopped_by=None, failure=failure)
-    monkeypatch.setattr(running, "_run_watched", lambda *_, **__: (outcome, RunWatcher(job.paths, None)))
+    monkeypatch.setattr(running, "_run_watched", lambda *_, **__: (outcome, RunProgress(job.paths, None)))
     monkeypatch.setattr("fcp_cli.launching.checks.preflight.check_run_dir", lambda *_: None)
     monkeypatch.setattr("fcp_cli.launching.job.document.launch_record", lambda *_: None)
     monkeypatch.setattr("fcp_cli.runs.record.write_record", lambda *_: None)

@@ -15,8 +15,8 @@ from fcp_cli.cost.kernel_names import KERNELS, KernelName
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.kernels import available, probe, select
 from fcp_cli.runtime.kernels.available import NamedKernel, UnavailableError, kernels_of
-from fcp_cli.runtime.kernels.chosen import ChosenKernel, Preference, asked_kernel
 from fcp_cli.runtime.kernels.cuda import CudaFlashKernel
+from fcp_cli.runtime.kernels.cuda_choice import ChosenKernel, Preference, asked_kernel
 from fcp_cli.runtime.kernels.cudnn import CudnnKernel, aten_operators, packs_soundly
 from fcp_cli.runtime.kernels.dense import DenseKernel
 from fcp_cli.runtime.kernels.probe import Signature
@@ -239,7 +239,7 @@ def test_each_architecture_has_an_order(
     assert Preference().order(short) == tuple(last), "a graph for a new shape would not pay"
     asked = Preference(asked="cudnn", excluded=frozenset({"fa3"})).order(short)
     assert asked[0] == "cudnn" and "fa3" not in asked
-    monkeypatch.setattr("fcp_cli.runtime.kernels.chosen.is_rocm", lambda: True)
+    monkeypatch.setattr("fcp_cli.runtime.kernels.cuda_choice.is_rocm", lambda: True)
     assert Preference().order(long) == ("fa2",)
 
 

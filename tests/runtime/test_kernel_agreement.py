@@ -22,7 +22,7 @@ from fcp_cli.recipe import Recipe
 from fcp_cli.runtime.agreement import kernel_agreement
 from fcp_cli.runtime.agreement.kernel_agreement import KernelAgreement, agree_on_kernels, prefer_agreed_kernels
 from fcp_cli.runtime.kernels import select
-from fcp_cli.runtime.kernels.chosen import Preference
+from fcp_cli.runtime.kernels.cuda_choice import Preference
 from fcp_cli.runtime.session import start
 from fcp_cli.verification.emulation import ThreadWorld, run_ranks
 from tests.messages import raises

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.torch
 
 
 def measured(step: int = 0, **changes: Any) -> RankMeasurement:
-    given = {"seconds": 0.75, "loss_sum": 6.0, "divisor": 4.0, "peak_bytes": (1 << 36) + 1}
+    given = {"seconds": 0.75, "loss_sum": 6.0, "denominator": 4.0, "peak_bytes": (1 << 36) + 1}
     return RankMeasurement(step=step, timings=[(0, 0.0, 0.5), (2, 0.5, 0.25)], **{**given, **changes})
 
 
@@ -42,9 +42,9 @@ def test_timings_stand_beside_what_was_planned(tmp_path: Path) -> None:
 
 
 def test_the_loss_is_the_sum_over_ranks_by_what_they_count_together() -> None:
-    assert mean_loss({0: measured(), 1: measured(loss_sum=2.0, divisor=0.0)}) == 2.0  # a session: rank 0 has it all
-    assert mean_loss({0: measured(), 1: measured(loss_sum=2.0, divisor=12.0)}) == 0.5  # Megatron: each rank its own
-    assert math.isnan(mean_loss({0: measured(divisor=0.0)}))
+    assert mean_loss({0: measured(), 1: measured(loss_sum=2.0, denominator=0.0)}) == 2.0  # a session: rank 0 has it all
+    assert mean_loss({0: measured(), 1: measured(loss_sum=2.0, denominator=12.0)}) == 0.5  # Megatron: each rank its own
+    assert math.isnan(mean_loss({0: measured(denominator=0.0)}))
 
 
 def test_a_step_is_there_once_all_ranks_have_left_it() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.runtime.communication.exchange import exchange
+from fcp_cli.runtime.communication.row_exchange import exchange
 from fcp_cli.runtime.layouts.layout import shard_layout
 from fcp_cli.runtime.loss.token_loss import next_token_labels, token_loss_sum
 from fcp_cli.runtime.pictures.visuals import VisualPack

@@ -63,7 +63,7 @@ def test_the_kernel_of_this_machine_passes(bench: Any) -> None:
 def test_every_kernel_of_a_device_is_compared(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from fcp_cli.runtime.kernels import select
     from fcp_cli.runtime.kernels.available import kernels_of
-    from fcp_cli.runtime.kernels.chosen import ChosenKernel
+    from fcp_cli.runtime.kernels.cuda_choice import ChosenKernel
     from fcp_cli.runtime.ring_attention import ring_passes
     from fcp_cli.selftest.bench import Bench
     from fcp_cli.selftest.checks import kernel

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fcp_cli.launching.job.job import Job
     from fcp_cli.launching.supervision.failure import Failure
     from fcp_cli.launching.supervision.run import JobOutcome
-    from fcp_cli.launching.supervision.watching import RunWatcher
+    from fcp_cli.launching.supervision.run_progress import RunProgress
     from fcp_cli.runs.ownership import Ownership
     from fcp_cli.runs.summary import RunSummary
 
@@ -48,7 +48,7 @@ def run_here(job: Job, owned: Ownership, *, json: bool) -> None:
     note(f"starting {processes} on {where}; everything goes to {job.run_dir}")
     if node_rank == 0 and (expected := _predicted_time(job)):
         note(expected)
-    outcome, watcher = _run_watched(job, owned, node_rank, json=json)
+    outcome, progress = _run_watched(job, owned, node_rank, json=json)
     stopped_by = _stopped_by(outcome, bundled=job.is_bundled)
     if stopped_by is not None:
         stopped = Interrupted(_stop_message(job, resume_command(job)))
@@ -58,7 +58,7 @@ def run_here(job: Job, owned: Ownership, *, json: bool) -> None:
         raise RunError(full_disk_line(job.run_dir, resume_command(job) if job.is_bundled else ""))
     if outcome.failure is not None:
         _report_failure(outcome.failure, rank_0_is_shown=_shows(job))
-    _report_end(job, watcher.summary, json=json)
+    _report_end(job, progress.summary, json=json)
 
 
 def _predicted_time(job: Job) -> str | None:
@@ -81,16 +81,16 @@ def _predicted_time(job: Job) -> str | None:
     )
 
 
-def _run_watched(job: Job, owned: Ownership, node_rank: int, *, json: bool) -> tuple[JobOutcome, RunWatcher]:
+def _run_watched(job: Job, owned: Ownership, node_rank: int, *, json: bool) -> tuple[JobOutcome, RunProgress]:
     from fcp_cli.launching.supervision.meeting import NodeMeeting
     from fcp_cli.launching.supervision.run import Screen, run_job
 
     started, bundled = job.started_on(node_rank), job.is_bundled
-    watcher = _watcher(job, node_rank)
+    progress = _progress(job, node_rank)
     meeting = NodeMeeting(job=started, node_rank=node_rank, announce=note)
 
     def refresh() -> None:
-        watcher.poll()
+        progress.poll()
         meeting.check()
 
     owned.ended = "failed"  # if an exception ends it
@@ -107,20 +107,20 @@ def _run_watched(job: Job, owned: Ownership, node_rank: int, *, json: bool) -> t
             ),
         )
     finally:
-        watcher.close()
+        progress.close()
     interrupted = _stopped_by(outcome, bundled=bundled) is not None
     owned.ended = "interrupted" if interrupted else "failed" if outcome.status else "finished"
-    return outcome, watcher
+    return outcome, progress
 
 
-def _watcher(job: Job, node_rank: int) -> RunWatcher:
+def _progress(job: Job, node_rank: int) -> RunProgress:
     """Return the follower of the metrics; it shows the steps of the bundled trainer, and a script shows its own."""
-    from fcp_cli.launching.supervision.watching import RunWatcher
+    from fcp_cli.launching.supervision.run_progress import RunProgress
     from fcp_cli.training.progress import TrainingProgress
 
     if node_rank or verbosity.level < 0 or job.settings is None:
-        return RunWatcher(job.paths, None)
-    return RunWatcher(job.paths, TrainingProgress(human(), every=job.settings.log_every))
+        return RunProgress(job.paths, None)
+    return RunProgress(job.paths, TrainingProgress(human(), every=job.settings.log_every))
 
 
 def _shows(job: Job) -> bool:

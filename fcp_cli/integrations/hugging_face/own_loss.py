@@ -128,7 +128,7 @@ class OwnLoss(PlannedLoss):
     def of(self, model: Any, microbatch: LocalMicroBatch) -> Tensor:
         batch = _shown(microbatch.input_ids, microbatch.position_ids, microbatch.labels)
         batch.planned = lambda: self._planned.of(model, microbatch)
-        result = self._run(model, batch, microbatch.divisor)
+        result = self._run(model, batch, microbatch.denominator)
         if batch.delegated is not None:
             self._require_unchanged(batch, result)
             return batch.delegated
@@ -139,7 +139,7 @@ class OwnLoss(PlannedLoss):
             self._require_halves(model, microbatch, batch, result)
             self._note(microbatch, result)
         # A trainer's gradients are means over ranks of its method's results.
-        return microbatch.normalised(result * microbatch.divisor / self._trainer.accelerator.num_processes)
+        return microbatch.normalised(result * microbatch.denominator / self._trainer.accelerator.num_processes)
 
     def end_step(self, session: Session, step: Step) -> None:
         self._planned.end_step(session, step)
@@ -267,7 +267,7 @@ class OwnLoss(PlannedLoss):
             found = _shown(batch.tokens[:, part], batch.positions[..., part], microbatch.labels[:, part])
             replay = _Replay(model, self._model, found, batch.logits[:, part].detach())
             with torch.no_grad():
-                halves.append(float(self._run(replay, found, microbatch.divisor)))
+                halves.append(float(self._run(replay, found, microbatch.denominator)))
         self._require_close(float(result.detach()), sum(halves), batch.logits.dtype, "two halves of its tokens")
 
     def _require_close(self, found: float, expected: float, dtype: torch.dtype, of: str) -> None:
@@ -293,7 +293,7 @@ class OwnLoss(PlannedLoss):
         with torch.no_grad(), ExitStack() as stack:
             for attention in self._attentions:
                 stack.enter_context(attention.off_rings())
-            self._compared[row.order] = found, float(self._run(self._model, batch, microbatch.divisor))
+            self._compared[row.order] = found, float(self._run(self._model, batch, microbatch.denominator))
 
     def _runs_alone(self) -> bool:
         """Return whether one process can run the model here: whole, on its own attention, with one result each time."""

@@ -70,7 +70,7 @@ class MeasuredSteps:
             step=self._index,
             seconds=now - self._began,
             loss_sum=0.0,
-            divisor=0.0,
+            denominator=0.0,
             peak_bytes=_peak_memory_bytes(),
             timings=[(order, start - first, took) for order, start, took in self._timings],
         )

@@ -40,7 +40,7 @@ from fcp_cli.integrations.transformers.probe import probe
 from fcp_cli.recipe import Recompute
 from fcp_cli.ring_exactness import missing_for_rings
 from fcp_cli.runtime.communication.connections import expect_halo_pattern
-from fcp_cli.runtime.communication.exchange import exchange
+from fcp_cli.runtime.communication.row_exchange import exchange
 from fcp_cli.runtime.pictures.visuals import VisualShard
 from fcp_cli.runtime.recomputation.as_needed import LayerLevels
 from fcp_cli.runtime.recomputation.recompute import recomputed

@@ -13,7 +13,7 @@ from fcp_cli.cost.attention_kernels import KernelTiming, shape_class
 from fcp_cli.cost.kernel_names import KERNELS
 from fcp_cli.profiling.workers.device import Stopwatch, wait_for_device
 from fcp_cli.runtime.kernels.available import NamedKernel
-from fcp_cli.runtime.kernels.chosen import ChosenKernel, Preference
+from fcp_cli.runtime.kernels.cuda_choice import ChosenKernel, Preference
 from fcp_cli.runtime.kernels.probe import Signature, unusable
 from fcp_cli.runtime.layouts.layout import Segments
 

@@ -47,7 +47,7 @@ from fcp_cli.profiling.workers.workload import SilentTransport, Workload, build_
 from fcp_cli.runtime.communication.transport import ProcessTransport, Transport
 from fcp_cli.runtime.communication.world import ProcessWorld, join_process_group, local_device
 from fcp_cli.runtime.kernels import prefer
-from fcp_cli.runtime.kernels.chosen import Preference
+from fcp_cli.runtime.kernels.cuda_choice import Preference
 from fcp_cli.runtime.kernels.probe import Signature
 
 _TRANSFER_REPEATS = 12

@@ -18,7 +18,7 @@ from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.runtime.communication.world import World, gather_words
 from fcp_cli.runtime.kernels import prefer
 from fcp_cli.runtime.kernels.available import is_rocm, major_capability, unavailability
-from fcp_cli.runtime.kernels.chosen import Preference, asked_kernel
+from fcp_cli.runtime.kernels.cuda_choice import Preference, asked_kernel
 from fcp_cli.runtime.kernels.probe import GENERIC, Signature, unusable
 
 _USABLE, _UNAVAILABLE, _FAILED = range(3)

@@ -12,9 +12,9 @@ import torch
 from fcp_cli.cost.kernel_names import VARIABLE
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.kernels.base import AttentionKernel
-from fcp_cli.runtime.kernels.chosen import ChosenKernel, Preference, asked_kernel
 from fcp_cli.runtime.kernels.cpu import CpuKernel
 from fcp_cli.runtime.kernels.cuda import CudaFlashKernel
+from fcp_cli.runtime.kernels.cuda_choice import ChosenKernel, Preference, asked_kernel
 from fcp_cli.runtime.kernels.dense import DenseKernel
 from fcp_cli.runtime.kernels.npu import NpuKernel
 

@@ -26,7 +26,7 @@ class RankMeasurement:
     Attributes:
         seconds: the time from the end of the step before to the end of this one.
         loss_sum: the loss sum of the rank's tokens.
-        divisor: this rank's part of the divisor of all ranks' sums; 0 on all if no loss is known.
+        denominator: this rank's part of the denominator of all ranks' sums; 0 on all if no loss is known.
         peak_bytes: the most memory that the rank has had.
         timings: the timings of its micro-batches, in order.
     """
@@ -34,24 +34,24 @@ class RankMeasurement:
     step: int
     seconds: float
     loss_sum: float
-    divisor: float
+    denominator: float
     peak_bytes: int
     timings: Sequence[Timing]
 
     def encode(self) -> bytes:
-        header = [self.step, self.seconds, self.loss_sum, self.divisor, self.peak_bytes]
+        header = [self.step, self.seconds, self.loss_sum, self.denominator, self.peak_bytes]
         return np.array([*header, *(value for timing in self.timings for value in timing)], dtype="<f8").tobytes()
 
     @classmethod
     def decode(cls, message: bytes) -> RankMeasurement:
         """Return the measurement that `encode` encoded."""
         values = np.frombuffer(message, dtype="<f8")
-        step, seconds, loss_sum, divisor, peak_bytes = values[:_HEADER].tolist()
+        step, seconds, loss_sum, denominator, peak_bytes = values[:_HEADER].tolist()
         return cls(
             step=int(step),
             seconds=seconds,
             loss_sum=loss_sum,
-            divisor=divisor,
+            denominator=denominator,
             peak_bytes=int(peak_bytes),
             timings=[(int(order), start, took) for order, start, took in values[_HEADER:].reshape(-1, 3).tolist()],
         )
@@ -99,5 +99,5 @@ def _planned_timings(timings: Sequence[Timing], plan: StepPlan) -> list[TimingRe
 
 def mean_loss(ranks: Mapping[int, RankMeasurement]) -> float:
     """Return the step's loss from the sums of all ranks; NaN if they know none."""
-    divisor = sum(rank.divisor for rank in ranks.values())
-    return sum(rank.loss_sum for rank in ranks.values()) / divisor if divisor else math.nan
+    denominator = sum(rank.denominator for rank in ranks.values())
+    return sum(rank.loss_sum for rank in ranks.values()) / denominator if denominator else math.nan

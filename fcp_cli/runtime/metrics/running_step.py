@@ -22,8 +22,8 @@ class RunningStep:
         begin, end: marks of its start and of its end, when the optimizer has stepped; None until then.
         marks: (order, begin, end) of each micro-batch.
         predicted_seconds: makespan of the step in the plan.
-        loss_sum, divisor: sum of the rank's token losses and its share of the loss denominator, in host memory or on
-            the way there; None if the loop has no loss.
+        loss_sum, denominator: sum of the rank's token losses and its share of the loss denominator, in host memory or
+            on the way there; None if the loop has no loss.
         is_whole: whether all its micro-batches have run.
         facts: figures of the loop: `loss`, `grad_norm`, `learning_rate`, `bad_rows`.
     """
@@ -34,27 +34,27 @@ class RunningStep:
     end: Any = None
     marks: list[tuple[int, Any, Any]] = field(default_factory=list)
     loss_sum: Tensor | None = None
-    divisor: Tensor | None = None
+    denominator: Tensor | None = None
     is_whole: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def note_loss(self, sums: list[Tensor], divisor: int | Tensor) -> None:
-        """Note the losses of the micro-batches (0-d), and the rank's part of their divisor; the host waits for none."""
+    def note_loss(self, sums: list[Tensor], denominator: int | Tensor) -> None:
+        """Note the micro-batches' losses (0-d), and the rank's part of their denominator; the host waits for none."""
         if sums:
             total = (torch.stack(sums) if len(sums) > 1 else sums[0]).detach().double().sum()
             self.loss_sum = _on_host(total)
-            self.divisor = _on_host(torch.as_tensor(divisor, dtype=torch.float64))
+            self.denominator = _on_host(torch.as_tensor(denominator, dtype=torch.float64))
 
     def measured(self, clock: Clock, device: torch.device) -> RankMeasurement:
         """Return the measurements; on a device, wait until it has passed the end."""
         start = self.marks[0][1] if self.marks else self.begin
         seconds = clock.seconds(self.begin, self.end)  # once this is known, so are the copies
-        knows_loss = self.loss_sum is not None and self.divisor is not None
+        knows_loss = self.loss_sum is not None and self.denominator is not None
         return RankMeasurement(
             step=self.step,
             seconds=seconds,
             loss_sum=float(self.loss_sum) if self.loss_sum is not None else 0.0,
-            divisor=float(self.divisor) if knows_loss and self.divisor is not None else 0.0,
+            denominator=float(self.denominator) if knows_loss and self.denominator is not None else 0.0,
             peak_bytes=peak_memory_bytes(device),
             timings=[
                 (order, clock.seconds(start, begin), clock.seconds(begin, end)) for order, begin, end in self.marks

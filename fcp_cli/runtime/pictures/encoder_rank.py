@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.communication.exchange import exchange
+from fcp_cli.runtime.communication.row_exchange import exchange
 from fcp_cli.runtime.communication.transport import Transport
 from fcp_cli.runtime.gradients import GradientSync
 from fcp_cli.runtime.pictures.visuals import VisualShard

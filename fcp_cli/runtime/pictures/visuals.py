@@ -22,10 +22,10 @@ from torch import Tensor
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.communication.exchange import Route, route
+from fcp_cli.runtime.communication.row_exchange import Route, route
 from fcp_cli.runtime.layouts.layout import ShardLayout
 from fcp_cli.runtime.pictures.embedding_cache import CachedRows, EmbeddingCache
-from fcp_cli.vision.parts import Kind, PixelsRead, VisualPart, begin_reading, share_out
+from fcp_cli.vision.parts import Kind, PixelsRead, VisualPart, balanced_encoders, begin_reading
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -136,9 +136,9 @@ def begin_visual_shard(
         return None
     work = [part.work for part, _ in kept]
     if encoders:
-        places = np.array([ranks.index(one) for one in encoders])[share_out(work, len(encoders))]
+        places = np.array([ranks.index(one) for one in encoders])[balanced_encoders(work, len(encoders))]
     else:
-        places = share_out(work, len(ranks), homes if len(packs) > 1 else None)
+        places = balanced_encoders(work, len(ranks), homes if len(packs) > 1 else None)
     # One row per embedding that the encoders compute, in the order of the packs' tokens.
     sizes = [part.num_tokens for part, _ in kept]
     needed = np.concatenate(consumers)

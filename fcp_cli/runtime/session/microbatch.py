@@ -31,12 +31,19 @@ class LocalMicroBatch:
     """
 
     __slots__ = (
-        "_backwards", "_divisor", "_guards", "_layout", "_losses",
+        "_backwards", "_denominator", "_guards", "_layout", "_losses",
         "input_ids", "is_last", "labels", "loss_sum", "pack_labels", "position_ids", "ring", "row",
     )  # fmt: skip
 
     def __init__(
-        self, shard: Shard, ring: Ring, device: torch.device, *, is_last: bool, guards: Guards, divisor: int | Tensor
+        self,
+        shard: Shard,
+        ring: Ring,
+        device: torch.device,
+        *,
+        is_last: bool,
+        guards: Guards,
+        denominator: int | Tensor,
     ) -> None:
         self.row: MicroBatch = shard.row
         self._layout = shard.layout
@@ -52,13 +59,13 @@ class LocalMicroBatch:
         self.pack_labels = shard.pack_labels
         self.loss_sum: Tensor | None = None
         self._guards = guards
-        self._divisor = divisor
+        self._denominator = denominator
         self._losses = self._backwards = 0
 
     def loss(self, logits: Tensor) -> Tensor:
         """Return this rank's share of the step's loss, to call backward on.
 
-        It is the sum of its token losses / `divisor`, times the factor that undoes the average of FSDP2
+        It is the sum of its token losses / `denominator`, times the factor that undoes the average of FSDP2
         and DeepSpeed.
 
         Args:
@@ -85,14 +92,14 @@ class LocalMicroBatch:
         return self._guards.sync.loss_factor
 
     @property
-    def divisor(self) -> int | Tensor:
+    def denominator(self) -> int | Tensor:
         """Return the loss denominator of the step: its tokens with labels, or its rows."""
-        return self._divisor
+        return self._denominator
 
     def normalised(self, loss_sum: Tensor) -> Tensor:
         """Return this rank's share of the loss from a sum of token losses (0-d) that the script computed itself."""
         self.loss_sum = loss_sum.detach()
-        loss = loss_sum * self._guards.sync.loss_factor / self._divisor
+        loss = loss_sum * self._guards.sync.loss_factor / self._denominator
         if not torch.compiler.is_compiling():
             self._guards.see_loss(self.ring.place, self.row, self.loss_sum, loss)
         if not self._guards.sync.trains:

@@ -17,7 +17,7 @@ from fcp_cli.runtime.agreement.plan_agreement import agree_on_plan
 from fcp_cli.runtime.communication.connections import Connections, planned_hops, report_to_stderr
 from fcp_cli.runtime.communication.transport import ProcessTransport, Transport
 from fcp_cli.runtime.communication.world import ProcessWorld, World
-from fcp_cli.runtime.guards.waiting import Watch, watch_for
+from fcp_cli.runtime.guards.stalls import Watch, watch_for
 from fcp_cli.runtime.metrics.recorder import Recorder, recorder_of
 from fcp_cli.runtime.metrics.timing import Clock, clock_for
 from fcp_cli.runtime.pictures.embedding_cache import EmbeddingCache

@@ -60,7 +60,7 @@ class Step(FollowedStep):
         self._sync = guards.sync
         self._shards = loaded.shards
         self._tokens = tokens
-        self._divisor = tokens.clamp(min=1) if isinstance(tokens, Tensor) else max(tokens, 1)
+        self._denominator = tokens.clamp(min=1) if isinstance(tokens, Tensor) else max(tokens, 1)
         self._microbatches: list[LocalMicroBatch] = []
         self._marks: list[tuple[Any, Any]] = []
         self._encoder_ahead: EncoderAhead | None = None
@@ -142,7 +142,7 @@ class Step(FollowedStep):
         if self.record is not None:
             orders = (shard.row.order for shard in self._shards)
             self.record.marks = [(order, *marks) for order, marks in zip(orders, self._marks, strict=True)]
-            self.record.note_loss(self._loss_sums, 0 if self._job.rank else self._divisor)
+            self.record.note_loss(self._loss_sums, 0 if self._job.rank else self._denominator)
             if self.bad_rows:
                 self.record.facts["bad_rows"] = self.bad_rows
             self.record.is_whole = True
@@ -165,7 +165,7 @@ class Step(FollowedStep):
         self._guards.expect_as_before(ring, shard.row.order)
         current_ring.set(ring)
         microbatch = LocalMicroBatch(
-            shard, ring, job.device, is_last=is_last, guards=self._guards, divisor=self._divisor
+            shard, ring, job.device, is_last=is_last, guards=self._guards, denominator=self._denominator
         )
         self._microbatches.append(microbatch)
         return microbatch
@@ -205,7 +205,7 @@ class Step(FollowedStep):
         Raises:
             RunError: the loop did not use `LocalMicroBatch.loss` or `.normalised`.
         """
-        return self._loss_sum() / self._divisor
+        return self._loss_sum() / self._denominator
 
     def collect(self, values: Sequence[Tensor]) -> dict[int, Tensor]:
         """Gather values per token, such as those of `log_probs`, on every rank: manifest row -> [length].
@@ -237,7 +237,7 @@ class Step(FollowedStep):
         """
         total = self._loss_sum()
         self._job.world.all_reduce_sum(total)
-        loss = float(total) / int(self._divisor)
+        loss = float(total) / int(self._denominator)
         self._guards.look()  # the host has waited for the device: all losses of this rank are there
         return loss
 

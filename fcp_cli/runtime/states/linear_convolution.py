@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.communication.exchange import Route, exchange, route
+from fcp_cli.runtime.communication.row_exchange import Route, exchange, route
 from fcp_cli.runtime.kernels.base import to_device
 from fcp_cli.runtime.layouts.layout import CACHED_LAYOUTS, ShardLayout
 from fcp_cli.runtime.recomputation.recompute import staged_attention

@@ -13,7 +13,7 @@ from fcp_cli.training.progress import TrainingProgress
 _POLL_SECONDS = 1.0
 
 
-class RunWatcher:
+class RunProgress:
     """The metrics of a start that begins now.
 
     Args:

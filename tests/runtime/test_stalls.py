@@ -11,7 +11,7 @@ from inline_snapshot import snapshot
 
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.communication.world import rank_timeout
-from fcp_cli.runtime.guards.waiting import Watch, watch_for
+from fcp_cli.runtime.guards.stalls import Watch, watch_for
 from fcp_cli.runtime.metrics.timing import HostClock
 from tests.messages import raises
 
