@@ -77,10 +77,8 @@ def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Te
     grids = [part.grid for part in parts] or [(side, side)]
     if pixels is None:
         pixels = torch.zeros(1, side * side, 3 * vision.patch_size**2)
-    most = max(height * width for height, width in grids)  # of these images, the processor's padding is for any
-    positions = torch.full((len(grids), most, 2), -1)
-    for own, grid in zip(positions, grids, strict=True):
-        own[: grid[0] * grid[1]] = torch.from_numpy(_positions(*grid))
+    positions = torch.from_numpy(position_ids(grids))
+    most = positions.shape[1]  # of these images, the processor's padding is for any
     found = model.get_image_features(
         pixels[:, :most].to(tower.device, tower.dtype), positions.to(tower.device), return_dict=True
     )
@@ -100,10 +98,18 @@ def encoder_outputs(embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]
     return {"image": BaseModelOutputWithPooling(pooler_output=of_each)}
 
 
-def _grids(position_ids: Any) -> list[tuple[int, int]]:
+def position_ids(grids: Sequence[tuple[int, int]]) -> IntArray:
+    """Return [images, patches of the largest, 2] as the processor's, for images of (height, width) patches."""
+    found = np.full((len(grids), max((height * width for height, width in grids), default=0), 2), -1)
+    for own, grid in zip(found, grids, strict=True):
+        own[: grid[0] * grid[1]] = _positions(*grid)
+    return found
+
+
+def _grids(image_position_ids: Any) -> list[tuple[int, int]]:
     """Return height and width of each image in patches; raise RunError unless patches stand row by row."""
     found = []
-    for number, of_image in enumerate([] if position_ids is None else np.asarray(position_ids)):
+    for number, of_image in enumerate([] if image_position_ids is None else np.asarray(image_position_ids)):
         width, height = (int(side) + 1 for side in of_image.max(axis=0))
         patches = of_image[: height * width]
         if not np.array_equal(patches, _positions(height, width)) or (of_image[height * width :] != -1).any():

@@ -11,9 +11,9 @@ from typing import Any, Final
 from fcp_cli.errors import ManifestError
 from fcp_cli.reading.documents import kind_of, read_json
 from fcp_cli.validation import validated
+from fcp_cli.vision.image_processors import Gemma4Vision, GemmaVision, InternVision
 from fcp_cli.vision.processor import VisionProcessor
 from fcp_cli.vision.qwen_processors import Qwen25Vision, QwenImages, QwenVision
-from fcp_cli.vision.square_processors import GemmaVision, InternVision
 
 
 def words_of(text: str) -> int:
@@ -27,16 +27,19 @@ def words_of(text: str) -> int:
 
 def recorded_processor(settings: Mapping[str, Any]) -> VisionProcessor:
     """Return the processor whose `describe` gave these settings, as a manifest records them."""
-    family: type[QwenVision | Qwen25Vision | InternVision | GemmaVision] = InternVision
+    family: type[QwenVision | Qwen25Vision | InternVision | GemmaVision | Gemma4Vision] = InternVision
     if "tokens_per_image" in settings:
         family = GemmaVision
+    if "pooling_size" in settings:
+        family = Gemma4Vision
     if "merge_size" in settings:
         family = Qwen25Vision if "frame_min_pixels" in settings else QwenVision
     return validated(dict(settings), family, where="the manifest's processor", error=ManifestError)
 
 
 _PUBLISHED: Final[Mapping[str, VisionProcessor]] = {
-    processor.name: processor for processor in (QwenVision(), Qwen25Vision(), InternVision(), GemmaVision())
+    processor.name: processor
+    for processor in (QwenVision(), Qwen25Vision(), InternVision(), GemmaVision(), Gemma4Vision())
 }
 
 
@@ -55,8 +58,11 @@ def open_processor(name: str) -> VisionProcessor:
         return _checked(_intern(folder, images), str(folder))
     if kind.startswith("Gemma3ImageProcessor"):
         return _checked(_gemma(folder, images), str(folder))
+    if kind.startswith("Gemma4ImageProcessor"):
+        return _checked(_gemma4(folder, images), str(folder))
     raise ManifestError(
-        f"{folder} has the image processor {kind or 'of no name'!r}; fcp knows Qwen-VL's, InternVL's and Gemma 3's"
+        f"{folder} has the image processor {kind or 'of no name'!r}; fcp knows Qwen-VL's, InternVL's, Gemma 3's and "
+        "Gemma 4's"
     )
 
 
@@ -183,6 +189,16 @@ def _gemma(folder: Path, images: dict[str, Any]) -> GemmaVision:
         tokens_per_image=model.get("image_seq_length", usual.tokens_per_image),
         pan_and_scan=bool(images.get("do_pan_and_scan")),
         **{name: value for name, value in given.items() if value is not None},
+    )
+
+
+def _gemma4(folder: Path, images: dict[str, Any]) -> Gemma4Vision:
+    usual = Gemma4Vision()
+    return Gemma4Vision(
+        name=str(folder.resolve()),
+        patch_size=images.get("patch_size", usual.patch_size),
+        pooling_size=images.get("pooling_kernel_size", usual.pooling_size),
+        max_tokens=images.get("max_soft_tokens", usual.max_tokens),
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.manifest.chat_checkpoint import write_checkpoint
 
-Family = Literal["qwen3_vl", "qwen2_5_vl", "internvl"]
+Family = Literal["qwen3_vl", "qwen2_5_vl", "internvl", "gemma4"]
 
 QWEN_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -25,6 +25,13 @@ QWEN_TEMPLATE = (
 INTERN_TEMPLATE = (QWEN_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>\n")).replace(
     "<|vision_start|><|video_pad|><|vision_end|>", "<video>\n"
 )
+GEMMA_TEMPLATE = QWEN_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<|image|>")
+TEMPLATES: dict[Family, str] = {
+    "qwen3_vl": QWEN_TEMPLATE,
+    "qwen2_5_vl": QWEN_TEMPLATE,
+    "internvl": INTERN_TEMPLATE,
+    "gemma4": GEMMA_TEMPLATE,
+}
 _QWEN_MARKS = {
     "vision_start_token": "<|vision_start|>",
     "vision_end_token": "<|vision_end|>",
@@ -40,9 +47,18 @@ MARKS: dict[Family, dict[str, str]] = {
         "context_image_token": "<IMG_CONTEXT>",
         "video_token": "<video>",
     },
+    "gemma4": {
+        "image_token": "<|image|>",
+        "boi_token": "<|image>",
+        "eoi_token": "<image|>",
+        "audio_token": "<|audio|>",
+        "boa_token": "<|audio>",
+        "eoa_token": "<audio|>",
+    },
 }
 PATCH = 8  # pixels; a token of Qwen3-VL is 2 x 2 patches
 TILE, TILE_TOKENS = 16, 4
+GEMMA_PATCH, GEMMA_POOLING = 4, 2
 _QWEN_IMAGES = {"shortest_edge": 16 * 16 * 4, "longest_edge": 16 * 16 * 36}
 _QWEN_VIDEOS: dict[Family, dict[str, Any]] = {
     "qwen3_vl": {
@@ -63,12 +79,14 @@ def write_processor(folder: Path, family: Family) -> Path:
     from transformers import AutoTokenizer
 
     folder.mkdir(exist_ok=True)
-    write_checkpoint(folder, INTERN_TEMPLATE if family == "internvl" else QWEN_TEMPLATE)
+    write_checkpoint(folder, TEMPLATES[family])
     loader: Any = AutoTokenizer
     tokenizer = loader.from_pretrained(folder, extra_special_tokens=MARKS[family])
     tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS[family].values())})
     tokenizer.save_pretrained(folder)
     image_processor(family).save_pretrained(folder)
+    if family == "gemma4":
+        return folder
     if family == "internvl":
         videos: dict[str, Any] = {
             "video_processor_type": "InternVLVideoProcessor",
@@ -84,6 +102,11 @@ def write_processor(folder: Path, family: Family) -> Path:
 
 def image_processor(family: Family) -> Any:
     """The library's own, with small sizes."""
+    if family == "gemma4":
+        from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+        gemma: Any = Gemma4ImageProcessorPil
+        return gemma(patch_size=GEMMA_PATCH, pooling_kernel_size=GEMMA_POOLING, max_soft_tokens=70)
     if family != "internvl":
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -107,6 +130,7 @@ def processor(folder: Path, family: Family, *, videos: bool = False) -> Any:
         "qwen3_vl": loader.Qwen3VLProcessor,
         "qwen2_5_vl": loader.Qwen2_5_VLProcessor,
         "internvl": loader.InternVLProcessor,
+        "gemma4": loader.Gemma4Processor,
     }[family]
     checks = base.check_argument_for_proper_class
     family_class = type(
@@ -118,7 +142,9 @@ def processor(folder: Path, family: Family, *, videos: bool = False) -> Any:
     images = loader.AutoImageProcessor.from_pretrained(folder)
     own_videos = loader.AutoVideoProcessor.from_pretrained(folder) if videos else None
     more = {"image_seq_length": TILE_TOKENS} if family == "internvl" else {}
-    return family_class(images, tokenizer, own_videos, chat_template=tokenizer.chat_template, **more)
+    before = (None,) if family == "gemma4" else ()  # its processor of sounds
+    tokenizer.pad_token = "<|im_end|>"  # Gemma 4's processor always asks for one
+    return family_class(*before, images, tokenizer, own_videos, chat_template=tokenizer.chat_template, **more)
 
 
 def picture(height: int, width: int, seed: int) -> Any:

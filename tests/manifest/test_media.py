@@ -122,7 +122,7 @@ def test_media_without_a_processor_is_wrong_usage(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "media.jsonl", RECORDS)
     with raises(
         snapshot(
-            "UsageError: --kind media needs --processor: qwen3-vl, qwen2.5-vl, internvl, gemma3 or the folder of a checkpoint"
+            "UsageError: --kind media needs --processor: qwen3-vl, qwen2.5-vl, internvl, gemma3, gemma4 or the folder of a checkpoint"
         )
     ):
         build(source, tmp_path / "m.parquet", kind="media")

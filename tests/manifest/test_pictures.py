@@ -24,7 +24,7 @@ pytest.importorskip("PIL")
 
 pytestmark = pytest.mark.hf
 
-FAMILIES: tuple[Family, ...] = ("qwen3_vl", "qwen2_5_vl", "internvl")
+FAMILIES: tuple[Family, ...] = ("qwen3_vl", "qwen2_5_vl", "internvl", "gemma4")
 
 
 def turns(images: int, answer: str = "it is") -> list[dict[str, Any]]:

@@ -19,6 +19,8 @@ from fcp_cli.training.settings import TrainSettings
 from fcp_cli.vision.qwen_processors import Qwen25Vision
 from tests.manifest.datasets import build, write_jsonl
 from tests.manifest.picture_checkpoint import (
+    GEMMA_PATCH,
+    GEMMA_POOLING,
     PATCH,
     TILE,
     TILE_TOKENS,
@@ -62,6 +64,34 @@ def config(family: Family, tokenizer: Any) -> Any:
             },
             image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
             image_seq_length=TILE_TOKENS,
+            tie_word_embeddings=False,
+        )
+    if family == "gemma4":
+        return transformers.Gemma4Config(
+            text_config={
+                **text,
+                "vocab_size_per_layer_input": 288,
+                "hidden_size_per_layer_input": 4,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "sliding_window": 24,
+                "global_head_dim": 16,
+                "use_bidirectional_attention": "vision",
+            },
+            vision_config={
+                "num_hidden_layers": 2,
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "pooling_kernel_size": GEMMA_POOLING,
+                "patch_size": GEMMA_PATCH,
+                "position_embedding_size": 160,
+            },
+            audio_config=None,
+            image_token_id=tokenizer.convert_tokens_to_ids("<|image|>"),
+            video_token_id=tokenizer.convert_tokens_to_ids("<|audio>"),
+            audio_token_id=tokenizer.convert_tokens_to_ids("<|audio|>"),
             tie_word_embeddings=False,
         )
     kind: Any

@@ -21,6 +21,11 @@ from fcp_cli.training.pictures.decoding import Decoder, Values, Wanted
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
 
 FAMILIES: tuple[Family, ...] = ("qwen3_vl", "qwen2_5_vl", "internvl")
+PLACEHOLDERS: dict[Family, str] = {
+    **dict.fromkeys(FAMILIES, "<|image_pad|>"),
+    "internvl": "<IMG_CONTEXT>",
+    "gemma4": "<|image|>",
+}
 # Frames, height, width, frames per second; odd ones among them, and a picture that is smaller than a token.
 CLIPS = [(7, 40, 64, 10), (30, 50, 30, 25), (61, 90, 160, 30), (5, 24, 100, 5), (3, 64, 64, 24), (100, 14, 34, 12)]
 
@@ -43,7 +48,7 @@ def decoded(rows: PictureRecords, row: int, decode: Decoder) -> Values:
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PLACEHOLDERS)
 def test_an_image_has_the_pixels_of_the_processor(family: Family, tmp_path: Path) -> None:
     folder = write_processor(tmp_path / "checkpoint", family)
     images = [picture(90, 40, 0), picture(33, 120, 1).convert("P"), picture(50, 50, 2).convert("L")]
@@ -51,9 +56,8 @@ def test_an_image_has_the_pixels_of_the_processor(family: Family, tmp_path: Path
         image.save(tmp_path / f"{number}.png")
     rows = records_of(tmp_path, [{"image": f"{number}.png", "caption": "it"} for number in range(3)])
     own, decode = processor(folder, family), Decoder(folder, rows.processor)
-    pad = "<IMG_CONTEXT>" if family == "internvl" else "<|image_pad|>"
     for row, image in enumerate(images):
-        expected = own(text=[pad], images=[image.convert("RGB")], return_tensors="np")["pixel_values"]
+        expected = own(text=[PLACEHOLDERS[family]], images=[image.convert("RGB")], return_tensors="np")["pixel_values"]
         assert np.array_equal(decoded(rows, row, decode), expected)
 
 

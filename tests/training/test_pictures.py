@@ -38,10 +38,19 @@ def train(folder: Path, *words: str) -> list[dict[str, Any]]:
     [
         ("qwen3_vl", ("--decode-workers", "0")),
         pytest.param("qwen3_vl", ("--freeze-vision", "--decode-workers", "1"), marks=pytest.mark.full),
+        pytest.param("gemma4", ("--decode-workers", "0"), marks=pytest.mark.full),
+        pytest.param("gemma4", ("--freeze-vision", "--decode-workers", "0"), marks=pytest.mark.full),
         pytest.param("internvl", ("--decode-workers", "1"), marks=pytest.mark.full),
         pytest.param("internvl", ("--freeze-vision", "--decode-workers", "0"), marks=pytest.mark.full),
     ],
-    ids=["Qwen3-VL", "Qwen3-VL frozen, in a process", "InternVL, in a process", "InternVL frozen"],
+    ids=[
+        "Qwen3-VL",
+        "Qwen3-VL frozen, in a process",
+        "Gemma 4",
+        "Gemma 4 frozen",
+        "InternVL, in a process",
+        "InternVL frozen",
+    ],
 )
 def test_ranks_learn_of_pictures_what_one_process_learns(
     family: Family, words: tuple[str, ...], tmp_path: Path
@@ -49,7 +58,8 @@ def test_ranks_learn_of_pictures_what_one_process_learns(
     records = write_run(tmp_path, family, steps=STEPS)
     expected = losses_of_one_process(tmp_path, family, records, frozen="--freeze-vision" in words)
     found = [step["loss"] for step in train(tmp_path, *words)]
-    assert found == pytest.approx(expected, rel=1e-12)
+    # transformers computes Gemma's norms in fp32.
+    assert found == pytest.approx(expected, rel=1e-7 if family == "gemma4" else 1e-12)
 
 
 @pytest.mark.full

@@ -17,6 +17,7 @@ from fcp_cli.files import shipped
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.synth import Scale, write_media_records
 from fcp_cli.manifest.tokens import open_media
+from fcp_cli.vision.processors import open_processor
 from tests.manifest.datasets import build
 from tests.messages import raises
 from tests.training.small_runs import write_small_plan
@@ -178,6 +179,7 @@ def write_gemma4(folder: Path) -> str:
     """The configuration of a small Gemma 4 with its encoder, for the bytes of texts."""
     text: dict[str, Any] = {"vocab_size": 300, "vocab_size_per_layer_input": 300, "hidden_size_per_layer_input": 0}
     config = gemma4_vision_models.config(**text)
+    config.vision_config.position_embedding_size = 160
     config.image_token_id, config.video_token_id, config.audio_token_id = 290, 291, 292
     (folder / "gemma4").mkdir()
     (folder / "gemma4" / "config.json").write_text(config.to_json_string(use_diff=False))
@@ -193,7 +195,27 @@ def test_a_gemma4_trains_on_text_alone_beside_its_frozen_encoder(
     assert "gemma4 is frozen" in capsys.readouterr().err
 
 
+def test_a_gemma4_trains_on_images_of_any_shape(tmp_path: Path) -> None:
+    images = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 2, "pooling_kernel_size": 2}
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": {**images, "max_soft_tokens": 70}}))
+    sizes = [{"height": 3 + 5 * row, "width": 40} for row in range(ROWS)]
+    lines = [json.dumps({"text_tokens": 9, "images": [size] * (row % 3)}) + "\n" for row, size in enumerate(sizes)]
+    (tmp_path / "sizes.jsonl").write_text("".join(lines))
+    manifest = tmp_path / "lengths.parquet"
+    build(tmp_path / "sizes.jsonl", manifest, kind="media", processor=str(tmp_path))
+    model = write_gemma4(tmp_path)
+    fetch = visuals(manifest, model)
+    for row, size in enumerate(sizes):
+        grid = open_processor(str(tmp_path)).image(size["height"], size["width"]).grid
+        assert [part.grid for part in fetch(row).parts] == [grid[1:]] * (row % 3)
+    (step,) = run(tmp_path, model=model)
+    assert 0 < step["loss"] < 8
+    assert step["grad_norm"] > 0
+
+
 def test_a_gemma4_refuses_images_that_another_processor_counted(tmp_path: Path) -> None:
     manifest = manifest_of(tmp_path)
-    with pytest.raises(RunError, match="but the model is a gemma4, whose images no processor counts"):
+    with pytest.raises(
+        RunError, match="but the model is of the family gemma4; build the manifest again with --processor"
+    ):
         visuals(manifest, write_gemma4(tmp_path))

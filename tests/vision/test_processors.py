@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from inline_snapshot import snapshot
 
+from fcp_cli.vision.image_processors import Gemma4Vision, GemmaVision, InternVision
 from fcp_cli.vision.processors import open_processor, recorded_processor, words_of
 from fcp_cli.vision.qwen_processors import Qwen25Vision, QwenVision
-from fcp_cli.vision.square_processors import GemmaVision, InternVision
 from tests.messages import raises
 
 QWEN, QWEN25, INTERN = QwenVision(), Qwen25Vision(), InternVision()
@@ -39,6 +39,7 @@ def library_functions(module: str) -> dict[str, Any]:
         "sample_frames",
         "_calculate_timestamps",
         "replace_video_token",
+        "get_aspect_ratio_preserving_size",
     }
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in wanted]
     for function in functions:
@@ -167,6 +168,30 @@ def test_gemma_images_are_written_as_by_transformers(size: tuple[int, int]) -> N
     written = GemmaVision().written(visual, marks, is_video=False)
     assert written.text.replace("x", "x" * 256) == wanted
     assert sum(written.runs) == wanted.count("x")
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("max_tokens", [70, 280])
+def test_10_000_gemma4_images_have_the_patches_of_transformers(max_tokens: int) -> None:
+    fitted = library_functions("gemma4/image_processing_pil_gemma4")["get_aspect_ratio_preserving_size"]
+    vision = Gemma4Vision(max_tokens=max_tokens)
+    for height, width in [*sizes(10_000), (1, 5_000), (5_000, 1), (3, 900)]:
+        rows, columns = (side // 16 for side in fitted(height, width, 16, max_tokens * 9, 3))
+        visual = vision.image(height, width)
+        assert visual.grid == (1, rows, columns), (height, width)
+        assert visual.tokens == rows * columns // 9 + 2
+
+
+def test_a_gemma4_picture_is_written_between_its_marks_and_videos_are_refused(tmp_path: Path) -> None:
+    images = {"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 140}
+    vision = open_processor(checkpoint(tmp_path, processor_config={"image_processor": images}))
+    assert recorded_processor(vision.describe()) == vision
+    assert vision.row_shape == (140 * 9, 3 * 16 * 16)
+    marks = vision.marks(SimpleNamespace(boi_token="<|image>", image_token="<|image|>", eoi_token="<image|>"))
+    written = vision.written(vision.image(480, 480), marks, is_video=False)
+    assert (written.text, written.runs) == ("<|image><|image|><image|>", (11 * 11,))
+    with pytest.raises(ValueError, match="videos of Gemma 4 cannot follow a plan; give their frames as images"):
+        vision.video(9, 480, 480, 24.0)
 
 
 class InternMarks:
@@ -317,7 +342,7 @@ def test_a_newer_checkpoint_says_them_in_one_file(tmp_path: Path) -> None:
         (
             {"preprocessor_config": {"image_processor_type": "CLIP"}},
             snapshot(
-                "ManifestError: FOLDER has the image processor 'CLIP'; fcp knows Qwen-VL's, InternVL's and Gemma 3's"
+                "ManifestError: FOLDER has the image processor 'CLIP'; fcp knows Qwen-VL's, InternVL's, Gemma 3's and Gemma 4's"
             ),
         ),
         (
@@ -365,7 +390,7 @@ def test_a_checkpoint_of_another_family_is_refused(tmp_path: Path, files: dict[s
 def test_an_unknown_processor_is_named() -> None:
     with raises(
         snapshot(
-            "ManifestError: --processor llava is none of qwen3-vl, qwen2.5-vl, internvl, gemma3, nor the folder of a checkpoint"
+            "ManifestError: --processor llava is none of qwen3-vl, qwen2.5-vl, internvl, gemma3, gemma4, nor the folder of a checkpoint"
         )
     ):
         open_processor("llava")

@@ -65,8 +65,8 @@ class BuildOptions:
     processor: Annotated[
         str | None,
         Opt(
-            "For media (images and videos, or their sizes): qwen3-vl, qwen2.5-vl, internvl, gemma3 or the folder of a "
-            "checkpoint.",
+            "For media (images and videos, or their sizes): qwen3-vl, qwen2.5-vl, internvl, gemma3, gemma4 or the "
+            "folder of a checkpoint.",
             metavar="NAME|FOLDER",
             common=True,
         ),

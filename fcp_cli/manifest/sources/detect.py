@@ -57,7 +57,7 @@ class SourceOptions:
         column: field or column with the tokens, texts or lengths; None: the usual names.
         include: globs of the files of a text tree.
         exclude: globs of files and folders of a text tree to skip.
-        processor: the processor of media, `qwen3-vl`, `qwen2.5-vl`, `internvl`, `gemma3` or the folder of a checkpoint.
+        processor: the processor of media, a published one by its name, or the folder of a checkpoint.
         vocab_size: the vocab size of Megatron data, if known; saves reading its `.bin` for the largest token.
         train_on: turns of chat data that are trained on.
         skips_bad: skip records whose images or videos fail to decode.
@@ -210,7 +210,8 @@ def _media(path: Path, options: SourceOptions, named: Sequence[Path]) -> MediaSi
     model = options.processor or (options.tokenizer if Path(options.tokenizer).is_dir() else None)
     if model is None:
         raise UsageError(
-            "--kind media needs --processor: qwen3-vl, qwen2.5-vl, internvl, gemma3 or the folder of a checkpoint"
+            "--kind media needs --processor: qwen3-vl, qwen2.5-vl, internvl, gemma3, gemma4 or the folder of a "
+            "checkpoint"
         )
     processor = open_processor(model)
     files = _picture_files(path, named) if any((Path(model) / name).is_file() for name in _TOKENIZER_FILES) else []

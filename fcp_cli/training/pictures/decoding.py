@@ -20,8 +20,8 @@ from fcp_cli.extras import pip_install
 from fcp_cli.manifest.sources.media.picture_refs import Picture
 from fcp_cli.manifest.sources.media.pictures import PictureSize
 from fcp_cli.reading.documents import read_json
+from fcp_cli.vision.image_processors import InternVision
 from fcp_cli.vision.processor import VisionProcessor, Visual
-from fcp_cli.vision.square_processors import InternVision
 from fcp_cli.words import counted, first_line
 
 Values: TypeAlias = npt.NDArray[np.float32]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -19,11 +19,9 @@ from fcp_cli.manifest.sources.media.pictures import PictureRecords, PictureRow
 from fcp_cli.runtime.data.followed_step import require_length
 from fcp_cli.training.pictures.decoding import BadPictureError, Values, Wanted
 from fcp_cli.training.pictures.pixel_pool import PixelPool
-from fcp_cli.vision import gemma3, internvl, qwen2_5_vl, qwen3_vl
-from fcp_cli.vision.parts import PixelsRead, VisualSequence
-from fcp_cli.vision.processor import VisionProcessor
-from fcp_cli.vision.qwen_processors import Qwen25Vision
-from fcp_cli.vision.square_processors import GemmaVision, InternVision
+from fcp_cli.vision import gemma3, gemma4, internvl, qwen2_5_vl, qwen3_vl
+from fcp_cli.vision.parts import Pixels, PixelsRead, VisualSequence
+from fcp_cli.vision.processor import VisionProcessor, Visual
 
 
 class PictureVisuals:
@@ -46,24 +44,15 @@ class PictureVisuals:
     def __call__(self, row: int) -> VisualSequence:
         found = self._records.read(row)
         require_length(len(found.encoded.tokens), int(self._lengths[row]), row=row)
-        encoded = found.encoded
-        if isinstance(self._records.processor, InternVision | GemmaVision):
-            family: Any = gemma3 if isinstance(self._records.processor, GemmaVision) else internvl
-            tiled: VisualSequence = family.visual_sequence(
-                self._config, encoded.tokens, labels=encoded.labels, pixel_values=self._pixels(row, found, None)
-            )
-            return tiled
-        pictures: dict[str, Any] = {
-            "image_grid_thw": _grids(found, is_video=False),
-            "video_grid_thw": _grids(found, is_video=True),
-            "pixel_values": self._pixels(row, found, False),
-            "pixel_values_videos": self._pixels(row, found, True),
-        }
-        if isinstance(self._records.processor, Qwen25Vision):
-            sizes = zip(found.sizes, found.visuals, strict=True)
-            pictures["second_per_grid_ts"] = [visual.part_seconds for size, visual in sizes if size.frames is not None]
-            return qwen2_5_vl.visual_sequence(self._config, encoded.tokens, labels=encoded.labels, **pictures)
-        return qwen3_vl.visual_sequence(self._config, encoded.tokens, labels=encoded.labels, **pictures)
+        sizes = list(zip(found.sizes, found.visuals, strict=True))
+        return sequence_of_family(
+            self._config,
+            found.encoded.tokens,
+            found.encoded.labels,
+            images=[visual for size, visual in sizes if size.frames is None],
+            videos=[visual for size, visual in sizes if size.frames is not None],
+            pixels=partial(self._pixels, row, found),
+        )
 
     def _pixels(self, row: int, found: PictureRow, is_video: bool | None) -> RowPixels:
         """Return the pixels of a row's images, of its videos, or of all."""
@@ -77,10 +66,51 @@ class PictureVisuals:
         self._pool.close()
 
 
-def _grids(found: PictureRow, *, is_video: bool) -> IntArray:
-    pairs = zip(found.sizes, found.visuals, strict=True)
-    grids = [visual.grid for size, visual in pairs if (size.frames is not None) == is_video]
-    return np.array(grids, np.int64).reshape(-1, 3)
+def sequence_of_family(
+    config: Any,
+    ids: Any,
+    labels: Any,
+    *,
+    images: Sequence[Visual],
+    videos: Sequence[Visual],
+    pixels: Callable[[bool | None], Pixels],
+) -> VisualSequence:
+    """Make a sequence as the model's family runs it.
+
+    Args:
+        config: the configuration of the whole model.
+        ids: [tokens] with the placeholders of its pictures.
+        labels: [tokens], -100 if a token is not to be learned.
+        images, videos: its pictures, each kind in the order of the placeholders.
+        pixels: reads those of images (False), videos (True), or both.
+    """
+    module = FAMILIES_OF_ROWS.get(config.model_type)
+    if module is not None:
+        rows: VisualSequence = module.visual_sequence(config, ids, labels=labels, pixel_values=pixels(None))
+        return rows
+    if config.model_type == "gemma4":
+        positions = gemma4.position_ids([visual.grid[1:] for visual in images])
+        return gemma4.visual_sequence(
+            config, ids, labels=labels, pixel_values=pixels(False), image_position_ids=positions
+        )
+    pictures: dict[str, Any] = {
+        "image_grid_thw": _grids(images),
+        "video_grid_thw": _grids(videos),
+        "pixel_values": pixels(False),
+        "pixel_values_videos": pixels(True),
+    }
+    if config.model_type == "qwen2_5_vl":
+        seconds = [visual.part_seconds for visual in videos]
+        return qwen2_5_vl.visual_sequence(config, ids, labels=labels, second_per_grid_ts=seconds, **pictures)
+    return qwen3_vl.visual_sequence(config, ids, labels=labels, **pictures)
+
+
+FAMILIES_OF_ROWS: Final[Mapping[str, Any]] = {"internvl": internvl, "gemma3": gemma3}
+"""Families whose encoders see squares of one size, by their model types."""
+
+
+def _grids(visuals: Sequence[Visual]) -> IntArray:
+    return np.array([visual.grid for visual in visuals], np.int64).reshape(-1, 3)
 
 
 class RowPixels:

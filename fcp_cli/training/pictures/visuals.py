@@ -8,7 +8,6 @@ encoded.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -23,15 +22,14 @@ from fcp_cli.manifest.sources.media.pictures import PictureRecords
 from fcp_cli.manifest.tokens import open_media, open_pictures
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runtime.loss.labels import IGNORED
-from fcp_cli.training.pictures.pictures import PictureVisuals
+from fcp_cli.training.pictures.pictures import FAMILIES_OF_ROWS, PictureVisuals, sequence_of_family
 from fcp_cli.training.pictures.pixel_pool import PixelPool, usual_workers
 from fcp_cli.training.settings import TrainSettings
 from fcp_cli.training.weights.models import has_vision
-from fcp_cli.vision import gemma3, internvl, qwen2_5_vl, qwen3_vl
-from fcp_cli.vision.parts import VisualSequence
+from fcp_cli.vision.image_processors import Gemma4Vision, GemmaVision, InternVision
+from fcp_cli.vision.parts import Pixels, VisualSequence
 from fcp_cli.vision.processor import Visual
 from fcp_cli.vision.qwen_processors import Qwen25Vision, QwenVision
-from fcp_cli.vision.square_processors import GemmaVision, InternVision
 
 
 class SyntheticVisuals:
@@ -55,25 +53,12 @@ class SyntheticVisuals:
         images, videos = self._records(row)
         ids = self._ids(row, images, videos)
         labels = np.where(np.isin(ids, self._placeholders), IGNORED, ids)
-        if self._config.model_type in _TILED:
-            tile = self._records.processor.row_shape
-            tiled: VisualSequence = _TILED[self._config.model_type].visual_sequence(
-                self._config,
-                ids,
-                labels=labels,
-                pixel_values=lambda start, stop: self._noise((row, start), (stop - start, *tile)),
-            )
-            return tiled
-        pictures: dict[str, Any] = {
-            "image_grid_thw": _grids(images),
-            "video_grid_thw": _grids(videos),
-            "pixel_values": lambda start, stop: self._patches(row, 0, start, stop),
-            "pixel_values_videos": lambda start, stop: self._patches(row, 1, start, stop),
-        }
-        if self._config.model_type == "qwen2_5_vl":
-            seconds = [visual.part_seconds for visual in videos]
-            return qwen2_5_vl.visual_sequence(self._config, ids, labels=labels, second_per_grid_ts=seconds, **pictures)
-        return qwen3_vl.visual_sequence(self._config, ids, labels=labels, **pictures)
+
+        def pixels(is_video: bool | None) -> Pixels:
+            key, shape = (row,) if is_video is None else (row, int(is_video)), self._records.processor.row_shape
+            return lambda start, stop: self._noise((*key, start), (stop - start, *shape))
+
+        return sequence_of_family(self._config, ids, labels, images=images, videos=videos, pixels=pixels)
 
     def close(self) -> None:
         """Hold nothing open."""
@@ -102,27 +87,16 @@ class SyntheticVisuals:
 
     def _part_tokens(self, visual: Visual) -> int:
         _, height, width = visual.grid
-        if self._config.model_type in _TILED:
+        if self._config.model_type in FAMILIES_OF_ROWS:
             is_internvl = self._config.model_type == "internvl"
             return int(self._config.image_seq_length if is_internvl else self._config.mm_tokens_per_image)
-        return height * width // int(self._config.vision_config.spatial_merge_size) ** 2
-
-    def _patches(self, row: int, kind: int, start: int, stop: int) -> Tensor:
         vision = self._config.vision_config
-        values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        return self._noise((row, kind, start), (stop - start, values))
+        side = vision.pooling_kernel_size if self._config.model_type == "gemma4" else vision.spatial_merge_size
+        return height * width // int(side) ** 2
 
     def _noise(self, key: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         generator = np.random.default_rng([self._seed, *key])
         return torch.from_numpy(generator.standard_normal(shape, np.float32))
-
-
-_TILED: Mapping[str, Any] = {"internvl": internvl, "gemma3": gemma3}
-"""Families whose encoders see squares of one size, by their model types."""
-
-
-def _grids(visuals: tuple[Visual, ...]) -> IntArray:
-    return np.array([visual.grid for visual in visuals], dtype=np.int64).reshape(-1, 3)
 
 
 def open_visuals(settings: TrainSettings, config: Any) -> SyntheticVisuals | PictureVisuals | None:
@@ -185,6 +159,7 @@ def _require_same_patches(records: MediaRecords | PictureRecords, config: Any) -
         "qwen2_5_vl": Qwen25Vision,
     }
     counted: tuple[Any, ...]
+    wanted: tuple[Any, ...]
     if isinstance(processor, QwenVision | Qwen25Vision) and type(processor) is qwen_families.get(config.model_type):
         counted = (processor.patch_size, processor.merge_size, processor.temporal_patch_size)
         wanted = (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
@@ -194,14 +169,12 @@ def _require_same_patches(records: MediaRecords | PictureRecords, config: Any) -
     elif config.model_type == "gemma3" and isinstance(processor, GemmaVision):
         counted = (processor.image_pixels, processor.patch_size, processor.tokens_per_image)
         wanted = (vision.image_size, vision.patch_size, config.mm_tokens_per_image)
-    elif config.model_type == "gemma4":
-        raise RunError(
-            f"{records.path} was counted with the processor {processor.describe()['name']}, but the model is a gemma4, "
-            "whose images no processor counts; train it in a script of your own with 'fcp launch'"
-        )
+    elif config.model_type == "gemma4" and isinstance(processor, Gemma4Vision):
+        counted = (processor.patch_size, processor.pooling_size)
+        wanted = (vision.patch_size, vision.pooling_kernel_size)
     else:
         family = "qwen2.5-vl" if config.model_type == "qwen2_5_vl" else "qwen3-vl"
-        family = config.model_type if config.model_type in _TILED else family
+        family = config.model_type if config.model_type in (*FAMILIES_OF_ROWS, "gemma4") else family
         raise RunError(
             f"{records.path} was counted with the processor {records.processor.describe()['name']}, but the model is "
             f"of the family {family}; build the manifest again with --processor {family}"

@@ -1,7 +1,7 @@
-"""Visual tokens of images and videos for processors that cut them into squares of one size: InternVL and Gemma 3.
+"""Visual tokens for processors that make each image, tile or frame one row of one size: InternVL, Gemma 3 and Gemma 4.
 
-The formulas are those of transformers 5.23 (`got_ocr2`, `internvl`, `gemma3`); the tests compare them with the
-library's own functions. The default sizes are those of published checkpoints.
+The formulas are those of transformers 5.24 (`got_ocr2`, `internvl`, `gemma3`, `gemma4`); the tests compare them with
+the library's own functions. The default sizes are those of published checkpoints.
 """
 
 from __future__ import annotations
@@ -22,22 +22,13 @@ from fcp_cli.vision.processor import Marks, Visual, Written
 Tiles = Annotated[int, Meta(ge=1, le=1000, description="a whole number from 1 to 1000")]
 
 
-class _SquarePixels:
-    """Base of processors whose encoder runs squares one by one: each tile, image or frame is a row and a part."""
+class _ImageRows:
+    """Base of processors whose encoder runs rows one by one: each tile, image or frame is a row and a part."""
 
     __slots__ = ()
 
-    @property
-    @abstractmethod
-    def side(self) -> int:
-        """Pixels along a square's side."""
-
     def describe(self) -> dict[str, Any]:
         return asdict(self)  # type: ignore[call-overload,no-any-return]
-
-    @property
-    def row_shape(self) -> tuple[int, ...]:
-        return 3, self.side, self.side
 
     @property
     def frames_per_part(self) -> int:
@@ -46,11 +37,26 @@ class _SquarePixels:
     def rows_per_part(self, visual: Visual) -> int:
         return 1
 
-    def frame_size(self, visual: Visual) -> tuple[int, int]:
-        return self.side, self.side
-
     def frame_indices(self, frames: int, fps: float | None) -> IntArray:
         return np.arange(frames)
+
+
+class _SquarePixels(_ImageRows):
+    """Base of processors whose rows are squares of one size."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def side(self) -> int:
+        """Pixels along a square's side."""
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        return 3, self.side, self.side
+
+    def frame_size(self, visual: Visual) -> tuple[int, int]:
+        return self.side, self.side
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,6 +160,51 @@ class GemmaVision(_SquarePixels):
         wanted = min(long // self.min_crop_pixels, math.floor(long / short + 0.5))
         crops = min(self.max_crops, max(2, wanted))
         return 0 if min(math.ceil(long / crops), short) < self.min_crop_pixels else crops
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gemma4Vision(_ImageRows):
+    """Gemma 4: the whole image at its own aspect ratio, as large as its tokens allow, then padded; no videos."""
+
+    name: str = "gemma4"
+    patch_size: Count = 16
+    pooling_size: Count = 3
+    max_tokens: Count = 280
+
+    @property
+    def template_marks(self) -> int:
+        return 0  # <|image> and <image|> are counted with the picture
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        return self.max_tokens * self.pooling_size**2, 3 * self.patch_size**2
+
+    def image(self, height: int, width: int) -> Visual:
+        side, most = self.pooling_size * self.patch_size, self.max_tokens
+        scale = math.sqrt(most * side**2 / (height * width))
+        rows, columns = math.floor(scale * height / side), math.floor(scale * width / side)
+        if not rows and not columns:
+            raise ValueError(f"{height} x {width} pixels become no token of {side} x {side} pixels")
+        if not rows:
+            rows, columns = 1, min(width // height, most)
+        elif not columns:
+            rows, columns = min(height // width, most), 1
+        grid = (1, rows * self.pooling_size, columns * self.pooling_size)
+        return Visual(tokens=rows * columns + 2, grid=grid)
+
+    def video(self, frames: int, height: int, width: int, fps: float | None) -> Visual:
+        raise ValueError("videos of Gemma 4 cannot follow a plan; give their frames as images")
+
+    def frame_size(self, visual: Visual) -> tuple[int, int]:
+        return visual.grid[1] * self.patch_size, visual.grid[2] * self.patch_size
+
+    def marks(self, tokenizer: Any) -> Marks:
+        pad: str = tokenizer.image_token
+        start, end = tokenizer.boi_token, tokenizer.eoi_token
+        return Marks(image=pad, video=pad, image_pad=pad, video_pad=pad, start=start, end=end)
+
+    def written(self, visual: Visual, marks: Marks, *, is_video: bool) -> Written:
+        return Written(text=f"{marks.start}{marks.image_pad}{marks.end}", runs=(visual.tokens - 2,))
 
 
 _CROPS_TEXT: Final = " and here are some crops to help you see better "
