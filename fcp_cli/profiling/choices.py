@@ -33,6 +33,11 @@ _SMALL_MODEL_PARAMETERS = 1e8  # measured within a minute on a CPU
 
 def computed_profile(request: ProfileRequest, assumptions: Assumptions) -> CostProfile:
     """Return the analytic profile of a model on a cluster; assumptions are recorded."""
+    if request.recipe.recompute == "as-needed" and request.pipeline_parallel > 1:
+        raise UsageError(
+            "--recompute as-needed lets each stage of a pipeline choose by its own memory, which one profile cannot "
+            "hold; 'fcp plan' with the same options and no --profile computes it"
+        )
     spec = load_model(request.model or DEFAULT_MODEL)
     cluster = load_cluster(request.cluster or EXAMPLE_CLUSTER).running(request.attention_kernel)
     _assume(assumptions, "--model", request.model, spec.name, "--model or --hf-config sets it")

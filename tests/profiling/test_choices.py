@@ -110,3 +110,7 @@ def test_levels_of_recomputation_are_computed_for_the_ranks_of_a_cluster_and_nev
     assert parse_cost_profile(dump_cost_profile(profile), name="levels").recompute_levels == profile.recompute_levels
     with pytest.raises(UsageError, match="mixes levels, and a measurement runs one; add --analytic"):
         choose_measurement(asked, Assumptions())
+    with pytest.raises(
+        UsageError, match="each stage of a pipeline choose by its own memory, which one profile cannot hold"
+    ):
+        computed_profile(replace(asked, pipeline_parallel=2), Assumptions())

@@ -140,12 +140,12 @@ def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: JobRanks,
     if profile.recompute_levels and ranks.pipeline_parallel > 1:
         raise UsageError(
             f"the cost profile of {profile.model} on {profile.cluster} recomputes as needed, and the stages of a "
-            "pipeline do so by their own memory; leave --profile out, so that 'fcp plan' computes one"
+            "pipeline do so by their own memory; remove --profile, so that 'fcp plan' computes one"
         )
     if request.recipe.recompute == "as-needed" and not profile.recompute_levels:
         raise UsageError(
             f"the cost profile of {profile.model} on {profile.cluster} has no recompute_levels, by which "
-            "--recompute as-needed chooses; leave --profile out, or use another folder: 'fcp plan' computes them for "
+            "--recompute as-needed chooses; remove --profile, or use another folder: 'fcp plan' computes them for "
             "--model and --cluster"
         )
     sync: Sync = request.sync or ("iteration" if ranks.virtual_stages == 1 else "microbatch")

@@ -58,7 +58,7 @@ def with_level_tokens(profile: CostProfile, tokens: Mapping[LayerRecompute, int]
     if levels[0].recompute != first:
         raise UsageError(
             f"the cost profile of {profile.model} on {profile.cluster} has times of layers with recomputation {first}, "
-            "with which no token fits these ranks; leave --profile out, or plan for more --ranks"
+            "with which no token fits these ranks; remove --profile, or plan for more --ranks"
         )
     found = replace(profile, recompute_levels=levels)
     return replace(found, text=dump_cost_profile(found))
