@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
+from fcp_cli.console import Assumptions
 from fcp_cli.launching.job.job import Cluster, Job
-from fcp_cli.launching.request import Launcher
+from fcp_cli.launching.request import ClusterOptions, Launcher
+from fcp_cli.launching.targets.catalog import TARGETS
+from fcp_cli.launching.targets.options import option_values
 from tests.forked_ranks import shared_by_scripts
 from tests.launching.jobs import job
 from tests.patience import PATIENCE_SECONDS
@@ -15,7 +19,7 @@ from tests.patience import PATIENCE_SECONDS
 
 def cluster_job(*, device: str = "cuda", num_nodes: int = 2, launcher: Launcher = "torchrun") -> Job:
     """The bundled trainer on nodes of 8 devices, with awkward paths and arguments."""
-    return job(
+    made = job(
         device,
         plan=Path("/shared/my data/plan.parquet"),
         run_dir=Path("/shared/runs/qwen3-8b-001"),
@@ -27,16 +31,20 @@ def cluster_job(*, device: str = "cuda", num_nodes: int = 2, launcher: Launcher 
         python="/shared/venv/bin/python",
         launcher=launcher,
         hosts=tuple(f"10.0.0.{k + 1}" for k in range(num_nodes)),
-        cluster=Cluster(
-            name="qwen3-8b-001",
-            directory=Path("/shared/my code"),
-            interface_variables=("GLOO_SOCKET_IFNAME",),
-            setup=("module load cuda/12.8",),
-            sbatch_options=("--partition=gpu", "--time=24:00:00"),
-            image="registry.example/fcp:1",
-            mounts=({"claim": "shared", "path": "/shared"},),
-        ),
     )
+    options = ClusterOptions(
+        setup=("module load cuda/12.8",),
+        sbatch_option=("--partition=gpu", "--time=24:00:00"),
+        image="registry.example/fcp:1",
+        mount=("shared:/shared",),
+    )
+    cluster = Cluster(
+        name="qwen3-8b-001",
+        directory=Path("/shared/my code"),
+        interface_variables=("GLOO_SOCKET_IFNAME",),
+        values=option_values(options, TARGETS["trainjob"], made, Assumptions()),
+    )
+    return replace(made, cluster=cluster)
 
 
 class FakeCluster:

@@ -27,11 +27,12 @@ from tests.launching.msrun_options import parser
 HERE = Path(__file__).parent
 
 
-def on_cluster(**changed: Any) -> Job:
-    """Return the job with other settings of its cluster."""
+def on_cluster(*, namespace: str = "", **changed: Any) -> Job:
+    """Return the job with other values of its options."""
     job = cluster_job()
-    assert job.cluster is not None
-    return replace(job, cluster=replace(job.cluster, **changed))
+    assert job.cluster is not None and changed.keys() <= job.cluster.values.keys()
+    cluster = replace(job.cluster, namespace=namespace, values={**job.cluster.values, **changed})
+    return replace(job, cluster=cluster)
 
 
 CASES = {

@@ -60,7 +60,7 @@ class Probe:
             python=str(self.folder / "bin" / "probe"),
             arguments=tuple(arguments),
             environment={"NOTE": note},
-            cluster=replace(job.cluster, directory=here, setup=()),
+            cluster=replace(job.cluster, directory=here, values={**job.cluster.values, "setup": ()}),
         )
 
     def heard(self) -> tuple[list[str], str, str]:

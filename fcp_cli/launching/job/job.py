@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from fcp_cli import __version__
 from fcp_cli.cost.kernel_names import KernelChoice
@@ -64,45 +65,19 @@ class Cluster:
         name: the name of the job: lower-case letters, digits and dashes, beginning with a letter.
         directory: the working directory of the program.
         interface_variables: names of variables that hold each node's own network interface.
-        setup: lines of shell that every node runs first.
-        sbatch_options: further options for Slurm, as `--partition=gpu`.
-        srun_options: further options for srun, as `--container-image=...`.
-        accelerator: the accelerator of the nodes, as the target names it; "": none.
-        image: the image of the containers.
-        mounts: persistent volume claims, `claim`, and the mount path of each in the containers, `path`.
         namespace: the namespace of the job on Kubernetes; "": the one that kubectl is set to.
-        requests, node_selector: name to value, of each pod.
-        tolerations: taints of nodes that pods accept: `key`, `value` ("": any) and `effect` ("": all).
-        secrets: variables that Kubernetes reads from secrets: `variable`, `secret` and `key`.
-        pull_secrets: names of secrets to pull the image with.
         output: the file into which Slurm writes the batch script's output; None: the run's logs.
-        rdma_resource, rdma_count: name under which Kubernetes hands out RDMA devices, and how many a node gets.
-        host_network: whether containers use the node's own network.
-        shared_memory: size of a container's /dev/shm as Kubernetes writes it; "": as much as the node has.
         record: the launch record, which the first node puts into the run directory; None: it is there already.
+        values: variables of the target's templates that options set; docs/reference/templates.md lists them.
     """
 
     name: str
     directory: Path
     interface_variables: tuple[str, ...] = ()
-    setup: tuple[str, ...] = ()
-    sbatch_options: tuple[str, ...] = ()
-    srun_options: tuple[str, ...] = ()
-    accelerator: str = ""
-    image: str = ""
-    mounts: tuple[Mapping[str, str], ...] = ()
     namespace: str = ""
-    requests: Mapping[str, str] = field(default_factory=dict)
-    node_selector: Mapping[str, str] = field(default_factory=dict)
-    tolerations: tuple[Mapping[str, str], ...] = ()
-    secrets: tuple[Mapping[str, str], ...] = ()
-    pull_secrets: tuple[str, ...] = ()
     output: Path | None = None
-    rdma_resource: str = ""
-    rdma_count: int = 1
-    host_network: bool = False
-    shared_memory: str = ""
     record: Path | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

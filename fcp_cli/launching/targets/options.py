@@ -8,13 +8,14 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from fcp_cli.console import Assumptions
 from fcp_cli.errors import ProfileError, UsageError
 from fcp_cli.launching.job.job import Cluster, Job
 from fcp_cli.launching.job.nodes import THIS_MACHINE, planned_cluster
 from fcp_cli.launching.request import LOCAL, ClusterOptions
-from fcp_cli.launching.targets.catalog import ALSO_CALLED, TARGETS, target_of
+from fcp_cli.launching.targets.catalog import ALSO_CALLED, TARGETS, Target, target_of
 from fcp_cli.launching.targets.values import job_name
 from fcp_cli.machine.devices import UNKNOWN_MACHINE, LocalDevices
 from fcp_cli.machine.network import is_host, is_loopback
@@ -142,7 +143,6 @@ def for_cluster(request: ClusterOptions, job: Job, assumed: Assumptions) -> Job:
         raise UsageError("containers need --image: the name of one with fcp, torch and your code")
     if request.image is not None and not _IMAGE.fullmatch(request.image or ""):
         raise UsageError(f"--image is {request.image!r}; it must be the name of an image, as registry/team/fcp:1.0")
-    rdma_resource, rdma_count = _rdma(request.rdma_resource)
     hosts = job.hosts
     if job.target == "scripts" and not hosts:
         hosts = tuple(f"node{k}" for k in range(job.num_nodes))
@@ -161,24 +161,32 @@ def for_cluster(request: ClusterOptions, job: Job, assumed: Assumptions) -> Job:
             name=job_name(request.job_name or job.run_dir.name),
             directory=Path.cwd(),
             interface_variables=tuple(v.name for v in job.variables if not v.value),
-            setup=request.setup,
-            sbatch_options=tuple(_option_of("sbatch", text) for text in request.sbatch_option),
-            srun_options=tuple(_option_of("srun", text) for text in request.srun_option),
-            accelerator=_accelerator(request.accelerator, job),
-            image=request.image or "",
-            mounts=_mounts(request, job, assumed) if "mount" in target.options else (),
             namespace=_namespace(request.namespace) if request.namespace else "",
-            requests=_pairs("--request", request.request, "cpu=32", _QUANTITY),
-            node_selector=_pairs("--node-selector", request.node_selector, "gpu-type=h100", _LABEL),
-            tolerations=tuple(map(_toleration, request.toleration)),
-            secrets=tuple(map(_secret, request.env_secret)),
-            pull_secrets=tuple(_name("--pull-secret", name) for name in request.pull_secret),
-            rdma_resource=rdma_resource,
-            rdma_count=rdma_count,
-            host_network=request.host_network,
-            shared_memory=_memory_size(request.shm_size),
+            values=option_values(request, target, job, assumed),
         ),
     )
+
+
+def option_values(request: ClusterOptions, target: Target, job: Job, assumed: Assumptions) -> dict[str, Any]:
+    """Return the variables of templates that options set, by the names in docs/reference/templates.md."""
+    rdma_resource, rdma_count = _rdma(request.rdma_resource)
+    return {
+        "setup": request.setup,
+        "sbatch_options": [_option_of("sbatch", text) for text in request.sbatch_option],
+        "srun_options": [_option_of("srun", text) for text in request.srun_option],
+        "accelerator": _accelerator(request.accelerator, job),
+        "image": request.image or "",
+        "mounts": _mounts(request, job, assumed) if "mount" in target.options else [],
+        "requests": _pairs("--request", request.request, "cpu=32", _QUANTITY),
+        "node_selector": _pairs("--node-selector", request.node_selector, "gpu-type=h100", _LABEL),
+        "tolerations": list(map(_toleration, request.toleration)),
+        "secrets": list(map(_secret, request.env_secret)),
+        "pull_secrets": [_name("--pull-secret", name) for name in request.pull_secret],
+        "rdma_resource": rdma_resource,
+        "rdma_count": rdma_count,
+        "host_network": request.host_network,
+        "shared_memory": _memory_size(request.shm_size),
+    }
 
 
 def _python(request: ClusterOptions, *, is_container: bool, assumed: Assumptions) -> str:
