@@ -30,8 +30,7 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.batching.batches import BatchSettings
 from fcp_cli.planning.dataset.run import make_plan
 from fcp_cli.planning.settings.settings import PlanInputs
-from fcp_cli.runs.metrics.metrics import FORMAT, MetricsWriter, StepMeasurement
-from fcp_cli.runs.metrics.metrics_record import TimingRecord
+from fcp_cli.runs.metrics.metrics import FORMAT, MetricsWriter, Timing, step_record
 from fcp_cli.runtime.data.cursor import PlanCursor
 
 Found = TypeVar("Found")
@@ -132,26 +131,11 @@ def _run(plan: Path) -> None:
 
 
 def _as_planned(step: StepPlan, num_ranks: int) -> dict[str, Any]:
-    ranks: list[list[TimingRecord]] = [[] for _ in range(num_ranks)]
+    ranks: list[list[Timing]] = [[] for _ in range(num_ranks)]
     for row in step.microbatches():
-        timed = TimingRecord(
-            order=row.order,
-            degree=row.degree,
-            tokens=row.tokens,
-            predicted_seconds=row.seconds,
-            start_seconds=row.start_seconds,
-            seconds=row.seconds,
-        )
         for rank in row.ranks:
-            ranks[rank].append(timed)
-    return StepMeasurement(
-        step=step.step,
-        loss=1.0,
-        tokens=int(step.lengths.sum()),
-        seconds=step.makespan_seconds,
-        predicted_seconds=step.makespan_seconds,
-        ranks=ranks,
-    ).record()
+            ranks[rank].append((row.order, row.start_seconds, row.seconds))
+    return step_record(step, ranks, seconds=step.makespan_seconds, loss=1.0)
 
 
 def _usage_of(command: list[str]) -> resource.struct_rusage:

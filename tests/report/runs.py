@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata, Sync
@@ -12,8 +13,8 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.batching.batches import BatchSettings
 from fcp_cli.planning.dataset.run import make_plan
 from fcp_cli.planning.settings.settings import PlanInputs
-from fcp_cli.runs.metrics.metrics import FORMAT, StepMeasurement
-from fcp_cli.runs.metrics.metrics_record import TimingRecord
+from fcp_cli.runs.metrics.metrics import FORMAT, Timing, step_record
+from fcp_cli.runs.metrics.metrics_record import StepRecord
 from tests.planning.examples import example_problem, long_tail
 
 SLOW_RANK, SLOW_FACTOR = 3, 1.5
@@ -54,39 +55,35 @@ def run_record(metadata: PlanMetadata, plan: Path, **changes: object) -> dict[st
     }
 
 
-def measured(step: StepPlan, num_ranks: int) -> StepMeasurement:
+def measured(step: StepPlan, num_ranks: int) -> StepRecord:
     """Every micro-batch takes what was planned, times SLOW_FACTOR on SLOW_RANK."""
-    ranks: list[list[TimingRecord]] = [[] for _ in range(num_ranks)]
+    ranks: list[list[Timing]] = [[] for _ in range(num_ranks)]
     for row in step.microbatches():
         for rank in row.ranks:
-            ranks[rank].append(
-                TimingRecord(
-                    order=row.order,
-                    degree=row.degree,
-                    tokens=row.tokens,
-                    predicted_seconds=row.seconds,
-                    start_seconds=row.start_seconds * SLOW_FACTOR,
-                    seconds=row.seconds * (SLOW_FACTOR if rank == SLOW_RANK else 1.0),
-                )
-            )
-    return StepMeasurement(
-        step=step.step,
+            factor = SLOW_FACTOR if rank == SLOW_RANK else 1.0
+            ranks[rank].append((row.order, row.start_seconds * SLOW_FACTOR, row.seconds * factor))
+    record = step_record(
+        step,
+        ranks,
+        seconds=step.makespan_seconds * SLOW_FACTOR + 0.25,
         loss=5.0 - 0.1 * step.step,
-        tokens=int(step.lengths.sum()),
+        warm_up=step.step == 0,
         grad_norm=1.0,
         learning_rate=1e-4,
-        seconds=step.makespan_seconds * SLOW_FACTOR + 0.25,
-        predicted_seconds=step.makespan_seconds,
-        ranks=ranks,
-        warm_up=step.step == 0,
     )
+    return cast(StepRecord, record)
+
+
+def busy_seconds(record: StepRecord) -> list[float]:
+    """[num_ranks] seconds in which each rank ran micro-batches."""
+    return [rank["busy_seconds"] for rank in record["ranks"]]
 
 
 def write_run(path: Path, plan: Path, *, records: Sequence[object] | None = None) -> Path:
     """The metrics of a whole run of `plan`."""
     reader = PlanReader(plan)
     if records is None:
-        steps = [measured(step, reader.metadata.num_ranks).record() for step in reader.steps()]
+        steps = [measured(step, reader.metadata.num_ranks) for step in reader.steps()]
         records = [run_record(reader.metadata, plan), *steps]
     path.write_text("".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records))
     return path

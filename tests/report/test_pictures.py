@@ -4,7 +4,6 @@ import csv
 import io
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pytest
@@ -20,9 +19,8 @@ from fcp_cli.report.page.page_data import HeatMap, PlanPicture, bars_of, evenly_
 from fcp_cli.report.page.run_picture import RunPicture, measured_bars
 from fcp_cli.report.ranks_shown import RanksShown
 from fcp_cli.runs.metrics.metrics_reader import run_step
-from fcp_cli.runs.metrics.metrics_record import StepRecord
 from tests.planning.examples import example_problem, long_tail
-from tests.report.runs import SLOW_FACTOR, SLOW_RANK, make_example_plan, measured
+from tests.report.runs import SLOW_FACTOR, SLOW_RANK, busy_seconds, make_example_plan, measured
 
 EVERY_RANK = RanksShown(num_ranks=8, ranks_per_node=4)
 
@@ -47,7 +45,7 @@ def picture(reader: PlanReader) -> PlanPicture:
 def run(reader: PlanReader) -> RunPicture:
     run = RunPicture(plan=reader.metadata, chosen=frozenset({1}))
     for step in reader.steps():
-        run.add(run_step(cast(StepRecord, measured(step, 8).record())))
+        run.add(run_step(measured(step, 8)))
     return run
 
 
@@ -80,10 +78,7 @@ def test_the_bars_of_pipelines_show_every_forward_and_backward_of_every_stage(tm
 
 def test_measured_bars_cover_every_working_rank(reader: PlanReader) -> None:
     step = next(reader.steps())
-    bars = {
-        name: np.asarray(column)
-        for name, column in measured_bars(run_step(cast(StepRecord, measured(step, 8).record())), EVERY_RANK).items()
-    }
+    bars = {name: np.asarray(column) for name, column in measured_bars(run_step(measured(step, 8)), EVERY_RANK).items()}
     planned = bars_of(step, EVERY_RANK)
     assert sorted(zip(bars["order"].tolist(), bars["rank"].tolist(), strict=True)) == sorted(
         zip(np.asarray(planned["order"]).tolist(), np.asarray(planned["rank"]).tolist(), strict=True)
@@ -168,12 +163,12 @@ def test_warm_up_counts_in_no_figure(run: RunPicture, reader: PlanReader) -> Non
 
 def test_rates_and_idle_time_are_over_the_measured_seconds(run: RunPicture, reader: PlanReader) -> None:
     steps = [measured(step, 8) for step in reader.steps(1)]
-    seconds = sum(step.seconds for step in steps)
-    computed = sum(timing["seconds"] for step in steps for rank in step.ranks for timing in rank)
+    seconds = sum(step["seconds"] for step in steps)
+    computed = sum(timing["seconds"] for step in steps for rank in step["ranks"] for timing in rank["micro_batches"])
     totals = run.totals()
     assert totals["idle"] == pytest.approx(1.0 - computed / (8 * seconds))
-    assert totals["tokens_per_second"] == pytest.approx(sum(step.tokens for step in steps) / seconds)
-    assert totals["step_seconds"] == pytest.approx(np.mean([step.seconds for step in steps]))
+    assert totals["tokens_per_second"] == pytest.approx(sum(step["tokens"] for step in steps) / seconds)
+    assert totals["step_seconds"] == pytest.approx(np.mean([step["seconds"] for step in steps]))
 
 
 def test_planned_figures_beside_measured_ones_are_the_same_statistics_of_the_same_steps(
@@ -192,7 +187,7 @@ def test_measured_idle_time_has_a_map_of_its_own(run: RunPicture, reader: PlanRe
     cells = {name: np.asarray(column) for name, column in run.heat.cells().items()}
     assert set(cells["step"].tolist()) == {1, 2, 3}, "steps of warm-up are left out"
     step = measured(next(reader.steps(2)), 8)
-    idle = 1 - np.array(step.busy_seconds()) / step.seconds
+    idle = 1 - np.array(busy_seconds(step)) / step["seconds"]
     assert cells["idle"][cells["step"] == 2] == pytest.approx(idle)
 
 

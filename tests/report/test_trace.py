@@ -5,7 +5,7 @@ import json
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -18,11 +18,10 @@ from fcp_cli.planning.dataset.run import make_plan
 from fcp_cli.planning.settings.settings import PlanInputs
 from fcp_cli.report.trace import TraceBuilder, write_trace
 from fcp_cli.runs.metrics.metrics_reader import run_step
-from fcp_cli.runs.metrics.metrics_record import StepRecord
 from tests.planning.examples import example_problem, long_tail
 from tests.report.browser import chromium
 from tests.report.perfetto_reader import PerfettoReader
-from tests.report.runs import make_example_plan, measured
+from tests.report.runs import busy_seconds, make_example_plan, measured
 
 Event = dict[str, Any]
 
@@ -42,7 +41,7 @@ def document(reader: PlanReader) -> dict[str, Any]:
     builder = TraceBuilder(num_ranks=8, ranks_per_node=4)
     made = [*builder.names(["planned", "measured"])]
     for step in reader.steps():
-        made += builder.step(step, run_step(cast(StepRecord, measured(step, 8).record())))
+        made += builder.step(step, run_step(measured(step, 8)))
     file = io.StringIO()
     assert write_trace(file, made, source={"format": "fcp-trace/1"}) == len(made)
     return dict(json.loads(file.getvalue()))
@@ -107,7 +106,7 @@ def test_track_times_add_up_to_the_plan(events: list[Event], reader: PlanReader)
 
 def test_measured_times_add_up_to_the_run(events: list[Event], reader: PlanReader) -> None:
     total = sum(event["dur"] for event in slices(events, "measured"))
-    assert total / 1e6 == pytest.approx(sum(sum(measured(step, 8).busy_seconds()) for step in reader.steps()), rel=1e-6)
+    assert total / 1e6 == pytest.approx(sum(sum(busy_seconds(measured(step, 8))) for step in reader.steps()), rel=1e-6)
 
 
 def test_microbatches_of_a_rank_do_not_overlap(events: list[Event]) -> None:
@@ -130,7 +129,7 @@ def test_each_stage_of_a_pipeline_has_a_track_with_every_forward_and_backward(tm
     step = next(PlanReader(tmp_path / "pipelines.parquet").steps())
     events = [
         *builder.names(["planned", "measured"]),
-        *builder.step(step, run_step(cast(StepRecord, measured(step, 8).record()))),
+        *builder.step(step, run_step(measured(step, 8))),
     ]
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     planned = slices(events, "planned")
@@ -202,7 +201,7 @@ def test_perfetto_loads_it_whole(document: dict[str, Any], reader: PlanReader) -
     steps, planned, run = list(reader.steps()), np.zeros(8), np.zeros(8)
     for step in steps:
         planned += step.busy_seconds(8)
-        run += measured(step, 8).busy_seconds()
+        run += busy_seconds(measured(step, 8))
     found = {(process, thread): nanoseconds / 1e9 for process, thread, _, nanoseconds in tracks}
     for rank in range(8):
         assert found.pop((f"node {rank // 4} planned", f"rank {rank}")) == pytest.approx(planned[rank], abs=1e-4)

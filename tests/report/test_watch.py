@@ -206,7 +206,7 @@ def test_a_finished_run_that_is_started_again_is_running(lines: list[str], tmp_p
 
 def test_a_resumed_run_counts_from_its_latest_start(plan: Path, tmp_path: Path) -> None:
     reader = PlanReader(plan)
-    steps = [measured(step, 8).record() for step in reader.steps()]
+    steps = [measured(step, 8) for step in reader.steps()]
     first, second = (run_record(reader.metadata, plan, steps=steps) for steps in (2, 4))
     path = write_run(tmp_path / "metrics.jsonl", plan, records=[first, *steps[:2], second, steps[2]])
     state = state_of(path)

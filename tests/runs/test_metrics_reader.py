@@ -10,7 +10,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.runs.metrics.metrics_reader import open_run
 from tests.messages import raises
-from tests.report.runs import make_example_plan, measured, run_record, write_run
+from tests.report.runs import busy_seconds, make_example_plan, measured, run_record, write_run
 
 MICROBATCH = {"order": 0, "degree": 1, "tokens": 9, "predicted_seconds": 1.0, "start_seconds": 0.0, "seconds": 1.0}
 
@@ -28,7 +28,7 @@ def test_a_run_is_read_step_by_step(plan: Path, tmp_path: Path) -> None:
     assert [step.step for step in steps] == [0, 1, 2, 3]
     assert run.problems == []
     first = next(PlanReader(plan).steps())
-    assert steps[0].busy_seconds.sum() == pytest.approx(sum(measured(first, 8).busy_seconds()))
+    assert steps[0].busy_seconds.sum() == pytest.approx(sum(busy_seconds(measured(first, 8))))
     assert steps[0].warm_up and not steps[1].warm_up
 
 
@@ -127,7 +127,7 @@ def test_what_no_run_can_have_measured_counts_as_damage(plan: Path, tmp_path: Pa
 
 def test_a_step_that_is_not_in_the_plan_hides_no_other(plan: Path, tmp_path: Path) -> None:
     reader = PlanReader(plan)
-    steps = [measured(step, 8).record() for step in reader.steps()]
+    steps = [measured(step, 8) for step in reader.steps()]
     records = [run_record(reader.metadata, plan), steps[0], {**steps[1], "step": 77}, *steps[2:], steps[3]]
     run = open_run(write_run(tmp_path / "metrics.jsonl", plan, records=records), plan=reader.metadata)
     assert [step.step for step in run.steps()] == [0, 2, 3]
@@ -139,7 +139,7 @@ def test_a_step_that_is_not_in_the_plan_hides_no_other(plan: Path, tmp_path: Pat
 
 def test_steps_resumed_under_another_plan_are_left_out(plan: Path, tmp_path: Path) -> None:
     reader = PlanReader(plan)
-    steps = [measured(step, 8).record() for step in reader.steps()]
+    steps = [measured(step, 8) for step in reader.steps()]
     records = [
         run_record(reader.metadata, plan),
         *steps[:2],

@@ -17,7 +17,7 @@ from fcp_cli.runs.metrics.metrics import MetricsWriter
 from fcp_cli.runs.metrics.metrics_reader import open_run
 from fcp_cli.runtime.metrics import recorder as recording
 from fcp_cli.runtime.metrics.mailbox import MessageLostError, MetricsMailbox
-from fcp_cli.runtime.metrics.message import RankMeasurement, mean_loss, step_measurement
+from fcp_cli.runtime.metrics.message import RankMeasurement, mean_loss, measured_record
 from fcp_cli.runtime.metrics.recorder import Recorder
 from tests.runs.records import read_metrics
 from tests.training.small_runs import write_manifest, write_small_plan
@@ -36,7 +36,7 @@ def test_a_message_holds_exactly_what_was_measured() -> None:
 
 def test_timings_stand_beside_what_was_planned(tmp_path: Path) -> None:
     plan = next(PlanReader(write_small_plan(tmp_path / "plan.parquet", write_manifest(tmp_path), steps=1)).steps())
-    second = step_measurement(plan, [measured()], loss=1.5, is_first=True).ranks[0][1]
+    second = measured_record(plan, [measured()], loss=1.5, is_first=True)["ranks"][0]["micro_batches"][1]
     assert (second["order"], second["degree"], second["tokens"]) == (2, 2, int(plan.tokens[2]))
     assert (second["predicted_seconds"], second["start_seconds"], second["seconds"]) == (plan.seconds[2], 0.5, 0.25)
 

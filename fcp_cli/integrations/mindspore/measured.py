@@ -24,7 +24,7 @@ from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.runs.metrics.metrics import MetricsWriter
-from fcp_cli.runtime.metrics.message import RankMeasurement, step_measurement
+from fcp_cli.runtime.metrics.message import RankMeasurement, measured_record
 from fcp_cli.runtime.metrics.run_record import METRICS_VARIABLE, begin_metrics, run_record
 
 
@@ -97,10 +97,10 @@ class MeasuredSteps:
 
     def _write(self, ranks: list[RankMeasurement]) -> None:
         plan = next(self._plans)
-        measurement = step_measurement(plan, ranks, loss=self.loss, is_first=self._index == self._first_step)
+        record = measured_record(plan, ranks, loss=self.loss, is_first=self._index == self._first_step)
         assert self._writer is not None
         try:
-            self._writer.write(measurement.record())
+            self._writer.write(record)
         except (OSError, FcpError) as error:  # no reason to end a training
             print(f"fcp: the metrics {self._writer.path} end here: {error}", file=sys.stderr, flush=True)
             self.close()

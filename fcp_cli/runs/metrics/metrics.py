@@ -12,12 +12,12 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeAlias
 
 from fcp_cli.errors import RunError
 from fcp_cli.files import write_text_atomically
+from fcp_cli.plan.step import StepPlan
 from fcp_cli.reading.inputs import bounded_lines, open_input
 from fcp_cli.runs.metrics.metrics_record import MetricsRecord, TimingRecord, parse_record
 from fcp_cli.words import first_sentence
@@ -25,73 +25,74 @@ from fcp_cli.words import first_sentence
 FORMAT = "fcp-metrics/1"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepMeasurement:
-    """The measurements of a step that all ranks have finished.
+Timing: TypeAlias = tuple[int, float, float]
+"""Order in the step, seconds from the rank's start of the step to its start, and seconds of one micro-batch."""
 
-    Attributes:
-        loss: summed token loss / tokens of the global batch; NaN if it is not known, too.
+
+def step_record(
+    plan: StepPlan,
+    timings: Sequence[Sequence[Timing]],
+    *,
+    seconds: float,
+    loss: float,
+    warm_up: bool = False,
+    bad_rows: Sequence[int] = (),
+    peak_bytes: Sequence[int] = (),
+    **facts: float | None,
+) -> dict[str, Any]:
+    """Return the `step` record of a step that all ranks have finished.
+
+    Args:
+        plan: the step in the plan.
+        timings: [num_ranks] the micro-batches that each rank ran, in order.
         seconds: wall-clock time from the end of the step before to the end of this one, on rank 0.
-        predicted_seconds: the plan's makespan.
-        ranks: [num_ranks] the micro-batches that each rank ran, in order.
+        loss: summed token loss / tokens of the global batch; NaN if it is not known, too.
         warm_up: the first step after a start: it also pays for compilation, caches and connections.
         bad_rows: manifest rows of which nothing was learned, since a picture of theirs could not be read.
-        mfu: share of all devices' peak that the model's arithmetic came to; None if the peak is not known.
         peak_bytes: [num_ranks] the most that each rank has had of its device since its start, or of a host's memory.
-        grad_norm, learning_rate: None if only the script knows them.
+        facts: `grad_norm` and `learning_rate`, if the script says them, and `mfu`, the share of all devices' peak that
+            the model's arithmetic came to, if the peak is known.
     """
-
-    step: int
-    loss: float
-    tokens: int
-    grad_norm: float | None = None
-    learning_rate: float | None = None
-    seconds: float
-    predicted_seconds: float
-    ranks: Sequence[Sequence[TimingRecord]]
-    warm_up: bool = False
-    bad_rows: Sequence[int] = ()
-    mfu: float | None = None
-    peak_bytes: Sequence[int] = ()
-
-    def busy_seconds(self) -> list[float]:
-        """[num_ranks] seconds in which each rank ran micro-batches."""
-        return [sum(timing["seconds"] for timing in timings) for timings in self.ranks]
-
-    @property
-    def idle_fraction(self) -> float:
-        """Share of rank-seconds in which no micro-batch ran: waiting, gradient reduction and the optimizer."""
-        return max(0.0, 1.0 - sum(self.busy_seconds()) / (len(self.ranks) * self.seconds))
-
-    def record(self) -> dict[str, Any]:
-        """Return the `step` record."""
-        ranks = [
-            {
-                "rank": rank,
-                "busy_seconds": busy,
-                "idle_seconds": max(0.0, self.seconds - busy),
-                **({"peak_memory_bytes": self.peak_bytes[rank]} if self.peak_bytes else {}),
-                "micro_batches": list(timings),
-            }
-            for rank, (timings, busy) in enumerate(zip(self.ranks, self.busy_seconds(), strict=True))
-        ]
-        return {
-            "kind": "step",
-            "step": self.step,
-            "loss": _finite(self.loss),
-            "tokens": self.tokens,
-            "grad_norm": None if self.grad_norm is None else _finite(self.grad_norm),
-            "learning_rate": self.learning_rate,
-            "seconds": self.seconds,
-            "predicted_seconds": self.predicted_seconds,
-            "idle_fraction": self.idle_fraction,
-            "warm_up": self.warm_up,
-            "tokens_per_second": self.tokens / self.seconds,
-            "mfu": self.mfu,
-            "peak_memory_bytes": max(self.peak_bytes, default=None),
-            "ranks": ranks,
-            **({"bad_rows": list(self.bad_rows)} if self.bad_rows else {}),
+    busy = [sum(took for _, _, took in of_rank) for of_rank in timings]
+    ranks = [
+        {
+            "rank": rank,
+            "busy_seconds": busy[rank],
+            "idle_seconds": max(0.0, seconds - busy[rank]),
+            **({"peak_memory_bytes": peak_bytes[rank]} if peak_bytes else {}),
+            "micro_batches": [_planned_timing(plan, *timing) for timing in of_rank],
         }
+        for rank, of_rank in enumerate(timings)
+    ]
+    tokens = int(plan.tokens.sum())
+    return {
+        "kind": "step",
+        "step": plan.step,
+        "loss": _finite(loss),
+        "tokens": tokens,
+        **{name: _finite(facts.get(name)) for name in ("grad_norm", "learning_rate", "mfu")},
+        "seconds": seconds,
+        "predicted_seconds": plan.makespan_seconds,
+        # Waiting, gradient reduction and the optimizer.
+        "idle_fraction": max(0.0, 1.0 - sum(busy) / (len(busy) * seconds)),
+        "warm_up": warm_up,
+        "tokens_per_second": tokens / seconds,
+        "peak_memory_bytes": max(peak_bytes, default=None),
+        "ranks": ranks,
+        **({"bad_rows": list(bad_rows)} if bad_rows else {}),
+    }
+
+
+def _planned_timing(plan: StepPlan, order: int, start: float, took: float) -> TimingRecord:
+    """Return a measured micro-batch with its planned seconds."""
+    return TimingRecord(
+        order=order,
+        degree=int(plan.degrees[order]),
+        tokens=int(plan.tokens[order]),
+        predicted_seconds=float(plan.seconds[order]),
+        start_seconds=start,
+        seconds=took,
+    )
 
 
 def evaluation_record(step: int, *, seconds: float, buckets: Sequence[tuple[int, int, float]]) -> dict[str, Any]:
@@ -117,9 +118,9 @@ def evaluation_record(step: int, *, seconds: float, buckets: Sequence[tuple[int,
     }
 
 
-def _finite(value: float) -> float | None:
+def _finite(value: float | None) -> float | None:
     """JSON has no NaN: a loss that ran away is written as null."""
-    return value if math.isfinite(value) else None
+    return None if value is None or not math.isfinite(value) else value
 
 
 class MetricsWriter:

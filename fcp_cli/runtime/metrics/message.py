@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.runs.metrics.metrics import StepMeasurement
-from fcp_cli.runs.metrics.metrics_record import TimingRecord
-
-Timing: TypeAlias = tuple[int, float, float]
-"""Order in the step, seconds from the rank's start of the step to its start, and seconds of one micro-batch."""
+from fcp_cli.runs.metrics.metrics import Timing, step_record
 
 _HEADER = 5
 
@@ -57,10 +53,10 @@ class RankMeasurement:
         )
 
 
-def step_measurement(
+def measured_record(
     plan: StepPlan, ranks: Sequence[RankMeasurement], *, loss: float, is_first: bool, **facts: Any
-) -> StepMeasurement:
-    """Return the measured step of all ranks, with its planned seconds.
+) -> dict[str, Any]:
+    """Return the record of a step that all ranks have finished.
 
     Args:
         plan: the step in the plan.
@@ -69,32 +65,15 @@ def step_measurement(
         is_first: whether the loop began with it, so that its seconds count warming up.
         facts: further fields of a step's record.
     """
-    return StepMeasurement(
-        step=plan.step,
-        loss=loss,
-        tokens=int(plan.tokens.sum()),
+    return step_record(
+        plan,
+        [rank.timings for rank in ranks],
         seconds=ranks[0].seconds,
-        predicted_seconds=plan.makespan_seconds,
-        ranks=[_planned_timings(rank.timings, plan) for rank in ranks],
+        loss=loss,
         warm_up=is_first,
         peak_bytes=[rank.peak_bytes for rank in ranks],
         **facts,
     )
-
-
-def _planned_timings(timings: Sequence[Timing], plan: StepPlan) -> list[TimingRecord]:
-    """Return measured micro-batches with their planned seconds."""
-    return [
-        TimingRecord(
-            order=order,
-            degree=int(plan.degrees[order]),
-            tokens=int(plan.tokens[order]),
-            predicted_seconds=float(plan.seconds[order]),
-            start_seconds=start,
-            seconds=took,
-        )
-        for order, start, took in timings
-    ]
 
 
 def mean_loss(ranks: Mapping[int, RankMeasurement]) -> float:

@@ -27,12 +27,12 @@ from fcp_cli.errors import FcpError
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.runs.metrics.metrics import MetricsWriter, StepMeasurement
+from fcp_cli.runs.metrics.metrics import MetricsWriter
 from fcp_cli.runs.recorded_steps import recorded_steps, unrecorded
 from fcp_cli.runtime.data.followed_step import FollowedStep
 from fcp_cli.runtime.data.prefetch import Prefetched
 from fcp_cli.runtime.metrics.mailbox import MessageLostError, MetricsMailbox, job_store
-from fcp_cli.runtime.metrics.message import RankMeasurement, mean_loss, step_measurement
+from fcp_cli.runtime.metrics.message import RankMeasurement, mean_loss, measured_record
 from fcp_cli.runtime.metrics.run_record import METRICS_VARIABLE, begin_metrics, run_record
 from fcp_cli.runtime.metrics.running_step import RunningStep
 from fcp_cli.runtime.metrics.timing import clock_for
@@ -237,18 +237,18 @@ class Recorder:
                     continue
                 if ranks is None:
                     return
-                self._write(self._measurement(self._uncollected.popleft(), ranks).record())
+                self._write(self._record(self._uncollected.popleft(), ranks))
         except (RuntimeError, OSError, FcpError, StopIteration) as error:
             self._give_up(error)
 
-    def _measurement(self, record: RunningStep, ranks: dict[int, RankMeasurement]) -> StepMeasurement:
+    def _record(self, record: RunningStep, ranks: dict[int, RankMeasurement]) -> dict[str, Any]:
         assert self._plans is not None
         plan = next(self._plans)
         while plan.step < record.step:
             plan = next(self._plans)
         facts = {"loss": mean_loss(ranks), "mfu": self.utilisation(plan, ranks[0].seconds), **record.facts}
         is_first = record.step == self._first_step
-        return step_measurement(plan, [ranks[rank] for rank in sorted(ranks)], is_first=is_first, **facts)
+        return measured_record(plan, [ranks[rank] for rank in sorted(ranks)], is_first=is_first, **facts)
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._writer is None:
