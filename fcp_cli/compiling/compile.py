@@ -74,8 +74,14 @@ def timed_loading() -> Iterator[Callable[[], float]]:
 @cache
 def package_stamp(folder: Path) -> str:
     """Return the key of a folder's kernels: the hash of its sources, of their compilers and of the cost formula."""
-    sources = (*sorted(folder.glob("*.py")), *sorted(Path(__file__).parent.glob("*.py")), _FORMULA)
+    sources = (*sorted(folder.rglob("*.py")), *sorted(Path(__file__).parent.glob("*.py")), _FORMULA)
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+
+
+def folder_of(function: Callable[..., Any]) -> Path:
+    """Return the folder of a function and of all that it calls; of the planner's, the one around its parts."""
+    folder = Path(inspect.getfile(function)).parent
+    return next((parent for parent in folder.parents if parent.name == "compiled"), folder)
 
 
 class _Index(IndexDataCacheFile):
@@ -103,7 +109,7 @@ class _PackageCache(FunctionCache):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)  # type: ignore[no-untyped-call]
-        stamp = package_stamp(Path(inspect.getfile(function)).parent)
+        stamp = package_stamp(folder_of(function))
         self._cache_file: Any
         self._shipped: Any
         self._cache_file, self._shipped = (

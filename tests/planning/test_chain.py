@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from fcp_cli.plan.metadata.plan_metadata import Sync
-from fcp_cli.planning.compiled import iteration, microbatch
+from fcp_cli.planning.compiled.timelines import iteration
+from fcp_cli.planning.compiled.waves import microbatch
 from tests.commands.planning_folder import EIGHT_RANKS, fcp, write_dataset
 
 

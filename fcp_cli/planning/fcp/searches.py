@@ -10,10 +10,11 @@ import numpy as np
 from fcp_cli.arrays import IntArray
 from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.compiled import iteration, microbatch, regrouping
 from fcp_cli.planning.compiled.core import PlannerInputs, Sequences
-from fcp_cli.planning.compiled.rings import Rings, Timeline
-from fcp_cli.planning.compiled.single_rank_packs import CLOSED, SingleRankPacks
+from fcp_cli.planning.compiled.timelines import iteration
+from fcp_cli.planning.compiled.timelines.rings import Rings, Timeline
+from fcp_cli.planning.compiled.timelines.single_rank_packs import CLOSED, SingleRankPacks
+from fcp_cli.planning.compiled.waves import microbatch, regrouping
 from fcp_cli.planning.fcp.rank_parts import Groups, RankPart, joined, rank_parts, some_of
 from fcp_cli.planning.kernel_inputs import with_recomputation
 from fcp_cli.planning.problem import Assignment, Batch, Problem

@@ -24,9 +24,10 @@ from fcp_cli.planning.assemble import assemble, makespan_seconds
 from fcp_cli.planning.baselines.static import PACKINGS, StaticSolver, static_degrees
 from fcp_cli.planning.batching.batches import GlobalBatches, batch_of, spread_steps
 from fcp_cli.planning.bounds import lower_bound_seconds, simple_bound_seconds
-from fcp_cli.planning.compiled import iteration, microbatch
 from fcp_cli.planning.compiled.core import PlannerInputs, Sequences
 from fcp_cli.planning.compiled.static_schedules import quickest
+from fcp_cli.planning.compiled.timelines import iteration
+from fcp_cli.planning.compiled.waves import microbatch
 from fcp_cli.planning.fcp.apart import SpreadRings
 from fcp_cli.planning.fcp.catalogue import choose_groups
 from fcp_cli.planning.fcp.peer_limit import needs_whole_nodes

@@ -113,6 +113,20 @@ def test_the_stamp_of_a_package_is_that_of_every_source_in_it(tmp_path: Path) ->
     assert len(stamps) == 3
 
 
+def test_the_parts_of_the_planner_are_kept_under_one_stamp_since_they_call_each_other(tmp_path: Path) -> None:
+    (tmp_path / "compiled" / "waves").mkdir(parents=True)
+    (tmp_path / "compiled" / "core.py").write_text("x = 1\n")
+    source = tmp_path / "compiled" / "waves" / "wave.py"
+    source.write_text("def fill():\n    return 1\n")
+    names: dict[str, Any] = {}
+    exec(compile(source.read_text(), str(source), "exec"), names)
+    assert compiling.folder_of(names["fill"]) == tmp_path / "compiled"
+    before = package_stamp(tmp_path / "compiled")
+    source.write_text("x = 2\n")
+    package_stamp.cache_clear()
+    assert package_stamp(tmp_path / "compiled") != before
+
+
 def test_a_change_of_the_cost_formula_changes_the_stamp_of_the_folders_that_compile_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,8 +10,8 @@ from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.console import Assumptions
 from fcp_cli.cost.model import Work, group_seconds
 from fcp_cli.planning.batching.batches import batch_of
-from fcp_cli.planning.compiled import microbatch
 from fcp_cli.planning.compiled.core import Sequences
+from fcp_cli.planning.compiled.waves import microbatch
 from fcp_cli.planning.kernel_inputs import by_falling_work, planner_inputs
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.settings.options import PlanRequest

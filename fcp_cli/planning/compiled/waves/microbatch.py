@@ -31,7 +31,8 @@ from fcp_cli.planning.compiled.core import (
     falling_order,
     recomputation_seconds,
 )
-from fcp_cli.planning.compiled.wave import Pool, Wave, fill_wave, make_pool, make_wave, outlook, wave_seconds
+from fcp_cli.planning.compiled.waves.pool import Pool, make_pool
+from fcp_cli.planning.compiled.waves.wave import Wave, fill_wave, make_wave, outlook, wave_seconds
 
 # Of the seconds that refused work would fill, as a penalty: the bound of the remainder, which shares all work evenly,
 # does not see that such work needs rings in a later wave.

@@ -25,8 +25,8 @@ import numpy as np
 from fcp_cli.arrays import IntArray
 from fcp_cli.compiling.compile import kernel, leaf
 from fcp_cli.planning.compiled.core import PlannerInputs, Sequences, total_of
-from fcp_cli.planning.compiled.rings import Rings, Timeline, make_rings, make_timeline, place_rings
-from fcp_cli.planning.compiled.single_rank_packs import SingleRankPacks, balance, fill, make_single_rank_packs
+from fcp_cli.planning.compiled.timelines.rings import Rings, Timeline, make_rings, make_timeline, place_rings
+from fcp_cli.planning.compiled.timelines.single_rank_packs import SingleRankPacks, balance, fill, make_single_rank_packs
 
 _ALIKE = 2e-4  # relative; a part of a step that ends by so much later than another is not planned again
 _MOST_SLOTS = 1 << 26  # of all bins together, 512 MB; more only if the packs themselves need them

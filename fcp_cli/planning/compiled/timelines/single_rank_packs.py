@@ -46,7 +46,7 @@ from fcp_cli.planning.compiled.core import (
     total_of,
     usable_seconds,
 )
-from fcp_cli.planning.compiled.rings import Rings, Timeline
+from fcp_cli.planning.compiled.timelines.rings import Rings, Timeline
 from fcp_cli.planning.compiled.ways import traffic_of
 
 CLOSED = -1  # tokens left in a slot that is not in use

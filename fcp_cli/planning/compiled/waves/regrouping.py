@@ -30,7 +30,7 @@ from fcp_cli.planning.compiled.core import (
     together,
     total_of,
 )
-from fcp_cli.planning.compiled.microbatch import replay, search
+from fcp_cli.planning.compiled.waves.microbatch import replay, search
 
 _MARGIN = 1e-9  # relative; seconds that differ by less are equal but for rounding
 

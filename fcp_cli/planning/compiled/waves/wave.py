@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fcp_cli.arrays import FloatArray, IntArray
+from fcp_cli.arrays import IntArray
 from fcp_cli.compiling.compile import inlined, kernel, leaf
-from fcp_cli.planning.compiled.alone import work_in_rings
 from fcp_cli.planning.compiled.core import (
     NONE,
     Loads,
@@ -29,7 +28,6 @@ from fcp_cli.planning.compiled.core import (
     load_at,
     make_loads,
     make_tree,
-    most_work,
     pack_seconds,
     padded_load,
     recomputation_seconds,
@@ -38,10 +36,20 @@ from fcp_cli.planning.compiled.core import (
     together,
     usable_seconds,
 )
+from fcp_cli.planning.compiled.waves.free_ranks import (
+    SLACK,
+    FreeRanks,
+    best_fit,
+    first_across,
+    first_in_catalogue,
+    first_inside,
+    free_all,
+    make_free_ranks,
+    take,
+)
+from fcp_cli.planning.compiled.waves.pool import Pool
 from fcp_cli.planning.compiled.ways import least_of_packs, traffic_of
 
-# Seconds: sums that agree on paper may differ in their last bits, and must not cost a rank or a wave.
-_SLACK = 1e-12
 _MARGIN = 1e-9  # relative; keeps rounding on the safe side
 
 
@@ -54,14 +62,8 @@ class Wave(NamedTuple):
         degree, first: [num_ranks] how many ranks each group has, and the first of them.
         across, loads: [num_ranks] of each group, see `pack_seconds`.
         group_of: [sequences] the group of each sequence that the wave took.
-        free, start: [nodes] how many ranks of a node have no group yet, and the first of them; they are contiguous.
-        bucket: [ranks_per_node + 1] for each number of free ranks, the first node with so many, or -1.
-        next_node, before_node: [nodes] the others with as many, linked both ways; -1 at the ends.
-        used: [num_ranks] 1 for a rank that has a group; kept only if rings come from a catalogue.
-        used_before: [num_ranks + 1] how many of the ranks before each are used.
         groups: [1] number of groups.
-        too_wide: [1] least degree for which no run of free ranks over nodes was found. Ranks only become fewer while a
-            wave is filled, so wider groups are not looked for.
+        ranks: the ranks without a group.
     """
 
     degree: IntArray
@@ -69,198 +71,23 @@ class Wave(NamedTuple):
     across: IntArray
     loads: Loads
     group_of: IntArray
-    free: IntArray
-    start: IntArray
-    bucket: IntArray
-    next_node: IntArray
-    before_node: IntArray
-    used: IntArray
-    used_before: IntArray
     groups: IntArray
-    too_wide: IntArray
-
-
-class Pool(NamedTuple):
-    """The sequences that a wave may take, those that it leaves, and notes on them. All are [sequences].
-
-    Attributes:
-        waiting: the first `count` are still to be planned, by falling work.
-        left_over: those that the wave filled last leaves; long ones, then others, each by falling work.
-        small: those that a single rank could run; scratch of a wave.
-        kept: sequences that the best wave so far leaves.
-        shortest: seconds of each sequence by itself on its best degree; 0 until computed.
-        least: rank-seconds of each sequence in the narrowest ring that holds it, `work_in_rings`.
-        most: [tokens] see `core.most_work`.
-        thin: [1] least linear work of a token of any sequence.
-        density: greatest work of a token of each sequence and those of less work.
-    """
-
-    waiting: IntArray
-    left_over: IntArray
-    small: IntArray
-    kept: IntArray
-    shortest: FloatArray
-    least: FloatArray
-    most: FloatArray
-    thin: FloatArray
-    density: FloatArray
-
-
-@kernel
-def make_pool(sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Make a pool in which all sequences wait."""
-    n, thin = len(sequences.work), np.full(1, np.inf)
-    density = np.zeros(n)
-    for i in range(n - 1, -1, -1):
-        thin[0] = min(thin[0], sequences.linear[i] / sequences.tokens[i])
-        density[i] = max(sequences.work[i] / sequences.tokens[i], density[i + 1] if i + 1 < n else 0.0)
-    return Pool(
-        np.arange(n),
-        np.zeros(n, dtype=np.int64),
-        np.zeros(n, dtype=np.int64),
-        np.zeros(n, dtype=np.int64),
-        np.zeros(n),
-        work_in_rings(np.inf, sequences, inputs),
-        most_work(sequences, inputs),
-        thin,
-        density,
-    )
+    ranks: FreeRanks
 
 
 @kernel
 def make_wave(sequences: int, inputs: PlannerInputs) -> Any:
     """Make the arrays of a wave; `place_rings` empties them."""
     num_ranks = inputs.num_ranks
-    nodes = (num_ranks + inputs.ranks_per_node - 1) // inputs.ranks_per_node
     return Wave(
         np.zeros(num_ranks, dtype=np.int64),
         np.zeros(num_ranks, dtype=np.int64),
         np.zeros(num_ranks, dtype=np.int64),
         make_loads(num_ranks),
         np.zeros(sequences, dtype=np.int64),
-        np.zeros(nodes, dtype=np.int64),
-        np.zeros(nodes, dtype=np.int64),
-        np.zeros(inputs.ranks_per_node + 1, dtype=np.int64),
-        np.zeros(nodes, dtype=np.int64),
-        np.zeros(nodes, dtype=np.int64),
-        np.zeros(num_ranks, dtype=np.int64),
-        np.zeros(num_ranks + 1, dtype=np.int64),
         np.zeros(1, dtype=np.int64),
-        np.zeros(1, dtype=np.int64),
+        make_free_ranks(inputs),
     )
-
-
-@leaf
-def _reset(inputs: PlannerInputs, wave: Wave) -> None:
-    """Empty the wave: no group, all ranks free."""
-    wave.groups[0] = 0
-    # Nothing was looked for in vain yet.
-    wave.too_wide[0] = inputs.num_ranks + 1
-    wave.used[:] = 0
-    wave.used_before[:] = 0
-    wave.bucket[:] = -1
-    for node in range(len(wave.free) - 1, -1, -1):  # backwards, so that lists begin with the first node
-        wave.start[node] = node * inputs.ranks_per_node
-        wave.free[node] = min(inputs.ranks_per_node, inputs.num_ranks - node * inputs.ranks_per_node)
-        _list_by_free_ranks(node, wave)
-
-
-@inlined
-def _list_by_free_ranks(node: int, wave: Wave) -> None:
-    """Enter a node into the list of the nodes with as many free ranks."""
-    after = wave.bucket[wave.free[node]]
-    wave.next_node[node], wave.before_node[node] = after, -1
-    if after >= 0:
-        wave.before_node[after] = node
-    wave.bucket[wave.free[node]] = node
-
-
-@leaf
-def _best_fit(degree: int, inputs: PlannerInputs, wave: Wave) -> int:
-    """Return the smallest number of free ranks >= degree that some node has, or 0."""
-    # The tightest node first: it leaves the roomiest ones to groups that are wider still.
-    for free in range(degree, inputs.ranks_per_node + 1):
-        if wave.bucket[free] >= 0:
-            return free
-    return 0
-
-
-@leaf
-def _first_inside(degree: int, free: int, wave: Wave) -> int:
-    """Return the first rank for a group in the first node with so many free ranks.
-
-    Even nodes are filled from the left, odd ones from the right, so that the ranks that two of them have left are
-    neighbours, which a group across both can take.
-    """
-    node = wave.bucket[free]
-    return int(wave.start[node] + (wave.free[node] - degree if node % 2 else 0))
-
-
-@leaf
-def _first_across(degree: int, inputs: PlannerInputs, wave: Wave) -> int:
-    """Return the first rank for a group on the shortest run of free ranks that holds it, or NONE."""
-    per_node = inputs.ranks_per_node
-    if degree >= wave.too_wide[0] or (inputs.whole_nodes and degree % per_node):
-        return NONE
-    chosen, shortest = NONE, inputs.num_ranks + 1
-    run, stop = 0, 0  # the run that ends before rank `stop`
-    # One node more than there is, so that the last run ends like any other.
-    for node in range(len(wave.free) + 1):
-        free = wave.free[node] if node < len(wave.free) else 0
-        # A node in use breaks the run: a limit of peers lets groups cross nodes only as whole ones.
-        if inputs.whole_nodes and free < per_node:
-            free = 0
-        if free and wave.start[node] == stop:
-            stop += free
-            continue
-        if degree <= stop - run < shortest:
-            shortest = stop - run
-            chosen = _first_in_run(run, stop, degree, inputs)
-        if free:
-            run, stop = wave.start[node], wave.start[node] + free
-        else:
-            run, stop = 0, 0
-    if chosen == NONE:
-        wave.too_wide[0] = degree
-    return chosen
-
-
-@inlined
-def _first_in_run(run: int, stop: int, degree: int, inputs: PlannerInputs) -> int:
-    """Return the start of a group in the free ranks run..stop: at a node if it fills whole nodes, else at the left end.
-
-    So a group that breaks a node anyway also takes the ranks that another one left, and free ranks stay in few pieces.
-    """
-    per_node = inputs.ranks_per_node
-    node = (run + per_node - 1) // per_node * per_node
-    return node if degree % per_node == 0 and node + degree <= stop else run
-
-
-@leaf
-def _take(first: int, degree: int, inputs: PlannerInputs, wave: Wave) -> None:
-    """Take free ranks, at either end of those of each node, from the nodes that they are on."""
-    stop = first + degree
-    while first < stop:
-        node = first // inputs.ranks_per_node
-        taken = min(stop, wave.start[node] + wave.free[node]) - first
-        _unlist(node, wave)
-        if first == wave.start[node]:
-            wave.start[node] += taken
-        wave.free[node] -= taken
-        _list_by_free_ranks(node, wave)
-        first += taken
-
-
-@leaf
-def _unlist(node: int, wave: Wave) -> None:
-    """Take a node out of the list that it is in."""
-    before, after = wave.before_node[node], wave.next_node[node]
-    if before >= 0:
-        wave.next_node[before] = after
-    else:
-        wave.bucket[wave.free[node]] = after
-    if after >= 0:
-        wave.before_node[after] = before
 
 
 @leaf
@@ -290,22 +117,22 @@ def _place_ring(i: int, target: float, left: int, sequences: Sequences, inputs: 
     # Degrees far above the work's share only pay if the ring is exposed: only tried for the wave's first ring.
     highest = left if wave.groups[0] == 0 else min(left, 12 * lowest + 8)
     for degree in range(lowest, highest + 1):
-        inside = _best_fit(degree, inputs, wave)
+        inside = best_fit(degree, inputs, wave.ranks)
         at_best = 0 if inside else max(across_at_best(degree, inputs), 1)
         # Price before place: a price is a few sums, a place needs a search.
-        if alone_seconds(i, degree, at_best, sequences, inputs) > target + _SLACK:
+        if alone_seconds(i, degree, at_best, sequences, inputs) > target + SLACK:
             continue
-        first = _first_inside(degree, inside, wave) if inside else _first_across(degree, inputs, wave)
+        first = first_inside(degree, inside, wave.ranks) if inside else first_across(degree, inputs, wave.ranks)
         if first == NONE:
             # Wider groups find no place either.
-            if degree >= wave.too_wide[0]:
+            if degree >= wave.ranks.too_wide[0]:
                 return 0
             continue
         across = across_of(first, degree, inputs)
         # Only groups that split heads cost more in a worse place than the best.
-        if across != at_best and alone_seconds(i, degree, across, sequences, inputs) > target + _SLACK:
+        if across != at_best and alone_seconds(i, degree, across, sequences, inputs) > target + SLACK:
             continue
-        _take(first, degree, inputs, wave)
+        take(first, degree, inputs, wave.ranks)
         _add(i, _open_group(first, degree, inputs, wave), sequences, inputs, wave)
         return degree
     return 0
@@ -313,56 +140,21 @@ def _place_ring(i: int, target: float, left: int, sequences: Sequences, inputs: 
 
 @leaf
 def _place_in_catalogue(i: int, target: float, sequences: Sequences, inputs: PlannerInputs, wave: Wave) -> int:
-    """Put a long sequence on the narrowest free group of the catalogue that ends by target; return its degree, or 0.
-
-    Of several groups of one degree it takes the one that leaves the shortest runs of free ranks on either side.
-    """
-    tokens, chosen, degree, tightest = sequences.tokens[i], -1, 0, 0
-    for group in range(len(inputs.group_first) - 1, -1, -1):
-        first, width = inputs.group_first[group], inputs.group_degree[group]
-        # Narrowest first: a wider group could only take ranks that another sequence needs.
-        if chosen >= 0 and width > degree:
-            break
-        if width * inputs.tokens_per_rank < tokens:
-            continue
-        if alone_seconds(i, width, across_at_best(width, inputs), sequences, inputs) > target + _SLACK:
-            continue
-        if wave.used_before[first + width] > wave.used_before[first]:
-            continue
-        low, high = 0, inputs.num_ranks
-        # Runs next to a group inside a node are only for groups of that node.
-        if width <= inputs.ranks_per_node:
-            low = first - first % inputs.ranks_per_node
-            high = min(high, low + inputs.ranks_per_node)
-        before, after = _free_beside(first, first + width, low, high, wave.used)
-        # The total first, then the shorter side: one long run holds more groups than two short ones.
-        run = (before + after) * inputs.num_ranks + min(before, after)
-        if chosen < 0 or run < tightest:
-            chosen, degree, tightest = first, width, run
-    if chosen >= 0:
-        _add(i, _open_in_catalogue(chosen, degree, inputs, wave), sequences, inputs, wave)
+    """Put a long sequence on the narrowest free group of the catalogue that ends by target; return its degree, or 0."""
+    first, degree = first_in_catalogue(i, target, sequences, inputs, wave.ranks)
+    if first != NONE:
+        _add(i, _open_in_catalogue(first, degree, inputs, wave), sequences, inputs, wave)
         # Prefix sums: whether a group is free is then one difference, not a walk over its ranks.
-        for rank in range(chosen, inputs.num_ranks):
-            wave.used_before[rank + 1] = wave.used_before[rank] + wave.used[rank]
-    return degree
-
-
-@leaf
-def _free_beside(first: int, stop: int, low: int, high: int, used: IntArray) -> Any:
-    """Count the free ranks right before and right after the ranks first..stop, as far as low..high."""
-    before, after = first, stop
-    while before > low and used[before - 1] == 0:
-        before -= 1
-    while after < high and used[after] == 0:
-        after += 1
-    return first - before, after - stop
+        for rank in range(first, inputs.num_ranks):
+            wave.ranks.used_before[rank + 1] = wave.ranks.used_before[rank] + wave.ranks.used[rank]
+    return int(degree)
 
 
 @leaf
 def _open_in_catalogue(first: int, degree: int, inputs: PlannerInputs, wave: Wave) -> int:
     """Make a group of the catalogue."""
     for rank in range(first, first + degree):
-        wave.used[rank] = 1
+        wave.ranks.used[rank] = 1
     return int(_open_group(first, degree, inputs, wave))
 
 
@@ -403,17 +195,17 @@ def _group_for(
 ) -> int:
     """Return the first group that can take sequence i and still end by target, or NONE."""
     work, tokens = sequences.work[i], sequences.tokens[i]
-    g = first_with_room(tree, work - _SLACK, tokens, 0)
+    g = first_with_room(tree, work - SLACK, tokens, 0)
     while g != NONE:
         # The tree's seconds are exact for single ranks without recomputation, and a bound for others.
         if wave.degree[g] == 1 and inputs.prices.again[0, 0] == 0.0:
             return g
         pack = together(load_at(g, wave.loads), padded_load(i, wave.degree[g], sequences, inputs))
-        if pack_seconds(pack, wave.degree[g], wave.across[g], inputs) <= target + _SLACK:
+        if pack_seconds(pack, wave.degree[g], wave.across[g], inputs) <= target + SLACK:
             return g
         if inputs.prices.again[0, 0] > 0.0:
             _update_room(i, g, target, pool, inputs, tree, wave)
-        g = first_with_room(tree, work - _SLACK, tokens, g + 1)
+        g = first_with_room(tree, work - SLACK, tokens, g + 1)
     return NONE
 
 
@@ -422,11 +214,11 @@ def _is_small(i: int, target: float, width: int, sequences: Sequences, inputs: P
     """Return whether a group of `width` ranks, one rank if they are two, can run a sequence by the target."""
     if sequences.tokens[i] <= inputs.tokens_per_rank:
         again = recomputation_seconds(sequences.tokens[i], 1, inputs.prices)
-        if inputs.prices.beta + sequences.work[i] + again <= target + _SLACK:
+        if inputs.prices.beta + sequences.work[i] + again <= target + SLACK:
             return True
     if width <= 2 or sequences.tokens[i] > width * inputs.tokens_per_rank:
         return False
-    return bool(alone_seconds(i, width, 0, sequences, inputs) <= target + _SLACK)
+    return bool(alone_seconds(i, width, 0, sequences, inputs) <= target + SLACK)
 
 
 @leaf
@@ -441,7 +233,8 @@ def place_rings(
     Returns:
         How many sequences are in `pool.left_over`, and in `pool.small`; ranks left; work refused.
     """
-    _reset(inputs, wave)
+    wave.groups[0] = 0
+    free_all(inputs, wave.ranks)
     ranks_left = inputs.num_ranks
     rest, small = 0, 0
     refused = 0.0
@@ -473,12 +266,12 @@ def place_rings(
 def _group_free_ranks(width: int, inputs: PlannerInputs, wave: Wave) -> None:
     """Make groups of `width` ranks, or of as many as a node has, of the ranks that rings left."""
     for free in range(inputs.ranks_per_node, 0, -1):
-        while wave.bucket[free] >= 0:
+        while wave.ranks.bucket[free] >= 0:
             node_free = free
             while node_free:
                 degree = min(width, node_free)
-                first = _first_inside(degree, node_free, wave)
-                _take(first, degree, inputs, wave)
+                first = first_inside(degree, node_free, wave.ranks)
+                take(first, degree, inputs, wave.ranks)
                 _open_group(first, degree, inputs, wave)
                 node_free -= degree
 
@@ -491,11 +284,11 @@ def _group_free_ranks_of_catalogue(width: int, inputs: PlannerInputs, wave: Wave
         if inputs.group_degree[group] != width:
             continue
         for rank in range(first, first + width):
-            taken += wave.used[rank]
+            taken += wave.ranks.used[rank]
         if taken == 0:
             _open_in_catalogue(first, width, inputs, wave)
     for rank in range(inputs.num_ranks):
-        if wave.used[rank] == 0:
+        if wave.ranks.used[rank] == 0:
             _open_in_catalogue(rank, 1, inputs, wave)
 
 
