@@ -17,7 +17,6 @@ from fcp_cli.cost import formula
 from fcp_cli.cost.formula import GroupTerms, UnitPrices
 
 NONE = -1
-_MOST_ENTRIES = 1 << 16  # of the table of `most_work`
 _LONGEST = 1 << 62  # tokens of the shortest sequence of none
 UNPLACED = -1  # `across` of a group of which nothing is known but that it lies across nodes
 
@@ -117,17 +116,6 @@ class PlannerInputs(NamedTuple):
     allowed: IntArray
     whole_nodes: int
     splits: Splits
-
-
-class Tree(NamedTuple):
-    """A heap-shaped tree of maxima over bins: free seconds, and free tokens. Leaf b is node len // 2 + b.
-
-    The number of leaves is a power of two, at least that of bins; leaves beyond the bins have no room, so that no
-    search returns them.
-    """
-
-    seconds: FloatArray
-    tokens: IntArray
 
 
 @inlined
@@ -374,113 +362,3 @@ def falling_order(values: FloatArray | IntArray) -> IntArray:
         order, merged = merged, order
         width *= 2
     return order
-
-
-@kernel
-def make_tree(bins: int) -> Any:
-    """Make a tree whose bins all have no room."""
-    # A power of two: leaf b is then node size + b, and parents are a shift away.
-    size = 1
-    while size < bins:
-        size *= 2
-    return Tree(np.full(2 * size, -np.inf), np.full(2 * size, -1, dtype=np.int64))
-
-
-@leaf
-def set_room(tree: Tree, leaf: int, seconds: float, tokens: int) -> None:
-    """Enter the free seconds and tokens of a bin."""
-    node = (len(tree.seconds) >> 1) + leaf
-    tree.seconds[node] = seconds
-    tree.tokens[node] = tokens
-    node >>= 1
-    while node >= 1:
-        left = 2 * node
-        most_seconds = max(tree.seconds[left], tree.seconds[left + 1])
-        most_tokens = max(tree.tokens[left], tree.tokens[left + 1])
-        if tree.seconds[node] == most_seconds and tree.tokens[node] == most_tokens:
-            break  # nothing changes above, either
-        tree.seconds[node] = most_seconds
-        tree.tokens[node] = most_tokens
-        node >>= 1
-
-
-@kernel
-def most_work(sequences: Sequences, inputs: PlannerInputs) -> FloatArray:
-    """Return [tokens // `_tokens_of_entry` + 1] the most work of a sequence of up to so many tokens."""
-    unit = _tokens_of_entry(inputs)
-    most = np.zeros(inputs.tokens_per_rank // unit + 1)
-    for i in range(len(sequences.work)):
-        if sequences.tokens[i] <= inputs.tokens_per_rank:
-            entry = sequences.tokens[i] // unit
-            most[entry] = max(most[entry], sequences.work[i])
-    for entry in range(1, len(most)):
-        most[entry] = max(most[entry], most[entry - 1])
-    return most
-
-
-@inlined
-def _tokens_of_entry(inputs: PlannerInputs) -> int:
-    return int(inputs.tokens_per_rank // _MOST_ENTRIES + 1)
-
-
-@inlined
-def usable_seconds(seconds: float, tokens: int, most: FloatArray, inputs: PlannerInputs) -> float:
-    """Return the free seconds of a bin without those that no sequence within its free tokens could fill.
-
-    With these in a `Tree`, `first_with_room` finds the same bin, but no longer visits the many bins that have seconds
-    and hardly any tokens: a search for it grew with the number of bins.
-    """
-    if tokens < 0:
-        return -np.inf
-    if tokens > inputs.tokens_per_rank:  # room for a sequence that no single rank holds
-        return seconds
-    return float(min(seconds, most[min(tokens, inputs.tokens_per_rank) // _tokens_of_entry(inputs)]))
-
-
-@leaf
-def first_with_room(tree: Tree, seconds: float, tokens: int, start: int) -> int:
-    """Return the first bin from `start` on that has both the seconds and the tokens, or NONE."""
-    size = len(tree.seconds) >> 1
-    if start >= size or tree.seconds[1] < seconds or tree.tokens[1] < tokens:
-        return NONE
-    node = size + start if start else 1
-    # A node may have the seconds in one bin and the tokens in another: then the walk continues behind it.
-    while True:
-        if tree.seconds[node] >= seconds and tree.tokens[node] >= tokens:
-            if node >= size:
-                return node - size
-            node = 2 * node
-            continue
-        while node & 1:  # the last of its parent: everything below that has been seen
-            node >>= 1
-        if node == 0:
-            return NONE
-        node += 1
-
-
-@kernel
-def dealt(work: FloatArray, ranks: IntArray) -> IntArray:
-    """Deal sequences, given by falling work, to parts of these ranks; return [sequences] the part of each.
-
-    Each goes to the part with the least work a rank so far.
-    """
-    part_of, held, tree = np.empty(len(work), dtype=np.int64), np.zeros(len(ranks)), make_tree(len(ranks))
-    for part in range(len(ranks)):
-        set_room(tree, part, 0.0, 0)
-    for i in range(len(work)):
-        part = roomiest(tree)
-        part_of[i] = part
-        held[part] += work[i]
-        set_room(tree, part, -held[part] / ranks[part], 0)
-    return part_of
-
-
-@leaf
-def roomiest(tree: Tree) -> int:
-    """Return the first bin with the most seconds left."""
-    size = len(tree.seconds) >> 1
-    node = 1
-    while node < size:
-        # Ties go left, to the first bin, as a scan of all bins would have it.
-        node = 2 * node if tree.seconds[2 * node] >= tree.seconds[2 * node + 1] else 2 * node + 1
-    return node - size

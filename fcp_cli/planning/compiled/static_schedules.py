@@ -20,19 +20,16 @@ from fcp_cli.planning.compiled.core import (
     common_divisor,
     enter_load,
     falling_order,
-    first_with_room,
     load_at,
     make_loads,
-    make_tree,
     most_of,
     pack_seconds,
     padded_load,
-    roomiest,
     sequence_load,
-    set_room,
     together,
     total_of,
 )
+from fcp_cli.planning.compiled.room_tree import first_with_room, make_tree, roomiest, set_room
 from fcp_cli.planning.compiled.ways import least_of_packs
 
 FULL, EVEN, LEVEL = 0, 1, 2  # how sequences become packs

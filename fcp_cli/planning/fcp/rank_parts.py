@@ -14,7 +14,8 @@ import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.planning.compiled.alone import work_in_rings
-from fcp_cli.planning.compiled.core import PlannerInputs, Sequences, dealt
+from fcp_cli.planning.compiled.core import PlannerInputs, Sequences
+from fcp_cli.planning.compiled.room_tree import dealt
 
 _PART_RANKS = 8192  # at least: rings are no wider than a part, and on fewer ranks few wide ones fit side by side
 _UNLIKE = 1e-3  # relative; parts whose work differs by more from the mean are not alike

@@ -167,12 +167,12 @@ def test_the_planner_compiles_where_nothing_can_be_written() -> None:
     program = (
         "from numba.core import caching\n"
         "caching.CacheImpl._locator_classes = []\n"
-        "from fcp_cli.planning.compiled import core\n"
+        "from fcp_cli.planning.compiled import room_tree\n"
         "import numpy as np\n"
-        "tree = core.make_tree(3)\n"
-        "core.set_room(tree, 2, 5.0, 7)\n"
-        "assert core.first_with_room(tree, 4.0, 7, 0) == 2\n"
-        "assert core.make_tree.stats.cache_path is None\n"
+        "tree = room_tree.make_tree(3)\n"
+        "room_tree.set_room(tree, 2, 5.0, 7)\n"
+        "assert room_tree.first_with_room(tree, 4.0, 7, 0) == 2\n"
+        "assert room_tree.make_tree.stats.cache_path is None\n"
     )
     subprocess.run(
         [sys.executable, "-c", program],

@@ -15,7 +15,7 @@ from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.compiled.core import first_with_room, make_tree, most_work, set_room, usable_seconds
+from fcp_cli.planning.compiled.room_tree import first_with_room, make_tree, most_work, set_room, usable_seconds
 from fcp_cli.planning.fcp import rank_parts
 from fcp_cli.planning.fcp.solver import make_solver
 from fcp_cli.planning.kernel_inputs import by_falling_work, planner_inputs

@@ -6,7 +6,7 @@
     double the gap to the lower bound until everything fits            _attempt
     bisect between the last gap that did not fit and the first that did
     try that target and three lower ones, in which some sequences end late;
-        balance each, and keep the one that then ends first            single_rank_packs.balance
+        balance each, and keep the one that then ends first            balancing.balance
     lay it once more, and balance it
 
 An attempt for one target:
@@ -25,8 +25,9 @@ import numpy as np
 from fcp_cli.arrays import IntArray
 from fcp_cli.compiling.compile import kernel, leaf
 from fcp_cli.planning.compiled.core import PlannerInputs, Sequences, total_of
+from fcp_cli.planning.compiled.timelines.balancing import balance
 from fcp_cli.planning.compiled.timelines.rings import Rings, Timeline, make_rings, make_timeline, place_rings
-from fcp_cli.planning.compiled.timelines.single_rank_packs import SingleRankPacks, balance, fill, make_single_rank_packs
+from fcp_cli.planning.compiled.timelines.single_rank_packs import SingleRankPacks, fill, make_single_rank_packs
 
 _ALIKE = 2e-4  # relative; a part of a step that ends by so much later than another is not planned again
 _MOST_SLOTS = 1 << 26  # of all bins together, 512 MB; more only if the packs themselves need them

@@ -1,4 +1,4 @@
-"""Single-rank packs in the time that rings leave on ranks: first-fit decreasing, then balancing.
+"""Single-rank packs in the time that rings leave on ranks: first-fit decreasing; `balancing` follows.
 
 A bin is an interval of one rank's time: from its last ring to the target, or a wait before a ring. Its sequences lie in
 slots, one slot per micro-batch, each within the token budget; every open slot costs the bin a micro-batch's fixed
@@ -9,10 +9,6 @@ sequences may also join a ring: if its ranks have free tokens, that costs no fur
                   lay it into the first open slot whose bin has the seconds and which has the tokens;
                   else let it ride in the first ring that can take it;                       _ride
                   else open a slot in the bin with the most seconds left, ending late if need be
-    balance:  until nothing helps any more, ranks are as good as even, or the counted work is used up:
-                  take the rank that ends last                                               _last_to_end
-                  find the move or swap with a sample of bins after which the later of the
-                  two ends soonest, and do it                                                _best_exchange, _exchange
 
 No array overflows: there is a bin for every rank and for every gap that `rings.Timeline` has space for, a slot is only
     written after it was found, and `iteration._slots` makes enough of them.
@@ -25,25 +21,26 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.compiling.compile import inlined, kernel, leaf
+from fcp_cli.compiling.compile import kernel, leaf
 from fcp_cli.planning.compiled.core import (
     NONE,
     Loads,
     PlannerInputs,
     Sequences,
-    Tree,
     enter_load,
-    first_with_room,
     load_at,
     make_loads,
-    make_tree,
-    most_work,
     pack_seconds,
     padded_load,
+    together,
+)
+from fcp_cli.planning.compiled.room_tree import (
+    Tree,
+    first_with_room,
+    make_tree,
+    most_work,
     roomiest,
     set_room,
-    together,
-    total_of,
     usable_seconds,
 )
 from fcp_cli.planning.compiled.timelines.rings import Rings, Timeline
@@ -51,11 +48,8 @@ from fcp_cli.planning.compiled.ways import traffic_of
 
 CLOSED = -1  # tokens left in a slot that is not in use
 END = -1
-_SAMPLE = 160  # bins that balancing compares the worst bin with, at most
-_SAMPLES_IN_VAIN = 16  # samples without a better exchange after which balancing ends
-_EPSILON = 1e-9  # seconds: an exchange must gain more than rounding does, or balancing would not end
+_MARGIN = 1e-9  # relative; keeps rounding on the safe side
 _RIDE = 1.02  # of its work, by which a sequence may lengthen the ring that it rides in, all ranks together
-_EVEN = 5e-5  # of the target; ranks that end as close to their mean are not balanced further
 
 
 class SingleRankPacks(NamedTuple):
@@ -67,7 +61,7 @@ class SingleRankPacks(NamedTuple):
         head, after, before: the sequences of each bin as linked lists.
         bin_of, slot_of: [sequences]; a sequence that rides in ring g has bin -2 - g.
         rings: the load of each ring, riders included.
-        most: see `core.most_work`.
+        most: see `room_tree.most_work`.
         richest: [sequences] most that a sequence, or one of less work, may lengthen its ring's ranks by for each token.
         soonest: [2 x a power of two] tree of the seconds that each rank has left, for the rank that ends last.
     """
@@ -91,20 +85,6 @@ class Trees(NamedTuple):
     open: Tree
     closed: Tree
     rides: Tree
-
-
-class Exchange(NamedTuple):
-    """The next move of balancing: sequence `i` of the rank that ends last moves to `bin`, or swaps with `j` there.
-
-    Attributes:
-        i, j, bin: see above; `j` is END for a move, and `i` is END if nothing helps.
-        evaluations: pairs of sequences, and sequences with bins, that were compared.
-    """
-
-    i: int
-    j: int
-    bin: int
-    evaluations: int
 
 
 @kernel
@@ -133,7 +113,7 @@ def make_single_rank_packs(bins: int, slots: int, sequences: Sequences, inputs: 
 
 
 @leaf
-def _put(i: int, b: int, slot: int, sequences: Sequences, inputs: PlannerInputs, singles: SingleRankPacks) -> None:
+def put(i: int, b: int, slot: int, sequences: Sequences, inputs: PlannerInputs, singles: SingleRankPacks) -> None:
     """Lay sequence i into a slot, opening it if need be."""
     if singles.slot_tokens[b, slot] == CLOSED:
         singles.slot_tokens[b, slot] = inputs.tokens_per_rank
@@ -150,7 +130,7 @@ def _put(i: int, b: int, slot: int, sequences: Sequences, inputs: PlannerInputs,
 
 
 @leaf
-def _take(i: int, sequences: Sequences, inputs: PlannerInputs, singles: SingleRankPacks) -> None:
+def take(i: int, sequences: Sequences, inputs: PlannerInputs, singles: SingleRankPacks) -> None:
     """Take sequence i out of its slot, closing the slot if nothing is left in it."""
     b, slot = singles.bin_of[i], singles.slot_of[i]
     singles.slot_tokens[b, slot] += sequences.tokens[i]
@@ -167,7 +147,7 @@ def _take(i: int, sequences: Sequences, inputs: PlannerInputs, singles: SingleRa
 
 
 @leaf
-def _slot_with_room(b: int, tokens: int, inputs: PlannerInputs, singles: SingleRankPacks) -> int:
+def slot_with_room(b: int, tokens: int, inputs: PlannerInputs, singles: SingleRankPacks) -> int:
     """Return the first open slot of a bin with so many tokens left to share, or NONE."""
     held_back = max(0, inputs.tokens_per_rank - inputs.shared_tokens)
     for slot in range(singles.slot_tokens.shape[1]):
@@ -177,7 +157,7 @@ def _slot_with_room(b: int, tokens: int, inputs: PlannerInputs, singles: SingleR
 
 
 @leaf
-def _closed_slot(b: int, singles: SingleRankPacks) -> int:
+def closed_slot(b: int, singles: SingleRankPacks) -> int:
     """Return the first slot of a bin that is not in use, or NONE."""
     for slot in range(singles.slot_tokens.shape[1]):
         if singles.slot_tokens[b, slot] == CLOSED:
@@ -252,7 +232,7 @@ def _ride(
         # the ring's attention still hides lengthen it too much: unseen, it would be tried for all of them.
         tokens = degree * inputs.tokens_per_rank - held.tokens
         traffic, growth = traffic_of(held.tokens, degree, across, inputs)
-        hidden = degree * (before * (1.0 + _EPSILON) - inputs.prices.beta - traffic) - held.linear
+        hidden = degree * (before * (1.0 + _MARGIN) - inputs.prices.beta - traffic) - held.linear
         per_token = degree * growth - singles.richest[i]
         if hidden < per_token * tokens:
             tokens = int(np.ceil(max(0.0, hidden / per_token)))
@@ -327,12 +307,12 @@ def _lay(
             # Also if late: balancing may still move it, while a lost sequence could not be planned.
             b = roomiest(closed)
             late += closed.seconds[1] < work
-        slot = _slot_with_room(b, tokens, inputs, singles)
+        slot = slot_with_room(b, tokens, inputs, singles)
         if slot == NONE:
-            slot = _closed_slot(b, singles)
+            slot = closed_slot(b, singles)
         if slot == NONE:
             return -1
-        _put(i, b, slot, sequences, inputs, singles)
+        put(i, b, slot, sequences, inputs, singles)
         _update_trees(b, tree, closed, inputs, singles)
     return late
 
@@ -351,136 +331,3 @@ def _update_trees(b: int, tree: Tree, closed: Tree, inputs: PlannerInputs, singl
     set_room(tree, b, usable_seconds(singles.free[b], shared, singles.most, inputs), shared)
     # Finite: more than the leaves beyond the bins have, so that `roomiest` always answers a bin.
     set_room(closed, b, singles.free[b] - inputs.prices.beta if can_open else -1e300, 0)
-
-
-@leaf
-def balance(
-    target: float, gaps: int, work_limit: int, sequences: Sequences, inputs: PlannerInputs, singles: SingleRankPacks
-) -> float:
-    """Move and swap sequences so that the rank that ends last ends sooner; return its end.
-
-    Args:
-        target: seconds that the bins count their free seconds from.
-        gaps: number of further bins, after those of the ranks.
-        work_limit: comparisons after which no further exchange is sought.
-        sequences, inputs, singles: the bins to balance.
-    """
-    bins = inputs.num_ranks + gaps
-    evaluations, sample, in_vain = 0, 0, 0
-    for rank in range(inputs.num_ranks):
-        _enter_end(rank, inputs, singles)
-    worst = _last_to_end(singles)
-    # Exchanges move work about, so that the ranks' mean stays; it is out of reach if they end as good as together.
-    even = total_of(singles.free[: inputs.num_ranks]) / inputs.num_ranks - _EVEN * target
-    while (
-        singles.free[worst] < even
-        and evaluations < work_limit
-        and in_vain * _SAMPLE < min(bins, _SAMPLES_IN_VAIN * _SAMPLE)
-    ):
-        found = _best_exchange(worst, sample, bins, sequences, inputs, singles)
-        evaluations += found.evaluations
-        # Shifted even without a find: the next sample is of other bins.
-        sample += 1
-        if found.i == END:
-            in_vain += 1
-            continue
-        in_vain = 0
-        _exchange(found.i, found.j, found.bin, sequences, inputs, singles)
-        _enter_end(worst, inputs, singles)
-        _enter_end(found.bin, inputs, singles)
-        worst = _last_to_end(singles)
-    return float(target - singles.free[worst])
-
-
-@leaf
-def _enter_end(b: int, inputs: PlannerInputs, singles: SingleRankPacks) -> None:
-    """Enter the seconds that a bin has left into the tree; gaps do not count, since something ends them anyway."""
-    if b >= inputs.num_ranks:
-        return
-    node = (len(singles.soonest) >> 1) + b
-    singles.soonest[node] = singles.free[b]
-    while node > 1:
-        node >>= 1
-        singles.soonest[node] = min(singles.soonest[2 * node], singles.soonest[2 * node + 1])
-
-
-@leaf
-def _last_to_end(singles: SingleRankPacks) -> int:
-    """Return the first rank with the fewest seconds left."""
-    leaves, node = len(singles.soonest) >> 1, 1
-    while node < leaves:
-        node = 2 * node if singles.soonest[2 * node] <= singles.soonest[2 * node + 1] else 2 * node + 1
-    return node - leaves
-
-
-@leaf
-def _best_exchange(
-    worst: int, sample: int, bins: int, sequences: Sequences, inputs: PlannerInputs, singles: SingleRankPacks
-) -> Any:
-    """Find the exchange of the worst bin with one of a sample that leaves the fuller of the two the most seconds.
-
-    Neighbouring bins hold much the same, so that a sample is spread over all of them, and shifted from call to call.
-    """
-    stride, evaluations = max(1, bins // _SAMPLE), 0
-    best, best_i, best_j, best_bin = singles.free[worst] + _EPSILON, END, END, NONE
-    i = singles.head[worst]
-    while i != END:
-        work, tokens = sequences.work[i], sequences.tokens[i]
-        at = singles.slot_tokens[worst, singles.slot_of[i]]
-        # The last sequence of a slot takes the slot's fixed seconds along when it leaves.
-        alone = inputs.prices.beta if at + tokens == inputs.tokens_per_rank else 0.0
-        for k in range(min(bins, _SAMPLE)):
-            c = (sample + k * stride) % bins
-            # A bin that is as full as that can only end later than the best exchange so far.
-            if c == worst or singles.free[c] <= best:
-                continue
-            evaluations += 1
-            score = min(singles.free[worst] + work + alone, singles.free[c] - work)
-            if score > best:
-                if _slot_with_room(c, tokens, inputs, singles) == NONE:
-                    score = min(score, singles.free[c] - work - inputs.prices.beta)
-                    if score > best and _closed_slot(c, singles) == NONE:
-                        score = best
-                if score > best:
-                    best, best_i, best_j, best_bin = score, i, END, c
-            j = singles.head[c]
-            while j != END:
-                evaluations += 1
-                less = work - sequences.work[j]
-                score = min(singles.free[worst] + less, singles.free[c] - less)
-                if score > best:
-                    fewer = tokens - sequences.tokens[j]
-                    left = singles.slot_tokens[c, singles.slot_of[j]]
-                    if _holds(at, -fewer, sequences.tokens[i], inputs) and _holds(left, fewer, tokens - fewer, inputs):
-                        best, best_i, best_j, best_bin = score, i, j, c
-                j = singles.after[j]
-        i = singles.after[i]
-    return Exchange(best_i, best_j, best_bin, evaluations)
-
-
-@inlined
-def _holds(left: int, more: int, tokens: int, inputs: PlannerInputs) -> bool:
-    """Return whether a slot with so many tokens left takes a sequence of `more` tokens more for one of `tokens`."""
-    if more <= 0:
-        return True
-    is_alone = left + tokens == inputs.tokens_per_rank
-    held_back = 0 if is_alone else max(0, inputs.tokens_per_rank - inputs.shared_tokens)
-    return bool(left - more >= held_back)
-
-
-@leaf
-def _exchange(i: int, j: int, c: int, sequences: Sequences, inputs: PlannerInputs, singles: SingleRankPacks) -> None:
-    """Move i to bin c, or swap it with j there."""
-    b, slot = singles.bin_of[i], singles.slot_of[i]
-    if j == END:
-        _take(i, sequences, inputs, singles)
-        to = _slot_with_room(c, sequences.tokens[i], inputs, singles)
-        if to == NONE:
-            to = _closed_slot(c, singles)
-        _put(i, c, to, sequences, inputs, singles)
-        return
-    other = singles.slot_of[j]
-    _take(i, sequences, inputs, singles)
-    _take(j, sequences, inputs, singles)
-    _put(j, b, slot, sequences, inputs, singles)
-    _put(i, c, other, sequences, inputs, singles)

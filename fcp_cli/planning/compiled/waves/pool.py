@@ -9,7 +9,8 @@ import numpy as np
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.compiling.compile import kernel
 from fcp_cli.planning.compiled.alone import work_in_rings
-from fcp_cli.planning.compiled.core import PlannerInputs, Sequences, most_work
+from fcp_cli.planning.compiled.core import PlannerInputs, Sequences
+from fcp_cli.planning.compiled.room_tree import most_work
 
 
 class Pool(NamedTuple):
@@ -22,7 +23,7 @@ class Pool(NamedTuple):
         kept: sequences that the best wave so far leaves.
         shortest: seconds of each sequence by itself on its best degree; 0 until computed.
         least: rank-seconds of each sequence in the narrowest ring that holds it, `work_in_rings`.
-        most: [tokens] see `core.most_work`.
+        most: [tokens] see `room_tree.most_work`.
         thin: [1] least linear work of a token of any sequence.
         density: greatest work of a token of each sequence and those of less work.
     """
