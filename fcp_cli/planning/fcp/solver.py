@@ -291,9 +291,9 @@ class FcpSolver:
         """Compile, or load, the inner loops that any later step may need: no step but the first waits for them."""
         plain = replace(self, problem=replace(self.problem, pipeline=None, rank_speeds=None, encoder_balance=None))
         room = self.problem.tokens_per_rank * (1 if self.options.get("max_degree") == 1 else self.problem.num_ranks)
-        # A single sequence is tiny on more ranks than two are; one that fills all ranks is bounded in another way.
+        # A sequence that fills all ranks is bounded in another way.
         # And if there are ranks for several parts, as many as make parts alike.
-        for lengths in ([1], [1, 2], [room], *([[1] * self.problem.num_ranks] if has_parts(self.inputs) else [])):
+        for lengths in ([1, 2], [room], *([[1] * self.problem.num_ranks] if has_parts(self.inputs) else [])):
             table = LengthTable(name="a tiny step", length_tokens=np.array(lengths, dtype=np.int64))
             batch = batch_of(table, plain.problem)
             for candidate in plain._candidates(batch, plain._bound(batch.work)):
@@ -402,7 +402,7 @@ class FcpSolver:
         return found.quicker(answer.name, answer.assignment, batch, self.problem)
 
     def _exact(self, batch: Batch, found: Found) -> Found:
-        return found.quicker("exact", assign_tiny(batch, self.problem, found.seconds), batch, self.problem)
+        return found.quicker("exact", assign_tiny(batch, self.problem), batch, self.problem)
 
     def _assign_at_speeds(self, batch: Batch, speeds: Speeds) -> Assignment:
         """Plan one step on ranks of different speeds; waves are a valid order of timelines, too."""

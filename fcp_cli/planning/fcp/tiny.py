@@ -1,81 +1,95 @@
-"""Plans tiny steps exactly: few sequences on few ranks, for which exhaustive search is affordable."""
+"""Plans tiny steps by exact waves: few sequences on few ranks, for which every wave that is possible is tried.
+
+Waves serve both syncs: on 4 to 16 ranks an exact search of timelines gained no more on any family of lengths.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from functools import cache
+from itertools import accumulate, product
+from typing import TypeAlias
 
 import numpy as np
 
-from fcp_cli.arrays import FloatArray, IntArray
+from fcp_cli.arrays import FloatArray
 from fcp_cli.plan.pricing.packs import PlacedPacks, microbatch_prices, pack_work
 from fcp_cli.plan.step import offsets_of
-from fcp_cli.planning.compiled import tiny
-from fcp_cli.planning.compiled.tiny import ACROSS, INSIDE, Least, Nodes
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 
 _CHOICES = 1700  # packs x choices of ranks for each; a step then takes some hundredths of a second
-_BRANCHES = 5000  # micro-batches placed for one step, or one wave
+_INSIDE, _ACROSS = 0, 1
 
-
-class _MicroBatches(NamedTuple):
-    """Result of a search: [microbatches] masks of sequences and starts, [microbatches, nodes] ranks of each node."""
-
-    masks: IntArray
-    starts: FloatArray
-    counts: IntArray
+_Groups: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]  # of a wave: mask of sequences, and ranks of each node
 
 
 def is_tiny(batch: Batch, problem: Problem) -> bool:
     """Return whether everything may be tried: for instance 7 sequences on a node of 8 ranks, or 6 on two of 4."""
     if len(batch.rows) > 10:  # before 2 to the power of it is worked out
         return False
-    sizes = np.diff(_node_offsets(problem))
-    return bool(2 ** len(batch.rows) * math.prod(int(size) + 1 for size in sizes) <= _CHOICES)
+    return 2 ** len(batch.rows) * math.prod(size + 1 for size in _node_sizes(problem)) <= _CHOICES
 
 
-def assign_tiny(batch: Batch, problem: Problem, upper_seconds: float) -> Assignment | None:
-    """Return the quickest step of all if it takes fewer than `upper_seconds`; the best that was seen if time ran out.
+def assign_tiny(batch: Batch, problem: Problem) -> Assignment:
+    """Return the quickest waves of all; they have no numbers under `iteration`.
 
     Args:
         batch: the batch of few sequences; see `is_tiny`.
         problem: rings may use any ranks.
-        upper_seconds: the seconds of a known step.
     """
-    nodes = Nodes(_node_offsets(problem), _prices(batch, problem))
-    if not nodes.seconds.min() > 0.0:
-        return None  # work of no time could repeat forever
-    terms = problem.profile.step
-    upper_seconds -= terms.closing_seconds(problem.sync)
-    least_of, everything = tiny.least(nodes), len(nodes.seconds) - 1
-    if problem.sync == "iteration":
-        found = _quickest(everything, upper_seconds, np.inf, nodes, least_of)
-        return _assignment([found], nodes, are_numbered=False) if len(found.masks) else None
-    masks, seconds = tiny.waves(terms.floor_seconds(problem.sync), _BRANCHES, nodes, least_of)
-    if not seconds < upper_seconds:
-        return None
-    return _assignment([_quickest(mask, np.inf, 0.0, nodes, least_of) for mask in masks], nodes, are_numbered=True)
+    seconds, sizes = _prices(batch, problem).tolist(), _node_sizes(problem)
+    floor = problem.profile.step.floor_seconds(problem.sync)
+
+    @cache
+    def wave(mask: int, free: tuple[int, ...]) -> tuple[float, _Groups]:
+        """Return the quickest wave on the free ranks of each node."""
+        best: tuple[float, _Groups] = (math.inf, ())
+        for pack, counts in product(_parts(mask), product(*(range(ranks + 1) for ranks in free))):
+            own = seconds[pack][sum(counts)][_ACROSS if sum(map(bool, counts)) > 1 else _INSIDE]
+            if own < best[0]:
+                left = tuple(ranks - count for ranks, count in zip(free, counts, strict=True))
+                others, groups = wave(mask ^ pack, left) if mask ^ pack else (0.0, ())
+                best = min(best, (max(own, others), ((pack, counts), *groups)), key=lambda one: one[0])
+        return best
+
+    @cache
+    def step(mask: int) -> tuple[float, tuple[_Groups, ...]]:
+        """Return the quickest waves that run the sequences of a mask, of which the first runs the first sequence."""
+        if not mask:
+            return 0.0, ()
+        waves = ((part, *wave(part, sizes)) for part in _parts(mask))
+        found = (
+            (max(floor, own) + step(mask ^ part)[0], (groups, *step(mask ^ part)[1])) for part, own, groups in waves
+        )
+        return min(found, key=lambda one: one[0])
+
+    return _assignment(step(2 ** len(batch.rows) - 1)[1], sizes, are_numbered=problem.sync == "microbatch")
 
 
-def _quickest(mask: int, upper_seconds: float, last_start: float, nodes: Nodes, least_of: Least) -> _MicroBatches:
-    _seconds, *found, _whole = tiny.quickest(mask, upper_seconds, last_start, _BRANCHES, nodes, least_of)
-    return _MicroBatches(*found)
+def _parts(mask: int) -> Iterator[int]:
+    """Yield the parts of a set of sequences that hold its first."""
+    low, part = mask & -mask, mask
+    while part:
+        if part & low:
+            yield part
+        part = (part - 1) & mask
 
 
-def _node_offsets(problem: Problem) -> IntArray:
-    """Return the first rank of each node; nodes of one rank count as one of all, whose rings cross nodes."""
+def _node_sizes(problem: Problem) -> tuple[int, ...]:
+    """Return the ranks of each node; nodes of one rank count as one of all, whose rings cross nodes."""
     per_node = problem.num_ranks if problem.ranks_per_node == 1 else problem.ranks_per_node
-    return np.append(np.arange(0, problem.num_ranks, per_node), problem.num_ranks)
+    return tuple(min(per_node, problem.num_ranks - first) for first in range(0, problem.num_ranks, per_node))
 
 
 def _prices(batch: Batch, problem: Problem) -> FloatArray:
     """Return [2^n, ranks + 1, 2] seconds of the sequences of each mask on groups inside a node and across nodes."""
     ranks, per_node, sequences = problem.num_ranks, problem.ranks_per_node, len(batch.rows)
-    groups = [(degree, INSIDE, range(degree)) for degree in range(1, min(per_node, ranks) + 1)]
+    groups = [(degree, _INSIDE, range(degree)) for degree in range(1, min(per_node, ranks) + 1)]
     if per_node < ranks:
         firsts = [(degree, max(0, per_node - degree + 1)) for degree in range(2, ranks + 1)]
-        groups += [(degree, ACROSS, range(first, first + degree)) for degree, first in firsts]
+        groups += [(degree, _ACROSS, range(first, first + degree)) for degree, first in firsts]
     members = [[i for i in range(sequences) if mask >> i & 1] for mask in range(1, 2**sequences)]
     work, offsets = batch.work.take(np.concatenate(members)), offsets_of([len(pack) for pack in members])
     seconds, on_nodes = np.full((2**sequences, ranks + 1, 2), np.inf), replace(problem, ranks_per_node=per_node)
@@ -91,35 +105,26 @@ def _prices(batch: Batch, problem: Problem) -> FloatArray:
         priced = microbatch_prices(packs, on_nodes, problem.profile, heads=problem.attention).seconds
         seconds[1:, degree, place] = np.where(tokens <= degree * problem.tokens_per_rank, priced, np.inf)
     if per_node == 1:
-        seconds[:, 2:, INSIDE] = seconds[:, 2:, ACROSS]
+        seconds[:, 2:, _INSIDE] = seconds[:, 2:, _ACROSS]
     return seconds
 
 
-def _assignment(waves: list[_MicroBatches], nodes: Nodes, *, are_numbered: bool) -> Assignment:
-    """Give micro-batches their ranks; waves have numbers under `microbatch`."""
-    ranks = [group for wave in waves for group in _groups(wave, nodes)]
-    masks = [mask for wave in waves for mask in wave.masks.tolist()]
-    packs = [np.array([i for i in range(mask.bit_length()) if mask >> i & 1], dtype=np.int64) for mask in masks]
-    numbers = np.repeat(np.arange(len(waves)) if are_numbered else [-1], [len(wave.masks) for wave in waves])
+def _assignment(waves: tuple[_Groups, ...], sizes: tuple[int, ...], *, are_numbered: bool) -> Assignment:
+    """Give the groups of each wave the next ranks of their nodes."""
+    ranks, packs, numbers = [], [], []
+    for number, groups in enumerate(waves):
+        firsts = [0, *accumulate(sizes)]
+        for mask, counts in groups:
+            ranks.append(
+                [rank for first, count in zip(firsts, counts, strict=False) for rank in range(first, first + count)]
+            )
+            firsts = [first + count for first, count in zip(firsts, counts, strict=False)]
+            packs.append([i for i in range(mask.bit_length()) if mask >> i & 1])
+            numbers.append(number if are_numbered else -1)
     return Assignment(
-        wave=numbers.astype(np.int32),
+        wave=np.array(numbers, dtype=np.int32),
         rank_offsets=offsets_of([len(group) for group in ranks]),
         ranks=np.concatenate(ranks).astype(np.int32),
         member_offsets=offsets_of([len(pack) for pack in packs]),
         members=np.concatenate(packs),
     )
-
-
-def _groups(wave: _MicroBatches, nodes: Nodes) -> list[IntArray]:
-    """Return the ranks of each micro-batch, ascending: of a node's free ranks those that were busy last."""
-    free_at, groups = np.zeros(nodes.first[-1]), []
-    for mask, start, counts in zip(wave.masks, wave.starts, wave.counts, strict=True):
-        chosen = []
-        for first, stop, count in zip(nodes.first[:-1], nodes.first[1:], counts, strict=True):
-            free = first + np.flatnonzero(free_at[first:stop] <= start)
-            chosen.append(free[np.argsort(free_at[free], kind="stable")][len(free) - count :])
-        group = np.sort(np.concatenate(chosen))
-        place = ACROSS if np.count_nonzero(counts) > 1 else INSIDE
-        free_at[group] = start + nodes.seconds[mask, len(group), place]
-        groups.append(group)
-    return groups

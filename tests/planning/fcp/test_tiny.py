@@ -1,4 +1,4 @@
-"""Tiny steps are planned exactly: no schedule of any packs on any ranks in any order is quicker."""
+"""Tiny steps are planned as exact waves: none of any packs on any ranks in any order are quicker."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def schedules(batch: Batch, problem: Problem) -> Iterator[Assignment]:
         ]
         for order in permutations(range(len(packs))):
             for chosen in product(*(fitting[i] for i in order)):
-                for wave in waves(chosen, problem.sync):
+                for wave in waves(chosen):
                     yield Assignment(
                         wave=np.array(wave, dtype=np.int32),
                         rank_offsets=offsets_of([len(group) for group in chosen]),
@@ -52,11 +52,8 @@ def schedules(batch: Batch, problem: Problem) -> Iterator[Assignment]:
                     )
 
 
-def waves(groups: Sequence[Sequence[int]], sync: Sync) -> Iterator[list[int]]:
-    """Yield every numbering of waves in which no rank is in a wave twice; -1 under `iteration`."""
-    if sync == "iteration":
-        yield [-1] * len(groups)
-        return
+def waves(groups: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+    """Yield every numbering of waves in which no rank is in a wave twice."""
     for begins in product((False, True), repeat=len(groups) - 1):
         wave = np.cumsum([0, *begins]).tolist()
         used = [(number, rank) for number, group in zip(wave, groups, strict=True) for rank in group]
@@ -67,12 +64,11 @@ def waves(groups: Sequence[Sequence[int]], sync: Sync) -> Iterator[list[int]]:
 @pytest.mark.lengthy
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
-@pytest.mark.parametrize("sync", ["iteration", "microbatch"])
-def test_no_schedule_of_a_tiny_step_is_quicker_than_its_plan(sync: Sync, data: st.DataObject) -> None:
+def test_no_waves_of_a_tiny_step_are_quicker_than_its_plan(data: st.DataObject) -> None:
     num_ranks, most = data.draw(st.sampled_from([(2, 4), (3, 3)]), label="ranks and sequences")
     per_node = data.draw(st.integers(1, num_ranks), label="ranks per node")
     lengths = data.draw(st.lists(st.integers(1, 2 * 4096), min_size=1, max_size=most), label="lengths")
-    problem = a_problem(sync, num_ranks=num_ranks, ranks_per_node=per_node)
+    problem = a_problem("microbatch", num_ranks=num_ranks, ranks_per_node=per_node)
     batches = one_batch(lengths, problem)
     batch = batches.batch(0)
 
