@@ -21,15 +21,8 @@ from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.published.distca import DistCA
-from fcp_cli.planning.published.spread_attention import require_heads
+from fcp_cli.planning.published import distca
 from fcp_cli.planning.solvers import make_solver
-
-
-class WithoutPingPong(DistCA):
-    """The same tasks in one half."""
-
-    ping_pong = False
 
 
 def without_messages(profile: CostProfile) -> CostProfile:
@@ -58,14 +51,13 @@ def main() -> None:
     problem = Problem(
         num_ranks=64, ranks_per_node=8, tokens_per_rank=options.budget, sync="microbatch", profile=profile
     )
-    heads = require_heads("distca", problem)
     free = replace(problem, profile=without_messages(profile))
     print("| lengths | fcp | distca | without ping-pong | free rings |\n|---|---:|---:|---:|---:|")
     for name in [*FAMILIES, *manifests, *PUBLISHED]:
         table = LengthTable(name=name, length_tokens=drawn(name, sequences=512, manifests=manifests))
         batches = GlobalBatches(table, problem, BatchSettings(global_batch_size=512, shuffle=False))
         batch, plan = batches.batch(0), fcp_seconds(problem, table)
-        priced = [one(problem, heads, problem.num_ranks).price(batch).seconds for one in (DistCA, WithoutPingPong)]
+        priced = [distca.make_solver(batches, ping_pong=one).seconds(batch) for one in (True, False)]
         priced.append(fcp_seconds(free, table))
         print(f"| {name} | {plan:.2f} s | " + " | ".join(f"{one:.2f} s, {one / plan:.2f}x" for one in priced) + " |")
 

@@ -35,8 +35,7 @@ from fcp_cli.planning.assemble import assemble, makespan_seconds
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.bounds import simple_bound_seconds
 from fcp_cli.planning.problem import Problem, Solver
-from fcp_cli.planning.published.fcp_paper import FcpPaperSolver
-from fcp_cli.planning.published.flexsp import MILP_SECONDS, FlexSP
+from fcp_cli.planning.published import fcp_paper, flexsp
 from fcp_cli.planning.solvers import make_solver
 
 SYNCS: tuple[Sync, ...] = ("iteration", "microbatch")
@@ -60,10 +59,10 @@ def problem_of(sync: Sync, *, ranks: int, per_node: int, budget: int) -> Problem
 def solver_of(name: str, batches: GlobalBatches, *, milp_seconds: float) -> Solver:
     """A solver by its name; `fcp-paper:CUT` is the published algorithm with one cut, into the fewest waves."""
     if name == "flexsp":
-        return FlexSP(batches.problem, milp_seconds=milp_seconds)
+        return flexsp.make_solver(batches, milp_seconds=milp_seconds)
     if name.startswith("fcp-paper:"):
         cut = name.removeprefix("fcp-paper:")
-        return cast(Solver, FcpPaperSolver(problem=batches.problem, cuts=[cut], wave_counts=1))
+        return fcp_paper.make_solver(batches, cuts=[cut], wave_counts=1)
     return make_solver(name, batches)
 
 
@@ -74,7 +73,7 @@ def plan(
     *,
     batch_size: int,
     step_limit: int | None = None,
-    milp_seconds: float = MILP_SECONDS,
+    milp_seconds: float = flexsp.MILP_SECONDS,
 ) -> list[tuple[StepPlan, float, float]]:
     """(planned step, simple bound, milliseconds of CPU for solver and assembly) of every step."""
     settings = BatchSettings(
@@ -404,7 +403,9 @@ def main() -> None:
     command.add_argument("--budget", type=int, nargs="+", default=[16_384, 8_192])
     command.add_argument("--seed", type=int, nargs="+", default=[0, 1, 2])
     command.add_argument("--steps", type=int, default=1, help="per family and seed")
-    command.add_argument("--milp-seconds", type=float, default=MILP_SECONDS, help="limit of each program of flexsp")
+    command.add_argument(
+        "--milp-seconds", type=float, default=flexsp.MILP_SECONDS, help="limit of each program of flexsp"
+    )
     command.set_defaults(run=rivals)
     command = commands.add_parser("scattered", help=scattered.__doc__)
     command.add_argument("--rival", nargs="+", default=RIVALS)

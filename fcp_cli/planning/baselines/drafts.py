@@ -1,19 +1,54 @@
-"""Micro-batches as plain lists, which the published strategies make into an `Assignment` at the end."""
+"""What published strategies share: micro-batches as plain lists, solvers of one function, the quickest of several."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
+from fcp_cli.arrays import IntArray
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.plan.step import level_waves, offsets_of
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.baselines.packing import first_fit_decreasing
 from fcp_cli.planning.baselines.placement import place_groups
+from fcp_cli.planning.batching.batches import GlobalBatches, spread_steps
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 from fcp_cli.planning.work import work_on
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FunctionSolver:
+    """A strategy whose answer is a function of the batch and the problem; see `problem.Solver`."""
+
+    name: str
+    problem: Problem
+    rule: Callable[[Batch, Problem], Assignment]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def assign(self, batch: Batch) -> Assignment:
+        """Plan one step."""
+        return self.rule(batch, self.problem)
+
+    def seconds(self, batch: Batch) -> float:
+        """Predict the seconds of the step."""
+        return makespan_seconds(self.assign(batch), batch, self.problem)
+
+
+class _Timed(Protocol):
+    def seconds(self, batch: Batch) -> float: ...
+
+
+Packs: TypeAlias = Sequence[tuple[int, Sequence[int] | IntArray]]  # of a wave: degree and members of each
+_Strategy = TypeVar("_Strategy", bound=_Timed)
+
+
+def quickest_solver(solvers: Iterable[_Strategy], batches: GlobalBatches, *, steps: int = 4) -> _Strategy:
+    """Return the solver that is quickest over so many steps, evenly spaced; the first of equals."""
+    sample = [batches.batch(step) for step in spread_steps(len(batches), steps)]
+    return min(solvers, key=lambda one: sum(map(one.seconds, sample)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +56,7 @@ class Draft:
     """One micro-batch: positions in the batch, on ascending ranks."""
 
     ranks: Sequence[int]
-    members: Sequence[int]
+    members: Sequence[int] | IntArray
 
 
 def assign(drafts: Sequence[Draft], sync: Sync) -> Assignment:
@@ -44,8 +79,8 @@ def assign_waves(drafts: Sequence[Draft], waves: Sequence[int], sync: Sync) -> A
     )
 
 
-def place_waves(waves: Sequence[Sequence[tuple[int, Sequence[int]]]], problem: Problem) -> Assignment:
-    """Place waves of (degree, members) on disjoint ranks, each within a node if they fit."""
+def place_waves(waves: Iterable[Packs], problem: Problem) -> Assignment:
+    """Place waves on disjoint ranks, each group within a node if it fits."""
     drafts, of_wave = [], []
     for wave, packs in enumerate(waves):
         offsets, ranks = place_groups(

@@ -21,25 +21,21 @@ from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.pricing.packs import encoded_at
 from fcp_cli.plan.pricing.padding import padded_tokens
 from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.baselines.drafts import Draft, assign
-from fcp_cli.planning.baselines.static import static_degrees
-from fcp_cli.planning.batching.batches import GlobalBatches, spread_steps
+from fcp_cli.planning.baselines.drafts import Draft, assign, quickest_solver
+from fcp_cli.planning.baselines.static import TUNING_STEPS, holding_degrees
+from fcp_cli.planning.batching.batches import GlobalBatches
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 from fcp_cli.planning.work import batch_work
-
-_TUNING_STEPS = 32  # as many as `static` is tuned on
 
 
 def make_solver(batches: GlobalBatches) -> Padded:
     """Make the solver with the smallest degree whose ranks hold the longest sequence, and the quickest rows a batch."""
     problem, table = batches.problem, batches.table
-    longest = batches.longest_tokens
-    degree = next(one for one in static_degrees(problem) if one * problem.tokens_per_rank >= longest)
+    longest, degree = batches.longest_tokens, holding_degrees(batches)[0]
     held = padded_tokens(longest, degree, problem.padding_multiple)
     sizes = int(degree * problem.tokens_per_rank // held).bit_length()
-    sample = [batches.batch(step) for step in spread_steps(len(batches), _TUNING_STEPS)]
     solvers = [Padded(problem, table, degree=degree, rows_per_pass=2**power) for power in range(sizes)]
-    return min(solvers, key=lambda solver: sum(map(solver.seconds, sample)))
+    return quickest_solver(solvers, batches, steps=TUNING_STEPS)
 
 
 class Padded:

@@ -16,6 +16,7 @@ import numpy as np
 
 from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.assemble import makespan_seconds
+from fcp_cli.planning.baselines.drafts import quickest_solver
 from fcp_cli.planning.baselines.packing import members_by_pack
 from fcp_cli.planning.batching.batches import GlobalBatches, spread_steps
 from fcp_cli.planning.compiled.static_schedules import laid_out
@@ -25,7 +26,7 @@ from fcp_cli.planning.work import work_on
 
 Packing = Literal["full", "even", "level"]
 PACKINGS: Final[tuple[Packing, ...]] = ("full", "even", "level")  # as `static_schedules` numbers them
-_TUNING_STEPS = 32  # evenly spaced steps on which degree and packing are tuned
+TUNING_STEPS = 32  # evenly spaced steps on which degree and packing are tuned
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,17 +70,15 @@ class StaticSolver:
             else np.full(packs.number, self.heads_degree, dtype=np.int32),
         )
 
+    def seconds(self, batch: Batch) -> float:
+        """Predict the seconds of the step."""
+        return makespan_seconds(self.assign(batch), batch, self.problem)
+
 
 def make_solver(batches: GlobalBatches) -> StaticSolver:
     """Make the static solver with the least predicted time over the plan, or over a sample of its steps."""
     longest = batches.longest_tokens
-    return quickest_static(list(static_candidates(batches.problem, longest)), batches)
-
-
-def quickest_static(candidates: Sequence[StaticSolver], batches: GlobalBatches) -> StaticSolver:
-    """Return the candidate with the least predicted time over the plan, or over a sample of its steps."""
-    sample = [batches.batch(step) for step in spread_steps(len(batches), _TUNING_STEPS)]
-    return candidates[int(np.argmin([_total_seconds(solver, sample) for solver in candidates]))]
+    return quickest_solver(static_candidates(batches.problem, longest), batches, steps=TUNING_STEPS)
 
 
 def best_static(problem: Problem, longest_tokens: int, batches: Sequence[Batch]) -> tuple[StaticSolver, float]:
@@ -91,14 +90,10 @@ def best_static(problem: Problem, longest_tokens: int, batches: Sequence[Batch])
         longest_tokens: the longest sequence that the one degree must hold.
         batches: the batches to tune and measure on.
     """
-    tuned = [batches[i] for i in spread_steps(len(batches), _TUNING_STEPS)]
-    candidates = list(static_candidates(replace(problem, attention=None), longest_tokens))
-    best = candidates[int(np.argmin([_total_seconds(solver, tuned) for solver in candidates]))]
-    return best, _total_seconds(best, batches)
-
-
-def _total_seconds(solver: StaticSolver, batches: Sequence[Batch]) -> float:
-    return sum(makespan_seconds(solver.assign(batch), batch, solver.problem) for batch in batches)
+    tuned = [batches[i] for i in spread_steps(len(batches), TUNING_STEPS)]
+    candidates = static_candidates(replace(problem, attention=None), longest_tokens)
+    best = min(candidates, key=lambda one: sum(map(one.seconds, tuned)))
+    return best, sum(map(best.seconds, batches))
 
 
 def static_candidates(problem: Problem, longest_tokens: int) -> Iterator[StaticSolver]:
@@ -112,3 +107,9 @@ def static_candidates(problem: Problem, longest_tokens: int) -> Iterator[StaticS
 def static_degrees(problem: Problem) -> list[int]:
     """Return every degree that divides the ranks, ascending."""
     return [degree for degree in range(1, problem.num_ranks + 1) if problem.num_ranks % degree == 0]
+
+
+def holding_degrees(batches: GlobalBatches) -> list[int]:
+    """Return every degree that divides the ranks and holds the longest sequence (all ranks do), ascending."""
+    held = batches.problem.tokens_per_rank
+    return [degree for degree in static_degrees(batches.problem) if degree * held >= batches.longest_tokens]

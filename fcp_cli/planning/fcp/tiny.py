@@ -29,7 +29,7 @@ def is_tiny(batch: Batch, problem: Problem) -> bool:
     """Return whether everything may be tried: for instance 7 sequences on a node of 8 ranks, or 6 on two of 4."""
     if len(batch.rows) > 10:  # before 2 to the power of it is worked out
         return False
-    return 2 ** len(batch.rows) * math.prod(size + 1 for size in _node_sizes(problem)) <= _CHOICES
+    return bool(2 ** len(batch.rows) * math.prod(size + 1 for size in _node_sizes(problem)) <= _CHOICES)
 
 
 def assign_tiny(batch: Batch, problem: Problem) -> Assignment:

@@ -30,49 +30,34 @@ from fcp_cli.planning.published.spread_attention import (
     Tasks,
     attention_per_token,
     laid_out,
-    require_heads,
-    spread_seconds,
+    tuned,
 )
-from fcp_cli.planning.published.wlb_llm import quickest_degree
 
 _BLOCK_TOKENS: Final = 4096
 _BLOCKS_PER_KERNEL: Final = 16
 
 
 def make_solver(batches: GlobalBatches) -> SpreadAttention:
-    """Make the strategy with the degree that is quickest over a sample of the steps.
-
-    Raises:
-        UsageError: see `require_heads`.
-    """
-    problem = batches.problem
-    heads = require_heads("block-fcp", problem)
-    return quickest_degree(
-        batches, lambda degree: BlockFcp(problem, heads, degree, block_tokens=_BLOCK_TOKENS), spread_seconds
-    )
+    """Make the strategy with the degree that is quickest over a sample of the steps; see `tuned` for errors."""
+    return tuned("block-fcp", batches, _rank_seconds, block_tokens=_BLOCK_TOKENS)
 
 
-class BlockFcp(SpreadAttention):
-    """Packs blocks onto ranks by tokens and attention."""
-
-    name = "block-fcp"
-
-    def rank_seconds(self, work: Work) -> FloatArray:
-        """Return [degree] the seconds of one micro-batch."""
-        tasks, block = blocks_of(work.tokens, self._degree)
-        seconds = tasks.tokens * attention_per_token(work)[tasks.sequence]
-        tokens, attention = np.zeros(block.max() + 1), np.zeros(block.max() + 1)
-        np.add.at(tokens, block, tasks.tokens)
-        np.add.at(attention, block, seconds)
-        block_rank = placed(tokens, attention, self._degree, self._problem.tokens_per_rank)
-        tasks.rank[:] = block_rank[block]
-        blocks = -(-work.tokens // _BLOCK_TOKENS)
-        further = -(-blocks // _BLOCKS_PER_KERNEL) - (blocks == 1)
-        kernels = further[tasks.sequence].astype(np.float64)
-        reshuffled = self.task_seconds(tasks, work, kernels, ping_pong=False)
-        tasks.home = tasks.rank
-        by_blocks = self.task_seconds(tasks, work, kernels, ping_pong=False)
-        return min(reshuffled, by_blocks, key=lambda seconds: float(seconds.max()))
+def _rank_seconds(spread: SpreadAttention, work: Work) -> FloatArray:
+    """Return [degree] the seconds of one micro-batch."""
+    tasks, block = blocks_of(work.tokens, spread.degree)
+    seconds = tasks.tokens * attention_per_token(work)[tasks.sequence]
+    tokens, attention = np.zeros(block.max() + 1), np.zeros(block.max() + 1)
+    np.add.at(tokens, block, tasks.tokens)
+    np.add.at(attention, block, seconds)
+    block_rank = placed(tokens, attention, spread.degree, spread.problem.tokens_per_rank)
+    tasks.rank[:] = block_rank[block]
+    blocks = -(-work.tokens // _BLOCK_TOKENS)
+    further = -(-blocks // _BLOCKS_PER_KERNEL) - (blocks == 1)
+    kernels = further[tasks.sequence].astype(np.float64)
+    reshuffled = spread.task_seconds(tasks, work, kernels, ping_pong=False)
+    tasks.home = tasks.rank
+    by_blocks = spread.task_seconds(tasks, work, kernels, ping_pong=False)
+    return min(reshuffled, by_blocks, key=lambda seconds: float(seconds.max()))
 
 
 def blocks_of(lengths: IntArray, ranks: int) -> tuple[Tasks, IntArray]:

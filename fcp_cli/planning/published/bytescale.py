@@ -20,45 +20,45 @@ different numbers of micro-batches. Choices that the paper leaves open:
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from fcp_cli.cost.model import group_seconds
 from fcp_cli.planning.assemble import assignment_seconds
-from fcp_cli.planning.baselines.drafts import Draft, assign, packs_of, place_waves, quickest, shard_sizes
+from fcp_cli.planning.baselines.drafts import (
+    Draft,
+    FunctionSolver,
+    assign,
+    packs_of,
+    place_waves,
+    quickest,
+    shard_sizes,
+)
 from fcp_cli.planning.batching.batches import GlobalBatches
-from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
+from fcp_cli.planning.problem import Assignment, Batch, Problem
 from fcp_cli.planning.work import work_on
 
 
-def make_solver(batches: GlobalBatches) -> Solver:
+def make_solver(batches: GlobalBatches) -> FunctionSolver:
     """Make the solver for these batches."""
-    return ByteScale(batches.problem)
+    return FunctionSolver(name="bytescale", problem=batches.problem, rule=_balanced)
 
 
-class ByteScale:
-    name = "bytescale"
-    options: Mapping[str, Any] = {}
+def _balanced(batch: Batch, problem: Problem) -> Assignment:
+    """Balance one batch, with chunks of each size, and take the quickest."""
+    return quickest(_candidates(batch, problem), batch, problem)
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
 
-    def assign(self, batch: Batch) -> Assignment:
-        """Balance one batch, with chunks of each size, and take the quickest."""
-        return quickest(self._candidates(batch), batch, self._problem)
-
-    def _candidates(self, batch: Batch) -> Iterator[Assignment]:
-        longest = int(batch.lengths.max())
-        for tokens_per_rank in shard_sizes(self._problem.tokens_per_rank):
-            if -(-longest // tokens_per_rank) <= self._problem.num_ranks:
-                balances = (balance,) if self._problem.pipeline is None else (balance, balance_pipelines)
-                for balanced in balances:
-                    drafts = balanced(batch, self._problem, tokens_per_rank)
-                    yield assign(drafts, self._problem.sync)
-                    if self._problem.sync == "microbatch":
-                        yield in_waves_of_like_time(drafts, batch, self._problem)
+def _candidates(batch: Batch, problem: Problem) -> Iterator[Assignment]:
+    longest = int(batch.lengths.max())
+    for tokens_per_rank in shard_sizes(problem.tokens_per_rank):
+        if -(-longest // tokens_per_rank) <= problem.num_ranks:
+            for balanced in (balance,) if problem.pipeline is None else (balance, balance_pipelines):
+                drafts = balanced(batch, problem, tokens_per_rank)
+                yield assign(drafts, problem.sync)
+                if problem.sync == "microbatch":
+                    yield in_waves_of_like_time(drafts, batch, problem)
 
 
 def balance(batch: Batch, problem: Problem, tokens_per_rank: int) -> list[Draft]:

@@ -13,6 +13,7 @@ rank is that of its tokens.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -26,34 +27,24 @@ from fcp_cli.planning.published.spread_attention import (
     Tasks,
     attention_per_token,
     laid_out,
-    require_heads,
+    tuned,
 )
 
 _TOLERANCE: Final = 0.1  # the published planner's default
 _ROUNDING: Final = 1e-9  # of the mean attention of a rank: less than this is no task
 
 
-def make_solver(batches: GlobalBatches) -> DistCA:
-    """Make the strategy.
-
-    Raises:
-        UsageError: see `require_heads`.
-    """
-    problem = batches.problem
-    return DistCA(problem, require_heads("distca", problem), problem.num_ranks, tolerance=_TOLERANCE)
+def make_solver(batches: GlobalBatches, *, ping_pong: bool = True) -> SpreadAttention:
+    """Make the strategy, on all ranks; see `tuned` for errors."""
+    rule = partial(_rank_seconds, ping_pong=ping_pong)
+    return tuned("distca", batches, rule, degrees=[batches.problem.num_ranks], tolerance=_TOLERANCE)
 
 
-class DistCA(SpreadAttention):
-    """Moves tasks until ranks have about as much attention."""
-
-    name = "distca"
-    ping_pong = True
-
-    def rank_seconds(self, work: Work) -> FloatArray:
-        """Return [ranks] the seconds of one micro-batch."""
-        tasks = laid_out(work.tokens, self._degree)
-        rebalanced(tasks, attention_per_token(work), work.tokens, self._heads, self._degree)
-        return self.task_seconds(tasks, work, (tasks.rank != tasks.home).astype(np.float64), ping_pong=self.ping_pong)
+def _rank_seconds(spread: SpreadAttention, work: Work, *, ping_pong: bool) -> FloatArray:
+    """Return [ranks] the seconds of one micro-batch."""
+    tasks = laid_out(work.tokens, spread.degree)
+    rebalanced(tasks, attention_per_token(work), work.tokens, spread.heads, spread.degree)
+    return spread.task_seconds(tasks, work, (tasks.rank != tasks.home).astype(np.float64), ping_pong=ping_pong)
 
 
 def rebalanced(tasks: Tasks, per_token: FloatArray, lengths: IntArray, heads: Heads, ranks: int) -> None:

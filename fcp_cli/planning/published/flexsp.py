@@ -17,18 +17,18 @@ Choices that the paper leaves open:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.cost.model import group_seconds
 from fcp_cli.errors import PlanError
-from fcp_cli.planning.baselines.drafts import place_waves, quickest
+from fcp_cli.planning.baselines.drafts import FunctionSolver, place_waves, quickest
 from fcp_cli.planning.baselines.packing import best_fit_decreasing
 from fcp_cli.planning.batching.batches import GlobalBatches
-from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
+from fcp_cli.planning.problem import Assignment, Batch, Problem
 from fcp_cli.planning.published.flexsp_milp import Packs, bucket, solve
 from fcp_cli.planning.work import work_on
 
@@ -38,54 +38,49 @@ MILP_SECONDS = 5.0
 TRIALS = 3  # numbers of micro-batches that are tried
 
 
-def make_solver(batches: GlobalBatches, *, milp_seconds: float = MILP_SECONDS) -> Solver:
+def make_solver(batches: GlobalBatches, *, milp_seconds: float = MILP_SECONDS, trials: int = TRIALS) -> FunctionSolver:
     """Make the solver for these batches; the time limit is that of each integer program."""
-    return FlexSP(batches.problem, milp_seconds=milp_seconds)
+    return FunctionSolver(
+        name="flexsp",
+        problem=batches.problem,
+        rule=partial(_planned, milp_seconds=milp_seconds, trials=trials),
+        options={"milp_seconds": milp_seconds, "trials": trials, "buckets": _BUCKETS},
+    )
 
 
-class FlexSP:
-    name = "flexsp"
+def _planned(batch: Batch, problem: Problem, *, milp_seconds: float, trials: int) -> Assignment:
+    """Solve one batch; takes up to `milp_seconds` per micro-batch and trial.
 
-    def __init__(self, problem: Problem, *, milp_seconds: float = MILP_SECONDS, trials: int = TRIALS) -> None:
-        self._problem = problem
-        self._milp_seconds = milp_seconds
-        self._trials = trials
-        self._largest_degree = 1 << (problem.num_ranks.bit_length() - 1)
-        self._menus = menus(problem.num_ranks)
-        self.options: Mapping[str, Any] = {"milp_seconds": milp_seconds, "trials": trials, "buckets": _BUCKETS}
+    A sequence that needs more ranks than the largest power of two there is raises PlanError.
+    """
+    largest = 1 << (problem.num_ranks.bit_length() - 1)
+    longest, held = int(batch.lengths.max()), largest * problem.tokens_per_rank
+    if longest > held:
+        raise PlanError(
+            f"flexsp cannot plan a sequence of {longest} tokens: its degrees are powers of two, and "
+            f"{largest} ranks of {problem.tokens_per_rank} tokens hold {held}"
+        )
+    candidates: list[Assignment] = []
+    fewest = -(-int(batch.work.tokens.sum()) // (problem.num_ranks * problem.tokens_per_rank))
+    count = fewest
+    while count < fewest + trials or not candidates:
+        waves = [_microbatch(part, batch, problem, milp_seconds) for part in chunk_by_tokens(batch.work.tokens, count)]
+        if None not in waves:
+            candidates.append(place_waves([wave for wave in waves if wave is not None], problem))
+        count += 1
+    return quickest(candidates, batch, problem)
 
-    def assign(self, batch: Batch) -> Assignment:
-        """Solve one batch; takes up to `milp_seconds` per micro-batch and trial.
 
-        Raises:
-            PlanError: a sequence needs more ranks than the largest power of two there is.
-        """
-        longest, held = int(batch.lengths.max()), self._largest_degree * self._problem.tokens_per_rank
-        if longest > held:
-            raise PlanError(
-                f"flexsp cannot plan a sequence of {longest} tokens: its degrees are powers of two, and "
-                f"{self._largest_degree} ranks of {self._problem.tokens_per_rank} tokens hold {held}"
-            )
-        candidates: list[Assignment] = []
-        fewest = -(-int(batch.work.tokens.sum()) // (self._problem.num_ranks * self._problem.tokens_per_rank))
-        count = fewest
-        while count < fewest + self._trials or not candidates:
-            waves = [self._microbatch(members, batch) for members in chunk_by_tokens(batch.work.tokens, count)]
-            if None not in waves:
-                candidates.append(place_waves([wave for wave in waves if wave is not None], self._problem))
-            count += 1
-        return quickest(candidates, batch, self._problem)
-
-    def _microbatch(self, members: IntArray, batch: Batch) -> Packs | None:
-        greedy = greedy_packs(members.tolist(), batch, self._problem)
-        if greedy is None:
-            return None  # if greedy packing fails, so does the program as a rule: try more micro-batches
-        buckets = bucket(members, batch, max_buckets=_BUCKETS)
-        answers = [greedy]
-        for menu in self._menus:
-            solved = solve(buckets, self._problem, degrees=menu, seconds_limit=self._milp_seconds)
-            answers += [solved] if solved else []
-        return min(answers, key=lambda packs: max(pack_seconds(pack, batch, self._problem) for pack in packs))
+def _microbatch(members: IntArray, batch: Batch, problem: Problem, milp_seconds: float) -> Packs | None:
+    greedy = greedy_packs(members.tolist(), batch, problem)
+    if greedy is None:
+        return None  # if greedy packing fails, so does the program as a rule: try more micro-batches
+    buckets = bucket(members, batch, max_buckets=_BUCKETS)
+    answers = [greedy]
+    for menu in menus(problem.num_ranks):
+        solved = solve(buckets, problem, degrees=menu, seconds_limit=milp_seconds)
+        answers += [solved] if solved else []
+    return min(answers, key=lambda packs: max(pack_seconds(pack, batch, problem) for pack in packs))
 
 
 def menus(num_ranks: int) -> list[list[int]]:

@@ -17,67 +17,62 @@ best of 50 orders ("dynamic strategy"), and each group packs its own. Choices th
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from functools import cache
-from typing import Any, Final
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Final
 
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.model import group_seconds
-from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.baselines.drafts import Draft, assign
+from fcp_cli.planning.baselines.drafts import Draft, FunctionSolver, assign, quickest
 from fcp_cli.planning.baselines.placement import place_groups
 from fcp_cli.planning.batching.batches import GlobalBatches, spread_steps
 from fcp_cli.planning.problem import Assignment, Batch, Problem
-from fcp_cli.planning.published.wlb_llm import SAMPLED_STEPS, packs_of_groups
+from fcp_cli.planning.published.wlb_llm import packs_of_groups
 from fcp_cli.planning.work import work_on
 
 _ORDERS: Final = 50
 _INTERVALS: Final = 16
+_SAMPLED_STEPS: Final = 4
 
 
-def make_solver(batches: GlobalBatches) -> Hydraulis:
+def make_solver(batches: GlobalBatches) -> FunctionSolver:
     """Make the solver with the proposals for a sample of the steps."""
     problem = batches.problem
-    sample = [batches.batch(step) for step in spread_steps(len(batches), SAMPLED_STEPS)]
+    sample = [batches.batch(step) for step in spread_steps(len(batches), _SAMPLED_STEPS)]
     tokens = np.concatenate([batch.work.tokens for batch in sample])
     seconds = np.concatenate([seconds_by_degree(batch, problem) for batch in sample], axis=1)
-    longest = batches.longest_tokens
-    return Hydraulis(problem, proposals(tokens, seconds, problem, longest))
+    proposed = proposals(tokens, seconds, problem, batches.longest_tokens)
+    return FunctionSolver(
+        name="hydraulis",
+        problem=problem,
+        rule=partial(_quickest, proposed=proposed),
+        options={"proposals": [list(degrees) for degrees in proposed]},
+    )
 
 
-class Hydraulis:
-    """Spreads every batch over the groups of the quickest proposal."""
+def _quickest(batch: Batch, problem: Problem, *, proposed: Sequence[tuple[int, ...]]) -> Assignment:
+    """Spread a batch over the groups of the quickest proposal."""
+    seconds, longest = seconds_by_degree(batch, problem), int(batch.work.tokens.max())
+    able = [one for one in proposed if one[0] * problem.tokens_per_rank >= longest]
+    return quickest((_packed(batch, degrees, seconds, problem) for degrees in able), batch, problem)
 
-    name = "hydraulis"
 
-    def __init__(self, problem: Problem, proposed: Sequence[tuple[int, ...]]) -> None:
-        self._problem, self._proposed = problem, proposed
-        self.options: Mapping[str, Any] = {"proposals": [list(degrees) for degrees in proposed]}
-
-    def assign(self, batch: Batch) -> Assignment:
-        """Spread one batch."""
-        seconds, longest = seconds_by_degree(batch, self._problem), int(batch.work.tokens.max())
-        able = [one for one in self._proposed if one[0] * self._problem.tokens_per_rank >= longest]
-        found = [self._packed(batch, degrees, seconds) for degrees in able]
-        return min(found, key=lambda assignment: makespan_seconds(assignment, batch, self._problem))
-
-    def _packed(self, batch: Batch, degrees: tuple[int, ...], seconds: FloatArray) -> Assignment:
-        problem = self._problem
-        of_groups = seconds[[degree.bit_length() - 1 for degree in degrees]]
-        limits = np.array(degrees) * problem.tokens_per_rank
-        group_of = spread(batch.work.tokens, of_groups, limits, orders=_ORDERS)
-        offsets, ranks = place_groups(list(degrees), num_ranks=problem.num_ranks, ranks_per_node=problem.ranks_per_node)
-        drafts: list[tuple[float, Draft]] = []
-        for group, degree in enumerate(degrees):
-            mine = np.flatnonzero(group_of == group)
-            tokens = work_on(batch.work, degree, problem).tokens[mine]
-            packs = packs_of_groups(tokens, of_groups[group, mine], groups=1, limit=int(limits[group]))
-            on = ranks[offsets[group] : offsets[group + 1]].tolist()
-            packs = [mine[pack].tolist() for pack in packs]
-            drafts += [(float(of_groups[group, pack].sum()), Draft(on, pack)) for pack in packs]
-        return assign([draft for _, draft in sorted(drafts, key=lambda one: -one[0])], problem.sync)
+def _packed(batch: Batch, degrees: tuple[int, ...], seconds: FloatArray, problem: Problem) -> Assignment:
+    of_groups = seconds[[degree.bit_length() - 1 for degree in degrees]]
+    limits = np.array(degrees) * problem.tokens_per_rank
+    group_of = spread(batch.work.tokens, of_groups, limits, orders=_ORDERS)
+    offsets, ranks = place_groups(list(degrees), num_ranks=problem.num_ranks, ranks_per_node=problem.ranks_per_node)
+    drafts: list[tuple[float, Draft]] = []
+    for group, degree in enumerate(degrees):
+        mine = np.flatnonzero(group_of == group)
+        tokens = work_on(batch.work, degree, problem).tokens[mine]
+        packs = packs_of_groups(tokens, of_groups[group, mine], groups=1, limit=int(limits[group]))
+        on = ranks[offsets[group] : offsets[group + 1]].tolist()
+        packs = [mine[pack].tolist() for pack in packs]
+        drafts += [(float(of_groups[group, pack].sum()), Draft(on, pack)) for pack in packs]
+    return assign([draft for _, draft in sorted(drafts, key=lambda one: -one[0])], problem.sync)
 
 
 def seconds_by_degree(batch: Batch, problem: Problem) -> FloatArray:

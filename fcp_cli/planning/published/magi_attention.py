@@ -22,23 +22,14 @@ import numpy as np
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.model import Work
 from fcp_cli.planning.batching.batches import GlobalBatches
-from fcp_cli.planning.published.spread_attention import SpreadAttention, require_heads, spread_seconds
-from fcp_cli.planning.published.wlb_llm import quickest_degree
+from fcp_cli.planning.published.spread_attention import SpreadAttention, tuned
 
 _CHUNK_TOKENS: Final = 512
 
 
 def make_solver(batches: GlobalBatches) -> SpreadAttention:
-    """Make the strategy with the degree that is quickest over a sample of the steps.
-
-    Raises:
-        UsageError: see `require_heads`.
-    """
-    problem = batches.problem
-    heads = require_heads("magi-attention", problem)
-    return quickest_degree(
-        batches, lambda degree: MagiAttention(problem, heads, degree, chunk_tokens=_CHUNK_TOKENS), spread_seconds
-    )
+    """Make the strategy with the degree that is quickest over a sample of the steps; see `tuned` for errors."""
+    return tuned("magi-attention", batches, _rank_seconds, chunk_tokens=_CHUNK_TOKENS)
 
 
 class Pieces(NamedTuple):
@@ -56,33 +47,28 @@ class Pieces(NamedTuple):
     end: IntArray
 
 
-class MagiAttention(SpreadAttention):
-    """Dispatches the chunks of each pack."""
-
-    name = "magi-attention"
-
-    def rank_seconds(self, work: Work) -> FloatArray:
-        """Return [degree] the seconds of one micro-batch."""
-        degree, pieces = self._degree, cut(work.tokens, _CHUNK_TOKENS)
-        tokens, of = pieces.end - pieces.start, pieces.sequence
-        area = pieces.end.astype(np.float64) ** 2 - pieces.start.astype(np.float64) ** 2
-        attention = work.attention_seconds[of] * area / work.tokens[of].astype(np.float64) ** 2
-        if work.windows is not None:
-            attention += work.windows.seconds[of] * tokens / work.tokens[of]
-        rank = dispatched(np.bincount(pieces.chunk, area).tolist(), degree)[pieces.chunk]
-        reach = np.zeros((degree, len(work.tokens)), dtype=np.int64)
-        np.maximum.at(reach, (rank, of), pieces.end)
-        before = [tokens * (pieces.end <= reach[to, of]) for to in range(degree)]
-        keys = np.array([np.bincount(rank, mine, degree) for mine in before], dtype=np.float64)
-        held = np.zeros((len(work.tokens), degree))
-        np.add.at(held, (of, rank), tokens)
-        alone = held[of, rank] == reach[rank, of]  # all keys that this rank needs of the sequence are its own
-        c = self._problem.profile.coefficients
-        attention += tokens * ~alone * c.chunk_seconds_per_token
-        linear = np.bincount(rank, tokens * (work.linear_seconds / work.tokens)[of], degree)
-        messages = self.message_seconds(keys, kept=False)
-        engine = np.maximum(np.bincount(rank, attention, degree), messages)
-        return np.asarray(c.microbatch_seconds + linear + engine, dtype=np.float64)
+def _rank_seconds(spread: SpreadAttention, work: Work) -> FloatArray:
+    """Return [degree] the seconds of one micro-batch."""
+    degree, pieces = spread.degree, cut(work.tokens, _CHUNK_TOKENS)
+    tokens, of = pieces.end - pieces.start, pieces.sequence
+    area = pieces.end.astype(np.float64) ** 2 - pieces.start.astype(np.float64) ** 2
+    attention = work.attention_seconds[of] * area / work.tokens[of].astype(np.float64) ** 2
+    if work.windows is not None:
+        attention += work.windows.seconds[of] * tokens / work.tokens[of]
+    rank = dispatched(np.bincount(pieces.chunk, area).tolist(), degree)[pieces.chunk]
+    reach = np.zeros((degree, len(work.tokens)), dtype=np.int64)
+    np.maximum.at(reach, (rank, of), pieces.end)
+    before = [tokens * (pieces.end <= reach[to, of]) for to in range(degree)]
+    keys = np.array([np.bincount(rank, mine, degree) for mine in before], dtype=np.float64)
+    held = np.zeros((len(work.tokens), degree))
+    np.add.at(held, (of, rank), tokens)
+    alone = held[of, rank] == reach[rank, of]  # all keys that this rank needs of the sequence are its own
+    c = spread.problem.profile.coefficients
+    attention += tokens * ~alone * c.chunk_seconds_per_token
+    linear = np.bincount(rank, tokens * (work.linear_seconds / work.tokens)[of], degree)
+    messages = spread.message_seconds(keys, kept=False)
+    engine = np.maximum(np.bincount(rank, attention, degree), messages)
+    return np.asarray(c.microbatch_seconds + linear + engine, dtype=np.float64)
 
 
 def cut(lengths: IntArray, chunk_tokens: int) -> Pieces:

@@ -12,65 +12,63 @@ that it leaves open favour it, per step by predicted time:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 from fcp_cli.errors import PlanError
-from fcp_cli.planning.baselines.drafts import Draft, assign, packs_of, quickest, shard_sizes
+from fcp_cli.planning.baselines.drafts import Draft, FunctionSolver, assign, packs_of, quickest, shard_sizes
 from fcp_cli.planning.batching.batches import GlobalBatches
-from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
+from fcp_cli.planning.problem import Assignment, Batch, Problem
 from fcp_cli.planning.published.megatron_rounds import Group, balanced_rounds, degree_needed
 
 
-def make_solver(batches: GlobalBatches) -> Solver:
+def make_solver(batches: GlobalBatches) -> FunctionSolver:
     """Make the solver for these batches."""
-    return MegatronDynamicCP(batches.problem)
+    return solver_of("megatron-dynamic-cp", batches.problem, needed=degree_needed, drafts=_drafts)
 
 
-class MegatronDynamicCP:
-    name: str = "megatron-dynamic-cp"
-    options: Mapping[str, Any] = {}
+def solver_of(
+    name: str,
+    problem: Problem,
+    *,
+    needed: Callable[[int, int], int],
+    drafts: Callable[[Batch, Problem, int], Iterator[Iterator[Draft]]],
+) -> FunctionSolver:
+    """Make a solver of Megatron's.
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+    Args:
+        needed: returns the least degree for a sequence of so many tokens, if a rank holds so many.
+        drafts: yields the ways to run a batch at a number of tokens that ranks hold.
+    """
+    rule = partial(_scheduled, name=name, needed=needed, drafts=drafts)
+    return FunctionSolver(name=name, problem=problem, rule=rule)
 
-    def assign(self, batch: Batch) -> Assignment:
-        """Schedule one batch.
 
-        Raises:
-            PlanError: a sequence needs more ranks than there are, rounded up to a degree of the strategy.
-        """
-        return quickest(self._candidates(batch), batch, self._problem)
+def _scheduled(
+    batch: Batch,
+    problem: Problem,
+    *,
+    name: str,
+    needed: Callable[[int, int], int],
+    drafts: Callable[[Batch, Problem, int], Iterator[Iterator[Draft]]],
+) -> Assignment:
+    """Schedule one batch; a sequence that needs more ranks than there are raises PlanError."""
+    longest = int(batch.lengths.max())
+    degree = needed(longest, problem.tokens_per_rank)
+    if degree > problem.num_ranks:
+        raise PlanError(
+            f"{name} cannot plan a sequence of {longest} tokens: its degrees are powers of two, "
+            f"{degree} ranks of {problem.tokens_per_rank} tokens are needed and there are {problem.num_ranks}"
+        )
+    able = [size for size in shard_sizes(problem.tokens_per_rank) if needed(longest, size) <= problem.num_ranks]
+    found = (assign(list(one), problem.sync) for size in able for one in drafts(batch, problem, size))
+    return quickest(found, batch, problem)
 
-    def _candidates(self, batch: Batch) -> Iterator[Assignment]:
-        problem, lengths = self._problem, batch.lengths.tolist()
-        self._check_fits(max(lengths))
-        for tokens_per_rank in shard_sizes(problem.tokens_per_rank):
-            if self._needed(max(lengths), tokens_per_rank) > problem.num_ranks:
-                return
-            for drafts in self._drafts(batch, lengths, tokens_per_rank):
-                yield assign(list(drafts), problem.sync)
 
-    def _drafts(self, batch: Batch, lengths: list[int], tokens_per_rank: int) -> Iterator[Iterator[Draft]]:
-        """Yield the ways to run the rounds of one token budget."""
-        problem = self._problem
-        rounds = balanced_rounds(lengths, max_tokens_per_rank=tokens_per_rank, num_ranks=problem.num_ranks)
-        yield drafts_of(rounds, _alone)
-        yield drafts_of(rounds, partial(packed, batch, problem))
-
-    def _needed(self, length_tokens: int, max_tokens_per_rank: int) -> int:
-        return degree_needed(length_tokens, max_tokens_per_rank)
-
-    def _check_fits(self, longest: int) -> None:
-        """Refuse a sequence that no degree of the strategy can hold."""
-        problem = self._problem
-        degree = self._needed(longest, problem.tokens_per_rank)
-        if degree > problem.num_ranks:
-            raise PlanError(
-                f"{self.name} cannot plan a sequence of {longest} tokens: its degrees are powers of two, "
-                f"{degree} ranks of {problem.tokens_per_rank} tokens are needed and there are {problem.num_ranks}"
-            )
+def _drafts(batch: Batch, problem: Problem, tokens_per_rank: int) -> Iterator[Iterator[Draft]]:
+    rounds = balanced_rounds(batch.lengths.tolist(), max_tokens_per_rank=tokens_per_rank, num_ranks=problem.num_ranks)
+    yield drafts_of(rounds, lambda group: [[sequence] for sequence in group.sequences])
+    yield drafts_of(rounds, partial(packed, batch, problem))
 
 
 def drafts_of(rounds: Sequence[Sequence[Group]], split: Callable[[Group], list[list[int]]]) -> Iterator[Draft]:
@@ -82,10 +80,6 @@ def drafts_of(rounds: Sequence[Sequence[Group]], split: Callable[[Group], list[l
             first += group.degree
             for pack in split(group):
                 yield Draft(ranks, pack)
-
-
-def _alone(group: Group) -> list[list[int]]:
-    return [[sequence] for sequence in group.sequences]
 
 
 def packed(batch: Batch, problem: Problem, group: Group) -> list[list[int]]:

@@ -30,23 +30,13 @@ from functools import lru_cache, partial
 import numpy as np
 import numpy.typing as npt
 
-from fcp_cli.planning.baselines.drafts import Draft
+from fcp_cli.planning.baselines.drafts import Draft, FunctionSolver
 from fcp_cli.planning.batching.batches import GlobalBatches
 from fcp_cli.planning.problem import Batch, Problem
-from fcp_cli.planning.published.megatron_dynamic_cp import MegatronDynamicCP, drafts_of, packed
+from fcp_cli.planning.published.megatron_dynamic_cp import drafts_of, packed, solver_of
 from fcp_cli.planning.published.megatron_rounds import Group, degree_needed, ranks_needed
 
 _CAP = 1.05  # of longest x budget: the work that a rank may have in a micro-batch
-
-
-def make_solver(batches: GlobalBatches) -> MegatronPacking:
-    """Make the solver for these batches."""
-    return MegatronPacking(batches.problem)
-
-
-def make_any_degree(batches: GlobalBatches) -> MegatronPacking:
-    """Make the solver without rounded degrees."""
-    return MegatronPacking(batches.problem, name="megatron-any-degree", degrees=(DOUBLINGS, EVERY))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,23 +75,28 @@ def _offered(degrees: Degrees, degree: int, num_ranks: int) -> npt.NDArray[np.bo
     return offered
 
 
-class MegatronPacking(MegatronDynamicCP):
-    def __init__(
-        self, problem: Problem, *, name: str = "megatron-packing", degrees: Sequence[Degrees] = (POWERS_OF_TWO,)
-    ) -> None:
-        super().__init__(problem)
-        self.name, self._degrees = name, degrees
+def make_solver(batches: GlobalBatches) -> FunctionSolver:
+    """Make the solver for these batches."""
+    return _solver("megatron-packing", batches.problem, POWERS_OF_TWO)
 
-    def _needed(self, length_tokens: int, max_tokens_per_rank: int) -> int:
-        return self._degrees[0].needed(length_tokens, max_tokens_per_rank)
 
-    def _drafts(self, batch: Batch, lengths: list[int], tokens_per_rank: int) -> Iterator[Iterator[Draft]]:
-        problem = self._problem
-        for degrees in self._degrees:
-            rounds = packed_rounds(
-                lengths, max_tokens_per_rank=tokens_per_rank, num_ranks=problem.num_ranks, degrees=degrees
-            )
-            yield drafts_of(rounds, partial(packed, batch, problem))
+def make_any_degree(batches: GlobalBatches) -> FunctionSolver:
+    """Make the solver without rounded degrees."""
+    return _solver("megatron-any-degree", batches.problem, DOUBLINGS, EVERY)
+
+
+def _solver(name: str, problem: Problem, *offered: Degrees) -> FunctionSolver:
+    return solver_of(name, problem, needed=offered[0].needed, drafts=partial(_drafts, offered=offered))
+
+
+def _drafts(
+    batch: Batch, problem: Problem, tokens_per_rank: int, *, offered: Sequence[Degrees]
+) -> Iterator[Iterator[Draft]]:
+    for degrees in offered:
+        rounds = packed_rounds(
+            batch.lengths.tolist(), max_tokens_per_rank=tokens_per_rank, num_ranks=problem.num_ranks, degrees=degrees
+        )
+        yield drafts_of(rounds, partial(packed, batch, problem))
 
 
 def packed_rounds(

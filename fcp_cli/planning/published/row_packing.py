@@ -11,45 +11,36 @@ favour them:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from functools import partial
 
-from fcp_cli.planning.baselines.drafts import Draft, assign
+from fcp_cli.planning.baselines.drafts import Draft, FunctionSolver, assign
 from fcp_cli.planning.baselines.packing import best_fit_decreasing, members_by_pack
-from fcp_cli.planning.baselines.static import static_degrees
+from fcp_cli.planning.baselines.static import holding_degrees
 from fcp_cli.planning.batching.batches import GlobalBatches
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 from fcp_cli.planning.work import work_on
 
 
-def make_solver(batches: GlobalBatches) -> RowPacking:
+def make_solver(batches: GlobalBatches) -> FunctionSolver:
     """Make the solver with the smallest degree whose ranks hold the longest sequence (all ranks do)."""
     problem = batches.problem
-    longest = batches.longest_tokens
-    degree = next(one for one in static_degrees(problem) if one * problem.tokens_per_rank >= longest)
+    longest, degree = batches.longest_tokens, holding_degrees(batches)[0]
     held = degree * problem.tokens_per_rank
-    return RowPacking(problem, degree, max(longest, min(batches.settings.max_length or held, held)))
+    row_tokens = max(longest, min(batches.settings.max_length or held, held))
+    options = {"degree": degree, "row_tokens": row_tokens}
+    return FunctionSolver(
+        name="packing", problem=problem, rule=partial(_packed, degree=degree, row_tokens=row_tokens), options=options
+    )
 
 
-class RowPacking:
-    """Packs rows and deals them out in the order in which they were opened."""
-
-    name = "packing"
-
-    def __init__(self, problem: Problem, degree: int, row_tokens: int) -> None:
-        self._problem = problem
-        self._degree = degree
-        self._row_tokens = row_tokens
-        self.options: Mapping[str, Any] = {"degree": degree, "row_tokens": row_tokens}
-
-    def assign(self, batch: Batch) -> Assignment:
-        """Pack one batch, and deal its rows to the groups."""
-        tokens = work_on(batch.work, self._degree, self._problem).tokens
-        pack_of, degrees = best_fit_decreasing(tokens, max(self._row_tokens, int(tokens.max())))
-        offsets, members = members_by_pack(pack_of, len(degrees))
-        groups = self._problem.num_ranks // self._degree
-        drafts = []
-        for row in range(len(degrees)):
-            first = row % groups * self._degree
-            drafts.append(Draft(range(first, first + self._degree), members[offsets[row] : offsets[row + 1]].tolist()))
-        return assign(drafts, self._problem.sync)
+def _packed(batch: Batch, problem: Problem, *, degree: int, row_tokens: int) -> Assignment:
+    """Pack one batch, and deal its rows to the groups in the order in which they were opened."""
+    tokens = work_on(batch.work, degree, problem).tokens
+    pack_of, degrees = best_fit_decreasing(tokens, max(row_tokens, int(tokens.max())))
+    offsets, members = members_by_pack(pack_of, len(degrees))
+    groups = problem.num_ranks // degree
+    drafts = []
+    for row in range(len(degrees)):
+        first = row % groups * degree
+        drafts.append(Draft(range(first, first + degree), members[offsets[row] : offsets[row + 1]].tolist()))
+    return assign(drafts, problem.sync)

@@ -20,50 +20,39 @@ import numpy as np
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.model import Work
 from fcp_cli.planning.batching.batches import GlobalBatches
-from fcp_cli.planning.published.spread_attention import SpreadAttention, require_heads, spread_seconds
-from fcp_cli.planning.published.wlb_llm import quickest_degree
+from fcp_cli.planning.published.spread_attention import SpreadAttention, tuned
 
 
 def make_solver(batches: GlobalBatches) -> SpreadAttention:
-    """Make the strategy with the degree that is quickest over a sample of the steps.
-
-    Raises:
-        UsageError: see `require_heads`.
-    """
-    problem = batches.problem
-    heads = require_heads("skrull", problem)
-    return quickest_degree(batches, lambda degree: Skrull(problem, heads, degree), spread_seconds)
+    """Make the strategy with the degree that is quickest over a sample of the steps; see `tuned` for errors."""
+    return tuned("skrull", batches, _rank_seconds)
 
 
-class Skrull(SpreadAttention):
-    """Chooses local and distributed sequences of each pack."""
+def _rank_seconds(spread: SpreadAttention, work: Work) -> FloatArray:
+    """Return [degree] the seconds of one micro-batch."""
+    n, seconds = len(work.tokens), work.total_seconds
+    tried = sorted({0, n, *(count for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64) if count < n)})
+    if spread.degree == 1:
+        tried = [0]
+    owners = [
+        local_ranks(work.tokens, seconds, spread.degree, spread.problem.tokens_per_rank, shared=count)
+        for count in tried
+    ]
+    return min((_priced(spread, owner, work) for owner in owners), key=lambda found: float(found.max()))
 
-    name = "skrull"
 
-    def rank_seconds(self, work: Work) -> FloatArray:
-        """Return [degree] the seconds of one micro-batch."""
-        n, seconds = len(work.tokens), work.total_seconds
-        tried = sorted({0, n, *(count for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64) if count < n)})
-        if self._degree == 1:
-            tried = [0]
-        owners = [
-            local_ranks(work.tokens, seconds, self._degree, self._problem.tokens_per_rank, shared=count)
-            for count in tried
-        ]
-        return min((self._priced(owner, work) for owner in owners), key=lambda found: float(found.max()))
-
-    def _priced(self, owner: IntArray, work: Work) -> FloatArray:
-        degree, c = self._degree, self._problem.profile.coefficients
-        shared, local = owner < 0, owner >= 0
-        alone = np.bincount(owner[local], work.total_seconds[local], degree)
-        further = float(work.tokens[shared].sum()) * (degree - 1) / degree
-        together = float(work.total_seconds[shared].sum()) / degree + c.chunk_seconds_per_token * further
-        linear = float(work.linear_seconds[shared].sum()) / degree
-        bandwidth = self._problem.profile.bandwidth
-        inside = degree <= self._problem.ranks_per_node
-        ring = further * c.ring_bytes_per_token / (bandwidth.intra_node if inside else bandwidth.inter_node)
-        ring += c.ring_hop_seconds * (degree - 1) if further else 0.0
-        return np.asarray(c.microbatch_seconds + linear + np.maximum(alone + together - linear, ring))
+def _priced(spread: SpreadAttention, owner: IntArray, work: Work) -> FloatArray:
+    degree, c = spread.degree, spread.problem.profile.coefficients
+    shared, local = owner < 0, owner >= 0
+    alone = np.bincount(owner[local], work.total_seconds[local], degree)
+    further = float(work.tokens[shared].sum()) * (degree - 1) / degree
+    together = float(work.total_seconds[shared].sum()) / degree + c.chunk_seconds_per_token * further
+    linear = float(work.linear_seconds[shared].sum()) / degree
+    bandwidth = spread.problem.profile.bandwidth
+    inside = degree <= spread.problem.ranks_per_node
+    ring = further * c.ring_bytes_per_token / (bandwidth.intra_node if inside else bandwidth.inter_node)
+    ring += c.ring_hop_seconds * (degree - 1) if further else 0.0
+    return np.asarray(c.microbatch_seconds + linear + np.maximum(alone + together - linear, ring))
 
 
 def local_ranks(tokens: IntArray, seconds: FloatArray, ranks: int, limit: int, *, shared: int) -> IntArray:

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fcp_cli.errors import UsageError
-from fcp_cli.planning.baselines.static import StaticSolver, quickest_static, static_candidates
+from fcp_cli.planning.baselines.drafts import quickest_solver
+from fcp_cli.planning.baselines.static import TUNING_STEPS, StaticSolver, static_candidates
 from fcp_cli.planning.batching.batches import GlobalBatches
 from fcp_cli.planning.fcp.solver import require_heads_to_hold
 
@@ -31,7 +32,7 @@ def make_ulysses(batches: GlobalBatches) -> StaticSolver:
             f"no number of ranks that may share heads divides {batches.problem.num_ranks} ranks and holds the longest "
             "sequence"
         )
-    return quickest_static([replace(one, name="deepspeed-ulysses") for one in found], batches)
+    return quickest_solver([replace(one, name="deepspeed-ulysses") for one in found], batches, steps=TUNING_STEPS)
 
 
 def make_usp(batches: GlobalBatches) -> StaticSolver:
@@ -43,7 +44,7 @@ def make_usp(batches: GlobalBatches) -> StaticSolver:
     _require(batches, "usp", "2d")
     size = batches.problem.ranks_per_node
     inside = (s for s in _candidates(batches) if size % (s.heads_degree or 1) == 0)
-    return quickest_static([replace(one, name="usp") for one in inside], batches)
+    return quickest_solver([replace(one, name="usp") for one in inside], batches, steps=TUNING_STEPS)
 
 
 def _candidates(batches: GlobalBatches) -> Iterator[StaticSolver]:

@@ -15,8 +15,7 @@ The bound is all work shared evenly, with the fixed seconds of the micro-batches
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,49 +25,39 @@ from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.model import Work
 from fcp_cli.cost.profile import Heads
 from fcp_cli.errors import UsageError
+from fcp_cli.planning.baselines.drafts import quickest_solver
+from fcp_cli.planning.baselines.static import holding_degrees
+from fcp_cli.planning.batching.batches import GlobalBatches
 from fcp_cli.planning.bounds import area_bound_seconds
 from fcp_cli.planning.problem import Batch, PricedStep, Problem
 from fcp_cli.planning.published.wlb_llm import packs_of_groups
 
 
-def require_heads(name: str, problem: Problem) -> Heads:
-    """Return the price of heads.
-
-    Raises:
-        UsageError: the profile lacks the bytes of queries and keys, or ranks run stages.
-    """
-    if problem.profile.heads is None:
-        raise UsageError(f"{name} needs a cost profile with the block heads; 'fcp profile --analytic' has it")
-    if problem.pipeline is not None or problem.rank_speeds is not None:
-        raise UsageError(f"{name} is priced for ranks of one speed without pipeline stages")
-    return problem.profile.heads
-
-
-class SpreadAttention(ABC):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpreadAttention:
     """Prices every batch in micro-batches of equal groups of ranks.
 
     Attributes:
         name: the name, as in the registry.
+        heads: bytes of queries and keys.
+        rank_seconds: returns [degree] the seconds of one micro-batch on each rank of a group.
         options: settings, for the outcome.
     """
 
     name: str
-
-    def __init__(self, problem: Problem, heads: Heads, degree: int, **options: Any) -> None:
-        self._problem, self._heads, self._degree = problem, heads, degree
-        self.options: Mapping[str, Any] = {"degree": degree, **options}
-
-    @abstractmethod
-    def rank_seconds(self, work: Work) -> FloatArray:
-        """Return [degree] the seconds of one micro-batch on each rank of a group."""
+    problem: Problem
+    heads: Heads
+    degree: int
+    rank_seconds: Callable[[SpreadAttention, Work], FloatArray]
+    options: Mapping[str, Any]
 
     def price(self, batch: Batch) -> PricedStep:
         """Predict the seconds of one step."""
-        problem, step = self._problem, self._problem.profile.step
+        problem, step = self.problem, self.problem.profile.step
         closing, floor = step.closing_seconds(problem.sync), step.floor_seconds(problem.sync)
-        of_ranks = [self.rank_seconds(batch.work.take(np.array(pack))) for pack in self._packs(batch.work)]
+        of_ranks = [self.rank_seconds(self, batch.work.take(np.array(pack))) for pack in self._packs(batch.work)]
         of_packs = sorted((float(ranks.max()) for ranks in of_ranks), reverse=True)
-        groups = problem.num_ranks // self._degree
+        groups = problem.num_ranks // self.degree
         if problem.sync == "microbatch":
             seconds = sum(max(floor, longest) for longest in of_packs[::groups])
         else:
@@ -80,9 +69,13 @@ class SpreadAttention(ABC):
         bound = area_bound_seconds(batch.work, problem) + closing
         return PricedStep(seconds=seconds + closing, bound_seconds=bound, busy_rank_seconds=busy)
 
+    def seconds(self, batch: Batch) -> float:
+        """Predict the seconds of one step."""
+        return self.price(batch).seconds
+
     def _packs(self, work: Work) -> list[list[int]]:
         """Pack a batch for as few micro-batches a group as hold it: by tokens for one group, else by work."""
-        groups, limit = self._problem.num_ranks // self._degree, self._degree * self._problem.tokens_per_rank
+        groups, limit = self.problem.num_ranks // self.degree, self.degree * self.problem.tokens_per_rank
         weights = work.tokens.astype(np.float64) if groups == 1 else work.total_seconds
         return packs_of_groups(work.tokens, weights, groups=groups, limit=limit)
 
@@ -95,7 +88,7 @@ class SpreadAttention(ABC):
             kernels: [tasks] that each runs beyond its first.
             ping_pong: all computation hides messages, and fetched keys are kept.
         """
-        ranks, count, c = self._degree, len(work.tokens), self._problem.profile.coefficients
+        ranks, count, c = self.degree, len(work.tokens), self.problem.profile.coefficients
         held = np.zeros((count, ranks))
         np.add.at(held, (tasks.sequence, tasks.home), tasks.tokens)
         runs = np.zeros((ranks, count))
@@ -120,16 +113,16 @@ class SpreadAttention(ABC):
                 in forward and backward, and the gradients, a third, come from it.
         """
         if kept:
-            moved = self._heads.key_value_exchange_bytes_per_token * keys / 2
+            moved = self.heads.key_value_exchange_bytes_per_token * keys / 2
         else:
-            moved = self._problem.profile.coefficients.ring_bytes_per_token * (2 * keys + keys.T) / 3
+            moved = self.problem.profile.coefficients.ring_bytes_per_token * (2 * keys + keys.T) / 3
         if queries is not None:
-            moved += self._heads.exchange_bytes_per_token * (queries if kept else (queries + queries.T) / 2) / 2
-        node = np.arange(self._degree) // self._problem.ranks_per_node
+            moved += self.heads.exchange_bytes_per_token * (queries if kept else (queries + queries.T) / 2) / 2
+        node = np.arange(self.degree) // self.problem.ranks_per_node
         near = node[:, None] == node[None, :]
-        bandwidth = self._problem.profile.bandwidth
+        bandwidth = self.problem.profile.bandwidth
         seconds = np.where(near, moved / bandwidth.intra_node, moved / bandwidth.inter_node)
-        seconds[moved > 0] += self._problem.profile.coefficients.ring_hop_seconds
+        seconds[moved > 0] += self.problem.profile.coefficients.ring_hop_seconds
         np.fill_diagonal(seconds, 0.0)
         return np.asarray(seconds.sum(axis=1))
 
@@ -181,6 +174,41 @@ def laid_out(tokens: IntArray, ranks: int) -> Tasks:
     return Tasks(sequence=sequence[kept], tokens=sizes[kept], home=home[kept], rank=home[kept].copy())
 
 
-def spread_seconds(strategy: SpreadAttention, batch: Batch) -> float:
-    """Predict the seconds of a step."""
-    return strategy.price(batch).seconds
+def tuned(
+    name: str,
+    batches: GlobalBatches,
+    rank_seconds: Callable[[SpreadAttention, Work], FloatArray],
+    *,
+    degrees: Sequence[int] = (),
+    **options: Any,
+) -> SpreadAttention:
+    """Make a strategy with the degree that is quickest over a sample of the steps.
+
+    Args:
+        name: the name, as in the registry.
+        batches: the batches to price.
+        rank_seconds: see `SpreadAttention`.
+        degrees: the degrees to choose from; none: every divisor of the ranks that holds the longest sequence.
+        options: further settings, for the outcome.
+
+    Raises:
+        UsageError: the profile lacks the bytes of queries and keys, or ranks run stages.
+    """
+    problem = batches.problem
+    heads = problem.profile.heads
+    if heads is None:
+        raise UsageError(f"{name} needs a cost profile with the block heads; 'fcp profile --analytic' has it")
+    if problem.pipeline is not None or problem.rank_speeds is not None:
+        raise UsageError(f"{name} is priced for ranks of one speed without pipeline stages")
+    found = [
+        SpreadAttention(
+            name=name,
+            problem=problem,
+            heads=heads,
+            degree=degree,
+            rank_seconds=rank_seconds,
+            options={"degree": degree, **options},
+        )
+        for degree in degrees or holding_degrees(batches)
+    ]
+    return found[0] if len(found) == 1 else quickest_solver(found, batches)

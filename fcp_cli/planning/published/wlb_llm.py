@@ -17,71 +17,42 @@ pack with the fewest tokens. Choices that the paper leaves open favour it:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
 
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.baselines.drafts import Draft, assign
-from fcp_cli.planning.baselines.static import static_degrees
-from fcp_cli.planning.batching.batches import GlobalBatches, spread_steps
-from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
+from fcp_cli.planning.baselines.drafts import Draft, FunctionSolver, assign, quickest_solver
+from fcp_cli.planning.baselines.static import holding_degrees
+from fcp_cli.planning.batching.batches import GlobalBatches
+from fcp_cli.planning.problem import Assignment, Batch, Problem
 from fcp_cli.planning.work import work_on
 
-SAMPLED_STEPS = 4
-_Strategy = TypeVar("_Strategy")
 
-
-def make_solver(batches: GlobalBatches) -> Solver:
+def make_solver(batches: GlobalBatches) -> FunctionSolver:
     """Make the solver with the degree that is quickest over a sample of the steps."""
-    problem = batches.problem
-    return quickest_degree(batches, partial(WlbLlm, problem), lambda solver, batch: solver.seconds(batch))
+    return quickest_solver((solver_of(batches.problem, degree) for degree in holding_degrees(batches)), batches)
 
 
-def quickest_degree(
-    batches: GlobalBatches, made: Callable[[int], _Strategy], seconds: Callable[[_Strategy, Batch], float]
-) -> _Strategy:
-    """Return the strategy at the degree that is quickest over a sample of the plan's steps.
-
-    Args:
-        made: makes the strategy at a degree.
-        seconds: predicts the seconds of a step.
-    """
-    problem, longest = batches.problem, batches.longest_tokens
-    degrees = [degree for degree in static_degrees(problem) if degree * problem.tokens_per_rank >= longest]
-    sample = [batches.batch(step) for step in spread_steps(len(batches), SAMPLED_STEPS)]
-    return min(map(made, degrees), key=lambda one: sum(seconds(one, batch) for batch in sample))
+def solver_of(problem: Problem, degree: int) -> FunctionSolver:
+    """Make the solver for groups of one degree."""
+    rule = partial(_shared_out, degree=degree)
+    return FunctionSolver(name="wlb-llm", problem=problem, rule=rule, options={"degree": degree})
 
 
-class WlbLlm:
-    """Packs every batch for groups of one degree."""
-
-    name = "wlb-llm"
-
-    def __init__(self, problem: Problem, degree: int) -> None:
-        self._problem, self._degree = problem, degree
-        self.options: Mapping[str, Any] = {"degree": degree}
-
-    def assign(self, batch: Batch) -> Assignment:
-        """Pack one batch, and share its packs out over the groups."""
-        work = work_on(batch.work, self._degree, self._problem)
-        groups, limit = self._problem.num_ranks // self._degree, self._degree * self._problem.tokens_per_rank
-        packs = packs_of_groups(work.tokens, work.total_seconds, groups=groups, limit=limit)
-        seconds = [float(work.total_seconds[pack].sum()) for pack in packs]
-        busy = np.zeros(groups)
-        drafts = []
-        for turn, i in enumerate(sorted(range(len(packs)), key=lambda i: -seconds[i])):
-            group = turn % groups if self._problem.sync == "microbatch" else int(busy.argmin())
-            busy[group] += seconds[i]
-            drafts.append(Draft(range(group * self._degree, (group + 1) * self._degree), packs[i]))
-        return assign(drafts, self._problem.sync)
-
-    def seconds(self, batch: Batch) -> float:
-        """Predict the seconds of the step."""
-        return makespan_seconds(self.assign(batch), batch, self._problem)
+def _shared_out(batch: Batch, problem: Problem, *, degree: int) -> Assignment:
+    """Pack one batch, and share its packs out over the groups."""
+    work = work_on(batch.work, degree, problem)
+    groups, limit = problem.num_ranks // degree, degree * problem.tokens_per_rank
+    packs = packs_of_groups(work.tokens, work.total_seconds, groups=groups, limit=limit)
+    seconds = [float(work.total_seconds[pack].sum()) for pack in packs]
+    busy = np.zeros(groups)
+    drafts = []
+    for turn, i in enumerate(sorted(range(len(packs)), key=lambda i: -seconds[i])):
+        group = turn % groups if problem.sync == "microbatch" else int(busy.argmin())
+        busy[group] += seconds[i]
+        drafts.append(Draft(range(group * degree, (group + 1) * degree), packs[i]))
+    return assign(drafts, problem.sync)
 
 
 def packs_of_groups(tokens: IntArray, work: FloatArray, *, groups: int, limit: int) -> list[list[int]]:

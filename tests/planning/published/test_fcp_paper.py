@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.planning.assemble import assemble, makespan_seconds
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.published.fcp_paper import FcpPaperSolver, cut_waves, make_solver
+from fcp_cli.planning.published.fcp_paper import cut_waves, make_solver
 from tests.planning.examples import example_problem, long_tail, table_of
 
 SYNCS: tuple[Sync, ...] = ("iteration", "microbatch")
@@ -53,7 +53,7 @@ def test_one_setting_alone_is_never_quicker_than_the_best_of_all(cut: str) -> No
     problem = example_problem("microbatch")
     batches = GlobalBatches(long_tail(), problem, BatchSettings(global_batch_size=100))
     batch = batches.batch(0)
-    alone = FcpPaperSolver(problem=problem, cuts=[cut], wave_counts=1).assign(batch)
+    alone = make_solver(batches, cuts=[cut], wave_counts=1).assign(batch)
     fewest = -(-int(batch.work.tokens.sum()) // (problem.num_ranks * problem.tokens_per_rank))
     assert alone.wave.max() + 1 >= fewest
     best = make_solver(batches).assign(batch)

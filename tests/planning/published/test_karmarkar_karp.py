@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+from itertools import product
 from typing import get_args
 
 import numpy as np
 import pytest
 
+from fcp_cli.planning.baselines.static import holding_degrees
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.dataset.run import plan_step
-from fcp_cli.planning.published.karmarkar_karp import Balance, KarmarkarKarp, feasible_settings, make_solver
+from fcp_cli.planning.published.karmarkar_karp import Balance, make_solver, solver_of
 from tests.planning.examples import example_problem, long_tail, table_of
 
 
@@ -17,27 +19,28 @@ def batches_of_long_tail() -> GlobalBatches:
 
 def test_degrees_are_divisors_that_hold_the_longest_sequence() -> None:
     problem = example_problem(num_ranks=12, ranks_per_node=4, tokens_per_rank=1000)
-    assert {degree for degree, _ in feasible_settings(3500, problem)} == {4, 6, 12}
+    batches = GlobalBatches(table_of([3500]), problem, BatchSettings(global_batch_size=1))
+    assert holding_degrees(batches) == [4, 6, 12]
 
 
 def test_the_setting_is_the_quickest_over_the_plan() -> None:
     batches = batches_of_long_tail()
     chosen = plan_step(batches.batch(0), batches.problem, make_solver(batches)).makespan_seconds
-    for setting in feasible_settings(100_000, batches.problem):
-        other = plan_step(batches.batch(0), batches.problem, KarmarkarKarp(batches.problem, *setting))
+    for setting in product(holding_degrees(batches), get_args(Balance)):
+        other = plan_step(batches.batch(0), batches.problem, solver_of(batches.problem, *setting))
         assert chosen <= other.makespan_seconds
 
 
 @pytest.mark.parametrize("balance", get_args(Balance))
 def test_every_group_has_the_one_degree(balance: Balance) -> None:
     batches = batches_of_long_tail()
-    step = plan_step(batches.batch(0), batches.problem, KarmarkarKarp(batches.problem, 8, balance))
+    step = plan_step(batches.batch(0), batches.problem, solver_of(batches.problem, 8, balance))
     assert set(step.degrees[step.tokens > 0].tolist()) == {8}
 
 
 def test_packs_are_spread_in_equal_numbers() -> None:
     batches = batches_of_long_tail()
-    step = plan_step(batches.batch(0), batches.problem, KarmarkarKarp(batches.problem, 8, "packs"))
+    step = plan_step(batches.batch(0), batches.problem, solver_of(batches.problem, 8, "packs"))
     counts = np.bincount(step.ranks[step.rank_offsets[:-1]] // 8)
     assert counts.max() - counts.min() <= 1
 
@@ -47,7 +50,7 @@ def test_the_fullest_packs_are_split_until_every_rank_gets_equally_many() -> Non
     batches = GlobalBatches(
         table_of([300, 600, 500, 200, 400]), problem, BatchSettings(global_batch_size=5, shuffle=False)
     )
-    solver = KarmarkarKarp(problem, 1, "split")
+    solver = solver_of(problem, 1, "split")
     step = plan_step(batches.batch(0), problem, solver)
     # First-fit fills 300 + 600, 500 + 200, 400; the first of them is split, and two go to either rank.
     packs = [sorted(row.lengths) for row in step.microbatches() if row.lengths]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,18 +16,18 @@ from fcp_cli.planning.dataset.run import plan_step
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.published import (
     bytescale,
+    flexsp,
     karmarkar_karp,
     megatron_dynamic_cp,
     megatron_packing,
     row_packing,
 )
-from fcp_cli.planning.published.flexsp import FlexSP
 from fcp_cli.planning.solvers import SolverFactory
 from tests.planning.examples import example_problem, long_tail, table_of
 
 FACTORIES: dict[str, SolverFactory] = {
     "bytescale": bytescale.make_solver,
-    "flexsp": lambda batches: FlexSP(batches.problem, milp_seconds=0.05, trials=1),
+    "flexsp": partial(flexsp.make_solver, milp_seconds=0.05, trials=1),
     "karmarkar-karp": karmarkar_karp.make_solver,
     "megatron-dynamic-cp": megatron_dynamic_cp.make_solver,
     "megatron-packing": megatron_packing.make_solver,

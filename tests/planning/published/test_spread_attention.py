@@ -12,7 +12,7 @@ from fcp_cli.errors import UsageError
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.dataset.comparison import compare
 from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.published.spread_attention import SpreadAttention
+from fcp_cli.planning.published.spread_attention import tuned
 from fcp_cli.planning.solvers import make_solver
 from tests.planning.examples import example_problem, table_of
 
@@ -68,14 +68,7 @@ def test_slower_links_never_make_a_step_quicker(name: str) -> None:
 
 
 def test_what_is_fetched_again_in_the_backward_counts_twice_and_its_gradients_once() -> None:
-    class One(SpreadAttention):
-        name = "one"
-
-        def rank_seconds(self, work: Any) -> Any:
-            return np.zeros(2)
-
-    assert PROFILE.heads is not None
-    one = One(problem_of(2), PROFILE.heads, 2)
+    one = tuned("one", batches_of([10], problem_of(2)), lambda *_: np.zeros(2), degrees=[2])
     keys = np.array([[5.0, 900.0], [0.0, 7.0]])  # rank 0 fetches 900 tokens from rank 1; its own cost nothing
     whole = PROFILE.coefficients.ring_bytes_per_token * 900 / PROFILE.bandwidth.intra_node
     assert one.message_seconds(keys, kept=False) == pytest.approx([whole * 2 / 3, whole / 3])

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fcp_cli.planning.published.zeppelin import Zeppelin
+from fcp_cli.planning.published.zeppelin import make_solver
 from tests.planning.published.test_spread_attention import PROFILE, batches_of, priced, problem_of
 
 
@@ -21,8 +21,9 @@ def test_tokens_are_remapped_only_if_that_is_quicker_than_other_layers_on_uneven
     assert PROFILE.heads is not None
     dear_ring = replace(PROFILE, coefficients=replace(PROFILE.coefficients, ring_bytes_per_token=1e12))
     problem, dear = replace(problem_of(2), profile=dear_ring), replace(PROFILE.heads, exchange_bytes_per_token=1e12)
-    work = batches_of([4000, 200], problem).batch(0).work
-    assert Zeppelin(problem, dear, 2).rank_seconds(work).max() == pytest.approx(0.1 + work.total_seconds[0])
+    batches = batches_of([4000, 200], problem)
+    work, made = batches.batch(0).work, make_solver(batches)
+    assert made.rank_seconds(replace(made, heads=dear), work).max() == pytest.approx(0.1 + work.total_seconds[0])
     free = replace(PROFILE.heads, exchange_bytes_per_token=0.0, key_value_exchange_bytes_per_token=0.0)
     even = 0.1 + work.attention_seconds[0] + work.linear_seconds.sum() / 2
-    assert Zeppelin(problem, free, 2).rank_seconds(work).max() == pytest.approx(even)
+    assert made.rank_seconds(replace(made, heads=free), work).max() == pytest.approx(even)
