@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from fcp_cli.memory.fitting import LEAST_TOKENS, Place, fitting_recipe
+from fcp_cli.memory.fitting import LEAST_TOKENS, JobRanks, fitting_recipe
 from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.descriptions import shipped_names
@@ -38,7 +38,7 @@ def main() -> None:
 def rows(cluster_name: str, ranks: int) -> Iterator[tuple[str, ...]]:
     """Yield the rows of one cluster."""
     cluster = load_cluster(cluster_name)
-    place = Place(
+    place = JobRanks(
         num_ranks=ranks,
         ranks_per_node=min(ranks, cluster.devices_per_node),
         capacity_bytes=cluster.memory_bytes * (1 - RESERVE_FRACTION),

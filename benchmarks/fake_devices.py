@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.fake_rank import FakeJob, tracked_step
 from fcp_cli.cost.profile import CostProfile, dump_cost_profile, parse_cost_profile
 from fcp_cli.memory.as_needed import as_needed_bytes
-from fcp_cli.memory.fitting import LEAST_TOKENS, Place, fitting_recipe
+from fcp_cli.memory.fitting import LEAST_TOKENS, JobRanks, fitting_recipe
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.memory.table import RESERVE_FRACTION, RankMemory
 from fcp_cli.models.cluster import load_cluster
@@ -85,7 +85,7 @@ def jobs(options: Any) -> Iterator[FakeJob]:
 def with_levels(job: FakeJob, *, capacity_bytes: float) -> FakeJob:
     """Return a job whose layers recompute as needed on devices of which a rank may use so many bytes."""
     spec, cluster = load_model(job.model), load_cluster("h100-8x8")
-    place = Place(
+    place = JobRanks(
         num_ranks=job.ranks,
         ranks_per_node=min(8, job.ranks),
         capacity_bytes=capacity_bytes,
@@ -139,7 +139,7 @@ def print_defaults(tracked: Sequence[str]) -> None:
     names = [name for name in shipped_names("model") if not name.endswith("-tiny")]
     for name, where in itertools.product(names, CLUSTERS):
         cluster = load_cluster(where)
-        place = Place(
+        place = JobRanks(
             num_ranks=cluster.num_devices,
             ranks_per_node=cluster.devices_per_node,
             capacity_bytes=cluster.memory_bytes * (1 - RESERVE_FRACTION),
@@ -152,7 +152,7 @@ def print_defaults(tracked: Sequence[str]) -> None:
         print(f"| {name} | {where} | {fit.recipe.describe()} | {fit.sync} | {tokens} | {estimate} | {peak} | {room} |")
 
 
-def _tracked(name: str, recipe: Recipe, sync: Sync, tokens: int, place: Place) -> str:
+def _tracked(name: str, recipe: Recipe, sync: Sync, tokens: int, place: JobRanks) -> str:
     """Return the tracked peak, with what cannot be tracked as it is estimated."""
     tokens -= tokens % 8
     job = FakeJob(model=name, recipe=recipe, sync=sync, tokens=tokens, ranks=place.num_ranks)

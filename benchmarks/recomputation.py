@@ -15,7 +15,7 @@ import argparse
 from typing import get_args
 
 from fcp_cli.cost.offload import PCIE_BYTES_PER_SECOND
-from fcp_cli.memory.fitting import Place
+from fcp_cli.memory.fitting import JobRanks
 from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
@@ -38,7 +38,7 @@ def main() -> None:
 
 def _print_frontier(model: str, cluster: str, ranks: int) -> None:
     spec, machine = load_model(model), load_cluster(cluster)
-    place = Place(num_ranks=ranks, ranks_per_node=8, capacity_bytes=machine.memory_bytes * (1 - RESERVE_FRACTION))
+    place = JobRanks(num_ranks=ranks, ranks_per_node=8, capacity_bytes=machine.memory_bytes * (1 - RESERVE_FRACTION))
     before: tuple[float, float] | None = None
     for kind in get_args(Recompute):
         recipe = Recipe(zero_stage=3, recompute=kind)

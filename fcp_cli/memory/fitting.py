@@ -33,7 +33,6 @@ from fcp_cli.recipe import (
     ZeroStage,
     check_recipe,
 )
-from fcp_cli.validation import fields_of
 
 LEAST_TOKENS: Final = 16_384
 """Tokens a rank that a recipe should leave room for: below that, rings of long sequences wait for their messages."""
@@ -63,19 +62,25 @@ def sharing_ranks(attention: SplitAttention | None, shape: RankShape) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRanks(RankShape):
-    """Ranks of a job, as far as the memory of one depends on them.
+    """Ranks of a job, and the memory of their devices.
 
     Attributes:
         virtual_stages: blocks of layers on each stage of a pipeline.
         expert_parallel: ranks that share out the experts of a layer.
         most_peers: peers that a rank may have; None: as many as groups of neighbouring ranks need.
         sharing: ranks that may share heads, at most.
+        capacity_bytes: the memory of a device, less the share of allocator and back ends.
+        on_cpu: the ranks run on hosts.
+        measured_bytes_per_token: the bytes of a token, if measured; None: by the memory model.
     """
 
     virtual_stages: int = 1
     expert_parallel: int = 1
     most_peers: int | None = None
     sharing: int = 1
+    capacity_bytes: float = 0.0
+    on_cpu: bool = False
+    measured_bytes_per_token: float | None = None
 
     @property
     def cut(self) -> Cut:
@@ -91,30 +96,6 @@ class JobRanks(RankShape):
         if asked == "ring" or not prices_heads:
             return self
         return replace(self, sharing=sharing_ranks("ulysses" if asked == "ulysses" else "2d", self))
-
-    def place(self, *, capacity_bytes: float, on_cpu: bool, measured_bytes_per_token: float | None = None) -> Place:
-        """Return these ranks on devices of this memory."""
-        return Place(
-            **fields_of(JobRanks, self),
-            capacity_bytes=capacity_bytes,
-            on_cpu=on_cpu,
-            measured_bytes_per_token=measured_bytes_per_token,
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Place(JobRanks):
-    """The ranks of a job, and the memory of their devices.
-
-    Attributes:
-        capacity_bytes: the memory of a device, less the share of allocator and back ends.
-        on_cpu: the ranks run on hosts.
-        measured_bytes_per_token: the bytes of a token, if measured; None: by the memory model.
-    """
-
-    capacity_bytes: float
-    on_cpu: bool = False
-    measured_bytes_per_token: float | None = None
 
     @property
     def peers(self) -> int:
@@ -247,7 +228,7 @@ class FittedRecipe:
     def is_enough(self) -> bool:
         return self.tokens >= self.wanted_tokens
 
-    def in_forward(self, place: Place) -> FittedRecipe:
+    def in_forward(self, place: JobRanks) -> FittedRecipe:
         """Return the same recipe, with the memory and the tokens that fit if ranks run forward passes alone."""
         memory = self.memory.in_forward()
         per_token = memory.as_profile_memory(place.capacity_bytes).bytes_per_token
@@ -271,7 +252,7 @@ class FittedRecipe:
 def fitting_recipe(
     spec: ModelSpec,
     request: RecipeRequest,
-    place: Place,
+    place: JobRanks,
     *,
     sync: Sync | None = None,
     wanted_tokens: int = LEAST_TOKENS,
@@ -302,7 +283,9 @@ def fitting_recipe(
     return best
 
 
-def all_fits(spec: ModelSpec, request: RecipeRequest, place: Place, *, sync: Sync | None = None) -> list[FittedRecipe]:
+def all_fits(
+    spec: ModelSpec, request: RecipeRequest, place: JobRanks, *, sync: Sync | None = None
+) -> list[FittedRecipe]:
     """Return every recipe that was not ruled out with its token budget, in the order of `fitting_recipe`.
 
     Copies are also sharded over several nodes short of all, and gradients of ZeRO-3 also reduced once a step.
@@ -321,7 +304,7 @@ def all_fits(spec: ModelSpec, request: RecipeRequest, place: Place, *, sync: Syn
     return fits
 
 
-def _extents(place: Place) -> tuple[int | None, ...]:
+def _extents(place: JobRanks) -> tuple[int | None, ...]:
     """Return sharding extents in whole nodes, doubling up to all ranks."""
     found, extent = [], place.ranks_per_node
     while 1 < extent < place.num_ranks and place.num_ranks % extent == 0:
@@ -331,7 +314,7 @@ def _extents(place: Place) -> tuple[int | None, ...]:
 
 
 def _candidates(
-    request: RecipeRequest, place: Place, sync: Sync | None, *, extents: tuple[int | None, ...] = ()
+    request: RecipeRequest, place: JobRanks, sync: Sync | None, *, extents: tuple[int | None, ...] = ()
 ) -> list[tuple[Recipe, Sync]]:
     """Return the recipes that were not ruled out, in the fixed order.
 
@@ -374,13 +357,13 @@ def _candidates(
     return sorted(found, key=lambda one: _cost(one[0], one[1], place))  # the order of shardings stays
 
 
-def _recomputations(place: Place, *, searches: bool) -> tuple[Recompute, ...]:
+def _recomputations(place: JobRanks, *, searches: bool) -> tuple[Recompute, ...]:
     """Return the kinds to try: those that keep products only where data say what they gain."""
     keeps_products = searches and not place.runs_megatron
     return tuple(kind for kind in _RECOMPUTATIONS if keeps_products or kind not in (*KEEP_PRODUCTS, "as-needed"))
 
 
-def _cost(recipe: Recipe, sync: Sync, place: Place) -> tuple[int, ...]:
+def _cost(recipe: Recipe, sync: Sync, place: JobRanks) -> tuple[int, ...]:
     """Return the sort key of recipes by their price, most important first."""
     gathers_from_afar = recipe.zero_stage == 3 and recipe.shards(place.num_ranks) > place.ranks_per_node
     return (
@@ -391,26 +374,26 @@ def _cost(recipe: Recipe, sync: Sync, place: Place) -> tuple[int, ...]:
     )
 
 
-def _syncs(place: Place, sync: Sync | None) -> tuple[Sync, ...]:
+def _syncs(place: JobRanks, sync: Sync | None) -> tuple[Sync, ...]:
     if sync is not None:
         return (sync,)
     return _SYNCS if place.virtual_stages == 1 else ("microbatch",)
 
 
-def _usual_extents(place: Place) -> tuple[int | None, ...]:
+def _usual_extents(place: JobRanks) -> tuple[int | None, ...]:
     is_cut = place.num_ranks > place.ranks_per_node > 1 and place.num_ranks % place.ranks_per_node == 0
     return (place.ranks_per_node, None) if is_cut else (None,)
 
 
 def _shardings(
-    given: Mapping[str, Any], place: Place, sync: Sync, extents: tuple[int | None, ...]
+    given: Mapping[str, Any], place: JobRanks, sync: Sync, extents: tuple[int | None, ...]
 ) -> Iterator[tuple[ZeroStage, int | None]]:
     for stage in _choices(given, "zero_stage", *_stages(place, sync)):
         for shard_ranks in _choices(given, "shard_ranks", *(extents if stage >= 2 else (None,))):
             yield stage, shard_ranks
 
 
-def _stages(place: Place, sync: Sync) -> tuple[ZeroStage, ...]:
+def _stages(place: JobRanks, sync: Sync) -> tuple[ZeroStage, ...]:
     """Return the ZeRO stages to try, by the bytes that they send in a step.
 
     Stage 2 sends less than 0 and 1: it sums gradients to the ranks that own them, and gathers bf16 weights, as

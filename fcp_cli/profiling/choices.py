@@ -13,7 +13,7 @@ from fcp_cli.errors import ProfileError, RunError, UsageError
 from fcp_cli.extras import pip_install
 from fcp_cli.machine.devices import find_machine
 from fcp_cli.machine.host import host_memory_bytes
-from fcp_cli.memory.fitting import FittedRecipe, Place, fitting_recipe
+from fcp_cli.memory.fitting import FittedRecipe, JobRanks, fitting_recipe
 from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.cluster import EXAMPLE_CLUSTER, THIS_MACHINE, cluster_like, load_cluster
 from fcp_cli.models.model import ModelSpec, load_model
@@ -45,7 +45,7 @@ def computed_profile(request: ProfileRequest, assumptions: Assumptions) -> CostP
     devices = request.tensor_parallel * request.pipeline_parallel
     ranks = request.ranks or max(1, cluster.num_devices // devices)
     _assume(assumptions, "--ranks", request.ranks, ranks, "all devices of the cluster")
-    place = Place(
+    place = JobRanks(
         num_ranks=ranks,
         ranks_per_node=max(1, cluster.devices_per_node // devices),
         capacity_bytes=cluster.memory_bytes * (1 - RESERVE_FRACTION),
@@ -79,7 +79,7 @@ def asked_sync(request: ProfileRequest) -> Sync | None:
     return "microbatch" if request.recipe.zero == "3" else None
 
 
-def _fit(spec: ModelSpec, request: ProfileRequest, place: Place, assumptions: Assumptions) -> FittedRecipe:
+def _fit(spec: ModelSpec, request: ProfileRequest, place: JobRanks, assumptions: Assumptions) -> FittedRecipe:
     """Return the recipe: the request, completed by settings that fit; `assumptions` collects the choices."""
     sync = asked_sync(request)
     # One rank has none to wait for: it stands for those of a plan, which `fcp plan` makes for `iteration`.
@@ -91,7 +91,7 @@ def _fit(spec: ModelSpec, request: ProfileRequest, place: Place, assumptions: As
     return fit
 
 
-def _require_room(spec: ModelSpec, request: ProfileRequest, place: Place, fit: FittedRecipe) -> None:
+def _require_room(spec: ModelSpec, request: ProfileRequest, place: JobRanks, fit: FittedRecipe) -> None:
     if fit.tokens >= 1:
         return
     memory = fit.memory.as_profile_memory(place.capacity_bytes)

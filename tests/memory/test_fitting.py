@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from inline_snapshot import snapshot
 
-from fcp_cli.memory.fitting import LEAST_TOKENS, FittedRecipe, Place, all_fits, fitting_recipe
+from fcp_cli.memory.fitting import LEAST_TOKENS, FittedRecipe, JobRanks, all_fits, fitting_recipe
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.cluster import load_cluster
@@ -23,12 +23,12 @@ def spec_of(model: str) -> ModelSpec:
     return load_model(model)
 
 
-def place(gigabytes: float = 73.6, **changed: Any) -> Place:
-    return Place(**{"num_ranks": 8, "ranks_per_node": 8, "capacity_bytes": gigabytes * 1e9, **changed})
+def place(gigabytes: float = 73.6, **changed: Any) -> JobRanks:
+    return JobRanks(**{"num_ranks": 8, "ranks_per_node": 8, "capacity_bytes": gigabytes * 1e9, **changed})
 
 
 def fit(
-    model: str = "qwen3-8b", where: Place | None = None, *, wanted_tokens: int = LEAST_TOKENS, **asked: Any
+    model: str = "qwen3-8b", where: JobRanks | None = None, *, wanted_tokens: int = LEAST_TOKENS, **asked: Any
 ) -> FittedRecipe:
     sync = asked.pop("sync", None)
     request = RecipeRequest(**asked)

@@ -11,7 +11,7 @@ from inline_snapshot import snapshot
 
 from fcp_cli.cost.fitting import Sample, predicted_seconds
 from fcp_cli.cost.profile import EXPOSED_RING, HIDDEN_RING, Bandwidth, Coefficients, CostProfile, parse_cost_profile
-from fcp_cli.memory.fitting import Place
+from fcp_cli.memory.fitting import JobRanks
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
@@ -127,7 +127,7 @@ def test_measured_bytes_grow_by_a_ring_s_buffers_only_where_a_rank_holds_most_be
     assert profile_from_samples(samples_of(TRUTH)).memory.bytes_per_token == pytest.approx(4e4)
     narrow = replace(load_model("qwen3-tiny"), ffn_size=64)
     recipe = Recipe(precision="fp32", loss="chunked")
-    place = Place(num_ranks=4, ranks_per_node=4, capacity_bytes=8e9, on_cpu=True)
+    place = JobRanks(num_ranks=4, ranks_per_node=4, capacity_bytes=8e9, on_cpu=True)
     figures = MemoryFigures(spec=narrow, recipe=recipe, sync="iteration", place=place, samples=samples_of(TRUTH))
     assert figures.block().bytes_per_token > 4e4 + 1000
 

@@ -10,7 +10,7 @@ import pytest
 from inline_snapshot import snapshot
 
 from fcp_cli.files import shipped
-from fcp_cli.memory.fitting import Place
+from fcp_cli.memory.fitting import JobRanks
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.recipe import Recipe
@@ -67,7 +67,7 @@ def test_the_run_says_what_offloading_costs(folder: Path) -> None:
 
 def test_what_fits_without_is_not_offloaded(folder: Path) -> None:
     metadata = replace(PlanReader(folder / "plan.parquet").metadata, num_ranks=8, ranks_per_node=8)
-    place = Place(num_ranks=8, ranks_per_node=8, capacity_bytes=74e9)
+    place = JobRanks(num_ranks=8, ranks_per_node=8, capacity_bytes=74e9)
     recipe = Recipe(zero_stage=2, recompute="full", offload="activations")
     everything = place.memory(load_model("qwen3-8b"), recipe, metadata.sync).tokens(place.capacity_bytes)
     assert 0 < tokens_without_offload(recipe, "qwen3-8b", metadata, place) < everything

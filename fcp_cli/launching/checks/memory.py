@@ -18,7 +18,7 @@ from fcp_cli.launching.checks.finding import LaunchFinding, error, warning
 from fcp_cli.launching.job.job import Job
 from fcp_cli.machine.facts import Facts
 from fcp_cli.memory.as_needed import as_needed_bytes
-from fcp_cli.memory.fitting import Place, fitting_recipe, sharing_ranks
+from fcp_cli.memory.fitting import JobRanks, fitting_recipe, sharing_ranks
 from fcp_cli.memory.rank import saved_bytes
 from fcp_cli.memory.table import RESERVE_FRACTION, RankMemory
 from fcp_cli.models.model import ModelSpec, load_model
@@ -61,7 +61,7 @@ class JobMemory:
     holders: int
     capacity_bytes: float
     is_host: bool
-    place: Place
+    place: JobRanks
     plan_tokens: int = 0
     plan_bytes: float = 0.0
 
@@ -132,7 +132,7 @@ def job_memory(job: Job, facts: Facts) -> JobMemory | None:
 
 
 def _most_bytes(
-    job: Job, spec: ModelSpec, recipe: Recipe, place: Place, rank: RankMemory, held: frozenset[int]
+    job: Job, spec: ModelSpec, recipe: Recipe, place: JobRanks, rank: RankMemory, held: frozenset[int]
 ) -> float:
     """Return the most bytes that a micro-batch of the plan needs; as needed, one of fewer tokens may need more."""
     if not held:
@@ -145,10 +145,10 @@ def _most_bytes(
     return max(as_needed_bytes(spec, recipe, levels, one, memory_of) for one in (*fullest, max(held)))
 
 
-def place_of(job: Job, *, capacity_bytes: float) -> Place:
+def place_of(job: Job, *, capacity_bytes: float) -> JobRanks:
     """Return the ranks of a job, with the peers that its plan gives them."""
     metadata = job.metadata
-    return Place(
+    return JobRanks(
         **fields_of(RankShape, metadata),
         capacity_bytes=capacity_bytes,
         expert_parallel=1 if job.profile is None else job.profile.expert_parallel,

@@ -11,7 +11,7 @@ from fcp_cli.console import Assumptions
 from fcp_cli.cost.offload import profiled_offload_cost
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.errors import UsageError
-from fcp_cli.memory.fitting import LEAST_TOKENS, FittedRecipe, JobRanks, Place, fitting_recipe
+from fcp_cli.memory.fitting import LEAST_TOKENS, FittedRecipe, JobRanks, fitting_recipe
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.models.cluster import THIS_MACHINE, ClusterSpec
 from fcp_cli.models.model import ModelSpec, known_model
@@ -58,17 +58,14 @@ class Room:
     """A model on its ranks, and the settings of its recipe that may change."""
 
     spec: ModelSpec
-    place: Place
+    place: JobRanks
     open_request: RecipeRequest
 
 
-def choose_fit(spec: ModelSpec, request: PlanRequest, place: Place, *, own: CostProfile | None = None) -> FittedRecipe:
-    """Return the recipe of a plan.
-
-    Args:
-        place: the place of the plan's ranks.
-        own: the profile whose recipe comes first, if it leaves room enough: its times are of that.
-    """
+def choose_fit(
+    spec: ModelSpec, request: PlanRequest, place: JobRanks, *, own: CostProfile | None = None
+) -> FittedRecipe:
+    """Return the recipe of a plan; that of the profile `own` comes first if it leaves room: its times are of that."""
     is_forward = request.phase == "forward"
     # Forward passes run under the recipe of their training.
     wanted = LEAST_TOKENS if is_forward else request.tokens_per_rank or LEAST_TOKENS
@@ -98,7 +95,7 @@ def with_timed_settings(asked: RecipeRequest, profile: CostProfile) -> RecipeReq
     return replace(asked, **timed)
 
 
-def _can_run(recipe: Recipe, sync: Sync, place: Place) -> bool:
+def _can_run(recipe: Recipe, sync: Sync, place: JobRanks) -> bool:
     try:
         check_recipe(recipe, sync=sync)
     except UsageError:
@@ -109,7 +106,7 @@ def _can_run(recipe: Recipe, sync: Sync, place: Place) -> bool:
 def computed_budget(
     spec: ModelSpec,
     request: PlanRequest,
-    place: Place,
+    place: JobRanks,
     assumptions: Assumptions,
     fit: FittedRecipe,
     reason: str | None = None,
@@ -158,14 +155,7 @@ def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: JobRanks,
         assumptions.assume("memory", "as the cost profile has it", f"{profile.model} {reason}")
         tokens = _tokens_of_block(request, profile, ranks, assumptions)
         return Budget(tokens_per_rank=tokens, sync=sync, recipe=recipe)
-    # Measurements are of training.
-    is_measured = request.phase == "training" and _has_measured_tokens(profile)
-    measured = profile.memory.bytes_per_token if is_measured else None
-    place = ranks.place(
-        capacity_bytes=profile.memory.capacity_bytes,
-        on_cpu=profile.cluster == THIS_MACHINE,
-        measured_bytes_per_token=measured,
-    )
+    place = _on_devices(ranks, profile, is_measured=request.phase == "training")
     fit = choose_fit(spec, request, place, own=profile)
     require_room(spec, request, place, fit)
     if profile.recipe is None:
@@ -188,13 +178,19 @@ def unfixed_request(asked: RecipeRequest) -> RecipeRequest:
     return RecipeRequest.to_train_as(asked, precision=asked.precision)
 
 
-def _has_measured_tokens(profile: CostProfile) -> bool:
+def _on_devices(ranks: JobRanks, profile: CostProfile, *, is_measured: bool = True) -> JobRanks:
+    """Return ranks on the profile's devices, with the bytes of a token if measured: measurements are of training."""
     readings: Any = profile.measurement.get("memory_readings") or ()
-    is_measured = profile.origin in ("measured", "fitted") and len(readings) >= _FEWEST_READINGS
-    return is_measured and profile.memory.bytes_per_token > 0
+    is_measured = is_measured and profile.origin in ("measured", "fitted") and len(readings) >= _FEWEST_READINGS
+    return replace(
+        ranks,
+        capacity_bytes=profile.memory.capacity_bytes,
+        on_cpu=profile.cluster == THIS_MACHINE,
+        measured_bytes_per_token=profile.memory.bytes_per_token or None if is_measured else None,
+    )
 
 
-def _said(request: PlanRequest, place: Place, fit: FittedRecipe, assumptions: Assumptions, reason: str) -> Budget:
+def _said(request: PlanRequest, place: JobRanks, fit: FittedRecipe, assumptions: Assumptions, reason: str) -> Budget:
     """Return the token budget under a recipe, and its assumptions."""
     chosen = {name for name, value in asdict(fit.recipe).items() if value != request.recipe.given().get(name)}
     if chosen:
@@ -209,7 +205,7 @@ def _said(request: PlanRequest, place: Place, fit: FittedRecipe, assumptions: As
     return Budget(tokens_per_rank=tokens, sync=fit.sync, recipe=fit.recipe)
 
 
-def _room_text(place: Place, fit: FittedRecipe) -> str:
+def _room_text(place: JobRanks, fit: FittedRecipe) -> str:
     memory = fit.memory.as_profile_memory(place.capacity_bytes)
     measured = ", measured" if place.measured_bytes_per_token else ""
     return (
@@ -218,7 +214,7 @@ def _room_text(place: Place, fit: FittedRecipe) -> str:
     )
 
 
-def require_room(spec: ModelSpec, request: PlanRequest, place: Place, fit: FittedRecipe) -> None:
+def require_room(spec: ModelSpec, request: PlanRequest, place: JobRanks, fit: FittedRecipe) -> None:
     """Refuse to assume a token budget for ranks that could not hold one token."""
     if fit.tokens >= 1 or request.tokens_per_rank is not None:  # one that was given is only warned of
         return
@@ -274,11 +270,7 @@ def continued_recipe(
     check_recipe(recipe, sync=metadata.sync)
     spec = known_model(profile.model)
     if spec is not None and profile.memory.capacity_bytes:
-        place = ranks.place(
-            capacity_bytes=profile.memory.capacity_bytes,
-            on_cpu=profile.cluster == THIS_MACHINE,
-            measured_bytes_per_token=profile.memory.bytes_per_token if _has_measured_tokens(profile) else None,
-        )
+        place = _on_devices(ranks, profile)
         fit, tokens = place.fit(spec, recipe, metadata.sync), request.tokens_per_rank or metadata.tokens_per_rank
         if tokens > fit.tokens:
             assumptions.warn(

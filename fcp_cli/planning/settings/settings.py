@@ -24,7 +24,7 @@ from fcp_cli.errors import FcpError, UsageError
 from fcp_cli.machine.accelerators import find_accelerators
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.table.table import LengthTable
-from fcp_cli.memory.fitting import FittedRecipe, JobRanks, Place, all_fits
+from fcp_cli.memory.fitting import FittedRecipe, JobRanks, all_fits
 from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.cluster import EXAMPLE_CLUSTER, ClusterSpec, cluster_of, load_cluster
 from fcp_cli.models.model import ModelSpec, load_model
@@ -334,19 +334,20 @@ def computed_basis(
     ranks = ranks.that_share(request.attention, prices_heads=bool(cluster.message_seconds))
     if cluster.is_host:  # whose cores share one memory, however many ranks run on them
         cluster = replace(cluster, memory_bytes=cluster.memory_bytes * cluster.num_devices / ranks.num_ranks)
-    place = ranks.place(capacity_bytes=cluster.memory_bytes * (1 - RESERVE_FRACTION), on_cpu=cluster.is_host)
+    capacity = cluster.memory_bytes * (1 - RESERVE_FRACTION)
+    ranks = replace(ranks, capacity_bytes=capacity, on_cpu=cluster.is_host)
     is_forward = request.phase == "forward"
     # Forward passes run under the recipe of their training.
     searched = replace(request, phase="training", tokens_per_rank=None) if is_forward else request
-    basis = _Basis(request=searched, spec=spec, cluster=cluster, ranks=ranks, place=place)
-    fit = choose_fit(spec, request, place)
-    require_room(spec, request, place, fit)
+    basis = _Basis(request=searched, spec=spec, cluster=cluster, ranks=ranks)
+    fit = choose_fit(spec, request, ranks)
+    require_room(spec, request, ranks, fit)
     choice = None if data is None else basis.quickest(fit, data)
     if choice is None:
-        budget = computed_budget(spec, request, place, assumptions, fit)
+        budget = computed_budget(spec, request, ranks, assumptions, fit)
     else:
-        fit = choice.fit.in_forward(place) if is_forward else choice.fit
-        budget = computed_budget(spec, request, place, assumptions, fit, choice.reason())
+        fit = choice.fit.in_forward(ranks) if is_forward else choice.fit
+        budget = computed_budget(spec, request, ranks, assumptions, fit, choice.reason())
         assumptions.assume("runner-up", choice.runner_up(), choice.against_usual())
         budget = replace(budget, tried=choice.tried, for_rivals=choice.for_rivals)
     profile = basis.profile(fit)
@@ -364,7 +365,6 @@ class _Basis:
     spec: ModelSpec
     cluster: ClusterSpec
     ranks: JobRanks
-    place: Place
 
     def profile(self, fit: FittedRecipe) -> CostProfile:
         """Compute the cost profile of a recipe."""
@@ -379,8 +379,8 @@ class _Basis:
             recipe=recipe,
             sync=fit.sync,
             ranks=self.ranks.num_ranks,
-            cut=self.place.cut,
-            peers=self.place.peers,
+            cut=self.ranks.cut,
+            peers=self.ranks.peers,
         )
 
     def quickest(self, usual: FittedRecipe, data: RecipeData) -> RecipeChoice | None:
@@ -390,7 +390,7 @@ class _Basis:
             usual: recipe of the fixed order.
             data: steps to compare on.
         """
-        fits = all_fits(self.spec, self.request.recipe, self.place, sync=self.request.sync)
+        fits = all_fits(self.spec, self.request.recipe, self.ranks, sync=self.request.sync)
         if self.cluster.links_per_node is None:  # gathering weights has no price: as much of it as usual
             gathering = attrgetter("sync", "recipe.zero_stage", "recipe.shard_ranks", "recipe.reduce")
             fits = [fit for fit in fits if gathering(fit) == gathering(usual)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fcp_cli.cost.profile import Memory, Sync
-from fcp_cli.memory.fitting import FittedRecipe, Place, fitting_recipe
+from fcp_cli.memory.fitting import FittedRecipe, JobRanks, fitting_recipe
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.memory.table import RESERVE_FRACTION, RankMemory
@@ -22,13 +22,13 @@ from fcp_cli.profiling.fits.vision_fit import measured_bytes_per_patch, slope_of
 from fcp_cli.recipe import Recipe, RecipeRequest
 
 
-def place_of(cluster: str, *, ranks: int, nodes: int, device_bytes: float, on_cpu: bool) -> Place:
+def place_of(cluster: str, *, ranks: int, nodes: int, device_bytes: float, on_cpu: bool) -> JobRanks:
     """Return the ranks that a profile's memory is of: those that measure, or the whole cluster that one represents."""
     per_node = ranks // nodes
     if ranks == 1 and not on_cpu:
         like = load_cluster(cluster)
         ranks, per_node = like.num_devices, like.devices_per_node
-    return Place(
+    return JobRanks(
         num_ranks=ranks,
         ranks_per_node=per_node,
         capacity_bytes=device_bytes * (1 - RESERVE_FRACTION),
@@ -48,7 +48,7 @@ class MemoryFigures:
     spec: ModelSpec
     recipe: Recipe
     sync: Sync
-    place: Place
+    place: JobRanks
     samples: SamplesFile
 
     @property

@@ -8,7 +8,7 @@ import torch
 
 from fcp_cli.cost.offload import PCIE_BYTES_PER_SECOND, profiled_offload_cost
 from fcp_cli.cost.profile import parse_cost_profile
-from fcp_cli.memory.fitting import Place, sharing_ranks
+from fcp_cli.memory.fitting import JobRanks, sharing_ranks
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.model import load_model
@@ -32,7 +32,7 @@ def open_offload(recipe: Recipe, model: str, metadata: PlanMetadata, device: tor
     if device.type == "cpu":
         return ActivationOffload(device)
     total_bytes = float(torch.get_device_module(device).get_device_properties(device).total_memory)
-    place = Place(
+    place = JobRanks(
         num_ranks=metadata.num_ranks,
         ranks_per_node=metadata.ranks_per_node,
         capacity_bytes=total_bytes * (1 - RESERVE_FRACTION),
@@ -60,7 +60,7 @@ def describe_offload(above_tokens: int, recipe: Recipe, model: str, metadata: Pl
     )
 
 
-def tokens_without_offload(recipe: Recipe, model: str, metadata: PlanMetadata, place: Place) -> int:
+def tokens_without_offload(recipe: Recipe, model: str, metadata: PlanMetadata, place: JobRanks) -> int:
     """Return the most tokens of a micro-batch that a rank can hold with all activations on its device."""
     memory = place.memory(load_model(model), replace(recipe, offload="none"), metadata.sync)
     return memory.tokens(place.capacity_bytes)

@@ -12,7 +12,7 @@ import pytest
 from fcp_cli.console import Assumptions
 from fcp_cli.cost.recompute_levels import RecomputeLevel, seconds_by_stage, whole_layers
 from fcp_cli.errors import PlanError
-from fcp_cli.memory.fitting import Place, all_fits
+from fcp_cli.memory.fitting import JobRanks, all_fits
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.check import check_plan
 from fcp_cli.plan.file.reader import PlanReader
@@ -131,7 +131,7 @@ def test_what_stages_recompute_is_in_plans_that_know_it_alone(tmp_path: Path) ->
 def test_each_stage_recomputes_as_little_as_its_memory_needs(stages: int) -> None:
     """At every token budget that is tried, whole layers fit, and one layer fewer would not."""
     spec, layers = load_model("qwen3-8b"), 36 // stages
-    place = Place(num_ranks=8, ranks_per_node=8, pipeline_parallel=stages, capacity_bytes=73.6e9)
+    place = JobRanks(num_ranks=8, ranks_per_node=8, pipeline_parallel=stages, capacity_bytes=73.6e9)
     fits = all_fits(spec, RecipeRequest(recompute="as-needed", zero="1"), place)
     assert len({fit.tokens for fit in fits}) == 5
     for fit in fits:

@@ -16,7 +16,7 @@ from fcp_cli.console import Assumptions
 from fcp_cli.cost.profile import CostProfile, dump_cost_profile, parse_cost_profile
 from fcp_cli.errors import UsageError
 from fcp_cli.machine.accelerators import Accelerators
-from fcp_cli.memory.fitting import JobRanks, Place
+from fcp_cli.memory.fitting import JobRanks
 from fcp_cli.models.model import load_model
 from fcp_cli.models.shipped import DEFAULT_MODEL
 from fcp_cli.plan.pricing.pipeline import Pipeline
@@ -127,7 +127,7 @@ def test_a_profile_of_64_ranks_is_budgeted_anew_for_8(folder: Path) -> None:
     assumptions = Assumptions()
     problem = resolve(PlanRequest(manifest=DATASET, ranks=8), assumptions).problem
     assert problem.recipe is not None and problem.recipe.recompute == "full"
-    place = Place(num_ranks=8, ranks_per_node=8, capacity_bytes=made_for_64.memory.capacity_bytes)
+    place = JobRanks(num_ranks=8, ranks_per_node=8, capacity_bytes=made_for_64.memory.capacity_bytes)
     fit = place.fit(load_model("qwen3-8b"), problem.recipe, problem.sync)
     assert problem.tokens_per_rank == fit.tokens != made_for_64.memory.tokens_per_rank()
     assert "on each of 8 ranks" in assumptions.assumed["--tokens-per-rank"]
@@ -164,7 +164,7 @@ def test_bytes_of_a_token_that_were_measured_stay(folder: Path) -> None:
     assumptions = Assumptions()
     problem = resolve(PlanRequest(manifest=DATASET), assumptions).problem
     assert problem.recipe is not None
-    place = Place(num_ranks=64, ranks_per_node=8, capacity_bytes=computed.memory.capacity_bytes)
+    place = JobRanks(num_ranks=64, ranks_per_node=8, capacity_bytes=computed.memory.capacity_bytes)
     state = place.memory(load_model("qwen3-8b"), problem.recipe, problem.sync).binding(place.capacity_bytes).fixed_bytes
     assert problem.tokens_per_rank == int((place.capacity_bytes - state) / 1e6)
     assert assumptions.assumed["--tokens-per-rank"].endswith("and a token 1.00 MB, measured)")
