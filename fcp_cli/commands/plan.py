@@ -345,7 +345,6 @@ def _make_with_progress(inputs: PlanInputs, options: PlanOptions, output: Path) 
             workers=options.workers,
             resume=options.resume,
             part=part,
-            before=note,
             on_step=on_step,
         )
     return result, sample

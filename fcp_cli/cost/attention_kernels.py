@@ -21,27 +21,18 @@ from fcp_cli.validation import Count, NonEmptyText, NonNegative, Positive
 LEAST_UNMEASURED_TOKENS: Final = 8192
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DefaultOrder:
-    """Order of the kernels of an architecture, quickest first, and where it comes from."""
+DefaultOrder: TypeAlias = tuple[tuple[KernelName, ...], str]
+"""Kernels of an architecture, quickest first, and where the order comes from."""
 
-    kernels: tuple[KernelName, ...]
-    source: str
-
-
-_HOPPER: Final = DefaultOrder(
-    kernels=("cudnn", "fa3", "fa4", "fa2"),
-    source="Hopper: cuDNN 1.7 to 2.3 x FlashAttention 2 (transformers#48163, #48324)",
+_ORDERS: Final[dict[int, DefaultOrder]] = {  # by the major CUDA compute capability
+    9: (("cudnn", "fa3", "fa4", "fa2"), "Hopper: cuDNN 1.7 to 2.3 x FlashAttention 2 (transformers#48163, #48324)"),
+    10: (("cudnn", "fa4", "fa2"), "B200: cuDNN 1 to 2 x FlashAttention 4 (sglang#33655, pytorch#191576)"),
+}
+_OTHERS: Final[DefaultOrder] = (
+    ("fa2", "cudnn"),
+    "A100, L40S, RTX: cuDNN 0.82 to 1.0 x FlashAttention 2 (transformers#48163)",
 )
-_BLACKWELL: Final = DefaultOrder(
-    kernels=("cudnn", "fa4", "fa2"),
-    source="B200: cuDNN 1 to 2 x FlashAttention 4 (sglang#33655, pytorch#191576)",
-)
-_OTHERS: Final = DefaultOrder(
-    kernels=("fa2", "cudnn"),
-    source="A100, L40S, RTX: cuDNN 0.82 to 1.0 x FlashAttention 2 (transformers#48163)",
-)
-_ROCM: Final = DefaultOrder(kernels=("fa2",), source="ROCm: PyTorch's flash attention alone")
+_ROCM: Final[DefaultOrder] = ("fa2",), "ROCm: PyTorch's flash attention alone"
 
 
 def default_order(major: int, *, rocm: bool = False) -> DefaultOrder:
@@ -51,9 +42,7 @@ def default_order(major: int, *, rocm: bool = False) -> DefaultOrder:
         major: its major CUDA compute capability.
         rocm: it is an AMD device, whose order does not depend on `major`.
     """
-    if rocm:
-        return _ROCM
-    return {9: _HOPPER, 10: _BLACKWELL}.get(major, _OTHERS)
+    return _ROCM if rocm else _ORDERS.get(major, _OTHERS)
 
 
 Mask: TypeAlias = Literal["causal", "full"]

@@ -416,7 +416,6 @@ WRITERS: dict[str, str] = {
     "fcp_cli.training.weights.weights._write_share": _FOLDER,
     "fcp_cli.training.weights.weights.published_folder": _FOLDER,
     "fcp_cli.manifest.table.columns.new_column": _TEMPORARY,
-    "fcp_cli.planning.dataset.run.plan_estimate": "a buffer in memory, whose size is asked for",
     "fcp_cli.verification.processes.run_rank": _TEMPORARY,
     "fcp_cli.verification.verify.verify": _TEMPORARY,
 }

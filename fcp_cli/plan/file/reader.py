@@ -13,7 +13,7 @@ from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.errors import PlanError
 from fcp_cli.kinds import another_kind
 from fcp_cli.plan.file.schema import schema_of
-from fcp_cli.plan.file.stored import StepLimits, broken_seconds, stored_steps
+from fcp_cli.plan.file.stored import broken_seconds, stored_steps
 from fcp_cli.plan.layout import BrokenRule, first_of
 from fcp_cli.plan.metadata.hashing import PlanHasher
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata, parse_metadata
@@ -76,7 +76,7 @@ class PlanReader:
 
         For those that report faults, or show the rest: all others read `steps`.
         """
-        limits = StepLimits(num_ranks=self.metadata.num_ranks, rows=self.metadata.manifest.rows)
+        limits = self.metadata.num_ranks, self.metadata.manifest.rows
         held: pa.Table | None = None
         for table in self.tables(first):
             table = table if held is None else pa.concat_tables([held, table])
@@ -84,9 +84,9 @@ class PlanReader:
             steps = table.column("step").to_numpy()
             last_start = int((steps != steps[-1]).sum())
             held = table.slice(last_start)
-            yield from (found for found in stored_steps(table.slice(0, last_start), limits) if found[0].step >= first)
+            yield from (found for found in stored_steps(table.slice(0, last_start), *limits) if found[0].step >= first)
         if held is not None:
-            yield from (found for found in stored_steps(held, limits) if found[0].step >= first)
+            yield from (found for found in stored_steps(held, *limits) if found[0].step >= first)
 
     def predicted_seconds(self) -> tuple[IntArray, FloatArray]:
         """Return [steps] the optimizer steps, and [steps] the makespan of each, reading two columns alone."""

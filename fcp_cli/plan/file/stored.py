@@ -7,7 +7,7 @@ sound plan keeps beyond that (budget, coverage, times that follow from the profi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from fcp_cli.arrays import FloatArray
 from fcp_cli.plan.file.schema import schema_of, steps_from_arrow
 from fcp_cli.plan.layout import BrokenRule, broken_heads, broken_ranks, first_of
+from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.reading.documents import DamagedError
 from fcp_cli.words import counted
@@ -25,47 +26,40 @@ MOST_SECONDS: Final = 1e15
 """Thirty million years; sums over the steps of a plan stay exact to the second."""
 
 
-class StepLimits(NamedTuple):
-    """The values that steps refer to: ranks of the job, and rows of the manifest."""
-
-    num_ranks: int
-    rows: int
-
-
-def stored_steps(table: pa.Table, limits: StepLimits) -> Iterator[tuple[StepPlan, BrokenRule | None]]:
+def stored_steps(table: pa.Table, num_ranks: int, rows: int) -> Iterator[tuple[StepPlan, BrokenRule | None]]:
     """Yield the steps of a table whose rows lie by step, each with its first fault, or None.
 
     Args:
         table: the columns of a plan, without nulls; every step in it is whole.
-        limits: the values that steps may refer to.
+        num_ranks, rows: ranks of the job and rows of the manifest, which steps may refer to.
     """
     order = table.column("order").to_numpy()
     unpaired = list_sizes(table, "sequences") != list_sizes(table, "lengths")
     start = 0
     for step in steps_from_arrow(table):
-        rows = slice(start, start + len(step))
-        yield step, _broken_rows(step, order[rows], unpaired[rows]) or broken_values(step, limits)
-        start = rows.stop
+        here = slice(start, start + len(step))
+        yield step, _broken_rows(step, order[here], unpaired[here]) or broken_values(step, num_ranks, rows)
+        start = here.stop
 
 
-def steps_in_order(table: pa.Table, limits: StepLimits, *, due: int, splits_heads: bool) -> list[StepPlan]:
+def steps_in_order(table: pa.Table, metadata: PlanMetadata, *, rows: int, due: int) -> list[StepPlan]:
     """Return the steps of a table that a journal kept, of which the first is `due`."""
-    if not table.schema.equals(schema_of(splits_heads=splits_heads)):
+    if not table.schema.equals(schema_of(splits_heads=metadata.attention is not None)):
         raise DamagedError("it does not have the columns of steps")
     steps: list[StepPlan] = []
-    for step, fault in stored_steps(table, limits):
+    for step, fault in stored_steps(table, metadata.num_ranks, rows):
         if fault is not None or step.step != due + len(steps):
             raise DamagedError(str(fault or f"step {step.step} stands in place of step {due + len(steps)}"))
         steps.append(step)
     return steps
 
 
-def broken_values(step: StepPlan, limits: StepLimits) -> BrokenRule | None:
+def broken_values(step: StepPlan, num_ranks: int, rows: int) -> BrokenRule | None:
     """Return the first fault of a step's values, or None."""
     return (
-        broken_ranks(step, limits.num_ranks)
+        broken_ranks(step, num_ranks)
         or broken_heads(step)
-        or _broken_sequences(step, limits.rows)
+        or _broken_sequences(step, rows)
         or _broken_waves(step)
         or _broken_times(step)
     )

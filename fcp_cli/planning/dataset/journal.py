@@ -17,7 +17,7 @@ from typing import Final
 from fcp_cli.errors import FcpError
 from fcp_cli.files import replaced_atomically, write_text_atomically
 from fcp_cli.plan.file.schema import steps_to_arrow
-from fcp_cli.plan.file.stored import StepLimits, steps_in_order
+from fcp_cli.plan.file.stored import steps_in_order
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.plan.metadata.refits import ScheduledRefit
 from fcp_cli.plan.step import StepPlan
@@ -130,11 +130,8 @@ class Journal:
         contents = list(read_records(part))
         if len(contents) != 1:
             raise DamagedError("it does not hold one whole record")
-        metadata = self.metadata
-        limits = StepLimits(num_ranks=metadata.num_ranks, rows=metadata.manifest.rows)
-        steps = steps_in_order(
-            table_of_content(contents[0]), limits, due=self._due, splits_heads=metadata.attention is not None
-        )
+        rows = self.metadata.manifest.rows
+        steps = steps_in_order(table_of_content(contents[0]), self.metadata, rows=rows, due=self._due)
         self._due += len(steps)
         return steps
 

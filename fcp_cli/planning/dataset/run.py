@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from fcp_cli import __version__
 from fcp_cli.compiling.compile import timed_loading
@@ -21,7 +19,6 @@ from fcp_cli.machine.host import usable_cores
 from fcp_cli.machine.pool import in_order
 from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.check import check_step
-from fcp_cli.plan.file.schema import steps_to_arrow
 from fcp_cli.plan.file.writer import plan_writer
 from fcp_cli.plan.metadata.masks import planned_masks
 from fcp_cli.plan.metadata.plan_metadata import ManifestReference, PlanMetadata, PlanPart
@@ -33,14 +30,11 @@ from fcp_cli.planning.dataset.journal import Journal
 from fcp_cli.planning.problem import Batch, Problem, Solver
 from fcp_cli.planning.settings.settings import PlanInputs
 from fcp_cli.planning.solvers import make_planning_solver
-from fcp_cli.words import counted, duration
 
 OnStep = Callable[[StepPlan], None]
 _JOURNAL_FROM_STEPS = 1000  # shorter plans are sooner made again than resumed
 _STEPS_PER_TASK, _SEQUENCES_PER_TASK = 32, 1 << 18  # whichever is reached first
 _SEQUENCES_PER_WORKER = 1_000_000  # several seconds
-_SAMPLED_SEQUENCES = 1 << 14  # to estimate a plan
-_ESTIMATED_FROM_SEQUENCES = 2_000_000  # shorter plans are there before anybody has read about them
 
 # Set once in every worker process: a step is a pure function of its batch, so that only batches travel to the workers.
 _solver: Solver | None = None
@@ -91,7 +85,6 @@ def make_plan(
     resume: bool = False,
     robust: bool = False,
     part: tuple[PlanPart, int] | None = None,
-    before: Callable[[str], None] | None = None,
     **limits: int | None,
 ) -> PlanResult:
     """Plan every step and write the plan; a plan that stood at `path` is replaced only when the new one is whole.
@@ -107,7 +100,6 @@ def make_plan(
         resume: continue from the journal of an interrupted run with the same inputs; the plan is the same.
         robust: spread the rings of a wave that cross nodes.
         part: plan only these steps, and their number, of the plan; None: all.
-        before: gets the estimate of a long plan's time and size before it begins.
         limits: over the whole plan: max_degree, max_groups or max_peers; see `solvers.make_solver`.
 
     Raises:
@@ -124,8 +116,6 @@ def make_plan(
     journal = Journal(path, metadata) if resume or len(numbers) >= _JOURNAL_FROM_STEPS else None
     summary = PlanSummary.of(metadata)
     workers = workers or default_workers(len(numbers), batches.settings.global_batch_size)
-    if before is not None and (estimate := plan_estimate(batches, numbers, solver, workers)) is not None:
-        before(estimate)
     try:
         with plan_writer(path, metadata) as writer, timed_loading() as loading_seconds:
             for step in _journalled_steps(batches, numbers, solver, workers, journal, resume):
@@ -146,31 +136,6 @@ def make_plan(
         planning_seconds=time.perf_counter() - started - loading,
         loading_seconds=loading,
         solver=solver,
-    )
-
-
-def plan_estimate(batches: GlobalBatches, numbers: range, solver: Solver, workers: int) -> str | None:
-    """Plan a few steps and describe time and size of all; None for a plan that is too short to be worth it.
-
-    Args:
-        numbers: the batches that will be planned, of which the first are sampled.
-        workers: number of processes.
-    """
-    size = batches.settings.global_batch_size
-    if len(numbers) * size < _ESTIMATED_FROM_SEQUENCES:
-        return None
-    sample = numbers[: max(2, min(16, _SAMPLED_SEQUENCES // size))]
-    batches.batch(sample[0])  # which reads the window of all of them
-    plan_step(batches.batch(sample[0]), batches.problem, solver)  # which loads the compiled planner
-    began = time.perf_counter()
-    planned = [plan_step(batches.batch(number), batches.problem, solver) for number in sample]
-    seconds = (time.perf_counter() - began) / len(sample) * len(numbers) / workers
-    sink = pa.BufferOutputStream()
-    pq.write_table(steps_to_arrow(planned), sink, compression="zstd")
-    size_bytes = len(sink.getvalue()) / len(sample) * len(numbers)
-    return (
-        f"planning {counted(len(numbers), 'step')} of {counted(len(numbers) * size, 'sequence')} takes about "
-        f"{duration(seconds)} on {counted(workers, 'core')}; the plan has about {size_bytes / 1e6:,.0f} MB"
     )
 
 

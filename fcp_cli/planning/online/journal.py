@@ -30,10 +30,9 @@ from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.parquet_writer import parquet_writer
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.file.schema import steps_to_arrow
-from fcp_cli.plan.file.stored import StepLimits, steps_in_order
+from fcp_cli.plan.file.stored import steps_in_order
 from fcp_cli.plan.file.writer import plan_writer
 from fcp_cli.plan.metadata.online import manifest_of
-from fcp_cli.plan.metadata.plan_metadata import FORMAT as PLAN_FORMAT
 from fcp_cli.plan.metadata.plan_metadata import METADATA_KEY, ManifestReference, PlanMetadata, parse_metadata
 from fcp_cli.plan.metadata.refits import ScheduledRefit
 from fcp_cli.plan.step import StepPlan
@@ -142,11 +141,11 @@ class OnlineJournal:
     def steps(self, end_step: int | None = None) -> Iterator[StepPlan]:
         """Yield the steps that count, in order, up to `end_step`."""
         due = 0
-        for start in self._starts():
-            if start.begins.first_step > due:
-                raise self._damaged(start.part, f"it begins with step {start.begins.first_step}, after step {due - 1}")
-            end = start.end_step if end_step is None else min(start.end_step, end_step)
-            for _columns, steps in self._windows(start):
+        for part, begins, ends in self._starts():
+            if begins.first_step > due:
+                raise self._damaged(part, f"it begins with step {begins.first_step}, after step {due - 1}")
+            end = ends.first_step if end_step is None else min(ends.first_step, end_step)
+            for _columns, steps in self._windows(part, begins):
                 for step in steps:
                     if step.step < end:
                         due = step.step + 1
@@ -206,10 +205,6 @@ class OnlineJournal:
             raise PlanError(f"there is no {self.folder}: no run plans for {self.path}")
         file = self.folder / "metadata.json"
         document = read_object(file, error=PlanError, label="the journal ")
-        if document.get("format") == PLAN_FORMAT:
-            raise PlanError(
-                f"{self.folder} was kept by an older fcp; resume or finish it with that version, or remove the folder"
-            )
         content = json.dumps(document.get("metadata")).encode()
         metadata = parse_metadata({METADATA_KEY: content}, name=str(file))
         if document.get("format") != _FORMAT or document.get("digest") != _digest(metadata):
@@ -219,11 +214,11 @@ class OnlineJournal:
     def _rows(self, count: int) -> pa.Table:
         """Return the first `count` sequences that count."""
         tables, rows = [], 0
-        for start in self._starts():
-            if start.begins.first_sequence > rows:
-                raise self._damaged(start.part, f"it begins with sequence {start.begins.first_sequence}, after {rows}")
-            found = [columns for columns, _steps in self._windows(start)]
-            kept = min(count, start.end_sequence) - start.begins.first_sequence
+        for part, begins, ends in self._starts():
+            if begins.first_sequence > rows:
+                raise self._damaged(part, f"it begins with sequence {begins.first_sequence}, after {rows}")
+            found = [columns for columns, _steps in self._windows(part, begins)]
+            kept = min(count, ends.first_sequence) - begins.first_sequence
             if found and kept > 0:
                 tables.append(pa.concat_tables(found).slice(0, kept))
                 rows += len(tables[-1])
@@ -231,16 +226,17 @@ class OnlineJournal:
             raise self._damaged(self.folder, f"it has {rows} of the {counted(count, 'sequence')} of its steps")
         return pa.concat_tables(tables, promote_options="default").replace_schema_metadata(None).slice(0, count)
 
-    def _starts(self) -> list[_Start]:
-        """Return the starts that planned something, in order."""
+    def _starts(self) -> list[tuple[Path, _Begins, _Begins]]:
+        """Return the starts that planned something, in order: file, begin, and the least that a later start began."""
         found = [(part, begins) for part in self._parts() if (begins := self._begins_of(part)) is not None]
-        starts = []
-        for place, (part, begins) in enumerate(found):
-            later = [begins for _, begins in found[place + 1 :]]
-            end_step = min((one.first_step for one in later), default=_NEVER)
-            end_sequence = min((one.first_sequence for one in later), default=_NEVER)
-            starts.append(_Start(part=part, begins=begins, end_step=end_step, end_sequence=end_sequence))
-        return starts
+        starts, ends = [], _Begins(first_step=_NEVER, first_sequence=_NEVER)
+        for part, begins in reversed(found):
+            starts.append((part, begins, ends))
+            ends = _Begins(
+                first_step=min(begins.first_step, ends.first_step),
+                first_sequence=min(begins.first_sequence, ends.first_sequence),
+            )
+        return starts[::-1]
 
     def _begins_of(self, part: Path) -> _Begins | None:
         """Return the first step of a start, or None if it was killed before it recorded that."""
@@ -250,17 +246,15 @@ class OnlineJournal:
                 return None
             return validated(decode_json(content), _Begins, where=str(part), error=PlanError)
 
-    def _windows(self, start: _Start) -> Iterator[tuple[pa.Table, list[StepPlan]]]:
+    def _windows(self, part: Path, begins: _Begins) -> Iterator[tuple[pa.Table, list[StepPlan]]]:
         """Yield the whole windows of a start: the columns of their sequences, and their steps."""
-        due, rows, metadata = start.begins.first_step, start.begins.first_sequence, self._metadata()
-        with self._reading(start.part):
-            contents = islice(read_records(start.part), 1, None)
+        due, rows, metadata = begins.first_step, begins.first_sequence, self._metadata()
+        with self._reading(part):
+            contents = islice(read_records(part), 1, None)
             for of_columns, of_steps in zip(contents, contents, strict=False):
                 columns = _checked_columns(table_of_content(of_columns))
                 rows += len(columns)
-                limits = StepLimits(num_ranks=metadata.num_ranks, rows=rows)
-                table, splits_heads = table_of_content(of_steps), metadata.attention is not None
-                steps = steps_in_order(table, limits, due=due, splits_heads=splits_heads)
+                steps = steps_in_order(table_of_content(of_steps), metadata, rows=rows, due=due)
                 due += len(steps)
                 yield columns, steps
 
@@ -286,22 +280,6 @@ class _Begins:
 
     first_step: NonNegativeCount
     first_sequence: NonNegativeCount
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Start:
-    """One start of the job.
-
-    Attributes:
-        part: its file.
-        begins: its first step and sequence.
-        end_step, end_sequence: the first that a later start planned again.
-    """
-
-    part: Path
-    begins: _Begins
-    end_step: int
-    end_sequence: int
 
 
 def _checked_columns(columns: pa.Table) -> pa.Table:

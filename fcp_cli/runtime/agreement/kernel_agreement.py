@@ -85,7 +85,7 @@ def _table_of(profile: CostProfile, device: torch.device) -> KernelTable | None:
 
 def _reasons(table: KernelTable | None, device: torch.device, asked: KernelName | None) -> dict[KernelName, str | None]:
     """Return why this rank cannot use each kernel; only those that may run are tested."""
-    order = default_order(major_capability(), rocm=is_rocm()).kernels
+    order = default_order(major_capability(), rocm=is_rocm())[0]
     measured = () if table is None else tuple(timing.kernel for timing in table.timings)
     names = dict.fromkeys((*(() if asked is None else (asked,)), *measured, *order))
     signature = GENERIC if table is None else _signature(table)
@@ -132,8 +132,8 @@ def _failed_line(name: KernelName, rows: list[list[int]], reasons: Mapping[Kerne
 
 def _lines(preference: Preference, profile: CostProfile) -> list[str]:
     """Return the chosen kernel, the reason, and the profile's kernel if that is another."""
-    table, default = preference.table, default_order(major_capability(), rocm=is_rocm())
-    usable = [name for name in default.kernels if name not in preference.excluded]
+    table, (kernels, origin) = preference.table, default_order(major_capability(), rocm=is_rocm())
+    usable = [name for name in kernels if name not in preference.excluded]
     if preference.asked is not None and preference.asked not in preference.excluded:
         fallbacks = ", ".join(name for name in usable if name != preference.asked) or "none"
         main, source = preference.asked, f"{VARIABLE}; calls that it refuses go to {fallbacks}"
@@ -145,7 +145,7 @@ def _lines(preference: Preference, profile: CostProfile) -> list[str]:
         source = f"measured on {table.device}, torch {table.release}; of {len(firsts)} shapes {shares}"
     else:
         main, *others = usable or ["fa2"]
-        source = f"{default.source}; not measured: run 'fcp profile' here"
+        source = f"{origin}; not measured: run 'fcp profile' here"
         if main == "cudnn" and others:
             reach = f" from {LEAST_UNMEASURED_TOKENS:,} tokens of a sequence and rank on, else {', '.join(others)}"
             return [f"attention kernel cudnn{reach} ({source})", *_assumption(main, profile, shorter=others[0])]

@@ -58,7 +58,7 @@ class Preference:
 
     def order(self, segments: Segments) -> tuple[KernelName, ...]:
         """Return the kernels to try for a call, each once."""
-        default = default_order(major_capability(), rocm=is_rocm()).kernels
+        default = default_order(major_capability(), rocm=is_rocm())[0]
         measured: tuple[KernelName, ...] = ()
         if self.table is not None:
             measured = self.table.order(shape_class(segments.q_lengths, causal=segments.causal))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -118,13 +117,6 @@ def test_values_that_no_step_can_have_never_reach_compiled_code(
     with pytest.raises(PlanError, match=message) as raised:
         journal.finish()
     assert "\n" not in str(raised.value) and not journal.path.exists()
-
-
-def test_a_journal_of_an_older_fcp_is_named(journal: OnlineJournal) -> None:
-    file = journal.folder / "metadata.json"
-    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8"))["metadata"]), encoding="utf-8")
-    with pytest.raises(PlanError, match="was kept by an older fcp; resume or finish it with that version, or remove"):
-        list(journal.steps())
 
 
 def test_the_steps_of_a_journal_become_the_plan(journal: OnlineJournal) -> None:
