@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -26,21 +26,6 @@ from fcp_cli.planning.settings.rank_speeds import GivenSpeeds, speeds_words
 from fcp_cli.planning.settings.recipe_search import unknown_lengths
 from fcp_cli.planning.settings.settings import resolve_problem
 from fcp_cli.validation import validated
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-
-class MoreSettings(TypedDict, total=False):
-    """Further keyword arguments of a planner.
-
-    Attributes:
-        phase: `forward` plans passes without a backward, e.g. for log-probabilities; default: `training`.
-        rank_speeds: rank speeds relative to the profile: one per rank, or by rank as `{12: 0.7}`; default: all 1.
-    """
-
-    phase: Literal["training", "forward"]
-    rank_speeds: GivenSpeeds
 
 
 class Planner:
@@ -66,7 +51,8 @@ class Planner:
         tokens_per_rank: int | None = None,
         sync: Sync | None = None,
         max_degree: int | None = None,
-        **more: Unpack[MoreSettings],
+        phase: Literal["training", "forward"] = "training",
+        rank_speeds: GivenSpeeds | None = None,
     ) -> None:
         """Complete the planning problem; arguments correspond to the options of `fcp plan` with the same names.
 
@@ -78,15 +64,13 @@ class Planner:
             tokens_per_rank: maximum tokens of a rank in a micro-batch; None: by memory.
             sync: when ranks synchronize; None: `iteration` if it fits.
             max_degree: 1 forbids rings, for trainers that only distribute whole sequences; None: no limit.
-            more: `MoreSettings`.
+            phase: `forward` plans passes without a backward, e.g. for log-probabilities.
+            rank_speeds: rank speeds relative to the profile: one per rank, or by rank as `{12: 0.7}`; None: all 1.
 
         Raises:
             ProfileError: the profile, the model or the cluster cannot be used.
             UsageError: settings that contradict each other or cannot be assumed.
         """
-        if unknown := set(more) - set(MoreSettings.__annotations__):
-            known = " and ".join(MoreSettings.__annotations__)
-            raise UsageError(f"Planner has no setting {min(unknown)}; besides its arguments it takes {known}")
         request = PlanRequest(
             profile=None if profile is None else Path(profile),
             model=model,
@@ -95,8 +79,8 @@ class Planner:
             ranks_per_node=ranks_per_node,
             tokens_per_rank=tokens_per_rank,
             sync=sync,
-            phase=more.get("phase", "training"),
-            rank_speeds=speeds_words(more.get("rank_speeds")),
+            phase=phase,
+            rank_speeds=speeds_words(rank_speeds),
         )
         assumptions = Assumptions()
         self.problem: Problem = resolve_problem(request, assumptions, data=unknown_lengths(max_degree))[0]

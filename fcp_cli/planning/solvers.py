@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final, TypeAlias, cast
@@ -12,6 +13,7 @@ from typing import Any, Final, TypeAlias, cast
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.errors import FcpError, UsageError
 from fcp_cli.planning.assemble import BrokenAssignmentError, check_assignment
+from fcp_cli.planning.baselines.drafts import FunctionSolver
 from fcp_cli.planning.batching.batches import GlobalBatches
 from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
 from fcp_cli.plugins import Plugin, Registry
@@ -154,39 +156,24 @@ def _solver_of(plugin: Plugin, batches: GlobalBatches) -> Solver:
         raise
     except Exception as error:
         raise plugin.error(f"made no solver with {plugin.entry.value}", error) from error
-    return PluginSolver(
-        name=plugin.name, options={**options, "package": plugin.package}, solver=solver, problem=batches.problem
+    return FunctionSolver(
+        name=plugin.name,
+        problem=batches.problem,
+        rule=partial(_checked, plugin.name, solver),
+        options={**options, "package": plugin.package},
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PluginSolver:
-    """The solver of another package, whose faults are its own: each is one line that names the package.
-
-    Attributes:
-        name: the registered name, not the solver's own.
-        options: the solver's own, and its package, for the plan's metadata.
-    """
-
-    name: str
-    options: Mapping[str, Any]
-    solver: Solver
-    problem: Problem
-
-    def assign(self, batch: Batch) -> Assignment:
-        """Plan one step."""
-        try:
-            found = self.solver.assign(batch)
-            check_assignment(found, batch, self.problem)
-        except FcpError:
-            raise
-        except BrokenAssignmentError as error:
-            rule = str(error).removeprefix("defect in a solver: ")
-            raise self._plugin.error(f"planned step {batch.step} against the rules: {rule}") from error
-        except Exception as error:
-            raise self._plugin.error(f"failed in step {batch.step}", error) from error
-        return found
-
-    @property
-    def _plugin(self) -> Plugin:
-        return REGISTRY.plugin(self.name)
+def _checked(name: str, solver: Solver, batch: Batch, problem: Problem) -> Assignment:
+    """Plan one step by the solver of another package, whose faults are its own: each is one line that names it."""
+    try:
+        found = solver.assign(batch)
+        check_assignment(found, batch, problem)
+    except FcpError:
+        raise
+    except BrokenAssignmentError as error:
+        rule = str(error).removeprefix("defect in a solver: ")
+        raise REGISTRY.plugin(name).error(f"planned step {batch.step} against the rules: {rule}") from error
+    except Exception as error:
+        raise REGISTRY.plugin(name).error(f"failed in step {batch.step}", error) from error
+    return found

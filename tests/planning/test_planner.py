@@ -142,11 +142,6 @@ def test_a_forward_pass_is_planned_by_its_own_prices_and_memory(profile: Path) -
     assert both[1].tokens_per_rank > 5 * both[0].tokens_per_rank  # layers let go of what a backward would need
 
 
-def test_a_planner_names_the_setting_that_it_does_not_have(profile: Path) -> None:
-    with raises("UsageError: Planner has no setting epochs; besides its arguments it takes phase and rank_speeds"):
-        Planner(profile, ranks=4, epochs=3)  # type: ignore[call-arg]
-
-
 def test_a_profile_of_forward_passes_is_refused_for_training(tmp_path: Path) -> None:
     path = tmp_path / "forward.yaml"
     path.write_text(PROFILE + "phase: forward\n", encoding="utf-8")

@@ -7,40 +7,32 @@ computed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.planning.assemble import makespan_seconds
+from fcp_cli.planning.baselines.drafts import FunctionSolver
 from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
 
 MOST_LOSS: Final = 0.005
 """Of the predicted seconds: extra time that a step whose rings are spread may take."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SpreadRings:
-    """Spreads the rings of another solver's waves, if that costs next to nothing.
+def spread_solver(plain: Solver, problem: Problem) -> FunctionSolver:
+    """Make a solver that spreads the rings of another's waves, if that costs next to nothing."""
+    return FunctionSolver(name="fcp", problem=problem, rule=partial(_spread, plain), options={"robust": True})
 
-    Attributes:
-        plain: the other solver.
-    """
 
-    problem: Problem
-    plain: Solver
-    name: str = "fcp"
-    options: Mapping[str, Any] = field(default_factory=lambda: {"robust": True})
-
-    def assign(self, batch: Batch) -> Assignment:
-        """Plan one step; see `problem.Solver`."""
-        problem, answer = self.problem, self.plain.assign(batch)
-        spread = spread_cross_node_rings(answer, num_ranks=problem.num_ranks, ranks_per_node=problem.ranks_per_node)
-        most = (1.0 + MOST_LOSS) * makespan_seconds(answer, batch, problem)
-        return spread if makespan_seconds(spread, batch, problem) <= most else answer
+def _spread(plain: Solver, batch: Batch, problem: Problem) -> Assignment:
+    answer = plain.assign(batch)
+    spread = spread_cross_node_rings(answer, num_ranks=problem.num_ranks, ranks_per_node=problem.ranks_per_node)
+    most = (1.0 + MOST_LOSS) * makespan_seconds(answer, batch, problem)
+    return spread if makespan_seconds(spread, batch, problem) <= most else answer
 
 
 def spread_cross_node_rings(answer: Assignment, *, num_ranks: int, ranks_per_node: int) -> Assignment:

@@ -28,7 +28,7 @@ from fcp_cli.planning.compiled.core import PlannerInputs, Sequences
 from fcp_cli.planning.compiled.static_schedules import quickest
 from fcp_cli.planning.compiled.timelines import iteration
 from fcp_cli.planning.compiled.waves import microbatch
-from fcp_cli.planning.fcp.apart import SpreadRings
+from fcp_cli.planning.fcp.apart import spread_solver
 from fcp_cli.planning.fcp.catalogue import choose_groups
 from fcp_cli.planning.fcp.peer_limit import needs_whole_nodes
 from fcp_cli.planning.fcp.pipelines import (
@@ -74,7 +74,7 @@ def solver_with_options(batches: GlobalBatches, *, robust: bool = False, **limit
 
     Args:
         batches: the batches to plan.
-        robust: spread the rings of a wave that cross nodes; see `apart.SpreadRings`.
+        robust: spread the rings of a wave that cross nodes; see `apart`.
         limits: see `make_solver`.
     """
     if not robust:
@@ -87,7 +87,7 @@ def solver_with_options(batches: GlobalBatches, *, robust: bool = False, **limit
         raise UsageError("--robust does not support pipelines; drop it, or plan without --pipeline-parallel")
     if problem.sync == "iteration":
         raise UsageError("--robust spreads the rings of a wave, and --sync iteration plans no waves; drop --robust")
-    return SpreadRings(problem=problem, plain=solver_of(problem))
+    return spread_solver(solver_of(problem), problem)
 
 
 def make_solver(
@@ -419,7 +419,7 @@ class FcpSolver:
         found = best_of([Candidate("waves", waves, CLOSE_ENOUGH)], self._bound(batch.work), start)
         return found.assignment or first
 
-    def _assign_alike(self, batch: Batch, *, num_ranks: int, dearer_hop_seconds: float = 0.0) -> Assignment:
+    def _assign_alike(self, num_ranks: int, dearer_hop_seconds: float, batch: Batch) -> Assignment:
         """Plan one step as if all ranks, or as there are some fewer of them, were as fast as the profile says."""
         alike = replace(self.problem, num_ranks=num_ranks, rank_speeds=None)
         is_whole = num_ranks == self.problem.num_ranks

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -37,10 +37,8 @@ _HOPS: Final = 0.0, 1 / 128, 1 / 32, 1 / 8  # of a step, added to the price of r
 AnyInts: TypeAlias = IntArray | Int32Array
 
 
-class Solve(Protocol):
-    """Plans a batch for so many ranks of speed 1, with rings whose hops take so many seconds more."""
-
-    def __call__(self, batch: Batch, *, num_ranks: int, dearer_hop_seconds: float = 0.0) -> Assignment: ...
+Solve: TypeAlias = Callable[[int, float, Batch], Assignment]
+"""Plans a batch for so many ranks of speed 1, with rings whose hops take so many seconds more."""
 
 
 def assign_at_speeds(batch: Batch, problem: Problem, speeds: Speeds, solve: Solve) -> Assignment:
@@ -57,10 +55,9 @@ def assign_at_speeds(batch: Batch, problem: Problem, speeds: Speeds, solve: Solv
     enough = lower_bound_seconds(batch.work, problem) * (1.0 + _CLOSE_ENOUGH)
     best, seconds, step_seconds = None, np.inf, 0.0
     for share in _HOPS:
-        even = solve(batch, num_ranks=problem.num_ranks, dearer_hop_seconds=share * step_seconds)
+        even = solve(problem.num_ranks, share * step_seconds, batch)
         step_seconds = step_seconds or makespan_seconds(even, batch, problem)
-        solve_even = partial(solve, num_ranks=problem.num_ranks, dearer_hop_seconds=share * step_seconds)
-        tried = _candidates(even, batch, problem, each, solve_even)
+        tried = _candidates(even, batch, problem, each, partial(solve, problem.num_ranks, share * step_seconds))
         for one in chain(_fast_ranks_only(batch, problem, each, solve), tried) if not share else tried:
             if (takes := makespan_seconds(one, batch, problem)) < seconds:
                 best, seconds = one, takes
@@ -80,7 +77,7 @@ def _fast_ranks_only(batch: Batch, problem: Problem, speeds: FloatArray, solve: 
     node = np.arange(problem.num_ranks) // problem.ranks_per_node
     lacking = np.bincount(node[slow], minlength=int(node[-1]) + 1)
     names = np.lexsort((node, lacking[node], speeds < speeds.max()))[:num_ranks]  # whole nodes first
-    found = _renamed(solve(batch, num_ranks=num_ranks), names[None, :])
+    found = _renamed(solve(num_ranks, 0.0, batch), names[None, :])
     yield found
     yield exchanged(found, batch, problem, speeds)
 
@@ -197,35 +194,29 @@ def _by_load(found: Assignment, batch: Batch, problem: Problem, speeds: FloatArr
     names = []
     for wave in range(int(scope[-1]) + 1):
         here = scope[group] == wave
-        slots = _Slots(rank=found.ranks[here].astype(np.int64), group=group[here], seconds=seconds, degree=degree)
-        names.append(_names(slots, speeds, problem.ranks_per_node))
+        ranks = found.ranks[here].astype(np.int64)
+        names.append(_names(ranks, group[here], seconds, degree, speeds, problem.ranks_per_node))
     return _renamed(found, np.stack(names))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Slots:
-    """Assignment of work to ranks in a wave or a step.
+def _names(
+    ranks: IntArray, group: IntArray, seconds: FloatArray, degree: IntArray, speeds: FloatArray, per_node: int
+) -> IntArray:
+    """Return the rank that takes over each rank's work, [ranks].
 
-    Attributes:
-        rank, group: [entries] each rank of each group.
+    Args:
+        ranks, group: [entries] each rank of each group of a wave or a step.
         seconds, degree: [groups] of the whole step.
+        speeds: [ranks].
+        per_node: ranks of a node.
     """
-
-    rank: IntArray
-    group: IntArray
-    seconds: FloatArray
-    degree: IntArray
-
-
-def _names(slots: _Slots, speeds: FloatArray, per_node: int) -> IntArray:
-    """Return the rank that takes over each rank's work, [ranks]."""
     num_ranks = len(speeds)
     names, taken = np.arange(num_ranks), np.zeros(num_ranks, dtype=np.bool_)
-    waits = slots.seconds * slots.degree  # of all ranks of a group
+    waits = seconds * degree  # of all ranks of a group
     for rank in np.argsort(speeds, kind="stable").tolist():
         if speeds[rank] == speeds.max():
             break
-        held_up = np.bincount(slots.rank, weights=waits[slots.group], minlength=num_ranks)
+        held_up = np.bincount(ranks, weights=waits[group], minlength=num_ranks)
         held_up[taken] = np.inf
         first = rank // per_node * per_node
         at, chosen = int(np.flatnonzero(names == rank)[0]), first + int(np.argmin(held_up[first : first + per_node]))
@@ -233,11 +224,11 @@ def _names(slots: _Slots, speeds: FloatArray, per_node: int) -> IntArray:
             names[at], names[chosen] = names[chosen], names[at]
             at = chosen
         taken[at] = True
-        waits[slots.group[slots.rank == at]] = 0.0  # who waits for one slow rank may wait for two
+        waits[group[ranks == at]] = 0.0  # who waits for one slow rank may wait for two
     in_ring = np.zeros(num_ranks, dtype=np.bool_)
-    in_ring[slots.rank[slots.degree[slots.group] > 1]] = True
+    in_ring[ranks[degree[group] > 1]] = True
     alone = np.flatnonzero(~in_ring)
-    load = np.bincount(slots.rank, weights=slots.seconds[slots.group], minlength=num_ranks)
+    load = np.bincount(ranks, weights=seconds[group], minlength=num_ranks)
     who = names[alone]
     heaviest, quickest = np.argsort(-load[alone], kind="stable"), np.argsort(-speeds[who], kind="stable")
     names[alone[heaviest]] = who[quickest]

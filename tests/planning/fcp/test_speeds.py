@@ -86,8 +86,6 @@ def test_a_program_names_its_slow_ranks(tmp_path: Path) -> None:
     packs = [sum(len(pack) for pack in step.packs_of(rank)) for rank in range(4)]
     assert busy[1] == pytest.approx(busy[0], rel=0.2)
     assert packs[1] < 0.7 * packs[0]
-    with raises("UsageError: Planner has no setting speeds; besides its arguments it takes phase and rank_speeds"):
-        Planner(tmp_path / "profile.yaml", **settings, speeds={1: 0.5})  # type: ignore[call-arg,arg-type]
 
 
 def test_speeds_come_as_words_as_a_list_or_from_a_file(tmp_path: Path) -> None:
