@@ -94,7 +94,6 @@ def _plan(manifest: Path, options: argparse.Namespace) -> None:
         inputs,
         solver_name="fcp",
         workers=options.workers,
-        before=print,
         resume=is_begun(plan),
         on_step=_Progress(),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.cost.model import Work
@@ -143,7 +143,7 @@ class Solver(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PricedStep:
-    """A step of a strategy whose execution is none of a plan's.
+    """A step of a strategy whose execution no plan has, as its `price` predicts it.
 
     Attributes:
         seconds: the predicted seconds of the step.
@@ -154,18 +154,3 @@ class PricedStep:
     seconds: float
     bound_seconds: float
     busy_rank_seconds: float
-
-
-@runtime_checkable
-class Pricer(Protocol):
-    """A strategy that `fcp compare` prices, and no plan can run."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def options(self) -> Mapping[str, Any]: ...
-
-    def price(self, batch: Batch) -> PricedStep:
-        """Predict one step."""
-        ...

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from itertools import chain, count, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from fcp_cli.errors import ProfileError
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
@@ -14,6 +14,14 @@ from fcp_cli.recipe import Recipe
 
 if TYPE_CHECKING:
     from fcp_cli.cost.profile import CostProfile
+
+_DEFAULTS: Final = {
+    **dict.fromkeys(("tensor_parallel", "pipeline_parallel", "virtual_stages", "epochs"), 1),
+    "seed": 0,
+    "overlong": "error",
+    "last_batch": "keep",
+    "solver": "fcp",
+}
 
 
 def plan_again(
@@ -37,16 +45,17 @@ def plan_again(
         manifest: another manifest than the plan's.
     """
     name = _another(plan, "" if ranks in (None, metadata.num_ranks) else f"-{ranks}-ranks")
+    wanted = ranks or metadata.num_ranks
     if metadata.continues is not None:  # the run's batches and settings come from its folder
-        wanted = str(ranks or metadata.num_ranks)
-        return shlex.join(["fcp", "plan", "--continue-from", "RUN", "--ranks", wanted, *changes, "-o", str(name)])
+        words = ["fcp", "plan", "--continue-from", "RUN", "--ranks", str(wanted), *changes, "-o", str(name)]
+        return shlex.join(words)
     profile = _profile_of(metadata)
+    recipe = None if model is not None else recipe or metadata.recipe
     options = [
         *_basis(profile, model),
-        *_ranks(metadata, profile, ranks, is_same_model=model is None),
-        *(_recipe(metadata, recipe or metadata.recipe, ranks or metadata.num_ranks) if model is None else ()),
-        *_batches(metadata),
-        *_solver(metadata),
+        *_plain(metadata, profile, wanted, is_same_model=model is None),
+        *(_recipe(recipe, wanted) if recipe is not None else ()),
+        *_mixed(metadata),
     ]
     replaced = {word for word in changes if word.startswith("--")}
     kept = [word for option in options if option[0] not in replaced for word in option]
@@ -81,80 +90,59 @@ def _basis(profile: CostProfile | None, model: str | None) -> Iterator[list[str]
         yield ["--profile", "profile.yaml"]
 
 
-def _ranks(
-    metadata: PlanMetadata, profile: CostProfile | None, ranks: int | None, *, is_same_model: bool
+def _plain(
+    metadata: PlanMetadata, profile: CostProfile | None, ranks: int, *, is_same_model: bool
 ) -> Iterator[list[str]]:
-    wanted = ranks or metadata.num_ranks
-    yield ["--ranks", str(wanted)]
-    yield ["--ranks-per-node", str(min(metadata.ranks_per_node, wanted))]
-    if metadata.tensor_parallel > 1:
-        yield ["--tensor-parallel", str(metadata.tensor_parallel)]
-    if metadata.pipeline_parallel > 1:
-        yield ["--pipeline-parallel", str(metadata.pipeline_parallel)]
-    if metadata.virtual_stages > 1:
-        yield ["--virtual-stages", str(metadata.virtual_stages)]
+    """Yield the options of one value each that are not at their default."""
+    batching, overlong = metadata.batching, metadata.overlong
+    by_tokens = None if batching is None else batching.tokens
+    is_given = batching is not None and by_tokens is None and batching.by == "given"
     is_derived = profile is not None and profile.memory.tokens_per_rank() == metadata.tokens_per_rank
-    if is_same_model and not is_derived:
-        yield ["--tokens-per-rank", str(metadata.tokens_per_rank)]
-    if metadata.rank_speeds and wanted == metadata.num_ranks:
-        yield ["--rank-speeds", ",".join(f"{rank}={speed:g}" for rank, speed in metadata.rank_speeds.items())]
+    speeds = metadata.rank_speeds or {} if ranks == metadata.num_ranks else {}
+    values = {
+        "ranks": ranks,
+        "ranks_per_node": min(metadata.ranks_per_node, ranks),
+        "tensor_parallel": metadata.tensor_parallel,
+        "pipeline_parallel": metadata.pipeline_parallel,
+        "virtual_stages": metadata.virtual_stages,
+        "tokens_per_rank": metadata.tokens_per_rank if is_same_model and not is_derived else None,
+        "rank_speeds": ",".join(f"{rank}={speed:g}" for rank, speed in speeds.items()) or None,
+        "sync": metadata.sync if is_same_model else None,
+        "global_batch_tokens": by_tokens,
+        "step_column": "COLUMN" if is_given else None,  # the plan does not keep its name
+        "global_batch_size": None if by_tokens is not None or is_given else metadata.global_batch_size,
+        "steps": metadata.step_limit,
+        "epochs": metadata.epochs,
+        "seed": metadata.seed,
+        "no_shuffle": not metadata.shuffle,
+        "max_length": overlong.max_length,
+        "overlong": overlong.policy,
+        "last_batch": metadata.last_batch,
+        "solver": metadata.solver,
+        "attention": metadata.attention,
+        **(metadata.solver_options if metadata.solver == "fcp" else {}),
+        "padded_rings": metadata.padding_multiple is not None,
+        "phase": metadata.phase,
+        "encoder_balance": metadata.encoder_balance,
+        "encoder_ranks": metadata.encoder_ranks,
+        "embeddings_cached": metadata.cached_from_step is not None,
+    }
+    for name, value in values.items():
+        if value not in (None, False, _DEFAULTS.get(name)):
+            yield [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
 
 
-def _recipe(metadata: PlanMetadata, recipe: Recipe | None, ranks: int) -> Iterator[list[str]]:
-    yield ["--sync", metadata.sync]
-    words = recipe.flags() if recipe is not None else []
+def _recipe(recipe: Recipe, ranks: int) -> Iterator[list[str]]:
+    words = recipe.flags()
     starts = [place for place, word in enumerate(words) if word.startswith("--")]
     for start, end in pairwise((*starts, len(words))):
         if words[start] != "--shard-ranks" or ranks % int(words[start + 1]) == 0:
             yield words[start:end]
 
 
-def _batches(metadata: PlanMetadata) -> Iterator[list[str]]:
-    batching, overlong = metadata.batching, metadata.overlong
-    if batching is not None and batching.tokens is not None:
-        yield ["--global-batch-tokens", str(batching.tokens)]
-    elif batching is not None and batching.by == "given":
-        yield ["--step-column", "COLUMN"]  # the plan does not keep its name
-    else:
-        yield ["--global-batch-size", str(metadata.global_batch_size)]
-    if (mixture := metadata.mixture) is not None:
-        for stage in mixture.stages:
-            for source, weight in zip(mixture.sources, stage.weights, strict=True):
-                yield ["--mix", f"{source.name}:{weight:g}" + (f"@{stage.first_step}" if stage.first_step else "")]
-    if metadata.step_limit is not None:
-        yield ["--steps", str(metadata.step_limit)]
-    if metadata.epochs > 1:
-        yield ["--epochs", str(metadata.epochs)]
-    if metadata.seed:
-        yield ["--seed", str(metadata.seed)]
-    if not metadata.shuffle:
-        yield ["--no-shuffle"]
-    if overlong.max_length is not None:
-        yield ["--max-length", str(overlong.max_length)]
-    if overlong.policy != "error":
-        yield ["--overlong", overlong.policy]
-    if metadata.last_batch != "keep":
-        yield ["--last-batch", metadata.last_batch]
-
-
-def _solver(metadata: PlanMetadata) -> Iterator[list[str]]:
-    if metadata.solver != "fcp":
-        yield ["--solver", metadata.solver]
-    if metadata.attention is not None:
-        yield ["--attention", metadata.attention]
-    if metadata.solver == "fcp":
-        for name in ("max_degree", "max_groups", "max_peers"):
-            if name in metadata.solver_options:
-                yield [f"--{name.replace('_', '-')}", str(metadata.solver_options[name])]
-        if metadata.solver_options.get("robust"):
-            yield ["--robust"]
-    if metadata.padding_multiple is not None:
-        yield ["--padded-rings"]
-    if metadata.phase is not None:
-        yield ["--phase", metadata.phase]
-    if metadata.encoder_balance is not None:
-        yield ["--encoder-balance", metadata.encoder_balance]
-    if metadata.encoder_ranks is not None:
-        yield ["--encoder-ranks", str(metadata.encoder_ranks)]
-    if metadata.cached_from_step is not None:
-        yield ["--embeddings-cached"]
+def _mixed(metadata: PlanMetadata) -> Iterator[list[str]]:
+    if (mixture := metadata.mixture) is None:
+        return
+    for stage in mixture.stages:
+        for source, weight in zip(mixture.sources, stage.weights, strict=True):
+            yield ["--mix", f"{source.name}:{weight:g}" + (f"@{stage.first_step}" if stage.first_step else "")]

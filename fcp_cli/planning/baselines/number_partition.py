@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import TypeAlias
 
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    weight: float
-    items: tuple[int, ...]
+_Part: TypeAlias = tuple[float, list[int]]  # weight, items
 
 
 def partition(weights: Sequence[float], parts: int, *, equal_counts: bool = False) -> list[list[int]]:
@@ -27,21 +23,19 @@ def partition(weights: Sequence[float], parts: int, *, equal_counts: bool = Fals
     order = sorted(range(len(weights)), key=lambda item: -weights[item])
     at_once = parts if equal_counts else 1
     # A partial answer is its parts that are not empty, heaviest first. Each begins with one item per part.
-    answers = [
-        [_Part(weights[i], (i,)) for i in order[first : first + at_once]] for first in range(0, len(order), at_once)
-    ]
+    answers = [[(weights[i], [i]) for i in order[first : first + at_once]] for first in range(0, len(order), at_once)]
     heap = [(-_spread(answer, parts), serial, answer) for serial, answer in enumerate(answers)]
     heapq.heapify(heap)
     for serial in range(len(heap), 2 * len(heap) - 1):
         widest, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
         merged = _merge(widest, second, parts)
         heapq.heappush(heap, (-_spread(merged, parts), serial, merged))
-    filled = [list(part.items) for part in heap[0][2]] if heap else []
+    filled = [items for _weight, items in heap[0][2]] if heap else []
     return filled + [[] for _ in range(parts - len(filled))]
 
 
 def _spread(answer: Sequence[_Part], parts: int) -> float:
-    return answer[0].weight - (answer[-1].weight if len(answer) == parts else 0.0)
+    return answer[0][0] - (answer[-1][0] if len(answer) == parts else 0.0)
 
 
 def _merge(a: Sequence[_Part], b: Sequence[_Part], parts: int) -> list[_Part]:
@@ -49,5 +43,5 @@ def _merge(a: Sequence[_Part], b: Sequence[_Part], parts: int) -> list[_Part]:
     alone_a, alone_b = max(parts - len(b), 0), max(parts - len(a), 0)
     joined = [*a[:alone_a], *b[:alone_b]]
     for one, other in zip(a[alone_a:], reversed(b[alone_b:]), strict=True):
-        joined.append(_Part(one.weight + other.weight, one.items + other.items))
-    return sorted(joined, key=lambda part: -part.weight)
+        joined.append((one[0] + other[0], one[1] + other[1]))
+    return sorted(joined, key=lambda part: -part[0])

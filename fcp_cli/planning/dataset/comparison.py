@@ -18,7 +18,7 @@ from fcp_cli.plan.summary import PlanSummary
 from fcp_cli.planning.assemble import StuckError, assemble, step_bound_seconds
 from fcp_cli.planning.baselines.padded import Padded
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.problem import Assignment, Batch, PricedStep, Pricer, Problem
+from fcp_cli.planning.problem import Assignment, Batch, PricedStep, Problem
 from fcp_cli.planning.solvers import DEFAULT, make_solver, strategy
 
 SYNCS: tuple[Sync, ...] = ("microbatch", "iteration")
@@ -142,7 +142,8 @@ def _run(
     planning_seconds = []
     for batch in batches:
         started = time.perf_counter()
-        answer = solver.price(batch) if isinstance(solver, Pricer) else solver.assign(batch)
+        price = getattr(solver, "price", None)
+        answer = solver.assign(batch) if price is None else price(batch)
         planning_seconds.append(time.perf_counter() - started)
         runs = solver.padded(batch) if isinstance(solver, Padded) else batch
         for tally in tallies.values():

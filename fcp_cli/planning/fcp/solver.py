@@ -65,7 +65,7 @@ _RATINGS = (0.92, 1.7, CLOSE_ENOUGH), (0.0, 1.7, _WIDE), (0.92, 1.3, _WIDE), (0.
 _CHOOSING_STEPS = 16  # planned repeatedly to choose groups under a limit
 _PRICED_STEPS = 16  # planned with and without a limit
 _NEVER_PAYS_SECONDS = 1e9  # of a hop: far above any step, and small enough that sums keep their seconds
-_Search: TypeAlias = Callable[[Work, IntArray, Sequences, PlannerInputs, float], Assignment | None]
+_Search: TypeAlias = Callable[[IntArray, Sequences, float], Assignment | None]
 _TWO_LIMITS = "--max-degree forbids rings, which --max-groups and --max-peers limit; give one of them"
 
 
@@ -322,14 +322,13 @@ class FcpSolver:
     def _candidates(self, batch: Batch, bound: Callable[[], float]) -> Iterator[Candidate]:
         """Yield everything that is tried for a step."""
         yield from self._searches(batch)
-        yield Candidate("one degree", partial(self._one_degree, batch, "one degree"))
+        yield Candidate("one degree", partial(self._one_degree, batch))
         if self.problem.attention == "2d":  # a plan of rings may be quicker than the greedy search among all ways
             rings = replace(self, inputs=without_splits(self.inputs))
             nested = partial(best_of, rings._searches(batch, "rings, "), bound)
             yield Candidate("rings", nested, CLOSE_ENOUGH)
-        for name, inputs, work in self._perturbed_inputs(batch.work):
-            other = replace(self, inputs=inputs)
-            yield Candidate(name, partial(self._perturbed, other, name, replace(batch, work=work), batch), CLOSE_ENOUGH)
+        for name, work in self._perturbed_work(batch.work):
+            yield Candidate(name, partial(self._perturbed, name, replace(batch, work=work), batch), CLOSE_ENOUGH)
         if self.problem.sync == "microbatch":
             order, sequences = by_falling_work(batch.work)
             recomputes = self.inputs.prices.again.any()
@@ -346,59 +345,46 @@ class FcpSolver:
     def _searches(self, batch: Batch, prefix: str = "") -> Iterator[Candidate]:
         """Yield the searches of these inputs for the step."""
         order, sequences = by_falling_work(batch.work)
-        search = partial(self._search, batch, order, sequences, self.inputs)
+        # The compiled core knows no seconds after the last micro-batch.
+        closing = self.problem.profile.step.closing_seconds(self.problem.sync)
+
+        def candidate(name: str, search: _Search, above_gap: float | None = None) -> Candidate:
+            def improve(found: Found) -> Found:
+                answer = search(order, sequences, found.seconds - closing)
+                return found.quicker(prefix + name, answer, batch, self.problem)
+
+            return Candidate(prefix + name, improve, above_gap)
+
         if self.problem.sync == "iteration":
-            yield Candidate(f"{prefix}timelines", partial(search, f"{prefix}timelines", assign=self._timelines))
-        yield Candidate(f"{prefix}waves", partial(search, f"{prefix}waves", assign=self._waves))
+            yield candidate("timelines", partial(self._timelines, batch.work))
+        yield candidate("waves", self._waves)
         # Under `ulysses` the widest group may need every token.
         reduced = () if self.problem.attention == "ulysses" else reduced_budgets(self.inputs, sequences)
         for name, inputs in reduced:
-            again = partial(self._search, batch, order, sequences, inputs, f"{prefix}{name}", assign=self._again)
-            yield Candidate(f"{prefix}{name}", again, CLOSE_ENOUGH)
+            yield candidate(name, replace(self, inputs=inputs)._again, CLOSE_ENOUGH)
 
-    def _search(
-        self,
-        batch: Batch,
-        order: IntArray,
-        sequences: Sequences,
-        inputs: PlannerInputs,
-        name: str,
-        found: Found,
-        *,
-        assign: _Search,
-    ) -> Found:
-        # The compiled core knows no seconds after the last micro-batch.
-        limit = found.seconds - self.problem.profile.step.closing_seconds(self.problem.sync)
-        return found.quicker(name, assign(batch.work, order, sequences, inputs, limit), batch, self.problem)
-
-    def _timelines(
-        self, work: Work, order: IntArray, sequences: Sequences, inputs: PlannerInputs, limit: float
-    ) -> Assignment | None:
+    def _timelines(self, work: Work, order: IntArray, sequences: Sequences, limit: float) -> Assignment | None:
         least = simple_bound_seconds(work, self.problem) if limit == np.inf else 0.9 * limit
-        return assign_timelines(least, order, sequences, inputs, limit)
+        return assign_timelines(least, order, sequences, self.inputs, limit)
 
-    def _waves(
-        self, work: Work, order: IntArray, sequences: Sequences, inputs: PlannerInputs, limit: float
-    ) -> Assignment | None:
-        waves = assign_waves(order, sequences, inputs, limit)
+    def _waves(self, order: IntArray, sequences: Sequences, limit: float) -> Assignment | None:
+        waves = assign_waves(order, sequences, self.inputs, limit)
         if waves is None or self.problem.sync == "microbatch":
             return waves
         return _without_waves(waves)  # a valid order of timelines, too
 
-    def _again(
-        self, work: Work, order: IntArray, sequences: Sequences, inputs: PlannerInputs, limit: float
-    ) -> Assignment | None:
-        """Search other inputs for a step that takes fewer seconds than the limit."""
+    def _again(self, order: IntArray, sequences: Sequences, limit: float) -> Assignment | None:
+        """Search these inputs, which are others than the problem's, for fewer seconds than the limit."""
         if self.problem.sync == "microbatch":
-            return assign_waves(order, sequences, inputs, limit)
+            return assign_waves(order, sequences, self.inputs, limit)
         if len(order) > _FEW_SEQUENCES:
             return None
-        even = float(sequences.work.sum()) / inputs.num_ranks + inputs.prices.beta
-        return assign_timelines(max(even, 0.9 * limit), order, sequences, inputs)
+        even = float(sequences.work.sum()) / self.inputs.num_ranks + self.inputs.prices.beta
+        return assign_timelines(max(even, 0.9 * limit), order, sequences, self.inputs)
 
-    def _perturbed(self, other: FcpSolver, name: str, perturbed: Batch, batch: Batch, found: Found) -> Found:
-        """Plan other inputs from the start; their answer counts by the real ones."""
-        answer = best_of(other._searches(perturbed, f"{name}, "), self._bound(perturbed.work), Found())
+    def _perturbed(self, name: str, perturbed: Batch, batch: Batch, found: Found) -> Found:
+        """Plan other work from the start; the answer counts by the real one."""
+        answer = best_of(self._searches(perturbed, f"{name}, "), self._bound(perturbed.work), Found())
         return found.quicker(answer.name, answer.assignment, batch, self.problem)
 
     def _exact(self, batch: Batch, found: Found) -> Found:
@@ -427,13 +413,13 @@ class FcpSolver:
         inputs = repriced(solver.inputs, hop=solver.inputs.prices.hop + dearer_hop_seconds)
         return replace(solver, problem=alike, inputs=inputs).assign(batch)
 
-    def _perturbed_inputs(self, work: Work) -> Iterator[tuple[str, PlannerInputs, Work]]:
-        """Yield inputs and work by which the greedy search goes other ways."""
+    def _perturbed_work(self, work: Work) -> Iterator[tuple[str, Work]]:
+        """Yield work by which the greedy search goes other ways."""
         encoder = encoder_seconds(work, self.problem.profile)
         if self.problem.sync == "microbatch" and self.problem.profile.step.lockstep and encoder.any():
             # Waves wait for the slowest encoder and then for the slowest rest: more even in the one, or in the other.
-            yield "even without encoder", self.inputs, replace(work, linear_seconds=work.linear_seconds - encoder)
-            yield "even encoder", self.inputs, replace(work, linear_seconds=work.linear_seconds + encoder)
+            yield "even without encoder", replace(work, linear_seconds=work.linear_seconds - encoder)
+            yield "even encoder", replace(work, linear_seconds=work.linear_seconds + encoder)
 
     def _rated_otherwise(
         self,
@@ -471,7 +457,7 @@ class FcpSolver:
             found = FcpSolver(problem=plain, inputs=inputs, degrees=self.degrees).assign(batch)
             yield PipelineStep.of(found, batch, self.problem)
 
-    def _one_degree(self, batch: Batch, name: str, found: Found) -> Found:
+    def _one_degree(self, batch: Batch, found: Found) -> Found:
         """Try the best step of one degree; rings keep to the allowed groups."""
         seconds = found.seconds - self.problem.profile.step.closing_seconds(self.problem.sync)
         chosen, sequences, degrees, ranks = None, in_batch_order(batch.work), self.degrees, self.problem.num_ranks
@@ -487,7 +473,7 @@ class FcpSolver:
         assignment = chosen.assign(batch)
         if self.problem.sync == "iteration":
             assignment = _without_waves(assignment)
-        return found.quicker(name, assignment, batch, self.problem)
+        return found.quicker("one degree", assignment, batch, self.problem)
 
 
 def _no_bound() -> float:
