@@ -295,9 +295,7 @@ def parse_cost_profile(text: str, *, name: str) -> CostProfile:
         )
     for place, costs in (("", file), ("common_ground.", ground)):
         if costs is not None:
-            _require_time(costs.coefficients, f"{name}: {place}coefficients")
-            _require_part(costs.coefficients, f"{name}: {place}coefficients")
-            _require_window(costs.coefficients, f"{name}: {place}coefficients")
+            _require_sense(costs.coefficients, f"{name}: {place}coefficients")
     check_levels(file.recompute_levels, f"{name}: recompute_levels")
     if (file.recipe is not None and file.recipe.recompute == "as-needed") != bool(file.recompute_levels):
         raise ProfileError(
@@ -310,41 +308,32 @@ def parse_cost_profile(text: str, *, name: str) -> CostProfile:
     return CostProfile(**given, bandwidth=bandwidth, text=text)
 
 
-def _require_time(coefficients: Coefficients, where: str) -> None:
-    """Check that tokens take time: planning compares, and divides by, times of packs."""
-    attention, linear = coefficients.attention_seconds_per_token2, coefficients.linear_seconds_per_token
+def _require_sense(c: Coefficients, where: str) -> None:
+    """Check that tokens take time, that a last hop is part of a ring, and halos are of something."""
+    attention, linear = c.attention_seconds_per_token2, c.linear_seconds_per_token
+    last, whole, halo, message = (
+        *(c.last_hop_bytes_per_token, c.ring_bytes_per_token),
+        *(c.halo_bytes_per_token, c.halo_message_seconds),
+    )
+    # Planning compares, and divides by, times of packs.
     if attention < _LEAST_PER_TOKEN2 and linear < _LEAST_PER_TOKEN:
         raise ProfileError(
             f"{where}.attention_seconds_per_token2 is {attention:g} and .linear_seconds_per_token {linear:g}: tokens "
             "take no time, so that no plan is quicker than another; 'fcp profile --analytic' computes them"
         )
-
-
-def _require_part(coefficients: Coefficients, where: str) -> None:
-    """Check that a ring's last hop is part of it."""
-    last, whole = coefficients.last_hop_bytes_per_token, coefficients.ring_bytes_per_token
     if last > whole:
         raise ProfileError(
             f"{where}.last_hop_bytes_per_token is {last:g}, more than .ring_bytes_per_token, {whole:g}, of which it is "
             "a part"
         )
-
-
-def _require_window(coefficients: Coefficients, where: str) -> None:
-    """Check that halos are of something: rows within a window of some tokens."""
-    size, window, seconds = (
-        coefficients.halo_bytes_per_token,
-        coefficients.window_tokens,
-        coefficients.halo_message_seconds,
-    )
-    if size and not window:
+    if halo and not c.window_tokens:
         raise ProfileError(
-            f"{where}.halo_bytes_per_token is {size:g}, and .window_tokens is missing: a halo is what lies within a "
+            f"{where}.halo_bytes_per_token is {halo:g}, and .window_tokens is missing: a halo is what lies within a "
             "window before each chunk"
         )
-    if seconds and not size:
+    if message and not halo:
         raise ProfileError(
-            f"{where}.halo_message_seconds is {seconds:g}, and .halo_bytes_per_token is missing: without it rings "
+            f"{where}.halo_message_seconds is {message:g}, and .halo_bytes_per_token is missing: without it rings "
             "carry layers with windows, and there are no such messages"
         )
 

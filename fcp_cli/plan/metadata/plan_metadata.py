@@ -273,44 +273,35 @@ def parse_metadata(raw: Mapping[bytes, bytes] | None, *, name: str) -> PlanMetad
         error=PlanError,
         remedy="use the fcp that made the plan, or make it again with 'fcp plan'",
     )
-    _require_ranks(metadata, name)
-    _require_masks(metadata, name)
-    again = () if metadata.pipeline is None else metadata.pipeline.recompute_seconds_per_token
-    if again and len(again) != metadata.pipeline_parallel:
-        raise PlanError(
-            f"{name}: the plan's metadata is damaged: pipeline: {len(again)} times of recomputation for "
-            f"{metadata.pipeline_parallel} stages"
-        )
-    if metadata.mixture is not None and (fault := metadata.mixture.fault(metadata.manifest.rows)):
-        raise PlanError(f"{name}: the plan's metadata is damaged: mixture: {fault}")
-    if metadata.continues is not None:
-        try:
-            unpack_rows(metadata.continues.trained, metadata.manifest.rows)
-        except ValueError as error:
-            raise PlanError(
-                f"{name}: the plan's metadata is damaged: continues.trained is no mask of {metadata.manifest.rows} "
-                f"rows: {error}"
-            ) from error
+    try:
+        _require_sound(metadata)
+    except ValueError as error:
+        raise PlanError(f"{name}: the plan's metadata is damaged: {error}") from error
     return metadata
 
 
-def _require_ranks(metadata: PlanMetadata, name: str) -> None:
-    """Refuse speeds of ranks that the job does not have."""
-    refits = metadata.refits or ()
+def _require_sound(metadata: PlanMetadata) -> None:
+    """Raise ValueError for ranks, stages or rows that the job or its manifest does not have."""
+    rows = metadata.manifest.rows
+    again = () if metadata.pipeline is None else metadata.pipeline.recompute_seconds_per_token
+    place = "rank_speeds"
     try:
-        for named in (metadata.rank_speeds, *(refit.rank_speeds for refit in refits)):
+        for named in (metadata.rank_speeds, *(refit.rank_speeds for refit in metadata.refits or ())):
             speeds_of(named, metadata.num_ranks)
-    except ValueError as error:
-        raise PlanError(f"{name}: the plan's metadata is damaged: rank_speeds: {error}") from error
-
-
-def _require_masks(metadata: PlanMetadata, name: str) -> None:
-    """Refuse masks that are not of the manifest's rows."""
-    try:
+        place = "masks"
         if metadata.masks is not None:
-            metadata.masks.of_rows(metadata.manifest.rows)
+            metadata.masks.of_rows(rows)
+        place = "pipeline"
+        if again and len(again) != metadata.pipeline_parallel:
+            raise ValueError(f"{len(again)} times of recomputation for {metadata.pipeline_parallel} stages")
+        place = "mixture"
+        if metadata.mixture is not None and (fault := metadata.mixture.fault(rows)):
+            raise ValueError(fault)
+        place = f"continues.trained is no mask of {rows} rows"
+        if metadata.continues is not None:
+            unpack_rows(metadata.continues.trained, rows)
     except ValueError as error:
-        raise PlanError(f"{name}: the plan's metadata is damaged: masks: {error}") from error
+        raise ValueError(f"{place}: {error}") from error
 
 
 def steps_per_epoch(sequences: int, global_batch_size: int, last_batch: LastBatch) -> int:
