@@ -1,7 +1,7 @@
 """Reads the command lines of `fcp` and shows their help: typer, with options declared as dataclasses.
 
-`takes` makes a command of a function that takes one option dataclass (see `options`). The help is plain text under one
-heading per group, the same on a terminal and through a pipe.
+`takes` makes a command of a function whose parameters are its options, or of one that takes an option dataclass (see
+`options`). The help is plain text under one heading per group, the same on a terminal and through a pipe.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from dataclasses import MISSING
+from dataclasses import MISSING, field, make_dataclass
 from functools import wraps
 from typing import Annotated, Any, Final, TypeVar, cast
 
@@ -25,23 +25,23 @@ from fcp_cli.errors import FcpError, Interrupted, UsageError
 from fcp_cli.options import Opt, Option, build, options_of, read_value
 from fcp_cli.words import nearest
 
-T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def takes(kind: type[T], *examples: str) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Make a command of a function of one option dataclass.
+def takes(*examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a command of a function whose parameters are marked as options, or that takes one option dataclass.
 
     Args:
-        kind: the dataclass; its fields become the command's options and arguments.
         examples: command lines that end the help.
     """
-    options = tuple(options_of(kind))
-    assert len({option.name for option in options}) == len(options), f"{kind.__name__} declares an option twice"
-    context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-    signature = inspect.Signature([context, *map(_parameter, options)])
 
-    def decorate(function: Callable[[T], None]) -> Callable[..., None]:
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        kind = _option_dataclass(function)
+        options = tuple(options_of(kind))
+        assert len({option.name for option in options}) == len(options), f"{kind.__name__} declares an option twice"
+        context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        signature = inspect.Signature([context, *map(_parameter, options)])
+
         @wraps(function)
         def command(*, context: typer.Context, **values: Any) -> None:
             if context.invoked_subcommand is not None:
@@ -55,18 +55,34 @@ def takes(kind: type[T], *examples: str) -> Callable[[Callable[[T], None]], Call
             if configured:
                 refuse_untrusted(context.find_root().obj, configured, values, _config_key(context))
             try:
-                function(build(kind, values, given=given, typed=typed))
+                found: Any = build(kind, values, given=given, typed=typed)
+                function(**vars(found)) if kind.__name__ == _MADE else function(found)
             except FcpError as error:  # one that names an option names where its value was set, too
                 flag = str(error).partition(" is ")[0]
                 assumptions = (_origin(context, option.name) for option in options if option.flag == flag)
                 error.args = (f"{error}{next(assumptions, '')}",)
                 raise
 
-        command.__dict__ |= {"__signature__": signature, "examples": "\n".join(examples), "rare": _rare(options)}
+        command.__dict__ |= {"__signature__": signature, "options": options, "examples": "\n".join(examples)}
+        command.__dict__["rare"] = _rare(options)
         command.__annotations__ = {}  # typer would resolve those of `function`, which declare no options
         return command
 
     return decorate
+
+
+def _option_dataclass(function: Callable[..., None]) -> type:
+    """Return the dataclass that a command takes, or one made of the parameters that it takes instead."""
+    parameters = inspect.signature(function, eval_str=True).parameters
+    if parameters.keys() == {"options"}:
+        return cast(type, parameters["options"].annotation)
+    empty = inspect.Parameter.empty
+    defaults = {name: MISSING if one.default is empty else one.default for name, one in parameters.items()}
+    shape = [(name, one.annotation, field(default=defaults[name])) for name, one in parameters.items()]
+    return make_dataclass(_MADE, shape, kw_only=True)
+
+
+_MADE: Final = "OptionsOfFunction"
 
 
 def _rare(options: Iterable[Option]) -> frozenset[str]:

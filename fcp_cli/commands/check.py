@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -17,20 +16,16 @@ from fcp_cli.words import counted
 _MOST_SHOWN = 10
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckOptions:
-    """The options of `fcp check`."""
-
-    plan: Annotated[Path, Arg("The plan to check.")] = Path("plan.parquet")
+@takes("fcp check", "fcp check plan.parquet --manifest lengths.parquet")
+def check(
+    *,
+    plan: Annotated[Path, Arg("The plan to check.")] = Path("plan.parquet"),
     manifest: Annotated[
         tuple[Path, ...], Opt("Its manifest, to check lengths and all times against; once per source of a mixture.")
-    ] = ()
-    length_column: Annotated[str, Opt("Column of the manifest with lengths.")] = "length"
-    json: Annotated[bool, Opt("Print the findings as one JSON document on stdout.")] = False
-
-
-@takes(CheckOptions, "fcp check", "fcp check plan.parquet --manifest lengths.parquet")
-def check(options: CheckOptions) -> None:
+    ] = (),
+    length_column: Annotated[str, Opt("Column of the manifest with lengths.")] = "length",
+    json: Annotated[bool, Opt("Print the findings as one JSON document on stdout.")] = False,
+) -> None:
     """Prove a plan: order, coverage, token budget, times, bounds, hash.
 
     Exit status 0 for a sound plan, 1 for any other.
@@ -39,17 +34,15 @@ def check(options: CheckOptions) -> None:
     from fcp_cli.plan.file.reader import PlanReader
     from fcp_cli.planning.batching.mixing import planned_manifest
 
-    plan, table = options.plan, None
     metadata = PlanReader(plan).metadata
-    if options.manifest:
-        table = planned_manifest(metadata, options.manifest, length_column=options.length_column)
+    table = planned_manifest(metadata, manifest, length_column=length_column) if manifest else None
     findings = list(islice(check_plan(plan, manifest=table), _MOST_SHOWN))
-    if options.json:
+    if json:
         shown = [{"step": f.step, "order": f.order, "message": f.message} for f in findings]
         print_json({"plan": str(plan), "plan_hash": metadata.plan_hash, "sound": not findings, "findings": shown})
-    for finding in findings if not options.json else ():
+    for finding in findings if not json else ():
         print_result(f"{plan}: {finding}")
     if findings:
         raise typer.Exit(1)
-    if not options.json:
+    if not json:
         print_result(f"{plan} is sound: {counted(metadata.steps, 'step')}, hash {metadata.plan_hash[:16]}")

@@ -52,7 +52,6 @@ class CompareOptions(PlanRequest):
 
 
 @takes(
-    CompareOptions,
     "fcp compare lengths.parquet --ranks 64",
     "fcp compare lengths.parquet --solvers fcp,static --sync iteration --steps 8",
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -13,18 +12,14 @@ from fcp_cli.console import human, print_json, results
 from fcp_cli.options import Opt
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DemoOptions:
-    """The options of `fcp demo`."""
-
+@takes("fcp demo", "fcp demo -o /tmp/fcp-demo")
+def demo(
+    *,
     output: Annotated[
         Path, Opt("Output folder; that of an earlier demo is replaced.", flags=("--output", "-o"), trust="writes")
-    ] = Path("fcp-demo")
-    json: Annotated[bool, Opt("Print its figures as one JSON document on stdout.")] = False
-
-
-@takes(DemoOptions, "fcp demo", "fcp demo -o /tmp/fcp-demo")
-def demo(options: DemoOptions) -> None:
+    ] = Path("fcp-demo"),
+    json: Annotated[bool, Opt("Print its figures as one JSON document on stdout.")] = False,
+) -> None:
     """Show fcp's gain in wall time, and exact gradients, in two minutes.
 
     It needs no data and no GPU: texts are Python's own sources, and ranks are processes of this machine. Without
@@ -32,9 +27,9 @@ def demo(options: DemoOptions) -> None:
     """
     from fcp_cli.demo.show import Demo
 
-    shown = Demo(folder=options.output, console=human() if options.json else results())
+    shown = Demo(folder=output, console=human() if json else results())
     shown.show()
-    if options.json:
+    if json:
         print_json(shown.figures)
     if not shown.passed:
         raise typer.Exit(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import Annotated
 
 from fcp_cli.command_line.command import takes
@@ -11,20 +10,13 @@ from fcp_cli.console import note, print_json
 from fcp_cli.options import Opt
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EnvOptions:
-    """The options of `fcp env`."""
-
-    json: Annotated[bool, Opt("Print one JSON document on stdout.")] = False
-
-
-@takes(EnvOptions, "fcp env", "fcp env --json")
-def env(options: EnvOptions) -> None:
+@takes("fcp env", "fcp env --json")
+def env(*, json: Annotated[bool, Opt("Print one JSON document on stdout.")] = False) -> None:
     """Show versions, devices and communication libraries, for an issue."""
     from fcp_cli.machine.facts import collect_facts, facts_document, facts_lines
 
     facts = collect_facts()
-    if options.json:
+    if json:
         print_json(facts_document(facts))
         return
     note("Copy and paste this block into your issue:\n")

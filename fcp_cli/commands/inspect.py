@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,36 +18,31 @@ if TYPE_CHECKING:
     from fcp_cli.report.plan_file import PlanFile
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class InspectOptions:
-    """Which part of a plan to show."""
-
-    plan: Annotated[Path, Arg("The plan to show.")] = Path("plan.parquet")
-    step: Annotated[int | None, Opt("Show this step instead of the whole plan.", min=0)] = None
+@takes("fcp inspect", "fcp inspect plan.parquet --step 3 --why 0")
+def inspect(
+    *,
+    plan: Annotated[Path, Arg("The plan to show.")] = Path("plan.parquet"),
+    step: Annotated[int | None, Opt("Show this step instead of the whole plan.", min=0)] = None,
     why: Annotated[
         int | None, Opt("With --step: explain the degree of this micro-batch.", min=0, metavar="MICROBATCH")
-    ] = None
+    ] = None,
     manifest: Annotated[
         tuple[Path, ...], Opt("The plan's manifest, if it has mask or vision columns; once per source of a mixture.")
-    ] = ()
-    json: Annotated[bool, Opt("Print one JSON document on stdout.")] = False
-
-
-@takes(InspectOptions, "fcp inspect", "fcp inspect plan.parquet --step 3 --why 0")
-def inspect(options: InspectOptions) -> None:
+    ] = (),
+    json: Annotated[bool, Opt("Print one JSON document on stdout.")] = False,
+) -> None:
     """Show a plan's summary, or one step: groups, seconds, idle time."""
     from fcp_cli.report.plan_file import open_plan
 
-    step, why = options.step, options.why
-    file = open_plan(options.plan, quickly=step is not None)
+    file = open_plan(plan, quickly=step is not None)
     if step is None and why is not None:
         raise UsageError("--why names a micro-batch of one step; give --step too")
     if step is None:
-        _inspect_plan(file, options.manifest, options.json)
+        _inspect_plan(file, manifest, json)
     elif why is not None:
-        _inspect_degree(file, step, why, options.manifest, options.json)
+        _inspect_degree(file, step, why, manifest, json)
     else:
-        _inspect_step(file, step, options.json)
+        _inspect_step(file, step, json)
     for problem in file.problems:
         note(f"warning: {problem}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -13,32 +12,28 @@ from fcp_cli.console import print_always, print_json
 from fcp_cli.options import Arg, Opt
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ListOptions:
-    """Kind of names to list."""
-
-    kind: Annotated[Known | None, Arg("models, clusters, solvers, targets or integrations; without it, all.")] = None
-    json: Annotated[bool, Opt("Print one JSON document on stdout.")] = False
-
-
-@takes(ListOptions, "fcp list models", "fcp list")
-def list_names(options: ListOptions) -> None:
+@takes("fcp list models", "fcp list")
+def list_names(
+    *,
+    kind: Annotated[Known | None, Arg("models, clusters, solvers, targets or integrations; without it, all.")] = None,
+    json: Annotated[bool, Opt("Print one JSON document on stdout.")] = False,
+) -> None:
     """List names that options take: models, clusters, solvers, targets.
 
     The frameworks that fcp hooks are also listed.
     """
-    kinds = [kind for kind in KINDS if options.kind in (None, kind)]
-    found = {str(kind): known_names(kind) for kind in kinds}
-    for kind in kinds:
-        for line in ignored_plugins(kind):
+    kinds = KINDS if kind is None else (kind,)
+    found = {str(one): known_names(one) for one in kinds}
+    for one in kinds:
+        for line in ignored_plugins(one):
             print_always(f"ignored: {line}")
-    if options.json:
+    if json:
         print_json(found)
         return
-    for kind in kinds:
-        if options.kind is None:
-            typer.echo(f"{kind}:")
-        aliases = other_names(kind)
-        for name in found[kind]:
+    for one in kinds:
+        if kind is None:
+            typer.echo(f"{one}:")
+        aliases = other_names(one)
+        for name in found[one]:
             shown = f"{name} ({', '.join(aliases[name])})" if aliases.get(name) else name
-            typer.echo(shown if options.kind else f"  {shown}")
+            typer.echo(shown if kind else f"  {shown}")

@@ -107,7 +107,6 @@ class PlanOptions(PlanRequest):
 
 
 @takes(
-    PlanOptions,
     "fcp plan lengths.parquet --ranks 64 --ranks-per-node 8",
     "fcp plan lengths.parquet --model qwen3-8b --cluster h100-8x8 --recompute full",
 )

@@ -44,7 +44,6 @@ class ProfileOptions(ProfileRequest):
 
 @profile_app.callback(invoke_without_command=True)
 @takes(
-    ProfileOptions,
     "fcp profile --model qwen3-tiny --budget-minutes 2",
     "fcp profile --analytic --model qwen3-8b --cluster h100-8x8 -o profile.yaml",
 )
@@ -83,29 +82,25 @@ def profile(options: ProfileOptions) -> None:
         raise ProfileError(failure)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShowProfileOptions:
-    """Which profile to explain, and at which lengths."""
-
-    path: Annotated[Path, Arg("Cost profile, or a model with an example of one.", metavar="PROFILE")] = _OUTPUT
+@profile_app.command()
+@takes("fcp profile show", "fcp profile show profile.yaml --lengths 4096,65536 --degrees 1,8")
+def show(
+    *,
+    path: Annotated[Path, Arg("Cost profile, or a model with an example of one.", metavar="PROFILE")] = _OUTPUT,
     lengths: Annotated[
         tuple[int, ...], Opt("Lengths to show times for, e.g. 4096,65536.", commas=True, unset="around the break-even")
-    ] = ()
-    degrees: Annotated[tuple[int, ...], Opt("Degrees to show times for.", commas=True)] = _DEGREES
-    json: Annotated[bool, Opt("Print the result as one JSON document on stdout.")] = False
-
-
-@profile_app.command()
-@takes(ShowProfileOptions, "fcp profile show", "fcp profile show profile.yaml --lengths 4096,65536 --degrees 1,8")
-def show(options: ShowProfileOptions) -> None:
+    ] = (),
+    degrees: Annotated[tuple[int, ...], Opt("Degrees to show times for.", commas=True)] = _DEGREES,
+    json: Annotated[bool, Opt("Print the result as one JSON document on stdout.")] = False,
+) -> None:
     """Explain a profile: each coefficient, the length at which attention overtakes linear work, example times."""
     from fcp_cli.report.profiles import print_profile
 
-    loaded, lengths, degrees = _named(options.path), list(options.lengths), list(options.degrees)
-    if options.json:
-        print_json(_explained(loaded, lengths, degrees))
+    loaded = _named(path)
+    if json:
+        print_json(_explained(loaded, list(lengths), list(degrees)))
     else:
-        print_profile(results(), loaded, lengths=lengths, degrees=degrees)
+        print_profile(results(), loaded, lengths=list(lengths), degrees=list(degrees))
 
 
 def _named(path: Path) -> CostProfile:
@@ -120,40 +115,34 @@ def _named(path: Path) -> CostProfile:
     return load_cost_profile(path)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FitOptions:
-    """Which runs to refit from."""
-
-    metrics: Annotated[tuple[Path, ...], Arg("Folders of runs, or their metrics.jsonl.", metavar="RUN_DIR")]
-    output: Annotated[Path, Opt("The profile to write; - is stdout.", flags=("--output", "-o"), trust="writes")] = (
-        _OUTPUT
-    )
-    profile: Annotated[Path | None, Opt("Profile to compare with and to start from.", unset="the plan's own")] = None
-    plan: Annotated[Path | None, Opt("The runs' plan, if it was moved.")] = None
-    skip_steps: Annotated[int, Opt("Steps to skip after each start.", min=0)] = 1
-    json: Annotated[bool, Opt("Print the result as one JSON document on stdout.")] = False
-
-
 @profile_app.command()
 @takes(
-    FitOptions,
     "fcp profile fit runs/qwen3-8b-001",
     "fcp profile fit runs/qwen3-001 runs/qwen3-002 --skip-steps 5 -o refitted.yaml",
 )
-def fit(options: FitOptions) -> None:
+def fit(
+    *,
+    metrics: Annotated[tuple[Path, ...], Arg("Folders of runs, or their metrics.jsonl.", metavar="RUN_DIR")],
+    output: Annotated[
+        Path, Opt("The profile to write; - is stdout.", flags=("--output", "-o"), trust="writes")
+    ] = _OUTPUT,
+    profile: Annotated[Path | None, Opt("Profile to compare with and to start from.", unset="the plan's own")] = None,
+    plan: Annotated[Path | None, Opt("The runs' plan, if it was moved.")] = None,
+    skip_steps: Annotated[int, Opt("Steps to skip after each start.", min=0)] = 1,
+    json: Annotated[bool, Opt("Print the result as one JSON document on stdout.")] = False,
+) -> None:
     """Refit a profile from the metrics of real training runs; every micro-batch is a sample."""
     from fcp_cli.cost.profile import load_cost_profile
     from fcp_cli.profiling.fits.refit import refit, samples_of_run
     from fcp_cli.runs.metrics.metrics_reader import metrics_path
 
-    output = options.output
-    _refuse_two_documents(output, options.json)
-    before = load_cost_profile(options.profile) if options.profile is not None else None
-    metrics = [metrics_path(path) for path in options.metrics]
-    runs = [samples_of_run(path, plan=options.plan, skip_steps=options.skip_steps) for path in metrics]
-    refuse_to_overwrite(output, *metrics, options.plan)  # the profile may be replaced, since it is refitted
+    _refuse_two_documents(output, json)
+    before = load_cost_profile(profile) if profile is not None else None
+    files = [metrics_path(path) for path in metrics]
+    runs = [samples_of_run(path, plan=plan, skip_steps=skip_steps) for path in files]
+    refuse_to_overwrite(output, *files, plan)  # the profile may be replaced, since it is refitted
     result = refit(runs, before=before)
-    (note if options.json or str(output) == "-" else print_result)(
+    (note if json or str(output) == "-" else print_result)(
         f"{counted(result.num_fitted, 'micro-batch')} fitted, {result.num_held_out} held out; held-out error "
         f"before {result.held_out_before_percent:.1f} %, after {result.held_out_after_percent:.1f} %"
     )
@@ -164,7 +153,7 @@ def fit(options: FitOptions) -> None:
     if any(run.hides_encoder for run in runs):
         note("warning: the plan counted no work of the vision encoder: its time is inside the fitted figures")
     _write(result.profile, output)
-    if options.json:
+    if json:
         print_json(_refit_document(result, output))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,25 +26,21 @@ _SPEEDUP_SEQUENCES = 16_384  # planned again to find the best static plan
 _METRICS_BYTES = 200_000_000  # beyond this only each k-th measured step is read
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReportOptions:
-    """The options of `fcp report`."""
-
+@takes("fcp report", "fcp report runs/qwen3-tiny-001 -o run.html")
+def report(
+    *,
     plan: Annotated[Path, Arg("The plan to show, or the folder of a run.", metavar="PLAN|RUN_DIR")] = Path(
         "plan.parquet"
-    )
+    ),
     metrics: Annotated[
         Path | None, Opt("metrics.jsonl of a run that followed the plan, or its folder.", metavar="RUN_DIR")
-    ] = None
-    output: Annotated[Path, Opt("The page to write.", flags=("--output", "-o"), trust="writes")] = Path("report.html")
+    ] = None,
+    output: Annotated[Path, Opt("The page to write.", flags=("--output", "-o"), trust="writes")] = Path("report.html"),
     manifest: Annotated[
         tuple[Path, ...], Opt("The plan's manifest, if it has mask or vision columns; once per source of a mixture.")
-    ] = ()
-    json: Annotated[bool, Opt("Print its figures as one JSON document on stdout.")] = False
-
-
-@takes(ReportOptions, "fcp report", "fcp report runs/qwen3-tiny-001 -o run.html")
-def report(options: ReportOptions) -> None:
+    ] = (),
+    json: Annotated[bool, Opt("Print its figures as one JSON document on stdout.")] = False,
+) -> None:
     """Show a plan or run as one page: gain, Gantt charts, idle, memory.
 
     For a run also its loss, and measured against planned times.
@@ -54,15 +49,19 @@ def report(options: ReportOptions) -> None:
     from fcp_cli.report.page.page import PageContent, javascript_bundle
     from fcp_cli.report.plan_file import open_plan
 
-    options, output = _of_a_run(options), options.output
+    if plan.is_dir():
+        if metrics is not None:
+            raise UsageError(f"{plan} is a folder of a run, which has its own metrics; leave --metrics out")
+        metrics = plan
+        plan, manifest = _of_a_run(metrics, manifest)
     if not output.parent.is_dir():
         raise FcpError(f"cannot write {output}: there is no folder {output.parent}")
-    refuse_to_overwrite(output, options.plan, options.metrics, *options.manifest)
-    file = open_plan(options.plan)
-    table = file.manifest(options.manifest)
+    refuse_to_overwrite(output, plan, metrics, *manifest)
+    file = open_plan(plan)
+    table = file.manifest(manifest)
     javascript_bundle()  # before the work: it may be missing
     picture, sample = _draw_plan(file)
-    run, measured, problems = _draw_run(options.metrics, file, picture)
+    run, measured, problems = _draw_run(metrics, file, picture)
     page = PageContent(
         metadata=file.metadata,
         plan=picture,
@@ -75,24 +74,19 @@ def report(options: ReportOptions) -> None:
     text = page.html()
     write_text_atomically(output, text)
     size = len(text.encode())
-    if options.json:
-        written = {"report": str(output), "bytes": size, "plan": str(options.plan)}
+    if json:
+        written = {"report": str(output), "bytes": size, "plan": str(plan)}
         print_json({**written, "metrics": str(run.path) if run is not None else None, **page.figures()})
     for warning in page.warnings:
         note(f"warning: {warning}")
     note(f"{output}: {size / 1e6:.1f} MB, {picture.summary.steps:,} of {counted(file.metadata.steps, 'step')}")
 
 
-def _of_a_run(options: ReportOptions) -> ReportOptions:
-    """Return the options with plan, metrics and manifest of the run whose folder was given as the plan."""
+def _of_a_run(folder: Path, manifest: tuple[Path, ...]) -> tuple[Path, tuple[Path, ...]]:
+    """Return the plan of a run, and the manifests that were given, else its own."""
     from fcp_cli.runs.launch_record import followed_plan, read_launch
 
-    folder = options.plan
-    if not folder.is_dir():
-        return options
-    if options.metrics is not None:
-        raise UsageError(f"{folder} is a folder of a run, which has its own metrics; leave --metrics out")
-    plan, manifest = RunPaths(run_dir=folder).plan, options.manifest
+    plan = RunPaths(run_dir=folder).plan
     with suppress(RunError):  # a job that was started without `fcp launch` has no record
         launched = read_launch(folder)
         plan = followed_plan(folder, launched)
@@ -100,7 +94,7 @@ def _of_a_run(options: ReportOptions) -> ReportOptions:
             manifest = launched.manifests
     if not plan.is_file():
         raise RunError(f"{folder} holds no plan.parquet; name the plan: fcp report PLAN --metrics {folder}")
-    return replace(options, plan=plan, metrics=folder, manifest=manifest)
+    return plan, manifest
 
 
 def _draw_plan(file: PlanFile) -> tuple[PlanPicture, list[StepPlan]]:

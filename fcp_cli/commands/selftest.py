@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fcp_cli.selftest.settings import Settings
 
 
-@takes(SelftestRequest, "fcp selftest", "fcp selftest --quick --ranks 2 --json")
+@takes("fcp selftest", "fcp selftest --quick --ranks 2 --json")
 def selftest(options: SelftestRequest) -> None:
     """Test this node in a job's environment; print a block for an issue.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -23,43 +22,37 @@ if TYPE_CHECKING:
     from fcp_cli.runs.metrics.metrics_reader import RunFile, RunStep
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TraceOptions:
-    """The options of `fcp trace`."""
-
-    inputs: Annotated[tuple[Path, ...], Arg("A plan, the metrics of a run, or both.", metavar="PLAN|RUN.jsonl")]
-    steps: Annotated[str | None, Opt("Only steps A to B - 1.", metavar="A:B", unset="all")] = None
-    output: Annotated[
-        Path, Opt("The trace to write; .gz compresses it, - is stdout.", flags=("--output", "-o"), trust="writes")
-    ] = Path("trace.json")
-    json: Annotated[bool, Opt("Print the names of the written files as one JSON document.")] = False
-
-
 @takes(
-    TraceOptions,
     "fcp trace plan.parquet",
     "fcp trace plan.parquet runs/tiny/metrics.jsonl --steps 0:9 -o trace.json.gz",
 )
-def trace(options: TraceOptions) -> None:
+def trace(
+    *,
+    inputs: Annotated[tuple[Path, ...], Arg("A plan, the metrics of a run, or both.", metavar="PLAN|RUN.jsonl")],
+    steps: Annotated[str | None, Opt("Only steps A to B - 1.", metavar="A:B", unset="all")] = None,
+    output: Annotated[
+        Path, Opt("The trace to write; .gz compresses it, - is stdout.", flags=("--output", "-o"), trust="writes")
+    ] = Path("trace.json"),
+    json: Annotated[bool, Opt("Print the names of the written files as one JSON document.")] = False,
+) -> None:
     """Write a trace of a plan or run for ui.perfetto.dev.
 
     It has a track per rank, an event per micro-batch, and arrows between the ranks of a ring. Plans with pipelines have
     a track per stage, with an event per forward and backward.
     Given a plan and the run that followed it, planned and measured tracks are side by side. Times are microseconds.
     """
-    output = options.output
-    refuse_to_overwrite(output, *options.inputs)
-    wanted = _steps_of(options.steps)
-    if options.json and str(output) == "-":
+    refuse_to_overwrite(output, *inputs)
+    wanted = _steps_of(steps)
+    if json and str(output) == "-":
         raise UsageError("--json and -o - both want stdout; name a file with -o")
-    plan, run, problems = _open(options.inputs)
+    plan, run, problems = _open(inputs)
     if plan is not None and not (wanted.start < plan.metadata.end_step and wanted.stop > plan.metadata.first_step):
         first, end = plan.metadata.first_step, plan.metadata.end_step
-        raise UsageError(f"{plan.path} has steps {first} to {end - 1}, not --steps {options.steps}")
+        raise UsageError(f"{plan.path} has steps {first} to {end - 1}, not --steps {steps}")
     source = _Source(plan, run, wanted)
     events = _write(output, source)
     problems += [*(plan.problems if plan is not None else ()), *(run.problems if run is not None else ())]
-    if options.json:
+    if json:
         print_json(_document(output, source, events, problems))
     for problem in problems:
         note(f"warning: {problem}")

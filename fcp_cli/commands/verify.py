@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,24 +17,20 @@ if TYPE_CHECKING:
     from fcp_cli.verification.verify import Verification
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VerifyOptions:
-    """Steps to replay, and limits on their size."""
-
-    path: Annotated[Path | None, Arg("The plan to verify.", metavar="PLAN", unset="plan.parquet")] = None
+@takes("fcp verify plan.parquet", "fcp verify plan.parquet --first-step 100 --steps 10")
+def verify(
+    *,
+    path: Annotated[Path | None, Arg("The plan to verify.", metavar="PLAN", unset="plan.parquet")] = None,
     plan: Annotated[
         Path | None, Opt("The plan, as an option like that of fcp launch.", flags=("--plan",), unset="plan.parquet")
-    ] = None
-    steps: Annotated[int, Opt("Steps to replay.", min=1)] = 3
-    first_step: Annotated[int, Opt("First step to replay.", min=0)] = 0
+    ] = None,
+    steps: Annotated[int, Opt("Steps to replay.", min=1)] = 3,
+    first_step: Annotated[int, Opt("First step to replay.", min=0)] = 0,
     max_length: Annotated[
         int, Opt("Scale all lengths down until the longest has this many tokens.", min=1, max=MOST_TOKENS)
-    ] = 256
-    json: Annotated[bool, Opt("Print the result as one JSON document on stdout.")] = False
-
-
-@takes(VerifyOptions, "fcp verify plan.parquet", "fcp verify plan.parquet --first-step 100 --steps 10")
-def verify(options: VerifyOptions) -> None:
+    ] = 256,
+    json: Annotated[bool, Opt("Print the result as one JSON document on stdout.")] = False,
+) -> None:
     """Compare a plan's loss and gradients, in fp64, with one process.
 
     It replays steps of the plan with a small model on CPU ranks.
@@ -45,15 +40,15 @@ def verify(options: VerifyOptions) -> None:
     """
     from fcp_cli.verification.verify import verify as verify_plan
 
-    if options.path is not None and options.plan is not None:
-        raise UsageError(f"two plans are named, {options.path} and --plan {options.plan}; name one")
+    if path is not None and plan is not None:
+        raise UsageError(f"two plans are named, {path} and --plan {plan}; name one")
     verification = verify_plan(
-        options.path or options.plan or Path("plan.parquet"),
-        num_steps=options.steps,
-        first_step=options.first_step,
-        max_length=options.max_length,
+        path or plan or Path("plan.parquet"),
+        num_steps=steps,
+        first_step=first_step,
+        max_length=max_length,
     )
-    if options.json:
+    if json:
         print_json(_document(verification))
     else:
         _show(verification)

@@ -25,21 +25,17 @@ if TYPE_CHECKING:
     from fcp_cli.runs.metrics.metrics_record import MetricsRecord
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WatchOptions:
-    """Which run to follow, and how often."""
-
+@takes("fcp watch", "fcp watch runs/qwen3-tiny-001 --once")
+def watch(
+    *,
     run_dir: Annotated[
         Path | None, Arg("The run's folder, or its metrics.jsonl.", unset="the run that was launched last")
-    ] = None
-    every: Annotated[int, Opt("Through a pipe: steps between two lines.", min=1)] = 1
-    interval: Annotated[float, Opt("Seconds between two readings.", min=0.1, max=MOST_WAIT, metavar="SECONDS")] = 1.0
-    once: Annotated[bool, Opt("Show the current state and exit.")] = False
-    json: Annotated[bool, Opt("Print the current state as one JSON document on stdout.")] = False
-
-
-@takes(WatchOptions, "fcp watch", "fcp watch runs/qwen3-tiny-001 --once")
-def watch(options: WatchOptions) -> None:
+    ] = None,
+    every: Annotated[int, Opt("Through a pipe: steps between two lines.", min=1)] = 1,
+    interval: Annotated[float, Opt("Seconds between two readings.", min=0.1, max=MOST_WAIT, metavar="SECONDS")] = 1.0,
+    once: Annotated[bool, Opt("Show the current state and exit.")] = False,
+    json: Annotated[bool, Opt("Print the current state as one JSON document on stdout.")] = False,
+) -> None:
     """Follow a run: loss, tokens/s, step time against plan, idle time.
 
     Ends when the run ends: exit status 0 if it finished, 1 if it was interrupted, failed, or died silently.
@@ -48,21 +44,21 @@ def watch(options: WatchOptions) -> None:
     from fcp_cli.report.watch import WINDOW_STEPS, RunState
     from fcp_cli.runs.metrics.metrics_reader import MetricsTail
 
-    run_dir = options.run_dir or _latest()
+    run_dir = run_dir or _latest()
     console = results()
     watched = _Watched(
         tail=MetricsTail(_metrics(run_dir), joins_with=WINDOW_STEPS),
         state=RunState(),
         ascii_only=console.options.ascii_only,
     )
-    if options.once or options.json:
-        _show_once(watched, console, json=options.json)
+    if once or json:
+        _show_once(watched, console, json=json)
         return
     try:
         if console.is_terminal:
-            _follow_live(watched, console, options.interval)
+            _follow_live(watched, console, interval)
         else:
-            _follow_lines(watched, console, options.interval, options.every)
+            _follow_lines(watched, console, interval, every)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None  # nothing of the watcher's was lost; the run trains on
     watched.note_damage()

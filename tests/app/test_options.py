@@ -54,7 +54,7 @@ def _app(function: Callable[[Options], None]) -> App:
     app = App(context_settings={"auto_envvar_prefix": "T"})
 
     @app.command("go")
-    @takes(Options, "t go a", "t go b")
+    @takes("t go a", "t go b")
     def go(options: Options) -> None:
         """Go somewhere."""
         function(options)
@@ -89,6 +89,26 @@ def test_a_group_of_overrides_holds_only_what_was_given_by_whatever_means() -> N
     found = run("data", "--kind", "sgd", config={"steps": 7}, env={"T_GO_RATE": "2"})
     assert found.trainer == {"kind": "sgd", "steps": 7, "rate": 2.0}
     assert found.typed == {"source", "kind"}
+
+
+def test_marked_parameters_of_a_function_are_options_like_those_of_a_dataclass() -> None:
+    app, found = App(), []
+
+    @app.command("go")
+    @takes("t go a")
+    def go(
+        *,
+        source: Annotated[Path, Arg("The data.")],
+        size: Annotated[int | None, Opt("Size.", min=1)] = None,
+        typed: Annotated[frozenset[str], Typed()] = frozenset(),
+    ) -> None:
+        """Go somewhere."""
+        found.append((source, size, typed))
+
+    for words in (["a"], ["--size", "3", "a"]):
+        assert CliRunner().invoke(app, words).exit_code == 0
+    assert found == [(Path("a"), None, {"source"}), (Path("a"), 3, {"source", "size"})]
+    assert "--size is 0; it must be at least 1" in CliRunner().invoke(app, ["a", "--size", "0"]).output
 
 
 def test_help_shows_groups_choices_defaults_and_examples() -> None:

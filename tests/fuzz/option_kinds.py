@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Iterator, Mapping
 from functools import cache
 from glob import escape
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import typer.main
 import yaml
 
 from fcp_cli import app
-from fcp_cli.options import Arg, Option, options_of
+from fcp_cli.options import Arg, Option
 from tests.fuzz.kind import PLAN_OPTIONS, Input, Kind
 from tests.fuzz.mutations import OPTION_WORDS
 
@@ -274,9 +273,8 @@ def commands() -> Mapping[str, tuple[Option, ...]]:
 
 def _commands(group: Any, words: tuple[str, ...]) -> Iterator[tuple[str, tuple[Option, ...]]]:
     for name, command in group.commands.items():
-        hints = get_type_hints(inspect.unwrap(command.callback)) if command.callback else {}
-        if "options" in hints:
-            yield " ".join((*words, name)), tuple(options_of(hints["options"]))
+        if found := getattr(command.callback, "options", None):
+            yield " ".join((*words, name)), found
         if hasattr(command, "commands"):
             yield from _commands(command, (*words, name))
 

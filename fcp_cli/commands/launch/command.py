@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 
 @takes(
-    LaunchOptions,
     "fcp launch --model qwen3-tiny --steps 100",
     "fcp launch --plan plan.parquet -- pretrain.py --lr 3e-4",
 )

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fcp_cli.command_line.command import App, takes
-from fcp_cli.commands.manifest.options import BuildOptions, MergeOptions, ShowManifestOptions, SynthOptions
+from fcp_cli.commands.manifest.options import BuildOptions
 from fcp_cli.console import note, print_json, progress, results
 from fcp_cli.errors import UsageError
 from fcp_cli.files import refuse_to_overwrite
+from fcp_cli.options import MOST_PIXELS, MOST_ROWS, Arg, Opt
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ manifest_app = App(
 
 @manifest_app.command()
 @takes(
-    BuildOptions,
     "fcp manifest build corpus/ --include '*.txt' -o lengths.parquet",
     "fcp manifest build sizes.jsonl --kind media --processor qwen3-vl",
 )
@@ -171,40 +171,68 @@ def _opened(source: Path, kind: str, reading: SourceOptions, output: Path, files
 
 @manifest_app.command()
 @takes(
-    MergeOptions,
     "fcp manifest merge part-*.parquet -o lengths.parquet",
     "fcp manifest merge part-1.parquet part-2.parquet --json",
 )
-def merge(options: MergeOptions) -> None:
+def merge(
+    *,
+    parts: Annotated[tuple[Path, ...], Arg("All parts of one build, in any order.", metavar="PART")],
+    output: Annotated[Path, Opt("The manifest to write.", flags=("--output", "-o"), trust="writes")] = Path(
+        "lengths.parquet"
+    ),
+    json: Annotated[bool, Opt("Print the summary as one JSON document.")] = False,
+) -> None:
     """Merge the parts that `fcp manifest build --shard I/N` wrote, on any number of nodes, into one manifest.
 
     It is the manifest, byte for byte, that one build of the whole source writes.
     """
     from fcp_cli.manifest.parts import MergedParts
 
-    refuse_to_overwrite(options.output, *options.parts)
-    _report_built(_build(MergedParts(options.parts), "merging", options.output), options.json)
+    refuse_to_overwrite(output, *parts)
+    _report_built(_build(MergedParts(parts), "merging", output), json)
 
 
 @manifest_app.command()
 @takes(
-    ShowManifestOptions,
     "fcp manifest show lengths.parquet",
     "fcp manifest show dataset.parquet --length-column input_ids",
 )
-def show(options: ShowManifestOptions) -> None:
+def show(
+    *,
+    path: Annotated[Path, Arg("Lengths in any format that `fcp plan` takes; - reads JSON lines.", metavar="MANIFEST")],
+    length_column: Annotated[str, Opt("Column with lengths, or with lists of tokens.")] = "length",
+    json: Annotated[bool, Opt("Print one JSON document on stdout.")] = False,
+) -> None:
     """Show counts, percentiles and a histogram of the lengths of a manifest."""
     from fcp_cli.manifest.read import read_manifest
     from fcp_cli.manifest.table.header import manifest_source
 
-    table = read_manifest(options.path, length_column=options.length_column)
-    source = None if str(options.path) == "-" else manifest_source(options.path)
-    _report(options.path, table, source, json=options.json, extra={})
+    table = read_manifest(path, length_column=length_column)
+    source = None if str(path) == "-" else manifest_source(path)
+    _report(path, table, source, json=json, extra={})
 
 
 @manifest_app.command()
-@takes(SynthOptions, "fcp manifest synth mixed --rows 20000 -o sizes.jsonl", "fcp manifest synth openvid --fps 2")
-def synth(options: SynthOptions) -> None:
+@takes("fcp manifest synth mixed --rows 20000 -o sizes.jsonl", "fcp manifest synth openvid --fps 2")
+def synth(
+    *,
+    name: Annotated[
+        Literal["msrvtt", "internvid", "openvid", "mixed"], Arg("The data set to imitate.", metavar="DATASET")
+    ],
+    output: Annotated[Path, Opt("The JSON lines to write.", flags=("--output", "-o"), trust="writes")] = Path(
+        "sizes.jsonl"
+    ),
+    rows: Annotated[int, Opt("Sequences.", min=1, max=MOST_ROWS)] = 10_000,
+    seed: Annotated[int, Opt("Seed of the random sizes.", min=0)] = 0,
+    short_side: Annotated[
+        int | None,
+        Opt("Scale images to N pixels on their shorter side, for small models.", min=1, max=MOST_PIXELS, unset="none"),
+    ] = None,
+    fps: Annotated[
+        float | None,
+        Opt("Frames per second of the clips; InternVL takes every frame it is given.", min=0.01, max=1000, unset="30"),
+    ] = None,
+) -> None:
     """Generate sizes of images and videos that follow published data sets, and name the source of each figure.
 
     DATASET is msrvtt, internvid, openvid, or mixed: a fifth text only, a fifth one image, a fifth two to eight images,
@@ -212,13 +240,10 @@ def synth(options: SynthOptions) -> None:
     """
     from fcp_cli.manifest.synth import CLIP_SETS, Scale, write_media_records
 
-    name, output, rows = options.name, options.output, options.rows
-    scale = Scale(short_side=options.short_side, frames_per_second=options.fps)
+    scale = Scale(short_side=short_side, frames_per_second=fps)
     with progress() as bar:
         task = bar.add_task("writing", total=rows)
-        write_media_records(
-            output, name, rows, seed=options.seed, scale=scale, advance=lambda done: bar.advance(task, done)
-        )
+        write_media_records(output, name, rows, seed=seed, scale=scale, advance=lambda done: bar.advance(task, done))
     for clips in [name] if name in CLIP_SETS else CLIP_SETS:
         for figure, source in CLIP_SETS[clips].sources.items():
             note(f"{clips} {figure}: {source}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from fcp_cli.options import MOST_PIXELS, MOST_ROWS, MOST_WORKERS, Arg, Opt, Typed
+from fcp_cli.options import MOST_WORKERS, Arg, Opt, Typed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,45 +125,3 @@ class BuildOptions:
     ] = ()
     json: Annotated[bool, Opt("Print the summary as one JSON document.", common=True, group="Options")] = False
     typed: Annotated[frozenset[str], Typed()] = frozenset()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MergeOptions:
-    """Which parts to merge."""
-
-    parts: Annotated[tuple[Path, ...], Arg("All parts of one build, in any order.", metavar="PART")]
-    output: Annotated[Path, Opt("The manifest to write.", flags=("--output", "-o"), trust="writes")] = Path(
-        "lengths.parquet"
-    )
-    json: Annotated[bool, Opt("Print the summary as one JSON document.")] = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShowManifestOptions:
-    """Which manifest to show."""
-
-    path: Annotated[Path, Arg("Lengths in any format that `fcp plan` takes; - reads JSON lines.", metavar="MANIFEST")]
-    length_column: Annotated[str, Opt("Column with lengths, or with lists of tokens.")] = "length"
-    json: Annotated[bool, Opt("Print one JSON document on stdout.")] = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SynthOptions:
-    """The data set to imitate, and its size."""
-
-    name: Annotated[
-        Literal["msrvtt", "internvid", "openvid", "mixed"], Arg("The data set to imitate.", metavar="DATASET")
-    ]
-    output: Annotated[Path, Opt("The JSON lines to write.", flags=("--output", "-o"), trust="writes")] = Path(
-        "sizes.jsonl"
-    )
-    rows: Annotated[int, Opt("Sequences.", min=1, max=MOST_ROWS)] = 10_000
-    seed: Annotated[int, Opt("Seed of the random sizes.", min=0)] = 0
-    short_side: Annotated[
-        int | None,
-        Opt("Scale images to N pixels on their shorter side, for small models.", min=1, max=MOST_PIXELS, unset="none"),
-    ] = None
-    fps: Annotated[
-        float | None,
-        Opt("Frames per second of the clips; InternVL takes every frame it is given.", min=0.01, max=1000, unset="30"),
-    ] = None
