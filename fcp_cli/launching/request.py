@@ -126,6 +126,7 @@ class LaunchRequest:
     Attributes:
         program: a script and its arguments, or `-m`, a module and its arguments; empty: the bundled trainer.
         training: settings of the bundled trainer that were given, by field of `TrainSettings`.
+        preflight, explain, json, output, force: actions in addition to or instead of the start.
     """
 
     program: Annotated[
@@ -249,3 +250,21 @@ class LaunchRequest:
     training: Annotated[Mapping[str, Any], OptionGroup("Bundled trainer", of=TrainSettings)] = field(
         default_factory=dict
     )
+    preflight: Annotated[
+        bool,
+        Opt("Run all checks of a launch; start nothing.", common=True, group="Check before the start"),
+    ] = False
+    explain: Annotated[bool, Opt("Print why each variable is set and where it comes from; start nothing.")] = False
+    json: Annotated[bool, Opt("Print one JSON document on stdout.")] = False
+    output: Annotated[
+        Path | None,
+        Opt(
+            "Write the job's files there; start nothing.",
+            flags=("--output", "-o"),
+            metavar="DIR",
+            group=f"{CLUSTERS}: job files",
+            trust="writes",
+            common=True,
+        ),
+    ] = None
+    force: Annotated[bool, Opt("Replace existing files.")] = False

@@ -10,7 +10,7 @@ import pytest
 from inline_snapshot import snapshot
 
 from fcp_cli.command_line.trust import _mark
-from fcp_cli.commands.launch.options import LaunchOptions
+from fcp_cli.launching.request import LaunchRequest
 from fcp_cli.options import options_of
 from tests.commands.planning_folder import fcp, write_dataset
 from tests.syntax import nodes_of
@@ -96,7 +96,7 @@ def test_trust_is_of_one_place_and_of_this_user_alone(folder: Path) -> None:
 
 
 def test_every_option_of_launch_that_becomes_a_command_needs_trust() -> None:
-    marked = {option.name: _mark(option) for option in options_of(LaunchOptions) if _mark(option)}
+    marked = {option.name: _mark(option) for option in options_of(LaunchRequest) if _mark(option)}
     assert marked == {
         **dict.fromkeys(
             ["template", "hostfile", "setup", "sbatch_option", "srun_option", "image", "mount", "pull_secret"], "runs"

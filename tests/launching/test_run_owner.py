@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.commands.launch.options import LaunchOptions
 from fcp_cli.commands.launch.owning import owned_job
 from fcp_cli.launching.job.job import Job
+from fcp_cli.launching.request import LaunchRequest
 from fcp_cli.runs.folder import next_run_dir
 from fcp_cli.runs.owner import read_owner
 from fcp_cli.runs.ownership import Ownership, own
@@ -147,13 +147,13 @@ def test_a_launch_whose_number_another_has_just_taken_gets_the_next(
     seen: list[Path] = []
     others: list[Ownership] = []
 
-    def resolve(options: LaunchOptions) -> Job:
+    def resolve(options: LaunchRequest) -> Job:
         seen.append(next_run_dir("script").absolute())
         if len(seen) == 1:  # another launch, between the choice of the number and its use
             others.append(own(seen[0]))
         return local_job(run_dir=seen[-1])
 
-    with owned_job(LaunchOptions(program=("script.py",)), resolve) as (job, _):
+    with owned_job(LaunchRequest(program=("script.py",)), resolve) as (job, _):
         assert job.run_dir.name == "script-002"
         assert (job.run_dir / "owner.json").is_file()
     assert [path.name for path in seen] == ["script-001", "script-002"]
@@ -164,10 +164,10 @@ def test_a_named_folder_that_another_job_made_meanwhile_is_looked_at_again(tmp_p
     run_dir = tmp_path / "run"
     resolved: list[bool] = []
 
-    def resolve(options: LaunchOptions) -> Job:
+    def resolve(options: LaunchRequest) -> Job:
         resolved.append(run_dir.exists())
         run_dir.mkdir(exist_ok=True)
         return local_job(run_dir=run_dir)
 
-    with owned_job(LaunchOptions(run_dir=run_dir), resolve):
+    with owned_job(LaunchRequest(run_dir=run_dir), resolve):
         assert resolved == [False, True]

@@ -13,13 +13,13 @@ from fcp_cli.console import note, print_json
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:
-    from fcp_cli.commands.launch.options import LaunchOptions
     from fcp_cli.launching.job.job import Job
+    from fcp_cli.launching.request import LaunchRequest
     from fcp_cli.runs.launch_record import LaunchRecord
     from fcp_cli.runs.ownership import Ownership
 
 
-def launch_on_cluster(job: Job, options: LaunchOptions, owned: Ownership | None) -> None:
+def launch_on_cluster(job: Job, options: LaunchRequest, owned: Ownership | None) -> None:
     """Print the files of a job (--dry-run), write them (-o), or write them into the run directory and start the job.
 
     Only Slurm jobs are started; for the other targets, the start command is printed.

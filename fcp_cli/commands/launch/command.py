@@ -10,11 +10,11 @@ import typer
 
 from fcp_cli.command_line.command import takes
 from fcp_cli.commands.launch.cluster import launch_on_cluster
-from fcp_cli.commands.launch.options import LaunchOptions
 from fcp_cli.commands.launch.owning import owned_job
 from fcp_cli.commands.launch.running import run_here
 from fcp_cli.console import Assumptions, note, print_error, print_json, print_result, print_table, results
 from fcp_cli.errors import FcpError, RunError, UsageError
+from fcp_cli.launching.request import LaunchRequest
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     "fcp launch --model qwen3-tiny --steps 100",
     "fcp launch --plan plan.parquet -- pretrain.py --lr 3e-4",
 )
-def launch(options: LaunchOptions) -> None:
+def launch(options: LaunchRequest) -> None:
     """Train under a plan: the bundled trainer, or your script after --.
 
     Everything runs here if this machine can hold the plan's ranks; with --nodes, each node runs its part.
@@ -46,7 +46,7 @@ def launch(options: LaunchOptions) -> None:
         _launch(options)
 
 
-def _refuse_unused(options: LaunchOptions) -> None:
+def _refuse_unused(options: LaunchRequest) -> None:
     """Reject options that would have no effect."""
     if not options.program:
         if options.inject is not None:
@@ -68,7 +68,7 @@ def _refuse_unused(options: LaunchOptions) -> None:
         raise UsageError(f"--{flag} is for the bundled trainer; give {options.program[0]} its own arguments after it")
 
 
-def _launch_own_command(options: LaunchOptions) -> None:
+def _launch_own_command(options: LaunchRequest) -> None:
     from fcp_cli.launching.job.inject import become
     from fcp_cli.launching.resolve import resolve_own_command
 
@@ -88,7 +88,7 @@ def _launch_own_command(options: LaunchOptions) -> None:
         sys.stdout.write(command.shell + "\n")
 
 
-def _run_preflight(options: LaunchOptions) -> None:
+def _run_preflight(options: LaunchRequest) -> None:
     """Run only the checks; exit status 1 if one of them would stop the launch."""
     from fcp_cli.launching.checks import LaunchFinding
     from fcp_cli.launching.checks.preflight import check_space
@@ -116,7 +116,7 @@ def _run_preflight(options: LaunchOptions) -> None:
         raise typer.Exit(1)
 
 
-def _launch(options: LaunchOptions) -> None:
+def _launch(options: LaunchRequest) -> None:
     if options.dry_run or options.output is not None:
         _launch_job(_resolve(options), options)
         return
@@ -124,7 +124,7 @@ def _launch(options: LaunchOptions) -> None:
         _launch_job(job, options, owned)
 
 
-def _launch_job(job: Job, options: LaunchOptions, owned: Ownership | None = None) -> None:
+def _launch_job(job: Job, options: LaunchRequest, owned: Ownership | None = None) -> None:
     if options.force and options.output is None:
         raise UsageError("--force replaces files in the folder of -o; give that, too")
     if options.output is not None and job.cluster is None:
@@ -143,7 +143,7 @@ def _launch_job(job: Job, options: LaunchOptions, owned: Ownership | None = None
         run_here(job, owned, json=options.json)
 
 
-def _resolve(options: LaunchOptions) -> Job:
+def _resolve(options: LaunchRequest) -> Job:
     """Complete the typed options, and print the assumptions."""
     from fcp_cli.launching.resolve import resolve
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from fcp_cli.console import note
 
 if TYPE_CHECKING:
-    from fcp_cli.commands.launch.options import LaunchOptions
     from fcp_cli.launching.job.job import Job
+    from fcp_cli.launching.request import LaunchRequest
     from fcp_cli.runs.ownership import Ownership
 
 
 @contextmanager
-def owned_job(options: LaunchOptions, resolve: Callable[[LaunchOptions], Job]) -> Iterator[tuple[Job, Ownership]]:
+def owned_job(options: LaunchRequest, resolve: Callable[[LaunchRequest], Job]) -> Iterator[tuple[Job, Ownership]]:
     """Yield the job of the options, and its run folder, which this process owns."""
     from fcp_cli.runs.ownership import own
 
@@ -44,7 +44,7 @@ def owned_job(options: LaunchOptions, resolve: Callable[[LaunchOptions], Job]) -
         yield job, owned
 
 
-def _own_named(options: LaunchOptions) -> Ownership | None:
+def _own_named(options: LaunchRequest) -> Ownership | None:
     """Acquire the folder that the options name, if it exists."""
     from fcp_cli.runs.launch_record import latest_run_dir
     from fcp_cli.runs.ownership import own
@@ -57,6 +57,6 @@ def _own_named(options: LaunchOptions) -> Ownership | None:
     return own(run_dir, node=options.node_rank or 0, job=_job_of(options), announce=note)
 
 
-def _job_of(options: LaunchOptions) -> str:
+def _job_of(options: LaunchRequest) -> str:
     """Return the same text on all nodes of a job that is launched on each of them."""
     return f"{options.nodes} nodes at {options.master_addr}:{options.master_port}" if options.master_addr else ""
