@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -60,6 +60,18 @@ def settle_terminal_size(environment: MutableMapping[str, str]) -> None:
             environment.pop(name, None)
         elif int(value) < least:
             environment[name] = str(least)
+
+
+def new_table(*columns: str, left: Collection[int] = (0,), **settings: Any) -> Table:
+    """Return a table with headings; the columns at the positions `left` hold text, all others figures."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(**{"box": SIMPLE_HEAD, "pad_edge": False, **settings})
+    for position, column in enumerate(columns):
+        is_text = position > 0 and position in left  # only sentences go on in another line, no name and no figure
+        table.add_column(column, justify="left" if position in left else "right", no_wrap=not is_text)
+    return table
 
 
 def print_table(console: Console, table: Table) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fcp_cli.command_line.command import takes
-from fcp_cli.console import print_json, print_result, print_table, results
+from fcp_cli.console import new_table, print_json, print_result, print_table, results
 from fcp_cli.errors import UsageError
 from fcp_cli.options import MOST_TOKENS, Arg, Opt
 from fcp_cli.words import counted
@@ -69,24 +69,11 @@ def _document(verification: Verification) -> dict[str, Any]:
 
 
 def _show(verification: Verification) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     from fcp_cli.verification.verify import TOLERANCE
 
     print_result(_how(verification))
-    table = Table(box=SIMPLE_HEAD)
-    for heading in (
-        "step",
-        "micro-\nbatches",
-        "largest\ndegree",
-        "tokens",
-        "loss",
-        "loss\ndiffers",
-        "gradient\ndiffers",
-    ):
-        table.add_column(heading, justify="right")
-    table.add_column()
+    names = ("step", "micro-\nbatches", "largest\ndegree", "tokens", "loss", "loss\ndiffers", "gradient\ndiffers", "")
+    table = new_table(*names, left=(7,), pad_edge=True)
     for step in verification.steps:
         table.add_row(
             str(step.step),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from fcp_cli.console import print_table
+from fcp_cli.console import new_table, print_table
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.planning.dataset.comparison import Contender
 from fcp_cli.planning.problem import Problem
@@ -31,9 +31,6 @@ def print_comparison(console: Console, contenders: Sequence[Contender], syncs: S
 
 
 def _table(contenders: Sequence[Contender], syncs: Sequence[Sync]) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     caption = "over: micro-batches that hold more than the token budget, and would run out of memory"
     if len(syncs) > 1:
         caption = f"seconds per step under each sync; the other columns are under the quicker one\n{caption}"
@@ -41,11 +38,8 @@ def _table(contenders: Sequence[Contender], syncs: Sequence[Sync]) -> Table:
     if own:
         caption += f"\n{', '.join(own)}: an execution of its own, which nothing here runs; against its own bound"
     # Nine columns fit 80 characters with one space between them.
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
-    table.caption, table.caption_justify = caption, "left"
-    table.add_column("strategy", no_wrap=True)
-    for name in (*syncs, "slower", "gap", "idle", "groups", "over", "ms/step"):
-        table.add_column(name, justify="right", no_wrap=True)
+    names = ("strategy", *syncs, "slower", "gap", "idle", "groups", "over", "ms/step")
+    table = new_table(*names, show_edge=False, padding=0, caption=caption, caption_justify="left")
     fastest = min((one.best.step_seconds for one in contenders if one.best), default=1.0)
     for contender in contenders:
         table.add_row(contender.name, *_cells(contender, syncs, fastest))

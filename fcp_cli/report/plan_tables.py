@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from fcp_cli.console import bar, print_table
+from fcp_cli.console import bar, new_table, print_table
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.plan.metadata.refits import refit_text
 from fcp_cli.plan.peers import PeerCount
@@ -116,14 +116,9 @@ def devices_text(metadata: PlanMetadata) -> str:
 
 def _degree_table(summary: PlanSummary, ascii_only: bool) -> Table:
     """Tabulate the shares of micro-batches, tokens and rank-seconds per degree."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("degree", "micro-batches", "tokens", "rank-seconds"):
-        table.add_column(name, justify="right")
     splits_heads = any(totals.heads_degrees for totals in summary.degrees.values())
-    table.add_column("heads x ring" if splits_heads else "")
+    last = "heads x ring" if splits_heads else ""
+    table = new_table("degree", "micro-batches", "tokens", "rank-seconds", last, left=(4,))
     total_tokens, busy = max(summary.tokens, 1), summary.busy_rank_seconds or 1.0
     for degree, totals in sorted(summary.degrees.items()):
         share = totals.rank_seconds / busy
@@ -148,23 +143,8 @@ def print_step(console: Console, metadata: PlanMetadata, step: StepPlan) -> None
 
 
 def _step_table(step: StepPlan, has_waves: bool) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    names = [
-        "order",
-        *(["wave"] if has_waves else []),
-        "degree",
-        "ranks",
-        "seqs",
-        "tokens",
-        "longest",
-        "start",
-        "seconds",
-    ]
-    for name in names:
-        table.add_column(name, justify="left" if name == "ranks" else "right", overflow="fold")
+    names = ["order", *(["wave"] if has_waves else []), "degree", "ranks"]
+    table = new_table(*names, "seqs", "tokens", "longest", "start", "seconds", left=(len(names) - 1,))
     for microbatch in step.microbatches():
         if not microbatch.is_idle:
             table.add_row(*_step_cells(microbatch, has_waves))
@@ -186,9 +166,6 @@ def _step_cells(microbatch: MicroBatch, has_waves: bool) -> Iterator[str]:
 
 def _rank_table(step: StepPlan, num_ranks: int, ascii_only: bool) -> Table:
     """Tabulate how long each rank computes; only the idlest if there are too many to show."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     busy = step.busy_seconds(num_ranks)
     microbatches = [0] * num_ranks
     for microbatch in step.microbatches():
@@ -198,10 +175,8 @@ def _rank_table(step: StepPlan, num_ranks: int, ascii_only: bool) -> Table:
     if num_ranks > _MOST_RANKS_SHOWN:
         shown = sorted(sorted(shown, key=lambda rank: busy[rank])[:_MOST_RANKS_SHOWN])
         caption = f"the {_MOST_RANKS_SHOWN} idlest of {num_ranks} ranks; --json has all"
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
-    for name in ("rank", "micro-batches", "busy s", "idle s"):
-        table.add_column(name, justify="right")
-    table.add_column("")
+    names = ("rank", "micro-batches", "busy s", "idle s", "")
+    table = new_table(*names, left=(4,), caption=caption, caption_justify="left")
     for rank in shown:
         share = float(busy[rank]) / step.makespan_seconds
         idle = step.makespan_seconds - float(busy[rank])

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fcp_cli.console import print_table
+from fcp_cli.console import new_table, print_table
 from fcp_cli.cost.explain import (
     break_even_tokens,
     example_lengths,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def print_profile(console: Console, profile: CostProfile, *, lengths: Sequence[int], degrees: Sequence[int]) -> None:
     """Explain a profile: every figure, where one kind of work overtakes another, example times, errors."""
     console.print(f"{profile.model} on {profile.cluster}: {profile.origin}", style="bold")
-    table = _table("figure", "value", "meaning", left=(0, 2))
+    table = new_table("figure", "value", "meaning", left=(0, 2))
     for path, (value, meaning) in figures_of(profile).items():
         table.add_row(path.split(".")[-1], f"{value:.4g}", meaning)
     console.print(table)
@@ -33,7 +33,7 @@ def print_profile(console: Console, profile: CostProfile, *, lengths: Sequence[i
     for line in reading(profile, degrees):
         console.print(line, markup=False, soft_wrap=True)
     lengths = lengths or example_lengths(profile)
-    table = _table("seconds at length", *(f"degree {degree}" for degree in degrees))
+    table = new_table("seconds at length", *(f"degree {degree}" for degree in degrees))
     for length, seconds in zip(lengths, seconds_table(profile, lengths, degrees).tolist(), strict=True):
         table.add_row(f"{length:,}", *(f"{value:.4g}" for value in seconds))
     print_table(console, table)
@@ -147,7 +147,7 @@ def print_errors(console: Console, profile: CostProfile) -> None:
     rows: Any = profile.measurement.get("error_by_degree")
     if not rows:
         return
-    table = _table("degree", "error held out", "error fitted", "held out", "points")
+    table = new_table("degree", "error held out", "error fitted", "held out", "points")
     for row in rows:
         held_out, shared = row.get("held_out_percent"), row.get("heads_degree", 1)
         table.add_row(
@@ -180,14 +180,3 @@ def _add_encoder_errors(table: Table, encoder: Mapping[str, Any]) -> None:
             str(fit["held_out_points"]),
             str(fit["fitted_points"]),
         )
-
-
-def _table(*columns: str, left: Sequence[int] = (0,)) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for position, column in enumerate(columns):
-        is_text = position > 0 and position in left  # only sentences go on in another line, no name and no figure
-        table.add_column(column, justify="left" if position in left else "right", no_wrap=not is_text)
-    return table

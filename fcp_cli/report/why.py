@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fcp_cli.console import print_table
+from fcp_cli.console import new_table, print_table
 from fcp_cli.cost.model import group_seconds, pack_parts
 from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
@@ -26,6 +26,7 @@ from fcp_cli.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 Bound = Literal["memory", "balance", "topology", "ranks"]
 
@@ -319,13 +320,8 @@ def _way(stages: Stages | None) -> Iterator[str]:
     yield f"over at {stages.end_seconds:.3f} s"
 
 
-def _table(explanation: Explanation) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("degree", "seconds", "rank-s", "attention s", "ring s", "tokens/rank", "spans"):
-        table.add_column(name, justify="right")
+def _table(explanation: Explanation) -> Table:
+    table = new_table("degree", "seconds", "rank-s", "attention s", "ring s", "tokens/rank", "spans", left=())
     for a in explanation.alternatives:
         chosen = a.degree == explanation.microbatch.degree
         table.add_row(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from fcp_cli.console import new_table
 from fcp_cli.errors import ProfileError, UsageError
 from fcp_cli.launching.assumed_plan import is_assumed
 from fcp_cli.launching.checks.finding import LaunchFinding, error, warning
@@ -302,14 +303,8 @@ def check_recipe_of_plan(job: Job, settings: TrainSettings) -> None:
 
 def memory_table(need: JobMemory) -> Table:
     """Return the table, largest items first."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     capacity = need.capacity_bytes
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("item")
-    table.add_column("GB", justify="right")
-    table.add_column("share" if capacity else "", justify="right")
+    table = new_table("item", "GB", "share" if capacity else "")
     seen = [(name, size) for name, size in need.items.items() if size >= _LEAST_BYTES]
     rows = [*seen, ("in all", need.total_bytes)]
     if need.plan_tokens:
