@@ -45,5 +45,12 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     assert [name for name in named if not any(any(folder.glob(name)) for folder in (ROOT, PACKAGE))] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_includes_a_file_and_not_its_garbled_mark(page: Path) -> None:
+    # The formatter takes the mark in a block of ```python for an expression; in ``` {.python} it leaves it alone.
+    marks = [line.strip() for line in page.read_text(encoding="utf-8").splitlines() if re.match(r"\s*--8\s*<", line)]
+    assert [mark for mark in marks if not re.fullmatch(r'--8<-- "[^"]+"', mark)] == []
+
+
 def test_the_readme_can_be_read_in_a_minute_or_two() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
