@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
+from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 from fcp_cli.errors import PluginError, UsageError
@@ -44,13 +46,20 @@ class Plugin:
             raise self.error(f"cannot be imported from {self.entry.value}", error) from error
 
     def error(self, fault: str, cause: BaseException | None = None) -> PluginError:
-        """Return an error whose one line names the plug-in, its package and how to get rid of it."""
-        reason = "" if cause is None else f": {type(cause).__name__}: {cause}".splitlines()[0]
+        """Return an error whose one line names the plug-in, its package, where it failed and how to get rid of it."""
+        reason = "" if cause is None else f": {_reason(cause)}{self._failed_line(cause)}"
         distribution = self.package.split()[0]
         return PluginError(
             f"{self.registry.noun} {self.name} of the package {self.package} {fault}{reason}; update that package, or "
             f"remove it with 'pip uninstall {distribution}'"
         )
+
+    def _failed_line(self, cause: BaseException) -> str:
+        """Return file and line where the error left the package's own code last, in brackets; empty if it never did."""
+        root = self.entry.module.partition(".")[0]
+        frames = walk_tb(cause.__traceback__)
+        own = [(f.f_code, line) for f, line in frames if str(f.f_globals.get("__name__")).partition(".")[0] == root]
+        return f" ({Path(own[-1][0].co_filename).name}:{own[-1][1]})" if own else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +135,14 @@ def _broken_packages() -> Iterator[PluginError]:
                 yield PluginError(f"the entry points of the package {one.name} cannot be read: {fault}")
 
 
+def _reason(error: BaseException) -> str:
+    """Return an exception's type and the first line of what it says, if anything."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ").splitlines()[0]
+
+
 def _fault_of(distribution: Distribution) -> str | None:
     try:
         _ = distribution.entry_points
     except Exception as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        return _reason(error)
     return None

@@ -154,7 +154,7 @@ def _solver_of(plugin: Plugin, batches: GlobalBatches) -> Solver:
         ForkingPickler.dumps(solver)  # planning processes get copies
     except FcpError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise plugin.error(f"made no solver with {plugin.entry.value}", error) from error
     return FunctionSolver(
         name=plugin.name,
@@ -174,6 +174,6 @@ def _checked(name: str, solver: Solver, batch: Batch, problem: Problem) -> Assig
     except BrokenAssignmentError as error:
         rule = str(error).removeprefix("defect in a solver: ")
         raise REGISTRY.plugin(name).error(f"planned step {batch.step} against the rules: {rule}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise REGISTRY.plugin(name).error(f"failed in step {batch.step}", error) from error
     return found

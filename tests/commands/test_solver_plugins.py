@@ -100,7 +100,17 @@ BROKEN = {
         solver("None") + "def make(batches): return type('Local', (Odd,), {})(batches.problem)\n",
         f"{MADE}PicklingError: ",
     ),
-    "an error": (solver("1 / 0"), "failed in step 0: ZeroDivisionError: division by zero"),
+    "an error": (solver("1 / 0"), "failed in step 0: ZeroDivisionError: division by zero (odd.py:5); "),
+    "an error in code that it calls": (
+        solver("place_waves([[(0, batch)]], 3)"),
+        "failed in step 0: AttributeError: 'int' object has no attribute 'num_ranks' (odd.py:5); ",
+    ),
+    "an error without a word": (
+        solver("check()") + "def check():\n    assert False\n",
+        "failed in step 0: AssertionError (odd.py:8); ",
+    ),
+    "an end of the process in a step": (solver("exit(3)"), "failed in step 0: SystemExit: 3 (odd.py:5); "),
+    "an end of the process in the factory": ("def make(batches): exit(3)\n", f"{MADE}SystemExit: 3 (odd.py:1); "),
     "no answer": (solver("None"), "failed in step 0: AttributeError: 'NoneType' object"),
     "a plan without all sequences": (
         solver("place_waves([[(1, [0])]], self.problem)"),

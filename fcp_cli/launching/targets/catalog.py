@@ -179,7 +179,7 @@ def _faults_named(name: str) -> Iterator[None]:
         yield
     except FcpError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if name in TARGETS:
             raise
         raise REGISTRY.plugin(name).error("failed", error) from error

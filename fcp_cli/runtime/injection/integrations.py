@@ -67,7 +67,7 @@ def _hook(name: str, module: ModuleType) -> None:
         hook(module)
     except FcpError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise plugin.error(f"failed at {plugin.entry.value}", error) from error
 
 
