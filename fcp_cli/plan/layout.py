@@ -66,7 +66,9 @@ def broken_ranks(step: StepPlan, num_ranks: int) -> BrokenRule | None:
     falls = step.ranks[1:] <= step.ranks[:-1]
     falls[step.rank_offsets[1:-1] - 1] = False  # from one row's last rank to the next row's first
     if falls.any():
-        return BrokenRule(step=step.step, order=row_of_rank(step, first_of(falls)), message="its ranks do not ascend")
+        at = first_of(falls)
+        message = f"its ranks do not ascend: {step.ranks[at + 1]} follows {step.ranks[at]}"
+        return BrokenRule(step=step.step, order=row_of_rank(step, at), message=message)
     return None
 
 

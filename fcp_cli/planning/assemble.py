@@ -22,6 +22,7 @@ from fcp_cli.plan.pricing.timeline import priced_times
 from fcp_cli.plan.step import StepPlan, offsets_of, sizes_of
 from fcp_cli.planning.bounds import lower_bound_seconds
 from fcp_cli.planning.problem import Assignment, Batch, Problem
+from fcp_cli.words import counted
 
 
 class BrokenAssignmentError(RuntimeError):
@@ -147,10 +148,15 @@ def _require_whole(assignment: Assignment, batch: Batch, problem: Problem) -> No
     _require(bool((degrees > 0).all() and (sizes > 0).all()), "a micro-batch without ranks or sequences")
     _require(_span(assignment.rank_offsets, assignment.ranks), "rank offsets do not span the ranks")
     _require(_span(assignment.member_offsets, assignment.members), "member offsets do not span the members")
-    counts = np.bincount(assignment.members, minlength=len(batch.rows))
-    _require(len(counts) == len(batch.rows) and bool((counts == 1).all()), "a sequence is missing or repeated")
-    inside = (assignment.ranks >= 0) & (assignment.ranks < problem.num_ranks)
-    _require(bool(inside.all()), "a rank out of range")
+    sequences = len(batch.rows)
+    counts = np.bincount(assignment.members, minlength=sequences)
+    _require(len(counts) == sequences, f"member {len(counts) - 1} of {sequences}: members are positions in the batch")
+    if len(odd := np.flatnonzero(counts != 1)):
+        at = int(odd[0])
+        which = f"member {at} (manifest row {batch.rows[at]}, {counted(batch.lengths[at], 'token')})"
+        _require(False, f"{which} occurs {counts[at]} times, not once ({len(odd):,} of {sequences:,} do not)")
+    if len(outside := assignment.ranks[(assignment.ranks < 0) | (assignment.ranks >= problem.num_ranks)]):
+        _require(False, f"rank {outside[0]} of a job of {problem.num_ranks}")
     _require(bool((assignment.wave[1:] >= assignment.wave[:-1]).all()), "waves do not count up")
 
 

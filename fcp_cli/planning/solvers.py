@@ -172,7 +172,7 @@ def _checked(name: str, solver: Solver, batch: Batch, problem: Problem) -> Assig
     except FcpError:
         raise
     except BrokenAssignmentError as error:
-        rule = str(error).removeprefix("defect in a solver: ")
+        rule = str(error).removeprefix("defect in a solver: ").removeprefix(f"step {batch.step}: ")
         raise REGISTRY.plugin(name).error(f"planned step {batch.step} against the rules: {rule}") from error
     except (Exception, SystemExit) as error:
         raise REGISTRY.plugin(name).error(f"failed in step {batch.step}", error) from error

@@ -114,7 +114,12 @@ BROKEN = {
     "no answer": (solver("None"), "failed in step 0: AttributeError: 'NoneType' object"),
     "a plan without all sequences": (
         solver("place_waves([[(1, [0])]], self.problem)"),
-        "planned step 0 against the rules: a sequence is missing or repeated",
+        "planned step 0 against the rules: member 1 (manifest row ",
+    ),
+    "a group with a rank twice": (
+        solver("doubled(place_waves([[(2, list(range(len(batch.rows))))]], self.problem))")
+        + "def doubled(found):\n    found.ranks[1] = found.ranks[0]\n    return found\n",
+        "planned step 0 against the rules: order 0: its ranks do not ascend: 0 follows 0; ",
     ),
 }
 

@@ -40,7 +40,7 @@ HOSTILE = [
     ("ranks", lambda _: [], "no ranks"),
     ("ranks", lambda ranks: [rank + 16 for rank in ranks], r"rank \d+ of a job of 16"),
     ("ranks", lambda ranks: [-1, *ranks], "rank -1 of a job of 16"),
-    ("ranks", lambda ranks: [ranks[-1], *ranks], "its ranks do not ascend"),
+    ("ranks", lambda ranks: [ranks[-1], *ranks], r"its ranks do not ascend: \d+ follows \d+"),
     ("sequences", lambda rows: [row + 2**40 for row in rows], r"sequence \d+ of a manifest of 63 rows"),
     ("sequences", lambda rows: [-row - 1 for row in rows], r"sequence -\d+ of a manifest of 63 rows"),
     ("sequences", lambda rows: rows[1:], "as many sequences as lengths are needed"),
