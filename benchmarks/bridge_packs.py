@@ -30,7 +30,7 @@ from fcp_cli.arrays import IntArray
 from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.baselines.drafts import Draft, assign
+from fcp_cli.planning.baselines.drafts import Draft, assignment_of
 from fcp_cli.planning.baselines.packing import first_fit
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Assignment, Problem
@@ -59,7 +59,7 @@ def in_turn(rows: Sequence[Sequence[int]], degree: int, sync: Sync) -> Assignmen
     """Deal rows to the groups of one degree."""
     groups = RANKS // degree
     firsts = [number % groups * degree for number in range(len(rows))]
-    return assign([Draft(range(f, f + degree), row) for f, row in zip(firsts, rows, strict=True)], sync)
+    return assignment_of([Draft(range(f, f + degree), row) for f, row in zip(firsts, rows, strict=True)], sync)
 
 
 def seconds(tokens: IntArray, rows: Sequence[Sequence[int]], problem: Problem, degree: int) -> list[float]:
@@ -71,7 +71,7 @@ def seconds(tokens: IntArray, rows: Sequence[Sequence[int]], problem: Problem, d
     rounds = packed_rounds(tokens.tolist(), max_tokens_per_rank=problem.tokens_per_rank, num_ranks=RANKS)
     found = [
         in_turn(rows, degree, problem.sync),
-        assign(list(drafts_of(rounds, lambda group: [group.sequences])), problem.sync),
+        assignment_of(list(drafts_of(rounds, lambda group: [group.sequences])), problem.sync),
         *(make_solver(name, batches).assign(batch) for name in ("megatron-packing", "fcp")),
     ]
     return [makespan_seconds(one, batch, problem) for one in found]

@@ -111,7 +111,8 @@ class Assignment:
 
     Micro-batch i runs the batch's sequences `members[member_offsets[i]:member_offsets[i + 1]]` (positions in the
     batch, not manifest rows) on `ranks[rank_offsets[i]:rank_offsets[i + 1]]` (ascending). Idle rows are dropped.
-    `heads_degree` of them share heads; None: the quickest that the problem allows.
+    `wave` counts up from 0 under the sync `microbatch`, and is -1 everywhere under `iteration`. `heads_degree` ranks of
+    a group share heads; None: as many as is quickest among those that the problem allows.
     """
 
     wave: Int32Array

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,8 +42,25 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_example_package_fits_a_page() -> None:
-    files = [path for path in EXAMPLE.rglob("*") if path.suffix in (".py", ".toml")]
+    files = [path for path in EXAMPLE.rglob("*") if path.suffix in (".py", ".toml") and path.name[:5] != "test_"]
     assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 60
+
+
+@pytest.mark.processes
+def test_the_tests_of_the_example_package_pass_and_need_only_what_is_public(tmp_path: Path) -> None:
+    for path in EXAMPLE.glob("*.py"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.splitlines()[-1].startswith("2 passed"), done.stdout + done.stderr
+    imported = re.findall(r"^from (fcp_cli[\w.]*)", (tmp_path / "test_longest_first.py").read_text("utf-8"), re.M)
+    assert imported == ["fcp_cli", "fcp_cli.extend.solvers"]
 
 
 @pytest.mark.processes

@@ -59,7 +59,7 @@ class Draft:
     members: Sequence[int] | IntArray
 
 
-def assign(drafts: Sequence[Draft], sync: Sync) -> Assignment:
+def assignment_of(drafts: Sequence[Draft], sync: Sync) -> Assignment:
     """Keep micro-batches in the order given; under `microbatch`, in the first wave that their ranks are free for."""
     return assign_waves(drafts, level_waves(draft.ranks for draft in drafts), sync)
 
@@ -80,7 +80,11 @@ def assign_waves(drafts: Sequence[Draft], waves: Sequence[int], sync: Sync) -> A
 
 
 def place_waves(waves: Iterable[Packs], problem: Problem) -> Assignment:
-    """Place waves on disjoint ranks, each group within a node if it fits."""
+    """Place waves on disjoint ranks, each group within a node if it fits.
+
+    Every wave takes ranks from 0 on. Under `iteration` no rank waits for the end of a wave, and only the order is left:
+    to level the ranks' loads over the step, choose ranks and use `assignment_of`.
+    """
     drafts, of_wave = [], []
     for wave, packs in enumerate(waves):
         offsets, ranks = place_groups(

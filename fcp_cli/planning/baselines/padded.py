@@ -21,7 +21,7 @@ from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.pricing.packs import encoded_at
 from fcp_cli.plan.pricing.padding import padded_tokens
 from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.baselines.drafts import Draft, assign, quickest_solver
+from fcp_cli.planning.baselines.drafts import Draft, assignment_of, quickest_solver
 from fcp_cli.planning.baselines.static import TUNING_STEPS, holding_degrees
 from fcp_cli.planning.batching.batches import GlobalBatches
 from fcp_cli.planning.problem import Assignment, Batch, Problem
@@ -56,7 +56,7 @@ class Padded:
             first = turn % groups * self._degree
             members = range(start, min(start + self._rows, len(batch.rows)))
             drafts.append(Draft(range(first, first + self._degree), [*members]))
-        return assign(drafts, self._problem.sync)
+        return assignment_of(drafts, self._problem.sync)
 
     def padded(self, batch: Batch) -> Batch:
         """Return the batch as it runs: each sequence as long as the longest of its run."""

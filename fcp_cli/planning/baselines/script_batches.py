@@ -10,7 +10,7 @@ import numpy as np
 from fcp_cli.arrays import IntArray
 from fcp_cli.plan.metadata.job_facts import JobFacts
 from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.baselines.drafts import Draft, assign
+from fcp_cli.planning.baselines.drafts import Draft, assignment_of
 from fcp_cli.planning.baselines.packing import best_fit_decreasing, members_by_pack
 from fcp_cli.planning.baselines.padded import Padded
 from fcp_cli.planning.batching.batches import GlobalBatches, batch_of, spread_steps
@@ -89,4 +89,4 @@ def _priced(batches: GlobalBatches, job: JobFacts, packs: Sequence[IntArray]) ->
     for turn, first in enumerate(range(0, len(packs), job.rows_per_pass)):
         last = min(first + job.rows_per_pass, len(packs))
         drafts.append(Draft([turn % problem.num_ranks], range(ends[first], ends[last])))
-    return makespan_seconds(assign(drafts, problem.sync), batch, problem), len(batch.rows)
+    return makespan_seconds(assignment_of(drafts, problem.sync), batch, problem), len(batch.rows)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError, OverlongError
@@ -218,6 +219,12 @@ class GlobalBatches:
             generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.settings.seed, epoch])))
             self._epoch = (epoch, generator.permutation(self.rows))
         return self._epoch[1][first:end]
+
+
+def batches_of(lengths: npt.ArrayLike, problem: Problem) -> GlobalBatches:
+    """Return one global batch of sequences of these lengths in tokens, in this order: for the tests of a solver."""
+    table = LengthTable(name="lengths", length_tokens=np.asarray(lengths, dtype=np.int64))
+    return GlobalBatches(table, problem, BatchSettings(global_batch_size=len(table), shuffle=False))
 
 
 def batch_of(sequences: LengthTable, problem: Problem, *, step: int = 0) -> Batch:

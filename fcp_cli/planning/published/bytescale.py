@@ -29,7 +29,7 @@ from fcp_cli.planning.assemble import assignment_seconds
 from fcp_cli.planning.baselines.drafts import (
     Draft,
     FunctionSolver,
-    assign,
+    assignment_of,
     packs_of,
     place_waves,
     quickest,
@@ -56,7 +56,7 @@ def _candidates(batch: Batch, problem: Problem) -> Iterator[Assignment]:
         if -(-longest // tokens_per_rank) <= problem.num_ranks:
             for balanced in (balance,) if problem.pipeline is None else (balance, balance_pipelines):
                 drafts = balanced(batch, problem, tokens_per_rank)
-                yield assign(drafts, problem.sync)
+                yield assignment_of(drafts, problem.sync)
                 if problem.sync == "microbatch":
                     yield in_waves_of_like_time(drafts, batch, problem)
 
@@ -113,7 +113,7 @@ def _emptiest(loads: Sequence[float], degree: int, ranks_per_node: int) -> list[
 
 def in_waves_of_like_time(drafts: Sequence[Draft], batch: Batch, problem: Problem) -> Assignment:
     """Put the same packs and degrees, longest first, into the first wave with room, on ranks of that wave."""
-    seconds = assignment_seconds(assign(drafts, "iteration"), batch, problem)
+    seconds = assignment_seconds(assignment_of(drafts, "iteration"), batch, problem)
     waves: list[list[Draft]] = []
     free: list[int] = []
     for i in np.argsort(-seconds, kind="stable").tolist():

@@ -25,7 +25,7 @@ import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.model import group_seconds
-from fcp_cli.planning.baselines.drafts import Draft, FunctionSolver, assign, quickest
+from fcp_cli.planning.baselines.drafts import Draft, FunctionSolver, assignment_of, quickest
 from fcp_cli.planning.baselines.placement import place_groups
 from fcp_cli.planning.batching.batches import GlobalBatches, spread_steps
 from fcp_cli.planning.problem import Assignment, Batch, Problem
@@ -72,7 +72,7 @@ def _packed(batch: Batch, degrees: tuple[int, ...], seconds: FloatArray, problem
         on = ranks[offsets[group] : offsets[group + 1]].tolist()
         packs = [mine[pack].tolist() for pack in packs]
         drafts += [(float(of_groups[group, pack].sum()), Draft(on, pack)) for pack in packs]
-    return assign([draft for _, draft in sorted(drafts, key=lambda one: -one[0])], problem.sync)
+    return assignment_of([draft for _, draft in sorted(drafts, key=lambda one: -one[0])], problem.sync)
 
 
 def seconds_by_degree(batch: Batch, problem: Problem) -> FloatArray:

@@ -24,7 +24,7 @@ import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.model import Work, group_seconds
-from fcp_cli.planning.baselines.drafts import Draft, FunctionSolver, assign, packs_of, quickest_solver
+from fcp_cli.planning.baselines.drafts import Draft, FunctionSolver, assignment_of, packs_of, quickest_solver
 from fcp_cli.planning.baselines.number_partition import partition
 from fcp_cli.planning.baselines.packing import first_fit, members_by_pack
 from fcp_cli.planning.baselines.static import holding_degrees
@@ -71,7 +71,7 @@ def _spread(batch: Batch, problem: Problem, *, degree: int, balance: Balance) ->
         for rank, pack in enumerate(turn)
         if pack
     ]
-    return assign(drafts, problem.sync)
+    return assignment_of(drafts, problem.sync)
 
 
 def _split_packs(batch: Batch, problem: Problem, degree: int, parts: int) -> list[list[int]]:

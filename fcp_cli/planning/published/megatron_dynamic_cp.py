@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from fcp_cli.errors import PlanError
-from fcp_cli.planning.baselines.drafts import Draft, FunctionSolver, assign, packs_of, quickest, shard_sizes
+from fcp_cli.planning.baselines.drafts import Draft, FunctionSolver, assignment_of, packs_of, quickest, shard_sizes
 from fcp_cli.planning.batching.batches import GlobalBatches
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 from fcp_cli.planning.published.megatron_rounds import Group, balanced_rounds, degree_needed
@@ -61,7 +61,7 @@ def _scheduled(
             f"{degree} ranks of {problem.tokens_per_rank} tokens are needed and there are {problem.num_ranks}"
         )
     able = [size for size in shard_sizes(problem.tokens_per_rank) if needed(longest, size) <= problem.num_ranks]
-    found = (assign(list(one), problem.sync) for size in able for one in drafts(batch, problem, size))
+    found = (assignment_of(list(one), problem.sync) for size in able for one in drafts(batch, problem, size))
     return quickest(found, batch, problem)
 
 

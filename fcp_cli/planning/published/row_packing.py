@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from fcp_cli.planning.baselines.drafts import Draft, FunctionSolver, assign
+from fcp_cli.planning.baselines.drafts import Draft, FunctionSolver, assignment_of
 from fcp_cli.planning.baselines.packing import best_fit_decreasing, members_by_pack
 from fcp_cli.planning.baselines.static import holding_degrees
 from fcp_cli.planning.batching.batches import GlobalBatches
@@ -43,4 +43,4 @@ def _packed(batch: Batch, problem: Problem, *, degree: int, row_tokens: int) -> 
     for row in range(len(degrees)):
         first = row % groups * degree
         drafts.append(Draft(range(first, first + degree), members[offsets[row] : offsets[row + 1]].tolist()))
-    return assign(drafts, problem.sync)
+    return assignment_of(drafts, problem.sync)

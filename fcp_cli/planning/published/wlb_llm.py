@@ -22,7 +22,7 @@ from functools import partial
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.planning.baselines.drafts import Draft, FunctionSolver, assign, quickest_solver
+from fcp_cli.planning.baselines.drafts import Draft, FunctionSolver, assignment_of, quickest_solver
 from fcp_cli.planning.baselines.static import holding_degrees
 from fcp_cli.planning.batching.batches import GlobalBatches
 from fcp_cli.planning.problem import Assignment, Batch, Problem
@@ -52,7 +52,7 @@ def _shared_out(batch: Batch, problem: Problem, *, degree: int) -> Assignment:
         group = turn % groups if problem.sync == "microbatch" else int(busy.argmin())
         busy[group] += seconds[i]
         drafts.append(Draft(range(group * degree, (group + 1) * degree), packs[i]))
-    return assign(drafts, problem.sync)
+    return assignment_of(drafts, problem.sync)
 
 
 def packs_of_groups(tokens: IntArray, work: FloatArray, *, groups: int, limit: int) -> list[list[int]]:
