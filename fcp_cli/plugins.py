@@ -18,6 +18,7 @@ from traceback import walk_tb
 from typing import Any
 
 from fcp_cli.errors import PluginError, UsageError
+from fcp_cli.words import did_you_mean
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -86,7 +87,9 @@ class Registry:
         """Return the plug-in of a name that is not fcp's own."""
         found = self._added().get(name)
         if not found:
-            raise UsageError(f"{self.option} is {name!r}; it must be one of {', '.join(self.names())}")
+            known = self.names()
+            hint = did_you_mean(name, known)
+            raise UsageError(f"{self.option} is {name!r}; it must be one of {', '.join(known)}{hint}")
         if len(found) > 1:
             others = " and ".join(sorted(one.package for one in found[1:]))
             raise found[0].error(f"has the name of one in {others}")

@@ -13,7 +13,7 @@ from fcp_cli.console import Assumptions, note, print_json, print_result, progres
 from fcp_cli.errors import UsageError
 from fcp_cli.options import Arg, Opt
 from fcp_cli.planning.settings.options import PlanRequest
-from fcp_cli.words import counted
+from fcp_cli.words import counted, did_you_mean
 
 if TYPE_CHECKING:
     from fcp_cli.cost.profile import CostProfile
@@ -102,7 +102,8 @@ def _names(solvers: str | None, profile: CostProfile | None = None) -> list[str]
     names = [name.strip() for name in solvers.split(",") if name.strip()]
     unknown = [name for name in names if name not in compared_names()]
     if unknown or not names:
-        raise UsageError(f"--solvers {solvers!r}: choose from {','.join(compared_names())}, or all")
+        hint = did_you_mean(unknown[0], compared_names()) if unknown else ""
+        raise UsageError(f"--solvers {solvers!r}: choose from {','.join(compared_names())}, or all{hint}")
     return list(dict.fromkeys(names))
 
 

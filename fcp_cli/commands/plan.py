@@ -117,10 +117,13 @@ def plan(options: PlanOptions) -> None:
     """
     from fcp_cli.planning.batching.mixing import mixed_files
     from fcp_cli.planning.settings.settings import resolve
+    from fcp_cli.planning.solvers import require_planning_solver
 
     if options.merge:
         _merge(options)
         return
+    # A mistyped name is refused before files are read and a recipe is searched.
+    require_planning_solver(options.solver, robust=options.robust, **_limits(options))
     if options.continue_from is not None:
         _continue(options, options.continue_from)
         return
@@ -339,7 +342,7 @@ def _make_with_progress(inputs: PlanInputs, options: PlanOptions, output: Path) 
             output,
             inputs,
             solver_name=options.solver,
-            **{name: getattr(options, name) for name in _LIMITS},
+            **_limits(options),
             robust=options.robust,
             workers=options.workers,
             resume=options.resume,
@@ -347,6 +350,10 @@ def _make_with_progress(inputs: PlanInputs, options: PlanOptions, output: Path) 
             on_step=on_step,
         )
     return result, sample
+
+
+def _limits(options: PlanOptions) -> dict[str, int | None]:
+    return {name: getattr(options, name) for name in _LIMITS}
 
 
 def _price_of_limit(result: PlanResult, inputs: PlanInputs) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -125,11 +125,7 @@ def make_solver(name: str, batches: GlobalBatches, **options: Any) -> Solver:
         options: the options of the solver's factory, by name; None and False mean options that were not given.
     """
     given = {option: value for option, value in options.items() if value is not None and value is not False}
-    plugin = None if name in _OWN else REGISTRY.plugin(name)
-    for option in given:
-        if option not in strategy(name).options:
-            known = " or ".join(one for one, own in _OWN.items() if option in own.options)
-            raise UsageError(f"--{option.replace('_', '-')} works with --solver {known} only, not with {name}")
+    plugin = _require_known(name, given)
     if plugin is not None:
         return _solver_of(plugin, batches)
     module, factory = strategy(name).factory.split(":")
@@ -138,9 +134,25 @@ def make_solver(name: str, batches: GlobalBatches, **options: Any) -> Solver:
 
 def make_planning_solver(name: str, batches: GlobalBatches, **options: Any) -> Solver:
     """Make the named solver, whose steps are to be trained; see `make_solver`."""
+    require_planning_solver(name, **options)
+    return make_solver(name, batches, **options)
+
+
+def require_planning_solver(name: str, **options: Any) -> None:
+    """Check, before there are batches, that a solver has this name, makes plans and takes these options."""
     if not strategy(name).plans:
         raise UsageError(f"--solver {name} is a baseline without a plan; 'fcp compare --solvers fcp,{name}' prices it")
-    return make_solver(name, batches, **options)
+    _require_known(name, [option for option, value in options.items() if value is not None and value is not False])
+
+
+def _require_known(name: str, options: Iterable[str]) -> Plugin | None:
+    """Return the plug-in of the name if it is not fcp's own; raise if there is none or it does not take the options."""
+    plugin = None if name in _OWN else REGISTRY.plugin(name)
+    for option in options:
+        if option not in strategy(name).options:
+            known = " or ".join(one for one, own in _OWN.items() if option in own.options)
+            raise UsageError(f"--{option.replace('_', '-')} works with --solver {known} only, not with {name}")
+    return plugin
 
 
 def _solver_of(plugin: Plugin, batches: GlobalBatches) -> Solver:

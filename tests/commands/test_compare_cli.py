@@ -120,9 +120,10 @@ def test_a_strategy_that_makes_no_plan_is_named_with_the_command_that_prices_it(
 
 
 def test_an_unknown_strategy_is_one_line_and_status_2(folder: Path) -> None:
-    result = fcp("compare", "dataset.parquet", "--solvers", "fcp,best", cwd=folder)
+    result = fcp("compare", "dataset.parquet", "--solvers", "fcp,statik", cwd=folder)
     assert result.returncode == 2
-    assert result.stderr.startswith("error: --solvers 'fcp,best': choose from fcp,")
+    assert result.stderr.startswith("error: --solvers 'fcp,statik': choose from fcp,")
+    assert result.stderr.endswith(", or all; did you mean 'static'?\n")
     assert len(result.stderr.strip().splitlines()) == 1
 
 

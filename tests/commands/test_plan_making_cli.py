@@ -75,6 +75,8 @@ def test_a_step_may_have_so_many_tokens_in_place_of_so_many_sequences(folder: Pa
         ),
         (("--max-peers", "1"), 2, "--max-peers is 1, but rings of all degrees on 8 ranks"),
         (("--max-groups", "4", "--solver", "static"), 2, "--max-groups works with --solver fcp only"),
+        (("--solver", "statik"), 2, "; did you mean 'static'?"),
+        (("--solver", "statik", "--profile", "no.yaml"), 2, "--solver is 'statik'; it must be one of fcp, "),
         (("--resume", "-o", "-"), 2, "--resume continues a file"),
         (("--resume",), 1, "nothing to resume"),
     ],

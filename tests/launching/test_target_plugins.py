@@ -91,7 +91,7 @@ def test_an_unknown_target_names_those_of_packages_too(tmp_path: Path, monkeypat
     status, _, said = launch(tmp_path, "--target", "pbss", "--dry-run")
     assert status == 2
     assert "error: --target is 'pbss'; it must be one of local, scripts, slurm, " in said
-    assert said.rstrip().endswith(", pbs")
+    assert said.rstrip().endswith(", pbs; did you mean 'pbs'?")
 
 
 def test_no_package_replaces_a_target_of_fcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
