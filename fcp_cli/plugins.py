@@ -83,6 +83,10 @@ class Registry:
         """Return fcp's own names in their order, then those of other packages by the alphabet."""
         return [*self.own, *sorted(self._added())]
 
+    def packages(self) -> dict[str, str]:
+        """Return the package, or packages, of each name that is not fcp's own."""
+        return {name: " and ".join(sorted(one.package for one in found)) for name, found in self._added().items()}
+
     def plugin(self, name: str) -> Plugin:
         """Return the plug-in of a name that is not fcp's own."""
         found = self._added().get(name)

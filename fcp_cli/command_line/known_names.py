@@ -28,6 +28,11 @@ def known_names(kind: Known) -> list[str]:
     return shipped_names("model" if kind == "models" else "cluster")
 
 
+def packages_of(kind: Known) -> dict[str, str]:
+    """Return the package of each name of this kind that another package adds."""
+    return _registry(kind).packages() if kind in ("solvers", "targets", "integrations") else {}
+
+
 def ignored_plugins(kind: Known) -> list[str]:
     """Return a line for each entry point of another package that adds no name of this kind, though it wants to."""
     return _registry(kind).ignored() if kind in ("solvers", "targets", "integrations") else []

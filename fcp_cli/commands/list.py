@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from fcp_cli.command_line.command import takes
-from fcp_cli.command_line.known_names import KINDS, Known, ignored_plugins, known_names, other_names
+from fcp_cli.command_line.known_names import KINDS, Known, ignored_plugins, known_names, other_names, packages_of
 from fcp_cli.console import print_always, print_json
 from fcp_cli.options import Arg, Opt
 
@@ -20,7 +20,7 @@ def list_names(
 ) -> None:
     """List names that options take: models, clusters, solvers, targets.
 
-    The frameworks that fcp hooks are also listed.
+    The frameworks that fcp hooks are also listed, and what other installed packages add.
     """
     kinds = KINDS if kind is None else (kind,)
     found = {str(one): known_names(one) for one in kinds}
@@ -33,7 +33,8 @@ def list_names(
     for one in kinds:
         if kind is None:
             typer.echo(f"{one}:")
-        aliases = other_names(one)
+        remarks = {name: ", ".join(aliases) for name, aliases in other_names(one).items() if aliases}
+        remarks |= {name: f"of the package {package}" for name, package in packages_of(one).items()}
         for name in found[one]:
-            shown = f"{name} ({', '.join(aliases[name])})" if aliases.get(name) else name
+            shown = f"{name} ({remarks[name]})" if name in remarks else name
             typer.echo(shown if kind else f"  {shown}")

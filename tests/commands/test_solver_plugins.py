@@ -76,7 +76,7 @@ def test_an_installed_package_adds_a_solver_that_lists_compares_plans_and_checks
     subprocess.run([sys.executable, *install, "--target", str(site), str(source)], check=True, timeout=120)
 
     listed = fcp_process("list", "solvers", cwd=tmp_path, PYTHONPATH=f"{site}{os.pathsep}{ROOT}")
-    assert "longest-first" in listed.stdout.split(), listed.stderr
+    assert listed.stdout.splitlines()[-1] == "longest-first (of the package fcp-longest-first 1.0)", listed.stderr
     monkeypatch.syspath_prepend(site)
 
     def run(*words: str) -> str:
