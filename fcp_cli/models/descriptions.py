@@ -27,6 +27,9 @@ def read_description(path: Path, *, kind: Kind) -> dict[str, Any]:
 
 def find_shipped(name: str, *, kind: Kind) -> Path:
     """Return the shipped description of that name or alias; case, dashes and an organisation prefix do not matter."""
+    if _is_path(name):
+        what = "a YAML, a config.json or the folder of a checkpoint" if kind == "model" else "a YAML"
+        raise ProfileError(f"{name} is not {what}, or does not exist; names of shipped {kind}s: 'fcp list {kind}s'")
     names, path = _shipped_names(kind), _shipped_path(name, kind)
     if path is not None:
         return path
@@ -42,7 +45,14 @@ def is_shipped(name: str, *, kind: Kind) -> bool:
     return _shipped_path(name, kind) is not None
 
 
+def _is_path(name: str) -> bool:
+    """Return whether a name can only be meant as a path: a mistyped one must not end at a model of that name."""
+    return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+
+
 def _shipped_path(name: str, kind: Kind) -> Path | None:
+    if _is_path(name):
+        return None
     by_key = {_key(candidate): path for candidate, path in _shipped_names(kind).items()}
     return by_key.get(_key(name)) or by_key.get(_key(name.rsplit("/", 1)[-1]))
 

@@ -97,6 +97,16 @@ def test_an_unknown_model_lists_the_nearest() -> None:
         load_model("qwen3-9b")
 
 
+@pytest.mark.parametrize("path", ["./Qwen3-8B", "/models/Qwen/Qwen3-8B", "models/Qwen/Qwen3-8B"])
+def test_the_path_of_a_folder_that_is_missing_is_not_the_shipped_model_of_its_name(path: str) -> None:
+    with pytest.raises(ProfileError) as error:
+        load_model(path)
+    assert str(error.value) == (
+        f"{path} is not a YAML, a config.json or the folder of a checkpoint, or does not exist; names of shipped "
+        "models: 'fcp list models'"
+    )
+
+
 def _document(**changes: Any) -> dict[str, Any]:
     document: dict[str, Any] = yaml.safe_load((shipped("profiles") / "models" / "qwen3-8b.yaml").read_text())
     document["text"].update(changes)
