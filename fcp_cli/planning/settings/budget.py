@@ -55,11 +55,16 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
-    """A model on its ranks, and the settings of its recipe that may change."""
+    """A model on its ranks, and the settings of its recipe that may change.
+
+    Attributes:
+        given_tokens: the token budget of `--tokens-per-rank`; no other recipe leaves more as long as it is given.
+    """
 
     spec: ModelSpec
     place: JobRanks
     open_request: RecipeRequest
+    given_tokens: int | None = None
 
 
 def choose_fit(
@@ -125,7 +130,13 @@ def computed_budget(
     budget = _said(request, place, fit, assumptions, reason)
     if request.phase == "forward":
         return budget
-    return replace(budget, room=Room(spec=spec, place=place, open_request=unfixed_request(request.recipe)))
+    room = Room(
+        spec=spec,
+        place=place,
+        open_request=unfixed_request(request.recipe),
+        given_tokens=request.tokens_per_rank,
+    )
+    return replace(budget, room=room)
 
 
 def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: JobRanks, assumptions: Assumptions) -> Budget:
@@ -170,7 +181,8 @@ def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: JobRanks,
     open_request = unfixed_request(request.recipe)
     if profile.recipe is not None:
         open_request = with_timed_settings(open_request, profile)
-    return replace(budget, room=Room(spec=spec, place=place, open_request=open_request))
+    room = Room(spec=spec, place=place, open_request=open_request, given_tokens=request.tokens_per_rank)
+    return replace(budget, room=room)
 
 
 def unfixed_request(asked: RecipeRequest) -> RecipeRequest:
@@ -314,8 +326,10 @@ def options_that_hold(longest_tokens: int, budget: Budget, ranks: int) -> str:
         budget: the budget of the plan; if it knows no model, only more ranks are sure to help.
     """
     if budget.room is not None:
-        room = budget.room
-        roomier = fitting_recipe(room.spec, room.open_request, room.place, wanted_tokens=-(-longest_tokens // ranks))
+        room, wanted = budget.room, -(-longest_tokens // ranks)
+        roomier = fitting_recipe(room.spec, room.open_request, room.place, wanted_tokens=wanted)
         if roomier.is_enough:
-            return shlex.join(roomier.flags())
+            tokens = [] if room.given_tokens is None else ["--tokens-per-rank", str(wanted)]
+            flags = [] if tokens and roomier.recipe == budget.recipe else roomier.flags()
+            return shlex.join([*tokens, *flags])
     return f"--ranks {-(-longest_tokens // budget.tokens_per_rank)}"

@@ -469,8 +469,11 @@ def _global_batch_size(request: PlanRequest, table: LengthTable, assumptions: As
         return int(np.unique(table.steps, return_counts=True)[1].max())
     if request.global_batch_tokens is not None:  # about; the plan's metadata records the maximum
         return max(1, round(request.global_batch_tokens / float(table.length_tokens.mean())))
-    if request.global_batch_size is not None:
-        return request.global_batch_size
+    if (given := request.global_batch_size) is not None:
+        if given > rows:
+            reason = f"the manifest has no more, but --global-batch-size is {given}"
+            assumptions.assume("sequences of a step", rows, reason)
+        return given
     size = min(ASSUMED_GLOBAL_BATCH_SIZE, rows)
     assumptions.assume("--global-batch-size", size, "the papers' 512" if size < rows else "all sequences")
     return size

@@ -20,6 +20,7 @@ from fcp_cli.memory.fitting import JobRanks
 from fcp_cli.models.model import load_model
 from fcp_cli.models.shipped import DEFAULT_MODEL
 from fcp_cli.plan.pricing.pipeline import Pipeline
+from fcp_cli.planning.batching.batches import OverlongError
 from fcp_cli.planning.settings import settings
 from fcp_cli.planning.settings.options import PlanRequest
 from fcp_cli.planning.settings.pipelines import pipeline_of
@@ -359,3 +360,21 @@ def test_images_under_a_profile_without_an_encoder_are_warned_of(folder: Path) -
         assumptions = Assumptions()
         resolve(PlanRequest(manifest=Path("lengths.parquet"), model=model, cluster="h100-8x8"), assumptions)
         assert any("has no vision encoder" in warning for warning in assumptions.warnings) is warned
+
+
+def test_a_sequence_beyond_a_given_token_budget_is_answered_with_one_that_holds_it() -> None:
+    request = PlanRequest(manifest=DATASET, model="qwen3-8b", cluster="h200-8x8", ranks=2, ranks_per_node=2)
+    refused = resolve(replace(request, tokens_per_rank=10), Assumptions())
+    with pytest.raises(OverlongError) as error:
+        refused.batches()
+    assert "or --tokens-per-rank 15 to hold them, or more devices: --ranks 3" in str(error.value)
+    resolve(replace(request, tokens_per_rank=15), Assumptions()).batches()
+
+
+def test_a_global_batch_of_more_sequences_than_there_are_is_said() -> None:
+    assumptions = Assumptions()
+    resolve(PlanRequest(manifest=DATASET, global_batch_size=500), assumptions)
+    assert assumptions.assumed["sequences of a step"] == "3 (the manifest has no more, but --global-batch-size is 500)"
+    assumptions = Assumptions()
+    resolve(PlanRequest(manifest=DATASET, global_batch_size=3), assumptions)
+    assert "sequences of a step" not in assumptions.assumed
