@@ -14,13 +14,12 @@ from inline_snapshot import snapshot
 
 from fcp_cli.console import Assumptions
 from fcp_cli.cost.profile import CostProfile, dump_cost_profile, parse_cost_profile
-from fcp_cli.errors import UsageError
+from fcp_cli.errors import OverlongError, UsageError
 from fcp_cli.machine.accelerators import Accelerators
 from fcp_cli.memory.fitting import JobRanks
 from fcp_cli.models.model import load_model
 from fcp_cli.models.shipped import DEFAULT_MODEL
 from fcp_cli.plan.pricing.pipeline import Pipeline
-from fcp_cli.planning.batching.batches import OverlongError
 from fcp_cli.planning.settings import settings
 from fcp_cli.planning.settings.options import PlanRequest
 from fcp_cli.planning.settings.pipelines import pipeline_of
