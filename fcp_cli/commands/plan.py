@@ -358,7 +358,8 @@ def _limits(options: PlanOptions) -> dict[str, int | None]:
 
 def _price_of_limit(result: PlanResult, inputs: PlanInputs) -> dict[str, Any]:
     """Return the cost of a limit on rings, if there is one."""
-    from fcp_cli.planning.fcp.solver import FcpSolver, limit_price
+    from fcp_cli.planning.fcp.limits import limit_price
+    from fcp_cli.planning.fcp.solver import FcpSolver
 
     name = next((name for name in _LIMITS if name in result.solver.options), None)
     if name is None or not isinstance(result.solver, FcpSolver):

@@ -57,7 +57,7 @@ def _unplanned(module: str) -> Strategy:
 
 _OWN: Final[Mapping[str, Strategy]] = {
     "fcp": Strategy(
-        factory="fcp_cli.planning.fcp.solver:solver_with_options",
+        factory="fcp_cli.planning.fcp.limits:solver_with_options",
         options=frozenset({"max_degree", "max_groups", "max_peers", "robust"}),
     ),
     "block-fcp": _unplanned("block_fcp"),

@@ -12,7 +12,7 @@ from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.fcp.solver import make_solver
+from fcp_cli.planning.fcp.limits import make_solver
 from fcp_cli.planning.problem import Problem
 
 # The benchmarks' example, with a cost per hop, so that no test is blind to that term.

@@ -20,7 +20,7 @@ from fcp_cli.plan.file.schema import steps_to_arrow
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.dataset.run import plan_step
-from fcp_cli.planning.fcp.solver import make_solver
+from fcp_cli.planning.fcp.limits import make_solver
 from tests.messages import raises
 from tests.patience import PATIENCE_SECONDS
 from tests.planning.examples import PROFILE, example_problem, table_of

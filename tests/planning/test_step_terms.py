@@ -14,7 +14,7 @@ from fcp_cli.plan.check import check_step
 from fcp_cli.plan.metadata.plan_metadata import ManifestReference, PlanMetadata
 from fcp_cli.planning.assemble import assemble, makespan_seconds
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.fcp.solver import make_solver
+from fcp_cli.planning.fcp.limits import make_solver
 from fcp_cli.planning.problem import Problem
 from tests.planning.examples import example_problem
 

@@ -15,7 +15,7 @@ from fcp_cli.errors import UsageError
 from fcp_cli.planning.baselines.drafts import quickest_solver
 from fcp_cli.planning.baselines.static import TUNING_STEPS, StaticSolver, static_candidates
 from fcp_cli.planning.batching.batches import GlobalBatches
-from fcp_cli.planning.fcp.solver import require_heads_to_hold
+from fcp_cli.planning.fcp.limits import require_heads_to_hold
 
 
 def make_ulysses(batches: GlobalBatches) -> StaticSolver:

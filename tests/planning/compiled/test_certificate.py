@@ -22,7 +22,7 @@ from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches, batc
 from fcp_cli.planning.bounds import lower_bound_seconds, simple_bound_seconds
 from fcp_cli.planning.compiled.alone import work_in_rings
 from fcp_cli.planning.compiled.certificate import crowd_bound, other_waves, wave_bound, waves_bound
-from fcp_cli.planning.fcp.solver import make_solver
+from fcp_cli.planning.fcp.limits import make_solver
 from fcp_cli.planning.kernel_inputs import by_falling_work, planner_inputs, repriced
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.work import work_on

@@ -186,7 +186,7 @@ _HASH_OF_PLANS = """
 import hashlib
 import numpy as np
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.fcp.solver import make_solver
+from fcp_cli.planning.fcp.limits import make_solver
 from fcp_cli.planning.dataset.run import plan_step
 from tests.planning.examples import example_problem, long_tail
 

@@ -15,7 +15,7 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.compiled.room_tree import make_tree, set_room
-from fcp_cli.planning.fcp.solver import make_solver
+from fcp_cli.planning.fcp.limits import make_solver
 from tests.planning.examples import example_problem, table_of
 
 SYNCS = pytest.mark.parametrize("sync", ["iteration", "microbatch"])

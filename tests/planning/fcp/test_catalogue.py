@@ -13,7 +13,7 @@ from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.fcp.catalogue import choose_groups, tree_groups
-from fcp_cli.planning.fcp.solver import limit_price, make_solver
+from fcp_cli.planning.fcp.limits import limit_price, make_solver
 from fcp_cli.planning.solvers import make_solver as make_named_solver
 from tests.planning.examples import example_problem
 

@@ -18,7 +18,7 @@ from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.bounds import lower_bound_seconds
 from fcp_cli.planning.dataset.run import plan_metadata
-from fcp_cli.planning.fcp.solver import limit_price, make_solver
+from fcp_cli.planning.fcp.limits import limit_price, make_solver
 from tests.messages import raises
 from tests.planning.examples import example_problem
 

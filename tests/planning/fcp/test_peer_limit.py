@@ -19,8 +19,8 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.dataset.run import make_plan
+from fcp_cli.planning.fcp.limits import make_solver
 from fcp_cli.planning.fcp.peer_limit import most_peers, needs_whole_nodes
-from fcp_cli.planning.fcp.solver import make_solver
 from fcp_cli.planning.settings.settings import PlanInputs
 from tests.messages import raises
 from tests.planning.examples import example_problem

@@ -17,7 +17,7 @@ from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.compiled.room_tree import first_with_room, make_tree, most_work, set_room, usable_seconds
 from fcp_cli.planning.fcp import rank_parts
-from fcp_cli.planning.fcp.solver import make_solver
+from fcp_cli.planning.fcp.limits import make_solver
 from fcp_cli.planning.kernel_inputs import by_falling_work, planner_inputs
 from fcp_cli.planning.problem import Batch, Problem
 

@@ -17,8 +17,9 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble, makespan_seconds
 from fcp_cli.planning.baselines.static import static_candidates
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.fcp.limits import make_solver
 from fcp_cli.planning.fcp.searches import wave_parts
-from fcp_cli.planning.fcp.solver import make_solver, solver_of
+from fcp_cli.planning.fcp.solver import solver_of
 from fcp_cli.planning.kernel_inputs import by_falling_work, planner_inputs
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.published import karmarkar_karp
