@@ -27,7 +27,8 @@ def print_comparison(console: Console, contenders: Sequence[Contender], syncs: S
     print_table(console, _table(ranked(contenders), syncs))
     for contender in contenders:
         if contender.refusal:
-            console.print(contender.refusal, markup=False, soft_wrap=True)
+            who = "" if contender.name in contender.refusal else f"{contender.name}: "
+            console.print(f"{who}{contender.refusal}", markup=False, soft_wrap=True)
 
 
 def _table(contenders: Sequence[Contender], syncs: Sequence[Sync]) -> Table:

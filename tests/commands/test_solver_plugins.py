@@ -163,6 +163,20 @@ def test_a_broken_solver_is_one_line_that_names_its_package(
     assert fcp("plan", "lengths.txt", *PLAN, "--solver", "static", cwd=tmp_path).returncode == 0
 
 
+def test_a_batch_that_a_solver_cannot_plan_is_its_own_line_and_below_a_comparison_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = solver("refuse(batch)") + (
+        "from fcp_cli.extend.solvers import PlanError\n"
+        "def refuse(batch): raise PlanError(f'{batch.lengths.max()} tokens are too many')\n"
+    )
+    install(tmp_path, monkeypatch, "odd", text=text, group="fcp.solvers", entries={"odd": "odd:make"})
+    planned = fcp("plan", "lengths.txt", *PLAN, "--global-batch-size", "32", "--solver", "odd", cwd=tmp_path)
+    assert planned.stderr.splitlines()[-1] == "error: 6201 tokens are too many"
+    compared = fcp("compare", "lengths.txt", *PLAN, "--global-batch-size", "32", "--solvers", "odd", cwd=tmp_path)
+    assert compared.stdout.splitlines()[-1] == "odd: 6201 tokens are too many"
+
+
 def test_no_package_replaces_a_solver_of_fcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(
         tmp_path, monkeypatch, "thief", text="raise SystemExit\n", group="fcp.solvers", entries={"static": "thief:make"}
