@@ -15,8 +15,7 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from fcp_cli.runtime.communication.shared_heads import UlyssesExchange
-from fcp_cli.runtime.communication.transport import drive
+from fcp_cli.runtime.communication.shared_heads import Swapped
 from fcp_cli.runtime.layouts.layout import CACHED_LAYOUTS
 from fcp_cli.runtime.ring_attention.attention import attention
 from fcp_cli.runtime.ring_attention.ring import Ring
@@ -45,10 +44,11 @@ def attend_on_mindspeed(
         return _around_ring(ring, query, key, value, scale, group, settings)
     ring.check_shapes(*(tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value)))
     exchange = ring.head_exchange()
-    query, key, value = _SetToHeads.apply(exchange, query, key, value)  # type: ignore[no-untyped-call]
+    query, key, value = Swapped.apply(exchange, None, query, key, value)  # type: ignore[no-untyped-call]
     out = _around_ring(ring.ring_of_head_group(), query, key, value, scale, group, settings)
-    own: Tensor = _SetToTokens.apply(exchange, out, ring.heads_degree)  # type: ignore[no-untyped-call]
-    return own
+    (own,) = Swapped.apply(exchange, (out.shape[1] * ring.heads_degree,), out)  # type: ignore[no-untyped-call]
+    back: Tensor = own
+    return back
 
 
 def attend_on_own(ring: Ring, query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:
@@ -101,34 +101,6 @@ def _around_ring(
     heads = query.shape[1]
     out: Tensor = ringattn_context_parallel(*shards, heads, {**settings, **members}, scale, mask, 0.0, packed)
     return out
-
-
-class _SetToHeads(torch.autograd.Function):
-    """Exchange tokens for heads in a set, and the gradients of heads for those of tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, exchange: UlyssesExchange, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange, ctx.heads = exchange, [tensor.shape[1] for tensor in tensors]
-        return tuple(part.contiguous() for part in drive(exchange.to_heads("heads", *tensors)))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *drive(ctx.exchange.to_tokens("tokens", *grads, heads=ctx.heads))
-
-
-class _SetToTokens(torch.autograd.Function):
-    """Exchange the heads of attention's output for its tokens, and their gradients back."""
-
-    @staticmethod
-    def forward(ctx: Any, exchange: UlyssesExchange, out: Tensor, heads_degree: int) -> Tensor:
-        ctx.exchange = exchange
-        (own,) = drive(exchange.to_tokens("tokens", out, heads=(out.shape[1] * heads_degree,)))
-        return own
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = drive(ctx.exchange.to_heads("heads", grads[0]))
-        return None, grad.contiguous(), None
 
 
 @lru_cache(maxsize=CACHED_LAYOUTS)

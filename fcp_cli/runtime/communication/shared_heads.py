@@ -26,11 +26,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from fcp_cli.runtime.communication.transport import GroupChannel, Waits
+from fcp_cli.runtime.communication.transport import GroupChannel, Waits, drive
 from fcp_cli.runtime.kernels.base import lse_dtype
 
 
@@ -96,6 +98,32 @@ class UlyssesExchange:
         """Return the offsets of each tensor's heads of one member, of these sizes, in a row of a message."""
         shares = (max(1, count // self._size) * size for count, size in zip(heads, sizes, strict=True))
         return [slice(*ends) for ends in pairwise(accumulate(shares, initial=0))]
+
+
+class Swapped(torch.autograd.Function):
+    """Tokens of a set exchanged for heads, with the gradients' way back; given `heads`, of all members, the reverse.
+
+    to_heads = Swapped.apply(exchange, None, *tensors)
+    (to_tokens,) = Swapped.apply(exchange, (heads,), tensor)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: UlyssesExchange, heads: Sequence[int] | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.exchange, ctx.heads = exchange, [tensor.shape[1] for tensor in tensors] if heads is None else None
+        return _swapped(exchange, heads, tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *_swapped(ctx.exchange, ctx.heads, grads)
+
+
+def _swapped(exchange: UlyssesExchange, heads: Sequence[int] | None, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    if heads is not None:
+        return tuple(drive(exchange.to_tokens("tokens", *tensors, heads=heads)))
+    return tuple(part.clone() for part in drive(exchange.to_heads("heads", *tensors)))  # which are views of one buffer
 
 
 def row_products(grad_out: Tensor, out: Tensor) -> Tensor:

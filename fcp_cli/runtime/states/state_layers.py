@@ -22,8 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import pad_sequence
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.communication.shared_heads import UlyssesExchange
-from fcp_cli.runtime.communication.transport import drive
+from fcp_cli.runtime.communication.shared_heads import Swapped, UlyssesExchange
 from fcp_cli.runtime.kernels.base import to_device
 from fcp_cli.runtime.recomputation.recompute import staged_attention
 from fcp_cli.runtime.ring_attention.ring import Ring
@@ -185,8 +184,9 @@ def _in_set(rule: StateRule, own: Tokens, ring: Ring) -> Tensor:
         return _around_ring(rule, own, ring)
     exchange, heads = ring.head_exchange(), own[2].shape[2]
     out = _around_ring(rule.of_heads(ring), _of_heads(own, exchange), ring.ring_of_head_group())
-    back: Tensor = _ToTokens.apply(out[0], exchange, heads)  # type: ignore[no-untyped-call]
-    return back.unsqueeze(0)
+    (back,) = Swapped.apply(exchange, (heads,), out[0])  # type: ignore[no-untyped-call]
+    own_out: Tensor = back.unsqueeze(0)
+    return own_out
 
 
 def _of_heads(own: Tokens, exchange: UlyssesExchange) -> Tokens:
@@ -195,7 +195,7 @@ def _of_heads(own: Tokens, exchange: UlyssesExchange) -> Tokens:
     for dtype in dict.fromkeys(tensor.dtype for tensor in own):
         places = [place for place, tensor in enumerate(own) if tensor.dtype == dtype]
         sent = [own[place][0] if own[place].dim() == 4 else own[place][0].unsqueeze(-1) for place in places]
-        swapped = _ToHeads.apply(exchange, *sent)  # type: ignore[no-untyped-call]
+        swapped = Swapped.apply(exchange, None, *sent)  # type: ignore[no-untyped-call]
         for place, tensor in zip(places, swapped, strict=True):
             found[place] = (tensor if own[place].dim() == 4 else tensor.squeeze(-1)).unsqueeze(0)
     return tuple(found)
@@ -227,33 +227,3 @@ def _arriving(transitions: Tensor, updates: Tensor, member: Ring) -> Tensor:
     """Return the states [2, sequences, H, Dk, Dv] with which chunks begin, of A and B by turns of a sequence."""
     of_chunks = (part.view(-1, 2, *part.shape[1:]).transpose(0, 1) for part in (transitions, updates))
     return states_at_chunks(member, *of_chunks)
-
-
-class _ToHeads(torch.autograd.Function):
-    """`UlyssesExchange.to_heads` of tensors [T, heads, D], with its gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, exchange: UlyssesExchange, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange, ctx.heads = exchange, [tensor.shape[1] for tensor in tensors]
-        return tuple(part.clone() for part in drive(exchange.to_heads("heads", *tensors)))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *drive(ctx.exchange.to_tokens("tokens", *grads, heads=ctx.heads))
-
-
-class _ToTokens(torch.autograd.Function):
-    """`UlyssesExchange.to_tokens` of one tensor [T of the set, heads / u, D], with its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, exchange: UlyssesExchange, heads: int) -> Tensor:
-        ctx.exchange = exchange
-        (own,) = drive(exchange.to_tokens("tokens", tensor, heads=(heads,)))
-        return own
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (of_set,) = drive(ctx.exchange.to_heads("heads", grad))
-        return of_set.clone(), None, None
