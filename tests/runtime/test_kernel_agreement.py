@@ -20,7 +20,7 @@ from fcp_cli.models.shipped import shipped_profile_path
 from fcp_cli.profiling.computed.analytic import analytic_profile
 from fcp_cli.recipe import Recipe
 from fcp_cli.runtime.agreement import kernel_agreement
-from fcp_cli.runtime.agreement.kernel_agreement import KernelAgreement, agree_on_kernels, prefer_agreed_kernels
+from fcp_cli.runtime.agreement.kernel_agreement import agree_on_kernels, prefer_agreed_kernels
 from fcp_cli.runtime.kernels import select
 from fcp_cli.runtime.kernels.cuda_choice import Preference
 from fcp_cli.runtime.session import start
@@ -52,32 +52,32 @@ def agreed(
     asked: str | None = None,
     failed: dict[str, str] | None = None,
     missing: dict[str, str] = MISSING,
-) -> KernelAgreement:
+) -> tuple[Preference, tuple[str, ...]]:
     """Return what two ranks agree on; `failed` test calls fail on rank 1 alone."""
     if asked is not None:
         monkeypatch.setenv("FCP_ATTENTION_KERNEL", asked)
     here = threading.local()
 
-    def of_rank(meeting: Any, rank: int) -> KernelAgreement:
+    def of_rank(meeting: Any, rank: int) -> tuple[Preference, tuple[str, ...]]:
         here.reasons = {**missing, **((failed or {}) if rank else {})}
         return agree_on_kernels(ThreadWorld(meeting, rank), CPU, profile)
 
     monkeypatch.setattr(kernel_agreement, "unavailability", missing.get)
     monkeypatch.setattr(kernel_agreement, "unusable", lambda name, *_: here.reasons.get(name))
     first, second = run_ranks(2, of_rank)
-    assert first.preference.asked == second.preference.asked
-    assert first.preference.excluded == second.preference.excluded
-    assert second.failures == tuple(f"rank 1: attention kernel {name}: {why}" for name, why in (failed or {}).items())
+    assert first[0].asked == second[0].asked
+    assert first[0].excluded == second[0].excluded
+    assert second[1] == tuple(f"rank 1: attention kernel {name}: {why}" for name, why in (failed or {}).items())
     return first
 
 
 def test_the_first_line_names_the_kernel_and_why(monkeypatch: pytest.MonkeyPatch, profile: CostProfile) -> None:
-    assert agreed(monkeypatch, profile).lines == snapshot(
+    assert agreed(monkeypatch, profile)[1] == snapshot(
         (
             "attention kernel cudnn from 8,192 tokens of a sequence and rank on, else fa2 (Hopper: cuDNN 1.7 to 2.3 x FlashAttention 2 (transformers#48163, #48324); not measured: run 'fcp profile' here)",
         )
     )
-    assert agreed(monkeypatch, profile, asked="fa2").lines == snapshot(
+    assert agreed(monkeypatch, profile, asked="fa2")[1] == snapshot(
         ("attention kernel fa2 (FCP_ATTENTION_KERNEL; calls that it refuses go to cudnn)",)
     )
 
@@ -87,10 +87,10 @@ def test_a_profile_of_another_kernel_is_named_with_the_ratio(monkeypatch: pytest
         load_model("qwen3-8b"), load_cluster("h100-8x8"), recipe=Recipe(), sync="iteration", ranks=64
     )
     assert computed.attention_kernel == "cudnn"
-    assert agreed(monkeypatch, computed).lines[1:] == snapshot(
+    assert agreed(monkeypatch, computed)[1][1:] == snapshot(
         ("the profile's times are of cudnn; fa2 takes 1.74 x as long for attention",)
     )
-    assert agreed(monkeypatch, computed, asked="fa2").lines[1:] == snapshot(
+    assert agreed(monkeypatch, computed, asked="fa2")[1][1:] == snapshot(
         (
             "warning: the profile's times are of cudnn, and fa2 takes 1.74 x as long for attention; run 'fcp profile' here, then 'fcp plan'",
         )
@@ -101,8 +101,8 @@ def test_a_kernel_that_fails_its_test_on_one_rank_is_used_on_none(
     monkeypatch: pytest.MonkeyPatch, profile: CostProfile
 ) -> None:
     found = agreed(monkeypatch, profile, failed={"cudnn": "No valid execution plans built."}, asked="cudnn")
-    assert found.preference.excluded == {"cudnn", "fa3", "fa4"}
-    assert found.lines == snapshot(
+    assert found[0].excluded == {"cudnn", "fa3", "fa4"}
+    assert found[1] == snapshot(
         (
             "attention kernel fa2 (Hopper: cuDNN 1.7 to 2.3 x FlashAttention 2 (transformers#48163, #48324); not measured: run 'fcp profile' here)",
             "warning: attention kernel cudnn is used on no rank: rank 1's test call failed (1 of 2 ranks)",
@@ -157,8 +157,8 @@ def test_a_measured_profile_decides_by_shape(monkeypatch: pytest.MonkeyPatch, pr
     again = parse_cost_profile(dump_cost_profile(measured), name="it")
     assert again.attention_kernels == measured.attention_kernels
     found = agreed(monkeypatch, again)
-    assert found.preference.table == measured.attention_kernels
-    assert found.lines == snapshot(
+    assert found[0].table == measured.attention_kernels
+    assert found[1] == snapshot(
         (
             "attention kernel cudnn (measured on NVIDIA H100 80GB HBM3, torch 2.13.0; of 4 shapes cudnn 3, fa2 1)",
             "warning: the profile's times are of fa2, and cudnn takes 0.08 x as long for attention; run 'fcp profile' here, then 'fcp plan'",
@@ -168,10 +168,10 @@ def test_a_measured_profile_decides_by_shape(monkeypatch: pytest.MonkeyPatch, pr
 
 def test_a_table_of_another_device_decides_nothing(monkeypatch: pytest.MonkeyPatch, profile: CostProfile) -> None:
     found = agreed(monkeypatch, replace(profile, attention_kernels=table_of("NVIDIA A100-SXM4-80GB")))
-    assert found.preference.table is None
+    assert found[0].table is None
     empty = replace(profile, attention_kernels=replace(table_of("NVIDIA H100 80GB HBM3"), timings=()))
-    assert agreed(monkeypatch, empty).preference.table is None
-    assert found.lines[1:] == snapshot(
+    assert agreed(monkeypatch, empty)[0].table is None
+    assert found[1][1:] == snapshot(
         (
             "warning: the profile's kernels were measured on NVIDIA A100-SXM4-80GB, not on this device; run 'fcp profile' here",
         )
@@ -186,8 +186,8 @@ def test_only_cuda_has_a_choice(
     no_profile: Any = SimpleNamespace()
     start._agree_on_kernels(world, CPU, no_profile)
     assert not select._preferences
-    monkeypatch.setattr(kernel_agreement, "agree_on_kernels", lambda *_: KernelAgreement(
-        preference=Preference(asked="fa2"), lines=("attention kernel fa2",), failures=("rank 1: no",)))  # fmt: skip
+    monkeypatch.setattr(kernel_agreement, "agree_on_kernels", lambda world, *_: (
+        Preference(asked="fa2"), ("rank 1: no",) if world.rank else ("attention kernel fa2",)))  # fmt: skip
     device: Any = SimpleNamespace(type="cuda")
     start._agree_on_kernels(world, device, metadata)
     assert select._preferences[-1].asked == "fa2"

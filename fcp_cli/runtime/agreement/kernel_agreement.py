@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -25,31 +24,22 @@ _USABLE, _UNAVAILABLE, _FAILED = range(3)
 _NOTABLE_RATIO: Final = 1.05  # of times under another kernel than the profile's
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KernelAgreement:
-    """The preference that all ranks follow.
-
-    Attributes:
-        lines: the lines that rank 0 prints.
-        failures: the failures that every other rank prints: why a kernel's test call failed on it.
-    """
-
-    preference: Preference
-    lines: tuple[str, ...]
-    failures: tuple[str, ...]
-
-
 def prefer_agreed_kernels(world: World, device: torch.device, metadata: PlanMetadata) -> None:
     """Let CUDA kernels be chosen alike on all ranks, whose devices are CUDA's. Collective: every rank calls it."""
     profile = parse_cost_profile(metadata.cost_profile, name="the plan's cost profile")
-    agreement = agree_on_kernels(world, device, profile)
-    prefer(agreement.preference)
-    for line in agreement.failures if world.rank else agreement.lines:
+    preference, lines = agree_on_kernels(world, device, profile)
+    prefer(preference)
+    for line in lines:
         print(f"fcp: {line}", file=sys.stderr, flush=True)
 
 
-def agree_on_kernels(world: World, device: torch.device, profile: CostProfile) -> KernelAgreement:
-    """Run each kernel's test call on every rank; a kernel that fails anywhere is used nowhere."""
+def agree_on_kernels(world: World, device: torch.device, profile: CostProfile) -> tuple[Preference, tuple[str, ...]]:
+    """Run each kernel's test call on every rank; a kernel that fails anywhere is used nowhere.
+
+    Returns:
+        The preference that all ranks follow, and the lines that this one prints: the choice on rank 0, and on every
+        other why a kernel's test call failed there.
+    """
     value = os.environ.get(VARIABLE) or "auto"
     known = ("auto", *KERNELS)
     table = _table_of(profile, device)
@@ -68,13 +58,11 @@ def agree_on_kernels(world: World, device: torch.device, profile: CostProfile) -
         print(f"fcp: rank {world.rank}: {line}", file=sys.stderr, flush=True)
 
     preference = Preference(asked=asked, table=table, excluded=frozenset(excluded), report=report)
+    if world.rank:
+        mine = [name for name, state in zip(KERNELS, states, strict=True) if state == _FAILED]
+        return preference, tuple(f"rank {world.rank}: attention kernel {name}: {reasons[name]}" for name in mine)
     failed = [_failed_line(name, rows, reasons) for i, name in enumerate(KERNELS) if _ranks(rows, i, _FAILED)]
-    mine = [name for name, state in zip(KERNELS, states, strict=True) if state == _FAILED]
-    return KernelAgreement(
-        preference=preference,
-        lines=(*_lines(preference, profile), *failed),
-        failures=tuple(f"rank {world.rank}: attention kernel {name}: {reasons[name]}" for name in mine),
-    )
+    return preference, (*_lines(preference, profile), *failed)
 
 
 def _table_of(profile: CostProfile, device: torch.device) -> KernelTable | None:
