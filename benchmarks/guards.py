@@ -26,7 +26,7 @@ from fcp_cli.runtime.gradients import GradientSync
 from fcp_cli.runtime.guards.finite import LossWatch
 from fcp_cli.runtime.guards.guards import Guards
 from fcp_cli.runtime.metrics.recorder import Recorder
-from fcp_cli.runtime.metrics.timing import HostClock
+from fcp_cli.runtime.metrics.timing import Clock
 from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.runtime.session.microbatch import LocalMicroBatch
 
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=50, help="medians are of so many")
     repeat = parser.parse_args().repeat
     torch.set_num_threads(1)
-    guards = Guards(NobodyElse(8), GradientSync(), model=GradientSync(), on_nan="stop", watch=LossWatch(HostClock()))
+    guards = Guards(NobodyElse(8), GradientSync(), model=GradientSync(), on_nan="stop", watch=LossWatch(Clock()))
     shard, device = _shard(), torch.device("cpu")
     weight = torch.ones((), requires_grad=True)
 

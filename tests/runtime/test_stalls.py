@@ -12,14 +12,14 @@ from inline_snapshot import snapshot
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.communication.world import rank_timeout
 from fcp_cli.runtime.guards.stalls import Watch, watch_for
-from fcp_cli.runtime.metrics.timing import HostClock
+from fcp_cli.runtime.metrics.timing import Clock
 from tests.messages import raises
 
 pytestmark = pytest.mark.torch
 
 
 @dataclass
-class Device(HostClock):
+class Device(Clock):
     """A device that has passed the marks it was told to; a mark is any number."""
 
     passed: set[float] = field(default_factory=set)
@@ -37,7 +37,7 @@ def row(order: int, *ranks: int) -> MicroBatch:
 def test_a_rank_names_those_that_it_shares_heads_with() -> None:
     lines: list[str] = []
     for members, shared in (((0, 1, 4, 5, 2, 3), 2), ((2, 3, 4), 3)):
-        watch = Watch(3, HostClock(), 10.0, lines.append)
+        watch = Watch(3, Clock(), 10.0, lines.append)
         watch.begin(7, replace(row(4, *members), heads_degree=shared))
         for now in (0.0, 11.0):
             watch.look(now)
@@ -68,7 +68,7 @@ def test_a_rank_names_step_ring_and_neighbours_that_the_device_waits_for() -> No
 
 def test_every_place_has_its_own_time_and_its_own_words() -> None:
     lines: list[str] = []
-    watch = Watch(1, HostClock(), 10.0, lines.append)
+    watch = Watch(1, Clock(), 10.0, lines.append)
     first = watch.begin(2, row(0, 0, 1))
     watch.look(0.0)
     first.end = 1.0
@@ -94,7 +94,7 @@ def test_every_place_has_its_own_time_and_its_own_words() -> None:
 
 def test_a_loop_that_only_says_what_begins_is_waited_for_in_what_began_last() -> None:
     lines: list[str] = []
-    watch = Watch(0, HostClock(), 10.0, lines.append)
+    watch = Watch(0, Clock(), 10.0, lines.append)
     watch.leave()  # nothing has begun
     for order in (0, 1):
         watch.go_on(3, row(order, 0, 1))
@@ -109,7 +109,7 @@ def test_a_loop_that_only_says_what_begins_is_waited_for_in_what_began_last() ->
 
 def test_a_loop_that_was_left_is_not_waited_for() -> None:
     lines: list[str] = []
-    watch = Watch(0, HostClock(), 1.0, lines.append)
+    watch = Watch(0, Clock(), 1.0, lines.append)
     watch.begin(0, row(0, 0, 1))
     watch.look(0.0)
     watch.forget()
@@ -122,7 +122,7 @@ def test_the_thread_speaks_before_the_time_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FCP_RANK_TIMEOUT", "1")
-    watch = watch_for(0, HostClock(), torch.device("cpu"))
+    watch = watch_for(0, Clock(), torch.device("cpu"))
     watch.begin(4, row(2, 0, 1))
     watch.start()
     said = ""
@@ -137,7 +137,7 @@ def test_the_thread_speaks_before_the_time_out(
 
 
 def test_the_thread_ends_with_what_it_watches_for() -> None:
-    watch = Watch(0, HostClock(), 1000.0, print)
+    watch = Watch(0, Clock(), 1000.0, print)
     before = set(threading.enumerate())
     watch.start()
     (thread,) = set(threading.enumerate()) - before

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,34 +21,23 @@ class MicroBatchTiming:
     seconds: float
 
 
-class Clock(Protocol):
+class Clock:
+    """A clock for the CPU, whose work is done when the call returns."""
+
     def mark(self) -> Any:
         """Return a point in time on the device; costs the host microseconds."""
-        ...
+        return time.perf_counter()
 
     def seconds(self, earlier: Any, later: Any) -> float:
         """Return the seconds between two marks; wait until the device has passed both."""
-        ...
+        return float(later - earlier)
 
     def has_passed(self, mark: Any) -> bool:
         """Return whether the device has come to a mark; never wait. Any thread may ask."""
-        ...
-
-
-class HostClock:
-    """A clock for the CPU, whose work is done when the call returns."""
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, earlier: float, later: float) -> float:
-        return later - earlier
-
-    def has_passed(self, mark: float) -> bool:
         return True
 
 
-class DeviceClock:
+class DeviceClock(Clock):
     """A clock for an accelerator: events on its current stream."""
 
     def __init__(self, device: torch.device) -> None:
@@ -68,4 +57,4 @@ class DeviceClock:
 
 
 def clock_for(device: torch.device) -> Clock:
-    return HostClock() if device.type == "cpu" else DeviceClock(device)
+    return Clock() if device.type == "cpu" else DeviceClock(device)

@@ -59,7 +59,7 @@ class ActivationOffload:
         self.above_tokens = above_tokens
         self.moved_bytes = 0
         self.microbatches = 0
-        self._link: HostTransfer = HostLink() if device.type == "cpu" else StreamLink(device)
+        self._link = HostLink() if device.type == "cpu" else StreamLink(device)
 
     @contextmanager
     def of(self, microbatch: HasTokens) -> Iterator[None]:
@@ -91,36 +91,25 @@ def offloaded_inputs() -> Iterator[None]:
         yield
 
 
-class HostTransfer(Protocol):
-    """Carries tensors between a device and the host's memory; a mark says when a copy is done."""
+class HostLink:
+    """Carries tensors between a device and the host's memory; a mark says when a copy is done.
+
+    Here the device is simulated: the host's memory stands for both.
+    """
 
     def to_host(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """Start a copy to the host; return it, and its mark."""
-        ...
-
-    def to_device(self, host: Tensor, written: Any) -> tuple[Tensor, Any]:
-        """Start a copy to the device, once the one to the host is done; return it, and its mark."""
-        ...
-
-    def wait(self, mark: Any) -> None:
-        """Let kernels that are launched from now on wait for a copy."""
-        ...
-
-
-class HostLink:
-    """Copies within the host's memory, to simulate a device."""
-
-    def to_host(self, tensor: Tensor) -> tuple[Tensor, Any]:
         return tensor.clone(), None
 
     def to_device(self, host: Tensor, written: Any) -> tuple[Tensor, Any]:
+        """Start a copy to the device, once the one to the host is done; return it, and its mark."""
         return host.clone(), None
 
     def wait(self, mark: Any) -> None:
-        pass
+        """Let kernels that are launched from now on wait for a copy."""
 
 
-class StreamLink:
+class StreamLink(HostLink):
     """Copies on two separate streams; the host waits for neither."""
 
     def __init__(self, device: torch.device) -> None:
@@ -185,7 +174,7 @@ class _Slot:
         self._count()
 
     @property
-    def _link(self) -> HostTransfer:
+    def _link(self) -> HostLink:
         return self._shelf.offload._link
 
     def leave(self) -> None:
