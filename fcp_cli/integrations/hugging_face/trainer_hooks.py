@@ -5,7 +5,7 @@ Three methods are hooked: the one that trains, the one that makes its loader, an
 
 from __future__ import annotations
 
-from functools import wraps
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
@@ -15,39 +15,30 @@ from fcp_cli.integrations.hugging_face.accelerate.hooks import OF_TRAINER
 def hook_trainer(trainer: ModuleType) -> None:
     """Hook `transformers.trainer`, to be called once it has been imported, before its importer sees it."""
     from fcp_cli.integrations.hugging_face.checks import check_trainer_module
+    from fcp_cli.integrations.hugging_face.mixin import following, planned_loader, planned_step
 
     check_trainer_module(trainer)
     kind: Any = trainer.Trainer
     train, get_loader, run_step = kind._inner_training_loop, kind.get_train_dataloader, kind.training_step
 
-    # The runtime is imported when a trainer is used: transformers is still being imported now.
     @wraps(train)
     def _inner_training_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from fcp_cli.integrations.hugging_face.mixin import following
-
         with following(self):
             return train(self, *args, **kwargs)
 
     @wraps(get_loader)
     def get_train_dataloader(self: Any) -> Any:
-        from fcp_cli.integrations.hugging_face.mixin import planned_loader
-
         return planned_loader(self, lambda: get_loader(self))
 
     @wraps(run_step)
     def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        from fcp_cli.integrations.hugging_face.mixin import planned_step
-
-        def own(*given: Any) -> Any:
-            return run_step(self, *given)
-
-        return planned_step(self, own, model, inputs, num_items_in_batch)
+        return planned_step(self, partial(run_step, self), model, inputs, num_items_in_batch)
 
     begin = kind.train
 
     @wraps(begin)
     def resumed_train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        from fcp_cli.integrations.hugging_face.stopping import checkpoint_to_resume
+        from fcp_cli.integrations.hugging_face.stopping import checkpoint_to_resume  # imports transformers
 
         return begin(self, checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
 
