@@ -14,6 +14,7 @@ import yaml
 
 from fcp_cli.commands.plan import note_compilation
 from fcp_cli.planning.fcp import solver
+from fcp_cli.planning.solvers import REGISTRY
 from tests.commands.planning_folder import fcp
 from tests.planning.examples import PROFILE
 
@@ -74,7 +75,7 @@ def test_every_strategy_is_compared_on_the_same_steps(document: dict[str, Any]) 
         "packing",
         "padded",
     }
-    assert names == {"fcp", *published}
+    assert names - REGISTRY.packages().keys() == {"fcp", *published}  # whoever wrote a solver may have it installed
     assert document["steps"] == 2
     assert document["profile"]["origin"] == "assumed"
 
