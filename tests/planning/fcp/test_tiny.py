@@ -14,6 +14,7 @@ from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.fcp.limits import make_solver
+from fcp_cli.planning.fcp.tiny import assign_tiny
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 from tests.planning.fcp.test_solver import a_problem, one_batch, planned
 
@@ -72,9 +73,13 @@ def test_no_waves_of_a_tiny_step_are_quicker_than_its_plan(data: st.DataObject) 
     batches = one_batch(lengths, problem)
     batch = batches.batch(0)
 
-    found = makespan_seconds(make_solver(batches).assign(batch), batch, problem)
+    exact, found = (
+        makespan_seconds(answer, batch, problem)
+        for answer in (assign_tiny(batch, problem), make_solver(batches).assign(batch))
+    )
 
     best = min(makespan_seconds(schedule, batch, problem) for schedule in schedules(batch, problem))
+    assert exact == pytest.approx(best, rel=1e-9)
     assert found <= best * (1 + 1e-9)
 
 
