@@ -101,9 +101,6 @@ def _model(given: str | None, metadata: PlanMetadata, assumed: Assumptions) -> s
 
 def recorded_settings(training: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     """Return the settings in the record of a launch, if each is one of the trainer's and of its type."""
-    if "warmup_ratio" in training:  # of a run that an earlier version started
-        share = training["warmup_ratio"]
-        training = {name: value for name, value in training.items() if name != "warmup_ratio"} | {"warmup_steps": share}
     of_paths = {Path: str, Path | None: str | None, tuple[Path, ...]: tuple[str, ...]}
     kinds = [(name, of_paths.get(kind, kind), None) for name, kind in get_type_hints(TrainSettings).items()]
     shape = make_dataclass("RecordedSettings", kinds, kw_only=True)

@@ -310,8 +310,6 @@ class Trainer:
                 f"{found} has finished {header.step} of {self.last_step} steps: nothing is left to resume; give a "
                 "larger --steps, or make a plan of more steps with 'fcp plan --epochs'"
             )
-        if header.files is None and self.session.rank == 0:
-            note(f"{found} has no checksums, as an earlier fcp saved it: it is loaded unverified")
         ranks = self.session.metadata.num_ranks
         load_checkpoint(found, self._state, header=header, rank=self.session.rank, num_ranks=ranks)
         self.sharded.gather(frozen=True)

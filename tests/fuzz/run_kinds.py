@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.runs.checkpoints.checkpoint_header import CheckpointHeader
 from tests.fuzz import mutations
 from tests.fuzz.kind import Change, Kind, of_files
 from tests.fuzz.planning_kinds import of_plan
@@ -40,9 +41,9 @@ def write_runs(folder: Path) -> None:
     }
     owner |= {"since": "2026-01-01T00:00:00+00:00", "job": "", "mark": "7-7"}
     (run / "owner.json").write_text(json.dumps(owner))
-    header: dict[str, Any] = {"format": "fcp-checkpoint/2", "step": 1, "plan_hash": plan_hash, "num_ranks": 4}
-    header |= {"sharding": "replicated", "model": "qwen3-tiny", "torch": "2.13", "shards": None}
-    (folder / _CHECKPOINT).write_text(json.dumps(header))
+    facts: dict[str, Any] = {"step": 1, "plan_hash": plan_hash, "num_ranks": 4, "sharding": "replicated"}
+    header = CheckpointHeader(**facts, model="qwen3-tiny", torch="2.13")
+    (folder / _CHECKPOINT).write_text(header.text())
     _write_job(folder, record)
     _write_schedulers(folder / "bin")
 

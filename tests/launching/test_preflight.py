@@ -153,7 +153,13 @@ def test_a_checkpoint_without_one_of_its_files_is_refused_before_anything_is_sta
 def write_header(run_dir: Path, step: int, plan_hash: str, *, files: Mapping[str, FileSums] | None = None) -> None:
     """A checkpoint as far as it is looked at before anything is started."""
     header = CheckpointHeader(
-        step=step, plan_hash=plan_hash, num_ranks=4, sharding="replicated", model="qwen3-tiny", torch="2", files=files
+        step=step,
+        plan_hash=plan_hash,
+        num_ranks=4,
+        sharding="replicated",
+        model="qwen3-tiny",
+        torch="2",
+        files=files or {},
     )
     folder = run_dir / "checkpoints" / f"step-{step:08d}"
     folder.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from inline_snapshot import snapshot
 
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata.online import read_online_settings
-from fcp_cli.runs.checkpoints.checkpoint_header import checkpoints, read_header
+from fcp_cli.runs.checkpoints.checkpoint_header import CheckpointHeader, checkpoints, read_header
 from fcp_cli.runs.folder import next_run_dir
 from fcp_cli.runs.launch_record import latest_run_dir, read_launch, write_launch
 from fcp_cli.runs.owner import read_owner
@@ -69,7 +69,8 @@ def test_only_numbered_folders_are_checkpoints(tmp_path: Path) -> None:
 def test_a_checkpoint_with_a_damaged_header_is_refused(tmp_path: Path) -> None:
     checkpoint = tmp_path / "step-00000003"
     checkpoint.mkdir()
-    (checkpoint / "checkpoint.json").write_text('{"format": "fcp-checkpoint/2", "step": -1}')
+    header = CheckpointHeader(step=-1, plan_hash="", num_ranks=4, sharding="replicated", model="tiny", torch="2")
+    (checkpoint / "checkpoint.json").write_text(header.text())
     with raises(
         snapshot(
             "RunError: FOLDER/step-00000003/checkpoint.json is damaged: step is -1; it must be a whole number of at least 0; no checkpoint before it is left: restore step-00000003 from a copy, or start a new run without --resume"

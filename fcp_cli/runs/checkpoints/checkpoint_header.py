@@ -6,7 +6,7 @@ import json
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -18,7 +18,6 @@ from fcp_cli.runs.checkpoints.checkpoint_files import FileSums, wrong_size
 from fcp_cli.validation import Count, NonNegativeCount, shown, validated
 
 FORMAT = "fcp-checkpoint/3"
-_WITHOUT_CHECKSUMS: Final = "fcp-checkpoint/2"
 PREFIX = "step-"
 _NAME: Final = re.compile(rf"{PREFIX}[0-9]{{1,19}}")
 
@@ -31,8 +30,8 @@ class CheckpointHeader:
 
     Attributes:
         sharding: whether rank 0 saved everything, or each rank of a copy its share of it.
-        shards: how many shares; None, in older checkpoints: as many as ranks.
-        files: checksums of its files, by name; None in checkpoints of format 2.
+        shards: how many shares.
+        files: checksums of its files, by name.
     """
 
     step: NonNegativeCount
@@ -41,8 +40,8 @@ class CheckpointHeader:
     sharding: Sharding
     model: str
     torch: str
-    shards: Count | None = None
-    files: Mapping[str, FileSums] | None = None
+    shards: Count = 1
+    files: Mapping[str, FileSums] = field(default_factory=dict)
 
     def text(self) -> str:
         """Return the content of `checkpoint.json`, including its checksum."""
@@ -79,9 +78,9 @@ def _read(checkpoint: Path) -> CheckpointHeader:
         raise _DamagedHeaderError(f"cannot read {path}: {error.strerror or error}") from error
     document = read_object(path, error=_DamagedHeaderError)
     found = document.get("format")
-    if found not in (FORMAT, _WITHOUT_CHECKSUMS):
+    if found != FORMAT:
         raise RunError(f"{path} has format {shown(found)}; this fcp reads {FORMAT!r}")
-    if found == FORMAT and document.pop("checksum", None) != _checksum(document):
+    if document.pop("checksum", None) != _checksum(document):
         raise _DamagedHeaderError(f"{path} does not match its checksum: it was damaged or edited")
     del document["format"]
     return validated(document, CheckpointHeader, where=f"{path} is damaged", error=_DamagedHeaderError)
@@ -89,8 +88,6 @@ def _read(checkpoint: Path) -> CheckpointHeader:
 
 def require_files(checkpoint: Path, header: CheckpointHeader) -> None:
     """Check, without reading them, that all files of a checkpoint are there with their sizes, and no others."""
-    if header.files is None:
-        return
     wrong = wrong_size(checkpoint, header.files)
     if wrong is None:
         extra = sorted({path.name for path in checkpoint.glob("*.safetensors")} - header.files.keys())
@@ -106,7 +103,7 @@ def way_back(checkpoint: Path) -> str:
             header = _read(before)
         except RunError:
             continue
-        if header.files is None or wrong_size(before, header.files) is None:
+        if wrong_size(before, header.files) is None:
             later = [path for path in checkpoints(checkpoint.parent) if before.name < path.name]
             return f"remove {' and '.join(map(str, later))} to resume from {before.name}"
     return (

@@ -182,8 +182,6 @@ def load_checkpoint(
 
 def _verify(checkpoint: Path, header: CheckpointHeader, names: Sequence[str], index: int = 0, count: int = 1) -> None:
     """Compare a share of some files with their checksums."""
-    if header.files is None:
-        return
     if (unlisted := next((name for name in names if name not in header.files), None)) is not None:
         raise RunError(f"{checkpoint / unlisted} is not listed in checkpoint.json; {way_back(checkpoint)}")
     found = damage(checkpoint, {name: header.files[name] for name in names}, index=index, count=count)
@@ -195,7 +193,7 @@ def _state_files(header: CheckpointHeader) -> list[str]:
     """Return the files of the shares, in order."""
     if header.sharding == "replicated":
         return ["state.safetensors"]
-    return [f"state-{index:05d}.safetensors" for index in range(header.shards or header.num_ranks)]
+    return [f"state-{index:05d}.safetensors" for index in range(header.shards)]
 
 
 def _opened(path: Path) -> Any:
