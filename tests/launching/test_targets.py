@@ -17,7 +17,7 @@ from fcp_cli.launching import node
 from fcp_cli.launching.request import ClusterOptions
 from fcp_cli.launching.supervision.run import JobOutcome
 from fcp_cli.launching.targets.catalog import TARGETS, job_files
-from fcp_cli.launching.targets.options import _given, _secret, _toleration, choose_target, read_hostfile
+from fcp_cli.launching.targets.options import _given, _parts, _secret, choose_target, read_hostfile
 from fcp_cli.launching.targets.templates import yaml_scalar
 from fcp_cli.launching.targets.values import job_name, template_values
 from fcp_cli.launching.targets.write import submit, write_files
@@ -301,11 +301,15 @@ def test_a_variable_that_cannot_be_meant_is_one_line(words: str, message: str) -
 
 def test_secrets_and_tolerations_are_as_kubernetes_names_them() -> None:
     assert _secret("TOKEN=team.wandb:api_key") == {"variable": "TOKEN", "secret": "team.wandb", "key": "api_key"}
-    assert _toleration("nvidia.com/gpu:NoSchedule") == {"key": "nvidia.com/gpu", "value": "", "effect": "NoSchedule"}
-    assert _toleration("team=llm") == {"key": "team", "value": "llm", "effect": ""}
+    assert _parts("--toleration", "nvidia.com/gpu:NoSchedule") == {
+        "key": "nvidia.com/gpu",
+        "value": "",
+        "effect": "NoSchedule",
+    }
+    assert _parts("--toleration", "team=llm") == {"key": "team", "value": "llm", "effect": ""}
     for text in ("TOKEN", "TOKEN=secret", "TOKEN=-x:y", "TOKEN=a:b/c", "TOKEN=a:b\nc"):
         with pytest.raises(UsageError, match="it must be NAME=SECRET:KEY, as WANDB_API_KEY=wandb:token"):
             _secret(text)
     for text in ("a b", "gpu:Sometimes", "gpu=", "gpu=x y", "gpu:", "=x"):
         with pytest.raises(UsageError, match=r"it must be KEY\[=VALUE\]\[:EFFECT\]"):
-            _toleration(text)
+            _parts("--toleration", text)

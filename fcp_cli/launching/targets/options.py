@@ -27,23 +27,53 @@ _DECISIVE = {"hostfile": "scripts", "sbatch_option": "slurm", "srun_option": "sl
 """Option -> the target that it implies without --target; other options fit several."""
 _OF_ALL = frozenset({"template", "python", "env"})
 
-_RESOURCE = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
-_LABEL = re.compile(r"([a-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
-_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|[kKMGTPE]i?)?")
-_NAME = re.compile(SUBDOMAIN)
-_IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
-_ACCELERATOR = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
+_KEY = r"([a-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"
+_VALUE = r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"
+_QUANTITY = r"[0-9]+(\.[0-9]+)?(m|[kKMGTPE]i?)?"
+_EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
+_SHAPES = {
+    "--image": (r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", "the name of an image, as registry/team/fcp:1.0"),
+    "--accelerator": (r"[A-Za-z0-9][A-Za-z0-9._:-]*", "a name, as H100"),
+    "--rdma-resource": (
+        rf"(?P<name>[a-z0-9]([a-z0-9.-]*[a-z0-9])?/{_VALUE})(=(?P<count>0*[1-9][0-9]*)?)?",
+        "a resource of the nodes and how many of it, as rdma/hca=1 or nvidia.com/hostdev=8: kubectl describe node "
+        "shows them",
+    ),
+    "--request": (
+        rf"(?P<name>{_KEY})=(?P<value>{_QUANTITY})",
+        "a name and a value as Kubernetes writes them: cpu=32",
+    ),
+    "--node-selector": (
+        rf"(?P<name>{_KEY})=(?P<value>{_KEY})",
+        "a name and a value as Kubernetes writes them: gpu-type=h100",
+    ),
+    "--toleration": (
+        rf"(?P<key>{_KEY})(=(?P<value>{_VALUE}))?(:(?P<effect>{'|'.join(_EFFECTS)}))?",
+        f"KEY[=VALUE][:EFFECT] with one of {', '.join(_EFFECTS)}, as nvidia.com/gpu:NoSchedule",
+    ),
+    "--env-secret": (
+        rf"(?P<variable>[^=]*)=(?P<secret>{SUBDOMAIN}):(?P<key>[A-Za-z0-9._-]+)",
+        "NAME=SECRET:KEY, as WANDB_API_KEY=wandb:token",
+    ),
+    "--pull-secret": (
+        rf"(?=.{{1,{MOST_NAME}}}\Z){SUBDOMAIN}",
+        "a name of Kubernetes: lower-case letters, digits and dashes",
+    ),
+    "--namespace": (LABEL, "a namespace: lower-case letters, digits and dashes"),
+    "--shm-size": (r"[1-9][0-9]*([KMGT]i?)?", "a size as Kubernetes writes it, like 64Gi"),
+    "--mount": (
+        rf"(?P<claim>{SUBDOMAIN}):(?P<path>/[^\n\r\v\f\x1c-\x1e\x85\u2028\u2029]*)",
+        "CLAIM:/path, a persistent volume claim and its mount path",
+    ),
+}
+"""Option -> the pattern of its values, whose groups templates see, and what messages say of it."""
 _SAME_NAME = {"h100": "H100", "h200": "H200", "b200": "B200"}
 _ACCELERATORS = {
     "skypilot": {"a100": "A100-80GB", "a100-40gb": "A100", **_SAME_NAME},
     "dstack": {"a100": "A100:80GB", "a100-40gb": "A100:40GB", **_SAME_NAME},
 }
 _SSH_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-_LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
-_EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SECRET_KEY = re.compile(r"[A-Za-z0-9._-]+")
-_MEMORY_SIZE = re.compile(r"[1-9][0-9]*([KMGT]i?)?")
 
 
 def choose_target(request: ClusterOptions) -> str:
@@ -141,8 +171,8 @@ def for_cluster(request: ClusterOptions, job: Job, assumed: Assumptions) -> Job:
     target = target_of(job.target)
     if target.is_container and request.image is None:
         raise UsageError("containers need --image: the name of one with fcp, torch and your code")
-    if request.image is not None and not _IMAGE.fullmatch(request.image or ""):
-        raise UsageError(f"--image is {request.image!r}; it must be the name of an image, as registry/team/fcp:1.0")
+    if request.image is not None:
+        _parts("--image", request.image)
     hosts = job.hosts
     if job.target == "scripts" and not hosts:
         hosts = tuple(f"node{k}" for k in range(job.num_nodes))
@@ -161,7 +191,7 @@ def for_cluster(request: ClusterOptions, job: Job, assumed: Assumptions) -> Job:
             name=job_name(request.job_name or job.run_dir.name),
             directory=Path.cwd(),
             interface_variables=tuple(v.name for v in job.variables if not v.value),
-            namespace=_namespace(request.namespace) if request.namespace else "",
+            namespace=_checked("--namespace", request.namespace or None),
             values=option_values(request, target, job, assumed),
         ),
     )
@@ -169,7 +199,7 @@ def for_cluster(request: ClusterOptions, job: Job, assumed: Assumptions) -> Job:
 
 def option_values(request: ClusterOptions, target: Target, job: Job, assumed: Assumptions) -> dict[str, Any]:
     """Return the variables of templates that options set, by the names in docs/reference/templates.md."""
-    rdma_resource, rdma_count = _rdma(request.rdma_resource)
+    rdma = {} if request.rdma_resource is None else _parts("--rdma-resource", request.rdma_resource)
     return {
         "setup": request.setup,
         "sbatch_options": [_option_of("sbatch", text) for text in request.sbatch_option],
@@ -177,15 +207,15 @@ def option_values(request: ClusterOptions, target: Target, job: Job, assumed: As
         "accelerator": _accelerator(request.accelerator, job),
         "image": request.image or "",
         "mounts": _mounts(request, job, assumed) if "mount" in target.options else [],
-        "requests": _pairs("--request", request.request, "cpu=32", _QUANTITY),
-        "node_selector": _pairs("--node-selector", request.node_selector, "gpu-type=h100", _LABEL),
-        "tolerations": list(map(_toleration, request.toleration)),
+        "requests": _pairs("--request", request.request),
+        "node_selector": _pairs("--node-selector", request.node_selector),
+        "tolerations": [_parts("--toleration", text) for text in request.toleration],
         "secrets": list(map(_secret, request.env_secret)),
-        "pull_secrets": [_name("--pull-secret", name) for name in request.pull_secret],
-        "rdma_resource": rdma_resource,
-        "rdma_count": rdma_count,
+        "pull_secrets": [_checked("--pull-secret", name) for name in request.pull_secret],
+        "rdma_resource": rdma.get("name", ""),
+        "rdma_count": int(rdma.get("count") or 1),
         "host_network": request.host_network,
-        "shared_memory": _memory_size(request.shm_size),
+        "shared_memory": _checked("--shm-size", request.shm_size),
     }
 
 
@@ -202,9 +232,7 @@ def _accelerator(given: str | None, job: Job) -> str:
     if names is None or job.stack == "cpu":
         return ""
     if given is not None:
-        if not _ACCELERATOR.fullmatch(given):
-            raise UsageError(f"--accelerator is {given!r}; it must be a name, as H100")
-        return given
+        return _checked("--accelerator", given)
     device = planned_cluster(job.metadata).rpartition("-")[0]
     if device not in names:
         raise UsageError(
@@ -224,28 +252,25 @@ def _option_of(program: str, text: str) -> str:
     return option
 
 
-def _rdma(text: str | None) -> tuple[str, int]:
-    """Return the name of a resource and how many of it a node gets."""
-    if text is None:
-        return "", 1
-    name, _, count = text.partition("=")
-    if not _RESOURCE.fullmatch(name) or not (count or "1").isdecimal() or int(count or 1) < 1:
-        raise UsageError(
-            f"--rdma-resource is {text!r}; it must be a resource of the nodes and how many of it, as rdma/hca=1 or "
-            "nvidia.com/hostdev=8: kubectl describe node shows them"
-        )
-    return name, int(count or 1)
+def _parts(flag: str, text: str) -> dict[str, str]:
+    """Return the named parts of an option's value, "" for those that it leaves out."""
+    pattern, wanted = _SHAPES[flag]
+    found = re.fullmatch(pattern, text)
+    if found is None:
+        raise UsageError(f"{flag} is {text!r}; it must be {wanted}")
+    return found.groupdict(default="")
 
 
-def _pairs(flag: str, given: tuple[str, ...], example: str, value: re.Pattern[str]) -> dict[str, str]:
+def _checked(flag: str, text: str | None) -> str:
+    """Return the value of an option of one part; "" for None."""
+    if text is not None:
+        _parts(flag, text)
+    return text or ""
+
+
+def _pairs(flag: str, given: tuple[str, ...]) -> dict[str, str]:
     """Return names and values that were given as NAME=VALUE."""
-    found = {}
-    for text in given:
-        name, equals, amount = text.partition("=")
-        if not equals or not _LABEL.fullmatch(name) or not value.fullmatch(amount):
-            raise UsageError(f"{flag} is {text!r}; it must be a name and a value as Kubernetes writes them: {example}")
-        found[name] = amount
-    return found
+    return {found["name"]: found["value"] for found in (_parts(flag, text) for text in given)}
 
 
 def _variable(flag: str, text: str, example: str) -> tuple[str, str | None]:
@@ -269,46 +294,12 @@ def _given(words: tuple[str, ...], here: Mapping[str, str]) -> dict[str, str]:
 
 
 def _secret(text: str) -> dict[str, str]:
-    example = "WANDB_API_KEY=wandb:token"
-    name, value = _variable("--env-secret", text, example)
-    secret, colon, key = (value or "").partition(":")
-    if not colon or not _NAME.fullmatch(secret) or not _SECRET_KEY.fullmatch(key):
-        raise UsageError(f"--env-secret is {text!r}; it must be NAME=SECRET:KEY, as {example}")
-    return {"variable": name, "secret": secret, "key": key}
-
-
-def _toleration(text: str) -> dict[str, str]:
-    taint, colon, effect = text.partition(":")
-    key, equals, value = taint.partition("=")
-    is_effect = effect in _EFFECTS if colon else True
-    if not _LABEL.fullmatch(key) or not is_effect or (equals and not _LABEL_VALUE.fullmatch(value)):
-        raise UsageError(
-            f"--toleration is {text!r}; it must be KEY[=VALUE][:EFFECT] with one of {', '.join(_EFFECTS)}, as "
-            "nvidia.com/gpu:NoSchedule"
-        )
-    return {"key": key, "value": value, "effect": effect}
-
-
-def _name(flag: str, text: str) -> str:
-    if len(text) > MOST_NAME or not _NAME.fullmatch(text):
-        raise UsageError(f"{flag} is {text!r}; it must be a name of Kubernetes: lower-case letters, digits and dashes")
-    return text
-
-
-def _namespace(text: str) -> str:
-    if not re.fullmatch(LABEL, text):
-        raise UsageError(f"--namespace is {text!r}; it must be a namespace: lower-case letters, digits and dashes")
-    return text
-
-
-def _memory_size(text: str | None) -> str:
-    if text is not None and not _MEMORY_SIZE.fullmatch(text):
-        raise UsageError(f"--shm-size is {text!r}; it must be a size as Kubernetes writes it, like 64Gi")
-    return text or ""
+    _variable("--env-secret", text, "WANDB_API_KEY=wandb:token")
+    return _parts("--env-secret", text)
 
 
 def _mounts(request: ClusterOptions, job: Job, assumed: Assumptions) -> tuple[dict[str, str], ...]:
-    mounts = tuple(map(_mount, request.mount))
+    mounts = tuple(_parts("--mount", text) for text in request.mount)
     plan, run_dir = job.plan.absolute(), job.run_dir
     if not any(plan.is_relative_to(mount["path"]) for mount in mounts):
         assumed.assume(str(plan), "in the image", "no --mount CLAIM:PATH covers it")
@@ -318,10 +309,3 @@ def _mounts(request: ClusterOptions, job: Job, assumed: Assumptions) -> tuple[di
             "volume there, or name a --run-dir on one"
         )
     return mounts
-
-
-def _mount(text: str) -> dict[str, str]:
-    claim, colon, path = text.partition(":")
-    if not _NAME.fullmatch(claim) or not colon or not path.startswith("/") or len(path.splitlines()) != 1:
-        raise UsageError(f"--mount is {text!r}; it must be CLAIM:/path, a persistent volume claim and its mount path")
-    return {"claim": claim, "path": path}
