@@ -2,7 +2,8 @@
 
 The dataclass is the value that the library works with; its annotations give the flags, the metavars, the defaults, the
 limits, the help, the keys of `fcp.yaml`, the environment names and the reference page. Nothing here imports typer, so
-that a library package may own the options that it obeys; `command_line.takes` makes a command of them.
+that a library package may own the options that it obeys; `command_line.takes` makes a command of them, and one of a
+function whose parameters have such annotations.
 
     @dataclass(frozen=True, kw_only=True, slots=True)
     class ClusterOptions:

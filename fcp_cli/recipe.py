@@ -26,40 +26,6 @@ Phase: TypeAlias = Literal["forward"]  # of a job that does not train
 AUTO: Final = "auto"
 _OF_ACCELERATORS: Final = ("bf16", "amp")
 
-# The options, as `fcp profile`, `fcp plan` and `fcp launch` take them.
-ZeroOption: TypeAlias = Annotated[
-    Literal["auto", "0", "1", "2", "3"],
-    Opt(
-        "ZeRO stage: 0 none, 1 optimizer, 2 gradients, 3 weights; auto: chosen to fit.",
-        common=True,
-        group="memory and precision",
-    ),
-]
-ShardRanksOption: TypeAlias = Annotated[
-    int | None,
-    Opt("Ranks that share one copy of the sharded tensors, e.g. those of a node.", min=1, max=MOST_RANKS, unset="all"),
-]
-ReduceOption: TypeAlias = Annotated[
-    Literal["auto", "step", "wave"],
-    Opt("When gradients are reduced under --zero 3: wave keeps a shard of them, step keeps all and sends less."),
-]
-PrecisionOption: TypeAlias = Annotated[
-    Literal["auto", "bf16", "amp", "fp32", "fp64"],
-    Opt("bf16 keeps fp32 master weights, amp is fp32 under autocast; auto: fp32 on a CPU, else bf16."),
-]
-RecomputeOption: TypeAlias = Annotated[
-    Literal["auto", "none", "activation", "elementwise", "selective", "full", "as-needed"],
-    Opt("Activations that backward recomputes; selective: all but attention's.", common=True),
-]
-LossOption: TypeAlias = Annotated[
-    Literal["auto", "chunked", "plain"],
-    Opt("Cross entropy: chunked never holds all logits at once, plain does; auto is chunked."),
-]
-OffloadOption: TypeAlias = Annotated[
-    Literal["auto", "none", "activations"],
-    Opt("activations: move the inputs of recomputed layers to host memory; auto: if quicker."),
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
@@ -140,15 +106,45 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecipeRequest:
-    """Requested settings of a recipe; `auto`, None and False leave them to the plan, or to the memory."""
+    """Options of `fcp profile`, `fcp plan` and `fcp launch`; `auto`, None and False leave them to plan or memory."""
 
-    zero: ZeroOption = "auto"
-    shard_ranks: ShardRanksOption = None
-    reduce: ReduceOption = "auto"
-    precision: PrecisionOption = "auto"
-    recompute: RecomputeOption = "auto"
-    loss: LossOption = "auto"
-    offload: OffloadOption = "auto"
+    zero: Annotated[
+        Literal["auto", "0", "1", "2", "3"],
+        Opt(
+            "ZeRO stage: 0 none, 1 optimizer, 2 gradients, 3 weights; auto: chosen to fit.",
+            common=True,
+            group="memory and precision",
+        ),
+    ] = "auto"
+    shard_ranks: Annotated[
+        int | None,
+        Opt(
+            "Ranks that share one copy of the sharded tensors, e.g. those of a node.",
+            min=1,
+            max=MOST_RANKS,
+            unset="all",
+        ),
+    ] = None
+    reduce: Annotated[
+        Literal["auto", "step", "wave"],
+        Opt("When gradients are reduced under --zero 3: wave keeps a shard of them, step keeps all and sends less."),
+    ] = "auto"
+    precision: Annotated[
+        Literal["auto", "bf16", "amp", "fp32", "fp64"],
+        Opt("bf16 keeps fp32 master weights, amp is fp32 under autocast; auto: fp32 on a CPU, else bf16."),
+    ] = "auto"
+    recompute: Annotated[
+        Literal["auto", "none", "activation", "elementwise", "selective", "full", "as-needed"],
+        Opt("Activations that backward recomputes; selective: all but attention's.", common=True),
+    ] = "auto"
+    loss: Annotated[
+        Literal["auto", "chunked", "plain"],
+        Opt("Cross entropy: chunked never holds all logits at once, plain does; auto is chunked."),
+    ] = "auto"
+    offload: Annotated[
+        Literal["auto", "none", "activations"],
+        Opt("activations: move the inputs of recomputed layers to host memory; auto: if quicker."),
+    ] = "auto"
     freeze_vision: Annotated[bool, Opt("Train the language model of a vision model only.", group="weights")] = False
     lora: Annotated[
         str | None,

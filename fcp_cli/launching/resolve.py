@@ -17,7 +17,7 @@ from fcp_cli.launching.assumed_plan import assumed_plan, has_plan_made, unplanne
 from fcp_cli.launching.checks import preflight
 from fcp_cli.launching.console_scripts import python_program
 from fcp_cli.launching.job.environment import job_variables, set_by_fcp
-from fcp_cli.launching.job.inject import OwnCommand, own_command, probe_variable
+from fcp_cli.launching.job.inject import hooked_environment, probe_variable
 from fcp_cli.launching.job.job import ADDRESS_TO_FILL_IN, MODEL_VARIABLE, Job, Variable
 from fcp_cli.launching.job.nodes import check_ranks, place, planned_nodes
 from fcp_cli.launching.program import for_mindspore, is_mindspore, program_name, started_program
@@ -185,13 +185,13 @@ def _with_program(request: LaunchRequest, job: Job, assumed: Assumptions) -> Job
     )
 
 
-def resolve_own_command(request: LaunchRequest) -> OwnCommand:
-    """Check the plan for a command that starts the ranks itself, and complete its environment."""
+def resolve_own_command(request: LaunchRequest) -> dict[str, str]:
+    """Check the plan for a command that starts the ranks itself, and return its environment."""
     plan, metadata = _plan(replace(request, dry_run=False), Assumptions())
     check_ranks(plan, metadata, request.ranks)
     run_dir = run_dir_of(request, Path(request.program[0]).stem)
     (probe,) = _probe_variables(request, run_dir, metadata)
-    return own_command(request.program, plan=plan, run_dir=run_dir, probe=probe)
+    return hooked_environment(plan=plan, run_dir=run_dir, probe=probe)
 
 
 def _probe_variables(request: LaunchRequest, run_dir: Path, metadata: PlanMetadata) -> tuple[Variable, ...]:

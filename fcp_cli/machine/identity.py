@@ -58,11 +58,7 @@ class ProcessIdentity:
 
     def command(self) -> list[str]:
         """Return the words that it was started with, or none if it does not run here."""
-        try:
-            words = (Path("/proc") / str(self.pid) / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-        except OSError:
-            return []
-        return [os.fsdecode(word) for word in words] if self.is_running() else []
+        return processes.command_of(self.pid) if self.is_running() else []
 
     def send(self, number: signal.Signals) -> bool:
         """Signal this very process; return False, and signal nothing, if it does not run here."""

@@ -92,7 +92,7 @@ def test_a_group_of_overrides_holds_only_what_was_given_by_whatever_means() -> N
 
 
 def test_marked_parameters_of_a_function_are_options_like_those_of_a_dataclass() -> None:
-    app, found = App(), []
+    app, found = App(), list[tuple[Path, int | None, frozenset[str]]]()
 
     @app.command("go")
     @takes("t go a")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
@@ -79,13 +80,15 @@ def _launch_own_command(options: LaunchRequest) -> None:
             )
     if options.json and not options.dry_run:
         raise UsageError("--json with --inject env needs --dry-run: the output of the command is its own")
-    command = resolve_own_command(options)
+    environment = resolve_own_command(options)
     if not options.dry_run:
-        become(command)
-    elif options.json:
-        print_json({"argv": command.argv, "environment": command.environment, "shell": command.shell})
+        become(options.program, environment)
+        return
+    shell = shlex.join(["env", *(f"{name}={value}" for name, value in environment.items()), *options.program])
+    if options.json:
+        print_json({"argv": options.program, "environment": environment, "shell": shell})
     else:
-        sys.stdout.write(command.shell + "\n")
+        sys.stdout.write(shell + "\n")
 
 
 def _run_preflight(options: LaunchRequest) -> None:

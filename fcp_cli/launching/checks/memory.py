@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -117,7 +117,7 @@ def job_memory(job: Job, facts: Facts) -> JobMemory | None:
     place = place_of(job, capacity_bytes=capacity * (1 - RESERVE_FRACTION) / holders)
     rank = place.memory(spec, recipe, metadata.sync)
     rank = rank if metadata.phase is None else rank.in_forward()
-    held = _rows_of(job).held
+    _peers, held = _rows_of(job)
     return JobMemory(
         spec=spec,
         recipe=recipe,
@@ -154,34 +154,30 @@ def place_of(job: Job, *, capacity_bytes: float) -> JobRanks:
         capacity_bytes=capacity_bytes,
         expert_parallel=1 if job.profile is None else job.profile.expert_parallel,
         on_cpu=job.machine.device == "cpu",
-        most_peers=_rows_of(job).most_peers,
+        most_peers=_rows_of(job)[0],
         sharing=sharing_ranks(metadata.attention, metadata),
     )
 
 
-class _Rows(NamedTuple):
-    """The most peers of a rank in a plan, None if its rows were not read, and tokens of a rank in its micro-batches."""
+def _rows_of(job: Job) -> tuple[int | None, frozenset[int]]:
+    """Return the most peers of a rank in a job's plan, None if its rows are not read, and the tokens that ranks hold.
 
-    most_peers: int | None
-    held: frozenset[int]
-
-
-def _rows_of(job: Job) -> _Rows:
-    """Return what the rows of a job's plan hold; of a host's, which may be of another model, they are not read."""
+    The plan of a host's ranks, which may be of another model, is not read.
+    """
     if job.machine.device == "cpu" or is_assumed(job.metadata) or not job.plan.is_file():
-        return _Rows(None, frozenset())
+        return None, frozenset()
     return _read_rows(job.plan.absolute(), job.metadata.plan_hash)
 
 
 @cache
-def _read_rows(plan: Path, plan_hash: str) -> _Rows:
+def _read_rows(plan: Path, plan_hash: str) -> tuple[int | None, frozenset[int]]:
     reader = PlanReader(plan)
     metadata = reader.metadata
     peers, held = PeerCount(num_ranks=metadata.num_ranks, ranks_per_node=metadata.ranks_per_node), set[int]()
     for step in reader.steps():
         peers.add(step)
         held.update(np.unique(-(-held_tokens(step, metadata.padding_multiple) // step.degrees)).tolist())
-    return _Rows(peers.most, frozenset(held))
+    return peers.most, frozenset(held)
 
 
 def _device_bytes(job: Job, facts: Facts) -> float:

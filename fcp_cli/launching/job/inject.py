@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
-import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import fcp_cli.runtime.injection
@@ -55,23 +53,6 @@ def _imported_by(node: ast.AST) -> list[str]:
     return [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OwnCommand:
-    """A command that starts the ranks itself.
-
-    Attributes:
-        argv: the argv, as it was typed.
-        environment: set for it; its ranks inherit the hooks from there.
-    """
-
-    argv: tuple[str, ...]
-    environment: Mapping[str, str]
-
-    @property
-    def shell(self) -> str:
-        return shlex.join(["env", *(f"{name}={value}" for name, value in self.environment.items()), *self.argv])
-
-
 def probe_variable(wanted: bool | None, *, run_dir: Path, plan_hash: str, given: Mapping[str, str]) -> Variable:
     """Return whether a script's numbers are compared before its first step.
 
@@ -96,25 +77,24 @@ def probe_variable(wanted: bool | None, *, run_dir: Path, plan_hash: str, given:
     return Variable(name=PROBE_VARIABLE, value=value, reason=reason, source=source, is_given=is_given)
 
 
-def own_command(argv: Sequence[str], *, plan: Path, run_dir: Path, probe: Variable) -> OwnCommand:
-    """Return the command with the environment that makes its ranks follow `plan`."""
+def hooked_environment(*, plan: Path, run_dir: Path, probe: Variable) -> dict[str, str]:
+    """Return the environment of a command that starts the ranks itself: it makes them follow `plan`."""
     paths = [str(_SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {
+    return {
         PLAN_VARIABLE: str(plan.absolute()),
         METRICS_VARIABLE: str(RunPaths(run_dir=run_dir.absolute()).metrics),
         RUN_DIR_VARIABLE: str(run_dir.absolute()),
         probe.name: probe.value,
         "PYTHONPATH": os.pathsep.join(paths),
     }
-    return OwnCommand(argv=tuple(argv), environment=environment)
 
 
-def become(command: OwnCommand) -> None:
+def become(argv: tuple[str, ...], environment: Mapping[str, str]) -> None:
     """Replace this process by the command: its output, its signals and its exit status are its own."""
     try:
-        os.execvpe(command.argv[0], command.argv, {**os.environ, **command.environment})
+        os.execvpe(argv[0], argv, {**os.environ, **environment})
     except OSError as error:
         raise RunError(
-            f"cannot start {command.argv[0]}: {error.strerror}; --inject env runs a command that starts the ranks "
+            f"cannot start {argv[0]}: {error.strerror}; --inject env runs a command that starts the ranks "
             "itself, like 'bash train.sh' or 'torchrun ...'; leave it out for a Python script"
         ) from error
