@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,10 @@ _SERVER = str(Path(__file__).with_name("server.py"))
 
 
 def fork_ranks() -> None:
-    """Replace how torchrun starts a rank."""
+    """Replace how torchrun starts a rank, and how it ends one."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
-    start = SubprocessHandler._popen
+    start, close = SubprocessHandler._popen, SubprocessHandler.close
 
     def fork_or_start(handler: SubprocessHandler, args: tuple[str, ...], env: dict[str, str]) -> Any:
         _, _, dash_m, *program = args  # python -u -m MODULE ARGS
@@ -38,7 +39,13 @@ def fork_ranks() -> None:
             streams = (nothing.fileno(), *logs)
             return fork_shared(program, env, streams) or fork(server(), program, env, streams)
 
+    def close_if_there(handler: SubprocessHandler, death_sig: signal.Signals | None = None) -> None:
+        # A rank of our own that ended waits for us; a forked one is gone before we hear of it, and we would end in its place.
+        with suppress(ProcessLookupError):
+            close(handler, death_sig)
+
     SubprocessHandler._popen = fork_or_start  # type: ignore[assignment,method-assign]
+    SubprocessHandler.close = close_if_there  # type: ignore[method-assign]
 
 
 def _is_forked(module: str, environment: Mapping[str, str]) -> bool:

@@ -117,9 +117,7 @@ def fails(folder: Path) -> Callable[..., Ended]:
 
     def run(fault: str, *words: str) -> Ended:
         (folder / "fault_at").unlink(missing_ok=True)
-        # The real torchrun reports a signal; one forked for tests has lost it once on a busy machine.
-        forked = {} if fault == "killed" else shared_by_scripts()
-        done = run_fcp("launch", *words, "--", "script.py", fault, folder=folder, **forked)
+        done = run_fcp("launch", *words, "--", "script.py", fault, folder=folder, **shared_by_scripts())
         seconds = time.time() - float((folder / "fault_at").read_text())
         assert seconds < MOST_SECONDS
         wait_until(lambda: ranks_in(folder) == [])

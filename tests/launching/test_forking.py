@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked_ranks.rank_forking import SHARED, fork, fork_shared, server
+from tests.forked_ranks.rank_forking import SHARED, fork, fork_ranks, fork_shared, server
 from tests.patience import PATIENCE_SECONDS, wait_until
 
 pytestmark = pytest.mark.processes
@@ -70,6 +70,22 @@ def test_a_process_of_a_shared_server_ends_with_what_stands_for_it(tmp_path: Pat
     client.kill()
     client.wait()
     wait_until(lambda: not _forked() & before)
+
+
+@pytest.mark.torch
+def test_an_agent_ends_ranks_of_which_one_is_gone_unheard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torchrun signals the others of a rank that failed; those that ended meanwhile have no number any more."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+    for name in ("_popen", "close"):  # for the next test
+        monkeypatch.setattr(SubprocessHandler, name, getattr(SubprocessHandler, name))
+    fork_ranks()
+    forking = {SHARED: server("json"), "NAME": "forked"}
+    argv = ("-u", "-m", PROGRAM, "signal")
+    rank = SubprocessHandler(sys.executable, argv, forking, None, None, 0, None)
+    wait_until(lambda: not Path("/proc", str(rank.proc.pid)).exists())
+    rank.close()
+    assert rank.proc.wait(PATIENCE_SECONDS) == -15
 
 
 def _forked() -> set[int]:

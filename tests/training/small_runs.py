@@ -16,6 +16,7 @@ from fcp_cli.manifest.tokenizing.tokenizer import open_tokenizer
 from fcp_cli.plan.file.writer import plan_writer
 from fcp_cli.plan.metadata.plan_metadata import ManifestReference, PlanMetadata, Sync
 from fcp_cli.plan.step import StepPlan
+from tests.commands.planning_folder import fcp
 from tests.forked_ranks import shared
 from tests.patience import PATIENCE_SECONDS
 
@@ -129,11 +130,16 @@ def fcp_command(*words: str) -> list[str]:
 
 
 def run_fcp(*words: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `fcp ...` in a folder to its end; a job of one rank, too, computes with one thread, as the conftest says why."""
+    """Run `fcp ...` in a folder to its end, in this process if it launches no job.
+
+    A job of one rank, too, computes with one thread, as the conftest says why.
+    """
+    if words[0] != "launch":
+        return fcp(*words, cwd=folder, **environment)
     return subprocess.run(
         fcp_command(*words),
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(shared() if words[0] == "launch" else {}), **environment},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **shared(), **environment},
         capture_output=True,
         text=True,
         timeout=PATIENCE_SECONDS,

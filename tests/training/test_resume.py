@@ -23,7 +23,7 @@ import torch
 from fcp_cli.machine import processes
 from fcp_cli.models.shipped import shipped_profile_path
 from fcp_cli.runs.checkpoints.checkpoint_header import checkpoints, read_header
-from tests.forked_ranks import is_rank, without_forks
+from tests.forked_ranks import is_rank, shared, without_forks
 from tests.patience import wait_until
 from tests.runs.records import read_metrics
 from tests.training.small_runs import fcp_command, ranks_in, run_fcp, write_manifest, write_small_plan
@@ -75,8 +75,7 @@ def killed(folder: Path, broken: Path) -> Ended:
     """One rank is killed outright, two steps after the checkpoint of step 5, or a little later."""
     every = ("--checkpoint-every", "5", "--keep", str(LONG_STEPS))
     words = (*SETTINGS, *every, "--plan", "long.parquet", "--run-dir", str(broken))
-    # The real torchrun reports the signal; one forked for tests has lost it once on a busy machine.
-    with launched(*words, folder=folder, environment=without_forks()) as (_, read_to):
+    with launched(*words, folder=folder, environment={**os.environ, **shared()}) as (_, read_to):
         read_to("step 7/")
         (rank_2,) = (pid for pid in ranks_in(folder) if is_rank(pid, 2))
         os.kill(rank_2, signal.SIGKILL)
