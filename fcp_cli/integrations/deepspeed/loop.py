@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from fcp_cli.errors import RunError
-from fcp_cli.integrations.hugging_face.job_facts import LoopSettings, is_shuffled, recomputes
+from fcp_cli.integrations.hugging_face.job_facts import ZeroStage
 from fcp_cli.integrations.hugging_face.planned_model import PlannedModel
 from fcp_cli.integrations.hugging_face.written_loop import WrittenLoop
 
@@ -20,6 +18,7 @@ from fcp_cli.integrations.hugging_face.written_loop import WrittenLoop
 class EngineLoop(WrittenLoop):
     """One engine's way through the plan. Every rank makes it, when the first batch is asked for."""
 
+    NAME = "a loop around DeepSpeed's engine"
     BACKWARD = "engine.backward"
 
     def __init__(self, engines: Sequence[Any]) -> None:
@@ -40,26 +39,18 @@ class EngineLoop(WrittenLoop):
     def accumulates(self) -> int:
         return int(self.engine.gradient_accumulation_steps())
 
-    def settings(self, loader: Any) -> LoopSettings:
+    def rows_per_pass(self, loader: Any) -> int:
         size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
         if not size:
             raise RunError(
                 "the loader of the training data has no batch_size, but a plan needs to know how many rows are a "
                 "batch: give torch's DataLoader a batch_size, or deepspeed.initialize the training_data"
             )
-        return LoopSettings(
-            loop="a loop around DeepSpeed's engine",
-            rows_per_pass=int(size),
-            accumulates=self.accumulates,
-            epochs=None,  # the loop ends with the script
-            max_steps=None,
-            drops_last=bool(loader.drop_last),
-            shuffle=is_shuffled(loader),
-            seed=torch.initial_seed() % 2**31,
-            zero=str(int(self.engine.zero_optimization_stage())),  # type: ignore[arg-type]  # 0 to 3
-            is_mixed=False,  # its 16-bit weights say so themselves
-            recomputes=recomputes(self.engine.module),
-        )
+        return int(size)
+
+    def precision_and_sharding(self) -> tuple[bool, ZeroStage]:
+        stage: Any = str(int(self.engine.zero_optimization_stage()))
+        return False, stage  # its 16-bit weights say so themselves
 
     def _run_backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
         if self.engine.module.training:

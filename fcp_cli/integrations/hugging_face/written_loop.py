@@ -17,8 +17,16 @@ from fcp_cli.errors import RunError
 from fcp_cli.integrations.hugging_face.checks import check_global_batch
 from fcp_cli.integrations.hugging_face.data.rows import CollatedRows
 from fcp_cli.integrations.hugging_face.data.sampler import PlanSampler
-from fcp_cli.integrations.hugging_face.job_facts import LoopSettings, facts_of, rows_of, start_session
+from fcp_cli.integrations.hugging_face.job_facts import (
+    ZeroStage,
+    facts_of,
+    is_shuffled,
+    recomputes,
+    rows_of,
+    start_session,
+)
 from fcp_cli.integrations.hugging_face.planned_model import PlannedModel
+from fcp_cli.plan.metadata.job_facts import JobFacts
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.runtime.session.microbatch import LocalMicroBatch
 from fcp_cli.runtime.session.session import Session
@@ -39,6 +47,8 @@ class WrittenLoop(ABC):
         session: once the plan is followed.
     """
 
+    NAME: ClassVar[str]
+    """The loop, for messages."""
     BACKWARD: ClassVar[str]
     """Call by which scripts go backward."""
 
@@ -54,8 +64,12 @@ class WrittenLoop(ABC):
         self._trained: Any = None  # the loader whose rows are trained
 
     @abstractmethod
-    def settings(self, loader: Any) -> LoopSettings:
-        """Return the settings of the loop."""
+    def rows_per_pass(self, loader: Any) -> int:
+        """Return the rows of a rank's batch."""
+
+    @abstractmethod
+    def precision_and_sharding(self) -> tuple[bool, ZeroStage]:
+        """Return `is_mixed` and `zero` of `facts_of`."""
 
     @property
     @abstractmethod
@@ -82,21 +96,38 @@ class WrittenLoop(ABC):
                 self._rows.require_same(loader)
             self._rows.require_lengths()
             return
-        settings = self.settings(loader)
-        assert self.planned is not None
-        model = self.planned.model
+        rows_per_pass, shuffle = self.rows_per_pass(loader), is_shuffled(loader)
         if self.session is None:
             self.session = start_session(
-                loader, lambda: facts_of(settings, loader, model, self.device), device=self.device
+                loader, lambda: self._facts(loader, rows_per_pass, shuffle), device=self.device
             )
         self._rows = rows_of(self.session, loader)
         ranks = self.session.world.size
         check_global_batch(
             self.metadata,
-            settings.rows_per_pass * settings.accumulates * ranks,
-            f"{settings.rows_per_pass} x {ranks} ranks x gradient_accumulation_steps {settings.accumulates}",
+            rows_per_pass * self.accumulates * ranks,
+            f"{rows_per_pass} x {ranks} ranks x gradient_accumulation_steps {self.accumulates}",
         )
         self._trained = loader
+
+    def _facts(self, loader: Any, rows_per_pass: int, shuffle: bool) -> JobFacts:
+        """Return the facts of the loop, which ends with its script."""
+        assert self.planned is not None
+        is_mixed, zero = self.precision_and_sharding()
+        return facts_of(
+            loader,
+            self.planned.model,
+            self.device,
+            loop=self.NAME,
+            rows_per_pass=rows_per_pass,
+            accumulates=self.accumulates,
+            drops_last=bool(getattr(loader.batch_sampler, "drop_last", False)),
+            shuffle=shuffle,
+            seed=torch.initial_seed() % 2**31,
+            zero=zero,
+            is_mixed=is_mixed,
+            recomputes=recomputes(self.planned.model),
+        )
 
     def epoch(self, loader: Any) -> Iterator[dict[str, Tensor]]:
         """Yield this rank's micro-batches until the plan's epoch ends."""

@@ -27,7 +27,7 @@ _REFUSALS = {
     "fsdp2": "the trainer's strategy is ModelParallelStrategy, with which automatic optimisation cannot follow a plan; use "
     "strategy='ddp', or a loop on Fabric (docs/how-to/training-loop.md)",
     "changing data module": "row 13 of the training data has other tokens than in the epochs before; the plan was made of",
-    "limited": "limit_train_batches and overfit_batches leave rows out that the plan has; leave them out",
+    "limited": "limit_train_batches and overfit_batches skip rows that the plan has; remove them",
 }
 
 

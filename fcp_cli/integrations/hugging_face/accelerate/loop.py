@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fcp_cli.errors import RunError
 from fcp_cli.files import write_text_atomically
-from fcp_cli.integrations.hugging_face.job_facts import LoopSettings, fsdp_stage, is_shuffled, recomputes
+from fcp_cli.integrations.hugging_face.job_facts import ZeroStage, fsdp_stage
 from fcp_cli.integrations.hugging_face.planned_model import PlannedModel
 from fcp_cli.integrations.hugging_face.written_loop import WrittenLoop
 from fcp_cli.plan.metadata.job_facts import is_launched_without_plan
@@ -34,6 +34,7 @@ class AcceleratedLoop(WrittenLoop):
     training mode.
     """
 
+    NAME = "a loop around accelerate"
     BACKWARD = "accelerator.backward"
 
     def __init__(self, accelerator: Any) -> None:
@@ -58,23 +59,13 @@ class AcceleratedLoop(WrittenLoop):
         self.planned = PlannedModel(model)
         return True
 
-    def settings(self, loader: Any) -> LoopSettings:
+    def rows_per_pass(self, loader: Any) -> int:
         if self.planned is None:
             raise RunError("the script has accelerator.prepare no model that is trained before it takes batches")
-        accelerator = self.accelerator
-        return LoopSettings(
-            loop="a loop around accelerate",
-            rows_per_pass=loader.total_batch_size // accelerator.num_processes,
-            accumulates=self.accumulates,
-            epochs=None,  # the loop ends with the script
-            max_steps=None,
-            drops_last=bool(getattr(loader.batch_sampler, "drop_last", False)),
-            shuffle=is_shuffled(loader),
-            seed=torch.initial_seed() % 2**31,
-            zero=fsdp_stage(accelerator),
-            is_mixed=accelerator.mixed_precision in ("bf16", "fp16"),
-            recomputes=recomputes(self.planned.model),
-        )
+        return int(loader.total_batch_size // self.accelerator.num_processes)
+
+    def precision_and_sharding(self) -> tuple[bool, ZeroStage]:
+        return self.accelerator.mixed_precision in ("bf16", "fp16"), fsdp_stage(self.accelerator)
 
     def is_accumulating(self) -> bool:
         """Return whether the step's gradients are not whole yet."""
