@@ -24,7 +24,7 @@ from fcp_cli.integrations.hugging_face.checks import (
 )
 from fcp_cli.integrations.hugging_face.data.rows import CollatedRows
 from fcp_cli.integrations.hugging_face.data.sampler import PlanSampler
-from fcp_cli.integrations.hugging_face.job_facts import rows_of, start_session, trainer_facts
+from fcp_cli.integrations.hugging_face.job_facts import facts_of, rows_of, start_session, trainer_settings
 from fcp_cli.integrations.hugging_face.losses.batch_means import BatchMeans
 from fcp_cli.integrations.hugging_face.losses.labels import CausalLoss, PlannedLoss
 from fcp_cli.integrations.hugging_face.losses.pair_logits import LogitPreferenceLoss
@@ -58,7 +58,7 @@ class TrainerFollower:
         device, pairs = trainer.args.device, kind == "DPOTrainer"
         self.session = start_session(
             loader,
-            lambda: trainer_facts(trainer, kind, loader),
+            lambda: facts_of(trainer_settings(trainer, kind, loader), loader, trainer.model, device),
             device=device,
             pairs=pairs,
             plan=plan,

@@ -9,8 +9,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal
 
 import pyarrow as pa
 import torch
@@ -42,33 +43,11 @@ _ROWS_BY_EACH_WORKER: Final = 64  # worker, at least
 _PICTURES_BY_EACH_WORKER: Final = 8
 
 
-ZeroStage: TypeAlias = Literal["0", "1", "2", "3"]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoopSettings:
+    """Settings of a training loop that its plan keeps.
 
-
-def facts_of(
-    loader: Any,
-    model: Any,
-    device: torch.device,
-    *,
-    loop: str,
-    rows_per_pass: int,
-    accumulates: int,
-    epochs: float | None = None,
-    max_steps: int | None = None,
-    drops_last: bool,
-    shuffle: bool,
-    seed: int,
-    zero: ZeroStage = "0",
-    is_mixed: bool,
-    recomputes: bool,
-    packs_to: int | None = None,
-) -> JobFacts:
-    """Return the facts of a loop in a process group.
-
-    Args:
-        loader: of the training data.
-        model: the model of transformers that is trained.
-        device: the device of this rank.
+    Attributes:
         loop: its class, for messages.
         rows_per_pass: rows of a rank's batch.
         accumulates: batches of a rank in an optimizer step.
@@ -81,43 +60,57 @@ def facts_of(
         recomputes: whether activations are computed again in backward.
         packs_to: see `JobFacts`.
     """
+
+    loop: str
+    rows_per_pass: int
+    accumulates: int
+    epochs: float | None
+    max_steps: int | None
+    drops_last: bool
+    shuffle: bool
+    seed: int
+    zero: Literal["0", "1", "2", "3"] = "0"
+    is_mixed: bool
+    recomputes: bool
+    packs_to: int | None = None
+
+
+def facts_of(settings: LoopSettings, loader: Any, model: Any, device: torch.device) -> JobFacts:
+    """Return the facts of a loop in a process group."""
     rows, world = len(loader.dataset), dist.get_world_size()
-    batch = rows_per_pass * accumulates * world
-    last: LastBatch = "drop" if drops_last else "keep"
+    batch = settings.rows_per_pass * settings.accumulates * world
+    last: LastBatch = "drop" if settings.drops_last else "keep"
     per_epoch = steps_per_epoch(rows, batch, last)
     if not per_epoch:
         raise RunError(
             f"the training data has {rows} rows, fewer than a step of {batch} (the loader drops the last, partial "
             "batch); use smaller batches or fewer ranks"
         )
-    limits = (None if epochs is None else math.ceil(epochs * per_epoch), max_steps)
+    limits = (None if settings.epochs is None else math.ceil(settings.epochs * per_epoch), settings.max_steps)
     wanted = min((one for one in limits if one is not None), default=None)
     return JobFacts(
-        loop=loop,
+        loop=settings.loop,
         device=device.type,  # type: ignore[arg-type]  # a kind that fcp trains on
         ranks=world,
         ranks_per_node=min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world))),
-        rows_per_pass=rows_per_pass,
+        rows_per_pass=settings.rows_per_pass,
         global_batch_size=batch,
         epochs=None if wanted is None else math.ceil(wanted / per_epoch),
         steps=wanted if wanted is not None and wanted % per_epoch else None,
-        seed=seed,
-        shuffle=shuffle,
+        seed=settings.seed,
+        shuffle=settings.shuffle,
         last_batch=last,
-        sync="microbatch" if zero == "3" else "iteration",
-        recipe=_recipe(model, zero, is_mixed=is_mixed, recomputes=recomputes),
+        sync="microbatch" if settings.zero == "3" else "iteration",
+        recipe=_recipe(settings, model),
         config=_config(model),
-        packs_to=packs_to,
+        packs_to=settings.packs_to,
     )
 
 
-def trainer_facts(trainer: Any, kind: str, loader: Any) -> JobFacts:
-    """Return the facts of a `transformers.Trainer` about to train."""
+def trainer_settings(trainer: Any, kind: str, loader: Any) -> LoopSettings:
+    """Return the settings of a `transformers.Trainer` about to train."""
     args, has_limit = trainer.args, trainer.args.max_steps > 0
-    return facts_of(
-        loader,
-        trainer.model,
-        args.device,
+    return LoopSettings(
         loop=kind,
         rows_per_pass=args.per_device_train_batch_size,
         accumulates=args.gradient_accumulation_steps,
@@ -176,12 +169,12 @@ def fsdp_stage(accelerator: Any) -> Literal["0", "2", "3"]:
     return "3" if plugin.reshard_after_forward else "2"
 
 
-def _recipe(model: Any, zero: ZeroStage, *, is_mixed: bool, recomputes: bool) -> dict[str, Any]:
+def _recipe(settings: LoopSettings, model: Any) -> dict[str, Any]:
     dtype = next(model.parameters()).dtype
     precision = "bf16" if dtype in (torch.bfloat16, torch.float16) else "fp64" if dtype == torch.float64 else "fp32"
-    if precision == "fp32" and is_mixed:
+    if precision == "fp32" and settings.is_mixed:
         precision = "amp"
-    recipe = {"zero": zero, "precision": precision, "recompute": "full" if recomputes else "none"}
+    recipe = {"zero": settings.zero, "precision": precision, "recompute": "full" if settings.recomputes else "none"}
     adapters = getattr(model, "peft_config", None) or {}
     texts = [text for adapter in adapters.values() if (text := _lora(adapter))]
     found: dict[str, Any] = recipe | ({"lora": texts[0]} if texts else {})

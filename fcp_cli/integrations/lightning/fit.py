@@ -17,6 +17,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.integrations.hugging_face.checks import check_global_batch, check_steps
 from fcp_cli.integrations.hugging_face.data.sampler import PlanSampler
 from fcp_cli.integrations.hugging_face.job_facts import (
+    LoopSettings,
     facts_of,
     is_shuffled,
     recomputes,
@@ -66,10 +67,7 @@ class LightningFit:
     def _facts(self, shuffle: bool, device: torch.device) -> JobFacts:
         trainer, model, loader = self._trainer, self._model.model, self._loader
         epochs, steps = trainer.max_epochs, trainer.max_steps
-        return facts_of(
-            loader,
-            model,
-            device,
+        settings = LoopSettings(
             loop=type(self._module).__name__,
             rows_per_pass=self._batch_size,
             accumulates=trainer.accumulate_grad_batches,
@@ -81,6 +79,7 @@ class LightningFit:
             is_mixed=str(trainer.precision).endswith("-mixed"),
             recomputes=recomputes(model),
         )
+        return facts_of(settings, loader, model, device)
 
     def follow(self, loader: Any) -> None:
         """Go on with a loader that the script makes anew for an epoch, if its rows are the same."""
@@ -232,7 +231,7 @@ def _refusals(trainer: Any, loader: Any) -> Iterable[tuple[bool, str]]:
         "strategy='ddp', or a loop on Fabric (docs/how-to/training-loop.md)",
     )
     limited = trainer.limit_train_batches not in (1.0, None) or trainer.overfit_batches
-    yield bool(limited), "limit_train_batches and overfit_batches skip rows that the plan has; remove them"
+    yield bool(limited), "limit_train_batches and overfit_batches leave rows out that the plan has; leave them out"
     is_loader = hasattr(loader, "dataset") and hasattr(loader, "collate_fn")
     yield (
         not is_loader or not getattr(getattr(loader, "batch_sampler", None), "batch_size", None),
