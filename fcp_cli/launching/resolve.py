@@ -73,6 +73,8 @@ def resolve(request: LaunchRequest, find_machine: Callable[[], LocalDevices], as
     elif online is None:
         plan, metadata = _plan(request, assumed)
         check_ranks(plan, metadata, request.ranks)
+        if request.program and request.plan is None:
+            assumed.assume("--plan", plan, "it is in this folder; elsewhere, a trainer's script gets a plan of its own")
     else:
         plan, metadata = DEFAULT_PLAN, online.metadata
     job = _with_program(request, _placed(request, plan, metadata, find_machine, assumed), assumed)

@@ -124,6 +124,7 @@ def test_a_script_gets_the_job_instead_of_the_trainer(fcp: Fcp, folder: Path) ->
     assert words[-6:] == ["-m", "fcp_cli.runtime", "--", "mine.py", "--lr", "a b"]
     assert "FCP_MODEL=qwen3-tiny" in words
     assert f"FCP_RUN_DIR={folder}/runs/mine-001" in words
+    assert "assumed --plan = plan.parquet (it is in this folder; " in result.err
     module = shlex.split(fcp("--dry-run", "--", "-m", "my.module", "--flag").out)
     assert module[-6:] == ["-m", "fcp_cli.runtime", "--", "-m", "my.module", "--flag"]
     assert json.loads(fcp("--dry-run", "--json", "--", "mine.py", "x").out)["program"] == ["mine.py", "x"]
