@@ -61,6 +61,18 @@ def test_where_planning_does_not_help_it_names_what_to_use(factor: float, line: 
     assert lines[-1] == "No other recomputation, sync or token budget that fits would help."
 
 
+@pytest.mark.parametrize(
+    ("static", "line"),
+    [
+        (1.002, "Not worth it: static degree 8 takes 0.2% more; use it."),
+        (1.02, "Not worth it: Megatron's dynamic CP takes 0.1% more; use it."),
+    ],
+)
+def test_a_static_grid_that_takes_as_long_is_named_before_megatron(static: float, line: str) -> None:
+    rivals = (replace(STATIC, factor=static), replace(MEGATRON, factor=1.001))
+    assert verdict_lines(replace(VERDICT, rivals=rivals))[0] == line
+
+
 def test_it_never_takes_more_than_four_lines_of_80_columns() -> None:
     remedy = replace(REMEDY, flags="--recompute selective --sync microbatch --tokens-per-rank 129249")
     lines = verdict_lines(replace(VERDICT, device_hours=123_456.0, device_hour_price=12.34, remedy=remedy, tried=3))
