@@ -25,7 +25,13 @@ from fcp_cli.models.model import load_model
 from fcp_cli.models.weights import WeightFiles, find_weights
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.recipe import check_shard_ranks
-from fcp_cli.runs.checkpoints.checkpoint_header import CheckpointHeader, check_header, checkpoints, read_header
+from fcp_cli.runs.checkpoints.checkpoint_header import (
+    CheckpointHeader,
+    check_header,
+    check_unfinished,
+    checkpoints,
+    read_header,
+)
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.recorded_steps import require_recorded
 from fcp_cli.runtime import LocalMicroBatch, Session, Step
@@ -305,11 +311,8 @@ class Trainer:
         if wanted.model == str(self.paths.origin):  # a copy of the initial checkpoint, which is gone
             wanted = replace(wanted, model=header.model)
         check_header(header, wanted, self.session.metadata, checkpoint=found)
-        if header.step >= self.last_step:
-            raise RunError(
-                f"{found} has finished {header.step} of {self.last_step} steps: nothing is left to resume; give a "
-                "larger --steps, or make a plan of more steps with 'fcp plan --epochs'"
-            )
+        end = self.session.metadata.end_step
+        check_unfinished(found, self.settings.run_dir, header.step, last_step=self.last_step, end_step=end)
         ranks = self.session.metadata.num_ranks
         load_checkpoint(found, self._state, header=header, rank=self.session.rank, num_ranks=ranks)
         self.sharded.gather(frozen=True)

@@ -18,7 +18,7 @@ from fcp_cli.machine import devices
 from fcp_cli.plan.file.proven import read_proven
 from fcp_cli.plan.metadata.plan_metadata import Continuation
 from fcp_cli.runs.checkpoints.checkpoint_files import FileSums
-from fcp_cli.runs.checkpoints.checkpoint_header import CheckpointHeader
+from fcp_cli.runs.checkpoints.checkpoint_header import CheckpointHeader, check_unfinished
 from fcp_cli.training.settings import TrainSettings
 from tests.launching.jobs import local_job
 from tests.messages import raises
@@ -126,11 +126,19 @@ def test_a_finished_run_has_nothing_to_resume_and_another_plan_is_refused(plan: 
     write_steps(tmp_path / "metrics.jsonl", 2)
     preflight.check_resumable(tmp_path, launched, metadata, None)
     with raises(
-        snapshot(
-            "RunError: FOLDER has finished 2 of 2 steps: nothing is left to resume; give a larger --steps, or make a plan of more steps with 'fcp plan --epochs'"
-        )
+        snapshot("RunError: FOLDER has finished 2 of 2 steps: nothing is left to resume; give a larger --steps")
     ):
         preflight.check_resumable(tmp_path, launched, metadata, 2)
+    check_unfinished(tmp_path, tmp_path, 2, last_step=3, end_step=3)
+    (tmp_path / "model").mkdir()
+    for weights in ("", f" and with --weights {tmp_path}/model"):
+        with pytest.raises(RunError) as error:
+            check_unfinished(tmp_path, tmp_path, 3, last_step=3, end_step=3)
+        assert str(error.value) == (
+            f"{tmp_path} has finished 3 of 3 steps: nothing is left to resume; the plan ends there; for more, plan "
+            f"again, and start a new run without --resume{weights}"
+        )
+        (tmp_path / "model" / "config.json").write_text("{}")
     write_header(tmp_path, 2, "f" * 64)
     with pytest.raises(RunError, match=f"made under the plan ffffffffffff, but this one is {metadata.plan_hash[:12]}"):
         preflight.check_resumable(tmp_path, launched, metadata, None)

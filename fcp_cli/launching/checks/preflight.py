@@ -13,7 +13,13 @@ from fcp_cli.extras import pip_install
 from fcp_cli.launching.job.job import Job
 from fcp_cli.machine.network import is_host
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
-from fcp_cli.runs.checkpoints.checkpoint_header import check_plan_of, checkpoints, read_header, require_files
+from fcp_cli.runs.checkpoints.checkpoint_header import (
+    check_plan_of,
+    check_unfinished,
+    checkpoints,
+    read_header,
+    require_files,
+)
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.launch_record import LaunchRecord
 from fcp_cli.runs.recorded_steps import require_recorded
@@ -81,11 +87,8 @@ def check_resumable(
             "start a new run with a plan of all steps"
         )
     finished = read_header(saved[-1]).step if saved else 0
-    if finished >= (steps or metadata.end_step):
-        raise RunError(
-            f"{run_dir} has finished {finished} of {steps or metadata.end_step} steps: nothing is left to resume; give "
-            "a larger --steps, or make a plan of more steps with 'fcp plan --epochs'"
-        )
+    end = metadata.end_step
+    check_unfinished(run_dir, run_dir, finished, last_step=steps or end, end_step=end)
     if saved:
         require_recorded(saved[-1], accepts=accepts_unrecorded)
 

@@ -15,6 +15,7 @@ from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.reading.documents import read_object
 from fcp_cli.reading.inputs import require_input
 from fcp_cli.runs.checkpoints.checkpoint_files import FileSums, wrong_size
+from fcp_cli.runs.folder import RunPaths
 from fcp_cli.validation import Count, NonNegativeCount, shown, validated
 
 FORMAT = "fcp-checkpoint/3"
@@ -139,6 +140,32 @@ def check_header(header: CheckpointHeader, wanted: CheckpointHeader, plan: PlanM
             )
 
 
+def check_unfinished(place: Path, run_dir: Path, finished: int, *, last_step: int, end_step: int) -> None:
+    """Raise RunError if a run has nothing left to do.
+
+    Args:
+        place: the run or its checkpoint, for the message.
+        finished: the steps that it has finished.
+        last_step: the step after which it is to stop now.
+        end_step: the steps of the plan, which no run leaves.
+    """
+    if finished < last_step:
+        return
+    if finished < end_step:
+        more = "give a larger --steps"
+    else:
+        more = (
+            f"the plan ends there; for more, plan again, and start a new run without --resume{_from_weights(run_dir)}"
+        )
+    raise RunError(f"{place} has finished {finished} of {last_step} steps: nothing is left to resume; {more}")
+
+
+def _from_weights(run_dir: Path) -> str:
+    """Return how a new run goes on from what a run has trained, if that is a whole model; adapters are none."""
+    weights = RunPaths(run_dir=run_dir).model
+    return f" and with --weights {weights}" if (weights / "config.json").is_file() else ""
+
+
 def check_plan_of(header: CheckpointHeader, plan: PlanMetadata, *, checkpoint: Path) -> None:
     """Check that a checkpoint was made under this plan, or that the plan continues from exactly there."""
     if header.plan_hash == plan.plan_hash:
@@ -147,7 +174,7 @@ def check_plan_of(header: CheckpointHeader, plan: PlanMetadata, *, checkpoint: P
     if continues is None or continues.plan_hash != header.plan_hash:
         raise RunError(
             f"{checkpoint} was made under the plan {header.plan_hash[:12]}, but this one is {plan.plan_hash[:12]}; "
-            "resume with that plan, or start a new run without --resume"
+            f"resume with that plan, or start a new run without --resume{_from_weights(checkpoint.parent.parent)}"
         )
     if continues.first_step != header.step:
         raise RunError(
