@@ -131,6 +131,16 @@ def test_a_template_renders_as_transformers_renders_it(
     assert encoder._template(turns, tools, "here", prompts=prompts) == expected
 
 
+def test_a_folder_without_a_template_says_what_is_missing(tmp_path: Path) -> None:
+    encoder = ChatEncoder(write_checkpoint(tmp_path, ""), "all")
+    with raises(
+        snapshot(
+            "ManifestError: FOLDER has no chat template: neither chat_template.jinja nor a tokenizer_config.json with one; copy that of the model's instruct variant there, or give the folder of that variant"
+        )
+    ):
+        encoder({"messages": TURNS}, "here")
+
+
 @pytest.mark.parametrize(
     ("template", "reason"),
     [

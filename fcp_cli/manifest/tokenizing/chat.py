@@ -266,6 +266,11 @@ class ChatEncoder:
         return start, end + len(mark)
 
     def _template(self, turns: list[dict[str, Any]], tools: Any, place: str, *, prompts: bool = False) -> str:
+        if not (self._own_template or self._tokenizer.chat_template):
+            raise ManifestError(
+                f"{self.folder} has no chat template: neither chat_template.jinja nor a tokenizer_config.json with one"
+                "; copy that of the model's instruct variant there, or give the folder of that variant"
+            )
         try:
             return render_chat(
                 self._tokenizer.get_chat_template(self._own_template, tools),
