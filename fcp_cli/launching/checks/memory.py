@@ -269,9 +269,16 @@ def check_recipe_of_plan(job: Job, settings: TrainSettings) -> None:
         )
     planned = recipe_to_follow(metadata.recipe, sync=metadata.sync, device=device)
     asked = settings.recipe(metadata.recipe, sync=metadata.sync, device=device)
-    if planned is not metadata.recipe or asked == planned:
+    if metadata.recipe is None:
         return
-    differing = [f.name for f in fields(Recipe) if getattr(asked, f.name) != getattr(planned, f.name)]
+    # CPUs do not follow the recipe of a plan for accelerators, except in what it trains.
+    is_followed = planned is metadata.recipe
+    compared = [f.name for f in fields(Recipe)] if is_followed else ["freeze_vision", "lora", "freeze"]
+    differing = [name for name in compared if getattr(asked, name) != getattr(planned, name)]
+    if not differing:
+        return
+    if not is_followed:
+        planned, asked = metadata.recipe, RecipeRequest.to_train_as(asked).applied_to(metadata.recipe)
     if settings.resume and (kept := {"freeze_vision", "lora", "freeze"}.intersection(differing)):
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in sorted(kept))
         raise UsageError(
@@ -281,7 +288,7 @@ def check_recipe_of_plan(job: Job, settings: TrainSettings) -> None:
     changed = [words for name in differing if (words := flag_words(name, getattr(asked, name)))]
     need = job_memory(job, Facts())
     needs = ""
-    if need is not None:
+    if need is not None and is_followed:
         of = f" of {need.capacity_bytes / 1e9:.1f} GB" if need.capacity_bytes else " GB"
         needs = f", which needs {need.total_bytes / 1e9:.1f}{of} for {need.tokens:,} tokens a rank"
     if settings.resume:
@@ -293,7 +300,7 @@ def check_recipe_of_plan(job: Job, settings: TrainSettings) -> None:
         again = plan_again(metadata, job.plan, recipe=asked, changes=model)
     raise UsageError(
         f"{job.plan} was priced for {planned.describe()}, not for {', '.join(map(shlex.join, changed))}{needs}; "
-        f"remove them, or plan for them with: {again}"
+        f"leave {'it' if len(changed) == 1 else 'them'} out, or plan with: {again}"
     )
 
 
