@@ -97,6 +97,8 @@ def _leave_at_exit(distributed: ModuleType) -> None:
             module.destroy_process_group = destroy_process_group  # type: ignore[union-attr]
 
     def leave() -> None:
+        if not hasattr(sys.modules.get("torch"), "distributed"):
+            return  # stopped within the import of torch, which cannot be imported again
         from fcp_cli.runtime.communication.world import leave_process_group
 
         leave_process_group()
