@@ -135,7 +135,7 @@ class LaunchRequest:
     plan: Annotated[Path | None, Opt("Plan to follow.", unset="plan.parquet", common=True, group="The job")] = None
     model: Annotated[
         str | None,
-        Opt("Shipped model, model YAML or config.json.", metavar="NAME|FILE", unset="the plan's", common=True),
+        Opt("Checkpoint's folder, shipped model or its YAML.", metavar="NAME|FILE", unset="the plan's", common=True),
     ] = None
     ranks: Annotated[
         int | None, Opt("Ranks of a script without a plan.", min=1, max=MOST_RANKS, unset="the plan's", common=True)

@@ -24,7 +24,7 @@ class PlanRequest:
     model: Annotated[
         str | None,
         Opt(
-            "Shipped model, or its YAML, without a profile.",
+            "Checkpoint's folder, shipped model or its YAML.",
             metavar="NAME|FILE",
             unset="qwen3-vl-8b",
             common=True,
