@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import pyarrow as pa
 import torch
@@ -43,6 +43,9 @@ _ROWS_BY_EACH_WORKER: Final = 64  # worker, at least
 _PICTURES_BY_EACH_WORKER: Final = 8
 
 
+ZeroStage: TypeAlias = Literal["0", "1", "2", "3"]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopSettings:
     """Settings of a training loop that its plan keeps.
@@ -64,12 +67,12 @@ class LoopSettings:
     loop: str
     rows_per_pass: int
     accumulates: int
-    epochs: float | None
-    max_steps: int | None
+    epochs: float | None = None
+    max_steps: int | None = None
     drops_last: bool
     shuffle: bool
     seed: int
-    zero: Literal["0", "1", "2", "3"] = "0"
+    zero: ZeroStage = "0"
     is_mixed: bool
     recomputes: bool
     packs_to: int | None = None

@@ -18,6 +18,7 @@ from fcp_cli.integrations.hugging_face.checks import check_global_batch
 from fcp_cli.integrations.hugging_face.data.rows import CollatedRows
 from fcp_cli.integrations.hugging_face.data.sampler import PlanSampler
 from fcp_cli.integrations.hugging_face.job_facts import (
+    LoopSettings,
     ZeroStage,
     facts_of,
     is_shuffled,
@@ -26,7 +27,6 @@ from fcp_cli.integrations.hugging_face.job_facts import (
     start_session,
 )
 from fcp_cli.integrations.hugging_face.planned_model import PlannedModel
-from fcp_cli.plan.metadata.job_facts import JobFacts
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.runtime.session.microbatch import LocalMicroBatch
 from fcp_cli.runtime.session.session import Session
@@ -69,7 +69,7 @@ class WrittenLoop(ABC):
 
     @abstractmethod
     def precision_and_sharding(self) -> tuple[bool, ZeroStage]:
-        """Return `is_mixed` and `zero` of `facts_of`."""
+        """Return `is_mixed` and `zero` of `LoopSettings`."""
 
     @property
     @abstractmethod
@@ -96,33 +96,33 @@ class WrittenLoop(ABC):
                 self._rows.require_same(loader)
             self._rows.require_lengths()
             return
-        rows_per_pass, shuffle = self.rows_per_pass(loader), is_shuffled(loader)
+        settings = self._settings(loader)
+        assert self.planned is not None
+        model = self.planned.model
         if self.session is None:
             self.session = start_session(
-                loader, lambda: self._facts(loader, rows_per_pass, shuffle), device=self.device
+                loader, lambda: facts_of(settings, loader, model, self.device), device=self.device
             )
         self._rows = rows_of(self.session, loader)
         ranks = self.session.world.size
         check_global_batch(
             self.metadata,
-            rows_per_pass * self.accumulates * ranks,
-            f"{rows_per_pass} x {ranks} ranks x gradient_accumulation_steps {self.accumulates}",
+            settings.rows_per_pass * settings.accumulates * ranks,
+            f"{settings.rows_per_pass} x {ranks} ranks x gradient_accumulation_steps {settings.accumulates}",
         )
         self._trained = loader
 
-    def _facts(self, loader: Any, rows_per_pass: int, shuffle: bool) -> JobFacts:
-        """Return the facts of the loop, which ends with its script."""
+    def _settings(self, loader: Any) -> LoopSettings:
+        """Return the settings of the loop, which ends with its script."""
+        rows_per_pass = self.rows_per_pass(loader)
         assert self.planned is not None
         is_mixed, zero = self.precision_and_sharding()
-        return facts_of(
-            loader,
-            self.planned.model,
-            self.device,
+        return LoopSettings(
             loop=self.NAME,
             rows_per_pass=rows_per_pass,
             accumulates=self.accumulates,
             drops_last=bool(getattr(loader.batch_sampler, "drop_last", False)),
-            shuffle=shuffle,
+            shuffle=is_shuffled(loader),
             seed=torch.initial_seed() % 2**31,
             zero=zero,
             is_mixed=is_mixed,
