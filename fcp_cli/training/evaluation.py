@@ -50,7 +50,7 @@ def open_held_out(settings: TrainSettings, session: Session, open_fetch: Callabl
     if found.content_hash() != metadata.manifest.content_hash:
         raise RunError(
             f"{plan} was not made from {settings.eval_manifest}; plan again with 'fcp plan {settings.eval_manifest} "
-            f"--ranks {session.metadata.num_ranks}', or leave --eval-plan out"
+            f"--ranks {session.metadata.num_ranks}', or drop --eval-plan"
         )
     check_recipe(
         settings.recipe(session.metadata.recipe, sync=metadata.sync, device=session.device.type), sync=metadata.sync

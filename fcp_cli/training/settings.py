@@ -184,12 +184,12 @@ class TrainSettings(RecipeRequest):
             made = "names no recipe" if planned is None else f"was made for --recompute {planned.recompute}"
             raise UsageError(
                 f"--recompute as-needed takes its levels from the plan, and this one {made}; plan with "
-                "'fcp plan --recompute as-needed', or leave the option out"
+                "'fcp plan --recompute as-needed', or drop the option"
             )
         if self.cache_embeddings is not None and not (recipe.freeze_vision or recipe.freeze or recipe.lora):
             raise UsageError(
                 "--cache-embeddings keeps the outputs of a frozen vision encoder, but this run trains it; add "
-                "--freeze-vision, or leave --cache-embeddings out"
+                "--freeze-vision, or drop --cache-embeddings"
             )
         return recipe
 

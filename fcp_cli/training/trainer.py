@@ -250,7 +250,7 @@ class Trainer:
         if not math.isfinite(grad_norm):
             raise RunError(
                 f"step {step.index}: the norm of the gradients is {grad_norm}, although the loss is {loss:.4g}; lower "
-                "--learning-rate, or leave such steps out with --on-nan skip-step"
+                "--learning-rate, or skip such steps with --on-nan skip-step"
             )
 
     def _precision(self) -> AbstractContextManager[Any]:

@@ -112,7 +112,7 @@ def test_a_trained_encoder_is_refused(tmp_path: Path) -> None:
         EmbeddingCache(tmp_path).bind(unmodified(VisionCase()))
     assert str(refused.value) == (
         "cached embeddings are those of a frozen vision encoder, but this run trains it "
-        "(model.visual.patch_embed.proj.weight); freeze it (--freeze-vision), or leave the cache (--cache-embeddings) out"
+        "(model.visual.patch_embed.proj.weight); freeze it (--freeze-vision), or drop the cache (--cache-embeddings)"
     )
 
 

@@ -27,7 +27,7 @@ _REFUSALS = {
     "was made of the data that training began with: data that changes between epochs, and a second trainer with other",
     "changing rows": "row 23 of the training data has 7 tokens but 6 in the plan's manifest unplanned-growing.lengths.parquet; "
     "the plan was made of the data that training began with: data that changes between epochs",
-    "grouped": "the script groups rows by group_by_length, but a plan balances the steps itself; leave it out",
+    "grouped": "the script groups rows by group_by_length, but a plan balances the steps itself; remove it",
 }
 _REMAINING = (
     "accumulation",

@@ -1,4 +1,4 @@
-"""What a trainer is asked for that a plan would leave out is refused in one line; each case changes one thing."""
+"""What a trainer is asked for that a plan would skip is refused in one line; each case changes one thing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "noise": (set_to("neftune_noise_alpha", 5.0), "neftune_noise_alpha scales noise by a sequence's length"),
     "deepspeed": (
         set_to("is_deepspeed_enabled", True),
-        "deepspeed= cannot follow a plan through the Trainer; leave it",
+        "deepspeed= cannot follow a plan through the Trainer; remove it",
     ),
     "lomo": (set_to("args.optim", "adalomo"), "the optimizer adalomo steps inside each backward; a plan's step has"),
     "experts": (
@@ -59,7 +59,7 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     ),
     "tensor parallelism": (
         set_to("accelerator", SimpleNamespace(parallelism_config=SimpleNamespace(tp_size=2, cp_size=1, sp_size=1))),
-        "the script sets tp_size; a plan makes the groups itself: leave it out",
+        "the script sets tp_size; a plan makes the groups itself: remove it",
     ),
     "packing": (set_to("args.packing", True), "the script sets packing=True; leave it off: the plan packs"),
     "offloading": (set_to("args.activation_offloading", True), "activation_offloading=True counts on one forward and"),
@@ -116,7 +116,7 @@ def test_what_a_plan_would_leave_out_is_refused_in_one_line(name: str, tmp_path:
     [
         (
             OwnKind,
-            "OwnKind computes its own loss (compute_loss), which a plan would leave out: a rank has a part of each",
+            "OwnKind computes its own loss (compute_loss), which a plan would skip: a rank has a part of each",
         ),
         (BehindThePlan, "stands behind FollowsPlan, which runs steps in its place; derive FollowsPlan's class from"),
     ],

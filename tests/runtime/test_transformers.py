@@ -114,10 +114,10 @@ def test_outside_a_microbatch_the_model_says_where_it_belongs() -> None:
 
 REFUSED_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"position_ids": None}, "no position_ids; pass position_ids=microbatch.position_ids"),
-    ({"attention_mask": torch.ones(1, 4)}, "was given attention_mask, which it cannot use under a plan; leave it out"),
+    ({"attention_mask": torch.ones(1, 4)}, "was given attention_mask, which it cannot use under a plan; remove it"),
     (
         {"labels": IDS},
-        r"was given labels, .*; pass microbatch.labels, or leave them out and use microbatch.loss\(logits\)",
+        r"was given labels, .*; pass microbatch.labels, or remove them and use microbatch.loss\(logits\)",
     ),
     ({"past_key_values": ()}, "was given past_key_values"),
     ({"cache": ()}, "was given cache"),
@@ -212,7 +212,7 @@ def test_the_head_keeps_its_weight_its_name_and_its_ties(microbatch: Ring) -> No
 def test_other_labels_than_the_microbatchs_are_refused(microbatch: Ring) -> None:
     """A data set's labels are not shifted to the next token."""
     same = labelled(microbatch).clone()
-    with pytest.raises(RunError, match=r"was given labels, .*; pass microbatch.labels, or leave them out"):
+    with pytest.raises(RunError, match=r"was given labels, .*; pass microbatch.labels, or remove them"):
         prepared()(input_ids=IDS, position_ids=POSITIONS, labels=same)
 
 

@@ -165,7 +165,7 @@ def test_pixels_belong_to_the_data_not_to_the_call(tmp_path: Path) -> None:
     model, _ = build(VisionCase())
     session = thread_session(plan, fetch(VisionCase()), Meeting(1), 0)
     for microbatch in next(session.steps(model)):
-        with pytest.raises(RunError, match=r"was given pixel_values, .*; leave them out: fetch gives images"):
+        with pytest.raises(RunError, match=r"was given pixel_values, .*; remove them: fetch gives images"):
             model(
                 input_ids=microbatch.input_ids,
                 position_ids=microbatch.position_ids,

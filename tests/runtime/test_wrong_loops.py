@@ -41,7 +41,7 @@ SAID = {
     "one_more_backward_at_once": rf"step 0, micro-batch [03], rank \d: this rank begins (backward 3|forward 1) of attention, but rank \d of its ring begins (backward 3|forward 1) in micro-batch [03]: {EQUALLY}",
     "one_more_backward": r"step 1, micro-batch 0, rank 1: the backward of attention runs more often than in the micro-batches before \(2 times\), and .*",
     "other_first_step": r"rank 1 begins with step 1, rank 0 with step 0: they were resumed from different checkpoints; load the same one on every rank, and pass its step as first_step",
-    "infinite_loss": r"step 1, micro-batch 2, rank 1: the loss is nan \(rows 8 of the data\); look at these rows, lower the learning rate, or leave such steps out with on_nan='skip-step' \(--on-nan skip-step\)",
+    "infinite_loss": r"step 1, micro-batch 2, rank 1: the loss is nan \(rows 8 of the data\); look at these rows, lower the learning rate, or skip such steps with on_nan='skip-step' \(--on-nan skip-step\)",
 }
 
 

@@ -128,7 +128,7 @@ def test_a_resumed_run_drops_evaluations_that_it_makes_again(folder: Path) -> No
             ("--eval-manifest", "HERE/lengths.parquet", "--eval-plan", "HERE/other.parquet"),
             "plan.parquet",
             snapshot(
-                "error: HERE/other.parquet was not made from HERE/lengths.parquet; plan again with 'fcp plan HERE/lengths.parquet --ranks 1', or leave --eval-plan out"
+                "error: HERE/other.parquet was not made from HERE/lengths.parquet; plan again with 'fcp plan HERE/lengths.parquet --ranks 1', or drop --eval-plan"
             ),
         ),
         (

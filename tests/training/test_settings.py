@@ -87,7 +87,7 @@ def test_embeddings_of_a_trained_encoder_are_not_kept() -> None:
     with pytest.raises(UsageError) as error:
         settings.recipe(None, sync="iteration", device="cpu")
     assert str(error.value) == snapshot(
-        "--cache-embeddings keeps the outputs of a frozen vision encoder, but this run trains it; add --freeze-vision, or leave --cache-embeddings out"
+        "--cache-embeddings keeps the outputs of a frozen vision encoder, but this run trains it; add --freeze-vision, or drop --cache-embeddings"
     )
     assert replace(settings, freeze_vision=True).recipe(None, sync="iteration", device="cpu").freeze_vision
 

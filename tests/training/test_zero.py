@@ -198,5 +198,5 @@ def test_a_step_that_is_not_finite_is_left_out_by_all_ranks_and_the_next_goes_on
 def test_a_run_stops_at_gradients_that_are_not_finite() -> None:
     assert job(full=False)["gradient 0 stop"]["said"].startswith("step 1: the norm of the gradients is ")
     assert job(full=False)["gradient 0 stop"]["said"].endswith(
-        "; lower --learning-rate, or leave such steps out with --on-nan skip-step"
+        "; lower --learning-rate, or skip such steps with --on-nan skip-step"
     )

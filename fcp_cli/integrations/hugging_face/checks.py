@@ -158,8 +158,8 @@ def _refused_overrides(trainer: Any) -> Iterable[tuple[bool, str]]:
     owner = owner_of(trainer, "compute_loss")
     yield (
         find_override(trainer, "compute_loss") is None and owner is not loss_class(trainer),
-        f"{owner.__name__} computes its own loss (compute_loss), which a plan would leave out: a rank has a part of "
-        f"each sequence only; leave it out, or {OWN_LOOP}",
+        f"{owner.__name__} computes its own loss (compute_loss), which a plan would skip: a rank has a part of "
+        f"each sequence only; remove it, or {OWN_LOOP}",
     )
     step = find_override(trainer, "training_step")
     yield (
@@ -174,30 +174,30 @@ def _refused_settings(trainer: Any) -> Iterable[tuple[bool, str]]:
     has_function = trainer.compute_loss_func is not None
     yield (
         has_function and loss_kind(trainer) != "Trainer",
-        f"{loss_kind(trainer)} has a compute_loss_func, which a plan would leave out: a rank has a part of each "
-        f"sequence only; leave it out, or {OWN_LOOP}",
+        f"{loss_kind(trainer)} has a compute_loss_func, which a plan would skip: a rank has a part of each "
+        f"sequence only; remove it, or {OWN_LOOP}",
     )
     yield (
         not args.average_tokens_across_devices and (trainer.model_accepts_loss_kwargs or has_function),
-        "average_tokens_across_devices=False weighs tokens by the rank that they are on, which the plan chooses; leave "
-        "it out",
+        "average_tokens_across_devices=False weighs tokens by the rank that they are on, which the plan chooses; "
+        "remove it",
     )
     strategy = getattr(args, "train_sampling_strategy", "group_by_length" if _old_grouping(args) else "random")
     yield (
         strategy not in ("random", "sequential"),
-        f"the script groups rows by {strategy}, but a plan balances the steps itself; leave it out",
+        f"the script groups rows by {strategy}, but a plan balances the steps itself; remove it",
     )
     yield (
         bool(args.auto_find_batch_size),
-        "auto_find_batch_size changes the batch, which the plan fixes; leave it out",
+        "auto_find_batch_size changes the batch, which the plan fixes; remove it",
     )
     yield (
         trainer.neftune_noise_alpha is not None,
-        "neftune_noise_alpha scales noise by a sequence's length, of which a rank has a part; leave it out",
+        "neftune_noise_alpha scales noise by a sequence's length, of which a rank has a part; remove it",
     )
     yield (
         trainer.is_deepspeed_enabled,
-        "deepspeed= cannot follow a plan through the Trainer; leave it out (DDP), or use fsdp=, or a loop of your own "
+        "deepspeed= cannot follow a plan through the Trainer; remove it (DDP), or use fsdp=, or a loop of your own "
         "around the engine",
     )
     optimizer = str(getattr(args.optim, "value", args.optim))
@@ -206,7 +206,7 @@ def _refused_settings(trainer: Any) -> Iterable[tuple[bool, str]]:
     others = [name for name in ("tp", "cp", "sp") if (getattr(parallel, f"{name}_size", None) or 1) > 1]
     yield (
         bool(others),
-        f"the script sets {', '.join(f'{name}_size' for name in others)}; a plan makes the groups itself: leave it out",
+        f"the script sets {', '.join(f'{name}_size' for name in others)}; a plan makes the groups itself: remove it",
     )
 
 
@@ -240,17 +240,17 @@ def _refused_of_trl(trainer: Any) -> Iterable[tuple[bool, str]]:
     yield bool(getattr(args, "packing", False)), "the script sets packing=True; leave it off: the plan packs"
     yield (
         bool(getattr(args, "activation_offloading", False)),
-        "activation_offloading=True counts on one forward and backward a step; leave it out (gradient_checkpointing "
+        "activation_offloading=True counts on one forward and backward a step; remove it (gradient_checkpointing "
         "keeps memory low, too)",
     )
     yield (
         loss_kind(trainer) == "SFTTrainer" and bool(args.label_smoothing_factor),
-        "label_smoothing_factor needs logits that SFTTrainer does not make; leave it out",
+        "label_smoothing_factor needs logits that SFTTrainer does not make; remove it",
     )
     yield (
         bool(getattr(args, "precompute_ref_log_probs", False)),
         "precompute_ref_log_probs=True puts the reference's numbers beside the tokens, where the plan does not look; "
-        "leave it out: the reference then runs on the plan's rings, too",
+        "remove it: the reference then runs on the plan's rings, too",
     )
     kinds = [kind for kind in getattr(trainer, "loss_types", ()) if kind in _LOSSES_OF_A_BATCH]
     yield (

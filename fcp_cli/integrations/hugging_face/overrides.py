@@ -163,12 +163,12 @@ class WatchedMethods:
             if len(self.answers) != 1:
                 raise RunError(
                     f"{judged} calls the Trainer's own training_step {len(self.answers)} times, and a plan's step runs "
-                    f"in one call; leave the method out, or {OWN_LOOP}"
+                    f"in one call; remove the method, or {OWN_LOOP}"
                 )
             if result is not self.answers[0]:
                 raise RunError(
                     f"{judged} changes the result of the Trainer's own training_step; a plan follows methods that "
-                    f"return it unchanged: leave the method out, or {OWN_LOOP}"
+                    f"return it unchanged: remove the method, or {OWN_LOOP}"
                 )
             return result
 
@@ -182,8 +182,8 @@ def _checked_batches(judged: Override, own: Callable[..., Any]) -> Callable[...,
         batches, items = own(iter(expected), num_batches, *args, **kwargs)
         if len(batches) != len(expected) or any(one is not other for one, other in zip(batches, expected, strict=True)):
             raise RunError(
-                f"{judged} changes the batches of an optimizer step, but under a plan they come from the plan; leave "
-                "the method out"
+                f"{judged} changes the batches of an optimizer step, but under a plan they come from the plan; remove "
+                "the method"
             )
         return batches, items
 

@@ -196,19 +196,19 @@ class OwnLoss(PlannedLoss):
             own, changed = (float(value.detach()) for value in (batch.delegated, result) if value is not None)
             raise RunError(
                 f"{self._judged} changes the loss of the Trainer's own compute_loss ({own:.7g} became {changed:.7g}); "
-                f"a plan follows methods that return it unchanged: leave the change out, or {OWN_LOOP}"
+                f"a plan follows methods that return it unchanged: remove the change, or {OWN_LOOP}"
             )
 
     def _require_one_call(self, batch: _Batch) -> None:
         if self.mean_over != "tokens":
             raise RunError(
                 f"{self._judged} does not return the loss of the Trainer's own compute_loss, which the mean over pairs "
-                f"or over batches needs; leave the method out, or {OWN_LOOP}"
+                f"or over batches needs; remove the method, or {OWN_LOOP}"
             )
         if batch.forwards != 1:
             raise RunError(
                 f"{self._judged} calls the model {batch.forwards} times for a micro-batch; a plan follows losses of "
-                f"one call: leave the method out, or {OWN_LOOP}"
+                f"one call: remove the method, or {OWN_LOOP}"
             )
 
     # The model, called by the script's method.
@@ -236,13 +236,13 @@ class OwnLoss(PlannedLoss):
         if others or positional > 1:
             raise RunError(
                 f"{self._judged} gives the model {', '.join(others) or 'arguments without names'}, which a plan does "
-                f"not follow; leave the method out, or {OWN_LOOP}"
+                f"not follow; remove the method, or {OWN_LOOP}"
             )
         for name in ("input_ids", "attention_mask", "labels"):
             is_cut = name == "labels" and given.get("logits_to_keep") is not None
             if given.get(name) is not None and given[name] is not batch.shown.get(name) and not is_cut:
                 raise RunError(
-                    f"{self._judged} calls the model with other {name} than the batch's; leave the method out, or "
+                    f"{self._judged} calls the model with other {name} than the batch's; remove the method, or "
                     f"{OWN_LOOP}"
                 )
 

@@ -231,7 +231,7 @@ def _refusals(trainer: Any, loader: Any) -> Iterable[tuple[bool, str]]:
         "strategy='ddp', or a loop on Fabric (docs/how-to/training-loop.md)",
     )
     limited = trainer.limit_train_batches not in (1.0, None) or trainer.overfit_batches
-    yield bool(limited), "limit_train_batches and overfit_batches leave rows out that the plan has; leave them out"
+    yield bool(limited), "limit_train_batches and overfit_batches skip rows that the plan has; remove them"
     is_loader = hasattr(loader, "dataset") and hasattr(loader, "collate_fn")
     yield (
         not is_loader or not getattr(getattr(loader, "batch_sampler", None), "batch_size", None),

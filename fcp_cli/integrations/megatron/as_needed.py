@@ -61,15 +61,15 @@ def _refusals(chunk: Any, model: Any) -> Iterable[tuple[bool, str]]:
     """Yield whether each setting that contradicts the plan is on, and its message."""
     config = model.config
     granularity = config.recompute_granularity
-    yield granularity is not None, f"the job recomputes them by itself; leave --recompute-granularity {granularity} out"
+    yield granularity is not None, f"the job recomputes them by itself; drop --recompute-granularity {granularity}"
     yield not isinstance(model, GPTModel), f"a {type(model).__name__} has other layers; train a GPTModel"
-    yield predicts_several(config), "the model has layers of multi-token prediction, too; leave --mtp-num-layers out"
-    yield is_sharded(chunk), "Megatron-FSDP gathers weights layer by layer; leave --use-megatron-fsdp out"
+    yield predicts_several(config), "the model has layers of multi-token prediction, too; drop --mtp-num-layers"
+    yield is_sharded(chunk), "Megatron-FSDP gathers weights layer by layer; drop --use-megatron-fsdp"
     yield bool(config.hidden_dropout), f"hidden dropout is {config.hidden_dropout}; add --hidden-dropout 0"
     # Ranks that share experts, or the counts of a router's loss, would have to recompute the same layers.
-    yield config.expert_model_parallel_size > 1, "ranks share experts; leave --expert-model-parallel-size out"
-    yield balances_experts(config), "the router has a loss; leave --moe-aux-loss-coeff and --moe-z-loss-coeff out"
+    yield config.expert_model_parallel_size > 1, "ranks share experts; drop --expert-model-parallel-size"
+    yield balances_experts(config), "the router has a loss; drop --moe-aux-loss-coeff and --moe-z-loss-coeff"
     yield (
         config.cpu_offloading or bool(getattr(config, "fine_grained_activation_offloading", False)),
-        "the job offloads activations; leave --cpu-offloading-num-layers and --fine-grained-activation-offloading out",
+        "the job offloads activations; drop --cpu-offloading-num-layers and --fine-grained-activation-offloading",
     )

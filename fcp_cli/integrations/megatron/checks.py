@@ -115,19 +115,19 @@ def check_interleaving(config: Any, chunks: int, planned: int, *, stages: int, i
     for is_asked, feature, option in untried:
         if is_asked:
             raise RunError(
-                f"{feature} virtual stages has not been made to follow a plan; leave {option} or the virtual stages out"
+                f"{feature} virtual stages has not been made to follow a plan; drop {option} or the virtual stages"
             )
     together = config.microbatch_group_size_per_vp_stage
     if together != stages:
         raise RunError(
             f"{together} micro-batches pass a virtual stage together, but a plan is made for as many as there are "
-            f"stages ({stages}); leave --microbatch-group-size-per-virtual-pipeline-stage out"
+            f"stages ({stages}); drop --microbatch-group-size-per-virtual-pipeline-stage"
         )
     if not config.overlap_p2p_comm:
         raise RunError(
             "stages of virtual stages that exchange both directions in one batch wait for each other's lengths in a "
-            "circle in short steps; set overlap_p2p_comm and unset batch_p2p_comm (leave "
-            "--no-overlap-p2p-communication out)"
+            "circle in short steps; set overlap_p2p_comm and unset batch_p2p_comm (drop "
+            "--no-overlap-p2p-communication)"
         )
 
 
@@ -208,17 +208,17 @@ def _moe_refusals(setting: Callable[[str], Any]) -> Iterable[tuple[bool, str]]:
     yield (
         has_loss and setting("recompute_granularity") == "selective" and "moe" in (setting("recompute_modules") or ()),
         "a router with a loss is computed again without the rest of its layer, where its micro-batch is not known; "
-        "leave moe out of --recompute-modules",
+        "drop moe from --recompute-modules",
     )
     yield (
         has_loss and bool(setting("mtp_use_repeated_layer")),
         "a layer of multi-token prediction (MTP) that is repeated counts its router's loss once per repetition, which "
-        "has not been tried under a plan; leave --mtp-use-repeated-layer out",
+        "has not been tried under a plan; drop --mtp-use-repeated-layer",
     )
     yield (
         setting("moe_expert_capacity_factor") is not None,
-        "experts of limited capacity drop tokens by the rest of the micro-batch, which the plan chooses; leave "
-        "--moe-expert-capacity-factor out",
+        "experts of limited capacity drop tokens by the rest of the micro-batch, which the plan chooses; drop "
+        "--moe-expert-capacity-factor",
     )
     yield (
         setting("moe_router_load_balancing_type") == "sinkhorn",
@@ -228,17 +228,17 @@ def _moe_refusals(setting: Callable[[str], Any]) -> Iterable[tuple[bool, str]]:
     is_random = setting("moe_input_jitter_eps") is not None or bool(setting("moe_router_force_load_balancing"))
     yield (
         is_random,
-        "experts are routed to at random, which no plan repeats; leave input jitter and forced balancing out",
+        "experts are routed to at random, which no plan repeats; drop input jitter and forced balancing",
     )
     yield (
         bool(setting("moe_enable_routing_replay")),
         "routing replay gives each token the experts of the one that lay at its place, and a plan lays tokens "
-        "otherwise; leave --moe-enable-routing-replay out",
+        "otherwise; drop --moe-enable-routing-replay",
     )
     yield (
         bool(setting("overlap_moe_expert_parallel_comm")),
-        "overlapped expert communication runs forwards and backwards by another schedule, which is not hooked; leave "
-        "--overlap-moe-expert-parallel-comm out",
+        "overlapped expert communication runs forwards and backwards by another schedule, which is not hooked; drop "
+        "--overlap-moe-expert-parallel-comm",
     )
     dispatcher = setting("moe_token_dispatcher_type")
     yield (
@@ -263,7 +263,7 @@ def loss_refusals(config: Any) -> Iterable[tuple[bool, str]]:
     )
     yield (
         bool(of_logits),
-        f"the router's z-loss (coefficient {of_logits}) counts padding, too; leave --moe-z-loss-coeff out",
+        f"the router's z-loss (coefficient {of_logits}) counts padding, too; drop --moe-z-loss-coeff",
     )
 
 

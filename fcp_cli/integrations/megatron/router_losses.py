@@ -61,7 +61,7 @@ def _sequences() -> Any:
     if sequences is None and torch._C._current_graph_task_id() != -1:
         raise RunError(
             "a router of experts with a loss is computed again without the rest of its layer, where its micro-batch is "
-            "not known; leave moe out of --recompute-modules"
+            "not known; drop moe from --recompute-modules"
         )
     return sequences
 

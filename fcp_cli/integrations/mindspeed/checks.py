@@ -140,8 +140,8 @@ def _refusals(config: Any) -> Iterable[tuple[bool, str]]:
     )
     yield (
         (setting("virtual_pipeline_model_parallel_size") or 1) > 1,
-        "virtual pipeline stages have not been made to follow a plan under MindSpeed; leave "
-        "--num-layers-per-virtual-pipeline-stage out",
+        "virtual pipeline stages have not been made to follow a plan under MindSpeed; drop "
+        "--num-layers-per-virtual-pipeline-stage",
     )
     yield bool(setting("tp_2d")), "2D tensor parallelism (--tp-2d) cannot follow a plan"
     yield setting("alibi_fusion_attn_type") is not None, "ALiBi (--alibi-fusion-attn-type) cannot follow a plan"

@@ -76,7 +76,7 @@ def _prepare(model: Any) -> None:
         head = type(base.get_output_embeddings()).__name__
         raise RunError(
             f"the model's head is a {head}, not a linear layer, of which the plan's loss is made (it never keeps all "
-            "logits); leave features.enable_chunk_loss out"
+            "logits); drop features.enable_chunk_loss"
         )
 
 

@@ -305,12 +305,12 @@ def _is_given(argument: Any) -> bool:
 
 
 _REFUSED_ARGUMENTS = {
-    "attention_mask": "leave it out: the plan decides which tokens belong together",
-    "labels": "pass microbatch.labels, or leave them out and use microbatch.loss(logits)",
-    "cache": "leave it out: training keeps no cache",
-    "past_key_values": "leave them out: training keeps no cache",  # the cache's name before transformers 5.24
-    "pixel_values": "leave them out: fetch gives images with their sequence",
-    "pixel_values_videos": "leave them out: fetch gives videos with their sequence",
+    "attention_mask": "remove it: the plan decides which tokens belong together",
+    "labels": "pass microbatch.labels, or remove them and use microbatch.loss(logits)",
+    "cache": "remove it: training keeps no cache",
+    "past_key_values": "remove them: training keeps no cache",  # the cache's name before transformers 5.24
+    "pixel_values": "remove them: fetch gives images with their sequence",
+    "pixel_values_videos": "remove them: fetch gives videos with their sequence",
 }
 
 

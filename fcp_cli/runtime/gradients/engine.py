@@ -167,7 +167,7 @@ def _check_engine(engine: Any, world: World) -> None:
         (not engine.enable_backward_allreduce, "an optimizer that sends gradients itself (1-bit); use another"),
         (engine.dp_world_size != world.size, f"{engine.dp_world_size} of {world.size} ranks to reduce over; use all"),
         (engine.has_moe_layers, "experts of DeepSpeed, whose gradients are reduced over fewer ranks"),
-        (bool(getattr(engine, "zenflow", False)), "ZenFlow, which reduces gradients at other times; leave it out"),
+        (bool(getattr(engine, "zenflow", False)), "ZenFlow, which reduces gradients at other times; remove it"),
         (not managed(), "managed_gradient_accumulation off; leave it on: the plan says which micro-batch is the last"),
         (type(optimizer).__name__.startswith("MiCS"), "MiCS, which is not tested; use ZeRO stage 3"),
     ):

@@ -180,7 +180,7 @@ def _gradient_divisor(name: str, group: Any, world: World) -> float:
     if getattr(group, "_all_reduce_hook", None) is not None:
         raise RunError(
             f"FSDP2 gives the gradients of {name} to an all-reduce hook of the script; under a plan gradients are "
-            "summed over all ranks: leave set_all_reduce_hook out"
+            "summed over all ranks: remove set_all_reduce_hook"
         )
     # Before torch 2.8 a factor becomes an operation of NCCL, of which the number cannot be read.
     opaque = getattr(group, "reduce_scatter_reduce_op", None) is not None
@@ -203,7 +203,7 @@ def _check_covers(model: nn.Module, world: World) -> None:
         if mesh is None and parameter.requires_grad:
             raise RunError(
                 f"the parameter {name} is not sharded by the model's FSDP2, so that its gradients would not be summed; "
-                "leave ignored_params out, or freeze it"
+                "drop ignored_params, or freeze it"
             )
         _require_all_ranks(f"the parameter {name} is", 1 if mesh is None else mesh.size(), world)
     for name, group in _param_groups(model):

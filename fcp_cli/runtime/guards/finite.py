@@ -67,5 +67,5 @@ def _require_finite(place: str, rows: tuple[int, ...], loss_sum: Tensor) -> None
     named = ", ".join(map(str, rows[:_ROWS_NAMED])) + (", ..." if len(rows) > _ROWS_NAMED else "")
     raise RunError(
         f"{place}: the loss is {value} (rows {named} of the data); look at these rows, lower the learning rate, or "
-        "leave such steps out with on_nan='skip-step' (--on-nan skip-step)"
+        "skip such steps with on_nan='skip-step' (--on-nan skip-step)"
     )

@@ -25,7 +25,7 @@ from fcp_cli.reading.documents import decode_json
 from fcp_cli.vision.parts import VisualPart, content_key
 
 _DIGEST_BYTES = 16
-_REMEDY = "freeze it (--freeze-vision), or leave the cache (--cache-embeddings) out"
+_REMEDY = "freeze it (--freeze-vision), or drop the cache (--cache-embeddings)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

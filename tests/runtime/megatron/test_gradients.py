@@ -148,9 +148,9 @@ SETTINGS: Mapping[str, tuple[Mapping[str, Any], str]] = {
                     "the step's micro-batches up to its own, on all ranks, and so by the plan's order; set "),
     "recomputed router": ({**_EXPERTS, "moe_z_loss_coeff": 1e-3, "recompute_granularity": "selective",
                            "recompute_modules": ["moe"]}, "a router with a loss is computed again without the rest of "
-                          "its layer, where its micro-batch is not known; leave moe out of --recompute-modules"),
+                          "its layer, where its micro-batch is not known; drop moe from --recompute-modules"),
     "capacity": ({**_EXPERTS, "moe_expert_capacity_factor": 1.0}, "experts of limited capacity drop tokens by the "
-                 "rest of the micro-batch, which the plan chooses; leave --moe-expert-capacity-factor out"),
+                 "rest of the micro-batch, which the plan chooses; drop --moe-expert-capacity-factor"),
     "sinkhorn": ({**_EXPERTS, "moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn routing depends on the rest of "
                  "the micro-batch"),
     "replay": ({**_EXPERTS, "moe_enable_routing_replay": True}, "routing replay gives each token the experts of the one"),
@@ -177,11 +177,11 @@ STOPPED: Mapping[str, str] = {
     "probe of a pipeline": "the probe before the first step failed: on the plan's groups attention differs by ",
     "probe with experts": "the probe before the first step failed: on the plan's groups attention differs by ",
     "per-token loss": "the loss is averaged per micro-batch, which weighs tokens by how the plan packs them; add ",
-    "as needed, and by the job": "the plan recomputes layers as needed, but the job recomputes them by itself; leave "
-    "--recompute-granularity full out, or plan with --recompute selective",
+    "as needed, and by the job": "the plan recomputes layers as needed, but the job recomputes them by itself; drop "
+    "--recompute-granularity full, or plan with --recompute selective",
     "as needed with dropout": "the plan recomputes layers as needed, but hidden dropout is 0.1; add --hidden-dropout 0",
-    "as needed, several tokens": "but the model has layers of multi-token prediction, too; leave --mtp-num-layers out",
-    "as needed, router losses": "but the router has a loss; leave --moe-aux-loss-coeff and --moe-z-loss-coeff out",
+    "as needed, several tokens": "but the model has layers of multi-token prediction, too; drop --mtp-num-layers",
+    "as needed, router losses": "but the router has a loss; drop --moe-aux-loss-coeff and --moe-z-loss-coeff",
     "too many groups": "distinct groups, and Transformer Engine needs a communicator for each, of several hundred MB on its ",
     "other parallelism": "has tensor parallel 2 and pipeline parallel 1, but this job 1 and 1; plan with the job's",
     "virtual stages of another plan": "the model has 2 virtual pipeline stages, but the plan was made for 1; plan with "
@@ -198,18 +198,18 @@ MODELS: Mapping[str, str] = {
     "no virtual stages": "the model has 1 virtual pipeline stage, but the plan was made for 2; plan with "
     "--virtual-stages 1, or build the model with the plan's",
     "groups of micro-batches": "4 micro-batches pass a virtual stage together, but a plan is made for as many as there "
-    "are stages (2); leave --microbatch-group-size-per-virtual-pipeline-stage out",
+    "are stages (2); drop --microbatch-group-size-per-virtual-pipeline-stage",
     "both directions at once": "stages of virtual stages that exchange both directions in one batch wait for each "
-    "other's lengths in a circle in short steps; set overlap_p2p_comm and unset batch_p2p_comm (leave "
-    "--no-overlap-p2p-communication out)",
-    "MTP in virtual stages": "multi-token prediction in virtual stages has not been made to follow a plan; leave "
-    "--mtp-num-layers or the virtual stages out",
-    "Megatron-FSDP in virtual stages": "Megatron-FSDP with virtual stages has not been made to follow a plan; leave "
-    "--use-megatron-fsdp or the virtual stages out",
-    "router losses in virtual stages": "a router with a loss in virtual stages has not been made to follow a plan; leave "
-    "--moe-aux-loss-coeff, --moe-z-loss-coeff or the virtual stages out",
-    "expert parallel in virtual stages": "expert parallelism in virtual stages has not been made to follow a plan; leave "
-    "--expert-model-parallel-size or the virtual stages out",
+    "other's lengths in a circle in short steps; set overlap_p2p_comm and unset batch_p2p_comm (drop "
+    "--no-overlap-p2p-communication)",
+    "MTP in virtual stages": "multi-token prediction in virtual stages has not been made to follow a plan; drop "
+    "--mtp-num-layers or the virtual stages",
+    "Megatron-FSDP in virtual stages": "Megatron-FSDP with virtual stages has not been made to follow a plan; drop "
+    "--use-megatron-fsdp or the virtual stages",
+    "router losses in virtual stages": "a router with a loss in virtual stages has not been made to follow a plan; drop "
+    "--moe-aux-loss-coeff, --moe-z-loss-coeff or the virtual stages",
+    "expert parallel in virtual stages": "expert parallelism in virtual stages has not been made to follow a plan; drop "
+    "--expert-model-parallel-size or the virtual stages",
     "FSDP": "the model is sharded with FSDP (FullyShardedDataParallel), which has not been made to work under Megatron; "
     "use Megatron-FSDP (--use-megatron-fsdp), or DistributedDataParallel with the distributed optimizer",
     "FSDP by a mixin": "the model is sharded with FSDP (FsdpModule), which has not",

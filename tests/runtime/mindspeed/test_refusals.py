@@ -42,8 +42,8 @@ def test_a_job_with_summed_losses_is_let_through() -> None:
         (
             "virtual_pipeline_model_parallel_size",
             2,
-            "virtual pipeline stages have not been made to follow a plan under MindSpeed; leave "
-            "--num-layers-per-virtual-pipeline-stage out",
+            "virtual pipeline stages have not been made to follow a plan under MindSpeed; drop "
+            "--num-layers-per-virtual-pipeline-stage",
         ),
         ("tp_2d", True, "2D tensor parallelism (--tp-2d) cannot follow a plan"),
         ("alibi_fusion_attn_type", 2, "ALiBi (--alibi-fusion-attn-type) cannot follow a plan"),

@@ -318,7 +318,7 @@ def sequence_ends(item: Mapping[str, Any], at: int, tokens: int, length: int) ->
     if len(ends) == 1 and positions.shape == (tokens,) and int(positions[length - 1]) != length - 1:
         raise RunError(
             f"row {at} of the data set has {POSITIONS} that begin anew, but neither {_ENDS} nor an {ATTENTION_MASK} "
-            "that say which tokens see each other; leave --reset-position-ids out, or make each document an item, and "
+            "that say which tokens see each other; drop --reset-position-ids, or make each document an item, and "
             "a row of the manifest"
         )
     return ends
