@@ -45,7 +45,7 @@ def fork_ranks() -> None:
             close(handler, death_sig)
 
     SubprocessHandler._popen = fork_or_start  # type: ignore[assignment,method-assign]
-    SubprocessHandler.close = close_if_there  # type: ignore[method-assign]
+    SubprocessHandler.close = close_if_there  # type: ignore[assignment,method-assign]
 
 
 def _is_forked(module: str, environment: Mapping[str, str]) -> bool:
