@@ -14,7 +14,9 @@ from fcp_cli.cost.model import Work, recomputation_seconds
 from fcp_cli.plan.pricing.pipeline import Pipeline
 from fcp_cli.plan.pricing.speeds import Speeds
 from fcp_cli.planning.compiled.alone import alone_by_degree, least_alone, longest_alone
-from fcp_cli.planning.compiled.certificate import area_bound, waves_bound
+from fcp_cli.planning.compiled.certificate import area_bound
+from fcp_cli.planning.compiled.crowds import waves_bound
+from fcp_cli.planning.compiled.dealing import dealt_bound
 from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, planner_inputs, shared_tokens
 from fcp_cli.planning.problem import Problem
 
@@ -75,7 +77,7 @@ def _work_bound(work: Work, problem: Problem) -> float:
     bound = max(simple, area_bound(simple, waves, sequences, machine))
     if not waves:
         return float(bound)
-    return float(waves_bound(bound, sequences, machine))
+    return float(dealt_bound(waves_bound(bound, sequences, machine), sequences, machine))
 
 
 def pipeline_bound_seconds(work: Work, problem: Problem, pipeline: Pipeline) -> float:

@@ -11,7 +11,7 @@ sequence; T(s, d) is that time.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -23,17 +23,14 @@ from fcp_cli.planning.compiled.alone import (
     home_seconds,
     least_of_tiers,
     traffic_seconds,
-    work_in_rings,
 )
 from fcp_cli.planning.compiled.core import (
-    Load,
     PlannerInputs,
     Sequences,
     falling_order,
     group_terms,
     is_way,
     most_of,
-    pack_seconds,
     recomputation_seconds,
     seconds_by,
     sequence_load,
@@ -43,13 +40,11 @@ from fcp_cli.planning.compiled.core import (
 
 _STEPS = 24  # of bisection: 2^-24 of the interval is finer than any gap that is shown, and the bound holds at each step
 _LONGEST = 4  # sequences whose wave is tried: each is a bound by itself, and those with less work bound less
-_NARROWINGS = 4  # of the interval in which a makespan that the waves' bounds refute is sought
-_GRID = 1.003  # ratio of the lengths of a wave that are tried; the bound loses no more than that
 _MARGIN = 1e-9  # relative; keeps rounding on the safe side
 
 
 @inlined
-def _exchange(k: int, inputs: PlannerInputs) -> float:
+def exchange_seconds(k: int, inputs: PlannerInputs) -> float:
     """Return the least rank-seconds per token in which sets of the k-th heads degree exchange."""
     heads = inputs.splits.heads[k]
     inside = group_terms(heads, heads, 0, 0, inputs.prices).exchange
@@ -84,7 +79,7 @@ def _least_area(i: int, makespan: float, outlasting: float, sequences: Sequences
         # Groups that only share heads move no ring at all; the loop below prices them.
         if inputs.splits.only and degree > 1:
             break
-        area, hidden = _ring_area(i, degree, degree, outlasting, sequences, inputs)
+        area, hidden = ring_area(i, degree, degree, outlasting, sequences, inputs)
         least = min(least, area)
         if hidden or inputs.prices.ring[1] >= inputs.prices.ring[0]:
             break  # traffic only grows from here on
@@ -92,13 +87,13 @@ def _least_area(i: int, makespan: float, outlasting: float, sequences: Sequences
         sets = (first + inputs.splits.heads[k] - 1) // inputs.splits.heads[k]
         if inputs.splits.only and sets > 1:
             continue
-        area, _hidden = _ring_area(i, first, sets, outlasting, sequences, inputs)
-        least = min(least, area + _exchange(k, inputs) * tokens)
+        area, _hidden = ring_area(i, first, sets, outlasting, sequences, inputs)
+        least = min(least, area + exchange_seconds(k, inputs) * tokens)
     return float(least)
 
 
 @inlined
-def _ring_area(i: int, degree: int, sets: int, outlasting: float, sequences: Sequences, inputs: PlannerInputs) -> Any:
+def ring_area(i: int, degree: int, sets: int, outlasting: float, sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Return the least rank-seconds of sequence i in packs of this degree whose ring has so many sets.
 
     And whether attention hides the part of the ring that may hide.
@@ -198,7 +193,7 @@ def other_waves(sequences: Sequences, inputs: PlannerInputs) -> float:
     """
     room = inputs.num_ranks * inputs.tokens_per_rank
     count = max(0, (total_of(sequences.tokens) - 1) // room)
-    density, _thin = _densities(sequences)
+    density, _thin = densities(sequences)
     left = total_of(sequences.work)
     for i in falling_order(density):
         taken = min(room, sequences.tokens[i])
@@ -230,7 +225,7 @@ def _densest(
     tokens: float, others: IntArray, held_tokens: FloatArray, held_work: FloatArray, sequences: Sequences
 ) -> float:
     """Return the most work that so many tokens can hold, sequences taken in fractions; see `_held_without`."""
-    k = _first_not_below(tokens, held_tokens)
+    k = first_not_below(tokens, held_tokens)
     if k == 0 or held_tokens[k] < tokens:
         return float(held_work[k])
     i = others[k - 1]
@@ -306,7 +301,7 @@ def _growth(k: int, j: int, degree: int, dense: float, thin: float, sequences: S
     if is_way(k, degree, across, inputs):
         shortest = seconds_by(way_terms(k, degree, across, inputs), load, degree, inputs)
     if k >= 0:
-        sets, exchange = degree // inputs.splits.heads[k], _exchange(k, inputs)
+        sets, exchange = degree // inputs.splits.heads[k], exchange_seconds(k, inputs)
     traffic = traffic_seconds(degree, sets, inputs)
     hidden = traffic - home_seconds(degree, inputs)
     # Sets wider than the key-value heads repeat them, and so move that much more.
@@ -321,7 +316,7 @@ def _growth(k: int, j: int, degree: int, dense: float, thin: float, sequences: S
 
 
 @kernel
-def _densities(sequences: Sequences) -> Any:
+def densities(sequences: Sequences) -> Any:
     """Return [sequences] work of a token of each, and the least linear work of a token of any."""
     density, thin = np.empty(len(sequences.work)), np.inf
     for i in range(len(density)):
@@ -336,7 +331,7 @@ def wave_bound(sequences: Sequences, inputs: PlannerInputs) -> float:
     n = len(sequences.work)
     total, tokens = total_of(sequences.work), total_of(sequences.tokens)
     more_waves = inputs.prices.beta * max(0, (tokens - 1) // (inputs.num_ranks * inputs.tokens_per_rank))
-    density, thin = _densities(sequences)
+    density, thin = densities(sequences)
     by_density, dense = falling_order(density), most_of(density)
     best = 0.0
     for j in range(min(_LONGEST, n)):
@@ -347,117 +342,8 @@ def wave_bound(sequences: Sequences, inputs: PlannerInputs) -> float:
     return float(best * (1.0 - _MARGIN))
 
 
-class Crowd(NamedTuple):
-    """The sequences with the most work, which may all lie in one wave or not, and the others.
-
-    Attributes:
-        members: how many.
-        work, tokens: the work and tokens of the crowd, summed.
-        least: lower bound of each load of the crowd's sequences.
-        densest: greatest w / t of any other sequence.
-        held_tokens, held_work: [others + 1] the others by falling density, summed from the densest on, from 0.
-        thin: least l / t of any sequence, crowd or not.
-    """
-
-    members: int
-    work: float
-    tokens: float
-    least: Load
-    densest: float
-    held_tokens: FloatArray
-    held_work: FloatArray
-    thin: float
-
-
-@kernel
-def _make_crowd(count: int, by_density: IntArray, thin: float, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Make a crowd of the `count` sequences with the most work; the others are len(by_density) - count >= 0."""
-    others = len(by_density) - count
-    held_tokens, held_work = np.zeros(others + 1), np.zeros(others + 1)
-    k = 0
-    for i in by_density:
-        # By falling work the crowd are the first `count`; by density they are anywhere.
-        if i >= count:
-            held_tokens[k + 1] = held_tokens[k] + sequences.tokens[i]
-            held_work[k + 1] = held_work[k] + sequences.work[i]
-            k += 1
-    return Crowd(
-        count,
-        total_of(sequences.work[:count]),
-        float(total_of(sequences.tokens[:count])),
-        _least_load(count, sequences, inputs),
-        held_work[1] / held_tokens[1] if others else 0.0,
-        held_tokens,
-        held_work,
-        thin,
-    )
-
-
-@kernel
-def _least_load(count: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Return the least of the first `count` sequences in every respect; the more tokens the shortest has, the less."""
-    attention, linear = sequences.attention[0], sequences.linear[0]
-    fewest, most = sequences.tokens[0], sequences.tokens[0]
-    for i in range(1, count):
-        attention, linear = min(attention, sequences.attention[i]), min(linear, sequences.linear[i])
-        fewest, most = min(fewest, sequences.tokens[i]), max(most, sequences.tokens[i])
-    return Load(attention, linear, fewest, min(fewest, 2 * inputs.prices.reach), most)
-
-
-@kernel
-def _least_member(degree: int, crowd: Crowd, inputs: PlannerInputs) -> float:
-    """Return the least seconds of a pack of this degree with one of the crowd, or more; infinite over the budget."""
-    if degree * inputs.tokens_per_rank < crowd.least.tokens:
-        return np.inf
-    return pack_seconds(crowd.least, degree, at_best(degree, inputs), inputs)
-
-
-@kernel
-def _most_done(makespan: float, crowd: Crowd, inputs: PlannerInputs) -> float:
-    """Return the most work of a wave that holds the whole crowd and ends by `makespan`; -1 if none can.
-
-    A pack of degree d ends in time only with at most t(d) = min(d E, d (makespan - beta - hops) / (thin + c_d (d - 1)))
-    tokens, since its linear seconds and its ring's follow each other. With some of the crowd in it, M, it does at most
-    sum over M (w - densest t) + densest t(d) work. It has a degree that ends in time with the least member of the
-    crowd, and holds at most floor(max t(d) / least t) of the crowd, so there are at least P such packs and at most as
-    many as members. The other ranks do at most S(their tokens), S the work of the densest others, a concave function:
-    S(x) <= S(x0) + S'(x0) (x - x0) for x <= x0, the tokens that P packs leave (S' from the left). So every pack with
-    some of the crowd adds at most densest t(d) to the work and takes S'(x0) d E of it; its best degree bounds the sum.
-    No wave does more than N (makespan - beta).
-    """
-    num_ranks, tokens_per_rank = inputs.num_ranks, inputs.tokens_per_rank
-    narrowest, most_tokens = 0, 0.0
-    for degree in range(1, num_ranks + 1):
-        if narrowest == 0 and _least_member(degree, crowd, inputs) <= makespan:
-            narrowest = degree
-        if narrowest:
-            most_tokens = max(most_tokens, _most_tokens(degree, makespan, crowd.thin, inputs))
-    together = int(most_tokens / crowd.least.tokens * (1.0 + _MARGIN))
-    if narrowest == 0 or together == 0:
-        return -1.0
-    packs = (crowd.members + together - 1) // together
-    # The crowd's packs need more ranks by themselves than there are: not in one wave.
-    if packs * narrowest > num_ranks:
-        return -1.0
-    room = float((num_ranks - packs * narrowest) * tokens_per_rank)
-    k = _first_not_below(room, crowd.held_tokens)
-    slope, held = 0.0, crowd.held_work[k]
-    if k and crowd.held_tokens[k] >= room:
-        slope = (crowd.held_work[k] - crowd.held_work[k - 1]) / (crowd.held_tokens[k] - crowd.held_tokens[k - 1])
-        held -= slope * (crowd.held_tokens[k] - room)
-    best = -np.inf
-    for degree in range(narrowest, num_ranks + 1):
-        if _least_member(degree, crowd, inputs) <= makespan:
-            tokens = _most_tokens(degree, makespan, crowd.thin, inputs)
-            best = max(best, crowd.densest * tokens - slope * degree * tokens_per_rank)
-    done = crowd.work - crowd.densest * crowd.tokens + held + slope * packs * narrowest * tokens_per_rank
-    # A gain is taken by as many packs as there can be, a loss by as few as there must be.
-    done += best * (crowd.members if best > 0.0 else packs)
-    return float(min(done, num_ranks * (makespan - inputs.prices.beta)))
-
-
 @leaf
-def _first_not_below(value: float, rising: FloatArray) -> int:
+def first_not_below(value: float, rising: FloatArray) -> int:
     """Return the position of the first of some values that is at least `value`, or of the last."""
     low, high = 0, len(rising) - 1
     while low < high:
@@ -467,97 +353,3 @@ def _first_not_below(value: float, rising: FloatArray) -> int:
         else:
             high = middle
     return low
-
-
-@inlined
-def _most_tokens(degree: int, makespan: float, thin: float, inputs: PlannerInputs) -> float:
-    """Return t(d) of `_most_done`: the tokens that a pack of this degree can hold and end in time."""
-    most = 0.0
-    for k in range(-1, len(inputs.splits.heads) if degree > 1 else 0):
-        sets, exchange = degree, 0.0
-        if k >= 0:
-            if degree % inputs.splits.heads[k]:
-                continue
-            sets, exchange = degree // inputs.splits.heads[k], _exchange(k, inputs)
-        per_token = thin + traffic_seconds(degree, sets, inputs) + exchange
-        held = float(degree * inputs.tokens_per_rank)
-        if per_token > 0.0:
-            held = min(held, degree * (makespan - inputs.prices.beta - inputs.prices.hop * (sets - 1)) / per_token)
-        most = max(most, held)
-    return most
-
-
-@kernel
-def crowd_bound(at_least: float, sequences: Sequences, inputs: PlannerInputs) -> float:
-    """Return the least makespan under waves, seen from the sequences with most work; `at_least` if that is no better.
-
-    Take the `count` sequences with the most work. Either two waves hold some of them: these last at least as long as
-    the longest sequence and as the least of them. Or one wave holds them all: it lasts tau, at least as long as the
-    longest sequence, does at most `_most_done` work, a function that grows with tau, and other waves do the rest. tau
-    lies in one of the steps of a grid; over each step the wave lasts at least its lower end and does at most the work
-    that its upper end allows. Any count gives a bound; doubling counts are tried.
-    """
-    n = len(sequences.work)
-    total, tokens = total_of(sequences.work), total_of(sequences.tokens)
-    more_waves = (tokens - 1) // (inputs.num_ranks * inputs.tokens_per_rank)
-    density, thin = _densities(sequences)
-    by_density = falling_order(density)
-    longest = np.inf
-    for degree in range(
-        (sequences.tokens[0] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank, inputs.num_ranks + 1
-    ):
-        longest = min(longest, alone_at_best(0, degree, sequences, inputs))
-    best, count = at_least, 2
-    while count <= n:
-        crowd = _make_crowd(count, by_density, thin, sequences, inputs)
-        # Any count gives a valid bound; doubling takes log n passes.
-        count *= 2
-        shortest = np.inf
-        for degree in range(1, inputs.num_ranks + 1):
-            shortest = min(shortest, _least_member(degree, crowd, inputs))
-        bound = longest + shortest + inputs.prices.beta * max(0, more_waves - 1)
-        if bound <= best:
-            break  # more sequences are only shorter
-        makespan = longest
-        while bound > best and makespan + inputs.prices.beta * more_waves < bound:
-            step_end = makespan * _GRID
-            done = _most_done(step_end, crowd, inputs)
-            if done >= 0.0:
-                rest = total - done
-                waves = max(more_waves, 1 if rest > _MARGIN * total else 0)
-                bound = min(bound, makespan + inputs.prices.beta * waves + max(0.0, rest) / inputs.num_ranks)
-            makespan = step_end
-        best = max(best, bound * (1.0 - _MARGIN))
-    return float(best)
-
-
-@kernel
-def waves_bound(at_least: float, sequences: Sequences, inputs: PlannerInputs) -> float:
-    """Return the largest of `wave_bound` and `crowd_bound`, both with work in rings; `at_least` if they are no better.
-
-    In a schedule that ends before B no wave outlasts B - `other_waves`, so that each sequence has a ring no narrower
-    than it takes to end by then. If the bounds with that work are B or more, there is no such schedule. Both fall with
-    B: the largest such B lies between the bound without a limit and the bound at that bound.
-    """
-    others = other_waves(sequences, inputs)
-    refuted = _bound_of_waves(np.inf, at_least, sequences, inputs)
-    # Heads that are split leave no ring certain: no limit changes anything.
-    high = refuted if len(inputs.splits.heads) else _bound_of_waves(refuted - others, refuted, sequences, inputs)
-    makespan = high
-    for _narrowing in range(_NARROWINGS):
-        if high <= refuted * (1.0 + _MARGIN):
-            break
-        if _bound_of_waves(makespan - others, 0.0, sequences, inputs) >= makespan:
-            refuted = makespan
-        else:
-            high = makespan
-        makespan = 0.5 * (refuted + high)
-    return float(refuted)
-
-
-@kernel
-def _bound_of_waves(longest_wave: float, at_least: float, sequences: Sequences, inputs: PlannerInputs) -> float:
-    ringed = Sequences(
-        sequences.attention, sequences.linear, work_in_rings(longest_wave, sequences, inputs), sequences.tokens
-    )
-    return float(crowd_bound(max(at_least, wave_bound(ringed, inputs)), ringed, inputs))

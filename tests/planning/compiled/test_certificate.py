@@ -21,7 +21,9 @@ from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches, batch_of
 from fcp_cli.planning.bounds import lower_bound_seconds, simple_bound_seconds
 from fcp_cli.planning.compiled.alone import work_in_rings
-from fcp_cli.planning.compiled.certificate import crowd_bound, other_waves, wave_bound, waves_bound
+from fcp_cli.planning.compiled.certificate import other_waves, wave_bound
+from fcp_cli.planning.compiled.crowds import crowd_bound, waves_bound
+from fcp_cli.planning.compiled.dealing import dealt_with_others, least_partition, whole_waves
 from fcp_cli.planning.fcp.limits import make_solver
 from fcp_cli.planning.kernel_inputs import by_falling_work, planner_inputs, repriced
 from fcp_cli.planning.problem import Problem
@@ -281,6 +283,8 @@ def test_no_schedule_beats_the_bound_and_the_planner_is_one_of_them(sync: Sync, 
         _order, sequences = by_falling_work(batch.work)
         assert wave_bound(sequences, planner_inputs(problem)) <= optimum * (1 + 1e-9)
         assert crowd_bound(0.0, sequences, planner_inputs(problem)) <= optimum * (1 + 1e-9)
+        assert dealt_with_others(sequences, planner_inputs(problem)) <= optimum * (1 + 1e-9)
+        assert least_partition(whole_waves(sequences, planner_inputs(problem))) <= optimum * (1 + 1e-9)
     assert optimum <= planned * (1 + 1e-9)
 
 
@@ -348,3 +352,25 @@ def test_work_that_one_wave_leaves_takes_another_wave_even_if_all_tokens_fit_int
     inputs = planner_inputs(problem)
     free = repriced(inputs, beta=0.0)
     assert wave_bound(sequences, inputs) > wave_bound(sequences, free) + 1.2 * inputs.prices.beta
+
+
+def test_long_sequences_dealt_to_waves_raise_the_bound_where_they_do_not_fit_into_one() -> None:
+    lengths = [131_072, 131_072, 97_000] + [6000] * 250
+    problem = example_problem("microbatch", num_ranks=64, ranks_per_node=8, tokens_per_rank=8192)
+    batches = GlobalBatches(table_of(lengths), problem, BatchSettings(global_batch_size=len(lengths), shuffle=False))
+    batch = batches.batch(0)
+    _order, sequences = by_falling_work(batch.work)
+    inputs = planner_inputs(problem)
+    bound, step = dealt_with_others(sequences, inputs), assemble(make_solver(batches).assign(batch), batch, problem)
+    assert waves_bound(0.0, sequences, inputs) * 1.001 < bound <= step.makespan_seconds
+
+
+def test_the_bound_of_a_few_sequences_on_one_node_is_the_time_of_their_best_waves() -> None:
+    lengths = [4713, 4163, 2478, 2096, 1495, 1166]
+    problem = example_problem("microbatch", num_ranks=4, ranks_per_node=4)
+    batches = GlobalBatches(table_of(lengths), problem, BatchSettings(global_batch_size=len(lengths), shuffle=False))
+    batch = batches.batch(0)
+    step = assemble(make_solver(batches).assign(batch), batch, problem)  # tries all that there are
+    _order, sequences = by_falling_work(batch.work)
+    assert waves_bound(0.0, sequences, planner_inputs(problem)) < 0.996 * step.makespan_seconds
+    assert step.gap == pytest.approx(0.0, abs=1e-8)
