@@ -19,6 +19,7 @@ from fcp_cli.runtime.metrics import recorder as recording
 from fcp_cli.runtime.metrics.mailbox import MessageLostError, MetricsMailbox
 from fcp_cli.runtime.metrics.message import RankMeasurement, mean_loss, measured_record
 from fcp_cli.runtime.metrics.recorder import Recorder
+from fcp_cli.runtime.metrics.timing import Clock
 from tests.runs.records import read_metrics
 from tests.training.small_runs import write_manifest, write_small_plan
 
@@ -87,7 +88,7 @@ def test_a_message_of_an_earlier_loop_is_not_taken_for_the_same_step_of_a_later_
     assert later.collect(0) is None
 
 
-class LateClock:
+class LateClock(Clock):
     """A device that has passed what was marked only once somebody says so, and that nobody may wait for."""
 
     def __init__(self) -> None:

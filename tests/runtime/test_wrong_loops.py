@@ -16,6 +16,7 @@ from fcp_cli.runtime.agreement.step_agreement import digest
 from fcp_cli.runtime.gradients import GradientSync
 from fcp_cli.runtime.guards.finite import LossWatch
 from fcp_cli.runtime.guards.on_nan import OnNan
+from fcp_cli.runtime.metrics.timing import Clock
 from fcp_cli.runtime.session.outside import outside
 from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, plain_attend
 from fcp_cli.verification.replay import gradients_alone, replay_alone, synthetic_tokens, take_gradient
@@ -157,7 +158,7 @@ def test_a_loop_may_go_on_after_a_loss_that_is_not_finite(tmp_path: Path) -> Non
         assert np.isnan(rank[1][1])
 
 
-class LateClock:
+class LateClock(Clock):
     """A clock of a device that has not come to a mark before it is told."""
 
     def __init__(self) -> None:
