@@ -38,7 +38,6 @@ EXCEPTIONS = {
     "fcp_cli/launching/supervision/msrun_ranks.py:MsrunRanks._noticed": _OWN,
     "fcp_cli/machine/accelerators.py:_gpus": _SYSTEM,
     "fcp_cli/machine/host.py:cpu_name": _SYSTEM,
-    "fcp_cli/machine/identity.py:ProcessIdentity.command": _SYSTEM,
     "fcp_cli/machine/identity.py:current_boot_id": _SYSTEM,
     "fcp_cli/machine/processes.py:_stat": _SYSTEM,
     "fcp_cli/machine/processes.py:command_of": _SYSTEM,
