@@ -284,7 +284,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
         {},
         snapshot(
             [
-                "warning: plan.parquet lets a rank hold 100,000 tokens, for which qwen3-8b needs 842.4 GB under ZeRO-2, bf16, chunked loss, but a device has 68.7 GB; plan for it with: fcp plan lengths.parquet --ranks 16 --ranks-per-node 8 --tokens-per-rank 100000 --zero 3 --precision bf16 --recompute full --offload activations --shard-ranks 8 --global-batch-size 8 --no-shuffle --solver test --model qwen3-8b --cluster example-8x8 --sync microbatch -o plan-2.parquet"
+                "warning: plan.parquet lets a rank hold 100,000 tokens, for which qwen3-8b needs 842.4 GB under ZeRO-2, bf16, chunked loss, but a device has 68.7 GB; plan for it with: fcp plan lengths.parquet --ranks 16 --ranks-per-node 8 --tokens-per-rank 100000 --global-batch-size 8 --no-shuffle --solver test --zero 3 --precision bf16 --recompute full --offload activations --shard-ranks 8 --model qwen3-8b --cluster example-8x8 --sync microbatch -o plan-2.parquet"
             ]
         ),
     ),

@@ -81,7 +81,7 @@ def test_every_item_is_counted_and_shown_of_the_devices_memory() -> None:
 def test_what_cannot_fit_a_device_is_refused_with_the_command_that_fits() -> None:
     (message,) = findings(on_gpus(tokens_per_rank=60_000))
     assert message == snapshot(
-        "error: plan.parquet lets a rank hold 60,000 tokens, for which qwen3-8b needs X GB under ZeRO-3, bf16, selective recomputation, chunked loss, but a device has 80.0 GB; plan for it with: fcp plan lengths.parquet --ranks 8 --ranks-per-node 8 --tokens-per-rank 60000 --zero 3 --precision bf16 --recompute full --global-batch-size 8 --no-shuffle --solver test --model qwen3-8b --cluster example-8x8 --sync microbatch -o plan-2.parquet"
+        "error: plan.parquet lets a rank hold 60,000 tokens, for which qwen3-8b needs X GB under ZeRO-3, bf16, selective recomputation, chunked loss, but a device has 80.0 GB; plan for it with: fcp plan lengths.parquet --ranks 8 --ranks-per-node 8 --tokens-per-rank 60000 --global-batch-size 8 --no-shuffle --solver test --zero 3 --precision bf16 --recompute full --model qwen3-8b --cluster example-8x8 --sync microbatch -o plan-2.parquet"
     )
     (message,) = findings(on_gpus(tokens_per_rank=5_000_000))
     tokens = re.search(r"--tokens-per-rank (\d+)", message)
@@ -157,13 +157,13 @@ def refused(message: str) -> Iterator[None]:
 def test_settings_that_the_plan_was_not_priced_for_are_refused() -> None:
     with refused(
         snapshot(
-            "plan.parquet was priced for ZeRO-3, bf16, selective recomputation, chunked loss, not for --recompute none, which needs X of 80.0 GB for 16,384 tokens a rank; leave it out, or plan with: fcp plan lengths.parquet --ranks 8 --ranks-per-node 8 --tokens-per-rank 16384 --sync microbatch --zero 3 --precision bf16 --recompute none --global-batch-size 8 --no-shuffle --solver test --model qwen3-8b --cluster example-8x8 -o plan-2.parquet"
+            "plan.parquet was priced for ZeRO-3, bf16, selective recomputation, chunked loss, not for --recompute none, which needs X of 80.0 GB for 16,384 tokens a rank; leave it out, or plan with: fcp plan lengths.parquet --ranks 8 --ranks-per-node 8 --tokens-per-rank 16384 --sync microbatch --global-batch-size 8 --no-shuffle --solver test --zero 3 --precision bf16 --recompute none --model qwen3-8b --cluster example-8x8 -o plan-2.parquet"
         )
     ):
         check_recipe_of_plan(on_gpus(), settings_of("qwen3-8b", recompute="none"))
     with refused(
         snapshot(
-            "plan.parquet was priced for ZeRO-3, bf16, selective recomputation, chunked loss, not for --zero 2, --precision amp, which needs X of 80.0 GB for 16,384 tokens a rank; leave them out, or plan with: fcp plan lengths.parquet --ranks 8 --ranks-per-node 8 --tokens-per-rank 16384 --sync microbatch --zero 2 --precision amp --recompute selective --global-batch-size 8 --no-shuffle --solver test --model qwen3-8b --cluster example-8x8 -o plan-2.parquet"
+            "plan.parquet was priced for ZeRO-3, bf16, selective recomputation, chunked loss, not for --zero 2, --precision amp, which needs X of 80.0 GB for 16,384 tokens a rank; leave them out, or plan with: fcp plan lengths.parquet --ranks 8 --ranks-per-node 8 --tokens-per-rank 16384 --sync microbatch --global-batch-size 8 --no-shuffle --solver test --zero 2 --precision amp --recompute selective --model qwen3-8b --cluster example-8x8 -o plan-2.parquet"
         )
     ):
         check_recipe_of_plan(on_gpus(), settings_of("qwen3-8b", zero="2", precision="amp"))
@@ -176,21 +176,21 @@ def test_settings_that_the_plan_was_not_priced_for_are_refused() -> None:
             {},
             {"lora": "r=8"},
             snapshot(
-                "plan.parquet was priced for ZeRO-3, bf16, selective recomputation, chunked loss, not for --lora r=8, which needs X of 80.0 GB for 16,384 tokens a rank; leave it out, or plan with: fcp plan lengths.parquet --ranks 8 --ranks-per-node 8 --tokens-per-rank 16384 --sync microbatch --zero 3 --precision bf16 --recompute selective --lora r=8 --global-batch-size 8 --no-shuffle --solver test --model qwen3-8b --cluster example-8x8 -o plan-2.parquet"
+                "plan.parquet was priced for ZeRO-3, bf16, selective recomputation, chunked loss, not for --lora r=8, which needs X of 80.0 GB for 16,384 tokens a rank; leave it out, or plan with: fcp plan lengths.parquet --ranks 8 --ranks-per-node 8 --tokens-per-rank 16384 --sync microbatch --global-batch-size 8 --no-shuffle --solver test --zero 3 --precision bf16 --recompute selective --lora r=8 --model qwen3-8b --cluster example-8x8 -o plan-2.parquet"
             ),
         ),
         (
             {"lora": "r=8"},
             {"lora": "r=16"},
             snapshot(
-                "plan.parquet was priced for ZeRO-3, bf16, selective recomputation, chunked loss, LoRA r=8, not for --lora r=16, which needs X of 80.0 GB for 16,384 tokens a rank; leave it out, or plan with: fcp plan lengths.parquet --ranks 8 --ranks-per-node 8 --tokens-per-rank 16384 --sync microbatch --zero 3 --precision bf16 --recompute selective --lora r=16 --global-batch-size 8 --no-shuffle --solver test --model qwen3-8b --cluster example-8x8 -o plan-2.parquet"
+                "plan.parquet was priced for ZeRO-3, bf16, selective recomputation, chunked loss, LoRA r=8, not for --lora r=16, which needs X of 80.0 GB for 16,384 tokens a rank; leave it out, or plan with: fcp plan lengths.parquet --ranks 8 --ranks-per-node 8 --tokens-per-rank 16384 --sync microbatch --global-batch-size 8 --no-shuffle --solver test --zero 3 --precision bf16 --recompute selective --lora r=16 --model qwen3-8b --cluster example-8x8 -o plan-2.parquet"
             ),
         ),
         (
             {"lora": "r=8"},
             {"freeze": "layers.[0-3].*"},
             snapshot(
-                "plan.parquet was priced for ZeRO-3, bf16, selective recomputation, chunked loss, LoRA r=8, not for --freeze 'layers.[0-3].*', which needs X of 80.0 GB for 16,384 tokens a rank; leave it out, or plan with: fcp plan lengths.parquet --ranks 8 --ranks-per-node 8 --tokens-per-rank 16384 --sync microbatch --zero 3 --precision bf16 --recompute selective --freeze 'layers.[0-3].*' --global-batch-size 8 --no-shuffle --solver test --model qwen3-8b --cluster example-8x8 -o plan-2.parquet"
+                "plan.parquet was priced for ZeRO-3, bf16, selective recomputation, chunked loss, LoRA r=8, not for --freeze 'layers.[0-3].*', which needs X of 80.0 GB for 16,384 tokens a rank; leave it out, or plan with: fcp plan lengths.parquet --ranks 8 --ranks-per-node 8 --tokens-per-rank 16384 --sync microbatch --global-batch-size 8 --no-shuffle --solver test --zero 3 --precision bf16 --recompute selective --freeze 'layers.[0-3].*' --model qwen3-8b --cluster example-8x8 -o plan-2.parquet"
             ),
         ),
     ],
