@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.commands.planning_folder import fcp
+from tests.forked_ranks import shared_by_scripts
 from tests.patience import PATIENCE_SECONDS
 from tests.planning.examples import PROFILE
 from tests.training.small_runs import run_fcp
@@ -44,9 +45,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def launched(folder: Path, kind: str, *, batch_size: int = 4) -> subprocess.CompletedProcess[str]:
-    path = f"{folder / 'site'}{os.pathsep}{ROOT}"
+    path = os.pathsep.join((str(folder / "site"), os.environ["PYTHONPATH"]))
     script = ["--plan", "plan.parquet", "--", str(SCRIPT), kind, str(batch_size)]
-    return run_fcp("launch", *script, folder=folder, PYTHONPATH=path)
+    return run_fcp("launch", *script, folder=folder, **{**shared_by_scripts(), "PYTHONPATH": path})
 
 
 @pytest.mark.parametrize("kind", ["clears after", "supervised"])
