@@ -310,11 +310,10 @@ class Trainer:
         header, wanted = read_header(found), self._header(0)
         if wanted.model == str(self.paths.origin):  # a copy of the initial checkpoint, which is gone
             wanted = replace(wanted, model=header.model)
-        check_header(header, wanted, self.session.metadata, checkpoint=found)
-        end = self.session.metadata.end_step
-        check_unfinished(found, self.settings.run_dir, header.step, last_step=self.last_step, end_step=end)
-        ranks = self.session.metadata.num_ranks
-        load_checkpoint(found, self._state, header=header, rank=self.session.rank, num_ranks=ranks)
+        plan, run_dir = self.session.metadata, self.settings.run_dir
+        check_header(header, wanted, plan, checkpoint=found)
+        check_unfinished(found, run_dir, header.step, last_step=self.last_step, end_step=plan.end_step)
+        load_checkpoint(found, self._state, header=header, rank=self.session.rank, num_ranks=plan.num_ranks)
         self.sharded.gather(frozen=True)
         return header.step
 
