@@ -31,6 +31,8 @@ from fcp_cli.errors import UsageError
 T = TypeVar("T")
 MOST_RANKS: Final = 1 << 20
 """Plans of tens of thousands are made in minutes; a number far beyond is a slip."""
+MOST_VIRTUAL_STAGES: Final = 1 << 12
+"""No model has as many layers."""
 MOST_TOKENS: Final = 1 << 40
 """Of a rank; times `MOST_RANKS` it still fits 64 bits."""
 MOST_WAIT: Final = 10**8

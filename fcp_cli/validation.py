@@ -20,7 +20,7 @@ from msgspec import Meta
 from msgspec import inspect as types
 
 from fcp_cli.errors import FcpError
-from fcp_cli.options import MOST_RANKS
+from fcp_cli.options import MOST_RANKS, MOST_VIRTUAL_STAGES
 from fcp_cli.words import nearest
 
 T = TypeVar("T")
@@ -34,6 +34,7 @@ NonNegative = Annotated[float, Meta(ge=0, le=_MOST, description="a non-negative 
 Share = Annotated[float, Meta(ge=0, le=1, description="a share from 0 to 1")]
 Count = Annotated[int, Meta(ge=1, le=_MOST_WHOLE, description="a whole number of at least 1")]
 RankCount = Annotated[int, Meta(ge=1, le=MOST_RANKS, description="a whole number of at least 1")]
+StageCount = Annotated[int, Meta(ge=1, le=MOST_VIRTUAL_STAGES, description="a whole number of at least 1")]
 NonNegativeCount = Annotated[int, Meta(ge=0, le=_MOST_WHOLE, description="a whole number of at least 0")]
 PathText = Annotated[str, Meta(pattern=r"^[^\0]+\Z", description="a name of a file, without the character NUL")]
 NonEmptyText = Annotated[str, Meta(min_length=1, description="a text")]
@@ -181,4 +182,6 @@ def _allowed(rules: types.Type) -> str:
         return f"one of {', '.join(str(value) for value in rules.values)}"
     least = getattr(rules, "ge", None)
     bound = "" if least is None else f" of at least {least}"
+    if isinstance(rules, types.TupleType):
+        return f"a list of {len(rules.item_types)}"
     return "absent" if isinstance(rules, types.NoneType) else _PLAIN_TYPES[type(rules)] + bound

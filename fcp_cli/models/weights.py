@@ -6,6 +6,7 @@ Nothing that such a file holds can run.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from fcp_cli.words import first_line
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
+_FILE_NAME: Final = re.compile(r"[^\x00-\x1f\x7f]{1,255}")  # none is longer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +46,7 @@ def find_weights(folder: Path) -> WeightFiles:
         document = read_json(folder / INDEX, error=RunError)
         names = document.get("weight_map") if isinstance(document, dict) else None
         if not isinstance(names, dict) or not all(
-            isinstance(name, str) and name.isprintable() for name in names.values()
+            isinstance(name, str) and _FILE_NAME.fullmatch(name) for name in names.values()
         ):
             raise RunError(f"{folder / INDEX} has no 'weight_map' from tensors to files; copy the checkpoint again")
         files = {tensor: folder / Path(name).name for tensor, name in names.items()}

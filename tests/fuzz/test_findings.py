@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,13 +13,15 @@ import pyarrow.parquet as pq
 import pytest
 from inline_snapshot import snapshot
 
-from fcp_cli.errors import RunError
+from fcp_cli.errors import PlanError, RunError
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.sources.media.media_readers import video_size
 from fcp_cli.manifest.tokens import open_tokens
 from fcp_cli.models.model import load_hf_config
 from fcp_cli.models.weights import find_weights
+from fcp_cli.plan.pricing.pipeline import Pipeline
 from fcp_cli.report.page.chart_parts import DegreeColours
+from fcp_cli.validation import validated
 from fcp_cli.words import first_line
 from tests.commands.planning_folder import assert_one_error_line, fcp, write_dataset
 from tests.fuzz.mutations import write_parquet
@@ -87,6 +90,14 @@ def test_a_source_with_values_of_other_types_is_refused(tmp_path: Path) -> None:
         read_manifest(path)
 
 
+def test_a_source_with_control_characters_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.parquet"
+    pairs = {b"fcp": json.dumps({"source": {"path": "\x1b[2J", "kind": "text", "tokenizer": "bytes"}}).encode()}
+    write_parquet(pa.table({"length": [5]}).replace_schema_metadata(pairs), path)
+    with raises(snapshot("ManifestError: FOLDER/m.parquet: its source is damaged: path is '\\x1b[2J'; build it again")):
+        open_tokens(path)
+
+
 def test_a_video_without_a_decoder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     av = pytest.importorskip("av")
     (tmp_path / "clip.mp4").write_bytes(b"x")
@@ -120,10 +131,40 @@ def test_a_record_that_a_tokenizer_cannot_encode_is_refused(tmp_path: Path) -> N
     )
 
 
-def test_files_of_weights_have_printable_names(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "b\0c"}}))
+@pytest.mark.parametrize("name", ["b\0c", "k" * 100_000])
+def test_files_of_weights_have_names_that_can_be_shown(name: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(RunError, match="has no 'weight_map' from tensors to files"):
         find_weights(tmp_path)
+
+
+def test_a_profile_of_impossibly_many_devices_is_refused(tmp_path: Path) -> None:
+    write_dataset(tmp_path)
+    with (tmp_path / "profile.yaml").open("a") as profile:
+        profile.write("measurement: {tensor_parallel: 9223372036854775808}\n")
+    assert assert_one_error_line(fcp("plan", "dataset.parquet", "--ranks", "4", cwd=tmp_path), 2) == snapshot(
+        "error: the cost profile of qwen3-8b on example-8x8 has tensor_parallel 9223372036854775808 in its block measurement; it must be from 1 to 1048576"
+    )
+
+
+def test_pipelines_of_impossibly_many_blocks_are_refused() -> None:
+    document = {"virtual_stages": 1 << 40, "forward_share": 0.25}
+    with raises(
+        snapshot(
+            "PlanError: the pipeline: virtual_stages is 1099511627776; it must be a whole number of at least 1, at most 4096"
+        )
+    ):
+        validated(document, Pipeline, where="the pipeline", error=PlanError)
+
+
+def test_a_list_of_another_length_is_refused() -> None:
+    with raises(snapshot("PlanError: the part: files[0] is ['a', 1, 2, 3]; it must be a list of 3")):
+        validated({"files": [["a", 1, 2, 3]]}, _Files, where="the part", error=PlanError)
+
+
+@dataclass(frozen=True)
+class _Files:
+    files: tuple[tuple[str, int, int], ...]
 
 
 def test_layers_of_attention_that_are_no_list_are_refused(tmp_path: Path) -> None:

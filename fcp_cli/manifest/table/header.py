@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -92,6 +93,7 @@ def manifest_source(path: str | Path) -> dict[str, Any] | None:
 
 
 _TEXTS: Final = ("path", "kind", "tokenizer", "column", "train_on", "content", "mask")
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
 _LISTS: Final = ("include", "exclude", "files")
 _NEEDED: Final = {"chat": ("tokenizer", "train_on"), "text": ("tokenizer",), "jsonl": ("column",)}
 
@@ -103,7 +105,7 @@ def _checked_source(source: dict[str, Any], path: Path) -> dict[str, Any]:
     if source.get("content") == "pixels":
         needed += ("processor", "tokenizer", "train_on")
     wrong = [name for name in needed if source.get(name) is None]
-    wrong += [name for name in _TEXTS if not isinstance(source.get(name), str | None)]
+    wrong += [name for name in _TEXTS if source.get(name) is not None and not _are_texts([source[name]])]
     wrong += [name for name in _LISTS if not _are_texts(source.get(name, []))]
     size, processor = source.get("vocab_size"), source.get("processor")
     if size is not None and (not isinstance(size, int) or isinstance(size, bool) or not 0 <= size < 1 << 63):
@@ -117,7 +119,8 @@ def _checked_source(source: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    # Messages and commands repeat them; a terminal would obey their control characters.
+    return isinstance(value, list) and all(isinstance(item, str) and not _CONTROL.search(item) for item in value)
 
 
 def build_command(source: Mapping[str, Any], manifest: Path) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.plan.pricing.prices import Prices
 from fcp_cli.simulation.pipeline import Pipelines, Run, run
-from fcp_cli.validation import Count, NonNegative, Share
+from fcp_cli.validation import NonNegative, Share, StageCount
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,7 @@ class Pipeline:
             each token of it that a rank holds.
     """
 
-    virtual_stages: Count = 1
+    virtual_stages: StageCount = 1
     forward_share: Share
     head_share: Share = 0.0
     send_seconds: NonNegative = 0.0

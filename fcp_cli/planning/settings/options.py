@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from fcp_cli.cost.kernel_names import KernelChoice
-from fcp_cli.options import MOST_EPOCHS, MOST_RANKS, MOST_ROWS, MOST_TOKENS, Arg, Opt, OptionGroup
+from fcp_cli.options import MOST_EPOCHS, MOST_RANKS, MOST_ROWS, MOST_TOKENS, MOST_VIRTUAL_STAGES, Arg, Opt, OptionGroup
 from fcp_cli.recipe import RecipeRequest
 
 
@@ -103,7 +103,7 @@ class PlanRequest:
             "Blocks of layers on each stage, run interleaved (Megatron's virtual pipeline).",
             metavar="V",
             min=1,
-            max=MOST_RANKS,
+            max=MOST_VIRTUAL_STAGES,
         ),
     ] = 1
     padded_rings: Annotated[

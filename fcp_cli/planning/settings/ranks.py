@@ -11,7 +11,9 @@ from fcp_cli.cost.profile import CostProfile
 from fcp_cli.errors import ProfileError, UsageError
 from fcp_cli.memory.fitting import JobRanks
 from fcp_cli.models.cluster import EXAMPLE_CLUSTER, ClusterSpec, load_cluster
+from fcp_cli.options import MOST_RANKS
 from fcp_cli.planning.settings.options import PlanRequest
+from fcp_cli.validation import shown
 
 
 def ranks_under(profile: CostProfile, request: PlanRequest, assumptions: Assumptions) -> JobRanks:
@@ -47,6 +49,12 @@ def devices_of_rank(
     """Return the tensor- and pipeline-parallel devices of a rank: as given, else as the cost profile has them."""
     given = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
     known = {name: value for name in given if isinstance(value := profile.measurement.get(name), int)}
+    for name, value in known.items():
+        if not 1 <= value <= MOST_RANKS:
+            raise UsageError(
+                f"the cost profile of {profile.model} on {profile.cluster} has {name} {shown(value)} in its block "
+                f"measurement; it must be from 1 to {MOST_RANKS}"
+            )
     wanted = {name: value or known.get(name, 1) for name, value in given.items()}
     if any(known.get(name, value) != value for name, value in wanted.items()):
         cut = " ".join(f"{_flag(name)} {value}" for name, value in wanted.items())
