@@ -6,6 +6,7 @@ Run by torchrun as `-m tests.runtime.megatron.gradient_worker FOLDER`, which hol
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import pickle
@@ -363,7 +364,7 @@ def whole_gradients(plan: Path, case: Case) -> tuple[Named, list[Named]]:
         if alone.moe_router_enable_expert_bias:  # by the counts of all processes, which are equal
             finalize._update_router_expert_bias([whole], alone)
             finalize.reset_model_temporary_tensors(alone, [whole])
-    return dict(whole.named_parameters()), expected
+    return {name: parameter.detach() for name, parameter in whole.named_parameters()}, expected
 
 
 def worst_share_error(plan: Path, case: Case, weights: Named, expected: list[Named]) -> float:
@@ -428,6 +429,12 @@ def share(whole: Tensor, parameter: Any, tensor_parallel: int) -> Tensor:
     if tensor_parallel == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return whole
     return whole.chunk(tensor_parallel, dim=parameter.partition_dim)[dist.get_rank() % tensor_parallel]
+
+
+def layout_of(case: Case) -> tuple[int, ...]:
+    """How a case joins processes to ranks: cases of one layout may share its process groups."""
+    virtual_stages = case.settings.get("virtual_pipeline_model_parallel_size") or 1
+    return case.tensor_parallel, case.pipeline_parallel, virtual_stages, case.expert_parallel
 
 
 @contextmanager
@@ -831,27 +838,23 @@ def main(folder: Path, names: list[str]) -> None:
     torch.set_default_dtype(torch.float64)  # else Megatron divides by the number of tokens in fp32
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_SECONDS))
     torch.compiler.set_stance("force_eager")  # Megatron compiles what it fuses, for longer than all cases take
-    rank = dist.get_rank()
-    parallel = {name: case for name, case in PARALLEL_CASES.items() if name in names or not names}
-    with joined():  # once for all that one process does: making process groups takes as long as many cases
-        if rank == 0:
+    cases = {**PARALLEL_CASES, **CASES, **REFUSED}
+    cases = {name: case for name, case in cases.items() if name in names or not names}
+    with joined():
+        if dist.get_rank() == 0:
             leave_refusals(folder)
-        whole = {name: whole_gradients(folder / case.plan, case) for name, case in parallel.items()}
-    for name, case in parallel.items():
-        with joined(case):
-            error = worst_share_error(folder / case.plan, case, *whole[name])
-        (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(error))
-        (folder / f"{name}-{rank}.json").write_text(json.dumps(RAN))
-    for name, case in REFUSED.items():
-        if name in names or not names:
-            with joined(case):
-                message = message_of(partial(gradients_planned, folder / case.plan, case))
-            (folder / f"{name}-{rank}.refused").write_text(message)
-    for name, case in CASES.items():
-        if name in names or not names:
-            torch.compiler.set_stance("default" if name == COMPILED else "force_eager")
-            with joined(case):
-                leave_gradients(folder, name, case)
+        whole = whole_models(folder, cases)
+        leave_alone(folder, cases)
+    gc.freeze()  # the end of each case collects its groups, and need not walk all modules for them
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for name, case in cases.items():
+        alike.setdefault(layout_of(case), []).append(name)
+    for together in alike.values():
+        with joined(cases[together[0]]):  # once for all of them: making process groups takes as long as many cases
+            for name in together:
+                torch.compiler.set_stance("default" if name == COMPILED else "force_eager")
+                with own_groups():
+                    leave_case(folder, name, cases[name], whole)
     leave_job()
 
 
@@ -864,14 +867,37 @@ def leave_refusals(folder: Path) -> None:
         (folder / "most_groups.json").write_text(json.dumps(transformer_engine.most_groups(torch.device("cuda"))))
 
 
-def leave_gradients(folder: Path, name: str, case: Case) -> None:
-    """This rank's gradients under the plan and, by rank 0, those of one process."""
-    rank = dist.get_rank()
-    found = gradients_planned(folder / case.plan, case)
-    (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(found))
-    (folder / f"{name}-{rank}.json").write_text(json.dumps(RAN))
-    if rank == 0:
-        (folder / f"{name}-alone.pickle").write_bytes(pickle.dumps(gradients_alone(folder / case.plan, case)))
+def whole_models(folder: Path, cases: Mapping[str, Case]) -> dict[str, tuple[Named, list[Named]]]:
+    """The `whole_gradients` of all cases with shares, of which each rank makes some. Collective."""
+    biased = {name for name, case in cases.items() if case.settings.get("moe_router_enable_expert_bias")}
+    parallel = [name for name in PARALLEL_CASES if name in cases]
+    own = set([name for name in parallel if name not in biased][dist.get_rank() :: dist.get_world_size()])
+    made = {
+        name: whole_gradients(folder / cases[name].plan, cases[name])
+        for name in parallel
+        if name in own | biased  # whose update is collective
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, made)
+    return {name: whole for of_rank in everyone for name, whole in of_rank.items()}
+
+
+def leave_alone(folder: Path, cases: Mapping[str, Case]) -> None:
+    """The gradients of one process in all cases without shares, of which each rank makes some."""
+    for name in [name for name in CASES if name in cases][dist.get_rank() :: dist.get_world_size()]:
+        found = gradients_alone(folder / cases[name].plan, cases[name])
+        (folder / f"{name}-alone.pickle").write_bytes(pickle.dumps(found))
+
+
+def leave_case(folder: Path, name: str, case: Case, whole: Mapping[str, tuple[Named, list[Named]]]) -> None:
+    """What this rank finds under the plan: its gradients, the error of its share of them, or why it is refused."""
+    left, plan = folder / f"{name}-{dist.get_rank()}", folder / case.plan
+    if name in REFUSED:
+        left.with_suffix(".refused").write_text(message_of(partial(gradients_planned, plan, case)))
+        return
+    found = worst_share_error(plan, case, *whole[name]) if name in PARALLEL_CASES else gradients_planned(plan, case)
+    left.with_suffix(".pickle").write_bytes(pickle.dumps(found))
+    left.with_suffix(".json").write_text(json.dumps(RAN))
 
 
 if __name__ == "__main__":

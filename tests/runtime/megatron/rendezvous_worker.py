@@ -48,7 +48,11 @@ def leave_share(folder: Path, name: str) -> None:
 def leave_equal(folder: Path, name: str) -> None:
     case = CASES["overlapped" if name == OVERLAPPING else name]
     with gradient_worker.joined(case):
-        gradient_worker.leave_gradients(folder, name, case)
+        found = gradient_worker.gradients_planned(folder / case.plan, case)
+        (folder / f"{name}-{dist.get_rank()}.pickle").write_bytes(pickle.dumps(found))
+        if dist.get_rank() == 0:
+            alone = gradient_worker.gradients_alone(folder / case.plan, case)
+            (folder / f"{name}-alone.pickle").write_bytes(pickle.dumps(alone))
 
 
 def main(folder: Path) -> None:
