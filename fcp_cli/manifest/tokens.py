@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -81,12 +82,20 @@ class CheckedTokens:
         return self._tokens.vocab_size
 
     def __call__(self, row: int) -> IntArray | tuple[IntArray, IntArray]:
-        found = self._tokens(row)
+        try:
+            found = self._tokens(row)
+        except ManifestError as error:
+            if isinstance(error.__cause__, OSError):
+                raise
+            raise ManifestError(  # the row was read when the manifest was built
+                f"the data changed since the manifest was built, so its row {row} cannot be read: {error}; "
+                f"{self._remedy}"
+            ) from error
         tokens = found[0] if isinstance(found, tuple) else found
         if len(tokens) != self._lengths[row]:
             raise ManifestError(
-                f"{self._tokens.place(row)} changed: it has {len(tokens)} tokens, but row {row} of the manifest has "
-                f"{self._lengths[row]}; {self._remedy}"
+                f"{self._tokens.place(row)} changed since the manifest was built: it has {len(tokens)} tokens, but row "
+                f"{row} of the manifest has {self._lengths[row]}; {self._remedy}"
             )
         if self._entries is not None and len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._entries:
             beyond = int(tokens.min()) if tokens.min() < 0 else int(tokens.max())
@@ -147,7 +156,7 @@ def open_tokens(
         return CheckedTokens(own, lengths, "plan it again", entries=entries)
     if source is not None:
         recorded = recorded | {"path": str(data_path(source).absolute())}
-    remedy = f"build and plan again: {build_command(recorded, path)}"
+    remedy = _remedy(recorded, path)
     tokens = _source_tokens(path, _with_tokenizer(recorded, kept), remedy)
     checked = CheckedTokens(tokens, lengths, remedy, entries=entries)
     if recorded.get("mask") is None:
@@ -164,7 +173,7 @@ def open_media(manifest_path: str | Path) -> MediaRecords | None:
     source = manifest_source(path)
     if source is None or source["kind"] != "media" or not source["path"].endswith(".jsonl") or _has_pixels(source):
         return None
-    root, remedy = data_path(source["path"]), f"build and plan again: {build_command(source, path)}"
+    root, remedy = data_path(source["path"]), _remedy(source, path)
     if not root.exists():
         raise ManifestError(f"{path} was built from {root}, which is gone; {remedy}")
     if "byte_offset" not in open_shard(path).schema.names:
@@ -183,10 +192,14 @@ def open_pictures(manifest_path: str | Path, *, kept: Path | None = None) -> Pic
     source = manifest_source(path)
     if source is None or not _has_pixels(source):
         return None
-    root, remedy = data_path(source["path"]), f"build and plan again: {build_command(source, path)}"
+    root, remedy = data_path(source["path"]), _remedy(source, path)
     if not root.exists():
         raise ManifestError(f"{path} was built from {root}, which is gone; {remedy}")
     return _picture_records(path, root, _with_tokenizer(source, kept), remedy)
+
+
+def _remedy(source: dict[str, Any], path: Path) -> str:
+    return f"build and plan again: {build_command(source, path)}, then fcp plan {shlex.quote(str(path))}"
 
 
 def _with_tokenizer(source: dict[str, Any], kept: Path | None) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def test_a_media_manifest_finds_the_pictures_of_its_rows_again(tmp_path: Path) -
     source.unlink()
     with raises(
         snapshot(
-            "ManifestError: FOLDER/m.parquet was built from FOLDER/media.jsonl, which is gone; build and plan again: fcp manifest build FOLDER/media.jsonl --kind media --processor qwen3-vl -o FOLDER/m.parquet"
+            "ManifestError: FOLDER/m.parquet was built from FOLDER/media.jsonl, which is gone; build and plan again: fcp manifest build FOLDER/media.jsonl --kind media --processor qwen3-vl -o FOLDER/m.parquet, then fcp plan FOLDER/m.parquet"
         )
     ):
         open_media(tmp_path / "m.parquet")

@@ -264,9 +264,39 @@ def test_a_sequence_that_changed_is_named_with_the_command_that_rebuilds(tmp_pat
     with pytest.raises(ManifestError) as caught:
         open_tokens(tmp_path / "m.parquet")(0)
     assert str(caught.value) == (
-        f"{tree}/a b.py changed: it has 4 tokens, but row 0 of the manifest has 3; build and plan again: "
-        f"fcp manifest build {tree} --kind text --include '*.py' -o {tmp_path}/m.parquet"
+        f"{tree}/a b.py changed since the manifest was built: it has 4 tokens, but row 0 of the manifest has 3; build and "
+        f"plan again: fcp manifest build {tree} --kind text --include '*.py' -o {tmp_path}/m.parquet, then fcp plan "
+        f"{tmp_path}/m.parquet"
     )
+
+
+@pytest.mark.parametrize(
+    ("edited", "found"),
+    [(b'{"text": "longer"}\n{"text": "de"}\n', b'"}'), (b'{"text": "abc"}\n', b"")],
+    ids=["a longer row", "a row less"],
+)
+def test_a_file_of_lines_that_changed_is_named_as_such_and_not_as_bad_json(
+    edited: bytes, found: bytes, tmp_path: Path
+) -> None:
+    write_tree(tmp_path, {"d.jsonl": b'{"text": "abc"}\n{"text": "de"}\n'})
+    build(tmp_path / "d.jsonl", tmp_path / "m.parquet")
+    (tmp_path / "d.jsonl").write_bytes(edited)
+    with pytest.raises(ManifestError) as caught:
+        open_tokens(tmp_path / "m.parquet")(1)
+    assert str(caught.value) == (
+        f"the data changed since the manifest was built, so its row 1 cannot be read: {tmp_path}/d.jsonl at byte 16 is not "
+        f"JSON: {found!r}; build and plan again: fcp manifest build {tmp_path}/d.jsonl --kind jsonl --column text -o "
+        f"{tmp_path}/m.parquet, then fcp plan {tmp_path}/m.parquet"
+    )
+
+
+def test_a_file_that_cannot_be_read_is_not_said_to_have_changed(tmp_path: Path) -> None:
+    write_tree(tmp_path, {"d.jsonl": b'{"text": "abc"}\n'})
+    build(tmp_path / "d.jsonl", tmp_path / "m.parquet")
+    reader = open_tokens(tmp_path / "m.parquet")
+    (tmp_path / "d.jsonl").unlink()
+    with pytest.raises(ManifestError, match=f"^cannot read {tmp_path}/d.jsonl"):
+        reader(0)
 
 
 @pytest.mark.parametrize("kind", sorted(WRITERS))

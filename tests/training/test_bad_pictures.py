@@ -220,13 +220,13 @@ def lose_column(folder: Path) -> None:
         (
             change_processor,
             snapshot(
-                "ManifestError: the processor of FOLDER/checkpoint is not the one that FOLDER/m.parquet was counted with: its settings changed; build and plan again: fcp manifest build FOLDER/data.jsonl --kind media --processor FOLDER/checkpoint --train-on assistant -o FOLDER/m.parquet"
+                "ManifestError: the processor of FOLDER/checkpoint is not the one that FOLDER/m.parquet was counted with: its settings changed; build and plan again: fcp manifest build FOLDER/data.jsonl --kind media --processor FOLDER/checkpoint --train-on assistant -o FOLDER/m.parquet, then fcp plan FOLDER/m.parquet"
             ),
         ),
         (
             lose_column,
             snapshot(
-                "ManifestError: FOLDER/m.parquet has no column 'pictures', which has the paths of images; build and plan again: fcp manifest build FOLDER/data.jsonl --kind media --processor FOLDER/checkpoint --train-on assistant -o FOLDER/m.parquet"
+                "ManifestError: FOLDER/m.parquet has no column 'pictures', which has the paths of images; build and plan again: fcp manifest build FOLDER/data.jsonl --kind media --processor FOLDER/checkpoint --train-on assistant -o FOLDER/m.parquet, then fcp plan FOLDER/m.parquet"
             ),
         ),
     ],
