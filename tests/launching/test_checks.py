@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from fcp_cli.machine.facts import Facts
 from fcp_cli.models.shipped import shipped_profile
 from fcp_cli.plan.pricing.pipeline import Pipeline
 from fcp_cli.recipe import Recipe
+from fcp_cli.training.settings import TrainSettings
 from tests.launching.jobs import MACHINES, job, plan_metadata
 
 
@@ -211,6 +213,19 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
         [
             "warning: plan.parquet has the times of example-8x8, but its ranks run on CPU cores here: they will take "
             "others; plan with a profile of this machine from 'fcp profile'"
+        ],
+    ),
+    (
+        "cpu",
+        {
+            "metadata": plan_metadata(model="qwen3-tiny", recipe=Recipe(zero_stage=2, precision="bf16")),
+            "settings": TrainSettings(plan=Path("plan.parquet"), model="qwen3-tiny", run_dir=Path("run")),
+        },
+        {},
+        [
+            "warning: plan.parquet has the times of example-8x8, but its ranks run on CPU cores here: they will take "
+            "others, and train as ZeRO-0, fp32, chunked loss, not as ZeRO-2, bf16, chunked loss; plan with a profile of "
+            "this machine from 'fcp profile'"
         ],
     ),
     (

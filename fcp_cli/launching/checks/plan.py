@@ -63,9 +63,18 @@ def planned_machine(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     here = "CPU cores" if job.stack == "cpu" else next(iter(facts.device_names), job.stack)
     if job.stack == "cpu" or (found is not None and found.partition("-")[0] != planned.partition("-")[0]):
         yield warning(
-            f"{job.plan} has the times of {planned}, but its ranks run on {here} here: they will take others; plan "
-            "with a profile of this machine from 'fcp profile'"
+            f"{job.plan} has the times of {planned}, but its ranks run on {here} here: they will take "
+            f"others{_other_recipe(job)}; plan with a profile of this machine from 'fcp profile'"
         )
+
+
+def _other_recipe(job: Job) -> str:
+    """Return the recipe that the bundled trainer follows instead of the plan's, for a warning; empty if the same."""
+    planned = job.metadata.recipe
+    if planned is None or job.settings is None:
+        return ""
+    followed = job.settings.recipe(planned, sync=job.metadata.sync, device=job.machine.device)
+    return "" if followed == planned else f", and train as {followed.describe()}, not as {planned.describe()}"
 
 
 def token_budget(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
