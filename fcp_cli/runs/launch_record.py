@@ -83,7 +83,10 @@ def read_launch(run_dir: Path, *, remedy: str = "") -> LaunchRecord:
     """Read how a run was launched last; `remedy` ends messages about a damaged record."""
     record = read_state(RunPaths(run_dir=run_dir).launch, LaunchRecord, format_name=FORMAT, remedy=remedy)
     if record is None:
-        raise RunError(f"{run_dir} is not a run that can be resumed: it has no launch.json")
+        fault = (
+            f"{run_dir} is not a run: it has no launch.json" if run_dir.exists() else f"there is no run at {run_dir}"
+        )
+        raise RunError(f"{fault}; name the folder of one, such as {RUNS}/qwen3-tiny-001")
     return record
 
 

@@ -129,7 +129,7 @@ def test_a_run_that_cannot_be_continued_says_why(fcp: Fcp, folder: Path) -> None
     assert fcp("--ranks", "3") == snapshot(
         (
             1,
-            "error: run is not a run that can be resumed: it has no launch.json",
+            "error: run is not a run: it has no launch.json; name the folder of one, such as runs/qwen3-tiny-001",
         )
     )
 

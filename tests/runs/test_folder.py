@@ -103,8 +103,16 @@ def test_no_run_to_resume_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_run_is_one_line(tmp_path: Path) -> None:
-    with raises(snapshot("RunError: FOLDER is not a run that can be resumed: it has no launch.json")):
+    with raises(
+        snapshot(
+            "RunError: FOLDER is not a run: it has no launch.json; name the folder of one, such as runs/qwen3-tiny-001"
+        )
+    ):
         read_launch(tmp_path)
+    with raises(
+        snapshot("RunError: there is no run at FOLDER/nowhere; name the folder of one, such as runs/qwen3-tiny-001")
+    ):
+        read_launch(tmp_path / "nowhere")
     (tmp_path / "launch.json").write_text('{"format": "other/1"}')
     with pytest.raises(RunError, match="has format 'other/1'; this fcp reads 'fcp-launch/1'"):
         read_launch(tmp_path)
