@@ -85,7 +85,10 @@ def unplanned_job(
     nodes = request.nodes or 1
     ranks = request.ranks or (here or 0) * nodes
     if not ranks:
-        raise UsageError("there is no accelerator here; give the number of CPU processes: --ranks 4")
+        raise UsageError(
+            "there is no accelerator and no plan here; give the number of CPU processes (--ranks 4), or a plan, "
+            "which has one: --plan PLAN"
+        )
     metadata = unmade_plan(ranks=ranks, ranks_per_node=max(1, ranks // nodes))
     profile, model = None if request.profile is None else str(request.profile.absolute()), request.model
     if model is not None and Path(model).exists():  # every node finds a shipped name, or this path

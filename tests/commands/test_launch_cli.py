@@ -532,7 +532,10 @@ def test_a_script_without_a_plan_has_its_plan_made_in_the_run_folder(
     assert "--nproc-per-node=2" in printed or "2" in printed[printed.index("--nproc-per-node") + 1]
     assert not Path("runs").exists()
     told = fcp("--dry-run", "--", "mine.py").last_line
-    assert told == "error: there is no accelerator here; give the number of CPU processes: --ranks 4"
+    assert told == (
+        "error: there is no accelerator and no plan here; give the number of CPU processes (--ranks 4), or a plan, which "
+        "has one: --plan PLAN"
+    )
     told = fcp("--ranks", "2", "--global-batch-size", "8", "--dry-run", "--", "mine.py").last_line
     assert told.startswith("error: --global-batch-size is for --online; a plan has its own")
 
