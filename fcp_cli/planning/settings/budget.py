@@ -208,7 +208,7 @@ def _said(request: PlanRequest, place: JobRanks, fit: FittedRecipe, assumptions:
     if chosen:
         assumptions.assume("recipe", fit.recipe.describe(), reason)
     if request.sync is None:
-        assumptions.assume("--sync", fit.sync, f"{fit.recipe.describe().partition(',')[0]} runs under it")
+        assumptions.assume("--sync", fit.sync, "chosen with the recipe")
     tokens = request.tokens_per_rank
     if tokens is None:
         assumptions.assume("--tokens-per-rank", tokens := fit.tokens, _room_text(place, fit))

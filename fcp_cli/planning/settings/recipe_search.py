@@ -103,7 +103,6 @@ class RecipeChoice:
         fit: the quickest recipe, or one without offloading that is hardly slower.
         seconds: predicted mean of a sampled step under it.
         others: (candidate, seconds) of the other planned ones, quickest first.
-        usual: the first recipe of the fixed order that leaves 16,384 tokens, or None if it holds not all sequences.
         tried: recipes that were planned or ruled out by their bound.
         steps: the steps of the sample.
     """
@@ -111,8 +110,6 @@ class RecipeChoice:
     fit: FittedRecipe
     seconds: float
     others: tuple[tuple[RecipeCandidate, float], ...]
-    usual: FittedRecipe | None
-    usual_seconds: float
     tried: int
     steps: int
 
@@ -122,26 +119,11 @@ class RecipeChoice:
         return tuple(other.problem for other, _seconds in self.others)
 
     def reason(self) -> str:
-        """Return why this recipe, for the line of an assumption."""
+        """Return why this recipe, for the line of an assumption: its time, and the second-quickest recipe."""
         where = f"{duration(self.seconds)} a step on {counted(self.steps, 'step')}"
-        return f"the quickest of {self.tried} that fit: {where}"
-
-    def runner_up(self) -> str:
-        """Return the second-quickest recipe, for the line of an assumption."""
-        other, seconds = self.others[0]
-        return self._against(other.fit, seconds)
-
-    def against_usual(self) -> str:
-        """Return the first recipe of the fixed order, with its time against the choice."""
-        name = f"the first that leaves {LEAST_TOKENS:,} tokens a rank"
-        if self.usual is None:
-            return f"{name} holds not all sequences"
-        if self.usual.key == self.fit.key:
-            return f"the quickest is also {name}"
-        return f"{name}: {self._against(self.usual, self.usual_seconds)}"
-
-    def _against(self, fit: FittedRecipe, seconds: float) -> str:
-        return f"{fit.recipe.describe()}, sync {fit.sync}, {seconds / self.seconds - 1:+.1%}"
+        (other, seconds), *_rest = self.others
+        second = f"{other.fit.recipe.describe()}, sync {other.fit.sync}, takes {seconds / self.seconds - 1:+.1%}"
+        return f"the quickest of {self.tried} that fit: {where}; the second, {second}"
 
 
 def quickest_recipe(
@@ -151,7 +133,7 @@ def quickest_recipe(
 
     Args:
         candidates: recipes that fit, in the fixed order, which decides between equal times.
-        usual: the first recipe of that order that leaves enough tokens; never slower than this one.
+        usual: the first recipe of that order that leaves enough tokens; never quicker than the chosen one.
         data: lengths to hold, and steps to compare on.
     """
     held = [one for one in candidates if data.fits_into(one.problem)]
@@ -188,8 +170,6 @@ def quickest_recipe(
         fit=held[best].fit,
         seconds=found[best],
         others=tuple((held[index], found[index]) for index in order),
-        usual=usual if first else None,
-        usual_seconds=found[first[0]] if first else math.nan,
         tried=len(held),
         steps=len(sample),
     )

@@ -348,11 +348,10 @@ def computed_basis(
     else:
         fit = choice.fit.in_forward(ranks) if is_forward else choice.fit
         budget = computed_budget(spec, request, ranks, assumptions, fit, choice.reason())
-        assumptions.assume("runner-up", choice.runner_up(), choice.against_usual())
         budget = replace(budget, tried=choice.tried, for_rivals=choice.for_rivals)
     profile = basis.profile(fit)
     assumptions.assume(
-        "--profile", f"{spec.name} on {cluster.name}", "computed from their figures; 'fcp profile' measures"
+        "--profile", f"{spec.name} on {cluster.name}", "estimated from data sheets; run 'fcp profile' to measure"
     )
     return replace(profile, text=dump_cost_profile(profile)), ranks, replace(budget, cluster=given)
 

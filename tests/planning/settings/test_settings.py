@@ -47,19 +47,21 @@ def test_without_a_profile_one_is_computed_for_the_example_cluster_where_there_i
     assert (problem.num_ranks, problem.ranks_per_node) == (64, 8)
     assert (problem.profile.model, problem.profile.cluster) == (DEFAULT_MODEL, "example-8x8")
     assert parse_cost_profile(problem.profile.text, name="it").recipe == problem.recipe is not None
-    chosen = ("recipe", "runner-up", "--tokens-per-rank")
+    chosen = ("recipe", "--tokens-per-rank")
     assert {name: text for name, text in assumptions.assumed.items() if name not in chosen} == snapshot(
         {
             "--model": "qwen3-vl-8b (and what 'fcp launch' trains under the plan; name yours)",
             "--cluster": "example-8x8 (no accelerator on this machine; name yours)",
             "--ranks": "64 (the cluster example-8x8, one device per rank)",
             "--ranks-per-node": "8 (the cluster example-8x8)",
-            "--sync": "microbatch (ZeRO-3 runs under it)",
-            "--profile": "qwen3-vl-8b on example-8x8 (computed from their figures; 'fcp profile' measures)",
+            "--sync": "microbatch (chosen with the recipe)",
+            "--profile": "qwen3-vl-8b on example-8x8 (estimated from data sheets; run 'fcp profile' to measure)",
             "--global-batch-size": "3 (all sequences)",
         }
     )
-    assert re.search(r"\(the quickest of \d+ that fit: .* a step on 1 step\)$", assumptions.assumed["recipe"])
+    assert re.search(
+        r"\(the quickest of \d+ that fit: .* a step on 1 step; the second, .*\)$", assumptions.assumed["recipe"]
+    )
     assert re.fullmatch(
         r"\d+ \(the model takes [\d.]+ of 58.9 GB on each of 64 ranks, and a token [\d.]+ MB\)",
         assumptions.assumed["--tokens-per-rank"],
