@@ -269,6 +269,7 @@ def note_compilation(solvers: Iterable[str], syncs: Iterable[Sync]) -> None:
 def _plan_to_file(
     inputs: PlanInputs, options: PlanOptions, output: Path, assumptions: Assumptions, *, next_command: str | None = None
 ) -> None:
+    from fcp_cli.launching.job.nodes import planned_nodes
     from fcp_cli.plan.execution_plan import refuse_inexpressible, write_execution_plan
     from fcp_cli.planning.dataset.verdict import plan_verdict
     from fcp_cli.report.verdict_lines import verdict_lines
@@ -301,6 +302,10 @@ def _plan_to_file(
     for path in emitted.values():
         note(f"wrote {path}")
     following = next_command or f"fcp launch {trains}"
+    if (nodes := planned_nodes(result.metadata)) > 1:
+        following += (
+            f", on each of {nodes} nodes: --target slurm submits it, --nodes {nodes} --dry-run prints the commands"
+        )
     if (part := result.metadata.part) is not None:
         following = f"fcp plan --merge {output} --merge OTHERS -o {_PLAN}, once all {part.whole} steps are planned"
     note(f"wrote {output}; next: {following}")

@@ -300,7 +300,10 @@ def test_a_plan_of_tensor_parallel_ranks_shows_its_devices_and_how_to_launch_it(
     result = fcp("plan", "dataset.parquet", *EIGHT_RANKS, *FAST, "--tensor-parallel", "2", cwd=folder)
     assert result.returncode == 0, result.stderr
     assert "devices    2 per rank (tensor parallel 2, pipeline parallel 1), 16 in all" in result.stdout
-    assert "next: fcp launch --plan plan.parquet -- SCRIPT ARGS" in result.stderr
+    assert (
+        "next: fcp launch --plan plan.parquet -- SCRIPT ARGS, on each of 2 nodes: --target slurm submits it, --nodes 2 "
+        "--dry-run prints the commands"
+    ) in result.stderr
     assert PlanReader(folder / "plan.parquet").metadata.num_devices == 16
 
 
