@@ -298,7 +298,7 @@ def _plan_to_file(
     trains = f"--plan {output} -- SCRIPT ARGS"  # the bundled trainer's ranks are of one device
     is_named = "--model" not in assumptions.assumed  # else nobody knows that the bundled trainer is meant
     if result.metadata.devices_per_rank == 1 and result.metadata.phase is None and is_named:
-        trains = f"--model {inputs.problem.profile.model} --plan {output}"
+        trains = f"--model {_model_to_train(options.model, inputs.problem.profile.model)} --plan {output}"
     for path in emitted.values():
         note(f"wrote {path}")
     following = next_command or f"fcp launch {trains}"
@@ -309,6 +309,11 @@ def _plan_to_file(
     if (part := result.metadata.part) is not None:
         following = f"fcp plan --merge {output} --merge OTHERS -o {_PLAN}, once all {part.whole} steps are planned"
     note(f"wrote {output}; next: {following}")
+
+
+def _model_to_train(given: str | None, planned: str) -> str:
+    """Return the model for the next command: a checkpoint's folder as it was named, which its last part does not find."""
+    return planned if given is None or not Path(given).exists() else shlex.quote(given)
 
 
 def _plan_to_stdout(inputs: PlanInputs, options: PlanOptions) -> None:

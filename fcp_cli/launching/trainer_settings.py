@@ -16,7 +16,7 @@ from fcp_cli.launching.checks.memory import check_recipe_of_plan
 from fcp_cli.launching.job.job import Job
 from fcp_cli.launching.job.nodes import planned_profile
 from fcp_cli.launching.request import LOCAL, LaunchRequest
-from fcp_cli.models.model import load_model
+from fcp_cli.models.model import known_model, load_model
 from fcp_cli.models.weights import find_weights, has_weights
 from fcp_cli.plan.file.proven import read_proven
 from fcp_cli.plan.metadata.again import plan_again
@@ -95,6 +95,11 @@ def _model(given: str | None, metadata: PlanMetadata, assumed: Assumptions) -> s
             "name the model to train with --model, for example --model qwen3-tiny, or give a script after --"
         )
     if given is None:
+        if known_model(str(planned)) is None:
+            raise UsageError(
+                f"the plan was made for the model {planned}, of which there is no folder here; name it with "
+                "--model FOLDER"
+            )
         assumed.assume("--model", planned, "the plan's cost profile")
     return given or str(planned)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,11 +23,30 @@ from tests.commands.planning_folder import EIGHT_RANKS, assert_one_error_line, f
 from tests.patience import PATIENCE_SECONDS, wait_until
 
 FAST = ("--solver", "static")
+ON_TWO_CORES = ("--cluster", "this-machine", "--ranks", "2", "--global-batch-size", "4", *FAST)
+SMALL_CONFIG = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 128,
+    "vocab_size": 256,
+    "tie_word_embeddings": False,
+}
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return write_dataset(tmp_path)
+
+
+def write_lengths(folder: Path) -> Path:
+    """`lengths.parquet` of short sequences, and no profile: a model that is named has its own computed."""
+    (folder / "profile.yaml").unlink()
+    pq.write_table(pa.table({"length": [100, 200, 300, 400]}), folder / "lengths.parquet")
+    return folder
 
 
 def names(folder: Path) -> list[str]:
@@ -305,6 +325,27 @@ def test_a_plan_of_tensor_parallel_ranks_shows_its_devices_and_how_to_launch_it(
         "--dry-run prints the commands"
     ) in result.stderr
     assert PlanReader(folder / "plan.parquet").metadata.num_devices == 16
+
+
+@pytest.mark.parametrize("named", ["run/model", "my models/7b", "qwen3-tiny"])
+def test_the_next_command_names_the_model_as_it_was_given(named: str, folder: Path) -> None:
+    if "/" in named:
+        (folder / named).mkdir(parents=True)
+        (folder / named / "config.json").write_text(json.dumps(SMALL_CONFIG))
+    planned = fcp("plan", "lengths.parquet", "--model", named, *ON_TWO_CORES, cwd=write_lengths(folder))
+    assert planned.returncode == 0, planned.stderr
+    assert f"next: fcp launch --model {shlex.quote(named)} --plan plan.parquet" in planned.stderr
+
+
+def test_a_launch_without_model_asks_for_the_folder_that_the_plan_was_made_for(folder: Path) -> None:
+    (folder / "run" / "own").mkdir(parents=True)
+    (folder / "run" / "own" / "config.json").write_text(json.dumps(SMALL_CONFIG))
+    fcp("plan", "lengths.parquet", "--model", "run/own", *ON_TWO_CORES, cwd=write_lengths(folder))
+    launched = fcp("launch", "--dry-run", cwd=folder)
+    assert launched.returncode == 2
+    assert launched.stderr.endswith(
+        "error: the plan was made for the model own, of which there is no folder here; name it with --model FOLDER\n"
+    )
 
 
 def test_a_plan_ends_with_a_verdict_and_json_holds_it_as_a_field(folder: Path) -> None:
