@@ -312,7 +312,7 @@ def _plan_to_file(
 
 
 def _model_to_train(given: str | None, planned: str) -> str:
-    """Return the model for the next command: a checkpoint's folder as it was named, which its last part does not find."""
+    """Return the model for the next command: a folder as it was given, since its name alone does not find it."""
     return planned if given is None or not Path(given).exists() else shlex.quote(given)
 
 

@@ -413,6 +413,51 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
     (
         "cuda",
         {
+            "metadata": plan_metadata(steps=20),
+            "program": ("pretrain_gpt.py",),
+            "arguments": (
+                *("--global-batch-size", "96", "--train-iters=5000", "--context-parallel-size", "2"),
+                *("--rampup-batch-size", "8", "8", "100", "--dataloader-type", "cyclic", "--attention-dropout", "0.1"),
+            ),
+        },
+        {},
+        snapshot(
+            [
+                "error: the script has --global-batch-size 96, but plan.parquet was made for 8; plan with --global-batch-size 96, or launch the script with the plan's",
+                "error: the script has --train-iters 5000, but plan.parquet ends after 20 steps; plan more with 'fcp plan --epochs', or launch the script with --train-iters 20",
+                "error: --rampup-batch-size changes the global batch, which the plan has made; leave it out",
+                "error: --dataloader-type cyclic draws samples at random, and the plan names them; use single",
+                "error: the script has --context-parallel-size 2, but the plan makes the groups; use --context-parallel-size 1",
+                "error: --attention-dropout 0.1 cannot be repeated by a ring; use --attention-dropout 0",
+                "warning: pretrain_gpt.py stops before its first step under a plan, unless given --calculate-per-token-loss",
+            ]
+        ),
+    ),  # fmt: skip
+    (
+        "cuda",
+        {"program": ("pretrain_gpt.py",), "arguments": ("--context-parallel-size", "1")},
+        {},
+        snapshot(
+            [
+                "warning: pretrain_gpt.py stops before its first step under a plan, unless given --calculate-per-token-loss --attention-dropout 0"
+            ]
+        ),
+    ),
+    (
+        "cuda",
+        {"program": ("train.py",), "arguments": ("--global-batch-size", "96", "--context-parallel-size", "2")},
+        {},
+        [],
+    ),
+    (
+        "npu",
+        {"program": ("train.py",), "arguments": ("--micro-batch-size", "1", "--context-parallel-size", "2")},
+        {},
+        [],
+    ),
+    (
+        "cuda",
+        {
             "metadata": plan_metadata(num_ranks=8, **INTERLEAVED),
             "program": ("train.py",),
             "arguments": ("--num-virtual-stages-per-pipeline-rank", "4"),

@@ -10,6 +10,7 @@ from fcp_cli.launching.checks.finding import LaunchFinding, error, warning
 from fcp_cli.launching.job.commands import interpreter_name
 from fcp_cli.launching.job.job import Job, argument
 from fcp_cli.machine.facts import Facts
+from fcp_cli.words import counted
 
 _LEAST_TORCH = (2, 7)
 _LEAST_TRANSFORMERS = (5, 3)
@@ -21,6 +22,8 @@ _PARALLEL_ARGUMENTS = {
 _LAYERS_PER_BLOCK = "--num-layers-per-virtual-pipeline-stage"
 # Parts that Megatron counts as one more layer when it divides layers among stages.
 _COUNTED_AS_LAYERS = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
+# Arguments by which a script is known to be Megatron's: others may mean something else by --global-batch-size.
+_OF_MEGATRON = (*_PARALLEL_ARGUMENTS, "--micro-batch-size", "--train-iters", "--transformer-impl")
 _SET_ENV = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
 
 
@@ -89,6 +92,7 @@ def script_arguments(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
                 f"--{key.replace('_', '-')} {given}, or launch the script with the plan's"
             )
     yield from _layers_per_block(job)
+    yield from _megatron_arguments(job)
     algorithm = argument(job.arguments, "--context-parallel-algo")
     if algorithm not in (None, "megatron_cp_algo"):
         yield error(
@@ -103,6 +107,51 @@ def script_arguments(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
             f"--seq-length {length} is not divisible by 2 x --context-parallel-size {size}, which MindSpeed demands at "
             f"its start; use {int(length) // (2 * int(size)) * 2 * int(size) or 2 * int(size)}"
         )
+
+
+def _megatron_arguments(job: Job) -> Iterator[LaunchFinding]:
+    """Check what each rank of a Megatron job would stop for in its first step, or when the plan ends.
+
+    Arguments may be absent because the script sets them itself; only those of Megatron-LM's own scripts are missed.
+    """
+    is_its_own = bool(job.program) and Path(job.program[0]).name == "pretrain_gpt.py"
+    if not is_its_own and not any(argument(job.arguments, flag) is not None for flag in _OF_MEGATRON):
+        return
+    metadata = job.metadata
+    batch, steps = (_number(argument(job.arguments, flag)) for flag in ("--global-batch-size", "--train-iters"))
+    if batch is not None and metadata.has_equal_batches and batch != metadata.global_batch_size:
+        yield error(
+            f"the script has --global-batch-size {batch}, but {job.plan} was made for {metadata.global_batch_size}; "
+            f"plan with --global-batch-size {batch}, or launch the script with the plan's"
+        )
+    if steps is not None and steps > metadata.end_step:
+        yield error(
+            f"the script has --train-iters {steps}, but {job.plan} ends after {counted(metadata.end_step, 'step')}; "
+            f"plan more with 'fcp plan --epochs', or launch the script with --train-iters {metadata.end_step}"
+        )
+    if argument(job.arguments, "--rampup-batch-size") is not None:
+        yield error("--rampup-batch-size changes the global batch, which the plan has made; leave it out")
+    if argument(job.arguments, "--dataloader-type") == "cyclic":
+        yield error("--dataloader-type cyclic draws samples at random, and the plan names them; use single")
+    degree = _number(argument(job.arguments, "--context-parallel-size"))
+    if job.stack != "npu" and degree is not None and degree > 1:  # MindSpeed's ring may have any size
+        yield error(
+            f"the script has --context-parallel-size {degree}, but the plan makes the groups; use "
+            "--context-parallel-size 1"
+        )
+    dropout = argument(job.arguments, "--attention-dropout")
+    if dropout is not None and dropout.strip("0."):
+        yield error(f"--attention-dropout {dropout} cannot be repeated by a ring; use --attention-dropout 0")
+    if is_its_own:
+        has_loss = "--calculate-per-token-loss" in job.arguments
+        needed = [] if has_loss else ["--calculate-per-token-loss"]
+        needed += ["--attention-dropout 0"] if dropout is None else []
+        if needed:
+            yield warning(f"pretrain_gpt.py stops before its first step under a plan, unless given {' '.join(needed)}")
+
+
+def _number(value: str | None) -> int | None:
+    return int(value) if value is not None and value.isdecimal() else None
 
 
 def _layers_per_block(job: Job) -> Iterator[LaunchFinding]:
