@@ -61,7 +61,7 @@ fast: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# Pages and traces in a headless Chromium (`apt install chromium`); `make test` runs these tests too once this was run.
+# Pages in a headless Chromium (`apt install chromium`); `make test` runs these tests too once this was run.
 browser: $(STAMP)
 	$(BIN)/python -m pip install --quiet --group browser
 	$(BIN)/python -m pytest -m browser

@@ -31,7 +31,6 @@ from fcp_cli.commands.plan import plan
 from fcp_cli.commands.profile import profile_app
 from fcp_cli.commands.report import report
 from fcp_cli.commands.selftest import selftest
-from fcp_cli.commands.trace import trace
 from fcp_cli.commands.trust import trust
 from fcp_cli.commands.verify import verify
 from fcp_cli.commands.watch import watch
@@ -59,7 +58,7 @@ app = App(
 app.add_typer(manifest_app, name="manifest")
 app.add_typer(profile_app, name="profile")
 app.add_typer(jobs_app, name="jobs")
-for _verb in (demo, plan, launch, check, inspect, compare, verify, watch, report, trace, env, selftest, trust):
+for _verb in (demo, plan, launch, check, inspect, compare, verify, watch, report, env, selftest, trust):
     app.command()(_verb)
 app.command("list")(list_names)
 

@@ -27,7 +27,6 @@ _BY_FORMAT: Final = {
     "fcp-samples": _Known("samples", "the samples of a measurement", "'fcp profile --from-samples {}' fits them"),
     "fcp-launch": _Known("launch", "the record of a launch", "name the run's folder"),
     "fcp-owner": _Known("owner", "the owner of a run folder", "name the run's folder"),
-    "fcp-trace": _Known("trace", "a trace", "https://ui.perfetto.dev opens it"),
 }
 _MADE_BY: Final[dict[Kind, str]] = {
     "manifest": "'fcp manifest build {}' makes one of a data set",

@@ -355,7 +355,8 @@ def _one_line(error: Any) -> Exception:
     elif kind == "BadOptionUsage" and "requires an argument" in message:
         message = f"{error.option_name} needs a value"
     elif unknown := re.match("no such command '(.*?)'", message):
-        message = f"there is no command {unknown[1]!r}{_meant(unknown[1], context.command.commands)}"
+        near = replacement(unknown[1]) or _meant(unknown[1], context.command.commands)
+        message = f"there is no command {unknown[1]!r}{near}"
     elif extra := re.match(r"got unexpected extra argument\S* \((.*)\)$", message):
         message = f"there is no place for the argument {extra[1]}"
     elif isinstance(error, typer.BadParameter) and error.param is not None:

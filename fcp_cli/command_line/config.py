@@ -37,7 +37,7 @@ def _group_defaults(config: dict[str, Any], group: Any, *, where: str, words: st
     defaults = {}
     for name, options in config.items():
         if name not in group.commands:
-            hint = _of_commands(str(name), group) or did_you_mean(name, group.commands)
+            hint = replacement(f"{words}{name}") or _of_commands(str(name), group) or did_you_mean(name, group.commands)
             raise UsageError(f"{where}: there is no command {name!r}{hint}")
         if not isinstance(options, dict):
             raise UsageError(f"{where}: the options of {name!r} must be a mapping, not {options!r}")

@@ -1,4 +1,4 @@
-"""Options that are gone: a user who still sets one is told its replacement, or why there is none."""
+"""Options and commands that are gone: a user who still types one is told its replacement, or why there is none."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ RETIRED: Final[dict[tuple[str, str], str]] = {
     ("profile", "--hf-config"): "write --model, which takes a config.json",
 }
 """Command and flag -> what to write instead, or why nothing replaces it."""
+RETIRED_COMMANDS: Final = {
+    "trace": "'fcp report' draws plans and runs, 'fcp inspect --step' any step",
+}
+"""Command -> what to type instead."""
 
 
-def replacement(command: str, flag: str) -> str | None:
-    """Return the end of a message that no such option exists, or None if there never was one.
+def replacement(command: str, flag: str = "") -> str | None:
+    """Return the end of a message that no such command or option exists, or None if there never was one.
 
     Args:
         command: words behind `fcp`, as "manifest build".
-        flag: long flag, as typed.
+        flag: long flag, as typed; "" for the command itself.
     """
-    instead = RETIRED.get((command, flag))
+    instead = RETIRED.get((command, flag)) if flag else RETIRED_COMMANDS.get(command)
     return instead and f" any more; {instead}"
 
 

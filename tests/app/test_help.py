@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from docs.hooks.reference import CommandEntry, command_entries
 from fcp_cli.app import app
-from fcp_cli.command_line.retired import RETIRED
+from fcp_cli.command_line.retired import RETIRED, RETIRED_COMMANDS
 from fcp_cli.errors import UsageError
 
 LINES, COLUMNS, OPTIONS = 50, 80, 20
@@ -88,6 +88,18 @@ def test_a_retired_option_is_answered_with_its_replacement_or_why_there_is_none(
     assert f"the variable {variable} sets nothing: {first} has no such option{instead}" in warned.stderr.replace(
         "\n", " "
     )
+
+
+@pytest.mark.parametrize("command", RETIRED_COMMANDS)
+def test_a_retired_command_is_answered_with_what_to_type_instead(command: str, tmp_path: Path) -> None:
+    said = f"there is no command {command!r} any more; {RETIRED_COMMANDS[command]}"
+    typed = CliRunner().invoke(app, [command, "plan.parquet"])
+    assert isinstance(typed.exception, UsageError)
+    assert str(typed.exception) == f"{said}; see 'fcp --help'"
+    config = tmp_path / "fcp.yaml"
+    config.write_text(f"{command}: {{json: true}}")
+    read = CliRunner().invoke(app, ["--config", str(config), "list"])
+    assert str(read.exception) == f"{config}: {said}"
 
 
 def test_a_retired_option_names_one_that_the_command_has() -> None:

@@ -146,7 +146,7 @@ _PLUGGED_IN = {
 
 @pytest.mark.parametrize("folder", _PLUGGED_IN)
 def test_the_core_imports_nothing_that_plugs_in(folder: str) -> None:
-    """Strategies are imported by their registry alone, and what draws tables, pages and traces by commands alone."""
+    """Strategies are imported by their registry alone, and what draws tables and pages by commands alone."""
     allowed = (folder, *_PLUGGED_IN[folder])
     found = {
         f"{path.relative_to(ROOT)}: {module}"
@@ -291,7 +291,6 @@ _OF_OURSELVES = {
 _OPENS_FILES_OF_ITS_OWN = {
     "fcp_cli/app.py": "the null device",
     "fcp_cli/commands/plan.py": "a plan just made",
-    "fcp_cli/commands/trace.py": "four bytes of a regular file",
     "fcp_cli/compiling/compile.py": "sources of this package",
     "fcp_cli/kinds.py": "4 KiB of a regular file",
     "fcp_cli/launching/console_scripts.py": "4 KiB of the user's own program, which runs next",

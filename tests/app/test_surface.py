@@ -98,9 +98,6 @@ SURFACE = {
     "report": """
         PLAN|RUN_DIR --metrics --output -o --manifest --json
     """,
-    "trace": """
-        PLAN|RUN.jsonl --steps --output -o --json
-    """,
     "env": """
         --json
     """,

@@ -36,7 +36,6 @@ _ELSEWHERE: Final = {
     "manifest merge": "it reports as manifest build does",
     "manifest synth": "its result is a file",
     "report": "its result is a file",
-    "trace": "its result is a file",
     "trust": "it changes a list, and says so",
     "jobs cancel": "it ends a job, and says so",
     "jobs log": "tests/commands/test_jobs_cli.py: the log as it is",

@@ -27,7 +27,6 @@ _SOUND: dict[str, tuple[str, Mapping[str, str | None]]] = {
     "check": ("plan.parquet", {}),
     "inspect": ("plan.parquet", {"--json": None}),
     "report": ("plan.parquet", {"-o": "out.html"}),
-    "trace": ("plan.parquet", {"-o": "out.json"}),
     "watch": ("runs/tiny-001", {"--once": None}),
     "verify": ("", {"--plan": "plan.parquet", "--steps": "1"}),
     "env": ("", {"--json": None}),
@@ -354,7 +353,6 @@ def _named_outputs(values: Mapping[str, str]) -> tuple[str, ...]:
     """Return the patterns of what an option names to be written: whoever names a file there wants it replaced."""
     defaults = (
         "plan.parquet",
-        "trace.json",
         "report.html",
         "lengths.parquet",
         "selftest.json",

@@ -114,14 +114,12 @@ _SHOWN = (
     "inspect FILE --json",
     "inspect FILE --step 0 --why 0",
     "check FILE",
-    "trace FILE -o out.json --json",
     "report FILE -o out.html --json",
 )
 _FOLLOWED = (
     "check FILE --manifest dataset.parquet",
     "launch --plan FILE --model qwen3-tiny --synthetic --dry-run --json",
     "profile fit runs/tiny-001 --plan FILE -o out.yaml --skip-steps 0",
-    "trace FILE runs/tiny-001/metrics.jsonl -o out.json",
     "report FILE --metrics runs/tiny-001 -o out.html",
     "verify --plan FILE --steps 1 --json",
 )

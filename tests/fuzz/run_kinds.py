@@ -99,8 +99,6 @@ KINDS: dict[str, Kind] = {
         *_SEEN,
         "profile fit FILE --plan plan.parquet --skip-steps 0 -o out.yaml",
         "profile fit FILE --skip-steps 0 -o out.yaml",
-        "trace FILE -o out.json",
-        "trace plan.parquet FILE -o out.json",
         "report plan.parquet --metrics FILE -o out.html --json",
         change=mutations.of_lines,
     ),

@@ -68,7 +68,11 @@ def _over_the_steps(metadata: PlanMetadata, plan: PlanPicture, drawn: frozenset[
 
 def _inside_a_step(metadata: PlanMetadata, plan: PlanPicture, drawn: frozenset[str]) -> str:
     chosen, steps = plan.chosen_steps(), metadata.steps
-    whole = "" if len(chosen) == steps else f" {len(chosen)} of {steps:,} steps can be chosen here; fcp trace has all."
+    whole = (
+        ""
+        if len(chosen) == steps
+        else f" {len(chosen)} of {steps:,} steps can be chosen; fcp inspect --step shows any."
+    )
     has_measured = "chart-measured" in drawn
     axis = " Both charts have the same time axis." if has_measured else ""
     nodes = " Level lines part nodes." if plan.shown.node_lines() else ""

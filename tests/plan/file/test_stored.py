@@ -71,7 +71,7 @@ def test_a_heads_degree_that_divides_no_degree_is_refused_by_every_command(sound
     path = rewritten(sound, edit=everywhere("heads_degree", value), attention="2d")
     with pytest.raises(PlanError, match=f"a heads degree of {value} does not divide the degree"):
         list(PlanReader(path).steps())
-    for command in ("trace FILE -o out.json", "report FILE -o out.html", "inspect FILE", "check FILE"):
+    for command in ("report FILE -o out.html", "inspect FILE", "check FILE"):
         result = fcp(*command.replace("FILE", path.name).split(), cwd=path.parent)
         assert result.returncode == 1, command
         assert f"a heads degree of {value} does not divide the degree" in result.stderr + result.stdout
