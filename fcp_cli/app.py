@@ -23,7 +23,6 @@ from fcp_cli.commands.compare import compare
 from fcp_cli.commands.demo import demo
 from fcp_cli.commands.env import env
 from fcp_cli.commands.inspect import inspect
-from fcp_cli.commands.jobs import jobs_app
 from fcp_cli.commands.launch import launch
 from fcp_cli.commands.list import list_names
 from fcp_cli.commands.manifest import manifest_app
@@ -57,7 +56,6 @@ app = App(
 # In the order in which a new user meets them; RootGroup puts the groups first.
 app.add_typer(manifest_app, name="manifest")
 app.add_typer(profile_app, name="profile")
-app.add_typer(jobs_app, name="jobs")
 for _verb in (demo, plan, launch, check, inspect, compare, verify, watch, report, env, selftest, trust):
     app.command()(_verb)
 app.command("list")(list_names)

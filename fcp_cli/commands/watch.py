@@ -69,14 +69,14 @@ def watch(
 
 def _latest() -> Path:
     """Return the most recently launched run below `runs`, and print its name."""
-    from fcp_cli.launching.started.jobs import started_runs
     from fcp_cli.runs.folder import RUNS
 
-    found = started_runs()
-    if not found:
+    launches = RUNS.glob("*/launch.json")
+    newest = max(launches, key=lambda path: (path.lstat().st_mtime_ns, path.parent.name), default=None)
+    if newest is None:
         raise RunError(f"there is no run below {RUNS}; name the folder that 'fcp launch' printed")
-    note(f"assumed RUN_DIR = {found[-1]} (launched last)")
-    return found[-1]
+    note(f"assumed RUN_DIR = {newest.parent} (launched last)")
+    return newest.parent
 
 
 def _metrics(run_dir: Path) -> Path:

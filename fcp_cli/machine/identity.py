@@ -56,10 +56,6 @@ class ProcessIdentity:
         """Return whether this very process runs on this machine; False for processes of other machines."""
         return self.is_local and processes.started_ticks(self.pid) == self.started_ticks
 
-    def command(self) -> list[str]:
-        """Return the words that it was started with, or none if it does not run here."""
-        return processes.command_of(self.pid) if self.is_running() else []
-
     def send(self, number: signal.Signals) -> bool:
         """Signal this very process; return False, and signal nothing, if it does not run here."""
         if self.pid == INIT:

@@ -83,11 +83,6 @@ class RunPaths:
         """The commands and environment of the latest start, as `--json` prints them."""
         return self.run_dir / "launch.json"
 
-    @property
-    def job(self) -> Path:
-        """The scheduler's job that runs it; see `runs.submission`."""
-        return self.run_dir / "job.json"
-
     def owner_of(self, node: int) -> Path:
         """The process that runs a node's part of the job, and how the latest ended; see `runs.owner`."""
         return self.run_dir / ("owner.json" if node == 0 else f"owner-node{node}.json")

@@ -184,5 +184,5 @@ def in_use(run_dir: Path, owner: Owner | None, *, or_else: str = "choose another
     step = "" if last is None else f", and is at step {last['step'] + 1}"
     return RunError(
         f"{run_dir} is in use by a job on {owner.host} (process {owner.pid}), which began at {since} UTC{step}; watch "
-        f"it with 'fcp watch {run_dir}', end it with 'fcp jobs cancel {run_dir}', or {or_else}"
+        f"it with 'fcp watch {run_dir}', end it there with 'kill {owner.pid}', or {or_else}"
     )

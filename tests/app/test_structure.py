@@ -296,7 +296,6 @@ _OPENS_FILES_OF_ITS_OWN = {
     "fcp_cli/launching/console_scripts.py": "4 KiB of the user's own program, which runs next",
     "fcp_cli/launching/job/inject.py": "the user's own script, which runs next",
     "fcp_cli/launching/node.py": "the launch record that this process wrote",
-    "fcp_cli/launching/started/jobs.py": "logs of ranks",
     "fcp_cli/files.py": "temporary files of its own",
     "fcp_cli/parquet_writer.py": "a file just written",
     "fcp_cli/launching/supervision/failure.py": "logs of ranks",

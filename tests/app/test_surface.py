@@ -110,15 +110,6 @@ SURFACE = {
     "list": """
         KIND --json
     """,
-    "jobs": """
-        --runs --json
-    """,
-    "jobs log": """
-        RUN_DIR
-    """,
-    "jobs cancel": """
-        RUN_DIR --yes -y
-    """,
 }
 COMMANDS = {" ".join(command.words): command for command in command_entries()}
 

@@ -83,7 +83,7 @@ def test_a_run_that_still_trains_is_refused_until_it_has_ended(fcp: Fcp, folder:
     assert status == 1
     assert re.fullmatch(
         r"error: run is in use by a job on \S+ \(process \d+\), which began at .* UTC; watch it with 'fcp watch run', end "
-        "it with 'fcp jobs cancel run', or wait until it has ended: its next checkpoint would not fit the plan",
+        r"it there with 'kill \d+', or wait until it has ended: its next checkpoint would not fit the plan",
         message,
     )
     assert not list(folder.glob("plan-from-step-*"))

@@ -32,8 +32,6 @@ _SOUND: dict[str, tuple[str, Mapping[str, str | None]]] = {
     "env": ("", {"--json": None}),
     "list": ("models", {}),
     "selftest": ("", {"--quick": None, "--ranks": "2", "-o": "out.json"}),
-    "jobs": ("", {}),
-    "jobs log": ("runs/tiny-001", {}),
     "profile": ("", {"--analytic": None, "--model": "qwen3-8b", "--cluster": "example-8x8", "-o": "out.yaml"}),
     "profile show": ("profile.yaml", {"--json": None}),
     "profile fit": ("runs/tiny-001", {"--skip-steps": "0", "-o": "out.yaml"}),
@@ -45,7 +43,6 @@ _SOUND: dict[str, tuple[str, Mapping[str, str | None]]] = {
 UNDRAWN = {
     "demo": "it takes an output folder alone, and two minutes",
     "trust": "it writes the user's own list of trusted files, below the home folder",
-    "jobs cancel": "it has no option of its own but --yes; the kind 'submission' runs it",
 }
 """Commands without a kind, and why."""
 _SHARES = {"plan": 6.0, "launch": 6.0, "compare": 1.5, "profile": 2.0, "manifest build": 2.0, "env": 0.05, "list": 0.1}

@@ -1,4 +1,4 @@
-"""Run folders: what a job leaves there, and the words of schedulers about it."""
+"""Run folders: what a job leaves there."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from tests.report.runs import write_run
 from tests.runs.records import launch_record
 
 RUN = "runs/tiny-001"
-JOB = "runs/tiny-002"  # of a scheduler
 _CHECKPOINT = f"{RUN}/checkpoints/step-000001/checkpoint.json"
 
 
 def write_runs(folder: Path) -> None:
-    """Write the folder of a run that finished, and of one that a scheduler was given; `plan.parquet` is there."""
+    """Write the folder of a run that finished; `plan.parquet` is there."""
     run = folder / RUN
     (folder / _CHECKPOINT).parent.mkdir(parents=True)
     plan = folder / "plan.parquet"
@@ -44,34 +43,9 @@ def write_runs(folder: Path) -> None:
     facts: dict[str, Any] = {"step": 1, "plan_hash": plan_hash, "num_ranks": 4, "sharding": "replicated"}
     header = CheckpointHeader(**facts, model="qwen3-tiny", torch="2.13")
     (folder / _CHECKPOINT).write_text(header.text())
-    _write_job(folder, record)
-    _write_schedulers(folder / "bin")
 
 
-def _write_schedulers(folder: Path) -> None:
-    """Write programs of the names of schedulers' own, each of which prints a file."""
-    folder.mkdir()
-    status = {"status": {"conditions": [{"type": "Running", "status": "True", "lastTransitionTime": "2026-01-01"}]}}
-    words = {"squeue": "RUNNING None\n", "sacct": "COMPLETED\n", "scancel": "", "kubectl": json.dumps(status)}
-    for name, text in words.items():
-        (folder / name).write_text('#!/bin/sh\ncat "$0.txt"\n')
-        (folder / name).chmod(0o755)
-        (folder / f"{name}.txt").write_text(text)
-
-
-def _write_job(folder: Path, record: Any) -> None:
-    job = folder / JOB
-    job.mkdir()
-    (job / "launch.json").write_text(json.dumps({**asdict(record), "run_dir": JOB}))
-    submission = {"format": "fcp-job/1", "target": "slurm", "name": "tiny-002", "namespace": "", "job_id": "4711"}
-    (job / "job.json").write_text(json.dumps(submission))
-    (folder / "runs" / "tiny-003").mkdir()
-    (folder / "runs" / "tiny-003" / "launch.json").write_text(json.dumps({**asdict(record), "run_dir": JOB}))
-    on_kubernetes = {**submission, "target": "jobset", "namespace": "training", "job_id": ""}
-    (folder / "runs" / "tiny-003" / "job.json").write_text(json.dumps(on_kubernetes))
-
-
-_SEEN = (f"watch {RUN} --json", f"watch {RUN} --once", "jobs --json", "jobs", f"report {RUN} -o out.html")
+_SEEN = (f"watch {RUN} --json", f"watch {RUN} --once", f"report {RUN} -o out.html")
 _RESUMED = (
     f"launch --resume --run-dir {RUN} --dry-run --json",
     f"plan dataset.parquet --continue-from {RUN} --ranks 6 -o out.parquet",
@@ -84,15 +58,6 @@ _WHOLE: dict[str, Change] = {
     _CHECKPOINT: mutations.of_json,
     f"{RUN}/logs/20260101/launcher.log": mutations.of_bytes,
 }
-_ASKED = (
-    "jobs --json",
-    "jobs",
-    f"jobs cancel {JOB} --yes",
-    "jobs cancel runs/tiny-003 --yes",
-    "jobs log runs/tiny-003",
-)
-_SUBMITTED: dict[str, Change] = {f"{JOB}/job.json": mutations.of_json, "runs/tiny-003/job.json": mutations.of_json}
-
 KINDS: dict[str, Kind] = {
     "metrics": of_files(
         f"{RUN}/metrics.jsonl",
@@ -105,11 +70,5 @@ KINDS: dict[str, Kind] = {
     "launch record": of_files(f"{RUN}/launch.json", *_SEEN, *_RESUMED, change=mutations.of_json),
     "owner": of_files(f"{RUN}/owner.json", *_SEEN, change=mutations.of_json),
     "checkpoint header": of_files(_CHECKPOINT, *_RESUMED, change=mutations.of_json),
-    "submission": of_files(_SUBMITTED, *_ASKED, share=0.6),
-    "words of schedulers": of_files(
-        {"bin/squeue.txt": mutations.of_text, "bin/sacct.txt": mutations.of_text, "bin/kubectl.txt": mutations.of_json},
-        *_ASKED,
-        share=0.6,
-    ),
-    "run folder": of_files(_WHOLE, *_SEEN, *_RESUMED, f"jobs log {RUN}"),
+    "run folder": of_files(_WHOLE, *_SEEN, *_RESUMED),
 }

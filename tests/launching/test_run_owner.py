@@ -82,7 +82,7 @@ def test_a_running_run_is_neither_resumed_nor_launched_into_until_its_launcher_a
         assert last.startswith("error: run is in use by a job on ")
         assert f" (process {first.pid}), which began at " in last
         assert last.endswith(
-            "watch it with 'fcp watch run', end it with 'fcp jobs cancel run', or choose another --run-dir"
+            f"watch it with 'fcp watch run', end it there with 'kill {first.pid}', or choose another --run-dir"
         )
     assert contents(folder / "run") == before
     first.kill()

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
 
 import pytest
 
-from fcp_cli.launching.started.backend import JobBackend
-from fcp_cli.launching.started.jobs import job_state
-from fcp_cli.runs.submission import new_submission, write_submission
 from tests.commands.planning_folder import fcp
 from tests.plugin_packages import install
 
@@ -99,18 +95,3 @@ def test_no_package_replaces_a_target_of_fcp(tmp_path: Path, monkeypatch: pytest
     assert "#SBATCH" in launch(tmp_path, "--target", "slurm", "--dry-run")[1]
     listed = fcp("list", "targets", cwd=tmp_path, COLUMNS="500")
     assert "ignored: target slurm of the package fcp-pbs 2.5 has the name of fcp's own target" in listed.stderr
-
-
-def test_a_job_of_such_a_target_is_known_by_its_own_files(tmp_path: Path) -> None:
-    write_submission(tmp_path, new_submission(target="pbs", name="mine"))
-    state = job_state(tmp_path, cast(JobBackend, _Nobody()))
-    assert (state.where, state.state) == ("pbs mine", "unknown")
-
-
-class _Nobody:
-    """A machine on which no scheduler may be asked."""
-
-    host = "here"
-
-    def run(self, argv: object) -> str:
-        raise AssertionError(f"{argv} was run")

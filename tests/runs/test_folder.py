@@ -13,7 +13,6 @@ from fcp_cli.runs.checkpoints.checkpoint_header import CheckpointHeader, checkpo
 from fcp_cli.runs.folder import next_run_dir
 from fcp_cli.runs.launch_record import latest_run_dir, read_launch, write_launch
 from fcp_cli.runs.owner import read_owner
-from fcp_cli.runs.submission import read_submission
 from fcp_cli.runs.summary import summary_of
 from tests.messages import raises
 from tests.runs.records import launch_record
@@ -79,7 +78,7 @@ def test_a_checkpoint_with_a_damaged_header_is_refused(tmp_path: Path) -> None:
         read_header(checkpoint)
 
 
-@pytest.mark.parametrize("name", ["job.json", "launch.json", "metrics.jsonl", "owner.json"])
+@pytest.mark.parametrize("name", ["launch.json", "metrics.jsonl", "owner.json"])
 @pytest.mark.parametrize("kind", ["pipe", "device"])
 def test_pipes_and_devices_in_a_run_folder_are_not_waited_for(tmp_path: Path, name: str, kind: str) -> None:
     if kind == "pipe":
@@ -87,7 +86,6 @@ def test_pipes_and_devices_in_a_run_folder_are_not_waited_for(tmp_path: Path, na
     else:
         (tmp_path / name).symlink_to("/dev/zero")
     readers: dict[str, Callable[[Path], object]] = {
-        "job.json": lambda path: read_submission(path.parent),
         "launch.json": lambda path: read_launch(path.parent),
         "metrics.jsonl": summary_of,
         "owner.json": read_owner,

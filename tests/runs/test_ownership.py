@@ -128,8 +128,8 @@ def test_a_second_job_is_told_who_runs_there_and_changes_nothing(
         own(tmp_path / "run")
     assert str(refused.value) == (
         f"run is in use by a job on {found.host} (process {first.pid}), which began at "
-        f"{found.since[:19].replace('T', ' ')} UTC, and is at step 7; watch it with 'fcp watch run', end it with 'fcp jobs "
-        "cancel run', or choose another --run-dir"
+        f"{found.since[:19].replace('T', ' ')} UTC, and is at step 7; watch it with 'fcp watch run', end it there "
+        f"with 'kill {first.pid}', or choose another --run-dir"
     )
     assert (tmp_path / "run" / "owner.json").read_bytes() == before
 

@@ -73,7 +73,6 @@ def _start(
     from fcp_cli.launching.targets.write import require_sbatch, submit
     from fcp_cli.runs.launch_record import write_launch
     from fcp_cli.runs.record import write_record
-    from fcp_cli.runs.submission import new_submission, write_submission
 
     is_slurm = job.target == "slurm"
     if is_slurm:
@@ -83,17 +82,10 @@ def _start(
     write_launch(job.run_dir, record)
     job.paths.logs.mkdir(exist_ok=True)
     _write(job.run_dir, files, force=True)  # of this run's own earlier start
-    assert job.cluster is not None
     if not is_slurm:
-        submission = new_submission(target=job.target, name=job.cluster.name, namespace=job.cluster.namespace)
-        write_submission(job.run_dir, submission)
         note(f"start the job with: {shlex.join(command)}")
         return ""
     owned.release()
     answer = submit(command)
-    # The cluster's name may follow; a wrapper of sbatch may say nothing of the number.
-    number = next((word for word in answer.split() if word.isascii() and word.isdecimal()), None)
-    if number is not None:
-        write_submission(job.run_dir, new_submission(target=job.target, name=job.cluster.name, job_id=number))
-    note(f"{answer}; its output goes to {job.paths.logs}; see 'fcp jobs'")
+    note(f"{answer}; its output goes to {job.paths.logs}")
     return answer

@@ -21,12 +21,15 @@ from fcp_cli.machine.devices import UNKNOWN_MACHINE, LocalDevices
 from fcp_cli.machine.network import is_host, is_loopback
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.reading.documents import read_text
-from fcp_cli.runs.submission import LABEL, MOST_NAME, SUBDOMAIN
 
 _DECISIVE = {"hostfile": "scripts", "sbatch_option": "slurm", "srun_option": "slurm", "image": "trainjob"}
 """Option -> the target that it implies without --target; other options fit several."""
 _OF_ALL = frozenset({"template", "python", "env"})
 
+# Names as Kubernetes has them (RFC 1123).
+_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+_SUBDOMAIN = rf"{_LABEL}(\.{_LABEL})*"
+_MOST_NAME = 253
 _KEY = r"([a-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"
 _VALUE = r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"
 _QUANTITY = r"[0-9]+(\.[0-9]+)?(m|[kKMGTPE]i?)?"
@@ -52,17 +55,17 @@ _SHAPES = {
         f"KEY[=VALUE][:EFFECT] with one of {', '.join(_EFFECTS)}, as nvidia.com/gpu:NoSchedule",
     ),
     "--env-secret": (
-        rf"(?P<variable>[^=]*)=(?P<secret>{SUBDOMAIN}):(?P<key>[A-Za-z0-9._-]+)",
+        rf"(?P<variable>[^=]*)=(?P<secret>{_SUBDOMAIN}):(?P<key>[A-Za-z0-9._-]+)",
         "NAME=SECRET:KEY, as WANDB_API_KEY=wandb:token",
     ),
     "--pull-secret": (
-        rf"(?=.{{1,{MOST_NAME}}}\Z){SUBDOMAIN}",
+        rf"(?=.{{1,{_MOST_NAME}}}\Z){_SUBDOMAIN}",
         "a name of Kubernetes: lower-case letters, digits and dashes",
     ),
-    "--namespace": (LABEL, "a namespace: lower-case letters, digits and dashes"),
+    "--namespace": (_LABEL, "a namespace: lower-case letters, digits and dashes"),
     "--shm-size": (r"[1-9][0-9]*([KMGT]i?)?", "a size as Kubernetes writes it, like 64Gi"),
     "--mount": (
-        rf"(?P<claim>{SUBDOMAIN}):(?P<path>/[^\n\r\v\f\x1c-\x1e\x85\u2028\u2029]*)",
+        rf"(?P<claim>{_SUBDOMAIN}):(?P<path>/[^\n\r\v\f\x1c-\x1e\x85\u2028\u2029]*)",
         "CLAIM:/path, a persistent volume claim and its mount path",
     ),
 }

@@ -1,1 +1,0 @@
-"""The jobs that `fcp launch` started or submitted: their status, output, and cancellation."""
