@@ -22,7 +22,7 @@ from tests.report.runs import make_example_plan, write_run
 vl_convert = pytest.importorskip("vl_convert", reason="fcp report needs the extra 'report'")
 
 PLAN_CHARTS = {"static", "ours", "steps", "gantt", "heat", "lengths", "memory", "mix"}
-RUN_CHARTS = {"loss", "measured", "waited", "scatter", "residuals", "drift", "slowest"}
+RUN_CHARTS = {"loss", "measured", "waited", "scatter"}
 
 
 def fcp(*arguments: object) -> subprocess.CompletedProcess[str]:

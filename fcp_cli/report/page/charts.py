@@ -22,14 +22,14 @@ from fcp_cli.report.page.page_data import Columns
 from fcp_cli.report.ranks_shown import RanksShown
 
 
-def step_chart(series: Columns, drift: Columns | None) -> Spec:
+def step_chart(series: Columns, measured: Columns | None) -> Spec:
     """Draw planned seconds, lower bound and measured seconds over the steps."""
-    names = [name for name in _SERIES if name != "measured" or drift is not None]
+    names = [name for name in _SERIES if name != "measured" or measured is not None]
     axis = steps_axis(series)  # one for all: measured steps may be fewer
     lines = [_line(series, "planned", "planned", names, axis), _line(series, "bound", _BOUND_NAME, names, axis)]
     lines[1]["mark"]["strokeDash"] = [5, 5]  # a good plan lies on its bound; dashed, both show
-    if drift is not None:
-        lines.append(_line(drift, "seconds", "measured", names, axis))
+    if measured is not None:
+        lines.append(_line(measured, "seconds", "measured", names, axis))
     return chart("Step time over the steps of the plan", 200, layer=lines)
 
 
@@ -299,3 +299,26 @@ def memory_chart(bars: Columns, *, most: float, unit: str, ranks: RanksShown) ->
     }
     layers = [planned, *([measured] if "measured" in bars else []), rule]
     return chart("The most that each rank holds, against what it may", 180, data=inline_csv(bars), layer=layers)
+
+
+def scatter_chart(points: Columns, colours: DegreeColours) -> Spec:
+    """Draw predicted against measured seconds per micro-batch; on the dashed line the prediction is right."""
+    planned, measured = np.asarray(points["planned"]), np.asarray(points["measured"])
+    low, high = float(min(planned.min(), measured.min())), float(max(planned.max(), measured.max()))
+    scale = {"type": "log", "nice": False, "domain": [low * 0.9, high * 1.1]}
+    dots = {
+        "data": inline_csv(colours.with_labels(points)),
+        "mark": {"type": "point", "filled": True, "size": 14 if len(planned) > 300 else 36, "opacity": 0.7},
+        "encoding": {
+            "x": x_of("planned", "predicted seconds", scale=scale, axis={"labelOverlap": True}),
+            "y": y_of("measured", "measured seconds", scale=scale, axis={"labelOverlap": True}),
+            "color": colours.encoding(),
+            "tooltip": tooltip(degree="degree", planned="predicted s", measured="measured s"),
+        },
+    }
+    diagonal = {
+        "data": {"values": [{"planned": low, "measured": low}, {"planned": high, "measured": high}]},
+        "mark": {"type": "line", "color": "currentColor", "strokeDash": [4, 3], "strokeWidth": 1},
+        "encoding": {"x": x_of("planned", "predicted seconds"), "y": y_of("measured", "measured seconds")},
+    }
+    return chart("Predicted against measured seconds of each micro-batch", 300, layer=[dots, diagonal])

@@ -12,7 +12,7 @@ from fcp_cli.cost.profile import parse_cost_profile
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.report.memory import planned_memory
-from fcp_cli.report.page import charts, run_charts
+from fcp_cli.report.page import charts
 from fcp_cli.report.page.chart_parts import DegreeColours, Spec
 from fcp_cli.report.page.page_data import Columns, PlanPicture, bars_of, joined
 from fcp_cli.report.page.run_picture import RunPicture
@@ -52,8 +52,8 @@ def charts_of(plan: PlanPicture, run: RunPicture | None, ours: StepPlan | None, 
     if ours is not None and static is not None:
         yield from _gain(plan, ours, static, colours)
     measured = run if has_measured_steps(run) else None
-    drift = measured.drift() if measured is not None else None
-    yield "chart-steps", charts.step_chart(plan.step_series(), drift)
+    step_times = measured.step_times() if measured is not None else None
+    yield "chart-steps", charts.step_chart(plan.step_series(), step_times)
     if run is not None and (losses := run.losses()) is not None:
         yield "chart-loss", charts.loss_chart(losses, run.held_out_losses())
     yield from _inside_a_step(plan, run, colours)
@@ -65,11 +65,8 @@ def charts_of(plan: PlanPicture, run: RunPicture | None, ours: StepPlan | None, 
     yield "chart-lengths", charts.length_chart(plan.length_bars(), boundaries, colours)
     yield "chart-mix", charts.mix_chart(_mix(plan), colours)
     yield "chart-memory", _memory(plan, run, everyone)
-    if measured is not None and drift is not None:
-        yield "chart-scatter", run_charts.scatter_chart(measured.scatter(), colours)
-        yield "chart-residuals", run_charts.residual_chart(measured.residuals())
-        yield "chart-drift", run_charts.drift_chart(drift)
-        yield "chart-slowest", run_charts.slowest_chart(measured.slowest_ranks())
+    if measured is not None:
+        yield "chart-scatter", charts.scatter_chart(measured.scatter(), colours)
 
 
 def idle_maps(plan: PlanPicture, run: RunPicture | None) -> tuple[dict[str, Columns], float]:

@@ -159,16 +159,4 @@ def _prediction(run: RunPicture) -> str:
     left_out = run.warm_up_steps
     warm_up = f"Left out: {counted(left_out, 'warm-up step')}." if left_out else ""
     scatter = "Each dot is a micro-batch, by its slowest rank; on the dashed line the prediction is right."
-    spread = "Per degree: 10th to 90th percentile (line), quartiles (bar) and median (dot)."
-    drift = "Whole steps also hold waiting, gradient sums and the optimizer; micro-batches alone do not."
-    slowest = "Measured over predicted seconds of all that a rank ran. Members of a ring slow each other down."
-    return section(
-        "How well it was predicted",
-        warm_up,
-        side_by_side(
-            part("Predicted and measured", scatter, "chart-scatter"),
-            part("Residuals", spread, "chart-residuals"),
-            part("Drift", drift, "chart-drift"),
-            part("Slowest ranks", slowest, "chart-slowest"),
-        ),
-    )
+    return section("How well it was predicted", f"{scatter} {warm_up}".rstrip(), figure("chart-scatter"))

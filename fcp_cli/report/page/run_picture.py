@@ -1,4 +1,4 @@
-"""Figures of a run against its plan, for the page: predicted against measured, drift, and stragglers."""
+"""Figures of a run against its plan, for the page: predicted against measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from fcp_cli.runs.metrics.metrics_reader import RunStep
 
 _SCATTER_POINTS = 2_500
 _SERIES_POINTS = 400
-_RANKS_SHOWN = 16
 _POINTS_KEPT = 200_000
 
 
@@ -47,8 +46,6 @@ class RunPicture:
         self._losses: list[tuple[float, float]] = []
         self._series: list[tuple[float, ...]] = []
         self._points: list[FloatArray] = []  # [3, micro-batches]: degree, planned, measured
-        self._busy = np.zeros(self.plan.num_ranks)
-        self._planned = np.zeros(self.plan.num_ranks)
 
     def add(self, step: RunStep) -> None:
         self.steps += 1
@@ -62,13 +59,11 @@ class RunPicture:
         if step.warm_up:
             self.warm_up_steps += 1
             return
-        busy, planned = float(step.busy_seconds.sum()), float(step.planned_seconds.sum())
+        planned = float(step.planned_seconds.sum())
         rates = (step.tokens, step.idle_fraction)
-        self._series.append((step.step, step.seconds, step.predicted_seconds, busy, planned, *rates))
+        self._series.append((step.step, step.seconds, step.predicted_seconds, planned, *rates))
         worked = np.bincount(step.ranks, weights=step.busy_seconds, minlength=self.plan.num_ranks)
         self.heat.add(step.step, np.clip(1.0 - worked / step.seconds, 0.0, 1.0))
-        self._busy += worked
-        np.add.at(self._planned, step.ranks, step.planned_seconds)
         if sum(points.shape[1] for points in self._points[-1:]) * len(self._points) < _POINTS_KEPT:
             self._points.append(_groups(step))
 
@@ -82,7 +77,7 @@ class RunPicture:
         The `predicted_` ones are the same statistics of the same steps as they were planned; `ratio` is seconds
         measured / planned.
         """
-        _, seconds, predicted, _, planned, tokens, idle = np.array(self._series).T
+        _, seconds, predicted, planned, tokens, idle = np.array(self._series).T
         return {
             "step_seconds": float(seconds.mean()),
             "slowest_seconds": float(seconds.max()),
@@ -103,43 +98,16 @@ class RunPicture:
         """Return the loss of the held-out rows over the steps, as `losses` does; None: the run was not evaluated."""
         return _over_steps([*self.evaluations.items()]) if self.evaluations else None
 
-    def drift(self) -> Columns:
-        """Return measured / planned over the steps: of whole steps, and of the micro-batches alone."""
-        table = np.array(self._series)
-        step, seconds, predicted, busy, planned, _, _ = np.array([part.mean(axis=0) for part in _parts(table)]).T
-        return {
-            "step": step,
-            "seconds": seconds,
-            "whole": seconds / predicted,
-            "micro_batches": busy / np.maximum(planned, 1e-12),
-        }
-
-    def _all_points(self) -> FloatArray:
-        return np.concatenate(self._points, axis=1)
+    def step_times(self) -> Columns:
+        """Return the measured seconds over the steps, averaged if there are more steps than points."""
+        step, seconds = np.array([part.mean(axis=0) for part in _parts(np.array(self._series)[:, :2])]).T
+        return {"step": step, "seconds": seconds}
 
     def scatter(self) -> Columns:
         """Return planned and measured seconds per micro-batch, thinned out evenly."""
-        points = self._all_points()
+        points = np.concatenate(self._points, axis=1)
         degree, planned, measured = points[:, :: max(1, -(-points.shape[1] // _SCATTER_POINTS))]
         return {"degree": degree.astype(np.int64), "planned": planned, "measured": measured}
-
-    def residuals(self) -> Columns:
-        """Return quantiles of measured / planned - 1 per degree."""
-        degree, planned, measured = self._all_points()
-        residual = measured / planned - 1.0
-        degrees = np.unique(degree)
-        quantiles = [np.quantile(residual[degree == d], (0.1, 0.25, 0.5, 0.75, 0.9)) for d in degrees]
-        names = ("p10", "p25", "median", "p75", "p90")
-        columns: Columns = dict(zip(names, np.array(quantiles).T, strict=True))
-        counts = np.array([np.count_nonzero(degree == d) for d in degrees])
-        return {"degree": degrees.astype(np.int64), "micro_batches": counts, **columns}
-
-    def slowest_ranks(self) -> Columns:
-        """Return the ranks that took longest for their work, slowest first."""
-        ratio = self._busy / np.maximum(self._planned, 1e-12)
-        ratio[self._planned == 0] = 0.0
-        ranks = np.argsort(-ratio, kind="stable")[:_RANKS_SHOWN]
-        return {"rank": ranks, "ratio": ratio[ranks], "place": np.arange(len(ranks))}
 
 
 def _over_steps(losses: Sequence[tuple[float, float]]) -> Columns:
