@@ -55,7 +55,6 @@ def profile(options: ProfileOptions) -> None:
     assumptions.
     """
     from fcp_cli.profiling.choices import asked_sync, choose_measurement, computed_profile
-    from fcp_cli.profiling.kept import keep_measured
 
     output, assumptions = options.output, Assumptions()
     _refuse_two_documents(output, options.json)
@@ -75,8 +74,6 @@ def profile(options: ProfileOptions) -> None:
             _print_cluster_command(measurement, output, options.fresh)
             return
         found, failure = _measured(measurement, options, assumptions)
-        if failure is None and (kept := keep_measured(found, measurement.model)) is not None:
-            note(f"kept in {kept}, too, for scripts that 'fcp launch' plans for on this machine")
     _finish(found, output, options.json, assumptions)
     if failure is not None:
         raise ProfileError(failure)

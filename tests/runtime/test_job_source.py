@@ -84,7 +84,6 @@ def test_enough_is_measured_after_so_many_seconds_or_steps_of_enough_micro_batch
 def test_a_job_is_planned_by_the_times_of_its_first_steps_once_enough_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(job_source, "_MEASURED_STEPS", 8)
     plan = tmp_path / "plan.parquet"
     planner = JobPlanner(plan, replace(JOB, ranks=1, ranks_per_node=1, epochs=20), PlanningWish(), LENGTHS)
@@ -98,7 +97,7 @@ def test_a_job_is_planned_by_the_times_of_its_first_steps_once_enough_are_measur
         source.measured.note(record(step, 3.0, warm_up=step.step == 0))
     source.close(settings.metadata.end_step)
 
-    said = [line for line in capsys.readouterr().err.splitlines() if "kept for later jobs" in line]
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fcp: step ")]
     assert len(said) == 1
     assert (refits := PlanReader(plan).metadata.refits) is not None
     assert said[0].startswith(f"fcp: step {refits[0].first_step}: ")

@@ -28,7 +28,7 @@ from fcp_cli.plan.file.writer import plan_writer
 from fcp_cli.plan.metadata.job_facts import JobFacts, PlanningWish
 from fcp_cli.plan.metadata.online import OnlineOptions, OnlineSettings, manifest_of
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
-from fcp_cli.plan.metadata.refits import MOST_FACTOR, ScheduledRefit, refitted
+from fcp_cli.plan.metadata.refits import MOST_FACTOR, ScheduledRefit
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.baselines.script_batches import comparison
 from fcp_cli.planning.batching.batches import GlobalBatches
@@ -40,7 +40,6 @@ from fcp_cli.planning.settings.options import PlanRequest
 from fcp_cli.planning.settings.remedies import best_remedy
 from fcp_cli.planning.settings.settings import PlanInputs, resolve, split_attention
 from fcp_cli.planning.solvers import make_solver
-from fcp_cli.profiling.kept import KeptKey, keep, kept_profile, key_of, under_kept_times
 from fcp_cli.recipe import RecipeRequest
 from fcp_cli.validation import validated
 from fcp_cli.words import counted, duration
@@ -82,7 +81,7 @@ class JobPlanner:
         inputs = resolve(self._request, assumptions)
         _require_encoder(inputs)
         before = plan.with_name("profile.yaml") if is_begun(plan) and wish.profile is None else None
-        self._inputs, self._key, self._times = _with_kept_times(self._request, inputs, job, before)
+        self._inputs, self._measures, self._times = _with_times(self._request, inputs, before)
         self._batches = self._inputs.batches()
         if job.epochs is None:
             self._batches.settings = replace(self._batches.settings, epochs=_ENDLESS_EPOCHS)
@@ -108,7 +107,7 @@ class JobPlanner:
     @property
     def wants_measurements(self) -> bool:
         """Return whether the times that are planned with are to be fitted to the first minute of training."""
-        return self._key is not None and self._inputs.problem.profile.origin != "measured" and not self.metadata.refits
+        return self._measures and not self.metadata.refits
 
     def opened(self) -> dict[str, Any]:
         """Return the first message to the job."""
@@ -135,7 +134,7 @@ class JobPlanner:
         return found
 
     def refit(self, measured: pa.Table) -> str:
-        """Plan the next steps by times that are fitted to measured micro-batches, and keep these for later jobs.
+        """Plan the next steps by times that are fitted to measured micro-batches.
 
         Args:
             measured: columns step, order, rank and seconds of micro-batches.
@@ -146,9 +145,7 @@ class JobPlanner:
         found, line = self._refitter.refit(self._due, measured, None)
         if found is not None and self._due < len(self._batches):
             self._journal.note_refit(found)
-        fitted = refitted(self._inputs.problem.profile, found)
-        path = None if self._key is None else keep(replace(fitted, origin="fitted"), self._key)
-        return f"step {self._due}: {line}{'' if path is None else f'; kept for later jobs in {path}'}"
+        return f"step {self._due}: {line}"
 
     def _price_as_of(self, step: int) -> None:
         """Plan from a step on by the refit that holds there."""
@@ -269,34 +266,23 @@ def _request(manifest: Path, plan: Path, job: JobFacts, wish: PlanningWish) -> P
     )
 
 
-def _with_kept_times(
-    request: PlanRequest, inputs: PlanInputs, job: JobFacts, before: Path | None
-) -> tuple[PlanInputs, KeptKey | None, str]:
-    """Return the inputs under times that are kept for this model on this hardware, if none were given.
+def _with_times(request: PlanRequest, inputs: PlanInputs, before: Path | None) -> tuple[PlanInputs, bool, str]:
+    """Return the inputs under the times by which the job plans.
 
     Args:
-        job: facts of the loop.
         before: profile by which an earlier start of this job planned; None: it starts for the first time.
 
     Returns:
-        The inputs, the key under which times of this job are kept, if any are, and a phrase about the times.
+        The inputs, whether their times are to be fitted to the first minute, and a phrase about the times.
     """
-    profile, recipe = inputs.problem.profile, inputs.problem.recipe
-    if profile.origin != "analytic" or request.model is None or recipe is None:
-        return inputs, None, profile.origin
-    nodes = job.ranks > job.ranks_per_node
-    key = key_of(request.model, recipe, device=job.device, ranks_per_node=job.ranks_per_node, several_nodes=nodes)
-    if key is None:
-        return inputs, None, "computed, not measured: 'fcp profile' measures"
-    kept, told = kept_profile(key)
-    if before is not None:
-        priced, told = load_cost_profile(before), "those with which the job began"
-    elif kept is not None:
-        priced = under_kept_times(profile, kept)
-    else:
-        return inputs, key, f"{told}; the first minute of training is measured"
+    profile = inputs.problem.profile
+    if profile.origin != "analytic" or request.model is None:
+        return inputs, False, profile.origin
+    if before is None:
+        return inputs, True, "computed; the first minute of training is measured"
+    priced = load_cost_profile(before)
     problem = replace(inputs.problem, profile=priced, attention=split_attention(request, priced))
-    return replace(inputs, problem=problem), key, told
+    return replace(inputs, problem=problem), True, "those with which the job began"
 
 
 def _described(config: Path) -> str:

@@ -66,13 +66,6 @@ PICTURES = LENGTHS.append_column("vision_patches", pa.array(_PATCHES)).append_co
 )
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of kept profiles, of this test alone."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache/fcp/profiles"
-
-
 def plan_job(plan: Path, job: JobFacts, wish: PlanningWish, rows: pa.Table) -> PlanMetadata:
     planner = JobPlanner(plan, job, wish, rows)
     planner.plan(0, len(rows))
@@ -267,9 +260,7 @@ def timings(planner: JobPlanner, steps: range, factor: float) -> pa.Table:
     return pa.table(dict(zip(("step", "order", "rank", "seconds"), zip(*rows, strict=True), strict=True)))
 
 
-def test_the_first_job_measures_and_keeps_its_times_and_the_second_starts_from_them(
-    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_measures_its_first_steps_and_plans_the_others_by_these_times(tmp_path: Path) -> None:
     job = replace(JOB, epochs=4)
     first = JobPlanner(tmp_path / "first.parquet", job, PlanningWish(), LENGTHS)
     assert first.opened()["wants_measurements"]
@@ -277,24 +268,17 @@ def test_the_first_job_measures_and_keeps_its_times_and_the_second_starts_from_t
     line = first.refit(timings(first, range(1, 8), 3.0))
     first.close(12)
 
-    (kept,) = cache.iterdir()
-    assert line.startswith("step 8: ") and line.endswith(f"; kept for later jobs in {kept}")
+    assert line.startswith("step 8: ")
     metadata = PlanReader(tmp_path / "first.parquet").metadata
     assert metadata.refits is not None and metadata.refits[0].first_step == 8
     table = read_manifest(tmp_path / "first.lengths.parquet")
     assert list(check_plan(tmp_path / "first.parquet", manifest=table)) == []
-    computed = list(PlanReader(tmp_path / "first.parquet").steps())
-
-    capsys.readouterr()
-    second = JobPlanner(tmp_path / "second.parquet", job, PlanningWish(), LENGTHS)
-    fitted = second.plan(0, 12)
-    second.close(12)
-
-    assert [one.makespan_seconds for one in fitted[:8]] == pytest.approx(
-        [3.0 * one.makespan_seconds for one in computed[:8]], rel=0.1
+    computed = JobPlanner(tmp_path / "computed.parquet", job, PlanningWish(), LENGTHS).plan(0, 12)
+    fitted = list(PlanReader(tmp_path / "first.parquet").steps())
+    assert steps_bytes(fitted[:8]) == steps_bytes(computed[:8])
+    assert [one.makespan_seconds for one in fitted[8:]] == pytest.approx(
+        [3.0 * one.makespan_seconds for one in computed[8:]], rel=0.1
     )
-    assert steps_bytes(fitted[8:]) == steps_bytes(computed[8:])  # which were planned by the same times
-    assert f"times of mine on this-machine (fitted to a training today, kept in {kept})" in capsys.readouterr().err
 
 
 def test_a_killed_job_plans_its_steps_by_the_same_times_as_before(
@@ -315,11 +299,10 @@ def test_a_killed_job_plans_its_steps_by_the_same_times_as_before(
     assert steps_bytes(list(PlanReader(path).steps(8))) == steps_bytes(steps)
 
 
-def test_times_that_were_measured_by_fcp_profile_stay_and_given_ones_are_not_kept(tmp_path: Path, cache: Path) -> None:
+def test_given_times_stay(tmp_path: Path) -> None:
     JobPlanner(tmp_path / "plan.parquet", JOB, PlanningWish(), LENGTHS).close(6)
     given = JobPlanner(tmp_path / "given.parquet", JOB, PlanningWish(profile=str(tmp_path / "profile.yaml")), LENGTHS)
     assert not given.opened()["wants_measurements"]
-    assert not cache.exists()
 
 
 def test_a_loop_that_somebody_stops_leaves_at_once_what_is_not_planned_yet(
