@@ -432,7 +432,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
                 "warning: pretrain_gpt.py stops before its first step under a plan, unless given --calculate-per-token-loss",
             ]
         ),
-    ),  # fmt: skip
+    ),
     (
         "cuda",
         {"program": ("pretrain_gpt.py",), "arguments": ("--context-parallel-size", "1")},
