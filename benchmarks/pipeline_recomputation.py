@@ -25,8 +25,8 @@ from fcp_cli.memory.fitting import all_fits
 from fcp_cli.planning.batching.batches import BatchSettings
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.settings.options import PlanRequest
+from fcp_cli.planning.settings.problem_settings import resolve_problem
 from fcp_cli.planning.settings.recipe_search import RecipeData, sampled_seconds
-from fcp_cli.planning.settings.settings import resolve_problem
 from fcp_cli.recipe import RecipeRequest
 
 TENSOR = {"qwen3-8b": 1, "llama3-70b": 8}

@@ -28,8 +28,8 @@ from fcp_cli.memory import precision
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.settings.options import PlanRequest
+from fcp_cli.planning.settings.problem_settings import resolve_problem
 from fcp_cli.planning.settings.recipe_search import RecipeData, sampled_seconds
-from fcp_cli.planning.settings.settings import resolve_problem
 
 MODELS = ("qwen3-8b", "qwen3-vl-8b", "llama3-70b", "qwen3-30b-a3b")
 CLUSTERS = ("h100-8x8", "a100-8x8", "h200-8x8", "ascend910b-8x8")

@@ -28,10 +28,8 @@ def assumed_plan(plan: Path, model: str, ranks: int | None, manifest: Path, assu
         manifest: the manifest that it would be made from.
         assumed: receives all of it, with the command that makes the plan.
     """
-    from fcp_cli.planning.settings.settings import (  # slow to import, rarely needed
-        ASSUMED_GLOBAL_BATCH_SIZE,
-        computed_basis,
-    )
+    from fcp_cli.planning.settings.problem_settings import computed_basis  # slow to import, rarely needed
+    from fcp_cli.planning.settings.settings import ASSUMED_GLOBAL_BATCH_SIZE  # slow to import, rarely needed
 
     name = load_model(model).name
     found = Assumptions()

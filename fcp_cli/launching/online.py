@@ -9,8 +9,8 @@ from fcp_cli.plan.metadata.online import OnlineOptions, OnlineSettings
 from fcp_cli.planning.fcp.solver import solver_of
 from fcp_cli.planning.online.settings import require_fitting, stream_batching, stream_metadata
 from fcp_cli.planning.settings.options import PlanRequest
+from fcp_cli.planning.settings.problem_settings import FOLDER_PROFILE, resolve_problem
 from fcp_cli.planning.settings.recipe_search import unknown_lengths
-from fcp_cli.planning.settings.settings import FOLDER_PROFILE, resolve_problem
 
 
 def online_settings(request: LaunchRequest, target: str, assumed: Assumptions) -> OnlineSettings:

@@ -22,9 +22,9 @@ from fcp_cli.planning.fcp.solver import solver_of
 from fcp_cli.planning.online.settings import require_fitting, stream_batching, stream_metadata
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.settings.options import PlanRequest
+from fcp_cli.planning.settings.problem_settings import resolve_problem
 from fcp_cli.planning.settings.rank_speeds import GivenSpeeds, speeds_words
 from fcp_cli.planning.settings.recipe_search import unknown_lengths
-from fcp_cli.planning.settings.settings import resolve_problem
 from fcp_cli.validation import validated
 
 

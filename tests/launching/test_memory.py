@@ -25,8 +25,9 @@ from fcp_cli.machine.devices import LocalDevices
 from fcp_cli.machine.facts import Facts
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.planning.settings import settings as planning_settings
+from fcp_cli.planning.settings import problem_settings
 from fcp_cli.planning.settings.options import PlanRequest
+from fcp_cli.planning.settings.settings import resolve
 from fcp_cli.recipe import LayerRecompute, Recipe
 from fcp_cli.training.settings import TrainSettings
 from tests.launching.jobs import GPUS, job, local_job, plan_metadata
@@ -261,10 +262,10 @@ def test_a_plan_without_any_option_and_the_launch_of_its_model_are_one_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = Accelerators(kind="cuda", name="NVIDIA H100 80GB HBM3", count=8, memory_bytes=80 * 10**9)
-    monkeypatch.setattr(planning_settings, "find_accelerators", lambda: found)
+    monkeypatch.setattr(problem_settings, "find_accelerators", lambda: found)
     monkeypatch.chdir(tmp_path)
     pq.write_table(pa.table({"length": [10, 20, 30]}), "dataset.parquet")
-    problem = planning_settings.resolve(PlanRequest(manifest=Path("dataset.parquet")), Assumptions()).problem
+    problem = resolve(PlanRequest(manifest=Path("dataset.parquet")), Assumptions()).problem
     metadata = plan_metadata(
         num_ranks=problem.num_ranks,
         sync=problem.sync,

@@ -11,7 +11,7 @@ from fcp_cli.cost.profile import dump_cost_profile, parse_cost_profile
 from fcp_cli.errors import UsageError
 from fcp_cli.machine.devices import LocalDevices
 from fcp_cli.planning.settings.options import PlanRequest
-from fcp_cli.planning.settings.settings import resolve_problem
+from fcp_cli.planning.settings.problem_settings import resolve_problem
 from fcp_cli.profiling import choices
 from fcp_cli.profiling.choices import choose_measurement, computed_profile
 from fcp_cli.profiling.options import ProfileRequest

@@ -37,8 +37,9 @@ from fcp_cli.planning.dataset.refitting import Refitter
 from fcp_cli.planning.dataset.run import kept_steps, plan_metadata, plan_step
 from fcp_cli.planning.problem import problem_of
 from fcp_cli.planning.settings.options import PlanRequest
+from fcp_cli.planning.settings.problem_settings import split_attention
 from fcp_cli.planning.settings.remedies import best_remedy
-from fcp_cli.planning.settings.settings import PlanInputs, resolve, split_attention
+from fcp_cli.planning.settings.settings import PlanInputs, resolve
 from fcp_cli.planning.solvers import make_solver
 from fcp_cli.recipe import RecipeRequest
 from fcp_cli.validation import validated

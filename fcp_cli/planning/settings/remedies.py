@@ -7,16 +7,21 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, get_args
 
+from fcp_cli.console import Assumptions
 from fcp_cli.errors import FcpError
 from fcp_cli.manifest.table.table import LengthTable
+from fcp_cli.memory.fitting import JobRanks
 from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.plan.pricing.setup import RankShape
 from fcp_cli.planning.fcp.solver import is_compiled
 from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.settings.budget import unfixed_request
+from fcp_cli.planning.settings.budget import profiled_budget, unfixed_request
 from fcp_cli.planning.settings.options import PlanRequest
+from fcp_cli.planning.settings.problem_settings import computed_basis, problem_from
 from fcp_cli.planning.settings.recipe_search import sampled_seconds
-from fcp_cli.planning.settings.settings import PlanInputs, problem_under
+from fcp_cli.planning.settings.settings import PlanInputs
 from fcp_cli.recipe import flag_words
+from fcp_cli.validation import fields_of
 
 _LEAST_GAIN: Final = 0.02  # smaller ones are within the cost model's error
 _AS_LONG: Final = 1.01
@@ -114,3 +119,33 @@ def _flags(request: PlanRequest, inputs: PlanInputs, problem: Problem) -> str:
     words += [] if problem.sync == inputs.problem.sync else ["--sync", problem.sync]
     words += [] if request.tokens_per_rank is None else ["--tokens-per-rank", str(problem.tokens_per_rank)]
     return " ".join(words)
+
+
+def problem_under(request: PlanRequest, inputs: PlanInputs) -> Problem:
+    """Return the problem of the same ranks under another request: other recipe, sync or token budget.
+
+    Without a profile, the recipe is the quickest that the request allows on the plan's own data.
+
+    Args:
+        request: the request with the changes.
+        inputs: the inputs of the plan, which `resolve` made.
+    """
+    now, assumptions = inputs.problem, Assumptions()
+    known = inputs.budget
+    most_peers = known.room.place.most_peers if known and known.room else None
+    ranks = JobRanks(**fields_of(RankShape, now), virtual_stages=now.virtual_stages, most_peers=most_peers)
+    if known is None or known.cluster is None:
+        ranks = ranks.that_share(request.attention, prices_heads=now.profile.heads is not None)
+        return problem_from(
+            request, now.profile, ranks, profiled_budget(request, now.profile, ranks, assumptions), assumptions
+        )
+    request = replace(
+        request,
+        ranks=ranks.num_ranks,
+        ranks_per_node=ranks.ranks_per_node,
+        tensor_parallel=ranks.tensor_parallel,
+        pipeline_parallel=ranks.pipeline_parallel,
+        virtual_stages=ranks.virtual_stages,
+    )
+    basis = computed_basis(request, assumptions, cluster=known.cluster, most_peers=ranks.most_peers, data=inputs.data)
+    return problem_from(request, *basis, assumptions)

@@ -21,9 +21,10 @@ from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.settings.budget import continued_recipe
 from fcp_cli.planning.settings.continuation import continued_mixture, remaining_steps, settings_of
 from fcp_cli.planning.settings.options import PlanRequest
+from fcp_cli.planning.settings.problem_settings import whole_budget_of, with_headroom
 from fcp_cli.planning.settings.rank_speeds import speeds_of_run
 from fcp_cli.planning.settings.ranks import devices_of_rank
-from fcp_cli.planning.settings.settings import PlanInputs, whole_budget_of, with_headroom
+from fcp_cli.planning.settings.settings import PlanInputs
 from fcp_cli.profiling.computed.forward import forward_profile
 from fcp_cli.validation import fields_of
 from fcp_cli.words import counted

@@ -15,7 +15,7 @@ from fcp_cli.planning.compiled.waves import microbatch
 from fcp_cli.planning.kernel_inputs import by_falling_work, planner_inputs
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.settings.options import PlanRequest
-from fcp_cli.planning.settings.settings import resolve_problem
+from fcp_cli.planning.settings.problem_settings import resolve_problem
 from fcp_cli.recipe import RecipeRequest
 from tests.planning.examples import compile_planner, long_tail
 

@@ -18,8 +18,8 @@ from fcp_cli.planning.batching.batches import GlobalBatches
 from fcp_cli.planning.dataset.comparison import Contender, Outcome
 from fcp_cli.planning.dataset.verdict import Rival, Verdict, compared_verdict
 from fcp_cli.planning.settings.options import PlanRequest
-from fcp_cli.planning.settings.remedies import Remedy, best_remedy, enough_ranks
-from fcp_cli.planning.settings.settings import PlanInputs, problem_under, resolve
+from fcp_cli.planning.settings.remedies import Remedy, best_remedy, enough_ranks, problem_under
+from fcp_cli.planning.settings.settings import PlanInputs, resolve
 from fcp_cli.recipe import RecipeRequest
 from fcp_cli.report.verdict_lines import verdict_lines
 from tests.planning.examples import compile_planner, example_problem, long_tail

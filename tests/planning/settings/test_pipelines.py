@@ -25,8 +25,9 @@ from fcp_cli.planning.dataset.run import make_plan
 from fcp_cli.planning.fcp.wave_orders import reordered, wave_orders
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 from fcp_cli.planning.settings.options import PlanRequest
+from fcp_cli.planning.settings.problem_settings import resolve_problem
 from fcp_cli.planning.settings.recipe_search import RecipeData, sampled_seconds
-from fcp_cli.planning.settings.settings import PlanInputs, resolve_problem
+from fcp_cli.planning.settings.settings import PlanInputs
 from fcp_cli.planning.solvers import make_solver
 from fcp_cli.recipe import RecipeRequest
 from tests.plan.plans import rewritten

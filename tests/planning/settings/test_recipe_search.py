@@ -23,8 +23,10 @@ from fcp_cli.planning.fcp.solver import solver_of
 from fcp_cli.planning.planner import Planner
 from fcp_cli.planning.settings import recipe_search
 from fcp_cli.planning.settings.options import PlanRequest
+from fcp_cli.planning.settings.problem_settings import resolve_problem
 from fcp_cli.planning.settings.recipe_search import RecipeCandidate, RecipeChoice, quickest_recipe, sampled_seconds
-from fcp_cli.planning.settings.settings import PlanInputs, problem_under, resolve, resolve_problem
+from fcp_cli.planning.settings.remedies import problem_under
+from fcp_cli.planning.settings.settings import PlanInputs, resolve
 from fcp_cli.recipe import RecipeRequest, Recompute
 from tests.planning.examples import compile_planner, long_tail
 

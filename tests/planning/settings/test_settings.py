@@ -20,7 +20,7 @@ from fcp_cli.memory.fitting import JobRanks
 from fcp_cli.models.model import load_model
 from fcp_cli.models.shipped import DEFAULT_MODEL
 from fcp_cli.plan.pricing.pipeline import Pipeline
-from fcp_cli.planning.settings import settings
+from fcp_cli.planning.settings import problem_settings
 from fcp_cli.planning.settings.options import PlanRequest
 from fcp_cli.planning.settings.pipelines import pipeline_of
 from fcp_cli.planning.settings.settings import resolve
@@ -32,7 +32,7 @@ from tests.planning.examples import PROFILE
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(settings, "find_accelerators", lambda: None)
+    monkeypatch.setattr(problem_settings, "find_accelerators", lambda: None)
     pq.write_table(pa.table({"length": [10, 20, 30]}), tmp_path / "dataset.parquet")
     return tmp_path
 
@@ -70,7 +70,7 @@ def test_without_a_profile_one_is_computed_for_the_example_cluster_where_there_i
 
 def test_accelerators_of_this_machine_are_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Accelerators(kind="cuda", name="NVIDIA H100 80GB HBM3", count=8, memory_bytes=85 * 10**9)
-    monkeypatch.setattr(settings, "find_accelerators", lambda: found)
+    monkeypatch.setattr(problem_settings, "find_accelerators", lambda: found)
     assumptions = Assumptions()
     problem = resolve(PlanRequest(manifest=DATASET), assumptions).problem
     assert (problem.num_ranks, problem.ranks_per_node, problem.profile.cluster) == (8, 8, "h100-8x8")
