@@ -23,6 +23,8 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.forked_ranks.rank_forking import name_no_events
+
 _FORKED = ("fcp_cli", "torch.distributed.run", "fcp_cli.training.train", "fcp_cli.launching.supervision.guard")
 _IMPORTED = (
     "fcp_cli.app",
@@ -67,6 +69,7 @@ def fork_from_here() -> None:
     """Import what jobs need, and fork the programs of `_FORKED` from now on, wherever `subprocess` starts them."""
     for module in _IMPORTED:
         import_module(module)
+    name_no_events()
     subprocess.Popen._execute_child = _fork_or_execute  # type: ignore[attr-defined]
 
 

@@ -28,6 +28,7 @@ def fork_ranks() -> None:
     """Replace how torchrun starts a rank, and how it ends one."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
+    name_no_events()
     start, close = SubprocessHandler._popen, SubprocessHandler.close
 
     def fork_or_start(handler: SubprocessHandler, args: tuple[str, ...], env: dict[str, str]) -> Any:
@@ -46,6 +47,13 @@ def fork_ranks() -> None:
 
     SubprocessHandler._popen = fork_or_start  # type: ignore[assignment,method-assign]
     SubprocessHandler.close = close_if_there  # type: ignore[assignment,method-assign]
+
+
+def name_no_events() -> None:
+    """Spare torchrun the names of events that nobody records: of each frame it asks all modules that are imported."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    dynamic_rendezvous.get_method_name = lambda *_: ""
 
 
 def _is_forked(module: str, environment: Mapping[str, str]) -> bool:

@@ -39,6 +39,10 @@ _LATER = {
         "peft",
         "pandas",
         "fcp_cli.runtime",
+        "fcp_cli.training.run",
+        "fcp_cli.training.data",
+        "fcp_cli.training.weights.models",
+        "fcp_cli.integrations.transformers",
     ),
     "fcp_cli": (
         "fcp_cli.app",

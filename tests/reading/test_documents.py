@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from fcp_cli.errors import FcpError
+from fcp_cli.reading import documents
 from fcp_cli.reading.documents import (
     MOST_BYTES,
     MOST_DEPTH,
@@ -119,6 +123,28 @@ def test_dates_stay_texts_and_numbers_are_those_of_yaml_1_2() -> None:
 def test_an_alias_of_a_plain_block_is_read() -> None:
     text = "base: &base {ranks: 4}\nplan: {<<: *base, seed: 1}\nlist: [*base]"
     assert parse_yaml(text, name="f", error=FcpError)["plan"] == {"ranks": 4, "seed": 1}
+
+
+_PIECES = ("a", "b: ", "c:", "- ", "\n", "\n  ", "{", "}", "[", "]", ", ", ",", ": ", "1.5", "'", '"', "&x ", "*x", "# ", "#", "<<: ",
+           "!", "? ", "?", "|\n", ">", "\t", "\x85", "\r", "%", "@", "`", "~", "\\", "50e9", "--- ", "...")  # fmt: skip
+
+
+@settings(max_examples=400)
+@given(pieces=st.lists(st.sampled_from(_PIECES), max_size=8))
+@example(pieces=["!"])
+@example(pieces=["c:", "\t", "1.5"])
+@example(pieces=["[", "a", "?", "b: ", "]"])
+@example(pieces=["|", "#"])
+def test_libyaml_reads_a_text_as_pyyaml_itself_does(pieces: list[str]) -> None:
+    def read() -> object:
+        try:
+            return parse_yaml("".join(pieces), name="f", error=FcpError)
+        except FcpError as refused:
+            return str(refused)
+
+    quickly = read()
+    with mock.patch.object(documents, "_FastLoader", documents._Loader):
+        assert read() == quickly
 
 
 def test_a_device_without_an_end_is_refused_before_it_fills_the_memory() -> None:
