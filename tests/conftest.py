@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ast
 import gc
 import os
 import re
@@ -25,6 +24,7 @@ from hypothesis import HealthCheck, settings
 
 from fcp_cli.runtime.injection.imports import after_import
 from tests import messages
+from tests.syntax import markers_of
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("search", settings.get_profile("repeatable"), derandomize=False, max_examples=1000)
@@ -104,7 +104,7 @@ def _leave_out_unasked(config: pytest.Config, items: list[pytest.Item]) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave modules out that need PyTorch as a whole, if such tests are: importing it takes longer than many tests."""
     unwanted = "not torch" in config.option.markexpr and collection_path.name.startswith("test_")
-    return True if unwanted and _needs_torch(collection_path) else None
+    return True if unwanted and not markers_of(collection_path).isdisjoint(_IMPLY_TORCH) else None
 
 
 def pytest_collection_finish() -> None:
@@ -186,15 +186,3 @@ def _refused_processes() -> Iterator[None]:
         mock.patch.object(BaseProcess, "start", refuse),
     ):
         yield
-
-
-def _needs_torch(module: Path) -> bool:
-    """Return whether the module's `pytestmark` names one of the markers that imply PyTorch."""
-    marks = (
-        node.value
-        for node in ast.parse(module.read_bytes()).body
-        if isinstance(node, ast.Assign)
-        and any(isinstance(it, ast.Name) and it.id == "pytestmark" for it in node.targets)
-    )
-    names = {node.attr for mark in marks for node in ast.walk(mark) if isinstance(node, ast.Attribute)}
-    return not names.isdisjoint(_IMPLY_TORCH)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fcp_cli.runtime.injection.integrations import HOOKS
-from tests.syntax import nodes_of, tree_of
+from tests.syntax import markers_of, nodes_of, tree_of
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fcp_cli"
@@ -185,11 +185,9 @@ def test_compiled_functions_call_none_of_other_folders() -> None:
 
 def test_test_modules_without_a_marker_of_pytorch_do_not_import_it() -> None:
     """`make fast` collects them, and importing PyTorch takes longer than most of its tests."""
-    mark = re.compile(r"^pytestmark = (\[.*?\]|[^\n]*)", re.MULTILINE | re.DOTALL)
     found: dict[str, str] = {}
     for path in (ROOT / "tests").rglob("test_*.py"):
-        marks = mark.search(path.read_text(encoding="utf-8"))
-        if not (marks and re.search(r"\.(torch|hf|megatron|loops)\b", marks[1])):
+        if markers_of(path).isdisjoint(("torch", "hf", "megatron", "loops")):
             through = first_importer_of("torch", path)
             found |= {str(path.relative_to(ROOT)): str(through.relative_to(ROOT))} if through else {}
     assert found == {}

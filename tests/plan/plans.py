@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pyarrow as pa
@@ -25,16 +27,32 @@ Columns = dict[str, list[Any]]
 
 def small_plan(path: Path, sync: Sync = "iteration", *, table: LengthTable | None = None, **settings: Any) -> Path:
     """Two epochs of 63 sequences in batches of 20 on 16 ranks, unless told otherwise."""
+    if table is None and not settings:
+        path.write_bytes(_usual_plan(sync))
+    else:
+        _make(path, sync, long_tail(60) if table is None else table, settings)
+    return path
+
+
+@cache
+def _usual_plan(sync: Sync) -> bytes:
+    """Return the file of a plan that dozens of tests begin with."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.parquet"
+        _make(path, sync, long_tail(60), {})
+        return path.read_bytes()
+
+
+def _make(path: Path, sync: Sync, table: LengthTable, settings: dict[str, Any]) -> None:
     make_plan(
         path,
         PlanInputs(
-            table=table if table is not None else long_tail(60),
+            table=table,
             problem=example_problem(sync, tokens_per_rank=8192),
             settings=BatchSettings(**{"global_batch_size": 20, "epochs": 2, **settings}),
         ),
         solver_name="fcp-paper",
     )
-    return path
 
 
 def rewritten(
