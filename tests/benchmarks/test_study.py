@@ -98,6 +98,7 @@ def test_no_strategy_beats_the_bound_and_none_is_flattered(study: Study) -> None
             assert outcome.gap > -1e-9
 
 
+@pytest.mark.lengthy
 def test_ours_is_never_slower_than_a_static_baseline_by_more_than_its_own_tolerance(study: Study) -> None:
     """Static schedules are tried where ours lies more than 1 % (above 32 ranks: 3 %) over the bound."""
     for cell in (*study.grid, *(cell for _, cell in study.variants), *study.scaling):
@@ -108,17 +109,20 @@ def test_ours_is_never_slower_than_a_static_baseline_by_more_than_its_own_tolera
         assert min(extreme.speedups(over=STANDARD)) >= 1.0
 
 
+@pytest.mark.lengthy
 def test_splitting_heads_where_it_takes_less_is_not_slower_than_rings_alone(study: Study) -> None:
     for cell in (*study.grid, *study.scaling):
         assert min(cell.speedups(of=SPLIT, over=OURS)) >= 1 / 1.01
 
 
+@pytest.mark.lengthy
 def test_a_plan_that_knows_the_encoder_is_not_slower_than_one_that_does_not(study: Study) -> None:
     for gain in study.gains:
         assert 0 < gain.encoder_share < 1
         assert min(gain.gains.values()) >= 1 / 1.03
 
 
+@pytest.mark.lengthy
 def test_a_frozen_encoder_is_a_smaller_share_of_the_work(study: Study) -> None:
     trained, frozen = (
         {gain.setting.dataset: gain.encoder_share for gain in study.gains if gain.setting.encoder == encoder}
@@ -128,6 +132,7 @@ def test_a_frozen_encoder_is_a_smaller_share_of_the_work(study: Study) -> None:
     assert all(frozen[name] < trained[name] for name in trained)
 
 
+@pytest.mark.lengthy
 def test_cells_are_the_same_whenever_they_are_planned(study: Study) -> None:
     short = QUICK.short_counts[0]
     setting = replace(SETTING, ranks=64, batch_size=short + 1)
@@ -135,6 +140,7 @@ def test_cells_are_the_same_whenever_they_are_planned(study: Study) -> None:
     assert cell.outcomes[OURS, "iteration"].step_seconds == study.extremes[0].seconds[OURS, "iteration"]
 
 
+@pytest.mark.lengthy
 def test_the_page_and_its_pictures_are_written(study: Study, tmp_path: Path) -> None:
     write(study, tmp_path)
     page = (tmp_path / "research" / "study.md").read_text()
@@ -149,6 +155,7 @@ def test_the_page_and_its_pictures_are_written(study: Study, tmp_path: Path) -> 
     assert fill(page, study) == page
 
 
+@pytest.mark.lengthy
 def test_a_page_without_a_place_for_a_table_is_refused(study: Study) -> None:
     page = (DOCS / "research" / "study.md").read_text().replace("<!-- end gains -->", "")
     with pytest.raises(ValueError, match="no marks '<!-- begin gains -->' and '<!-- end gains -->'"):

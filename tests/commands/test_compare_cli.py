@@ -80,6 +80,7 @@ def test_every_strategy_is_compared_on_the_same_steps(document: dict[str, Any]) 
     assert document["profile"]["origin"] == "assumed"
 
 
+@pytest.mark.lengthy
 def test_the_quickest_comes_first_and_none_beats_its_bound_or_the_budget(document: dict[str, Any]) -> None:
     seconds = [one["outcomes"][one["best_sync"]]["step_seconds"] for one in document["strategies"]]
     assert seconds == sorted(seconds)
@@ -88,6 +89,7 @@ def test_the_quickest_comes_first_and_none_beats_its_bound_or_the_budget(documen
             assert outcome["gap"] >= -1e-9 and outcome["over_budget"] == 0
 
 
+@pytest.mark.lengthy
 def test_flexsp_says_its_time_limit(document: dict[str, Any]) -> None:
     (flexsp,) = (strategy for strategy in document["strategies"] if strategy["name"] == "flexsp")
     assert flexsp["outcomes"]["iteration"]["options"]["milp_seconds"] == 0.1

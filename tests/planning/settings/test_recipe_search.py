@@ -31,7 +31,7 @@ from fcp_cli.recipe import RecipeRequest, Recompute
 from tests.planning.examples import compile_planner, long_tail
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def compiled() -> None:
     compile_planner()
 
@@ -73,6 +73,16 @@ def candidates_of(inputs: PlanInputs) -> Iterator[RecipeCandidate]:
         )
 
 
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> PlanInputs:
+    return inputs_of(tmp_path_factory.mktemp("usual"))
+
+
+@pytest.fixture(scope="module")
+def usual_candidates(usual: PlanInputs) -> list[RecipeCandidate]:
+    return list(candidates_of(usual))
+
+
 def chosen(inputs: PlanInputs, candidates: list[RecipeCandidate]) -> RecipeChoice:
     assert inputs.data is not None
     found = quickest_recipe(candidates, usual_of(candidates), inputs.data)
@@ -91,23 +101,23 @@ def usual_seconds(found: RecipeChoice, candidates: list[RecipeCandidate]) -> flo
 
 
 @pytest.mark.lengthy
-def test_no_recipe_that_fits_is_quicker_on_the_sampled_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = inputs_of(tmp_path)
+def test_no_recipe_that_fits_is_quicker_on_the_sampled_steps(
+    usual: PlanInputs, usual_candidates: list[RecipeCandidate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = usual
     assert inputs.data is not None
-    candidates = list(candidates_of(inputs))
-    held = [one for one in candidates if inputs.data.fits_into(one.problem)]
+    held = [one for one in usual_candidates if inputs.data.fits_into(one.problem)]
     sample = inputs.data.sample(held[0].problem)
     seconds = sorted(sampled_seconds(one.problem, sample) for one in held)
-    found = chosen(inputs, candidates)
+    found = chosen(inputs, usual_candidates)
     assert found.seconds == seconds[0] <= found.others[0][1]
-    assert found.seconds <= usual_seconds(found, candidates)
+    assert found.seconds <= usual_seconds(found, usual_candidates)
     assert len(found.others) + 1 < found.tried == len(held)  # bounds ruled the others out
     assert (inputs.problem.recipe, inputs.problem.sync) == found.fit.key
     monkeypatch.setattr(recipe_search, "_MOST_DRAFTED", 5)
-    fewer = chosen(inputs, candidates)
-    assert len(fewer.others) == 4 and fewer.seconds <= usual_seconds(fewer, candidates) == usual_seconds(
-        found, candidates
-    )
+    fewer = chosen(inputs, usual_candidates)
+    usual_takes = usual_seconds(found, usual_candidates)
+    assert len(fewer.others) == 4 and fewer.seconds <= usual_seconds(fewer, usual_candidates) == usual_takes
 
 
 def test_the_same_data_give_the_same_recipe_however_many_steps_are_planned(tmp_path: Path) -> None:
@@ -160,31 +170,30 @@ def test_a_profile_with_levels_gets_those_of_the_ranks_that_it_plans_for(tmp_pat
 
 @pytest.mark.parametrize(("gain", "offloads"), [(0.005, False), (0.02, True)])
 def test_offloading_must_gain_a_hundredth(
-    gain: float, offloads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gain: float,
+    offloads: bool,
+    usual: PlanInputs,
+    usual_candidates: list[RecipeCandidate],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    inputs = inputs_of(tmp_path)
-    of = {
-        fit.recipe.offload: fit for fit in (one.fit for one in candidates_of(inputs)) if fit.recipe.recompute == "full"
-    }
-    pair = [one for one in candidates_of(inputs) if one.fit.key in {of[name].key for name in ("none", "activations")}]
+    of = {fit.recipe.offload: fit for fit in (one.fit for one in usual_candidates) if fit.recipe.recompute == "full"}
+    pair = [one for one in usual_candidates if one.fit.key in {of[name].key for name in ("none", "activations")}]
     seconds = {"none": 1.0, "activations": 1.0 - gain}
     assert [one.fit.recipe.offload for one in pair] == ["none", "activations"]
     monkeypatch.setattr(recipe_search, "sampled_seconds", lambda problem, *_, **__: seconds[problem.recipe.offload])
-    assert inputs.data is not None
-    found = quickest_recipe(pair, pair[0].fit, inputs.data)
+    assert usual.data is not None
+    found = quickest_recipe(pair, pair[0].fit, usual.data)
     assert found is not None and (found.fit.recipe.offload == "activations") == offloads
     assert len(found.others) == 1 and found.others[0][0].fit != found.fit
 
 
 def test_the_quickest_drafts_are_planned_as_the_plan_will_be_before_one_is_chosen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    usual: PlanInputs, usual_candidates: list[RecipeCandidate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three drafts in reverse of their plans, and a fourth that would be quicker still, but is not planned."""
-    inputs = inputs_of(tmp_path)
-    assert inputs.data is not None
-    fits = [
-        one for one in candidates_of(inputs) if one.fit.recipe.offload == "none" and inputs.data.fits_into(one.problem)
-    ]
+    data = usual.data
+    assert data is not None
+    fits = [one for one in usual_candidates if one.fit.recipe.offload == "none" and data.fits_into(one.problem)]
     four = fits[:4]
     planned: list[Any] = []
 
@@ -196,7 +205,7 @@ def test_the_quickest_drafts_are_planned_as_the_plan_will_be_before_one_is_chose
         return 1e6 - place
 
     monkeypatch.setattr(recipe_search, "sampled_seconds", seconds_of)
-    found = quickest_recipe(four, four[0].fit, inputs.data)
+    found = quickest_recipe(four, four[0].fit, data)
     assert found is not None and found.fit == four[2].fit and found.seconds == 1e6 - 2
     assert sorted(planned) == [0, 1, 2]
     assert [seconds for _one, seconds in found.others] == [1e6 - 1, 1e6, 1e6 + 3]
@@ -268,9 +277,9 @@ def test_a_sample_takes_counted_work(tmp_path: Path) -> None:
     assert len(inputs.data.sample(wide)) == 1
 
 
-def test_megatrons_dynamic_cp_is_priced_under_the_recipe_that_suits_it_best(tmp_path: Path) -> None:
+def test_megatrons_dynamic_cp_is_priced_under_the_recipe_that_suits_it_best(usual: PlanInputs) -> None:
     """Under either sync, and with recomputation alike for all: it fills its budget whatever that recomputes."""
-    inputs = inputs_of(tmp_path)
+    inputs = usual
     assert inputs.budget is not None
     problems = (inputs.problem, *inputs.budget.for_rivals)
     assert {one.sync for one in problems} == {"iteration", "microbatch"}
@@ -282,6 +291,6 @@ def test_megatrons_dynamic_cp_is_priced_under_the_recipe_that_suits_it_best(tmp_
     assert together["fcp"] == alone[0]["fcp"]
 
 
-def test_strategies_are_compared_under_one_kind_of_recomputation_for_all(tmp_path: Path) -> None:
-    assert inputs_of(tmp_path).problem.profile.recompute_levels
+def test_strategies_are_compared_under_one_kind_of_recomputation_for_all(usual: PlanInputs, tmp_path: Path) -> None:
+    assert usual.problem.profile.recompute_levels
     assert not inputs_of(tmp_path, as_needed=False).problem.profile.recompute_levels
