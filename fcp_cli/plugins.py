@@ -51,8 +51,8 @@ class Plugin:
         reason = "" if cause is None else f": {_reason(cause)}{self._failed_line(cause)}"
         distribution = self.package.split()[0]
         return PluginError(
-            f"{self.registry.noun} {self.name} of the package {self.package} {fault}{reason}; update that package, or "
-            f"remove it with 'pip uninstall {distribution}'"
+            f"{self.registry.noun} {self.name} of the package {self.package} {fault}{reason}; fix or update that "
+            f"package, or remove it with 'pip uninstall {distribution}'"
         )
 
     def _failed_line(self, cause: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Options and commands that are gone: a user who still types one is told its replacement, or why there is none."""
+"""Options and commands that are gone, or options of another command: each with what to type instead, or why nothing."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ RETIRED: Final[dict[tuple[str, str], str]] = {
     ("launch", "--random-weights"): "write --weights random",
     ("launch", "--warmup-ratio"): "write --warmup-steps X, which below 1 is a share of the schedule",
     ("manifest build", "--text-field"): "write --column",
+    ("plan", "--tokenizer"): "count the tokens of texts with 'fcp manifest build --tokenizer', and plan the manifest",
     ("profile", "--share"): "send the profile itself: nothing read the shared file",
     ("profile", "--hf-config"): "write --model, which takes a config.json",
 }
@@ -22,14 +23,14 @@ RETIRED_COMMANDS: Final = {
 
 
 def replacement(command: str, flag: str = "") -> str | None:
-    """Return the end of a message that no such command or option exists, or None if there never was one.
+    """Return the end of a message that no such command or option exists, or None if none is known.
 
     Args:
         command: words behind `fcp`, as "manifest build".
         flag: long flag, as typed; "" for the command itself.
     """
     instead = RETIRED.get((command, flag)) if flag else RETIRED_COMMANDS.get(command)
-    return instead and f" any more; {instead}"
+    return instead and f"{'' if flag else ' any more'}; {instead}"
 
 
 def replacement_of_variable(name: str) -> str | None:

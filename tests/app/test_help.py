@@ -72,7 +72,7 @@ def test_every_option_of_a_long_command_has_a_group(entry: CommandEntry) -> None
 def test_a_retired_option_is_answered_with_its_replacement_or_why_there_is_none(
     command: str, flag: str, tmp_path: Path
 ) -> None:
-    instead = f" any more; {RETIRED[command, flag]}"
+    instead = f"; {RETIRED[command, flag]}"
     typed = CliRunner().invoke(app, [*command.split(), flag, "x"])
     assert isinstance(typed.exception, UsageError)
     assert str(typed.exception) == f"there is no option {flag}{instead}; see 'fcp {command} --help'"

@@ -153,7 +153,7 @@ def test_a_broken_solver_is_one_line_that_names_its_package(
     assert result.returncode == 1, result.stderr
     (line,) = (line for line in result.stderr.splitlines() if line.startswith("error:"))
     assert line.startswith(f"error: solver odd of the package odd 2.5 {fault}"), line
-    assert line.endswith("; update that package, or remove it with 'pip uninstall odd'")
+    assert line.endswith("; fix or update that package, or remove it with 'pip uninstall odd'")
     assert not (tmp_path / "plan.parquet").exists()
     compared = fcp("compare", "lengths.txt", *PLAN, "--solvers", "static,odd", "--json", cwd=tmp_path)
     assert compared.returncode == 0, compared.stderr

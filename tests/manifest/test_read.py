@@ -231,6 +231,7 @@ def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
     fails(
         tmp_path / "no.parquet", "no.parquet does not exist; `fcp manifest build SOURCE -o no.parquet` makes a manifest"
     )
+    fails(tmp_path / "no.jsonl", "no.jsonl does not exist; `fcp manifest build SOURCE -o no.parquet` makes a manifest")
 
 
 def test_a_manifest_without_rows_is_an_error(tmp_path: Path) -> None:
@@ -354,7 +355,7 @@ def test_a_dash_reads_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             "",
             snapshot(
-                'ManifestError: standard input has no lines: write one length per line, for example {"length": 4096}'
+                'ManifestError: standard input has no lines: write one length per line, for example {"length": 4096} (texts: `fcp manifest build`)'
             ),
         ),
         (

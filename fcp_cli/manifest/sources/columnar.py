@@ -174,7 +174,7 @@ class ColumnarTokens:
         source_row = int(self._rows[row])
         index = int(np.searchsorted(self._group_ends, source_row, side="right"))
         if index == len(self._groups):
-            raise ManifestError(f"{self._source.path} has no row {source_row} any more; build the manifest again")
+            raise ManifestError(f"{self._source.path} has no row {source_row} any more")
         column = self._column(index)
         # Groups are known by where they end, so the row counts from the end of its group.
         value = column[source_row - int(self._group_ends[index]) + len(column)]

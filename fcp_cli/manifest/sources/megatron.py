@@ -173,7 +173,7 @@ class MegatronTokens:
     def __call__(self, row: int) -> IntArray:
         sequence = int(self._sequences[row])
         if sequence >= len(self._lengths):
-            raise ManifestError(f"{self._index.path} has no sequence {sequence} any more; build the manifest again")
+            raise ManifestError(f"{self._index.path} has no sequence {sequence} any more")
         byte_offset, length = int(self._byte_offsets[sequence]), int(self._lengths[sequence])
         return self._index.span(self._tokens, sequence, byte_offset, length).astype(np.int64)
 

@@ -46,7 +46,8 @@ def manifest_files(path: Path) -> list[Path]:
             raise ManifestError(_what_folder(path))
         return files
     if not path.exists():
-        raise ManifestError(f"{path} does not exist; `fcp manifest build SOURCE -o {path}` makes a manifest")
+        made = path.with_suffix(".parquet")
+        raise ManifestError(f"{path} does not exist; `fcp manifest build SOURCE -o {made}` makes a manifest")
     return [path]
 
 

@@ -62,7 +62,10 @@ def read_lengths_jsonl(
         for factor, column in vision.items():
             column.append(_whole(record.get(factor) or 0, where, factor))
     if not lengths:
-        raise ManifestError(f'{place} has no lines: write one length per line, for example {{"length": 4096}}')
+        raise ManifestError(
+            f'{place} has no lines: write one length per line, for example {{"length": 4096}} '
+            "(texts: `fcp manifest build`)"
+        )
     factors: dict[str, FloatArray | IntArray] = {"eta": np.asarray(etas, np.float64)}
     factors |= {factor: np.asarray(column, np.int64) for factor, column in vision.items()}
     table = checked_table(name, length_column, np.asarray(lengths, np.int64), factors)
