@@ -400,7 +400,7 @@ def _stages(place: JobRanks, sync: Sync) -> tuple[ZeroStage, ...]:
     FSDP2 does; ranks of several devices run Megatron, which shards its optimizer alone.
     """
     if place.tensor_parallel * place.pipeline_parallel > 1:
-        return (1, 3) if sync == "microbatch" else (1,)
+        return (1,)
     if sync == "microbatch":
         return (3,)
     return (0, 2) if place.on_cpu or place.num_ranks == 1 else (2,)
