@@ -397,7 +397,8 @@ def _stages(place: JobRanks, sync: Sync) -> tuple[ZeroStage, ...]:
     """Return the ZeRO stages to try, by the bytes that they send in a step.
 
     Stage 2 sends less than 0 and 1: it sums gradients to the ranks that own them, and gathers bf16 weights, as
-    FSDP2 does; ranks of several devices run Megatron, which shards its optimizer alone.
+    FSDP2 does; ranks of several devices run Megatron, which shards its optimizer alone. Weights are sharded there by
+    Megatron-FSDP, which a script has to ask for, and so does --zero 3.
     """
     if place.tensor_parallel * place.pipeline_parallel > 1:
         return (1,)

@@ -233,8 +233,12 @@ def require_room(spec: ModelSpec, request: PlanRequest, place: JobRanks, fit: Fi
     needed = fit.memory.total_bytes(1) / 1e9
     open_ = fitting_recipe(spec, unfixed_request(request.recipe), place)
     remedy = "plan for more --ranks, a smaller --model, or cut it with --tensor-parallel"
+    if open_.tokens < 1 and place.runs_megatron:
+        open_ = fitting_recipe(spec, replace(unfixed_request(request.recipe), zero="3"), place)
+        remedy = "plan for more --ranks, a smaller --model, or cut it into more devices with --tensor-parallel"
     if open_.tokens >= 1:
-        remedy = f"{shlex.join(open_.flags())} leave room for {open_.tokens:,} tokens"
+        sharded = " under Megatron-FSDP" if place.runs_megatron and open_.recipe.zero_stage == 3 else ""
+        remedy = f"{shlex.join(open_.flags())} leave room for {open_.tokens:,} tokens{sharded}"
     raise UsageError(
         f"{spec.name} needs {needed:.1f} of the {place.capacity_bytes / 1e9:.1f} GB that each of {place.num_ranks} "
         f"ranks may use, under {fit.recipe.describe()}, sync {fit.sync}; {remedy}"

@@ -110,6 +110,11 @@ def test_a_model_without_room_is_refused_with_what_would_fit() -> None:
         resolve(no_sharding, Assumptions())
     with pytest.raises(UsageError, match="plan for more --ranks, a smaller --model, or cut it with --tensor-parallel"):
         resolve(PlanRequest(manifest=DATASET, model="qwen3-8b", cluster="h100", ranks=1), Assumptions())
+    cut = PlanRequest(manifest=DATASET, model="llama3-70b", cluster="h100", tensor_parallel=2)
+    with pytest.raises(
+        UsageError, match=r"under ZeRO-1, .*; --zero 3 .* leave room for [\d,]+ tokens under Megatron-FSDP$"
+    ):
+        resolve(cut, Assumptions())
     assumptions = Assumptions()  # but a budget that was given is planned with
     request = PlanRequest(manifest=DATASET, model="qwen3-8b", cluster="h100", ranks=1, tokens_per_rank=2048)
     assert resolve(request, assumptions).problem.tokens_per_rank == 2048
