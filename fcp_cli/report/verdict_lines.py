@@ -52,6 +52,9 @@ def _sentences(verdict: Verdict) -> Iterator[str]:
         is_said = any(one.steps == remedy.steps for one in verdict.rivals)
         where = "" if is_said else _on(remedy.steps, verdict)
         yield f"What helps more: {remedy.flags}{room}: {1 - remedy.factor:.0%} less{where}."
+    elif verdict.tried and verdict.profile is not None:
+        way = "plan without it to search others" if verdict.profile == "analytic" else "fcp profile measures others"
+        yield f"No other sync or token budget would help; the profile is of this recipe: {way}."
     elif verdict.tried:
         yield "No other recomputation, sync or token budget that fits would help."
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, cast
 
+from fcp_cli.cost.profile import Origin
 from fcp_cli.errors import PlanError
 from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.pricing.packs import planned_sequences
@@ -51,6 +52,7 @@ class Verdict:
         rivals: those that can run the data at all.
         remedy: the setting under which fcp would be quickest by far; None: none that was tried.
         tried: settings that were tried for that.
+        profile: the origin of the cost profile that was given, under whose recipe alone they were; None: none was.
         device_hour_price: the price of a device-hour in any currency; None if unknown.
         enough_ranks: the fewest ranks that would take as long; None: all of `num_ranks` are needed.
     """
@@ -61,6 +63,7 @@ class Verdict:
     rivals: tuple[Rival, ...]
     remedy: Remedy | None = None
     tried: int = 0
+    profile: Origin | None = None
     device_hour_price: float | None = None
     num_ranks: int = 0
     enough_ranks: int | None = None
@@ -127,10 +130,17 @@ def plan_verdict(
         rivals=tuple(rival for rival in rivals if rival.name != solver),
         remedy=remedy,
         tried=tried,
+        profile=given_profile(inputs),
         device_hour_price=request.device_hour_price,
         num_ranks=problem.num_ranks,
         enough_ranks=enough_ranks(problem, sequences),
     )
+
+
+def given_profile(inputs: PlanInputs) -> Origin | None:
+    """Return the origin of a cost profile that was given and has the times of one recipe; None: there is none."""
+    is_given = inputs.budget is not None and inputs.budget.cluster is None and inputs.problem.recipe is not None
+    return inputs.problem.profile.origin if is_given else None
 
 
 def _planned_again(
@@ -194,6 +204,7 @@ def compared_verdict(
         ),
         remedy=remedy,
         tried=tried,
+        profile=given_profile(inputs),
         device_hour_price=request.device_hour_price,
         num_ranks=inputs.problem.num_ranks,
         enough_ranks=enough_ranks(inputs.problem, again),

@@ -16,7 +16,7 @@ from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.planning.batching.batches import GlobalBatches
 from fcp_cli.planning.dataset.comparison import Contender, Outcome
-from fcp_cli.planning.dataset.verdict import Rival, Verdict, compared_verdict
+from fcp_cli.planning.dataset.verdict import Rival, Verdict, compared_verdict, given_profile
 from fcp_cli.planning.settings.options import PlanRequest
 from fcp_cli.planning.settings.remedies import Remedy, best_remedy, enough_ranks, problem_under
 from fcp_cli.planning.settings.settings import PlanInputs, resolve
@@ -59,6 +59,15 @@ def test_where_planning_does_not_help_it_names_what_to_use(factor: float, line: 
     assert lines[0] == line
     assert "saved" not in " ".join(lines)
     assert lines[-1] == "No other recomputation, sync or token budget that fits would help."
+
+
+@pytest.mark.parametrize(
+    ("origin", "way"), [("analytic", "plan without it to search others"), ("measured", "fcp profile measures others")]
+)
+def test_under_a_given_profile_other_recomputation_is_not_said_to_have_been_tried(origin: Any, way: str) -> None:
+    lines = verdict_lines(replace(VERDICT, device_hour_price=2.5, tried=2, profile=origin))
+    assert " ".join(lines).endswith(f"No other sync or token budget would help; the profile is of this recipe: {way}.")
+    assert max(map(len, lines)) <= 80 and len(lines) <= 4
 
 
 @pytest.mark.parametrize(
@@ -129,6 +138,14 @@ def inputs_of(tmp_path: Path, **options: object) -> tuple[PlanRequest, PlanInput
     common = {"manifest": path, "model": "qwen3-8b", "cluster": "h200-8x8", "global_batch_size": 63}
     request = PlanRequest(**{**common, **options})  # type: ignore[arg-type]
     return request, resolve(request, Assumptions())
+
+
+def test_the_verdict_of_a_plan_knows_whether_a_profile_was_given(tmp_path: Path) -> None:
+    request, inputs = inputs_of(tmp_path)
+    assert given_profile(inputs) is None
+    (tmp_path / "profile.yaml").write_text(inputs.problem.profile.text)
+    under = replace(request, model=None, cluster=None, profile=tmp_path / "profile.yaml")
+    assert given_profile(resolve(under, Assumptions())) == "analytic"
 
 
 def sequences_of(inputs: PlanInputs) -> list[LengthTable]:
