@@ -17,7 +17,7 @@ import typer
 
 from fcp_cli import __version__
 from fcp_cli.command_line.command import App, RootGroup
-from fcp_cli.command_line.config import read_config, unknown_variables
+from fcp_cli.command_line.config import ConfigFile, read_config, unknown_variables
 from fcp_cli.commands.check import check
 from fcp_cli.commands.compare import compare
 from fcp_cli.commands.demo import demo
@@ -30,7 +30,6 @@ from fcp_cli.commands.plan import plan
 from fcp_cli.commands.profile import profile_app
 from fcp_cli.commands.report import report
 from fcp_cli.commands.selftest import selftest
-from fcp_cli.commands.trust import trust
 from fcp_cli.commands.verify import verify
 from fcp_cli.commands.watch import watch
 from fcp_cli.console import note, print_error, settle_terminal_size, verbosity
@@ -56,7 +55,7 @@ app = App(
 # In the order in which a new user meets them; RootGroup puts the groups first.
 app.add_typer(manifest_app, name="manifest")
 app.add_typer(profile_app, name="profile")
-for _verb in (demo, plan, launch, check, inspect, compare, verify, watch, report, env, selftest, trust):
+for _verb in (demo, plan, launch, check, inspect, compare, verify, watch, report, env, selftest):
     app.command()(_verb)
 app.command("list")(list_names)
 
@@ -91,9 +90,9 @@ def root(
     context.auto_envvar_prefix = "FCP"
     for line in unknown_variables(os.environ, context.command):
         note(f"warning: {line}")
-    found = config is None and not no_config and Path("fcp.yaml").is_file()
-    if found or config is not None:
-        context.default_map, context.obj = read_config(config or Path("fcp.yaml"), context.command, found=found)
+    if config is not None or (not no_config and Path("fcp.yaml").is_file()):
+        context.obj = ConfigFile(path=config or Path("fcp.yaml"), is_named=config is not None)
+        context.default_map = read_config(context.obj.path, context.command)
 
 
 def main() -> None:

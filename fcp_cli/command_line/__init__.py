@@ -1,1 +1,1 @@
-"""The command line: options as dataclasses, `fcp.yaml`, trusted folders, known and retired names."""
+"""The command line: options as dataclasses, `fcp.yaml`, known and retired names."""

@@ -52,8 +52,9 @@ def takes(*examples: str) -> Callable[[Callable[..., None]], Callable[..., None]
             typed = {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
             named = {name for name, source in sources.items() if source and source.name == "DEFAULT_MAP"}
             configured = [option for option in options if option.name in named]
-            if configured:
-                refuse_untrusted(context.find_root().obj, configured, values, _config_key(context))
+            config = context.find_root().obj
+            if config is not None and not config.is_named:
+                refuse_untrusted(config.path, configured, values, _config_key(context))
             try:
                 found: Any = build(kind, values, given=given, typed=typed)
                 function(**vars(found)) if kind.__name__ == _MADE else function(found)

@@ -4,33 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fcp_cli.command_line.retired import replacement, replacement_of_variable
-from fcp_cli.command_line.trust import ConfigFile, digest_of
 from fcp_cli.errors import UsageError
 from fcp_cli.words import did_you_mean
 
 
-def read_config(path: Path, group: Any, *, found: bool) -> tuple[dict[str, Any], ConfigFile]:
-    """Read a config file into click's default_map for the command group `group`.
+class ConfigFile(NamedTuple):
+    """The config file of this command line, and whether the user named it; else it stands in the current folder."""
 
-    Args:
-        path: the file.
-        group: the commands.
-        found: nobody named the file: it stands in the current folder.
-    """
+    path: Path
+    is_named: bool
+
+
+def read_config(path: Path, group: Any) -> dict[str, Any]:
+    """Read a config file into click's default_map for the command group `group`."""
     # Imported here, since PyYAML takes a tenth of the time in which `fcp --help` answers.
     from fcp_cli.reading.documents import parse_yaml, read_text
 
     text = read_text(path, error=UsageError, label="the config ")
     config = parse_yaml(text, name=str(path), error=UsageError)
-    file = ConfigFile(path=path, digest=digest_of(text) if found else None)
     if config is None:
-        return {}, file
+        return {}
     if not isinstance(config, dict):
         raise UsageError(f"{path} must map commands to their options, for example 'plan: {{ranks: 64}}'")
-    return _group_defaults(config, group, where=str(path)), file
+    return _group_defaults(config, group, where=str(path))
 
 
 def _group_defaults(config: dict[str, Any], group: Any, *, where: str, words: str = "") -> dict[str, Any]:

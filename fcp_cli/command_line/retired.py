@@ -17,6 +17,7 @@ RETIRED: Final[dict[tuple[str, str], str]] = {
 """Command and flag -> what to write instead, or why nothing replaces it."""
 RETIRED_COMMANDS: Final = {
     "jobs": "'fcp watch' shows a run, and the scheduler's own commands (squeue, kubectl get) list and end its jobs",
+    "trust": "name the config that you trust with --config",
     "trace": "'fcp report' draws plans and runs, 'fcp inspect --step' any step",
 }
 """Command -> what to type instead."""

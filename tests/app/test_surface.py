@@ -104,9 +104,6 @@ SURFACE = {
     "selftest": """
         --device --ranks --nodes --devices-per-node --quick --model --limit --output -o --json
     """,
-    "trust": """
-        CONFIG --revoke
-    """,
     "list": """
         KIND --json
     """,

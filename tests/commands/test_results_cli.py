@@ -35,7 +35,6 @@ _ELSEWHERE: Final = {
     "manifest merge": "it reports as manifest build does",
     "manifest synth": "its result is a file",
     "report": "its result is a file",
-    "trust": "it changes a list, and says so",
     "launch": "its result is a run; tests/commands/test_launch_cli.py has --dry-run, --explain and --preflight",
     "demo": "tests/demo/test_show.py has the console that it prints on; it takes two minutes",
     "selftest": "tests/selftest: it takes minutes",

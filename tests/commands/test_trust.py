@@ -1,4 +1,4 @@
-"""A config file of the current folder sets what runs commands only once the user trusts it."""
+"""A config file of the current folder sets what runs commands only if the user names it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return fcp(*words, cwd=folder, **{"XDG_CONFIG_HOME": str(folder.parent / "config"), **env})
+    return fcp(*words, cwd=folder, **env)
 
 
-def test_a_found_file_asks_for_trust_and_asks_again_after_a_change(folder: Path) -> None:
+def test_a_found_file_that_runs_commands_is_refused(folder: Path) -> None:
     (folder / "fcp.yaml").write_text(HOSTILE)
     (folder / "evil.j2").write_text('{{ lipsum.__globals__["os"].popen("touch pwned").read() }}')
     refused = run(folder, "launch", "--dry-run")
@@ -37,18 +37,9 @@ def test_a_found_file_asks_for_trust_and_asks_again_after_a_change(folder: Path)
         2,
         snapshot(
             "error: fcp.yaml was found in this folder and sets launch.template, launch.setup, which may run commands; "
-            "read it, then type 'fcp trust', or name it with '--config fcp.yaml'\n"
+            "read it, then name it with '--config fcp.yaml'\n"
         ),
     )
-    assert (
-        run(folder, "trust").stderr == "fcp.yaml is trusted with its current content; after a change, fcp asks again\n"
-    )
-    assert "was found" not in run(folder, "launch", "--dry-run").stderr
-    (folder / "fcp.yaml").write_text(HOSTILE.replace("pwned", "pwned2"))
-    assert "was found" in run(folder, "launch", "--dry-run").stderr
-    run(folder, "trust")
-    run(folder, "trust", "--revoke")
-    assert "was found" in run(folder, "launch", "--dry-run").stderr
     assert not (folder / "pwned").exists()
 
 
@@ -78,21 +69,6 @@ def test_a_found_file_writes_nowhere_else(folder: Path, output: str) -> None:
     assert refused.returncode == 2
     assert "sets plan.output, which may write outside of its folder; read it" in refused.stderr
     assert not (folder.parent / "outside.parquet").exists()
-
-
-def test_trust_is_of_one_place_and_of_this_user_alone(folder: Path) -> None:
-    (folder / "fcp.yaml").write_text(HOSTILE)
-    run(folder, "trust")
-    trusted = folder.parent / "config" / "fcp" / "trusted"
-    assert trusted.stat().st_mode & 0o777 == 0o600
-    assert trusted.parent.stat().st_mode & 0o777 == 0o700
-    elsewhere = folder.parent / "elsewhere\nwork"
-    folder.rename(elsewhere)
-    assert "was found" in run(elsewhere, "launch", "--dry-run").stderr
-    elsewhere.rename(folder)
-    assert "was found" not in run(folder, "launch", "--dry-run").stderr
-    trusted.chmod(0o666)
-    assert "was found" in run(folder, "launch", "--dry-run").stderr
 
 
 def test_every_option_of_launch_that_becomes_a_command_needs_trust() -> None:

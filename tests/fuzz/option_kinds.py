@@ -42,7 +42,6 @@ _SOUND: dict[str, tuple[str, Mapping[str, str | None]]] = {
 }
 UNDRAWN = {
     "demo": "it takes an output folder alone, and two minutes",
-    "trust": "it writes the user's own list of trusted files, below the home folder",
 }
 """Commands without a kind, and why."""
 _SHARES = {"plan": 6.0, "launch": 6.0, "compare": 1.5, "profile": 2.0, "manifest build": 2.0, "env": 0.05, "list": 0.1}
