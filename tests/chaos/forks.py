@@ -1,5 +1,7 @@
 """Start fcp, torchrun and the ranks of a job by forks of this process, as each other's own children.
 
+Run as `-m tests.chaos.forks WORDS`, it is `fcp WORDS` whose torchrun and ranks are forked.
+
 Importing what one job needs takes some thirty seconds of processor time, which two hundred runs do not have. Unlike the
 processes of `tests.forked_ranks`, which hang below a server, these have the parents, sessions, environment and command
 line that started ones have: what ends with its parent, or is looked for in /proc, behaves as it does for a user.
@@ -203,3 +205,9 @@ def _show(words: Sequence[str], environment: Mapping[str, str]) -> None:
         block = b"".join(entry + b"\0" for entry in entries)
         assert len(block) <= end - start, "no room: make_room() was not called"
         ctypes.memmove(start, block.ljust(end - start, b"\0"), end - start)
+
+
+if __name__ == "__main__":
+    make_room()
+    fork_from_here()
+    sys.exit(_run("fcp_cli"))

@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +27,8 @@ from fcp_cli.runs.checkpoints.checkpoint_header import checkpoints, read_header
 from tests.forked_ranks import is_rank, shared, without_forks
 from tests.patience import wait_until
 from tests.runs.records import read_metrics
-from tests.training.small_runs import fcp_command, ranks_in, run_fcp, write_manifest, write_small_plan
+from tests.runtime.launch import ROOT
+from tests.training.small_runs import ranks_in, run_fcp, write_manifest, write_small_plan
 
 pytestmark = [pytest.mark.distributed, pytest.mark.hf]
 
@@ -86,8 +88,10 @@ def killed(folder: Path, broken: Path) -> Ended:
 def interrupted(folder: Path, broken: Path, killed: Ended) -> Ended:
     """The run goes on from the checkpoint, and Ctrl-C stops it a few steps later."""
     # Ctrl-C is handed to torchrun's own children.
+    environment = without_forks()
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment["PYTHONPATH"]])
     words = ("--resume", "--run-dir", str(broken))
-    with launched(*words, folder=folder, environment=without_forks()) as (process, read_to):
+    with launched(*words, folder=folder, environment=environment, module="tests.chaos.forks") as (process, read_to):
         read_to("step ")  # of whichever checkpoint was the last when the rank was killed
         process.send_signal(signal.SIGINT)
         return read_to(None)
@@ -95,12 +99,12 @@ def interrupted(folder: Path, broken: Path, killed: Ended) -> Ended:
 
 @contextmanager
 def launched(
-    *words: str, folder: Path, environment: dict[str, str]
+    *words: str, folder: Path, environment: dict[str, str], module: str = "fcp_cli"
 ) -> Iterator[tuple[subprocess.Popen[str], Callable[[str | None], Ended]]]:
     """`fcp launch ...`, and a function that reads its lines up to one that begins with a text, or to the end."""
     printed: list[str] = []
     with subprocess.Popen(
-        fcp_command("launch", *words),
+        [sys.executable, "-m", module, "launch", *words],
         cwd=folder,
         env=environment,
         stderr=subprocess.PIPE,
