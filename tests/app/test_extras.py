@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from tests.patience import PATIENCE_SECONDS
 
 
 @pytest.fixture(autouse=True)
-def requirements(monkeypatch: pytest.MonkeyPatch) -> None:
+def requirements(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     lines = [
         "numpy>=1.24",
         'torch>=2.7; extra == "hf"',
@@ -25,6 +26,8 @@ def requirements(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     monkeypatch.setattr(extras, "requires", lambda name: lines)
     extras._of_extras.cache_clear()
+    yield
+    extras._of_extras.cache_clear()  # later tests of this process ask for what is really installed
 
 
 def test_the_packages_of_an_extra_are_named_by_themselves() -> None:
