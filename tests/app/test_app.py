@@ -108,6 +108,7 @@ def test_no_config_ignores_the_file_in_the_folder(tmp_path: Path) -> None:
     assert "absent.parquet" in result.stderr
 
 
+@pytest.mark.torch
 def test_quiet_stands_before_or_behind_a_verb(tmp_path: Path) -> None:
     for words in (("-q", "launch"), ("launch", "-q"), ("launch", "--quiet")):
         result = fcp(*words, "--model", "qwen3-tiny", "--dry-run", "--ranks", "64", cwd=tmp_path)

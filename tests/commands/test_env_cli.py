@@ -12,6 +12,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.machine import facts
 
 
+@pytest.mark.torch
 def test_the_block_to_paste_goes_to_stdout_alone() -> None:
     result = CliRunner().invoke(app, ["env"])
     assert result.exit_code == 0
@@ -22,6 +23,7 @@ def test_the_block_to_paste_goes_to_stdout_alone() -> None:
     assert result.stderr.startswith("Copy and paste this block")
 
 
+@pytest.mark.torch
 def test_json_is_one_document(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HCCL_BUFFSIZE", "200")
     monkeypatch.setenv("SECRET_TOKEN", "hidden")

@@ -29,6 +29,7 @@ _RESULTS: Final = {
     "watch": ("watch run --once", "4/4"),
 }
 """Command -> a line that works in the folder, and words of its result."""
+_COMMANDS: Final = [pytest.param(name, marks=pytest.mark.torch if name == "env" else ()) for name in _RESULTS]
 _ELSEWHERE: Final = {
     "": "it has no result of its own",
     "manifest": "it has no result of its own",
@@ -60,7 +61,7 @@ def test_every_command_is_tried_or_says_where_its_result_goes() -> None:
     assert {" ".join(entry.words) for entry in command_entries()} == {*_RESULTS, *_ELSEWHERE}
 
 
-@pytest.mark.parametrize("command", _RESULTS)
+@pytest.mark.parametrize("command", _COMMANDS)
 def test_a_result_is_on_standard_output_alone(folder: Path, command: str) -> None:
     line, words = _RESULTS[command]
     done = fcp(*line.split(), cwd=folder)
@@ -71,7 +72,7 @@ def test_a_result_is_on_standard_output_alone(folder: Path, command: str) -> Non
     assert [each for each in done.stdout.splitlines() if each.startswith(remarks)] == []
 
 
-@pytest.mark.parametrize("command", _RESULTS)
+@pytest.mark.parametrize("command", _COMMANDS)
 def test_with_json_standard_output_is_one_document(folder: Path, command: str) -> None:
     line, _ = _RESULTS[command]
     done = fcp(*line.split(), "--json", cwd=folder)
