@@ -18,8 +18,9 @@ from tests.forked_ranks import shared
 from tests.pages import PAGES, ROOT, executed, fcp_lines
 from tests.patience import PATIENCE_SECONDS
 
+_COMMAND = typer.main.get_command(app)
 
-@pytest.mark.lengthy
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_fcp_command_of_a_page_is_one_that_fcp_takes(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # It would write into the home folder, for the shell that runs, if that is one that it knows.
@@ -31,7 +32,7 @@ def test_every_fcp_command_of_a_page_is_one_that_fcp_takes(page: Path, monkeypat
 
 def _problem(words: list[str]) -> str | None:
     """Return what a command line's options and arguments are refused for, without running it."""
-    command: Any = typer.main.get_command(app)
+    command: Any = _COMMAND
     context: Any = None
     name, rest = "fcp", words
     try:

@@ -109,7 +109,7 @@ def test_every_argument_goes_through_the_scripts_and_a_real_bash(probe: Probe, t
 @pytest.mark.parametrize("target", ["pytorchjob", "volcano"])
 @given(arguments=WORDS, note=st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20))
 @example(arguments=AWKWARD, note="\n".join(AWKWARD))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_every_argument_goes_through_a_manifest(target: str, arguments: list[str], note: str) -> None:
     job = replace(cluster_job(), arguments=tuple(arguments), environment={"NOTE": note})
     (text,) = job_files(TARGETS[target], job).values()

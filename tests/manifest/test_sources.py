@@ -77,7 +77,7 @@ WRITERS: dict[str, Callable[[Path, list[list[int]]], Path]] = {
 
 @pytest.mark.lengthy
 @pytest.mark.parametrize("kind", sorted(WRITERS))
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(rows=TOKEN_LISTS)
 def test_token_ids_come_back_as_they_went_in(
     tmp_path_factory: pytest.TempPathFactory, kind: str, rows: list[list[int]]

@@ -31,7 +31,7 @@ def some_batches(sync: Sync, *, num_ranks: int = 16, ranks_per_node: int = 4) ->
 @pytest.mark.lengthy
 @pytest.mark.boundscheck
 @pytest.mark.parametrize("sync", ["iteration", "microbatch"])
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(max_groups=st.integers(1, 20), num_ranks=st.integers(2, 20), ranks_per_node=st.integers(1, 8))
 def test_no_more_rank_sets_than_allowed(sync: Sync, max_groups: int, num_ranks: int, ranks_per_node: int) -> None:
     batches = some_batches(sync, num_ranks=num_ranks, ranks_per_node=ranks_per_node)

@@ -146,7 +146,7 @@ def test_equal_short_sequences_are_shared_evenly(sync: Sync) -> None:
 @pytest.mark.lengthy
 @pytest.mark.boundscheck
 @SYNCS
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_no_static_degree_is_quicker(sync: Sync, data: st.DataObject) -> None:
     batches = drawn(sync, data)

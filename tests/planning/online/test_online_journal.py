@@ -45,7 +45,7 @@ def test_a_file_cut_off_anywhere_is_read_up_to_its_last_whole_window(journal: On
     part = journal.folder / "000001.windows"
     whole = part.read_bytes()
     seen = set()
-    for size in range(0, len(whole), 37):
+    for size in range(0, len(whole), 101):
         part.write_bytes(whole[:size])
         steps = [step.step for step in journal.steps()]
         assert steps == list(range(len(steps)))

@@ -100,7 +100,7 @@ def offline(plan: Path, metadata: PlanMetadata, **rule: Any) -> str:
 
 
 @pytest.mark.lengthy
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 60_000), min_size=1, max_size=40),
     sync=st.sampled_from(["iteration", "microbatch"]),

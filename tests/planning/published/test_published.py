@@ -44,7 +44,7 @@ def one_batch(lengths: list[int], problem: Problem) -> GlobalBatches:
 @pytest.mark.lengthy
 @pytest.mark.parametrize("sync", ["iteration", "microbatch"])
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(st.lists(st.integers(1, 8 * 1000), min_size=1, max_size=25))
 def test_a_step_is_whole_within_budget_and_not_below_the_bound(name: str, sync: Sync, lengths: list[int]) -> None:
     batches = one_batch(lengths, example_problem(sync, num_ranks=8, ranks_per_node=4, tokens_per_rank=1000))
