@@ -38,7 +38,7 @@ def test_an_empty_folder_shows_the_whole_cluster_command_and_what_was_assumed(fc
     assert [line for line in err[:7] if not line.startswith("assumed recipe = ")] == snapshot(
         [
             "assumed --plan = plan.parquet (not there yet; make it with: fcp plan lengths.parquet --model qwen3-vl-8b -o plan.parquet)",
-            "assumed --cluster = example-8x8 (no accelerator on this machine; name yours)",
+            "assumed --cluster = example-8x8 (no accelerator here; name yours, or this-machine for CPU cores)",
             "assumed --ranks = 64 (the cluster example-8x8, one device per rank)",
             "assumed --device = cuda (the plan's cost profile is of example-8x8)",
             "assumed --weights = random (--weights FOLDER, or a checkpoint's folder as --model, starts from one)",

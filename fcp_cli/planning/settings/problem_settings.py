@@ -253,7 +253,9 @@ def _cluster_to_plan_for(request: PlanRequest, assumptions: Assumptions) -> Clus
         return load_cluster(request.cluster)
     found = find_accelerators()
     if found is None:
-        assumptions.assume("--cluster", EXAMPLE_CLUSTER, "no accelerator on this machine; name yours")
+        assumptions.assume(
+            "--cluster", EXAMPLE_CLUSTER, "no accelerator here; name yours, or this-machine for CPU cores"
+        )
         return load_cluster(EXAMPLE_CLUSTER)
     cluster = cluster_of(found)
     assumptions.assume("--cluster", found.describe(), f"found on this machine; rates of {cluster.name}")

@@ -51,7 +51,7 @@ def test_without_a_profile_one_is_computed_for_the_example_cluster_where_there_i
     assert {name: text for name, text in assumptions.assumed.items() if name not in chosen} == snapshot(
         {
             "--model": "qwen3-vl-8b (and what 'fcp launch' trains under the plan; name yours)",
-            "--cluster": "example-8x8 (no accelerator on this machine; name yours)",
+            "--cluster": "example-8x8 (no accelerator here; name yours, or this-machine for CPU cores)",
             "--ranks": "64 (the cluster example-8x8, one device per rank)",
             "--ranks-per-node": "8 (the cluster example-8x8)",
             "--sync": "microbatch (chosen with the recipe)",
