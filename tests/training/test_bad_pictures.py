@@ -45,9 +45,9 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "content", "record", "message"),
     [
-        ("gone.png", None, {"image": "gone.png"}, snapshot('ManifestError: FOLDER/data.jsonl:2: FOLDER/gone.png: cannot read it: No such file or directory')),
-        ("b.png", b"no picture at all", {"image": "b.png"}, snapshot('ManifestError: FOLDER/data.jsonl:2: FOLDER/b.png has no header of an image that is known')),
-        ("b.mp4", b"no video at all", {"video": "b.mp4"}, snapshot('ManifestError: FOLDER/data.jsonl:2: FOLDER/b.mp4: cannot read it as a video: Invalid data found when processing input')),
+        ("gone.png", None, {"image": "gone.png"}, snapshot('ManifestError: FOLDER/data.jsonl:2: FOLDER/gone.png: cannot read it: No such file or directory; --bad-rows skip leaves such records out')),
+        ("b.png", b"no picture at all", {"image": "b.png"}, snapshot('ManifestError: FOLDER/data.jsonl:2: FOLDER/b.png has no header of an image that is known; --bad-rows skip leaves such records out')),
+        ("b.mp4", b"no video at all", {"video": "b.mp4"}, snapshot('ManifestError: FOLDER/data.jsonl:2: FOLDER/b.mp4: cannot read it as a video: Invalid data found when processing input; --bad-rows skip leaves such records out')),
         ("", None, {"image": "https://example.org/a.png"}, snapshot('ManifestError: FOLDER/data.jsonl:2: https://example.org/a.png is not on this machine; download it and name the file')),
         ("", None, {"image": ["a.png", "a.png"], "caption": None, "conversations": [{"from": "human", "value": "<image>"}]}, snapshot('ManifestError: FOLDER/data.jsonl:2 names 2 images but has places for 1; put <image> into its texts for each')),
         ("", None, {"image": "a.png", "caption": "<image> and <image>"}, snapshot('ManifestError: FOLDER/data.jsonl:2 has more places for images than the 1 image it names')),
@@ -87,10 +87,17 @@ def write_header(path: Path) -> None:
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (write_sound, snapshot("ManifestError: FOLDER/data.jsonl:2: FOLDER/a.mkv has no video stream")),
+        (
+            write_sound,
+            snapshot(
+                "ManifestError: FOLDER/data.jsonl:2: FOLDER/a.mkv has no video stream; --bad-rows skip leaves such records out"
+            ),
+        ),
         (
             write_header,
-            snapshot("ManifestError: FOLDER/data.jsonl:2: FOLDER/a.mkv: cannot read it as a video: End of file"),
+            snapshot(
+                "ManifestError: FOLDER/data.jsonl:2: FOLDER/a.mkv: cannot read it as a video: End of file; --bad-rows skip leaves such records out"
+            ),
         ),
         (
             lambda path: write_clip(path, 1, 32, 48, 4),
@@ -122,6 +129,37 @@ def test_a_template_that_fails_on_a_row_names_row_and_file(folder: Path) -> None
 def test_unreadable_pictures_can_be_left_out_of_a_manifest(folder: Path) -> None:
     found = built(folder, RECORD | {"image": "gone.png"}, skips_bad=True)
     assert (found.rows, found.skipped) == (1, {"unreadable": 1})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            "<|image_pad|> look",
+            snapshot(
+                "ManifestError: FOLDER/data.jsonl:2 has 1 picture, but the text that FOLDER/checkpoint's chat template makes of it has 2 marks for them (<|image_pad|>, <|video_pad|>); they must be as many, of the same kinds in the same order. Texts mark their places by <image> and <video>; the template writes the checkpoint's own marks"
+            ),
+        ),
+        (
+            [{"type": "input_image", "image_url": "a.png"}, {"type": "text", "text": "look"}],
+            snapshot(
+                'ManifestError: FOLDER/data.jsonl:2: a turn of \'messages\' holds a part of type \'input_image\'; known are text, image, image_url, video and video_url, as in {"type": "image", "image": PATH}'
+            ),
+        ),
+        (
+            [{"type": "text", "content": "look"}],
+            snapshot("ManifestError: FOLDER/data.jsonl:2: 'messages' holds 'None' where a text belongs"),
+        ),
+    ],
+    ids=["a mark of the checkpoint's", "a part of another service's", "no text"],
+)
+def test_a_turn_that_names_its_picture_in_another_way_is_told_how(content: Any, message: str, folder: Path) -> None:
+    record = {
+        "messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "b"}],
+        "image": "a.png",
+    }
+    with raises(message):
+        built(folder, record)
 
 
 def remove(folder: Path) -> None:

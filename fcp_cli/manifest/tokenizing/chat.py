@@ -32,7 +32,7 @@ from fcp_cli.manifest.tokenizing.chat_template import render_chat
 from fcp_cli.reading.documents import read_json
 from fcp_cli.validation import shown
 from fcp_cli.vision.processor import Marks, VisionProcessor, Visual
-from fcp_cli.words import first_line
+from fcp_cli.words import counted, first_line
 
 TrainOn = Literal["all", "assistant", "completion"]
 NOT_LEARNED: Final = -100
@@ -173,9 +173,10 @@ class ChatEncoder:
         wanted = [marks.video if picture.is_video else marks.image for picture in pictures]
         if [match.group() for match in found] != wanted:
             raise ManifestError(
-                f"{place} has {len(pictures)} pictures, but the text that {self.folder}'s chat template makes of it "
-                f"has {len(found)} marks for them ({marks.image}, {marks.video}); they must be as many, of the same "
-                "kinds in the same order"
+                f"{place} has {counted(len(pictures), 'picture')}, but the text that {self.folder}'s chat template "
+                f"makes of it has {counted(len(found), 'mark')} for them ({marks.image}, {marks.video}); they must be "
+                "as many, of the same kinds in the same order. Texts mark their places by <image> and <video>; the "
+                "template writes the checkpoint's own marks"
             )
         pieces, runs, at = list[str](), list[int](), 0
         ends, shifts = [0], [0]
@@ -342,27 +343,31 @@ def _turn(turn: Mapping[str, Any], name: str, place: str, with_pictures: bool) -
     found = {key: value for key, value in turn.items() if key not in ("from", "value") and value is not None}
     content = turn.get("content", turn.get("value"))
     if with_pictures and has_pictures(content):
+        _joined([part for part in content if not _is_picture(part)], name, place, with_pictures)  # or templates drop it
         return {**found, "role": _ROLES[role], "content": content}
     if isinstance(content, list):
-        content = _joined(content, name, place)
+        content = _joined(content, name, place, with_pictures)
     return {**found, "role": _ROLES[role], "content": "" if content is None else _text(content, name, place)}
 
 
 def has_pictures(content: Any) -> bool:
     """Return whether the content of a turn is in parts, with pictures among them."""
-    kinds = ("image", "video", "image_url", "video_url")
-    return isinstance(content, list) and any(isinstance(part, dict) and part.get("type") in kinds for part in content)
+    return isinstance(content, list) and any(map(_is_picture, content))
 
 
-def _joined(parts: list[Any], name: str, place: str) -> str:
+def _is_picture(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in ("image", "video", "image_url", "video_url")
+
+
+def _joined(parts: list[Any], name: str, place: str, with_pictures: bool) -> str:
     """Return the text of a content in parts; pictures among them are media."""
     for part in parts:
         if not isinstance(part, dict) or part.get("type", "text") != "text":
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise ManifestError(
-                f"{place}: a turn of {name!r} holds a part of type {kind!r}; chat data is text alone, and --kind media "
-                "reads conversations about images and videos"
-            )
+            way = "chat data is text alone, and --kind media reads conversations about images and videos"
+            if with_pictures:
+                way = 'known are text, image, image_url, video and video_url, as in {"type": "image", "image": PATH}'
+            raise ManifestError(f"{place}: a turn of {name!r} holds a part of type {kind!r}; {way}")
     return "".join(_text(part.get("text"), name, place) for part in parts)
 
 

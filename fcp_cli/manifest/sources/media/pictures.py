@@ -106,9 +106,9 @@ class PictureData:
         for one in group:
             try:
                 own = [_size_of(picture, one.place, is_video=is_video) for picture, is_video in one.pictures]
-            except ManifestError:
+            except ManifestError as error:
                 if not self.skips_bad:
-                    raise
+                    raise ManifestError(f"{error}; --bad-rows skip leaves such records out") from error
                 continue
             kept.append(one)
             sizes.append(own)
