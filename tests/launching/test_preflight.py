@@ -126,7 +126,9 @@ def test_a_finished_run_has_nothing_to_resume_and_another_plan_is_refused(plan: 
     write_steps(tmp_path / "metrics.jsonl", 2)
     preflight.check_resumable(tmp_path, launched, metadata, None)
     with raises(
-        snapshot("RunError: FOLDER has finished 2 of 2 steps: nothing is left to resume; give a larger --steps")
+        snapshot(
+            "RunError: FOLDER has finished 2 of 2 steps: nothing is left to resume; give a larger --steps; the plan has 3"
+        )
     ):
         preflight.check_resumable(tmp_path, launched, metadata, 2)
     check_unfinished(tmp_path, tmp_path, 2, last_step=3, end_step=3)

@@ -152,7 +152,7 @@ def check_unfinished(place: Path, run_dir: Path, finished: int, *, last_step: in
     if finished < last_step:
         return
     if finished < end_step:
-        more = "give a larger --steps"
+        more = f"give a larger --steps; the plan has {end_step}"
     else:
         more = (
             f"the plan ends there; for more, plan again, and start a new run without --resume{_from_weights(run_dir)}"

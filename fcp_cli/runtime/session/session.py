@@ -227,7 +227,7 @@ class Session(RankJob):
         if self.skip_bad_rows:
             return agree_on_bad_rows(self.world, self.device, tuple(problems))
         for problem in problems.values():
-            raise RunError(problem)
+            raise RunError(f"{problem}; to train on without such rows: --bad-rows skip, or start(skip_bad_rows=True)")
         return ()
 
     def close(self) -> None:
