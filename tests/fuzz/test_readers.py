@@ -29,7 +29,6 @@ _NOT_YET = "no kind yet"
 _STORE = "an object of a store; tests/reading/test_remote.py has faults of those"
 EXCEPTIONS = {
     "fcp_cli/commands/plan.py:_plan_to_stdout": _OWN,
-    "fcp_cli/commands/trust.py:trust": _NOT_YET,
     "fcp_cli/compiling/compile.py:package_stamp": _SYSTEM,
     "fcp_cli/integrations/megatron/measured.py:ScheduleRecorder.begin": _OWN,
     "fcp_cli/launching/console_scripts.py:_head": _NOT_YET,
@@ -71,7 +70,6 @@ EXCEPTIONS = {
     "fcp_cli/training/pictures/pictures.py:_digest_of": _RANKS,
     "fcp_cli/training/pictures/pictures.py:_digest_of_file": _RANKS,
     "fcp_cli/training/trainer.py:Trainer._open_metrics": _RANKS,
-    "fcp_cli/command_line/trust.py:_trusted": _NOT_YET,
     "fcp_cli/verification/processes.py:_reason": _OWN,
 }
 
