@@ -61,6 +61,7 @@ def _passes_on(command: CommandEntry, words: list[str]) -> bool:
     return command.words == ("launch",) and "--" in words
 
 
+@pytest.mark.lengthy
 def test_every_command_in_a_message_is_one_that_fcp_takes() -> None:
     found = [(path, line, command) for path in sorted(PACKAGE.rglob("*.py")) for line, command in commands_in(path)]
     assert len(found) > 60

@@ -82,6 +82,7 @@ def test_every_whole_number_of_a_description_has_a_bound_of_its_own(tmp_path: Pa
             load_model(tmp_path / "model.yaml")
 
 
+@pytest.mark.lengthy
 def test_a_million_attention_layers_of_a_hybrid_are_looked_up_at_once(tmp_path: Path) -> None:
     config = CONFIG | {"model_type": "bamba", "num_hidden_layers": 10_000, "attn_layer_indices": [10**6] * 1_000_000}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -100,6 +100,7 @@ def built(source: str, output: Path, **options: Any) -> Path:
     return output
 
 
+@pytest.mark.lengthy
 def test_a_manifest_of_an_object_has_the_rows_of_the_file_through_faults(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_bytes(LINES)
     local = pq.read_table(built(str(tmp_path / "d.jsonl"), tmp_path / "local.parquet"))

@@ -139,6 +139,7 @@ def test_a_model_that_fcp_cannot_describe_is_refused_with_the_flags_that_help(tm
     assert "qwen3-tiny" in (tmp_path / "profile.yaml").read_text()
 
 
+@pytest.mark.lengthy
 def test_pictures_are_planned_with_their_encoders_work_and_never_as_text_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -229,6 +230,7 @@ def test_a_loop_that_ends_long_before_its_plan_leaves_the_steps_in_the_journal(
     assert "fcp: 2 steps of 6 are planned: " in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.lengthy
 def test_a_loop_whose_epochs_nobody_knows_is_planned_for_those_that_it_began(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -281,6 +283,7 @@ def test_a_job_measures_its_first_steps_and_plans_the_others_by_these_times(tmp_
     )
 
 
+@pytest.mark.lengthy
 def test_a_killed_job_plans_its_steps_by_the_same_times_as_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,6 +101,7 @@ def test_the_price_of_a_limit_grows_as_the_limit_falls() -> None:
     assert prices[0] > prices[1]
 
 
+@pytest.mark.lengthy
 def test_under_waves_sixteen_rank_sets_do_nearly_as_well_as_any() -> None:
     batches = some_batches("microbatch")
     assert limit_price(make_solver(batches, max_groups=16), batches) < 0.02

@@ -53,6 +53,7 @@ def test_a_file_cut_off_anywhere_is_read_up_to_its_last_whole_window(journal: On
     assert seen == {4, 5, 6, 7}  # the first start's six, until the second says where it begins
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("name", ["metadata.json", "000000.windows", "000001.windows"])
 def test_a_byte_that_changed_is_refused_in_one_line(journal: OnlineJournal, name: str) -> None:
     file = journal.folder / name

@@ -154,6 +154,7 @@ def test_each_stage_recomputes_as_little_as_its_memory_needs(stages: int) -> Non
             assert count == 0 or total + per_layer > place.capacity_bytes * 0.999
 
 
+@pytest.mark.lengthy
 def test_pipelines_that_recompute_as_needed_are_quicker_than_with_one_kind() -> None:
     table = table_of(long_tail(120).length_tokens[:120].tolist())  # without those that take rings of many
     data = RecipeData(table=table, settings=BatchSettings(global_batch_size=120))
