@@ -42,10 +42,10 @@ def row(model: str, cluster: str, stages: int, table: LengthTable) -> list[float
         ranks=64 // stages if TENSOR[model] == 1 else 8,
         tensor_parallel=TENSOR[model],
         pipeline_parallel=stages,
-        recipe=RecipeRequest(zero="1"),
+        recipe=RecipeRequest(zero="1", loss="chunked"),
     )
     one_kind, _ = resolve_problem(request, Assumptions(), data=data)
-    asked = replace(request, recipe=RecipeRequest(zero="1", recompute="as-needed"))
+    asked = replace(request, recipe=RecipeRequest(zero="1", loss="chunked", recompute="as-needed"))
     staged, budget = resolve_problem(asked, Assumptions(), data=data)
     assert budget.room is not None
     alike, free = [], []

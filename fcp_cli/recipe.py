@@ -139,7 +139,7 @@ class RecipeRequest:
     ] = "auto"
     loss: Annotated[
         Literal["auto", "chunked", "plain"],
-        Opt("Cross entropy: chunked never holds all logits at once, plain does; auto is chunked."),
+        Opt("Cross entropy: chunked never holds all logits at once, plain does; auto: plain if Megatron runs."),
     ] = "auto"
     offload: Annotated[
         Literal["auto", "none", "activations"],

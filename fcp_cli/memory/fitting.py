@@ -24,6 +24,7 @@ from fcp_cli.models.model import ModelSpec
 from fcp_cli.plan.pricing.setup import RankShape, Sync
 from fcp_cli.recipe import (
     LayerRecompute,
+    Loss,
     Offload,
     Recipe,
     RecipeRequest,
@@ -325,7 +326,9 @@ def _candidates(
     given = request.given()
     if (shard_ranks := given.get("shard_ranks")) and place.num_ranks % min(shard_ranks, place.num_ranks):
         raise UsageError(f"--shard-ranks is {shard_ranks}; it must divide the {place.num_ranks} ranks")
-    base = request.applied_to(Recipe(precision="fp32" if place.on_cpu else "bf16"))
+    # Megatron's loss holds all logits of its share of the vocabulary.
+    loss: Loss = "plain" if place.runs_megatron else "chunked"
+    base = request.applied_to(Recipe(precision="fp32" if place.on_cpu else "bf16", loss=loss))
     if base.recompute in KEEP_PRODUCTS and place.runs_megatron:
         raise UsageError(
             f"--recompute {base.recompute} keeps the products of layers that fcp runs, and Megatron runs ranks of "

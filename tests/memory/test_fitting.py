@@ -130,8 +130,16 @@ def test_ranks_of_several_devices_share_out_the_optimizer() -> None:
     assert (interleaved.recipe.zero_stage, interleaved.sync) == (1, "microbatch")
     assert interleaved.tokens == pytest.approx(found.tokens / 1.25, rel=0.01)  # more are in flight
     cut = place(tensor_parallel=2, pipeline_parallel=2)
-    assert {one.recipe.zero_stage for one in all_fits(spec_of("qwen3-8b"), RecipeRequest(), cut)} == {1}
+    recipes = [one.recipe for one in all_fits(spec_of("qwen3-8b"), RecipeRequest(), cut)]
+    assert {(recipe.zero_stage, recipe.loss) for recipe in recipes} == {(1, "plain")}
     assert {one.recipe.zero_stage for one in all_fits(spec_of("qwen3-8b"), RecipeRequest(zero="3"), cut)} == {3}
+
+
+def test_logits_that_megatron_holds_are_counted() -> None:
+    def tokens(**given: Any) -> int:
+        return fit(where=place(tensor_parallel=2), zero="1", recompute="selective", **given).tokens
+
+    assert tokens() == tokens(loss="plain") < 0.7 * tokens(loss="chunked")
 
 
 def test_kinds_that_keep_products_are_searched_where_the_runtime_runs_the_layers() -> None:
