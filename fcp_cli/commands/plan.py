@@ -18,7 +18,7 @@ from fcp_cli.planning.settings.options import PlanRequest
 from fcp_cli.words import counted, duration
 
 if TYPE_CHECKING:
-    from fcp_cli.plan.metadata.plan_metadata import PlanPart, Sync
+    from fcp_cli.plan.metadata.plan_metadata import PlanMetadata, PlanPart, Sync
     from fcp_cli.plan.step import StepPlan
     from fcp_cli.planning.batching.batches import GlobalBatches
     from fcp_cli.planning.dataset.run import PlanResult
@@ -295,7 +295,9 @@ def _plan_to_file(
         _show(result, extra)
         for line in verdict_lines(verdict):
             print_result(line)
-    trains = f"--plan {output} -- SCRIPT ARGS"  # the bundled trainer's ranks are of one device
+    arguments = [f"{flag} {size}" for flag, size in _arguments_of_megatron(result.metadata)]
+    # The bundled trainer's ranks are of one device.
+    trains = " ".join(("--plan", str(output), "-- SCRIPT", *arguments, "ARGS"))
     is_named = "--model" not in assumptions.assumed  # else nobody knows that the bundled trainer is meant
     if result.metadata.devices_per_rank == 1 and result.metadata.phase is None and is_named:
         trains = f"--model {_model_to_train(options.model, inputs.problem.profile.model)} --plan {output}"
@@ -309,6 +311,17 @@ def _plan_to_file(
     if (part := result.metadata.part) is not None:
         following = f"fcp plan --merge {output} --merge OTHERS -o {_PLAN}, once all {part.whole} steps are planned"
     note(f"wrote {output}; next: {following}")
+
+
+def _arguments_of_megatron(metadata: PlanMetadata) -> Iterable[tuple[str, int]]:
+    """Yield the arguments that a script needs to be cut as the ranks of a plan, and the sizes."""
+    if metadata.devices_per_rank > 1:
+        yield "--tensor-model-parallel-size", metadata.tensor_parallel
+        yield "--pipeline-model-parallel-size", metadata.pipeline_parallel
+        if metadata.virtual_stages > 1:
+            yield "--num-virtual-stages-per-pipeline-rank", metadata.virtual_stages
+        if metadata.has_equal_batches:
+            yield "--global-batch-size", metadata.global_batch_size
 
 
 def _model_to_train(given: str | None, planned: str) -> str:

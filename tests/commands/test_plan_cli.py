@@ -320,11 +320,20 @@ def test_a_plan_of_tensor_parallel_ranks_shows_its_devices_and_how_to_launch_it(
     result = fcp("plan", "dataset.parquet", *EIGHT_RANKS, *FAST, "--tensor-parallel", "2", cwd=folder)
     assert result.returncode == 0, result.stderr
     assert "devices    2 per rank (tensor parallel 2, pipeline parallel 1), 16 in all" in result.stdout
+    cut = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --global-batch-size 24"
     assert (
-        "next: fcp launch --plan plan.parquet -- SCRIPT ARGS, on each of 2 nodes: --target slurm submits it, --nodes 2 "
-        "--dry-run prints the commands"
+        f"next: fcp launch --plan plan.parquet -- SCRIPT {cut} ARGS, on each of 2 nodes: --target slurm submits it, "
+        "--nodes 2 --dry-run prints the commands"
     ) in result.stderr
     assert PlanReader(folder / "plan.parquet").metadata.num_devices == 16
+
+
+def test_all_ranks_of_this_machine_are_on_one_node(folder: Path) -> None:
+    ranks = 4 * (os.cpu_count() or 1)  # more than cores
+    cut = ("--cluster", "this-machine", "--ranks", str(ranks), "--tokens-per-rank", "512", *FAST)
+    planned = fcp("plan", "lengths.parquet", "--model", "qwen3-tiny", *cut, cwd=write_lengths(folder))
+    assert planned.returncode == 0, planned.stderr
+    assert f"assumed --ranks-per-node = {ranks} (the cluster this-machine)" in planned.stderr
 
 
 @pytest.mark.parametrize("named", ["run/model", "my models/7b", "qwen3-tiny"])

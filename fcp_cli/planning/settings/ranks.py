@@ -106,7 +106,8 @@ def ranks_on(
     ranks_per_node = request.ranks_per_node
     if ranks_per_node is None:
         assert cluster is not None
-        ranks_per_node = max(1, min(cluster.devices_per_node // tensor_parallel, ranks))
+        per_node = ranks if cluster.is_host else cluster.devices_per_node // tensor_parallel  # a host is one node
+        ranks_per_node = max(1, min(per_node, ranks))
         assumptions.assume("--ranks-per-node", ranks_per_node, f"the cluster {cluster.name}")
     return JobRanks(
         num_ranks=ranks,
