@@ -64,7 +64,6 @@ def _train(folder: Path, arguments: argparse.Namespace) -> None:
         "trainer's thread": ("real", ("--decode-workers", "0")),
         "one process": ("real", ("--decode-workers", "1")),
         "frozen encoder": ("real", frozen),
-        "frozen and cached": ("real", (*frozen, "--cache-embeddings", "cache")),
     }
     if arguments.cases:
         cases = {case: cases[case] for case in arguments.cases}

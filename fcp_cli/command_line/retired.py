@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Final
 
 RETIRED: Final[dict[tuple[str, str], str]] = {
+    ("compare", "--embeddings-cached"): "a frozen encoder's outputs are not cached",
     ("compare", "--stress"): "no effect it simulated changed which strategy is ahead",
+    ("launch", "--cache-embeddings"): "a frozen encoder runs in every epoch",
     ("launch", "--planner"): "rank 0 plans for all nodes",
     ("launch", "--random-weights"): "write --weights random",
     ("launch", "--warmup-ratio"): "write --warmup-steps X, which below 1 is a share of the schedule",
     ("manifest build", "--text-field"): "write --column",
+    ("plan", "--embeddings-cached"): "a frozen encoder's outputs are not cached",
     ("plan", "--tokenizer"): "count the tokens of texts with 'fcp manifest build --tokenizer', and plan the manifest",
     ("profile", "--share"): "send the profile itself: nothing read the shared file",
     ("profile", "--hf-config"): "write --model, which takes a config.json",

@@ -32,7 +32,6 @@ _PATHS: Final = (
     "weights",
     "eval_manifest",
     "eval_plan",
-    "cache_embeddings",
 )  # among the settings; a launch record holds them as text
 
 
@@ -50,7 +49,7 @@ def trainer_settings(request: LaunchRequest, job: Job, assumed: Assumptions) -> 
     model = _model(request.model, metadata, assumed)
     if request.plan is None and not is_assumed(metadata):
         assumed.assume("--plan", plan, "it is in this folder")
-    evaluation, cache = _evaluation(request), request.training.get("cache_embeddings")
+    evaluation = _evaluation(request)
     settings = TrainSettings(
         plan=plan.absolute(),
         model=model,
@@ -62,7 +61,6 @@ def trainer_settings(request: LaunchRequest, job: Job, assumed: Assumptions) -> 
         **{name: value for name, value in request.training.items() if name not in (*_PATHS, "random_weights")},
         eval_manifest=evaluation.get("eval_manifest"),
         eval_plan=evaluation.get("eval_plan"),
-        cache_embeddings=Path(cache).absolute() if cache else None,
     )
     recipe = settings.recipe(metadata.recipe, sync=metadata.sync, device=job.machine.device)
     if runs_here:

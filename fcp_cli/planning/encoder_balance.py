@@ -100,17 +100,6 @@ def _likely_counts(batches: GlobalBatches) -> list[int]:
     return sorted({min(max(1, round(even * factor)), most) for factor in (0.75, 0.9, 1.0, 1.1, 1.3, 1.6)})
 
 
-def with_cached_embeddings(problem: Problem, steps_per_epoch: int) -> Problem:
-    """Return the problem of a run that keeps a frozen encoder's embeddings, and reads them from the second epoch on."""
-    recipe = problem.recipe
-    if recipe is not None and not (recipe.freeze_vision or recipe.freeze or recipe.lora):
-        raise UsageError(
-            "--embeddings-cached counts what a frozen vision encoder computes once, but the recipe trains it; add "
-            "--freeze-vision, or leave --embeddings-cached out"
-        )
-    return replace(problem, cached_from_step=steps_per_epoch)
-
-
 def _first_step_seconds(batches: GlobalBatches, problem: Problem) -> float:
     under = GlobalBatches(batches.table, problem, batches.settings)
     batch, solver = under.batch(0), make_solver("fcp", under)

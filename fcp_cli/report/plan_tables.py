@@ -93,8 +93,6 @@ def _encoder_line(metadata: PlanMetadata) -> dict[str, str]:
     said = ["shared by all ranks of a wave"] if metadata.encoder_balance is not None else []
     if metadata.encoder_ranks is not None:
         said = [f"on {counted(metadata.encoder_ranks, 'rank')} of its own, ahead of the others"]
-    if metadata.cached_from_step is not None:
-        said.append(f"embeddings cached from step {metadata.cached_from_step} on")
     return {"encoder": ", ".join(said)} if said else {}
 
 

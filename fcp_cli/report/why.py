@@ -164,7 +164,7 @@ def _priced(
     step: StepPlan, microbatch: MicroBatch, degree: int, problem: Problem, manifest: LengthTable | None
 ) -> Alternative:
     members = slice(int(step.sequence_offsets[microbatch.order]), int(step.sequence_offsets[microbatch.order + 1]))
-    sequences = planned_sequences(step, manifest, problem.cached_from_step)
+    sequences = planned_sequences(step, manifest)
     work = work_on(batch_work(sequences, problem), degree, problem)
     pack = work.take(members).packed(np.zeros(1, dtype=np.int64)).take(0)
     attention, tokens = pack.attention_seconds, int(pack.tokens)

@@ -65,7 +65,6 @@ class TrainSettings(RecipeRequest):
         keep: the newest so many checkpoints stay.
         accept_unrecorded: resume although the metrics end before the checkpoint does.
         async_save: copy the state, and write the checkpoint in the background.
-        cache_embeddings: cache folder of a frozen vision encoder's outputs, for all epochs and runs.
         wandb: project of Weights & Biases for the curves, in addition to TensorBoard.
         log_every: steps between two lines of progress if there is no terminal.
         quiet: no progress; the launcher shows it from the metrics.
@@ -138,15 +137,6 @@ class TrainSettings(RecipeRequest):
             unset="the rank's share of cores",
         ),
     ] = None
-    cache_embeddings: Annotated[
-        Path | None,
-        Opt(
-            "Cache a frozen encoder's outputs here, so that each image is encoded once.",
-            metavar="DIR",
-            unset="none",
-            trust="writes",
-        ),
-    ] = None
     wandb: Annotated[
         str | None,
         Opt(
@@ -185,11 +175,6 @@ class TrainSettings(RecipeRequest):
             raise UsageError(
                 f"--recompute as-needed takes its levels from the plan, and this one {made}; plan with "
                 "'fcp plan --recompute as-needed', or drop the option"
-            )
-        if self.cache_embeddings is not None and not (recipe.freeze_vision or recipe.freeze or recipe.lora):
-            raise UsageError(
-                "--cache-embeddings keeps the outputs of a frozen vision encoder, but this run trains it; add "
-                "--freeze-vision, or drop --cache-embeddings"
             )
         return recipe
 

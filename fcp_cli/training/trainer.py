@@ -38,7 +38,6 @@ from fcp_cli.runtime import LocalMicroBatch, Session, Step
 from fcp_cli.runtime.communication.world import World, gather_texts
 from fcp_cli.runtime.gradients.weight_types import WEIGHT_DTYPES
 from fcp_cli.runtime.metrics.recorder import device_name
-from fcp_cli.runtime.pictures.embedding_cache import EmbeddingCache
 from fcp_cli.training.evaluation import evaluate
 from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.optimizer import clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
@@ -105,7 +104,6 @@ class Trainer:
         self.sharded = self._hold()
         if self.is_sharded:
             self._fill(weights)
-        self._keep_embeddings()
         self.offload = open_offload(self.recipe, settings.model, metadata, session.device)
         self.optimizer = make_optimizer(self.sharded.trained, settings)
         self.saver = CheckpointSaver(
@@ -141,18 +139,6 @@ class Trainer:
             return Replica(self.model, session.world, shares, dtype)
         shard_model(self.model, shares.mesh, dtype=dtype, keeps_weights=recipe.zero_stage == 2)
         return ShardedModel(self.model, shares)
-
-    def _keep_embeddings(self) -> None:
-        """Cache the frozen encoder's outputs, if the settings name a folder. Every rank calls it."""
-        if self.settings.cache_embeddings is None:
-            return
-        cache = EmbeddingCache(
-            self.settings.cache_embeddings, about=f"{self.recipe.precision} {self.session.device.type}"
-        )
-        cache.bind(self.model)
-        self.session.embedding_cache = cache
-        if self.held_out is not None:
-            self.held_out.embedding_cache = cache
 
     def run(self, stop: StopRequest) -> bool:
         """Train until the last step, or until a rank is asked to stop; a checkpoint is there either way."""

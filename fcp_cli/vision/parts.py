@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from heapq import heapify, heapreplace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -40,14 +39,6 @@ class PixelReader(Protocol):
 
     def begin(self, ranges: Sequence[tuple[int, int]]) -> Callable[[], PixelsRead]:
         """Start reading several ranges of rows at once; return a function that waits for them."""
-
-
-@runtime_checkable
-class KeyedReader(PixelReader, Protocol):
-    """One that can distinguish pictures without preprocessing them."""
-
-    def content_key(self, start: int, stop: int) -> str:
-        """Return a key of rows start to stop: the picture's content, its processor, and the rows' place in it."""
 
 
 Pixels: TypeAlias = "Tensor | Callable[[int, int], Tensor] | PixelReader"
@@ -111,16 +102,6 @@ class VisualSequence:
     parts: tuple[VisualPart, ...] = ()
     position_ids: IntArray | None = None
     mask: Mask = CAUSAL
-
-
-def content_key(part: VisualPart) -> str:
-    """Return a key of a part's pixels: its reader's, or a digest of the pixels."""
-    rows = part.pixels
-    if isinstance(rows, PixelRows) and isinstance(rows.pixels, KeyedReader):
-        return rows.pixels.content_key(rows.start, rows.stop)
-    values = rows()
-    host: Any = values.cpu().contiguous()
-    return f"{values.dtype} {tuple(values.shape)} {blake2b(host.numpy().tobytes(), digest_size=16).hexdigest()}"
 
 
 def begin_reading(parts: Sequence[VisualPart]) -> Callable[[], PixelsRead]:

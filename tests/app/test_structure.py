@@ -313,7 +313,6 @@ _OPENS_FILES_OF_ITS_OWN = {
     "fcp_cli/report/page/page.py": "a template of this package",
     "fcp_cli/runs/owner.py": "times of files, without a read",
     "fcp_cli/runs/ownership.py": "a folder, to lock it",
-    "fcp_cli/runtime/pictures/embedding_cache.py": "a cache that ranks wrote",
     "fcp_cli/integrations/megatron/measured.py": "a recorder",
     "fcp_cli/runtime/online/cursor.py": "a stream",
     "fcp_cli/runtime/session/session.py": "a recorder",
@@ -322,7 +321,6 @@ _OPENS_FILES_OF_ITS_OWN = {
     "fcp_cli/training/weights/checkpoint.py": "a file just written",
     "fcp_cli/training/data.py": "tokenizers of two checkpoints, which transformers reads too",
     "fcp_cli/training/pictures/decoding.py": "pictures and videos, of which the manifest has read the sizes",
-    "fcp_cli/training/pictures/pictures.py": "pictures and a processor, of which the manifest has read the sizes",
     "fcp_cli/training/trainer.py": "a recorder",
     "fcp_cli/verification/processes.py": "what its own worker writes",
 }

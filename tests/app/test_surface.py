@@ -51,7 +51,7 @@ SURFACE = {
     "plan": """
         MANIFEST --profile --model --cluster --attention-kernel --ranks --ranks-per-node --tokens-per-rank --rank-speeds --sync --headroom --attention
         --tensor-parallel --pipeline-parallel --virtual-stages --padded-rings --no-padded-rings --phase --global-batch-tokens --step-column --encoder-balance
-        --encoder-ranks --embeddings-cached --zero --shard-ranks --reduce
+        --encoder-ranks --zero --shard-ranks --reduce
         --precision --recompute --loss --offload --freeze-vision --lora --freeze --global-batch-size --steps --epochs --seed
         --shuffle --no-shuffle --max-length --overlong --last-batch --length-column --output -o --solver --resume
         --mix --merge --shard --continue-from --max-degree --max-groups --max-peers --robust --emit --workers --json
@@ -71,7 +71,6 @@ SURFACE = {
         --shard-ranks --reduce --precision --recompute --loss --offload --max-grad-norm --freeze-vision
         --on-nan --grad-ring-dtype --seed
         --checkpoint-every --keep --accept-unrecorded --async-save --no-async-save --length-column --log-every --bad-rows --decode-workers
-        --cache-embeddings
         --online --profile --global-batch-size --global-batch-tokens --ahead --stream-begins
         --reorder-window --refit-every
     """,
@@ -84,7 +83,7 @@ SURFACE = {
     "compare": """
         MANIFEST --profile --model --cluster --attention-kernel --ranks --ranks-per-node --tokens-per-rank --rank-speeds --sync --headroom --attention
         --tensor-parallel --pipeline-parallel --virtual-stages --padded-rings --no-padded-rings --phase --global-batch-tokens --step-column --encoder-balance
-        --encoder-ranks --embeddings-cached --zero --shard-ranks --reduce
+        --encoder-ranks --zero --shard-ranks --reduce
         --precision --recompute --loss --offload --freeze-vision --lora --freeze --global-batch-size --steps --epochs --seed
         --shuffle --no-shuffle --max-length --overlong --last-batch --length-column --solvers --milp-seconds --json
         --device-hour-price

@@ -78,7 +78,7 @@ def test_every_option_of_launch_that_becomes_a_command_needs_trust() -> None:
             ["template", "hostfile", "setup", "sbatch_option", "srun_option", "image", "mount", "pull_secret"], "runs"
         ),
         **dict.fromkeys(["host_network", "python", "master_addr", "wandb", "env", "env_secret"], "runs"),
-        **dict.fromkeys(["run_dir", "output", "cache_embeddings"], "writes"),
+        **dict.fromkeys(["run_dir", "output"], "writes"),
     }
 
 

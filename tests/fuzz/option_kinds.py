@@ -355,7 +355,7 @@ def _named_outputs(values: Mapping[str, str]) -> tuple[str, ...]:
         "sizes.jsonl",
         "profile.yaml",
     )
-    named = [value for name, value in values.items() if name in ("output", "samples", "run_dir", "cache_embeddings")]
+    named = [value for name, value in values.items() if name in ("output", "samples", "run_dir")]
     if "" in named:  # as if it were not given
         return defaults
     return tuple(pattern for value in map(escape, named) for pattern in (value, f"{value}/*", f"./{value}"))

@@ -67,8 +67,6 @@ EXCEPTIONS = {
     "fcp_cli/training/weights/checkpoint.py:_pieces": _RANKS,
     "fcp_cli/training/data.py:check_tokenizer": _RANKS,
     "fcp_cli/training/weights/origin.py:kept_names": _RANKS,
-    "fcp_cli/training/pictures/pictures.py:_digest_of": _RANKS,
-    "fcp_cli/training/pictures/pictures.py:_digest_of_file": _RANKS,
     "fcp_cli/training/trainer.py:Trainer._open_metrics": _RANKS,
     "fcp_cli/verification/processes.py:_reason": _OWN,
 }

@@ -88,13 +88,6 @@ def blame_ranks(folder: Path) -> None:
     TorchrunRanks(folder / "log").find_failure(1)
 
 
-def read_embeddings(folder: Path) -> None:
-    """Read a cached embedding; a damaged one is a miss."""
-    from fcp_cli.runtime.pictures.embedding_cache import EmbeddingCache
-
-    EmbeddingCache(folder / "embeddings").read("abcdef")
-
-
 def read_settings(folder: Path) -> None:
     """Read what a job that plans while it trains plans for."""
     read_online_settings(folder / "online.json")
@@ -172,7 +165,6 @@ KINDS: dict[str, Kind] = {
         blame_ranks,
         share=0.5,
     ),
-    "cached embeddings": of_calls({"embeddings/ab/cdef": mutations.of_text}, read_embeddings, share=0.5),
     "settings of an online job": of_calls({"online.json": mutations.of_json}, read_settings, share=0.5),
     "texts in training": of_calls(
         {"texts-tokens.parquet": parquet, "texts.jsonl": mutations.of_lines}, read_texts, share=0.5

@@ -17,7 +17,7 @@ from fcp_cli.plan.pricing.packs import EncoderShares, beside_language
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.dataset.comparison import colocated, encoder_placements
 from fcp_cli.planning.dataset.run import make_plan
-from fcp_cli.planning.encoder_balance import balanced_encoder, with_cached_embeddings, with_encoder_ranks
+from fcp_cli.planning.encoder_balance import balanced_encoder, with_encoder_ranks
 from fcp_cli.planning.problem import Problem, problem_of
 from fcp_cli.planning.settings.settings import PlanInputs
 from fcp_cli.recipe import Recipe
@@ -58,32 +58,6 @@ def test_over_the_wave_each_micro_batch_waits_for_an_even_share_of_its_waves_pic
     encoder_seconds = 1e-4 * table.vision_patches[step.sequences].sum() / 16
     assert step.makespan_seconds == pytest.approx(text.makespan_seconds + encoder_seconds)
     assert step.bound_seconds == pytest.approx(text.bound_seconds + encoder_seconds)
-
-
-def test_cached_embeddings_cost_nothing_after_the_first_epoch(tmp_path: Path) -> None:
-    table = with_pictures()
-    whole = replace(SETTINGS, step_limit=None, epochs=2, shuffle=False)
-    per_epoch = len(GlobalBatches(table, problem_over(None), replace(whole, epochs=1)))
-    for balance in (None, "wave"):
-        problem = with_cached_embeddings(problem_over(balance), per_epoch)
-        plan = tmp_path / f"{balance}.parquet"
-        make_plan(plan, PlanInputs(table=table, problem=problem, settings=whole), solver_name="static")
-        assert list(check_plan(plan, manifest=table)) == []
-        steps = list(PlanReader(plan).steps())
-        text = tmp_path / "text.parquet"
-        make_plan(text, PlanInputs(table=long_tail(), problem=problem_over(None), settings=whole), solver_name="static")
-        alone = [step.makespan_seconds for step in PlanReader(text).steps()]
-        found = [step.makespan_seconds for step in steps]
-        assert found[per_epoch:] == alone[per_epoch:]
-        assert sum(found[:per_epoch]) > 1.1 * sum(alone[:per_epoch])
-
-
-def test_a_trained_encoder_is_not_cached() -> None:
-    trained = replace(problem_over(None), recipe=Recipe())
-    with pytest.raises(UsageError, match=r"^--embeddings-cached counts .*, but the recipe trains it; add --freeze-"):
-        with_cached_embeddings(trained, 10)
-    frozen = replace(trained, recipe=Recipe(freeze_vision=True))
-    assert with_cached_embeddings(frozen, 10).cached_from_step == 10
 
 
 def test_ranks_that_only_encode_hold_no_sequences(tmp_path: Path) -> None:

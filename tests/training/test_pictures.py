@@ -89,26 +89,6 @@ def test_ranks_skip_bad_rows_together(tmp_path: Path) -> None:
     assert sorted(row for step in found for row in step.get("bad_rows", [])) == rows
 
 
-@pytest.mark.full
-def test_cached_embeddings_train_to_the_same_bits(tmp_path: Path) -> None:
-    write_run(tmp_path, "internvl", steps=2, num_ranks=1)
-    arguments = ["--plan", str(tmp_path / "plan.parquet"), "--manifest", str(tmp_path / "lengths.parquet")]
-    arguments += ["--model", str(tmp_path / "checkpoint"), "--weights", str(tmp_path / "checkpoint"), "--device", "cpu"]
-    arguments += ["--precision", "fp32", "--decode-workers", "0", "--freeze-vision"]
-    cached = ["--cache-embeddings", str(tmp_path / "cache")]
-    runs = {"computed": [], "cold": cached, "warm": cached}
-    losses = {}
-    for name, words in runs.items():
-        assert main([*arguments, "--run-dir", str(tmp_path / name), *words]) == 0
-        lines = read_metrics(tmp_path / name / "metrics.jsonl")
-        losses[name] = [(line["loss"], line["grad_norm"]) for line in lines if line["kind"] == "step"]
-        if name == "cold":
-            files = sorted(path for path in (tmp_path / "cache").rglob("*") if path.is_file())
-            assert files
-    assert losses["computed"] == losses["cold"] == losses["warm"]
-    assert sorted(path for path in (tmp_path / "cache").rglob("*") if path.is_file()) == files
-
-
 def damage(folder: Path, record: Mapping[str, Any]) -> None:
     """Cut a record's last picture off after its header."""
     file = folder / (record.get("image") or record["images"])[-1]

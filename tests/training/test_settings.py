@@ -82,16 +82,6 @@ def test_impossible_settings_are_one_line(name: str, value: object, message: str
     assert str(error.value) == message
 
 
-def test_embeddings_of_a_trained_encoder_are_not_kept() -> None:
-    settings = TrainSettings(**{**REQUIRED, "cache_embeddings": Path("cache")})
-    with pytest.raises(UsageError) as error:
-        settings.recipe(None, sync="iteration", device="cpu")
-    assert str(error.value) == snapshot(
-        "--cache-embeddings keeps the outputs of a frozen vision encoder, but this run trains it; add --freeze-vision, or drop --cache-embeddings"
-    )
-    assert replace(settings, freeze_vision=True).recipe(None, sync="iteration", device="cpu").freeze_vision
-
-
 def test_layers_that_recompute_as_needed_need_a_plan_with_levels() -> None:
     settings, planned = TrainSettings(**REQUIRED, recompute="as-needed"), Recipe(precision="fp32", recompute="full")
     for other, made in ((planned, "was made for --recompute full"), (None, "names no recipe")):

@@ -333,8 +333,7 @@ def _bring_embeddings(
 
     def encode(shown: VisualShard | None) -> Tensor:
         with torch.set_grad_enabled(has_graph):
-            embeddings = family.encode(module, shown.parts if shown else (), shown.pixels if shown else None)
-        return embeddings if shown is None else shown.embeddings(embeddings, ring.context.embedding_cache)
+            return family.encode(module, shown.parts if shown else (), shown.pixels if shown else None)
 
     ring.context.encoder_calls += 1
     if ring.context.encoder_ahead is not None:

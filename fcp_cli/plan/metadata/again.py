@@ -125,7 +125,6 @@ def _plain(
         "phase": metadata.phase,
         "encoder_balance": metadata.encoder_balance,
         "encoder_ranks": metadata.encoder_ranks,
-        "embeddings_cached": metadata.cached_from_step is not None,
     }
     for name, value in values.items():
         if value not in (None, False, _DEFAULTS.get(name)):

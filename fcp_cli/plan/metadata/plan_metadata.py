@@ -34,7 +34,7 @@ METADATA_KEY: Final = FOOTER_KEY
 # A reader must know these or refuse the plan, since steps, times and budgets mean something else with them. They are
 # omitted if None, so that plans without them keep the hash from before the keys existed.
 _OPTIONAL_KEYS: Final = (
-    *("attention", "batching", "cached_from_step", "continues", "encoder_balance", "encoder_ranks"),
+    *("attention", "batching", "continues", "encoder_balance", "encoder_ranks"),
     *("masked_sequences", "masks", "mixture", "padding_multiple", "part", "phase", "pipeline", "rank_speeds"),
     *("recipe", "refits", "shuffle_kind"),
 )

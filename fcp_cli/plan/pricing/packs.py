@@ -114,7 +114,7 @@ def step_prices(
         rank_speeds: the rank speeds of the plan at this step; None: all as the profile says.
         manifest: gives `eta` and vision columns; without it every sequence counts as causal text.
     """
-    sequences = planned_sequences(step, manifest, setup.cached_from_step)
+    sequences = planned_sequences(step, manifest)
     shares = encoder_shares(setup, profile)
     language = sequences if shares is None else without_pictures(sequences)
     packs = PlacedPacks(
@@ -261,17 +261,12 @@ def pack_work(
     return work.packed(first)
 
 
-def encoded_at(step: int, sequences: LengthTable, cached_from_step: int | None) -> LengthTable:
-    """Return a step's sequences with the pictures that are encoded: none where all embeddings are kept from before."""
-    return without_pictures(sequences) if cached_from_step is not None and step >= cached_from_step else sequences
-
-
-def planned_sequences(step: StepPlan, manifest: LengthTable | None, cached_from_step: int | None = None) -> LengthTable:
+def planned_sequences(step: StepPlan, manifest: LengthTable | None) -> LengthTable:
     """Return the sequences of a step in its own order, with its own lengths and, if given, the manifest's factors."""
     lengths = step.lengths.astype(np.int64)
     if manifest is None:
         return LengthTable(name="", length_tokens=lengths)
-    rows = encoded_at(step.step, manifest.take(step.sequences), cached_from_step)
+    rows = manifest.take(step.sequences)
     return LengthTable(
         name=manifest.name,
         length_tokens=lengths,

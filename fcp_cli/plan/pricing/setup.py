@@ -47,8 +47,6 @@ class PlanSetup(RankShape):
             each row says; None: all groups are rings.
         encoder_balance: who shares the work of a vision encoder: all ranks of a `wave`; None: those of a ring.
         encoder_ranks: the last so many ranks run nothing but the encoder, ahead of the others; None: there are none.
-        cached_from_step: optimizer step from which on a frozen encoder's embeddings are read and not computed; None: no
-            step.
         recipe: the recipe that the token budget and the times are of; None if the cost profile has none.
     """
 
@@ -59,7 +57,6 @@ class PlanSetup(RankShape):
     attention: SplitAttention | None = None
     encoder_balance: EncoderBalance | None = None
     encoder_ranks: Count | None = None
-    cached_from_step: Count | None = None
     recipe: Recipe | None = None
 
     @property

@@ -39,7 +39,7 @@ def static_speedup(
     """
     if not all(_follows_profile(step, problem, manifest) for step in steps):
         return None
-    batches = [batch_of(planned_sequences(step, manifest, problem.cached_from_step), problem) for step in steps]
+    batches = [batch_of(planned_sequences(step, manifest), problem) for step in steps]
     solver, seconds = best_static(problem, longest_tokens, batches)
     return seconds / sum(step.makespan_seconds for step in steps), solver
 
@@ -55,7 +55,7 @@ def typical_pair(
         manifest: gives `eta` and vision columns.
     """
     problem = solver.problem
-    batches = [batch_of(planned_sequences(step, manifest, problem.cached_from_step), problem) for step in steps]
+    batches = [batch_of(planned_sequences(step, manifest), problem) for step in steps]
     answers = [solver.assign(batch) for batch in batches]
     static = np.array([makespan_seconds(*pair, problem) for pair in zip(answers, batches, strict=True)])
     ours = np.array([step.makespan_seconds for step in steps])

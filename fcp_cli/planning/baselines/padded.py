@@ -18,7 +18,6 @@ import numpy as np
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.manifest.table.table import LengthTable
-from fcp_cli.plan.pricing.packs import encoded_at
 from fcp_cli.plan.pricing.padding import padded_tokens
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.baselines.drafts import Draft, assignment_of, quickest_solver
@@ -60,7 +59,7 @@ class Padded:
 
     def padded(self, batch: Batch) -> Batch:
         """Return the batch as it runs: each sequence as long as the longest of its run."""
-        sequences = encoded_at(batch.step, self._table.take(batch.rows), self._problem.cached_from_step)
+        sequences = self._table.take(batch.rows)
         lengths = _padded_to_longest(sequences.length_tokens, self._rows)
         work = batch_work(replace(sequences, length_tokens=lengths), self._problem)
         return replace(batch, lengths=lengths.astype(np.int32), work=work)

@@ -22,7 +22,6 @@ from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.metadata.batching import offsets_by_tokens
 from fcp_cli.plan.metadata.mixture import Mixture
 from fcp_cli.plan.metadata.plan_metadata import Batching, Continuation, OverlongReport, ShuffleKind, steps_per_epoch
-from fcp_cli.plan.pricing.packs import encoded_at
 from fcp_cli.planning.batching.mixing import MixedRows
 from fcp_cli.planning.batching.shuffling import permuted
 from fcp_cli.planning.problem import Batch, Problem
@@ -158,7 +157,6 @@ class GlobalBatches:
         return self._batch_of(step, *self._sequences(step))
 
     def _batch_of(self, step: int, rows: IntArray, sequences: LengthTable) -> Batch:
-        sequences = encoded_at(step, sequences, self.problem.cached_from_step)
         return Batch(
             step=step,
             rows=rows,

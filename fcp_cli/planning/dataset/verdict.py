@@ -116,7 +116,7 @@ def plan_verdict(
     """
     solver, summary, problem = result.solver.name, result.summary, inputs.problem
     again = [sample[i] for i in sampled_steps(len(sample), result.metadata.global_batch_size)]
-    sequences = [planned_sequences(step, inputs.table, inputs.problem.cached_from_step) for step in again]
+    sequences = [planned_sequences(step, inputs.table) for step in again]
     planned = sum(step.makespan_seconds for step in again)
     factor, degree = static
     rivals = [_rival("static", factor, len(sample), degree=degree)]

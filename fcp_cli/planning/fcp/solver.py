@@ -129,7 +129,7 @@ def winner_of(
     if problem.pipeline is not None or problem.rank_speeds is not None or set(options) - {"max_degree", "max_peers"}:
         return None
     rows = np.argsort(step.sequences)
-    sequences = planned_sequences(step, manifest, problem.cached_from_step).take(rows)
+    sequences = planned_sequences(step, manifest).take(rows)
     batch = batch_of(sequences, problem, step=step.step)
     found = solver_of(problem, **options).best(replace(batch, encoder_seconds=None))
     assert found.assignment is not None, "a step was sought below a limit"

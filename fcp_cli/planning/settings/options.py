@@ -130,9 +130,6 @@ class PlanRequest:
             metavar="K|auto",
         ),
     ] = None
-    embeddings_cached: Annotated[
-        bool, Opt("Price a frozen vision encoder in the first epoch only: fcp launch --cache-embeddings DIR.")
-    ] = False
     recipe: Annotated[RecipeRequest, OptionGroup("Recipe")] = field(default_factory=RecipeRequest)
 
     global_batch_size: Annotated[

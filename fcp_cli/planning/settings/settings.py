@@ -17,7 +17,7 @@ from fcp_cli.plan.metadata.mixture import Mixture
 from fcp_cli.plan.metadata.plan_metadata import Batching, Continuation
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.batching.mixing import read_mixture
-from fcp_cli.planning.encoder_balance import balanced_encoder, with_cached_embeddings, with_encoder_ranks
+from fcp_cli.planning.encoder_balance import balanced_encoder, with_encoder_ranks
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.settings.budget import (
     Budget,
@@ -104,14 +104,12 @@ def resolve(
     problem, budget = resolve_problem(request, assumptions, most_peers=most_peers, data=data)
     _warn_of_unpriced_vision(table, problem.profile, assumptions)
     inputs = PlanInputs(table=table, problem=problem, settings=settings, budget=budget, data=data)
-    if request.encoder_balance == "ring" and request.encoder_ranks is None and not request.embeddings_cached:
+    if request.encoder_balance == "ring" and request.encoder_ranks is None:
         return inputs
     batches = inputs.batches()
     problem = balanced_encoder(batches, request.encoder_balance, assumptions)
     if request.encoder_ranks is not None:
         problem = with_encoder_ranks(batches, request.encoder_ranks, assumptions)
-    if request.embeddings_cached:
-        problem = with_cached_embeddings(problem, batches.steps_per_epoch)
     return replace(inputs, problem=problem)
 
 

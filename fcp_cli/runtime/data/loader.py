@@ -20,7 +20,6 @@ from fcp_cli.runtime.data.joined_sequences import JoinedSequences
 from fcp_cli.runtime.layouts.layout import ShardLayout, shard_layout
 from fcp_cli.runtime.loss.labels import IGNORED
 from fcp_cli.runtime.loss.token_loss import labelled_rows, next_token_labels
-from fcp_cli.runtime.pictures.embedding_cache import EmbeddingCache
 from fcp_cli.runtime.pictures.visuals import VisualPack, VisualShard, begin_visual_shard
 from fcp_cli.vision.parts import VisualPart, VisualSequence
 
@@ -127,7 +126,6 @@ def begin_shard(
     fetch: Fetch,
     rank: int,
     labelled: bool = False,
-    cache: EmbeddingCache | None = None,
     encoders: Sequence[int] = (),
 ) -> Callable[[], Shard]:
     """Load this rank's part of one micro-batch except its pixels, which the returned function waits for.
@@ -138,7 +136,6 @@ def begin_shard(
         fetch: returns the sequence of a manifest row.
         rank: global rank.
         labelled: whether `fetch` returns labels; the same on every rank.
-        cache: embeddings of the encoder, or None.
         encoders: ranks that only encode; empty if all ranks that share the work do.
     """
     member = row.ranks.index(rank)
@@ -155,7 +152,7 @@ def begin_shard(
         ranks=row.ranks,
     )
     packs = [own if other.order == row.order else _pack_of_others(other, fetch) for other in wave] or [own]
-    visuals = begin_visual_shard(packs, rank=rank, cache=cache, encoders=encoders)
+    visuals = begin_visual_shard(packs, rank=rank, encoders=encoders)
     shard = _tokens_of_shard(place, sequences, layout, member)
     return lambda: shard if visuals is None else replace(shard, visuals=visuals())
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, groupby
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -24,7 +23,6 @@ from fcp_cli.arrays import IntArray
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.communication.row_exchange import Route, route
 from fcp_cli.runtime.layouts.layout import ShardLayout
-from fcp_cli.runtime.pictures.embedding_cache import CachedRows, EmbeddingCache
 from fcp_cli.vision.parts import Kind, PixelsRead, VisualPart, balanced_encoders, begin_reading
 
 
@@ -34,9 +32,6 @@ class VisualShard:
 
     Attributes:
         parts: the parts to encode, in order.
-        cached: embeddings of further parts that it need not compute, and where they belong; None if there are none.
-        keys: the keys of `parts`, under which their embeddings are kept; None of those that are not, empty if nothing
-            is.
         pixels: their input, [patches, ...]; None if it encodes nothing.
         kinds: kind of each of the visual tokens that it holds, in the order of its tokens.
         route: takes the embeddings of its parts [their tokens, ...] to those of its tokens [len(kinds), ...].
@@ -48,23 +43,10 @@ class VisualShard:
     kinds: tuple[Kind, ...]
     route: Route
     problems: Mapping[int, str] = field(default_factory=dict)
-    cached: CachedRows | None = None
-    keys: tuple[str | None, ...] = ()
 
     def map_pixels(self, change: Callable[[Tensor], Tensor]) -> VisualShard:
         """Return the same with changed pixels: on another device, in page-locked memory."""
         return self if self.pixels is None else replace(self, pixels=change(self.pixels))
-
-    def embeddings(self, computed: Tensor, cache: EmbeddingCache | None) -> Tensor:
-        """Return the embeddings of all of this rank's parts, and cache new ones.
-
-        Args:
-            computed: the embeddings of `parts` [their tokens, ...]; of a blank patch if there are none.
-            cache: the cache to keep them in, or None.
-        """
-        if cache is not None and self.parts:
-            cache.write(self.keys, torch.split(computed, [part.num_tokens for part in self.parts]))
-        return computed if self.cached is None else self.cached.joined_with(computed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -102,7 +84,7 @@ class VisualPack:
 
 
 def begin_visual_shard(
-    packs: Sequence[VisualPack], *, rank: int, cache: EmbeddingCache | None = None, encoders: Sequence[int] = ()
+    packs: Sequence[VisualPack], *, rank: int, encoders: Sequence[int] = ()
 ) -> Callable[[], VisualShard] | None:
     """Begin to read the pixels that one rank encodes; None if there is no part.
 
@@ -110,7 +92,6 @@ def begin_visual_shard(
         packs: the packs of all rings whose ranks share the work, in an order that is the same on all of them; no rank
             is in two.
         rank: global rank.
-        cache: the cache of embeddings that are not to be computed again; None: there is none.
         encoders: global ranks that encode, among those of the packs; none: all of them do.
 
     Returns:
@@ -144,57 +125,22 @@ def begin_visual_shard(
     needed = np.concatenate(consumers)
     kinds = np.repeat(np.array([part.kind == "video" for part, _ in kept]), sizes)[needed == index]
     own = [found for found, place in zip(kept, places.tolist(), strict=True) if place == index]
-    own, cached, keys = _looked_up(own, cache)
     shard = VisualShard(
         parts=tuple(part for part, _ in own),
-        cached=cached,
-        keys=keys,
         pixels=None,
         kinds=tuple("video" if is_video else "image" for is_video in kinds.tolist()),
         route=route(np.repeat(places, sizes), needed, ranks=ranks, index=index),
     )
     begun = [(row, begin_reading([part for part, _ in of_row])) for row, of_row in groupby(own, key=lambda one: one[1])]
-    return partial(_with_pixels, shard, begun, [row for _, row in own])
+    return partial(_with_pixels, shard, begun)
 
 
-_Parts: TypeAlias = list[tuple[VisualPart, int]]
-
-
-def _looked_up(own: _Parts, cache: EmbeddingCache | None) -> tuple[_Parts, CachedRows | None, tuple[str | None, ...]]:
-    """Divide a rank's parts: the ones to encode, the embeddings of the others, and the keys of the former."""
-    if cache is None:
-        return own, None, ()
-    keys = [_key_of(part, cache) for part, _ in own]
-    found = [None if key is None else cache.read(key) for key in keys]
-    missing = [number for number, rows in enumerate(found) if rows is None]
-    kept = [rows for rows in found if rows is not None]
-    cached = None
-    if kept:
-        sizes = [part.num_tokens for part, _ in own]
-        is_kept = np.repeat([rows is not None for rows in found], sizes)
-        # Computed ones come first, each kind in its own order.
-        order = np.empty(len(is_kept), dtype=np.int64)
-        order[np.argsort(is_kept, kind="stable")] = np.arange(len(is_kept))
-        cached = CachedRows(rows=torch.cat(kept), order=torch.from_numpy(order))
-    return [own[number] for number in missing], cached, tuple(keys[number] for number in missing)
-
-
-def _key_of(part: VisualPart, cache: EmbeddingCache) -> str | None:
-    try:
-        return cache.key(part)
-    except RunError:  # a bad picture: reading its pixels reports it
-        return None
-
-
-def _with_pixels(
-    shard: VisualShard, begun: Sequence[tuple[int, Callable[[], PixelsRead]]], rows: Sequence[int]
-) -> VisualShard:
+def _with_pixels(shard: VisualShard, begun: Sequence[tuple[int, Callable[[], PixelsRead]]]) -> VisualShard:
     """Wait for the pixels of each sequence; parts are in the order of their sequences, whose rows are given."""
     read = [(row, wait()) for row, wait in begun]
     pixels = [tensor for _, found in read for tensor in found.rows]
     problems = {row: found.problem for row, found in read if found.problem is not None}
-    keys = tuple(None if row in problems else key for key, row in zip(shard.keys, rows, strict=False))
-    return replace(shard, pixels=torch.cat(pixels) if pixels else None, problems=problems, keys=keys)
+    return replace(shard, pixels=torch.cat(pixels) if pixels else None, problems=problems)
 
 
 def _in_order(parts: Sequence[VisualPart]) -> Sequence[VisualPart]:

@@ -15,7 +15,6 @@ from fcp_cli.errors import RunError
 
 if TYPE_CHECKING:
     from fcp_cli.runtime.loss.token_loss import Labels
-    from fcp_cli.runtime.pictures.embedding_cache import EmbeddingCache
     from fcp_cli.runtime.pictures.encoder_rank import EncoderAhead
     from fcp_cli.runtime.pictures.visuals import VisualShard
 
@@ -28,7 +27,6 @@ class MicroBatchContext:
         place: step, micro-batch and rank, for messages; "" without a step.
         labels: the labels of this member's tokens, for a model that computes its loss itself, or None.
         visuals: this member's part of the pack's images and videos, or None.
-        embedding_cache: outputs of a frozen vision encoder, or None.
         encoder_ahead: encodes on a rank that does nothing else, or None.
         encoder_calls: runs of a vision encoder so far.
         model_tokens: tokens that the model must be called with, padding included, or None for any number.
@@ -43,7 +41,6 @@ class MicroBatchContext:
     place: str = ""
     labels: Labels | None = None
     visuals: VisualShard | None = None
-    embedding_cache: EmbeddingCache | None = None
     encoder_ahead: EncoderAhead | None = None
     encoder_calls: int = 0
     model_tokens: int | None = None

@@ -20,7 +20,6 @@ from fcp_cli.runtime.communication.world import ProcessWorld, World
 from fcp_cli.runtime.guards.stalls import Watch, watch_for
 from fcp_cli.runtime.metrics.recorder import Recorder, recorder_of
 from fcp_cli.runtime.metrics.timing import Clock, clock_for
-from fcp_cli.runtime.pictures.embedding_cache import EmbeddingCache
 
 AnyJob = TypeVar("AnyJob", bound="RankJob")
 
@@ -38,7 +37,6 @@ class RankJob:
         grad_ring_dtype: type in which gradients of keys and values travel.
         watch: stall reporter, or None if disabled.
         recorder: recorder of the steps, or None if no metrics are asked for.
-        embedding_cache: outputs of a frozen vision encoder; may be set until `steps` is called.
         next_step: optimizer step after the last one that was trained.
         clock: clock of the device.
         connections: open peer connections.
@@ -53,7 +51,6 @@ class RankJob:
     grad_ring_dtype: GradRingDtype = "fp32"
     watch: Watch | None = None
     recorder: Recorder | None = None
-    embedding_cache: EmbeddingCache | None = None
     next_step: int = field(default=0, init=False)
     clock: Clock = field(init=False)
     connections: Connections = field(init=False)

@@ -160,7 +160,6 @@ class Session(RankJob):
             fetch=fetch,
             rank=self.rank,
             labelled=labelled,
-            cache=self.embedding_cache,
             encoders=self.encoders,
         )
         looks_ahead = self.source is None or self.source.settings.options.ahead > 0

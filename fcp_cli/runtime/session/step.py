@@ -158,7 +158,6 @@ class Step(FollowedStep):
             context=MicroBatchContext(
                 place=self._guards.place(self.index, shard.row),
                 visuals=None if shard.visuals is None else shard.visuals.map_pixels(job.to_device),
-                embedding_cache=job.embedding_cache,
                 encoder_ahead=self._encoder_ahead,
             ),
         )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
-from hashlib import blake2b
-from pathlib import Path
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -13,8 +11,6 @@ import torch
 from torch import Tensor
 
 from fcp_cli.arrays import IntArray
-from fcp_cli.errors import ManifestError, RunError
-from fcp_cli.manifest.sources.media.picture_refs import Picture
 from fcp_cli.manifest.sources.media.pictures import PictureRecords, PictureRow
 from fcp_cli.runtime.data.followed_step import require_length
 from fcp_cli.training.pictures.decoding import BadPictureError, Values, Wanted
@@ -39,7 +35,6 @@ class PictureVisuals:
         self._lengths = lengths
         self._config = config
         self._pool = pool
-        self._processor_digest = _digest_of(records.folder)
 
     def __call__(self, row: int) -> VisualSequence:
         found = self._records.read(row)
@@ -59,7 +54,7 @@ class PictureVisuals:
         chosen = [
             index for index, size in enumerate(found.sizes) if is_video is None or (size.frames is not None) == is_video
         ]
-        return RowPixels(row, found, chosen, self._records.processor, self._pool, self._processor_digest)
+        return RowPixels(row, found, chosen, self._records.processor, self._pool)
 
     def close(self) -> None:
         """End the processes that decode."""
@@ -123,9 +118,7 @@ class RowPixels:
         chosen: Sequence[int],
         processor: VisionProcessor,
         pool: PixelPool,
-        processor_digest: str,
     ) -> None:
-        self._processor_digest = processor_digest
         self._row = row
         self._found = found
         self._pool = pool
@@ -153,13 +146,6 @@ class RowPixels:
                 begun.append((own, index, self._pool.begin(wanted)))
         return partial(self._finish, ranges, begun)
 
-    def content_key(self, start: int, stop: int) -> str:
-        """Return a key of one picture's rows: the bytes of its file, the processor's files, and their place."""
-        first, _, index = next(one for one in self._starts if one[0] <= start < one[1])
-        size = self._found.sizes[index]
-        content = content_digest(self._found.pictures[index])
-        return f"{self._processor_digest} {content} {size} {start - first} {stop - first}"
-
     def _finish(
         self, ranges: Sequence[tuple[int, int]], begun: Sequence[tuple[list[int], int, Callable[[], list[Values]]]]
     ) -> PixelsRead:
@@ -185,32 +171,3 @@ def _found(wait: Callable[[], list[Values]]) -> list[Values] | str:
         return wait()
     except BadPictureError as error:
         return str(error)
-
-
-def content_digest(picture: Picture) -> str:
-    """Return a digest of the bytes of a picture; a file that has not changed is read once."""
-    try:
-        content = picture.content()
-        if isinstance(content, Path):
-            found = content.stat()
-            return _digest_of_file(content, found.st_mtime_ns, found.st_size)
-        return blake2b(content.getvalue(), digest_size=16).hexdigest()
-    except (ManifestError, OSError) as error:
-        raise RunError(f"{picture.name}: {error}") from error
-
-
-@lru_cache(maxsize=1 << 16)
-def _digest_of_file(path: Path, _changed_ns: int, _size_bytes: int) -> str:
-    with path.open("rb") as stream:
-        digest = blake2b(digest_size=16)
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _digest_of(folder: Path) -> str:
-    """Return a digest of the files by which a checkpoint's processor changes pixels."""
-    digest = blake2b(digest_size=16)
-    for name in ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"):
-        digest.update(name.encode() + ((folder / name).read_bytes() if (folder / name).is_file() else b""))
-    return digest.hexdigest()
