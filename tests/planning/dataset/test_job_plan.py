@@ -262,6 +262,7 @@ def timings(planner: JobPlanner, steps: range, factor: float) -> pa.Table:
     return pa.table(dict(zip(("step", "order", "rank", "seconds"), zip(*rows, strict=True), strict=True)))
 
 
+@pytest.mark.lengthy
 def test_a_job_measures_its_first_steps_and_plans_the_others_by_these_times(tmp_path: Path) -> None:
     job = replace(JOB, epochs=4)
     first = JobPlanner(tmp_path / "first.parquet", job, PlanningWish(), LENGTHS)
