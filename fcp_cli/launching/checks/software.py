@@ -134,7 +134,7 @@ def _megatron_arguments(job: Job) -> Iterator[LaunchFinding]:
     if argument(job.arguments, "--dataloader-type") == "cyclic":
         yield error("--dataloader-type cyclic draws samples at random, and the plan names them; use single")
     degree = _number(argument(job.arguments, "--context-parallel-size"))
-    if job.stack != "npu" and degree is not None and degree > 1:  # MindSpeed's ring may have any size
+    if job.stack == "cuda" and degree is not None and degree > 1:  # MindSpeed's ring may have any size
         yield error(
             f"the script has --context-parallel-size {degree}, but the plan makes the groups; use "
             "--context-parallel-size 1"
