@@ -21,7 +21,6 @@ _BY_FORMAT: Final = {
         "manifest part", "a part of a length manifest", "'fcp manifest merge' makes one of all parts"
     ),
     "fcp-plan": _Known("plan", "a plan", "'fcp inspect {}' shows it"),
-    "fcp-execution-plan": _Known("execution plan", "a plan in Megatron's words", "name the plan.parquet next to it"),
     "fcp-cost-profile": _Known("cost profile", "a cost profile", "'fcp profile show {}' shows it"),
     "fcp-metrics": _Known("metrics", "the metrics of a run", "'fcp report PLAN --metrics {}' draws them"),
     "fcp-samples": _Known("samples", "the samples of a measurement", "'fcp profile --from-samples {}' fits them"),

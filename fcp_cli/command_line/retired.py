@@ -12,6 +12,7 @@ RETIRED: Final[dict[tuple[str, str], str]] = {
     ("launch", "--random-weights"): "write --weights random",
     ("launch", "--warmup-ratio"): "write --warmup-steps X, which below 1 is a share of the schedule",
     ("manifest build", "--text-field"): "write --column",
+    ("plan", "--emit"): "Megatron's interface for planners is a proposal that nothing reads",
     ("plan", "--embeddings-cached"): "a frozen encoder's outputs are not cached",
     ("plan", "--tokenizer"): "count the tokens of texts with 'fcp manifest build --tokenizer', and plan the manifest",
     ("profile", "--share"): "send the profile itself: nothing read the shared file",

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from fcp_cli.command_line.command import takes
 from fcp_cli.console import Assumptions, note, print_json, print_result, progress, results
@@ -95,10 +95,6 @@ class PlanOptions(PlanRequest):
             group="Search",
         ),
     ] = False
-    emit: Annotated[
-        Literal["megatron-execution-plan"] | None,
-        Opt("Also write the plan in another system's format: PLAN.execution.jsonl.", unset="nothing", group="Output"),
-    ] = None
     workers: Annotated[
         int | None, Opt("Planning processes.", min=1, max=MOST_WORKERS, unset="as many as pay", group="Search")
     ] = None
@@ -128,11 +124,7 @@ def plan(options: PlanOptions) -> None:
         _continue(options, options.continue_from)
         return
     output, assumptions = options.output or _PLAN, Assumptions()
-    if options.emit is not None and str(output) == "-":
-        raise UsageError("--emit writes next to the plan, which -o - writes to stdout; name a file with -o")
     if options.manifest is None and options.resume and not options.mix:
-        if options.emit is not None:
-            raise UsageError("--emit needs the MANIFEST: without it, --resume only completes the plan of a run")
         _finish(output, options)
         return
     if options.manifest is not None and str(output) == "-":
@@ -270,26 +262,15 @@ def _plan_to_file(
     inputs: PlanInputs, options: PlanOptions, output: Path, assumptions: Assumptions, *, next_command: str | None = None
 ) -> None:
     from fcp_cli.launching.job.nodes import planned_nodes
-    from fcp_cli.plan.execution_plan import refuse_inexpressible, write_execution_plan
     from fcp_cli.planning.dataset.verdict import plan_verdict
     from fcp_cli.report.verdict_lines import verdict_lines
 
-    emitted = {}
-    if options.emit is not None:  # before planning: features that another's form cannot express
-        refuse_inexpressible(
-            attention=inputs.problem.attention,
-            encoder_balance=inputs.problem.encoder_balance,
-            truncates=options.overlong == "truncate",
-        )
-        emitted[options.emit.replace("-", "_")] = str(output.with_suffix(".execution.jsonl"))
     result, sample = _make_with_progress(inputs, options, output)
-    for path in emitted.values():
-        write_execution_plan(output, Path(path))
     extra = _gain_and_time(result, sample, inputs) | _price_of_limit(result, inputs)
     verdict = plan_verdict(result, sample, inputs, options, (extra["speedup_over_static"], extra["static_degree"]))
     if options.json:
         told = {"assumed": assumptions.assumed, "warnings": assumptions.warnings}
-        written = {"output": str(output), **result.to_json(), **extra, **emitted}
+        written = {"output": str(output), **result.to_json(), **extra}
         print_json({**written, "verdict": verdict.to_json(), **told})
     else:
         _show(result, extra)
@@ -301,8 +282,6 @@ def _plan_to_file(
     is_named = "--model" not in assumptions.assumed  # else nobody knows that the bundled trainer is meant
     if result.metadata.devices_per_rank == 1 and result.metadata.phase is None and is_named:
         trains = f"--model {_model_to_train(options.model, inputs.problem.profile.model)} --plan {output}"
-    for path in emitted.values():
-        note(f"wrote {path}")
     following = next_command or f"fcp launch {trains}"
     if (nodes := planned_nodes(result.metadata)) > 1:
         following += (

@@ -367,32 +367,3 @@ def test_a_plan_ends_with_a_verdict_and_json_holds_it_as_a_field(folder: Path) -
     verdict = json.loads(printed.stdout)["verdict"]
     assert [rival["name"] for rival in verdict["rivals"]] == ["static", "megatron-dynamic-cp"]
     assert verdict["device_hours_per_epoch"] > 0 and verdict["saved_money_per_epoch"] is None
-
-
-def test_a_plan_is_also_written_as_megatron_s_execution_plan(folder: Path) -> None:
-    arguments = ("dataset.parquet", *EIGHT_RANKS, *FAST, "--emit", "megatron-execution-plan")
-    result = fcp("plan", *arguments, "--json", cwd=folder)
-    assert result.returncode == 0, result.stderr
-    document: dict[str, Any] = json.loads(result.stdout)
-    assert document["megatron_execution_plan"] == "plan.execution.jsonl"
-    first = (folder / "plan.execution.jsonl").read_bytes()
-    header = json.loads(first.splitlines()[0])
-    assert (header["plan_hash"], header["steps"]) == (document["plan_hash"], 4)
-    assert "wrote plan.execution.jsonl\n" in fcp("plan", *arguments, cwd=folder).stderr
-    assert (folder / "plan.execution.jsonl").read_bytes() == first
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (("--overlong", "truncate"), "has no field for sequences that are cut (--overlong truncate)"),
-        (("-o", "-"), "--emit writes next to the plan, which -o - writes to stdout; name a file with -o"),
-    ],
-)
-def test_what_an_execution_plan_cannot_say_is_refused_before_planning(
-    folder: Path, more: tuple[str, ...], message: str
-) -> None:
-    emit = ("--emit", "megatron-execution-plan")
-    result = fcp("plan", "dataset.parquet", *EIGHT_RANKS, *FAST, *emit, *more, cwd=folder)
-    assert message in assert_one_error_line(result, 2)
-    assert not (folder / "plan.parquet").exists()
