@@ -3,7 +3,7 @@
 Steps of 512 sequences on 64 ranks, five length families, on nodes like H100's and Ascend 910B's. First table: each
 term of the profile is real. "Blind" plans know nothing of it, "aware" ones do, and both are timed with it; the best of
 many profiles is the quickest step of plans for the term times 0 to 3, with micro-batches up to twice as dear. Second
-table: effects that no profile knows, for plain and for robust plans.
+table: effects that no profile knows, for plans of each strategy.
 """
 
 from __future__ import annotations
@@ -113,10 +113,10 @@ class Case:
         )
         return GlobalBatches(self.table, problem, BatchSettings(global_batch_size=SEQUENCES, shuffle=False))
 
-    def planned(self, solver: str, profile: CostProfile, *, robust: bool = False) -> Assignment:
+    def planned(self, solver: str, profile: CostProfile) -> Assignment:
         """A strategy's answer for a profile."""
         batches = self.batches(profile)
-        return make_solver(solver, batches, robust=robust).assign(batches.batch(0))
+        return make_solver(solver, batches).assign(batches.batch(0))
 
     def seconds(self, answer: Assignment, profile: CostProfile) -> float:
         """What an answer takes under a profile."""
@@ -173,9 +173,8 @@ def stress_rows(sync: Sync, tables: Mapping[str, LengthTable], tokens: int) -> I
             case = Case(table=table, sync=sync, tokens=tokens)
             batches = case.batches(profile)
             batch, base = batches.batch(0), 0.0
-            names = ("fcp", "fcp --robust", "fcp-paper", "static")
-            for name in names if sync == "microbatch" else names[::2] + names[3:]:
-                answer = case.planned(name.partition(" ")[0], profile, robust="--robust" in name)
+            for name in ("fcp", "fcp-paper", "static"):
+                answer = case.planned(name, profile)
                 seconds = makespan_seconds(answer, batch, batches.problem)
                 base = base or seconds
                 values = {"predicted": seconds, **stressed_seconds(answer, batch, batches.problem)}

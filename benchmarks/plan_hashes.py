@@ -70,14 +70,13 @@ def shapes() -> Iterator[Case]:
 
 
 def limits() -> Iterator[Case]:
-    """Plans under limits of degrees, groups and peers, and the robust choice."""
+    """Plans under limits of degrees, groups and peers."""
     table = family_table("github", sequences=96, seed=0)
     short = replace(table, length_tokens=np.minimum(table.length_tokens, 16_384))
     given: dict[str, dict[str, Any]] = {
         "max-degree-1": {"max_degree": 1},
         "max-groups-2": {"max_groups": 2},
         "max-peers-4": {"max_peers": 4},
-        "robust": {"robust": True},
     }
     for sync, (name, options) in product(SYNCS, given.items()):
         fitting = short if name == "max-degree-1" else table

@@ -14,6 +14,7 @@ RETIRED: Final[dict[tuple[str, str], str]] = {
     ("manifest build", "--text-field"): "write --column",
     ("plan", "--emit"): "Megatron's interface for planners is a proposal that nothing reads",
     ("plan", "--embeddings-cached"): "a frozen encoder's outputs are not cached",
+    ("plan", "--robust"): "it gained 2 % at most, where all rings of a node share one link, and lost as much elsewhere",
     ("plan", "--tokenizer"): "count the tokens of texts with 'fcp manifest build --tokenizer', and plan the manifest",
     ("profile", "--share"): "send the profile itself: nothing read the shared file",
     ("profile", "--hf-config"): "write --model, which takes a config.json",

@@ -88,13 +88,6 @@ class PlanOptions(PlanRequest):
     max_peers: Annotated[
         int | None, Opt("Maximum number of distinct ring neighbours per rank.", min=1, max=MOST_RANKS, unset="no limit")
     ] = None
-    robust: Annotated[
-        bool,
-        Opt(
-            "Place rings that cross nodes so that few share a node's network link, if that costs at most 0.5 %.",
-            group="Search",
-        ),
-    ] = False
     workers: Annotated[
         int | None, Opt("Planning processes.", min=1, max=MOST_WORKERS, unset="as many as pay", group="Search")
     ] = None
@@ -119,7 +112,7 @@ def plan(options: PlanOptions) -> None:
         _merge(options)
         return
     # A mistyped name is refused before files are read and a recipe is searched.
-    require_planning_solver(options.solver, robust=options.robust, **_limits(options))
+    require_planning_solver(options.solver, **_limits(options))
     if options.continue_from is not None:
         _continue(options, options.continue_from)
         return
@@ -345,7 +338,6 @@ def _make_with_progress(inputs: PlanInputs, options: PlanOptions, output: Path) 
             inputs,
             solver_name=options.solver,
             **_limits(options),
-            robust=options.robust,
             workers=options.workers,
             resume=options.resume,
             part=part,

@@ -57,8 +57,8 @@ def _unplanned(module: str) -> Strategy:
 
 _OWN: Final[Mapping[str, Strategy]] = {
     "fcp": Strategy(
-        factory="fcp_cli.planning.fcp.limits:solver_with_options",
-        options=frozenset({"max_degree", "max_groups", "max_peers", "robust"}),
+        factory="fcp_cli.planning.fcp.limits:make_solver",
+        options=frozenset({"max_degree", "max_groups", "max_peers"}),
     ),
     "block-fcp": _unplanned("block_fcp"),
     "bytescale": Strategy(factory=f"{_PUBLISHED}.bytescale:make_solver"),
@@ -142,7 +142,7 @@ def require_planning_solver(name: str, **options: Any) -> None:
     """Check, before there are batches, that a solver has this name, makes plans and takes these options."""
     if not strategy(name).plans:
         raise UsageError(f"--solver {name} is a baseline without a plan; 'fcp compare --solvers fcp,{name}' prices it")
-    _require_known(name, [option for option, value in options.items() if value is not None and value is not False])
+    _require_known(name, [option for option, value in options.items() if value is not None])
 
 
 def _require_known(name: str, options: Iterable[str]) -> Plugin | None:

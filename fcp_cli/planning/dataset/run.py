@@ -83,7 +83,6 @@ def make_plan(
     on_step: OnStep | None = None,
     workers: int | None = None,
     resume: bool = False,
-    robust: bool = False,
     part: tuple[PlanPart, int] | None = None,
     **limits: int | None,
 ) -> PlanResult:
@@ -98,7 +97,6 @@ def make_plan(
         on_step: called after each planned step, for progress.
         workers: processes that plan; None: as many as pay. The plan does not depend on it.
         resume: continue from the journal of an interrupted run with the same inputs; the plan is the same.
-        robust: spread the rings of a wave that cross nodes.
         part: plan only these steps, and their number, of the plan; None: all.
         limits: over the whole plan: max_degree, max_groups or max_peers; see `solvers.make_solver`.
 
@@ -109,7 +107,7 @@ def make_plan(
     """
     started = time.perf_counter()
     batches = inputs.batches()
-    solver = make_planning_solver(solver_name, batches, robust=robust, **limits)
+    solver = make_planning_solver(solver_name, batches, **limits)
     metadata = replace(plan_metadata(inputs.table, batches, solver), part=None if part is None else part[0])
     first = metadata.first_step - batches.first_step
     numbers = range(first, len(batches) if part is None else first + part[1])

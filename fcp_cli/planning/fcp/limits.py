@@ -11,35 +11,13 @@ from fcp_cli.errors import UsageError
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.baselines.static import static_degrees
 from fcp_cli.planning.batching.batches import GlobalBatches, spread_steps
-from fcp_cli.planning.fcp.apart import spread_solver
 from fcp_cli.planning.fcp.catalogue import choose_groups
 from fcp_cli.planning.fcp.solver import TWO_LIMITS, FcpSolver, require_alike, solver_of
 from fcp_cli.planning.kernel_inputs import planner_inputs
-from fcp_cli.planning.problem import Batch, Solver
+from fcp_cli.planning.problem import Batch
 
 _CHOOSING_STEPS = 16  # planned repeatedly to choose groups under a limit
 _PRICED_STEPS = 16  # planned with and without a limit
-
-
-def solver_with_options(batches: GlobalBatches, *, robust: bool = False, **limits: int | None) -> Solver:
-    """Make the solver for these batches, with every option that `--solver fcp` takes.
-
-    Args:
-        batches: the batches to plan.
-        robust: spread the rings of a wave that cross nodes; see `apart`.
-        limits: see `make_solver`.
-    """
-    if not robust:
-        return make_solver(batches, **limits)
-    for limit in limits:
-        flag = f"--{limit.replace('_', '-')}"
-        raise UsageError(f"--robust moves rings to any ranks, which {flag} limits; drop one of the two")
-    problem = batches.problem
-    if problem.pipeline is not None:
-        raise UsageError("--robust does not support pipelines; drop it, or plan without --pipeline-parallel")
-    if problem.sync == "iteration":
-        raise UsageError("--robust spreads the rings of a wave, and --sync iteration plans no waves; drop --robust")
-    return spread_solver(solver_of(problem), problem)
 
 
 def make_solver(
@@ -49,7 +27,7 @@ def make_solver(
     max_groups: int | None = None,
     max_peers: int | None = None,
 ) -> FcpSolver:
-    """Make the solver for these batches.
+    """Make the solver for these batches, with the options that `--solver fcp` takes.
 
     Args:
         batches: the batches to plan.

@@ -60,9 +60,9 @@ def test_the_command_makes_the_same_plan_under_another_name(tmp_path: Path, opti
     assert plan.read_bytes() == before
 
 
-def test_a_limit_and_the_robust_choice_are_kept(computed: Path) -> None:
+def test_limits_are_kept(computed: Path) -> None:
     metadata = PlanReader(computed).metadata
-    for options, words in (({"robust": True}, "--robust"), ({"max_groups": 5}, "--max-groups 5")):
+    for options, words in (({"max_peers": 4}, "--max-peers 4"), ({"max_groups": 5}, "--max-groups 5")):
         assert f" {words} " in plan_again(replace(metadata, solver_options=options), Path("plan.parquet"))
 
 
