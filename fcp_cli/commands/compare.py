@@ -59,12 +59,14 @@ def compare(options: CompareOptions) -> None:
     """Compare every strategy, each in its best setting, on your lengths."""
     from fcp_cli.planning.dataset.comparison import SYNCS, colocated, encoder_placements
     from fcp_cli.planning.dataset.verdict import compared_verdict
+    from fcp_cli.planning.settings.problem_settings import with_counted_model
     from fcp_cli.planning.settings.settings import resolve
     from fcp_cli.report.compare_table import comparison_document, print_comparison
     from fcp_cli.report.verdict_lines import verdict_lines
 
     assumptions = Assumptions()
     _names(options.solvers)  # a mistyped name is refused before files are read
+    options = with_counted_model(options, assumptions)
     inputs = resolve(options, assumptions, as_needed=False)
     names = _names(options.solvers, inputs.problem.profile)
     assumptions.report()

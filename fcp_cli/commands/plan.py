@@ -105,6 +105,7 @@ def plan(options: PlanOptions) -> None:
     Settings without an option come from fcp.yaml, this folder or this machine; the output names each source.
     """
     from fcp_cli.planning.batching.mixing import mixed_files
+    from fcp_cli.planning.settings.problem_settings import with_counted_model
     from fcp_cli.planning.settings.settings import resolve
     from fcp_cli.planning.solvers import require_planning_solver
 
@@ -125,7 +126,7 @@ def plan(options: PlanOptions) -> None:
             raise UsageError("--json and -o - both want stdout; write the plan to a file")
         if options.resume:
             raise UsageError("--resume continues a file, which -o - is not; write the plan to a file")
-    options = _with_its_attention(options, assumptions)
+    options = with_counted_model(_with_its_attention(options, assumptions), assumptions)
     inputs = resolve(
         options, assumptions, most_peers=options.max_peers, max_degree=options.max_degree
     )  # first: a plan that is given as the manifest is no source to be kept
@@ -272,7 +273,8 @@ def _plan_to_file(
     arguments = [f"{flag} {size}" for flag, size in _arguments_of_megatron(result.metadata)]
     # The bundled trainer's ranks are of one device.
     trains = " ".join(("--plan", str(output), "-- SCRIPT", *arguments, "ARGS"))
-    is_named = "--model" not in assumptions.assumed  # else nobody knows that the bundled trainer is meant
+    # Without a name nobody knows that the bundled trainer is meant.
+    is_named = options.model is not None or "--model" not in assumptions.assumed
     if result.metadata.devices_per_rank == 1 and result.metadata.phase is None and is_named:
         trains = f"--model {_model_to_train(options.model, inputs.problem.profile.model)} --plan {output}"
     following = next_command or f"fcp launch {trains}"

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any, Final
 
-from fcp_cli.planning.dataset.verdict import Rival, Verdict
+from fcp_cli.planning.dataset.verdict import MEGATRON, Rival, Verdict
 from fcp_cli.words import counted
 
 _WIDTH, _MOST_LINES = 80, 4
@@ -36,7 +36,8 @@ def _sentences(verdict: Verdict) -> Iterator[str]:
             than = f"is {1 - best.factor:.0%} quicker"
         else:
             than = "takes as long" if abs(gain) < _EQUAL else f"takes {abs(gain):.1%} {'more' if gain > 0 else 'less'}"
-        yield f"Not worth it: {best.label} {than}; use it."
+        where = " if you train with Megatron" if best.name == MEGATRON else ""
+        yield f"Not worth it: {best.label} {than}; use it{where}."
     hours, saved = verdict.device_hours, verdict.saved_device_hours
     each = [f"{verdict.solver} {_amount(hours)}"]
     each += [f"{one.label} {_amount(one.factor * hours)}{_on(one.steps, verdict)}" for one in verdict.rivals]

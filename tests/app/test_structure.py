@@ -31,7 +31,6 @@ MOST_OFFERED = 60  # names of the runtime that integrations may import; the goal
 # Function -> why it is longer, or takes more, than the rest of the house.
 _TRITON = "a Triton kernel takes its pointers and strides one by one"
 EXCEPTIONS: dict[str, str] = {
-    "fcp_cli.planning.dataset.run.make_plan": "the settings of one plan: where, what, by whom, which part",
     "fcp_cli.planning.planner.__init__": "the options of fcp plan that a planner takes, as arguments",
     "fcp_cli.runtime.ring_attention.triton_rows._add_kernel": _TRITON,
     "fcp_cli.runtime.ring_attention.triton_rows._merge_kernel": _TRITON,

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
+from typing import TypeVar
 
 from fcp_cli.console import Assumptions
 from fcp_cli.cost.profile import (
@@ -20,6 +21,7 @@ from fcp_cli.cost.profile import (
 )
 from fcp_cli.errors import FcpError, UsageError
 from fcp_cli.machine.accelerators import find_accelerators
+from fcp_cli.manifest.table.header import manifest_source
 from fcp_cli.memory.fitting import FittedRecipe, JobRanks, all_fits
 from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.cluster import EXAMPLE_CLUSTER, ClusterSpec, cluster_of, load_cluster
@@ -50,6 +52,21 @@ from fcp_cli.validation import fields_of
 from fcp_cli.words import counted
 
 FOLDER_PROFILE = Path("profile.yaml")
+Request = TypeVar("Request", bound=PlanRequest)
+
+
+def with_counted_model(request: Request, assumptions: Assumptions) -> Request:
+    """Return the request with the checkpoint by which its manifest was counted, if it names no model or profile."""
+    if request.model or request.profile or request.manifest is None or FOLDER_PROFILE.is_file():
+        return request
+    with suppress(FcpError):  # what reads the manifest itself says what is wrong with it
+        tokenizer = (manifest_source(request.manifest) or {}).get("tokenizer")
+        folder = Path(tokenizer or "bytes")
+        folder = folder if folder.is_dir() else folder.parent
+        if tokenizer not in (None, "bytes") and load_model(str(folder)):
+            assumptions.assume("--model", folder, f"the checkpoint by which {request.manifest} was counted")
+            return replace(request, model=str(folder))
+    return request
 
 
 def resolve_problem(

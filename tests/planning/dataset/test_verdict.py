@@ -74,12 +74,12 @@ def test_under_a_given_profile_other_recomputation_is_not_said_to_have_been_trie
     ("static", "line"),
     [
         (1.002, "Not worth it: static degree 8 takes 0.2% more; use it."),
-        (1.02, "Not worth it: Megatron's dynamic CP takes 0.1% more; use it."),
+        (1.02, "Not worth it: Megatron's dynamic CP takes 0.1% more; use it if you train with Megatron."),
     ],
 )
 def test_a_static_grid_that_takes_as_long_is_named_before_megatron(static: float, line: str) -> None:
     rivals = (replace(STATIC, factor=static), replace(MEGATRON, factor=1.001))
-    assert verdict_lines(replace(VERDICT, rivals=rivals))[0] == line
+    assert " ".join(verdict_lines(replace(VERDICT, rivals=rivals))).startswith(line)
 
 
 def test_it_never_takes_more_than_four_lines_of_80_columns() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from fcp_cli.plan.pricing.pipeline import Pipeline
 from fcp_cli.planning.settings import problem_settings
 from fcp_cli.planning.settings.options import PlanRequest
 from fcp_cli.planning.settings.pipelines import pipeline_of
+from fcp_cli.planning.settings.problem_settings import with_counted_model
 from fcp_cli.planning.settings.settings import resolve
 from fcp_cli.recipe import Recipe, RecipeRequest
 from tests.messages import raises
@@ -38,6 +40,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 DATASET = Path("dataset.parquet")
+QWEN3 = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+}
 
 
 def test_without_a_profile_one_is_computed_for_the_example_cluster_where_there_is_no_accelerator() -> None:
@@ -384,3 +396,29 @@ def test_a_global_batch_of_more_sequences_than_there_are_is_said() -> None:
     assumptions = Assumptions()
     resolve(PlanRequest(manifest=DATASET, global_batch_size=3), assumptions)
     assert "sequences of a step" not in assumptions.assumed
+
+
+def counted_by(checkpoint: Path, manifest: Path) -> None:
+    header = {"source": {"kind": "chat", "path": "x", "tokenizer": str(checkpoint), "train_on": "assistant"}}
+    table = pa.table({"length": [10, 20]}).replace_schema_metadata({"fcp": json.dumps(header)})
+    pq.write_table(table, manifest)
+
+
+def test_the_checkpoint_by_which_a_manifest_was_counted_is_the_model_that_is_planned_for(folder: Path) -> None:
+    (folder / "checkpoint").mkdir()
+    (folder / "checkpoint" / "config.json").write_text(json.dumps(QWEN3))
+    counted_by(folder / "checkpoint", DATASET)
+    assumptions = Assumptions()
+    assert with_counted_model(PlanRequest(manifest=DATASET), assumptions).model == str(folder / "checkpoint")
+    assert assumptions.assumed == {
+        "--model": f"{folder / 'checkpoint'} (the checkpoint by which dataset.parquet was counted)"
+    }
+    assert with_counted_model(PlanRequest(manifest=DATASET, model="qwen3-8b"), assumptions).model == "qwen3-8b"
+    (folder / "profile.yaml").touch()
+    assert with_counted_model(PlanRequest(manifest=DATASET), assumptions).model is None
+
+
+def test_a_folder_of_a_tokenizer_alone_names_no_model(folder: Path) -> None:
+    (folder / "tokenizer").mkdir()
+    counted_by(folder / "tokenizer", DATASET)
+    assert with_counted_model(PlanRequest(manifest=DATASET), Assumptions()).model is None
