@@ -53,7 +53,10 @@ class RunSummary:
         parts.append(f"{short_count(self.tokens)} tokens in {duration(self.seconds)}")
         number, seconds, planned = self._paced
         if not number:
-            number, seconds, planned = 1.0, self.last["seconds"], self.last["predicted_seconds"]
+            took, planned = self.last["seconds"], self.last["predicted_seconds"]
+            return (
+                f"{', '.join(parts)}; the last step took {duration(took)} with its warm-up, planned {duration(planned)}"
+            )
         mean = f"a step took {duration(seconds / number)}, planned {duration(planned / number)}"
         return f"{', '.join(parts)}; {mean} (x{seconds / planned:.2f})"
 

@@ -54,3 +54,9 @@ def test_a_file_is_added_up_over_all_its_starts_without_its_damaged_lines(tmp_pa
     assert summary_of(tmp_path / "metrics.jsonl").line() == (
         "steps 1 to 2, 120k tokens in 4 s; a step took 3 s, planned 2 s (x1.50)"
     )
+
+
+def test_a_run_of_its_first_step_alone_is_not_held_against_its_plan() -> None:
+    ran = RunSummary()
+    ran.feed(step(0, loss=None, seconds=90.0))
+    assert ran.line() == ("steps 1 to 1, 60k tokens in 90 s; the last step took 90 s with its warm-up, planned 2 s")
