@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,9 @@ from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.settings import parse_settings
 
 _INTERRUPTED = 130
-_LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer")  # gloo's words; it has no class for them
+# gloo's words; it has no classes for them.
+_LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer")
+_WAITED = re.compile(r"Timed out waiting (\d+)ms")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Another rank failed, and leaves its own error; torchrun is about to end this one.
             print(f"lost the connection to another rank: {str(error).splitlines()[0]}", file=sys.stderr)
             return 1
+        if isinstance(error, RuntimeError) and (waited := _WAITED.search(str(error))):
+            why = "it is stopped or slow, or the network between them is down; --rank-timeout is the time to wait"
+            return _fail(RunError(f"waited {int(waited[1]) / 1000.0:g} s in vain for another rank: {why}"))
         record_error(error)
         raise
 

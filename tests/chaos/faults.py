@@ -21,7 +21,7 @@ _RESUMED = ("--resume", "--run-dir", RUN_DIR)
 
 # What the last line says, by what was struck.
 _STOPPED = r"interrupted|asked to stop|stopped"
-_DISK_FULL = r"No space left on device"
+_DISK_FULL = r"the disk of \S+ is full; .*free some space"
 _READ_ONLY = r"Operation not permitted|Permission denied|Read-only file system"
 
 

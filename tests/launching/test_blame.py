@@ -63,6 +63,13 @@ def test_a_rank_that_was_still_ending_when_torchrun_saw_its_victim_is_blamed() -
     assert (found.rank, found.raised) == (6, "IndexError: list index out of range")
 
 
+def test_a_rank_that_waited_in_vain_is_blamed_after_one_that_raised_and_before_victims() -> None:
+    waited = ("error: rank 4 on vm: waited 20 s in vain for another rank: it is stopped",)
+    assert blamed(summary((4, 1), (5, 1)), {0: waited, 1: ("Traceback", "KeyError: 'x'")}).rank == 5
+    found = blamed(summary((5, 1), (4, 1)), {0: waited, 1: LOST})
+    assert (found.rank, found.own_error.startswith("rank 4 on vm: waited")) == (4, True)
+
+
 def test_of_ranks_that_say_the_same_the_first_is_named() -> None:
     words = dict.fromkeys(range(3), ("error: the plan is for 8 ranks",))
     assert blamed(summary((6, 1), (5, 1), (4, 1)), words).rank == 4

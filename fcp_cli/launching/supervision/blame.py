@@ -22,6 +22,8 @@ _VICTIM = re.compile(
     r"|ncclRemoteError|NCCL (communicator was aborted|error.*remote process exited)|HCCL.*(remote|timeout)"
     r"|Socket Timeout|DistNetworkError|DistStoreError|the line that it printed says why"
 )
+# Printed by fcp in a rank whose peer sent nothing; a peer that failed has a better reason.
+_WAITED = re.compile(r"(rank \d+ on \S+: )?waited \S+ s in vain for another rank")
 # fcp's own error, printed by its programs or raised through a user's script.
 _OWN_ERROR = re.compile(r"^(?:error: |fcp_cli\.errors\.\w+: )(?P<message>.+)$")
 _RAISED = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt|Exit|Warning)\b.*$")
@@ -67,7 +69,7 @@ class FailedRank:
     def blame(self) -> int:
         """The lower, the likelier it failed first."""
         if self.own_error and not self.is_victim:
-            return 0
+            return 3 if _WAITED.match(self.own_error) else 0
         if self.status < 0 and self.status not in (_ABORT, _TERMINATED):
             return 1
         if not self.is_victim:
