@@ -22,8 +22,8 @@ SETTINGS = (
     *("--model", "qwen3-tiny", "--learning-rate", "3e-3", "--log-every", "1", "--keep", str(STEPS)),
     *("--checkpoint-every", str(EVERY), "--rank-timeout", "20"),
 )
-# Exit statuses that fcp documents, and that of a SIGTERM.
-_STATUSES = (1, 130, 143)
+# Exit statuses that fcp documents.
+_STATUSES = (1, 129, 130, 143)
 _LEAST_SECONDS = 60.0
 
 

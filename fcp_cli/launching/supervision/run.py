@@ -131,9 +131,9 @@ def run_command(
     outputs = [_RankOutput(ranks, stream, targets[stream]) for stream in ranks.streams if screen.shows]
 
     def refresh() -> None:
+        screen.watch()  # first: an error of rank 0 stands below the steps before it
         for output in outputs:
             output.copy_new(holds=stopped.are_seen)
-        screen.watch()
         if stop_file is not None and not received and stop_file.exists():
             received.append(signal.SIGTERM)
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from datetime import datetime, timezone
 
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.metrics.metrics_reader import MetricsTail
 from fcp_cli.runs.summary import RunSummary
 from fcp_cli.training.progress import TrainingProgress
-
-_POLL_SECONDS = 1.0
 
 
 class RunProgress:
@@ -29,22 +26,16 @@ class RunProgress:
         self.summary = RunSummary()
         self.paths, self._progress = paths, progress
         self._tail = MetricsTail(paths.metrics, since=datetime.now(timezone.utc).isoformat())
-        self._polled = 0.0
 
     def poll(self) -> None:
-        """Show new steps, at most once a second; to be called often."""
-        if time.monotonic() - self._polled > _POLL_SECONDS:
-            self._show_new()
-
-    def close(self) -> None:
-        """Show the remaining steps, and release the terminal."""
-        self._show_new()
-        if self._progress is not None:
-            self._progress.close()
-
-    def _show_new(self) -> None:
-        self._polled = time.monotonic()
+        """Show new steps; to be called often."""
         for record in self._tail.poll():
             self.summary.feed(record)
             if self._progress is not None:
                 self._progress.feed(record)
+
+    def close(self) -> None:
+        """Show the remaining steps, and release the terminal."""
+        self.poll()
+        if self._progress is not None:
+            self._progress.close()
