@@ -19,6 +19,12 @@ def one_line(text: str, *, most: int = 1200) -> str:
     return line if len(line) <= most else f"{line[: most * 2 // 3]} [...] {line[-(most // 3) :]}"
 
 
+def has_control_characters(text: str) -> bool:
+    """Return whether a text holds characters that a terminal or a job's file would obey, such as a line's end."""
+    return _OBEYED.search(text) is not None
+
+
+_OBEYED = re.compile(r"[\x00-\x1f\x7f]")
 _MOST_CHARACTERS = 1000  # libraries list all that they know
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 

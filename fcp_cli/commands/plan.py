@@ -289,11 +289,12 @@ def _plan_to_file(
 
 def _arguments_of_megatron(metadata: PlanMetadata) -> Iterable[tuple[str, int]]:
     """Yield the arguments that a script needs to be cut as the ranks of a plan, and the sizes."""
+    from fcp_cli.launching.checks.software import PARALLEL_ARGUMENTS
+
     if metadata.devices_per_rank > 1:
-        yield "--tensor-model-parallel-size", metadata.tensor_parallel
-        yield "--pipeline-model-parallel-size", metadata.pipeline_parallel
-        if metadata.virtual_stages > 1:
-            yield "--num-virtual-stages-per-pipeline-rank", metadata.virtual_stages
+        for flag, key in PARALLEL_ARGUMENTS.items():
+            if key != "virtual_stages" or metadata.virtual_stages > 1:
+                yield flag, getattr(metadata, key)
         if metadata.has_equal_batches:
             yield "--global-batch-size", metadata.global_batch_size
 

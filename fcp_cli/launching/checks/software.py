@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 from fcp_cli.extras import pip_install
 from fcp_cli.launching.checks.finding import LaunchFinding, error, warning
@@ -14,16 +15,17 @@ from fcp_cli.words import counted
 
 _LEAST_TORCH = (2, 7)
 _LEAST_TRANSFORMERS = (5, 3)
-_PARALLEL_ARGUMENTS = {
+PARALLEL_ARGUMENTS: Final = {
     "--tensor-model-parallel-size": "tensor_parallel",
     "--pipeline-model-parallel-size": "pipeline_parallel",
     "--num-virtual-stages-per-pipeline-rank": "virtual_stages",
 }
+"""Megatron's argument -> the figure of a plan's metadata that it must equal."""
 _LAYERS_PER_BLOCK = "--num-layers-per-virtual-pipeline-stage"
 # Parts that Megatron counts as one more layer when it divides layers among stages.
 _COUNTED_AS_LAYERS = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 # Arguments by which a script is known to be Megatron's: others may mean something else by --global-batch-size.
-_OF_MEGATRON = (*_PARALLEL_ARGUMENTS, "--micro-batch-size", "--train-iters", "--transformer-impl")
+_OF_MEGATRON = (*PARALLEL_ARGUMENTS, "--micro-batch-size", "--train-iters", "--transformer-impl")
 _SET_ENV = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
 
 
@@ -84,9 +86,9 @@ def pdsh(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 def script_arguments(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     """Check a script for options of Megatron and MindSpeed that cannot follow a plan, or not this one."""
-    for flag, key in _PARALLEL_ARGUMENTS.items():
-        given, planned = argument(job.arguments, flag), getattr(job.metadata, key)
-        if given is not None and given.isdecimal() and int(given) != planned:
+    for flag, key in PARALLEL_ARGUMENTS.items():
+        given, planned = _number(argument(job.arguments, flag)), getattr(job.metadata, key)
+        if given is not None and given != planned:
             yield error(
                 f"the script has {flag} {given}, but {job.plan} was made for {planned}; plan with "
                 f"--{key.replace('_', '-')} {given}, or launch the script with the plan's"
@@ -99,13 +101,11 @@ def script_arguments(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
             f"--context-parallel-algo {algorithm} keeps the groups of its start, so no plan can change them; use "
             "megatron_cp_algo"
         )
-    size, length = argument(job.arguments, "--context-parallel-size"), argument(job.arguments, "--seq-length")
-    if size is None or length is None or not (size.isdecimal() and length.isdecimal()):
-        return
-    if int(size) > 1 and int(length) % (2 * int(size)):
+    size, length = (_number(argument(job.arguments, flag)) for flag in ("--context-parallel-size", "--seq-length"))
+    if size is not None and length is not None and size > 1 and length % (2 * size):
         yield error(
             f"--seq-length {length} is not divisible by 2 x --context-parallel-size {size}, which MindSpeed demands at "
-            f"its start; use {int(length) // (2 * int(size)) * 2 * int(size) or 2 * int(size)}"
+            f"its start; use {length // (2 * size) * 2 * size or 2 * size}"
         )
 
 
@@ -157,15 +157,15 @@ def _number(value: str | None) -> int | None:
 def _layers_per_block(job: Job) -> Iterator[LaunchFinding]:
     """Check a number of virtual stages that a script gives as the layers of each."""
     flags = (_LAYERS_PER_BLOCK, "--num-layers", "--pipeline-model-parallel-size")
-    given, layers, stages = (argument(job.arguments, flag) for flag in flags)
-    if given is None or layers is None or not (given.isdecimal() and layers.isdecimal()) or not int(given):
+    given, layers, stages = (_number(argument(job.arguments, flag)) for flag in flags)
+    if not given or layers is None:
         return
-    counted = int(layers) + sum(flag in job.arguments for flag in _COUNTED_AS_LAYERS)
-    pipeline = int(stages) if stages is not None and stages.isdecimal() else job.metadata.pipeline_parallel
-    made, rest = divmod(counted, max(pipeline, 1) * int(given))
+    layers += sum(flag in job.arguments for flag in _COUNTED_AS_LAYERS)
+    pipeline = job.metadata.pipeline_parallel if stages is None else stages
+    made, rest = divmod(layers, max(pipeline, 1) * given)
     if rest == 0 and made != job.metadata.virtual_stages:
         yield error(
-            f"the script has {_LAYERS_PER_BLOCK} {given}, which makes {made} virtual stages of the {counted} layers on "
+            f"the script has {_LAYERS_PER_BLOCK} {given}, which makes {made} virtual stages of the {layers} layers on "
             f"{pipeline} stages, but {job.plan} was made for {job.metadata.virtual_stages}; plan with --virtual-stages "
             f"{made}, or launch the script with the plan's"
         )

@@ -13,10 +13,10 @@ from fcp_cli import __version__
 from fcp_cli.errors import UsageError
 from fcp_cli.launching.job.commands import node_argv, node_environment
 from fcp_cli.launching.job.job import Job
+from fcp_cli.words import has_control_characters
 
 # A Kubernetes name has at most 63 characters, and controllers append to it.
 _LONGEST_NAME = 40
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +76,7 @@ def template_values(job: Job, node: NodeFacts, ready: Callable[[str], str]) -> d
 
 def _sbatch_output(folder: Path) -> str:
     """Return a Slurm job's log as a directive of its script holds it, which ends with its line."""
-    if _CONTROL.search(str(folder)):
+    if has_control_characters(str(folder)):
         raise UsageError(f"{str(folder)!r} has a control character, which files of a job cannot hold; rename it")
     return shlex.quote(f"{str(folder).replace('%', '%%')}/slurm-%j.log")
 

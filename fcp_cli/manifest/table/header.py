@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from fcp_cli.kinds import another_kind
 from fcp_cli.reading.parquet import FAILURES, FOOTER_KEY, footer_document, open_footer, reason_of
 from fcp_cli.reading.remote import StoreError
 from fcp_cli.validation import shown
+from fcp_cli.words import has_control_characters
 
 METADATA_KEY: Final = FOOTER_KEY
 MANIFEST_FORMAT: Final = "fcp-manifest/1"
@@ -94,7 +94,6 @@ def manifest_source(path: str | Path) -> dict[str, Any] | None:
 
 
 _TEXTS: Final = ("path", "kind", "tokenizer", "column", "train_on", "content", "mask")
-_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
 _LISTS: Final = ("include", "exclude", "files")
 _NEEDED: Final = {"chat": ("tokenizer", "train_on"), "text": ("tokenizer",), "jsonl": ("column",)}
 
@@ -121,7 +120,7 @@ def _checked_source(source: dict[str, Any], path: Path) -> dict[str, Any]:
 
 def _are_texts(value: Any) -> bool:
     # Messages and commands repeat them; a terminal would obey their control characters.
-    return isinstance(value, list) and all(isinstance(item, str) and not _CONTROL.search(item) for item in value)
+    return isinstance(value, list) and all(isinstance(item, str) and not has_control_characters(item) for item in value)
 
 
 def build_command(source: Mapping[str, Any], manifest: Path) -> str:
