@@ -30,7 +30,7 @@ class Replicas(NamedTuple):
     firsts: IntArray
 
 
-class Sequences(NamedTuple):
+class AssignedSequences(NamedTuple):
     """A batch, with the block chosen for each sequence.
 
     Attributes:
@@ -48,7 +48,7 @@ class Sequences(NamedTuple):
 
 
 @kernel
-def lay(length: float, wait: float, share: float, sequences: Sequences, replicas: Replicas) -> Any:
+def lay(length: float, wait: float, share: float, sequences: AssignedSequences, replicas: Replicas) -> Any:
     """Put rings on blocks, each on the block that is ready first, and all else into micro-batches of one length.
 
     Args:
@@ -106,7 +106,7 @@ def lay(length: float, wait: float, share: float, sequences: Sequences, replicas
 
 @kernel
 def _shared_out(
-    rings: int, length: float, ready: FloatArray, share: FloatArray, sequences: Sequences, replicas: Replicas
+    rings: int, length: float, ready: FloatArray, share: FloatArray, sequences: AssignedSequences, replicas: Replicas
 ) -> Any:
     """Give each sequence without a ring to the rank that would be ready first; return them rank by rank, with offsets.
 
@@ -166,7 +166,7 @@ def _sink(heap: IntArray, ready: FloatArray) -> None:
 
 
 @leaf
-def _packs_of(members: IntArray, length: float, sequences: Sequences, replicas: Replicas) -> int:
+def _packs_of(members: IntArray, length: float, sequences: AssignedSequences, replicas: Replicas) -> int:
     """Return into how many micro-batches of a length a rank's sequences go, or as many as hold their tokens."""
     work, tokens = 0.0, 0
     for k in members:
@@ -178,7 +178,9 @@ def _packs_of(members: IntArray, length: float, sequences: Sequences, replicas: 
 
 
 @kernel
-def _packed(members: IntArray, packs: int, number: int, of: IntArray, sequences: Sequences, replicas: Replicas) -> int:
+def _packed(
+    members: IntArray, packs: int, number: int, of: IntArray, sequences: AssignedSequences, replicas: Replicas
+) -> int:
     """Make a rank's sequences, longest first, micro-batches of like length within its tokens; return how many.
 
     They are numbered from `number`, the longest first, in `of`.

@@ -36,7 +36,7 @@ from fcp_cli.planning.fcp.catalogue import tree_blocks
 from fcp_cli.planning.fcp.wave_orders import reordered, wave_orders
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 from fcp_cli.planning.work import work_on
-from fcp_cli.simulation.layout import Replicas, Sequences, lay
+from fcp_cli.simulation.layout import AssignedSequences, Replicas, lay
 from fcp_cli.simulation.pipeline import Pipelines, better_places, makespan_seconds
 
 # Lengths of micro-batches, as shares of the least that a step can take; no powers, whose last bit differs by machine.
@@ -212,7 +212,7 @@ class _Lengths:
     def _laid(self, ring: int, short: int, waits: int) -> Assignment:
         work, columns = self._batch.work, self._columns[ring]
         degrees, total = self._replicas.degrees[columns], work.total_seconds
-        sequences = Sequences(
+        sequences = AssignedSequences(
             order=np.lexsort((-total, -degrees)),
             column=columns,
             seconds=self._table[np.arange(len(columns)), columns],

@@ -116,13 +116,13 @@ def packed_rounds(
     left = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     rounds = []
     while left:
-        current = _Round(lengths, left, max_tokens_per_rank, num_ranks, degrees)
+        current = _PackingRound(lengths, left, max_tokens_per_rank, num_ranks, degrees)
         rounds.append(current.groups)
         left = current.left
     return rounds
 
 
-class _Round:
+class _PackingRound:
     """One micro-batch of all ranks: its groups, and the sequences that it leaves."""
 
     def __init__(
