@@ -12,6 +12,8 @@ from fcp_cli.planning.compiled.core import UNPLACED, PlannerInputs, Sequences, f
 @inlined
 def at_best(degree: int, inputs: PlannerInputs) -> int:
     """Return the cheapest `across` of a group of this degree."""
+    # A bound must hold for every place; a group that fits into a node is cheapest inside it, unless bytes travel faster
+    # across nodes.
     return UNPLACED if degree > inputs.ranks_per_node or faster_tier(inputs) else 0
 
 
@@ -65,6 +67,7 @@ def _is_within(i: int, other: int, sequences: Sequences, inputs: PlannerInputs) 
     """Return whether a sequence has no more work and tokens than another one, and no halo messages."""
     lighter = sequences.attention[i] <= sequences.attention[other] and sequences.linear[i] <= sequences.linear[other]
     shorter = sequences.tokens[i] <= sequences.tokens[other]
+    # A shorter sequence has shorter chunks, over which the same halo may take more rounds of messages.
     return bool(lighter and shorter and (not inputs.prices.reach or sequences.tokens[i] == sequences.tokens[other]))
 
 
@@ -76,6 +79,7 @@ def _least(i: int, enough: float, speeds: FloatArray, sequences: Sequences, inpu
     # Every degree: the seconds jump at the degree at which groups cross nodes, so the first minimum need not be the
     # least.
     for degree in range(lowest, inputs.num_ranks + 1):
+        # Of any `degree` ranks the slowest is at best the degree-th quickest of all.
         least = min(least, alone_at_best(i, degree, sequences, inputs) / speeds[degree - 1])
         if least <= enough:  # the maximum over sequences asks for no more
             break
@@ -114,6 +118,7 @@ def work_in_rings(longest_wave: float, sequences: Sequences, inputs: PlannerInpu
         if len(inputs.splits.heads):
             continue
         degree = (sequences.tokens[i] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank
+        # The narrowest that ends in time: what is added below grows with the degree, so no pack adds less.
         while degree < inputs.num_ranks and alone_at_best(i, degree, sequences, inputs) > longest_wave:
             degree += 1
         if degree > 1:

@@ -47,6 +47,7 @@ _MARGIN = 1e-9  # relative; keeps rounding on the safe side
 def exchange_seconds(k: int, inputs: PlannerInputs) -> float:
     """Return the least rank-seconds per token in which sets of the k-th heads degree exchange."""
     heads = inputs.splits.heads[k]
+    # `exchange` is the seconds of each rank per token of the pack: times `heads` for all ranks of the set.
     inside = group_terms(heads, heads, 0, 0, inputs.prices).exchange
     across = group_terms(heads, heads, 0, 1, inputs.prices).exchange
     return float(heads * min(inside, across))
@@ -75,6 +76,7 @@ def _least_area(i: int, makespan: float, outlasting: float, sequences: Sequences
         # A degree that ends too late cannot hold the sequence in any schedule of this makespan.
         if alone_at_best(i, degree, sequences, inputs) > makespan:
             continue
+        # The narrowest that ends in time: sets of heads bound from here on, see below.
         first = first if first else degree
         # Groups that only share heads move no ring at all; the loop below prices them.
         if inputs.splits.only and degree > 1:
@@ -83,6 +85,7 @@ def _least_area(i: int, makespan: float, outlasting: float, sequences: Sequences
         least = min(least, area)
         if hidden or inputs.prices.ring[1] >= inputs.prices.ring[0]:
             break  # traffic only grows from here on
+    # A group of `first` ranks or more has no fewer than this many sets of each heads degree.
     for k in range(len(inputs.splits.heads) if first > 1 else 0):
         sets = (first + inputs.splits.heads[k] - 1) // inputs.splits.heads[k]
         if inputs.splits.only and sets > 1:
@@ -110,6 +113,7 @@ def ring_area(i: int, degree: int, sets: int, outlasting: float, sequences: Sequ
     if prices.reach:
         messages += least_of_tiers(prices.halo, degree, inputs) * (sets - 1) * min(tokens, 2 * prices.reach)
         messages += 2.0 * prices.halo_message * tokens / inputs.tokens_per_rank
+    # One case for all sequences of a degree, since a pack sums either all of the one or all of the other.
     if (1.0 - prices.exposed) * traffic < outlasting + longer:
         beside = prices.exposed * hops + messages
         return sequences.work[i] + (longer + prices.exposed * traffic + home) * tokens + beside, True
@@ -124,8 +128,10 @@ def _microbatches(makespan: float, tokens: float, linear_per_token: float, input
     makespan - m beta seconds, at most (makespan - m beta) / min(l / t). The ranks' mean (m, tokens) lies in the convex
     hull of these points.
     """
+    # Nothing takes time, so that any number of micro-batches fits.
     if inputs.prices.beta + linear_per_token == 0.0:
         return tokens / inputs.tokens_per_rank
+    # The most full micro-batches that end in time: up to their tokens the hull is the line of full ones.
     whole = np.floor(makespan / (inputs.prices.beta + inputs.tokens_per_rank * linear_per_token))
     if tokens <= whole * inputs.tokens_per_rank:
         return tokens / inputs.tokens_per_rank
@@ -150,7 +156,7 @@ def area_bound(simple: float, waves: bool, sequences: Sequences, inputs: Planner
     N must be <= T; bisection keeps the largest T that is refuted.
     """
     n = len(sequences.work)
-    tokens = total_of(sequences.tokens) / inputs.num_ranks
+    tokens = total_of(sequences.tokens) / inputs.num_ranks  # of a rank, on the mean
     outlasting, linear_per_token = 0.0, np.inf
     least_tokens = inputs.shared_tokens
     paid = inputs.prices.beta + recomputation_seconds(least_tokens, 1, inputs.prices)
@@ -167,6 +173,7 @@ def area_bound(simple: float, waves: bool, sequences: Sequences, inputs: Planner
             makespan = refuted * 1.25
         total, longest = 0.0, makespan - others
         for i in range(n):
+            # Ends in time on a single rank: no degree has a smaller area than its work.
             if inputs.prices.beta + sequences.work[i] <= longest and sequences.tokens[i] <= inputs.tokens_per_rank:
                 total += sequences.work[i]
             else:
@@ -192,7 +199,9 @@ def other_waves(sequences: Sequences, inputs: PlannerInputs) -> float:
     least ceil(tokens / (N E)) - 1 of them, each of which pays beta, and lasts for its floor.
     """
     room = inputs.num_ranks * inputs.tokens_per_rank
+    # Minus one token: tokens that fill the waves exactly need no further one.
     count = max(0, (total_of(sequences.tokens) - 1) // room)
+    # The densest go into the wave that is left out: it takes the most work away.
     density, _thin = densities(sequences)
     left = total_of(sequences.work)
     for i in falling_order(density):
@@ -212,6 +221,7 @@ def _held_without(skipped: int, by_density: IntArray, sequences: Sequences) -> A
     n, k = len(by_density), 0
     others, tokens, work = np.zeros(n, dtype=np.int64), np.zeros(n), np.zeros(n)
     for i in by_density:
+        # Entry k of both sums is the first k of the others, from none on.
         if i != skipped:
             others[k] = i
             k += 1
@@ -228,6 +238,7 @@ def _densest(
     k = first_not_below(tokens, held_tokens)
     if k == 0 or held_tokens[k] < tokens:
         return float(held_work[k])
+    # The last one in part: its tokens are of equal density.
     i = others[k - 1]
     return float(held_work[k - 1] + sequences.work[i] * (tokens - held_tokens[k - 1]) / sequences.tokens[i])
 
@@ -261,8 +272,10 @@ def _wave_of(
     for degree in range(
         max(1, (sequences.tokens[j] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank), num_ranks + 1
     ):
+        # The least over degrees is asked for: this one can only be longer.
         if alone_at_best(j, degree, sequences, inputs) + more_waves >= least:
             continue
+        # Ranks beside j's pack.
         others = num_ranks - degree
         # Without j: it would be counted twice, here and in its own pack.
         held = _densest(float(others * inputs.tokens_per_rank), without_j, held_tokens, held_work, sequences)

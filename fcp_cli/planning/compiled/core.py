@@ -20,6 +20,7 @@ NONE = -1
 _LONGEST = 1 << 62  # tokens of the shortest sequence of none
 UNPLACED = -1  # `across` of a group of which nothing is known but that it lies across nodes
 
+# Each by itself: a formula that called another one of its file would call a plain function, which numba cannot.
 group_terms = inlined(formula.group_terms)
 pack_parts = inlined(formula.pack_parts)
 overlapped_seconds = inlined(formula.overlapped_seconds)
@@ -121,6 +122,7 @@ class PlannerInputs(NamedTuple):
 @inlined
 def sequence_load(i: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Return the load of a sequence without further padding."""
+    # Each of a rank's two chunks looks back at `reach` tokens; a sequence gets no more rows than it has tokens.
     tokens = sequences.tokens[i]
     return Load(sequences.attention[i], sequences.linear[i], tokens, min(tokens, 2 * inputs.prices.reach), tokens)
 
@@ -194,6 +196,7 @@ def enter_empty(pack: int, loads: Loads) -> None:
 @inlined
 def terms_at(way: int, ways: FloatArray) -> Any:
     """Return the terms of one of the tabulated ways."""
+    # Field by field: numba unpacks tuples only, whose length it knows when it compiles.
     return GroupTerms(
         ways[way, 0],
         ways[way, 1],
@@ -230,6 +233,8 @@ def pack_seconds(load: Load, degree: int, across: int, inputs: PlannerInputs) ->
 @inlined
 def recomputation_slope(held: float, prices: Any) -> float:
     """Return the seconds that one more token of a rank that holds so many takes to recompute, at least."""
+    # Lines rise in slope (`recompute_levels.check_levels`): the last one on the maximum is its tangent, and at a kink
+    # the steeper one, which the next token pays. Convex, so no later token takes less.
     most, slope = 0.0, 0.0
     for line in range(len(prices.again)):
         seconds = prices.again[line, 0] * held - prices.again[line, 1]
@@ -267,12 +272,14 @@ def is_way(k: int, degree: int, across: int, inputs: PlannerInputs) -> bool:
 @inlined
 def _spans(heads: int, across: int, inputs: PlannerInputs) -> bool:
     """Return whether sets of so many ranks lie across nodes."""
+    # Sets are neighbouring ranks: they straddle no node if their size divides the ranks that the group has on each.
     return bool(heads > inputs.ranks_per_node or (across > 0 and across % heads != 0))
 
 
 @inlined
 def way_terms(k: int, degree: int, across: int, inputs: PlannerInputs) -> Any:
     """Return the terms of groups of sets of the k-th heads degree, -1 for rings of single ranks; see `is_way`."""
+    # A ring of single ranks is a ring of sets of one.
     heads = inputs.splits.heads[k] if k >= 0 else 1
     spans = 1 if _spans(heads, across, inputs) else 0
     # Unplaced groups count as placed at best: a bound may not be too high.
@@ -284,6 +291,7 @@ def way_terms(k: int, degree: int, across: int, inputs: PlannerInputs) -> Any:
 @inlined
 def faster_tier(inputs: PlannerInputs) -> int:
     """Return 1 if bytes travel faster across nodes than inside one, else 0."""
+    # Sums, since some of them may be 0: each is bytes over the same two bandwidths, so all order the tiers alike.
     prices = inputs.prices
     across = prices.ring[1] + prices.exchange[1] + prices.key_value_exchange[1]
     return 1 if across < prices.ring[0] + prices.exchange[0] + prices.key_value_exchange[0] else 0
@@ -306,6 +314,7 @@ def common_divisor(one: int, other: int) -> int:
 @inlined
 def across_at_best(degree: int, inputs: PlannerInputs) -> int:
     """Return `across` of a group on whole nodes and a rest of one more."""
+    # The rest is `degree` less whole nodes, so its divisor with a node is the degree's (Euclid).
     return common_divisor(degree, inputs.ranks_per_node) if degree > inputs.ranks_per_node else 0
 
 
@@ -317,8 +326,10 @@ def across_of(first: int, degree: int, inputs: PlannerInputs) -> int:
     head = min(per_node - first % per_node, degree)
     if head == degree:
         return 0
+    # A tail of 0 is no rest: the divisor of 0 and the head is the head.
     tail = (first + degree) % per_node
     together = common_divisor(head, tail)
+    # Whole nodes in between, or not.
     return common_divisor(per_node, together) if head + tail < degree else together
 
 
@@ -343,6 +354,7 @@ def most_of(values: FloatArray | IntArray) -> Any:
 @kernel
 def falling_order(values: FloatArray | IntArray) -> IntArray:
     """Return the positions of values, the largest first, ties by position: merges runs that double in length."""
+    # Not numba's argsort, which takes 1.4 s to compile where this takes 0.2.
     n, width = len(values), 1
     # Stable: equal sequences keep their order, on every machine.
     order, merged = np.empty(n, dtype=np.int64), np.empty(n, dtype=np.int64)

@@ -62,6 +62,7 @@ def _make_crowd(count: int, by_density: IntArray, thin: float, sequences: Sequen
         total_of(sequences.work[:count]),
         float(total_of(sequences.tokens[:count])),
         _least_load(count, sequences, inputs),
+        # The others fall in density, so the first is the densest.
         held_work[1] / held_tokens[1] if others else 0.0,
         held_tokens,
         held_work,
@@ -72,6 +73,7 @@ def _make_crowd(count: int, by_density: IntArray, thin: float, sequences: Sequen
 @kernel
 def _least_load(count: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Return the least of the first `count` sequences in every respect; the more tokens the shortest has, the less."""
+    # `shortest` is that of the longest: a halo takes the fewest messages there.
     attention, linear = sequences.attention[0], sequences.linear[0]
     fewest, most = sequences.tokens[0], sequences.tokens[0]
     for i in range(1, count):
@@ -108,6 +110,7 @@ def _most_done(makespan: float, crowd: Crowd, inputs: PlannerInputs) -> float:
             narrowest = degree
         if narrowest:
             most_tokens = max(most_tokens, _most_tokens(degree, makespan, crowd.thin, inputs))
+    # Rounded up by the margin: one member too many in a pack only weakens the bound.
     together = int(most_tokens / crowd.least.tokens * (1.0 + _MARGIN))
     if narrowest == 0 or together == 0:
         return -1.0
@@ -118,12 +121,15 @@ def _most_done(makespan: float, crowd: Crowd, inputs: PlannerInputs) -> float:
     room = float((num_ranks - packs * narrowest) * tokens_per_rank)
     k = first_not_below(room, crowd.held_tokens)
     slope, held = 0.0, crowd.held_work[k]
+    # x0 lies within the k-th of the others, of which a part counts. Behind the last one the slope is 0.
     if k and crowd.held_tokens[k] >= room:
         slope = (crowd.held_work[k] - crowd.held_work[k - 1]) / (crowd.held_tokens[k] - crowd.held_tokens[k - 1])
         held -= slope * (crowd.held_tokens[k] - room)
+    # Negative if each pack takes more work from the other ranks than it adds.
     best = -np.inf
     for degree in range(narrowest, num_ranks + 1):
         if _least_member(degree, crowd, inputs) <= makespan:
+            # Not all behind the narrowest end in time: seconds jump up where groups begin to cross nodes.
             tokens = _most_tokens(degree, makespan, crowd.thin, inputs)
             best = max(best, crowd.densest * tokens - slope * degree * tokens_per_rank)
     done = crowd.work - crowd.densest * crowd.tokens + held + slope * packs * narrowest * tokens_per_rank
@@ -139,6 +145,7 @@ def _most_tokens(degree: int, makespan: float, thin: float, inputs: PlannerInput
     for k in range(-1, len(inputs.splits.heads) if degree > 1 else 0):
         sets, exchange = degree, 0.0
         if k >= 0:
+            # Sets fill the group.
             if degree % inputs.splits.heads[k]:
                 continue
             sets, exchange = degree // inputs.splits.heads[k], exchange_seconds(k, inputs)
@@ -146,6 +153,7 @@ def _most_tokens(degree: int, makespan: float, thin: float, inputs: PlannerInput
         held = float(degree * inputs.tokens_per_rank)
         if per_token > 0.0:
             held = min(held, degree * (makespan - inputs.prices.beta - inputs.prices.hop * (sets - 1)) / per_token)
+        # The most of all ways to split heads: a bound may not know which one a pack takes.
         most = max(most, held)
     return most
 
@@ -165,6 +173,7 @@ def crowd_bound(at_least: float, sequences: Sequences, inputs: PlannerInputs) ->
     more_waves = (tokens - 1) // (inputs.num_ranks * inputs.tokens_per_rank)
     density, thin = densities(sequences)
     by_density = falling_order(density)
+    # Sequence 0 is in every crowd: one wave of the crowd lasts for its best time at least.
     longest = np.inf
     for degree in range(
         (sequences.tokens[0] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank, inputs.num_ranks + 1
@@ -178,15 +187,18 @@ def crowd_bound(at_least: float, sequences: Sequences, inputs: PlannerInputs) ->
         shortest = np.inf
         for degree in range(1, inputs.num_ranks + 1):
             shortest = min(shortest, _least_member(degree, crowd, inputs))
+        # Two waves hold the crowd, so one further wave less is still to come.
         bound = longest + shortest + inputs.prices.beta * max(0, more_waves - 1)
         if bound <= best:
             break  # more sequences are only shorter
         makespan = longest
+        # A single wave as long as two cannot lower the least of both cases any more.
         while bound > best and makespan + inputs.prices.beta * more_waves < bound:
             step_end = makespan * _GRID
             done = _most_done(step_end, crowd, inputs)
             if done >= 0.0:
                 rest = total - done
+                # Work that is left takes a wave, even if the tokens would fit into this one.
                 waves = max(more_waves, 1 if rest > _MARGIN * total else 0)
                 bound = min(bound, makespan + inputs.prices.beta * waves + max(0.0, rest) / inputs.num_ranks)
             makespan = step_end
@@ -207,6 +219,7 @@ def waves_bound(at_least: float, sequences: Sequences, inputs: PlannerInputs) ->
     # Heads that are split leave no ring certain: no limit changes anything.
     high = refuted if len(inputs.splits.heads) else _bound_of_waves(refuted - others, refuted, sequences, inputs)
     makespan = high
+    # The upper end first, which often holds and ends the loop; then the middle of what is left.
     for _narrowing in range(_NARROWINGS):
         if high <= refuted * (1.0 + _MARGIN):
             break
@@ -220,6 +233,7 @@ def waves_bound(at_least: float, sequences: Sequences, inputs: PlannerInputs) ->
 
 @kernel
 def _bound_of_waves(longest_wave: float, at_least: float, sequences: Sequences, inputs: PlannerInputs) -> float:
+    # In the order of plain work, not of work in rings: any crowd, and any sequence's wave, gives a bound.
     ringed = Sequences(
         sequences.attention, sequences.linear, work_in_rings(longest_wave, sequences, inputs), sequences.tokens
     )

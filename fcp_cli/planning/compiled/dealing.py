@@ -65,6 +65,7 @@ def dealt_with_others(sequences: Sequences, inputs: PlannerInputs) -> float:
             if i >= first and taken < fill * room:
                 taken += sequences.tokens[i]
                 price = density[i]
+        # For all counts at once: they share the first sequences.
         idle, alone = _with_price(price, tables, inputs)
         for dealt in _DEALT:
             count, cheap = min(dealt, n), 0.0
@@ -81,6 +82,8 @@ def least_partition(parts: FloatArray) -> float:
     least = np.full(len(parts), np.inf)
     least[0] = 0.0
     for mask in range(1, len(parts)):
+        # One part of a partition has the lowest member, so only such parts are taken: each partition is met once. All
+        # masks and their parts are 3^n.
         lowest, part = mask & -mask, mask
         while part:
             if part & lowest:
@@ -97,6 +100,7 @@ def whole_waves(sequences: Sequences, inputs: PlannerInputs) -> FloatArray:
     """
     ranks, count = inputs.num_ranks, 1 << len(sequences.work)
     packs, waves = np.full((count, ranks + 1), np.inf), np.full((count, ranks + 1), np.inf)
+    # Ranks that nothing is left for wait until the floor, below which no wave ends.
     waves[0] = inputs.floor
     for mask in range(1, count):
         load = Load(0.0, 0.0, 0, 0, np.iinfo(np.int64).max)
@@ -104,18 +108,21 @@ def whole_waves(sequences: Sequences, inputs: PlannerInputs) -> FloatArray:
             if mask >> i & 1:
                 load = together(load, sequence_load(i, sequences, inputs))
         for degree in range(1, ranks + 1):
+            # No slower than on fewer ranks: others may stay idle, as ranks of a wave may.
             packs[mask, degree] = packs[mask, degree - 1]
             if load.tokens <= degree * inputs.tokens_per_rank:
                 seconds = pack_seconds(load, degree, at_best(degree, inputs), inputs)
                 packs[mask, degree] = min(packs[mask, degree], seconds)
         part = mask
         while part:
+            # The pack with the first sequence, as in `least_partition`.
             if part & mask & -mask:
                 for held in range(1, ranks + 1):
                     for degree in range(1, held + 1):
                         seconds = max(packs[part, degree], waves[mask ^ part, held - degree])
                         waves[mask, held] = min(waves[mask, held], seconds)
             part = (part - 1) & mask
+    # A column is strided, and numba would compile `least_partition` once more for such arrays.
     return np.ascontiguousarray(waves[:, ranks])
 
 
@@ -151,6 +158,7 @@ def _wave_tables(count: int, sequences: Sequences, inputs: PlannerInputs) -> Any
     most = ends.size + _LONGER
     seconds, least = np.zeros(most), np.full((count, most), np.inf)
     k = -1
+    # By rising end; what does not fit is last, at infinity.
     for at in falling_order(-ends.ravel()):
         i, degree = at // (inputs.num_ranks + 1), at % (inputs.num_ranks + 1)
         if ends[i, degree] == np.inf:
@@ -160,6 +168,7 @@ def _wave_tables(count: int, sequences: Sequences, inputs: PlannerInputs) -> Any
         if k < 0 or ends[i, degree] > seconds[k] * _GRID:
             k += 1
             seconds[k] = ends[i, degree]
+            # A longer wave admits all that ends in a shorter one.
             least[:, k] = least[:, max(0, k - 1)]
         least[i, k] = areas[i, degree]
     for _longer in range(_LONGER):
@@ -197,6 +206,7 @@ def _with_price(price: float, tables: WaveTables, inputs: PlannerInputs) -> Any:
     for i in range(len(ends)):
         for k in range(len(seconds)):
             for side in range(2):
+                # Infinite behind the last length, for which no second side is read.
                 waits = max(0.0, idle[k + side])
                 for degree in range(1, inputs.num_ranks + 1):
                     # Whatever ends before the next length may have ended in time.
@@ -228,6 +238,7 @@ def _waves_with_others(
     adds, tokens = np.full(1 << count, np.inf), np.zeros(1 << count)
     held, kept = np.zeros((1 << count, last + 1)), np.zeros((1 << count, last + 1, 2))
     for mask in range(1, 1 << count):
+        # Masks rise, so that the sums without the lowest member are known.
         rest, i = mask & (mask - 1), 0
         while not mask >> i & 1:
             i += 1
@@ -238,6 +249,7 @@ def _waves_with_others(
             if held[mask, k] == np.inf or tokens[mask] > ranks * inputs.tokens_per_rank:
                 continue
             least = max(held[mask, k], ranks * idle[k] + price * tokens[mask])
+            # The last length stands for all that are longer: only the terms that never fall with it count.
             if k < last:
                 beside = np.inf
                 for side in range(2):

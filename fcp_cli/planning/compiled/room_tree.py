@@ -10,6 +10,7 @@ from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.compiling.compile import inlined, kernel, leaf
 from fcp_cli.planning.compiled.core import NONE, PlannerInputs, Sequences
 
+# 512 kB at most: for larger budgets an entry stands for several numbers of tokens.
 _MOST_ENTRIES = 1 << 16  # of the table of `most_work`
 
 
@@ -31,6 +32,7 @@ def make_tree(bins: int) -> Any:
     size = 1
     while size < bins:
         size *= 2
+    # Node 0 stays unused: with the root at 1, the children of node k are 2 k and 2 k + 1.
     return Tree(np.full(2 * size, -np.inf), np.full(2 * size, -1, dtype=np.int64))
 
 
@@ -59,8 +61,10 @@ def most_work(sequences: Sequences, inputs: PlannerInputs) -> FloatArray:
     most = np.zeros(inputs.tokens_per_rank // unit + 1)
     for i in range(len(sequences.work)):
         if sequences.tokens[i] <= inputs.tokens_per_rank:
+            # An entry holds the most of all its numbers of tokens: a bin may seem to have room, never to lack it.
             entry = sequences.tokens[i] // unit
             most[entry] = max(most[entry], sequences.work[i])
+    # "Up to": a sequence with fewer tokens may have more work, as with images or a full mask.
     for entry in range(1, len(most)):
         most[entry] = max(most[entry], most[entry - 1])
     return most
@@ -91,6 +95,7 @@ def first_with_room(tree: Tree, seconds: float, tokens: int, start: int) -> int:
     size = len(tree.seconds) >> 1
     if start >= size or tree.seconds[1] < seconds or tree.tokens[1] < tokens:
         return NONE
+    # From a leaf the walk only goes up and right, so that bins before `start` are never met.
     node = size + start if start else 1
     # A node may have the seconds in one bin and the tokens in another: then the walk continues behind it.
     while True:
@@ -101,6 +106,7 @@ def first_with_room(tree: Tree, seconds: float, tokens: int, start: int) -> int:
             continue
         while node & 1:  # the last of its parent: everything below that has been seen
             node >>= 1
+        # Past the root, 1: nothing lies to the right.
         if node == 0:
             return NONE
         node += 1
@@ -130,5 +136,6 @@ def dealt(work: FloatArray, ranks: IntArray) -> IntArray:
         part = roomiest(tree)
         part_of[i] = part
         held[part] += work[i]
+        # Negated, since the tree finds the most. Leaves beyond the parts have -inf, so none of them wins.
         set_room(tree, part, -held[part] / ranks[part], 0)
     return part_of

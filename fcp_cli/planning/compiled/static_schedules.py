@@ -63,6 +63,7 @@ def longest_first(sequences: Sequences) -> IntArray:
 def full_packs(group_tokens: int, by_tokens: IntArray, sequences: Sequences) -> Any:
     """Pack first-fit decreasing; return [sequences] pack of each sequence, and the number of packs."""
     pack_of = np.empty(len(by_tokens), dtype=np.int64)
+    # At most a pack for each sequence. Those not opened yet have -inf seconds, which no search asks for.
     tree, count = make_tree(len(by_tokens)), 0
     leaf = len(tree.tokens) >> 1
     for i in by_tokens:
@@ -81,6 +82,7 @@ def full_packs(group_tokens: int, by_tokens: IntArray, sequences: Sequences) -> 
 @kernel
 def even_count(packs: int, groups: int) -> int:
     """Return `packs`, or as many more as give every group the same number of them."""
+    # Rounded up, in integers.
     return -(-packs // groups) * groups
 
 
@@ -90,6 +92,7 @@ def even_packs(packs: int, group_tokens: int, by_tokens: IntArray, sequences: Se
     pack_of = np.empty(len(by_tokens), dtype=np.int64)
     tree = make_tree(packs)
     leaf = len(tree.seconds) >> 1
+    # Tokens held, negated, in the place of seconds: `roomiest` finds the emptiest.
     for pack in range(packs):
         set_room(tree, pack, 0.0, 0)
     for i in by_tokens:
@@ -100,6 +103,7 @@ def even_packs(packs: int, group_tokens: int, by_tokens: IntArray, sequences: Se
             return pack_of, 0
         pack_of[i] = pack
         set_room(tree, pack, left, 0)
+    # `roomiest` breaks ties to the left, so that the first sequences open the first packs: empty ones are the last.
     return pack_of, min(packs, len(by_tokens))
 
 
@@ -136,6 +140,7 @@ def share_out(degree: int, waves: bool, packs: Packs, sequences: Sequences, inpu
         seconds[p] = pack_seconds(load_at(p, loads), degree, span, inputs)
     by = falling_order(seconds)
     group_of, turn_of = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
+    # Ranks that are left over run nothing of this step.
     groups = inputs.num_ranks // degree
     across = np.empty(groups, dtype=np.int64)
     for group in range(groups):
@@ -194,6 +199,7 @@ def level_packs(degree: int, waves: bool, group_tokens: int, sequences: Sequence
         counts[group] = -(-held[group] // group_tokens)
     pack_of = np.empty(len(by_work), dtype=np.int64)
     # Packing by work may fail at the least number of packs: one more for that group, and again.
+    # Ends: with a pack for each of its sequences, every group has room.
     while True:
         if waves:
             most = most_of(counts)
@@ -218,6 +224,7 @@ def level_packs(degree: int, waves: bool, group_tokens: int, sequences: Sequence
 @kernel
 def _exchange(load: FloatArray, group_of: IntArray, sequences: Sequences) -> None:
     """Give sequences of the busiest group away, or exchange them for lighter ones, while that makes it less busy."""
+    # Each exchange lowers the load of the busiest group, so this ends without the limit, too, only later.
     mean, left = total_of(load) / len(load), _EXCHANGES
     while left > 0:
         busiest, idlest = 0, 0
@@ -235,6 +242,7 @@ def _exchange(load: FloatArray, group_of: IntArray, sequences: Sequences) -> Non
             # Counted, not timed: the answer may not depend on the speed of a processor.
             left -= len(group_of)
             work = sequences.work[i]
+            # A move ends lowest in the idlest group; a swap may in any.
             if max(load[busiest] - work, load[idlest] + work) < best:
                 best, giver, taker, other = max(load[busiest] - work, load[idlest] + work), i, NONE, idlest
             for j in range(len(group_of)):
@@ -263,6 +271,7 @@ def _pack_level(
     first = np.zeros(len(counts) + 1, dtype=np.int64)
     for group in range(len(counts)):
         first[group + 1] = first[group] + counts[group]
+    # Packs of all groups back to back, those of group g from first[g] on.
     work, tokens = np.zeros(first[-1]), np.zeros(first[-1], dtype=np.int64)
     for i in by_work:
         best = NONE
@@ -282,11 +291,13 @@ def _pack_level(
 def _at_least(degree: int, attention: float, linear: float, tokens: int, inputs: PlannerInputs) -> float:
     """Return the least seconds of so much work on groups of one degree: all busy, packs as few as tokens allow."""
     packs = max(1.0, tokens / (degree * inputs.tokens_per_rank))
+    # Every share of attention gives a bound, so the largest counts.
     overlapped = 0.0 if degree > 1 else attention
     for step in range(_HIDING + 1 if degree > 1 else 0):
         hiding = step / _HIDING
         least = least_of_packs(hiding, tokens, packs, degree, at_best(degree, inputs), inputs)
         overlapped = max(overlapped, hiding * attention / degree + least)
+    # One group would take all packs one after another; num_ranks / degree groups share them, in fractions.
     return (inputs.prices.beta * packs + linear / degree + overlapped) * degree / inputs.num_ranks
 
 
@@ -318,6 +329,7 @@ def quickest(seconds: float, degrees: IntArray, waves: bool, sequences: Sequence
             if packs.number == 0:
                 continue
             found, _by, _group_of, _turn_of = share_out(degree, waves, packs, padded, inputs)
+            # Ties keep the first: the lower degree, and the earlier packing.
             if found < seconds:
                 seconds, best_degree, best_packing = found, degree, packing
     return seconds, best_degree, best_packing

@@ -24,8 +24,10 @@ def tabulated(inputs: PlannerInputs) -> Any:
     row_of_span, acrosses = _rows_of_spans(inputs)
     # One extra degree, so that `first` also holds the end of the last one's ways.
     first = np.zeros((len(acrosses), inputs.num_ranks + 2), dtype=np.int64)
+    # One way a degree is all that rings of single ranks have; split heads make it grow.
     ways, count = np.zeros((len(acrosses) * (inputs.num_ranks + 2), 9)), 0
     for row in range(len(acrosses)):
+        # From 2 on: a single rank has no way. Callers price it without the table, in which its row means nothing.
         for degree in range(2, inputs.num_ranks + 1):
             first[row, degree] = count
             if count + len(splits.heads) + 1 > len(ways):  # one more than may be kept
@@ -44,6 +46,7 @@ def _rows_of_spans(inputs: PlannerInputs) -> Any:
     """Return [across + 1] row of each `across`, and [rows] one `across` of each: those with the same sets share one."""
     heads = inputs.splits.heads
     row_of_span, acrosses = np.zeros(inputs.ranks_per_node + 2, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    # UNPLACED and 0 get rows of their own: `way_terms` prices them by other rules.
     for across in range(UNPLACED, inputs.ranks_per_node + 1):
         row = 0
         while row < len(acrosses):
@@ -68,15 +71,18 @@ def _enter(degree: int, across: int, first: int, ways: FloatArray, inputs: Plann
         if not is_way(k, degree, across, inputs):
             continue
         terms = way_terms(k, degree, across, inputs)
+        # The row behind the last is scratch, written before it is known whether the way stays.
         ways[count, 0], ways[count, 1], ways[count, 2] = terms.chunk, terms.ring, terms.hops
         ways[count, 3], ways[count, 4], ways[count, 5] = terms.home, terms.home_hop, terms.exchange
         ways[count, 6], ways[count, 7], ways[count, 8] = terms.messages, terms.halo, terms.sets
         # Pareto front: a way stays only if some pack may be quicker by it.
         beaten = False
         for other in range(first, count):
+            # On ties the earlier one stays, which splits fewer heads: the heads degrees rise.
             beaten = beaten or _is_no_quicker(terms, terms_at(other, ways), degree, most, inputs)
         if beaten:
             continue
+        # Drop the ways that the new one beats, and close up the rest, the new one last.
         kept = first
         for other in range(first, count + 1):
             if other == count or not _is_no_quicker(terms_at(other, ways), terms, degree, most, inputs):
@@ -90,6 +96,7 @@ def _enter(degree: int, across: int, first: int, ways: FloatArray, inputs: Plann
 @inlined
 def _ends(terms: Any, tokens: float, degree: int, inputs: PlannerInputs) -> Any:
     """Return A and B of a way for a pack of so many tokens."""
+    # Without beta, attention and linear work, which are the same by every way.
     parts = pack_parts(0.0, 0.0, tokens, degree, terms, inputs.prices)
     always = parts.other - inputs.prices.beta + parts.exposed
     return always + parts.attention, always + parts.hidden
@@ -116,6 +123,7 @@ def traffic_of(tokens: int, degree: int, across: int, inputs: PlannerInputs) -> 
     The least over the ways of B(t) is concave, so that it lies above its chord up to a group's capacity.
     """
     most = degree * inputs.tokens_per_rank
+    # A share of 0 hides nothing: B alone, the seconds in which messages travel.
     now = least_of_packs(0.0, tokens, 1.0, degree, across, inputs)
     growth = (least_of_packs(0.0, most, 1.0, degree, across, inputs) - now) / (most - tokens) if most > tokens else 0.0
     return now, growth

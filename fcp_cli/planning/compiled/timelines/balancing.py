@@ -60,6 +60,7 @@ def balance(
     worst = _last_to_end(singles)
     # Exchanges move work about, so that the ranks' mean stays; it is out of reach if they end as good as together.
     even = total_of(singles.free[: inputs.num_ranks]) / inputs.num_ranks - _EVEN * target
+    # Samples in vain end it once they have seen all bins, or `_SAMPLES_IN_VAIN` times the sample if there are more.
     while (
         singles.free[worst] < even
         and evaluations < work_limit
@@ -125,6 +126,7 @@ def _best_exchange(
             evaluations += 1
             score = min(singles.free[worst] + work + alone, singles.free[c] - work)
             if score > best:
+                # A move that finds no open slot with room opens one, which costs its bin beta, if one is left.
                 if slot_with_room(c, tokens, inputs, singles) == NONE:
                     score = min(score, singles.free[c] - work - inputs.prices.beta)
                     if score > best and closed_slot(c, singles) == NONE:
@@ -139,6 +141,7 @@ def _best_exchange(
                 if score > best:
                     fewer = tokens - sequences.tokens[j]
                     left = singles.slot_tokens[c, singles.slot_of[j]]
+                    # Each slot takes the other's sequence in place of its own: a swap neither opens nor closes one.
                     if _holds(at, -fewer, sequences.tokens[i], inputs) and _holds(left, fewer, tokens - fewer, inputs):
                         best, best_i, best_j, best_bin = score, i, j, c
                 j = singles.after[j]
@@ -151,6 +154,7 @@ def _holds(left: int, more: int, tokens: int, inputs: PlannerInputs) -> bool:
     """Return whether a slot with so many tokens left takes a sequence of `more` tokens more for one of `tokens`."""
     if more <= 0:
         return True
+    # Alone in its slot: what comes in its place is alone, too, and may fill the budget.
     is_alone = left + tokens == inputs.tokens_per_rank
     held_back = 0 if is_alone else max(0, inputs.tokens_per_rank - inputs.shared_tokens)
     return bool(left - more >= held_back)
@@ -167,6 +171,7 @@ def _exchange(i: int, j: int, c: int, sequences: Sequences, inputs: PlannerInput
             to = closed_slot(c, singles)
         put(i, c, to, sequences, inputs, singles)
         return
+    # Both leave before either enters: neither slot has to hold both.
     other = singles.slot_of[j]
     take(i, sequences, inputs, singles)
     take(j, sequences, inputs, singles)

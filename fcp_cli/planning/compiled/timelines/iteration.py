@@ -46,6 +46,7 @@ def _split(target: float, sequences: Sequences, inputs: PlannerInputs, rings: Ri
         else:
             single_order[n] = i
             n += 1
+    # In an array of one, since arrays are passed by reference and numbers are not.
     rings.placed[0] = count
     return n
 
@@ -78,11 +79,13 @@ def _slots(bins: int, sequences: Sequences, inputs: PlannerInputs) -> int:
     sequences. If rings hold so many tokens that bins x slots would fill the memory, only the tokens of those count: it
     stays linear in sequences and ranks.
     """
+    # Only sequences that may run on a single rank can have a slot.
     singles, single_tokens = 0, 0
     for i in range(len(sequences.tokens)):
         if sequences.tokens[i] <= inputs.tokens_per_rank:
             singles += 1
             single_tokens += sequences.tokens[i]
+    # By the tokens that may share a slot, which are the fewer.
     step_tokens = inputs.num_ranks * min(inputs.shared_tokens, inputs.tokens_per_rank)
     slots = int(4 * (total_of(sequences.tokens) / step_tokens)) + 8
     return int(min(slots, singles + 1, max(_MOST_SLOTS // bins, int(4 * (single_tokens / step_tokens)) + 8)))
@@ -124,6 +127,7 @@ def schedule(
             break
         infeasible = gap
         gap *= 2.0
+    # A twentieth of a percent: what a finer target could gain is left to the lower targets below, and to balancing.
     while gap - infeasible > 0.0005:
         middle = 0.5 * (gap + infeasible)
         late = _attempt(lower * (1.0 + middle), ride, sequences, inputs, timeline, rings, singles, single_order)

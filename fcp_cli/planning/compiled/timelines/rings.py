@@ -149,6 +149,7 @@ def _across_nodes(
     nodes = inputs.num_ranks // per_node
     # Filled once a degree needs them: most rings are placed inside a node, where no wider one can waste less.
     free_from, before = np.zeros(0), np.zeros(0)
+    # Narrower groups were tried inside a node.
     lowest = max(per_node + 1, (tokens + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank)
     best, best_degree, best_first = bound, 0, -1
     degree = lowest
@@ -174,6 +175,7 @@ def _across_nodes(
                 if latest[head] <= node - whole:
                     head += 1
                 first = (node - whole + 1) * per_node
+                # The window is not full yet, or the ranks behind its nodes are too few.
                 if first < 0 or first + degree > inputs.num_ranks:
                     continue
                 start = free_from[latest[head]]
@@ -182,6 +184,7 @@ def _across_nodes(
                 left = target - start - seconds
                 if left < 0.0:
                     continue
+                # The waits of all ranks, as one difference of sums.
                 waste = extra + degree * start - (before[first + degree] - before[first])
                 waste += degree * left if left < 1.5 * inputs.prices.beta else 0.0
                 if waste < best:
@@ -253,6 +256,7 @@ def _enter_ring(g: int, sequences: Sequences, inputs: PlannerInputs, timeline: T
     start = 0.0
     for rank in range(first, first + degree):
         start = max(start, timeline.free[rank])
+    # Of the ranks that it got: a group of the catalogue need not lie at best.
     across = across_of(first, degree, inputs)
     end = start + alone_seconds(rings.sequence[g], degree, across, sequences, inputs)
     rings.across[g], rings.start[g], rings.end[g] = across, start, end

@@ -92,6 +92,7 @@ def make_single_rank_packs(bins: int, slots: int, sequences: Sequences, inputs: 
     """Make empty bins with `slots` slots each, and rings for all sequences."""
     n, leaves = len(sequences.work), 1
     richest = np.zeros(n + 1)
+    # From the lightest on: bins are filled by falling work, so entry i covers all that is still to come.
     for i in range(n - 1, -1, -1):
         spared = _RIDE * sequences.work[i] - sequences.linear[i]
         richest[i] = max(richest[i + 1], spared / sequences.tokens[i])
@@ -135,6 +136,7 @@ def take(i: int, sequences: Sequences, inputs: PlannerInputs, singles: SingleRan
     b, slot = singles.bin_of[i], singles.slot_of[i]
     singles.slot_tokens[b, slot] += sequences.tokens[i]
     singles.free[b] += sequences.work[i]
+    # All tokens are back: it was alone.
     if singles.slot_tokens[b, slot] == inputs.tokens_per_rank:
         singles.slot_tokens[b, slot] = CLOSED
         singles.free[b] += inputs.prices.beta
@@ -149,6 +151,7 @@ def take(i: int, sequences: Sequences, inputs: PlannerInputs, singles: SingleRan
 @leaf
 def slot_with_room(b: int, tokens: int, inputs: PlannerInputs, singles: SingleRankPacks) -> int:
     """Return the first open slot of a bin with so many tokens left to share, or NONE."""
+    # Slots count down from the whole budget, of which sequences that share one must leave this much.
     held_back = max(0, inputs.tokens_per_rank - inputs.shared_tokens)
     for slot in range(singles.slot_tokens.shape[1]):
         if singles.slot_tokens[b, slot] >= tokens + held_back:
@@ -210,6 +213,7 @@ def _ride(
     singles: SingleRankPacks,
 ) -> int:
     """Let sequence i ride in the first ring that can take it; return the ring, or NONE."""
+    # Rank-seconds and tokens of all the ring's ranks together, over which a rider is spread.
     g = first_with_room(tree, sequences.work[i], sequences.tokens[i], 0)
     while g != NONE:
         degree, across = rings.degree[g], rings.across[g]
@@ -223,7 +227,7 @@ def _ride(
             enter_load(g, more, singles.rings)
             for r in range(rings.first[g], rings.first[g] + rings.degree[g]):
                 singles.free[r] -= after - before
-            singles.bin_of[i] = -2 - g
+            singles.bin_of[i] = -2 - g  # -1 is NONE
             set_room(
                 tree, g, degree * (room - after + before), degree * inputs.tokens_per_rank - singles.rings.tokens[g]
             )
@@ -300,12 +304,14 @@ def _lay(
         if b == NONE and ride:
             g = _ride(i, rides, sequences, inputs, timeline, rings, singles)
             if g != NONE:
+                # The ring ends later now, so what follows it on its ranks has less time.
                 for r in range(rings.first[g], rings.first[g] + rings.degree[g]):
                     _update_trees(r, tree, closed, inputs, singles)
                 continue
         if b == NONE:
             # Also if late: balancing may still move it, while a lost sequence could not be planned.
             b = roomiest(closed)
+            # Node 1 is the root: the most seconds of any bin.
             late += closed.seconds[1] < work
         slot = slot_with_room(b, tokens, inputs, singles)
         if slot == NONE:
@@ -324,6 +330,7 @@ def _update_trees(b: int, tree: Tree, closed: Tree, inputs: PlannerInputs, singl
     can_open = False
     for slot in range(singles.slot_tokens.shape[1]):
         if singles.slot_tokens[b, slot] == CLOSED:
+            # While bins are filled slots open from the left and none closes: all behind a closed one are closed.
             can_open = True
             break
         most = max(most, singles.slot_tokens[b, slot])

@@ -149,6 +149,7 @@ def take(first: int, degree: int, inputs: PlannerInputs, ranks: FreeRanks) -> No
         node = first // inputs.ranks_per_node
         taken = min(stop, ranks.start[node] + ranks.free[node]) - first
         _unlist(node, ranks)
+        # At the left end the first free rank moves; at the right end only their number falls.
         if first == ranks.start[node]:
             ranks.start[node] += taken
         ranks.free[node] -= taken

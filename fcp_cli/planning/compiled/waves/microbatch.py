@@ -156,6 +156,7 @@ def candidates(count: int, out: FloatArray, pool: Pool, sequences: Sequences, in
     work, _tokens = _totals(pool.waiting, count, pool, sequences)
     lowest = _shortest(longest, sequences, inputs)
     even = inputs.prices.beta + 1.02 * work / inputs.num_ranks
+    # Not beyond all that waits, shared evenly, nor far beyond ranks full of the longest; but the grid needs a range.
     highest = max(1.3 * lowest, min(even, 1.6 * _densest(count, pool, sequences, inputs)))
     n, previous = 0, np.inf
     first = (sequences.tokens[longest] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank
@@ -316,6 +317,7 @@ def search(limit: float, tries: int, fills: int, sequences: Sequences, inputs: P
         if left < 0:
             break
         targets[w], widths[w] = target, width
+        # By the target: the wave's packs may end sooner, never later.
         done += target
         count = left
         _copy(pool.kept, count, pool.waiting)
@@ -324,6 +326,7 @@ def search(limit: float, tries: int, fills: int, sequences: Sequences, inputs: P
                 best, best_wave, best_target, best_width = done, w, target, width
             break
     if best_wave >= 0:
+        # The best step may have ended at an earlier wave than the search did: later ones are dropped.
         targets[best_wave], widths[best_wave] = best_target, best_width
     return best, targets[: best_wave + 1], widths[: best_wave + 1]
 
@@ -353,6 +356,7 @@ def follow(targets: FloatArray, widths: IntArray, sequences: Sequences, inputs: 
         if count == 0:
             used = w + 1
             break
+    # All parts run the same waves: only the last may outlast the target that the first part found.
     last, step = len(targets) - 1, 2.5e-4
     while count and fill_wave(own_targets[last], widths[last], count, pool, sequences, inputs, wave):
         own_targets[last] *= 1.0 + step
@@ -377,6 +381,7 @@ def replay(targets: FloatArray, widths: IntArray, sequences: Sequences, inputs: 
     number_of = np.zeros(inputs.num_ranks, dtype=np.int64)  # among all groups, of each group of the wave
     groups = 0
     for w in range(len(targets)):
+        # `fill_wave` writes the groups of what it takes, and nothing else.
         wave.group_of[:] = -1
         left = fill_wave(targets[w], widths[w], count, pool, sequences, inputs, wave)
         for g in range(wave.groups[0]):

@@ -44,6 +44,7 @@ def make_pool(sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Make a pool in which all sequences wait."""
     n, thin = len(sequences.work), np.full(1, np.inf)
     density = np.zeros(n)
+    # From the lightest on, so that entry i covers all sequences of less work.
     for i in range(n - 1, -1, -1):
         thin[0] = min(thin[0], sequences.linear[i] / sequences.tokens[i])
         density[i] = max(sequences.work[i] / sequences.tokens[i], density[i + 1] if i + 1 < n else 0.0)

@@ -60,6 +60,7 @@ def _enter(i: int, wave: int, places: Places) -> None:
 @kernel
 def _seconds_of(wave: int, places: Places, sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Return the seconds of a wave, and those beyond its work shared evenly; none of a wave without sequences."""
+    # By first rank, which no two groups of a wave share.
     loads, degrees = make_loads(inputs.num_ranks), np.zeros(inputs.num_ranks, dtype=np.int64)
     work, seconds, i = 0.0, inputs.floor, places.head[wave]
     if i < 0:
@@ -82,6 +83,7 @@ def _seconds_of(wave: int, places: Places, sequences: Sequences, inputs: Planner
 def _members_of(one: int, other: int, places: Places) -> IntArray:
     """Return the positions of the sequences of two waves, ascending."""
     found, count = np.zeros(len(places.after), dtype=np.int64), 0
+    # Both lists ascend: merged, they are by falling work, as the search expects its sequences.
     i, j = places.head[one], places.head[other]
     while i >= 0 or j >= 0:
         if j < 0 or 0 <= i < j:
@@ -109,6 +111,7 @@ def _replan(
         sequences.attention[members], sequences.linear[members], sequences.work[members], sequences.tokens[members]
     )
     _seconds, targets, widths = search(limit, tries, fills, own, inputs)
+    # Only two waves have a place in the step.
     if not 0 < len(targets) <= 2:
         return False
     written, _groups, _left = replay(targets, widths, own, inputs)
@@ -153,6 +156,7 @@ def regroup(
         one, other = order[at], order[at + distance]
         at, kept = at + 1, kept + 1
         limit = (seconds[one] + seconds[other]) * (1.0 - _MARGIN)
+        # Emptied by an earlier pair. It counts as a try all the same, so that the loop ends.
         if min(seconds[one], seconds[other]) == 0.0:
             continue
         if _replan(one, other, limit, tries, fills, places, sequences, inputs):

@@ -114,6 +114,7 @@ def _place_ring(i: int, target: float, left: int, sequences: Sequences, inputs: 
     highest = left if wave.groups[0] == 0 else min(left, 12 * lowest + 8)
     for degree in range(lowest, highest + 1):
         inside = best_fit(degree, inputs, wave.ranks)
+        # At least 1: it lies across nodes, even if it is narrower than one.
         at_best = 0 if inside else max(across_at_best(degree, inputs), 1)
         # Price before place: a price is a few sums, a place needs a search.
         if alone_seconds(i, degree, at_best, sequences, inputs) > target + SLACK:
@@ -262,6 +263,7 @@ def place_rings(
 def _group_free_ranks(width: int, inputs: PlannerInputs, wave: Wave) -> None:
     """Make groups of `width` ranks, or of as many as a node has, of the ranks that rings left."""
     for free in range(inputs.ranks_per_node, 0, -1):
+        # Takes all that the first such node has free, which then leaves the list.
         while wave.ranks.bucket[free] >= 0:
             node_free = free
             while node_free:
@@ -310,6 +312,7 @@ def outlook(target: float, count: int, pool: Pool, sequences: Sequences, inputs:
             room += free_tokens
     for k in range(small):
         i = pool.small[k]
+        # One that does not fit is passed over: smaller ones may still fit.
         if sequences.work[i] <= seconds and sequences.tokens[i] <= room:
             seconds -= sequences.work[i]
             room -= sequences.tokens[i]
