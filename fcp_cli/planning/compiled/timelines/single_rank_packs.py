@@ -273,7 +273,7 @@ def fill(
     # A new slot costs a micro-batch's fixed seconds, which the tree takes off beforehand.
     for b in range(bins):
         set_room(closed, b, singles.free[b] - inputs.prices.beta, 0)
-    rides = make_tree(max(count, 1))
+    rides = make_tree(count)
     if ride:
         for g in range(count):
             room = _ring_room(g, timeline, rings, singles)
