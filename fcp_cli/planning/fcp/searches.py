@@ -211,12 +211,12 @@ def assign_timelines(
     parts = rank_parts(sequences, inputs)
     own, ranks = (parts[0].sequences, parts[0].inputs) if parts else (sequences, inputs)
     exchanges = _EXCHANGES * (1 if len(own.work) <= 1024 else len(own.work) // 64)
-    rings, singles, timeline, target, end = iteration.schedule(lower, limit_seconds, True, exchanges, own, ranks)
+    rings, singles, timeline, target, end = iteration.schedule(lower, limit_seconds, exchanges, own, ranks)
     if not target:
         return None
     found = [_timeline_groups(rings, singles, timeline, ranks)]
     for part in parts[1:]:
-        rings, singles, timeline = iteration.follow(target, end, True, exchanges, part.sequences, part.inputs)
+        rings, singles, timeline = iteration.follow(target, end, exchanges, part.sequences, part.inputs)
         found.append(_timeline_groups(rings, singles, timeline, part.inputs))
     return gather(order, joined(parts, found) if parts else found[0])
 

@@ -54,7 +54,6 @@ def _split(target: float, sequences: Sequences, inputs: PlannerInputs, rings: Ri
 @kernel
 def _attempt(
     target: float,
-    ride: bool,
     sequences: Sequences,
     inputs: PlannerInputs,
     timeline: Timeline,
@@ -66,7 +65,7 @@ def _attempt(
     n = _split(target, sequences, inputs, rings, single_order)
     if not place_rings(target, sequences, inputs, timeline, rings):
         return -1
-    return int(fill(target, single_order[:n], ride, sequences, inputs, timeline, rings, singles))
+    return int(fill(target, single_order[:n], sequences, inputs, timeline, rings, singles))
 
 
 @leaf
@@ -92,9 +91,7 @@ def _slots(bins: int, sequences: Sequences, inputs: PlannerInputs) -> int:
 
 
 @kernel
-def schedule(
-    lower: float, limit: float, ride: bool, work_limit: int, sequences: Sequences, inputs: PlannerInputs
-) -> Any:
+def schedule(lower: float, limit: float, work_limit: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Return the best schedule found: rings, single-rank packs and timelines; its target and its end.
 
     The target is 0 if rings and packs do not fit by the limit.
@@ -102,7 +99,6 @@ def schedule(
     Args:
         lower: seconds that no schedule can beat.
         limit: seconds of a step that is known, or infinite; only a quicker one is of interest.
-        ride: whether short sequences may ride in rings.
         work_limit: comparisons of each balancing.
         sequences: the sequences by falling work.
         inputs: the ranks and their prices.
@@ -115,14 +111,14 @@ def schedule(
     singles = make_single_rank_packs(bins, _slots(bins, sequences, inputs), sequences, inputs)
     single_order = np.zeros(n, dtype=np.int64)
     if limit < np.inf:
-        late = _attempt(limit, ride, sequences, inputs, timeline, rings, singles, single_order)
+        late = _attempt(limit, sequences, inputs, timeline, rings, singles, single_order)
         if late != 0:
             return rings, singles, timeline, 0.0, 0.0
     # The gap to the lower bound that fits, and the largest known not to. All ends late enough fit, so this ends.
     # It begins small and doubles: an attempt far above the first fit would build a poor step.
     gap, infeasible = 0.002, 0.0
     while True:
-        late = _attempt(lower * (1.0 + gap), ride, sequences, inputs, timeline, rings, singles, single_order)
+        late = _attempt(lower * (1.0 + gap), sequences, inputs, timeline, rings, singles, single_order)
         if late == 0:
             break
         infeasible = gap
@@ -130,7 +126,7 @@ def schedule(
     # A twentieth of a percent: what a finer target could gain is left to the lower targets below, and to balancing.
     while gap - infeasible > 0.0005:
         middle = 0.5 * (gap + infeasible)
-        late = _attempt(lower * (1.0 + middle), ride, sequences, inputs, timeline, rings, singles, single_order)
+        late = _attempt(lower * (1.0 + middle), sequences, inputs, timeline, rings, singles, single_order)
         if late == 0:
             gap = middle
         else:
@@ -139,20 +135,20 @@ def schedule(
     best, best_target = np.inf, 0.0
     for k in range(4):
         target = lower * (1.0 + gap * (1.0 - k / 4.0))
-        late = _attempt(target, ride, sequences, inputs, timeline, rings, singles, single_order)
+        late = _attempt(target, sequences, inputs, timeline, rings, singles, single_order)
         if late < 0:
             break  # lower targets make rings wider still
         end = balance(target, timeline.gaps[0], work_limit, sequences, inputs, singles)
         if end < best:
             best, best_target = end, target
     # The arrays hold the last attempt: to run the best one again is cheaper than a copy of each quicker one.
-    late = _attempt(best_target, ride, sequences, inputs, timeline, rings, singles, single_order)
+    late = _attempt(best_target, sequences, inputs, timeline, rings, singles, single_order)
     balance(best_target, timeline.gaps[0], work_limit, sequences, inputs, singles)
     return rings, singles, timeline, best_target, best
 
 
 @kernel
-def follow(target: float, end: float, ride: bool, work_limit: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
+def follow(target: float, end: float, work_limit: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Return the schedule of a part whose search is skipped: it takes the target that `schedule` found for a like part.
 
     If this part ends later than that one with this target, later targets are tried, until all its sequences end by
@@ -160,7 +156,7 @@ def follow(target: float, end: float, ride: bool, work_limit: int, sequences: Se
 
     Args:
         target, end: the target and the end that `schedule` returned for the other part, in seconds.
-        ride, work_limit, sequences, inputs: as in `schedule`.
+        work_limit, sequences, inputs: as in `schedule`.
     """
     n = len(sequences.work)
     bins = inputs.num_ranks + min(4 * inputs.num_ranks, n)
@@ -171,13 +167,13 @@ def follow(target: float, end: float, ride: bool, work_limit: int, sequences: Se
     best, best_target, step, late = np.inf, target, 0.0, -1
     while best > end * (1.0 + _ALIKE) and late != 0:
         tried = target * (1.0 + step)
-        late = _attempt(tried, ride, sequences, inputs, timeline, rings, singles, single_order)
+        late = _attempt(tried, sequences, inputs, timeline, rings, singles, single_order)
         if late >= 0:
             reached = balance(tried, timeline.gaps[0], work_limit, sequences, inputs, singles)
             if reached < best:
                 best, best_target = reached, tried
         step = 2.0 * step + 0.0005
     if best_target != tried:
-        _attempt(best_target, ride, sequences, inputs, timeline, rings, singles, single_order)
+        _attempt(best_target, sequences, inputs, timeline, rings, singles, single_order)
         balance(best_target, timeline.gaps[0], work_limit, sequences, inputs, singles)
     return rings, singles, timeline

@@ -249,7 +249,6 @@ def _ride(
 def fill(
     target: float,
     order: IntArray,
-    ride: bool,
     sequences: Sequences,
     inputs: PlannerInputs,
     timeline: Timeline,
@@ -261,7 +260,6 @@ def fill(
     Args:
         target: seconds by which the ranks should end.
         order: the sequences, by falling work.
-        ride: whether they may ride in rings.
         sequences, inputs, timeline, rings, singles: the state of the step; rings are placed.
 
     Returns:
@@ -274,19 +272,15 @@ def fill(
     for b in range(bins):
         set_room(closed, b, singles.free[b] - inputs.prices.beta, 0)
     rides = make_tree(count)
-    if ride:
-        for g in range(count):
-            room = _ring_room(g, timeline, rings, singles)
-            set_room(
-                rides, g, rings.degree[g] * room, rings.degree[g] * inputs.tokens_per_rank - singles.rings.tokens[g]
-            )
-    return int(_lay(order, ride, Trees(tree, closed, rides), sequences, inputs, timeline, rings, singles))
+    for g in range(count):
+        room = _ring_room(g, timeline, rings, singles)
+        set_room(rides, g, rings.degree[g] * room, rings.degree[g] * inputs.tokens_per_rank - singles.rings.tokens[g])
+    return int(_lay(order, Trees(tree, closed, rides), sequences, inputs, timeline, rings, singles))
 
 
 @leaf
 def _lay(
     order: IntArray,
-    ride: bool,
     trees: Trees,
     sequences: Sequences,
     inputs: PlannerInputs,
@@ -301,7 +295,7 @@ def _lay(
         work, tokens = sequences.work[i], sequences.tokens[i]
         # Open slots first: they cost no beta. Then rings, which cost none either, then a new slot.
         b = first_with_room(tree, work, tokens, 0)
-        if b == NONE and ride:
+        if b == NONE:
             g = _ride(i, rides, sequences, inputs, timeline, rings, singles)
             if g != NONE:
                 # The ring ends later now, so what follows it on its ranks has less time.
