@@ -36,9 +36,11 @@ def choose_groups(
     best = tree_groups(max_groups, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
     if num_ranks > _CHOOSING_RANKS:
         return best
+    # A tree of halves has fewer than twice as many blocks as leaves: this is all of them.
     everything = tree_groups(2 * num_ranks, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
     candidates = _widest_first([*everything, *_candidates(num_ranks, ranks_per_node)])
     (least, _), (_, all_uses) = trial(best), trial(candidates)
+    # All rules begin with the same trial, of every candidate.
     for kept, use_power, degree_power in _RULES:
         groups, seconds, uses = candidates, math.inf, all_uses
         while len(groups) > max_groups:
@@ -74,6 +76,7 @@ def _by_value(groups: list[range], values: Mapping[range, int], tree: list[range
     in_tree = set(tree)
 
     def key(block: range) -> tuple[bool, int, bool]:
+        # All ranks first, so that they stay under any limit: the longest sequence needs them.
         return block != everyone, -values[block], block not in in_tree
 
     return sorted(groups, key=key)
@@ -89,6 +92,7 @@ def _candidates(num_ranks: int, per_node: int) -> list[range]:
     for first in range(0, num_ranks, per_node):
         stop = min(first + per_node, num_ranks)
         for degree in range(2, stop - first + 1):
+            # From both ends, so that groups of two degrees may share a node.
             groups += [range(start, start + degree) for start in range(first, stop - degree + 1, degree)]
             groups += [range(end - degree, end) for end in range(stop, first + degree - 1, -degree)]
     octave = per_node

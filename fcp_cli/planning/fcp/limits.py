@@ -112,6 +112,7 @@ def limit_price(limited: FcpSolver, batches: GlobalBatches) -> float:
     If the plan is long enough, other steps than those that the groups were chosen on.
     """
     free = make_solver(batches)
+    # Half a stride from the steps that the groups were chosen on.
     sample = [batches.batch(step) for step in spread_steps(len(batches), _PRICED_STEPS, phase=0.5)]
     seconds = [sum(makespan_seconds(s.assign(b), b, batches.problem) for b in sample) for s in (limited, free)]
     return seconds[0] / seconds[1] - 1.0

@@ -38,6 +38,7 @@ def most_peers(whole_nodes: bool, *, num_ranks: int, ranks_per_node: int) -> int
     pairs: set[tuple[int, int]] = set()
     for group in _groups(whole_nodes, num_ranks, ranks_per_node):
         pairs.update(ring_pairs(tuple(group), ranks_per_node))
+    # Both ranks of a pair count it; a single rank has none.
     return int(np.bincount(np.array(list(pairs), dtype=np.int64).ravel(), minlength=1).max())
 
 

@@ -68,6 +68,7 @@ def replicas_of(problem: Problem, inputs: PlannerInputs) -> Replicas:
         for eighths in (3, 5, 6, 7):
             degree = n * eighths // 8 // unit * unit
             if degree > 1:
+                # From either end: the ranks beside the block are then neighbours, too.
                 found.setdefault(degree, [0, n - degree])
     degrees = sorted(found)
     return Replicas(
@@ -99,6 +100,7 @@ class PipelineStep:
     ) -> PipelineStep:
         """Run a step; one that takes more than `limit` seconds counts as endless."""
         degrees = sizes_of(made.rank_offsets)
+        # A replica runs its own micro-batches in turn: one that is busy for longer needs no timeline.
         if np.bincount(made.ranks, np.repeat(prices.seconds, degrees)).max() > limit:
             return cls(made=made, prices=prices, seconds=np.inf)
         if problem.sync == "microbatch":
@@ -144,6 +146,7 @@ def _swapped(one: PipelineStep, batch: Batch, problem: Problem) -> PipelineStep:
     """Return the best order of micro-batches that swaps along the critical path find, as waves again."""
     rows, prices = _in_waves(one.made, one.prices, batch, problem)
     step = _laid_out(rows, prices, problem)
+    # Fewer runs of larger steps, so that a step takes about as long to improve whatever its size.
     places = better_places(step, reach=_REACH, most_runs=max(_RUNS // len(rows), _LEAST_RUNS))[~rows.is_idle]
     return one.reordered(np.unique(places, return_inverse=True)[1], batch, problem)
 
@@ -213,6 +216,7 @@ class _Lengths:
         work, columns = self._batch.work, self._columns[ring]
         degrees, total = self._replicas.degrees[columns], work.total_seconds
         sequences = AssignedSequences(
+            # Rings by falling degree, which stand before the rest, of degree 1.
             order=np.lexsort((-total, -degrees)),
             column=columns,
             seconds=self._table[np.arange(len(columns)), columns],
@@ -255,12 +259,14 @@ def equal_length_candidates(batch: Batch, problem: Problem, replicas: Replicas) 
         ring, short, waits = min(tries.found, key=tries.found.__getitem__)
         for length in tries.rings[max(ring - _NEXT, 0) : ring + _NEXT + 1]:
             yield from tries.tried(length, short, waits)
+        # The same length, with the next rule of how wide its rings may be.
         yield from tries.tried((ring + count) % len(tries.rings), short, waits)
 
 
 def _ring_columns(table: FloatArray, ring: float, near: float) -> IntArray:
     """Return [sequences] the column of the narrowest block that takes no longer than `ring`, or near its least."""
     enough = np.maximum(ring, near * table.min(axis=1))
+    # Degrees rise, so the first column that is quick enough is the narrowest block.
     return np.asarray(np.argmax(table <= enough[:, None], axis=1))
 
 
@@ -273,6 +279,7 @@ def _seconds_by_degree(batch: Batch, problem: Problem, replicas: Replicas) -> Fl
             problem.profile,
             work,
             degree=degree,
+            # The tree halves nodes, so its blocks that are no wider than a node lie inside one.
             crosses_nodes=degree > problem.ranks_per_node,
         )
         columns.append(np.where(work.tokens <= degree * problem.tokens_per_rank, alone, np.inf))

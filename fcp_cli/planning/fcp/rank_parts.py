@@ -63,15 +63,18 @@ def rank_parts(sequences: Sequences, inputs: PlannerInputs) -> list[RankPart]:
     if not has_parts(inputs) or len(sequences.work) < inputs.num_ranks:
         return []
     count, per_node = inputs.num_ranks // _PART_RANKS, inputs.ranks_per_node
+    # Parts begin at nodes, so that a group lies in its part as it would lie among all ranks.
     firsts = np.arange(count) * (inputs.num_ranks // per_node) // count * per_node
     ranks = np.diff(firsts, append=inputs.num_ranks)
     if int(sequences.tokens.max()) > int(ranks.min()) * inputs.tokens_per_rank:
         return []
+    # What rings add loads their part, too.
     work = work_in_rings(np.inf, sequences, inputs)
     part_of = dealt(work, ranks)
     share = np.bincount(part_of, weights=work, minlength=count) / ranks
     if share.max() > (1.0 + _UNLIKE) * share.mean():
         return []
+    # Stable: within its part each sequence keeps its place by falling work.
     by_part = np.argsort(part_of, kind="stable")
     cuts = np.cumsum(np.bincount(part_of, minlength=count))[:-1]
     return [
@@ -79,6 +82,7 @@ def rank_parts(sequences: Sequences, inputs: PlannerInputs) -> list[RankPart]:
             first=int(first),
             members=members,
             sequences=some_of(sequences, members),
+            # Tables of ways are by degree, so those of more ranks serve, too.
             inputs=inputs._replace(num_ranks=int(own)),
         )
         for first, own, members in zip(firsts, ranks, np.split(by_part, cuts), strict=True)

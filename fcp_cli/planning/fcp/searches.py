@@ -103,8 +103,10 @@ def assign_waves(
     alike = rank_parts(sequences, inputs) if len(parts) == 1 else []
     if alike:
         return _waves_in_parts(alike, order, limit_seconds)
+    # What a part may take depends on the others: their sum is compared, below.
     limit = limit_seconds if len(parts) == 1 else np.inf
     for number, part in enumerate(parts, 1):
+        # Positions are by falling work, the order that the search expects.
         members = np.sort(np.concatenate((held, part)))
         own = some_of(sequences, members)
         is_last = number == len(parts)
@@ -119,6 +121,7 @@ def assign_waves(
         waves += last
         seconds += float(targets[:last].sum())
         work -= float(own.work[one.group_of >= 0].sum())
+        # What is not planned yet takes as long as it would if shared evenly, at least.
         if seconds + work / inputs.num_ranks >= limit_seconds:
             return None
     firsts = np.cumsum([0, *(groups for _, _, groups, _ in found)])
@@ -165,6 +168,7 @@ def regrouped(
     """
     n, waves = len(order), int(assignment.wave.max()) + 1
     group = np.empty(n, dtype=np.int64)  # of each sequence, by falling work
+    # The inverse of `order`: from positions in the batch to those by falling work.
     group[np.argsort(order)[assignment.members]] = np.repeat(
         np.arange(len(assignment.wave)), np.diff(assignment.member_offsets)
     )
@@ -177,6 +181,7 @@ def regrouped(
     )
     if not regrouping.regroup(_PATIENCE, _TARGETS_PER_PAIR, _FILLS_PER_PAIR, places, sequences, inputs) > 0.0:
         return None
+    # A wave has no two groups with the same first rank.
     key = places.wave * inputs.num_ranks + places.first
     _keys, firsts, group_of = np.unique(key, return_index=True, return_inverse=True)
     wave, degree, first = places.wave[firsts], places.degree[firsts], places.first[firsts]
@@ -194,6 +199,7 @@ def wave_parts(sequences: Sequences, inputs: PlannerInputs) -> list[IntArray]:
     if count < 2:
         return [np.arange(n)]
     done = np.cumsum(sequences.work)
+    # Twice, since the runs end at half of the work; a step without work must not divide by 0.
     part = np.minimum((2 * count * done / max(done[-1], 1e-300)).astype(np.int64), count - 1)
     light = np.flatnonzero(done > 0.5 * done[-1])
     part[light] = np.arange(len(light)) % count

@@ -134,6 +134,7 @@ def winner_of(
     found = solver_of(problem, **options).best(replace(batch, encoder_seconds=None))
     assert found.assignment is not None, "a step was sought below a limit"
     again = assemble(found.assignment, batch, problem, step.bound_seconds)
+    # The same candidate gives the same sums, but for rounding.
     return found.name if np.isclose(again.makespan_seconds, step.makespan_seconds, rtol=1e-9) else None
 
 
@@ -242,6 +243,7 @@ class FcpSolver:
             yield candidate(name, replace(self, inputs=inputs)._again, CLOSE_ENOUGH)
 
     def _timelines(self, work: Work, order: IntArray, sequences: Sequences, limit: float) -> Assignment | None:
+        # If a step is known, gains of more than a tenth are not looked for: attempts far below it would all fail.
         least = simple_bound_seconds(work, self.problem) if limit == np.inf else 0.9 * limit
         return assign_timelines(least, order, sequences, self.inputs, limit)
 
@@ -331,6 +333,7 @@ class FcpSolver:
             yield from equal_length_candidates(batch, self.problem, replicas_of(self.problem, self.inputs))
         for plain in plain_problems(self.problem, int(batch.work.tokens.max())):
             tokens = plain.tokens_per_rank
+            # Prices stay, and so do the tables of ways: they keep what is quickest up to more tokens.
             inputs = self.inputs._replace(tokens_per_rank=tokens, shared_tokens=tokens)
             found = FcpSolver(problem=plain, inputs=inputs, degrees=self.degrees).assign(batch)
             yield PipelineStep.of(found, batch, self.problem)
@@ -338,9 +341,11 @@ class FcpSolver:
     def _one_degree(self, batch: Batch, found: Found) -> Found:
         """Try the best step of one degree; rings keep to the allowed groups."""
         seconds = found.seconds - self.problem.profile.step.closing_seconds(self.problem.sync)
+        # In the order of the batch, as `StaticSolver` lays the winner out: ties are broken by position.
         chosen, sequences, degrees, ranks = None, in_batch_order(batch.work), self.degrees, self.problem.num_ranks
         if not self.options and ranks <= _FEW_RANKS:  # the ranks that a degree leaves over may wait
             degrees = np.array([degree for degree in range(1, ranks + 1) if ranks % degree <= _LEFT_OVER * ranks])
+        # Packs shared out in turns are an order of timelines, too; the reverse does not hold.
         for sync in _SYNCS if self.problem.sync == "iteration" else _SYNCS[1:]:
             least, degree, packing = quickest(seconds, degrees, sync == "microbatch", sequences, self.inputs)
             if degree:
@@ -371,6 +376,7 @@ def reduced_budgets(inputs: PlannerInputs, sequences: Sequences) -> Iterator[tup
         budgets = {"as few tokens as recomputation pays for": inputs.shared_tokens, **budgets}
     for name, budget in budgets.items():
         fewer = whole_budget(budget, inputs.padding or None)
+        # A step that one rank holds with fewer tokens, too, would be the same again.
         if fewer and longest <= ranks * fewer and (longest > fewer or int(sequences.tokens.sum()) > fewer):
             yield name, inputs._replace(tokens_per_rank=fewer)
 

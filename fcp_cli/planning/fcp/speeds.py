@@ -103,6 +103,7 @@ def _with_dummy_packs(
     batch: Batch, problem: Problem, speeds: FloatArray, target: float, solve: Callable[[Batch], Assignment]
 ) -> Iterator[Assignment]:
     """Yield steps in which slow ranks have as much less to do as a step of `target` seconds asks for."""
+    # The dummy pack pays the fixed seconds of a micro-batch itself.
     lost = target * (1.0 - speeds / speeds.max()) - problem.profile.coefficients.microbatch_seconds
     slow = np.flatnonzero(lost > 0)
     if not len(slow):

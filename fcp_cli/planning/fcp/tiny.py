@@ -48,6 +48,7 @@ def assign_tiny(batch: Batch, problem: Problem) -> Assignment:
         best: tuple[float, _Groups] = (math.inf, ())
         for pack, counts in product(_parts(mask), product(*(range(ranks + 1) for ranks in free))):
             own = seconds[pack][sum(counts)][_ACROSS if sum(map(bool, counts)) > 1 else _INSIDE]
+            # A wave lasts no less than this pack: its remainder need not be solved.
             if own < best[0]:
                 left = tuple(ranks - count for ranks, count in zip(free, counts, strict=True))
                 others, groups = wave(mask ^ pack, left) if mask ^ pack else (0.0, ())
@@ -88,6 +89,7 @@ def _prices(batch: Batch, problem: Problem) -> FloatArray:
     ranks, per_node, sequences = problem.num_ranks, problem.ranks_per_node, len(batch.rows)
     groups = [(degree, _INSIDE, range(degree)) for degree in range(1, min(per_node, ranks) + 1)]
     if per_node < ranks:
+        # One rank at least on the second node.
         firsts = [(degree, max(0, per_node - degree + 1)) for degree in range(2, ranks + 1)]
         groups += [(degree, _ACROSS, range(first, first + degree)) for degree, first in firsts]
     members = [[i for i in range(sequences) if mask >> i & 1] for mask in range(1, 2**sequences)]
@@ -105,6 +107,7 @@ def _prices(batch: Batch, problem: Problem) -> FloatArray:
         priced = microbatch_prices(packs, on_nodes, problem.profile, heads=problem.attention).seconds
         seconds[1:, degree, place] = np.where(tokens <= degree * problem.tokens_per_rank, priced, np.inf)
     if per_node == 1:
+        # Counted as one node, but each message between its ranks crosses nodes.
         seconds[:, 2:, _INSIDE] = seconds[:, 2:, _ACROSS]
     return seconds
 

@@ -33,6 +33,7 @@ def wave_orders(waves: Assignment, seconds: FloatArray, problem: Problem) -> Ite
     degrees = sizes_of(waves.rank_offsets)
     parts = parts_of(problem.num_ranks, waves.rank_offsets, waves.ranks)
     part = parts[waves.ranks[waves.rank_offsets[:-1]]]
+    # [parts, waves]: ranks that no ring joins to others are ordered by themselves.
     lasts = np.zeros((int(parts.max()) + 1, count))
     np.maximum.at(lasts, (part, waves.wave), seconds)
     held = np.zeros(lasts.shape, dtype=np.int64)
@@ -40,6 +41,7 @@ def wave_orders(waves: Assignment, seconds: FloatArray, problem: Problem) -> Ite
     is_whole = (
         held == np.bincount(parts)[:, None] if problem.sync == "iteration" else np.ones_like(held, dtype=np.bool_)
     )
+    # A timeline is run for each order, which costs far more than to compare the places.
     known = {waves.wave.astype(np.int64).tobytes()}
     for kind in range(ORDERS):
         place = places(kind, lasts, is_whole)[part, waves.wave]
@@ -66,4 +68,5 @@ def _taken(values: IntArray, offsets: IntArray, order: IntArray) -> tuple[IntArr
     """Return lists that lie back to back in another order, and their new offsets."""
     sizes = sizes_of(offsets)[order]
     new = offsets_of(sizes)
+    # A gather without a loop: place i of a list is i behind its old start, counted on from its new one.
     return values[np.repeat(offsets[:-1][order] - new[:-1], sizes) + np.arange(new[-1])], new
