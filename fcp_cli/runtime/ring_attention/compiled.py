@@ -50,8 +50,10 @@ def _attention_operator(
     tokens, padded = ring.tokens, q.shape[2]
     own = (pack(q, tokens), pack(k, tokens), pack(v, tokens))
     out, kept = drive(group_forward(ring, *own, AttentionSpec(scale, window, softcap), sinks))
+    # Padded like q, since sizes in a graph may not depend on the ring.
     full_lse = kept.lse.new_zeros(padded, q.shape[1])
     full_lse[:tokens] = drive(lse_of_tokens(ring, kept, heads=q.shape[1]))
+    # A clone: an operator may not return one of its inputs.
     return unpack(out.contiguous(), padded), full_lse, ring.handle.clone()
 
 
@@ -79,6 +81,7 @@ def _attention_backward_operator(
     spec = AttentionSpec(scale, window, softcap)
     grads = drive(group_backward(ring, grad, kept, spec, sinks, kv_heads=k.shape[1]))
     dq, dk, dv = (unpack(grad.contiguous(), q.shape[2]) for grad in grads[:3])
+    # By its schema the operator returns four tensors, never None.
     return dq, dk, dv, q.new_empty(0) if grads.sinks is None else grads.sinks
 
 

@@ -212,6 +212,7 @@ class HaloRoutes:
         starts = np.concatenate([self._bases[runs.sequences] + runs.starts for runs in held])
         members = np.repeat(np.arange(layout.degree), [len(runs.sizes) for runs in held])
         live = np.concatenate([runs.sizes for runs in held]) > 0
+        # No ties: without empty chunks all starts differ.
         order = np.argsort(starts[live])
         self._starts, self._members = starts[live][order], members[live][order]
 
@@ -232,6 +233,8 @@ class HaloRoutes:
                     HaloMessage(
                         to=index + step,
                         source=index - step,
+                        # One owner, `number` - 1 places behind: this member in round 1, later one whose rows came in
+                        # the round before.
                         is_own=not places.size or bool(places[0] < own.size),
                         sent=_rows_or_none(places, own.size),
                         num_sent=places.size,

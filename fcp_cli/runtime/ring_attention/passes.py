@@ -101,6 +101,7 @@ def group_backward(
             dsinks.copy_(sink_gradients(grad_out, kept.out, kept.lse, sinks))
         return Gradients(*(yield from _backward(member, grad_out, kept, spec)), dsinks)
     exchange, heads = member.head_exchange(), grad_out.shape[1]
+    # Kernels need of `out` only this sum: one number of a row and head is exchanged in place of Dv. See `shared_heads`.
     delta = row_products(grad_out, kept.out)
     (grad_out,) = yield from exchange.to_heads("heads", grad_out)
     (delta,) = yield from exchange.to_heads("delta", delta)
@@ -148,6 +149,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     """Return out [T, H, D] and lse [T, H] with sinks [H] added to the softmax of each row; `out` may be changed."""
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
     kept = (lse - total).exp_().unsqueeze(-1)
+    # In place if no rounding comes between; else rounded once, after the product.
     return (out.mul_(kept) if out.dtype == lse.dtype else (out * kept).to(out.dtype)), total
 
 

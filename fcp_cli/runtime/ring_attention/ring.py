@@ -50,6 +50,7 @@ class SavedForBackward(NamedTuple):
     lse: Tensor
 
 
+# A compiled graph carries tensors only, so it names its ring by a number. Weak: a ring still ends with its micro-batch.
 _handles = count()
 _rings: WeakValueDictionary[int, Ring] = WeakValueDictionary()
 
@@ -83,6 +84,7 @@ class Ring(RingMember):
         self._head_group: Ring | None = None
         number = next(_handles)
         _rings[number] = self
+        # On the CPU, where reading the number waits for no kernel.
         self.handle = torch.tensor(number, device="cpu")
 
     @property
@@ -99,6 +101,7 @@ class Ring(RingMember):
         """Return this member's place in the ring of its part of the heads, made once."""
         if self._head_group is None:
             shared = self.heads_degree
+            # A set's members are neighbours, so every `shared`-th member has this one's place in its set.
             ranks = self.ranks[self.index % shared :: shared]
             index = self.index // shared
             self._head_group = Ring(self.layout.ring, index, ranks, self.transport, self.grad_dtype, self.context)

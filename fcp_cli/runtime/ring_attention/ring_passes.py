@@ -99,6 +99,7 @@ def ring_backward(
     shares: list[tuple[Hop, Tensor, Tensor]] = []  # of the hop before
     for hop in range(1, ring.degree):
         yield from _settle(arrival)
+        # Before message `hop` leaves, which carries the sums for the pair of hop - 1.
         messages.add(hop - 1, shares)
         arrival = messages.pass_on(hop)
         shares, keys, places = [], messages.keys(hop), sums.places(hop)
@@ -110,6 +111,7 @@ def ring_backward(
             shares.append((work, dk_share, dv_share))
     yield from _settle(arrival)
     messages.add(ring.degree - 1, shares)
+    # The sums alone, home to their owner: no member needs keys any more.
     yield from _settle(messages.pass_on(ring.degree))
     for own, arrived in zip((dk, dv), messages.gradients(ring.degree), strict=True):
         own.add_(arrived)  # summed in the wider type, and rounded once
@@ -145,6 +147,7 @@ class _Messages:
         self._ring = ring
         self._shapes = k.shape[1:], v.shape[1:]
         self._grad_dtype = grad_dtype
+        # Every member's pair comes by, so that the largest must fit.
         size = self._numel(ring.layout.most_tokens)
         if grad_dtype is not None:
             size += size * grad_dtype.itemsize // k.dtype.itemsize
@@ -229,6 +232,7 @@ class _Sums:
 
     def __init__(self, ring: Ring, result: Tensor, dtype: torch.dtype) -> None:
         self._ring, self._result = ring, result
+        # With two members there is one fold, which reads and writes `result`: nothing in between to keep precise.
         needs_precise = result.dtype != dtype and ring.degree > 2
         self._precise = result.new_empty(result.shape, dtype=dtype) if needs_precise else result
 
@@ -237,6 +241,7 @@ class _Sums:
         source = self._result if hop == 1 else self._precise
         if hop == self._ring.degree - 1:
             return source, self._result, None
+        # Hop `index` brings the keys of member 0, the last that the fronts of this member see.
         is_last_of_fronts = hop == self._ring.index and self._precise is not self._result
         return source, self._precise, self._result if is_last_of_fronts else None
 
@@ -253,6 +258,7 @@ class _Gathered:
 
     def at(self, rows: Rows) -> tuple[Tensor, ...]:
         """Return the rows of every tensor."""
+        # By identity, since the layout gives all these hops one object. A span is a view, which costs nothing.
         if rows.span is not None or rows is not self._rows:
             self._taken = self._take(rows)
             self._rows = rows

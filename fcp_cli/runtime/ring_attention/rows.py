@@ -80,6 +80,7 @@ def add_to_rows(total: Tensor, rows: Rows, share: Tensor) -> None:
     if rows.span is not None:
         take(total, rows).add_(share)
     else:
+        # index_add_ and index_copy_ take values of the target's own type only.
         total.index_add_(0, _positions(rows, total.device), share.to(total.dtype))
 
 
@@ -135,7 +136,9 @@ def merge(
         )
         return
     old, old_lse = take(source, rows), take(lse, rows)
+    # A row that no call took part in yet has lse -inf, and takes the part whole: sigmoid(inf) is 1.
     weight = torch.sigmoid(part_lse - old_lse).unsqueeze(-1)
+    # After the weight, which needs the old one.
     torch.logaddexp(old_lse, part_lse, out=old_lse)
     is_view = rows.span is not None
     if not is_view:  # gathered rows are a copy; views have changed `lse` already

@@ -36,6 +36,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
     HAS_ALSO: tl.constexpr,
     HAS_POSITIONS: tl.constexpr,
 ):
+    # 64 bits, as in all kernels here: row x heads x head size passes 2^31 elements in long shards.
     row = tl.program_id(0).to(tl.int64)
     target = row
     if HAS_POSITIONS:
@@ -51,6 +52,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
     new_lse = tl.load(part_lse + row * part_lse_row + head * part_lse_head, mask=is_head, other=0.0)
     old = tl.load(source + at, mask=is_element, other=0.0).to(tl.float32)
     new = tl.load(part + row * heads * HEAD_DIM + element, mask=is_element, other=0.0).to(tl.float32)
+    # The larger is taken off first, so that neither exponential overflows.
     largest = tl.maximum(old_lse, new_lse)
     old_share, new_share = tl.exp(old_lse - largest), tl.exp(new_lse - largest)
     total = old_share + new_share
@@ -80,6 +82,7 @@ def merge_rows(
     _merge_kernel[(rows,)](
         source,
         into,
+        # Triton wants a pointer, also for an argument that the flag makes the kernel ignore.
         into if also is None else also,
         lse,
         part,
@@ -89,7 +92,7 @@ def merge_rows(
         *part_lse.stride(),
         heads,
         HEAD_DIM=head_dim,
-        HEADS_BLOCK=triton.next_power_of_2(heads),
+        HEADS_BLOCK=triton.next_power_of_2(heads),  # `tl.arange` takes powers of two only
         DIM_BLOCK=triton.next_power_of_2(head_dim),
         HAS_ALSO=also is not None,
         HAS_POSITIONS=positions is not None,
@@ -238,6 +241,7 @@ def take_rows(
     """See `fused.take_rows`."""
     rows, (heads, head_dim) = positions.shape[0], first.shape[1:]
     taken = [tensor.new_empty(rows, heads, head_dim) for tensor in (first, second, third)]
+    # Heads first: CUDA's backward kernels read it so, and `lse.t().contiguous()` is then no copy.
     lse_taken = lse.new_empty(heads, rows)
     assert all(tensor.stride(-1) == 1 for tensor in (first, second, third))
     if rows:

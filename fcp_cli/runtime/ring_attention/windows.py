@@ -177,6 +177,7 @@ def _beyond(halo: Halo, spans: Sequence[tuple[int, int, int]]) -> HaloCall | Non
 
 def _with_received(halo: Halo, queries: IntArray, keys: IntArray, segments: Segments) -> HaloCall:
     """Return a call with keys in a buffer of the member's rows and, behind, those received."""
+    # Positions from `halo.tokens` on are those of rows received.
     needed = np.unique(keys[keys < halo.tokens])
     order = np.where(keys < halo.tokens, np.searchsorted(needed, keys), keys - halo.tokens + needed.size)
     return HaloCall(
