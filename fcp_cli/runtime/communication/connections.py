@@ -51,6 +51,7 @@ def agree_on_halo_pattern(world: World) -> HaloPattern:
     """Return how layers of any rank's model look back. Every rank calls it."""
     told = torch.tensor([how in _expected for how in _HALO_PATTERNS], dtype=torch.int64, device="cpu")
     world.start_sum(told).wait()
+    # The last first, since each pattern opens all ways of those before it.
     return next((how for how, ranks in zip(_HALO_PATTERNS[:0:-1], told.tolist()[:0:-1], strict=True) if ranks), "no")
 
 
@@ -105,6 +106,7 @@ def rounds_of(hops: Iterable[Hop]) -> Mapping[Hop, int]:
     rounds: dict[Hop, int] = {}
     for pair in sorted({(min(hop), max(hop)) for hop in hops}):
         taken = busy.setdefault(pair[0], set()) | busy.setdefault(pair[1], set())
+        # Of one number more than are taken, one is free.
         rounds[pair] = next(number for number in range(len(taken) + 1) if number not in taken)
         for rank in pair:
             busy[rank].add(rounds[pair])
@@ -176,6 +178,7 @@ class Connections:
                 reported = time.monotonic()
                 report(f"connecting ranks: {done + 1} of {len(contacts)} peers of rank {self._rank}")
         if self._device.type != "cpu":
+            # On a device `wait` only enqueues: a way is open once the device has been through it.
             torch.get_device_module(self._device).synchronize(self._device)
         if report is not None:
             pairs = counted(len({frozenset(hop) for hop in new}), "pair")

@@ -70,5 +70,6 @@ def _wait_for_end(process: ProcessIdentity) -> None:
         return
     ended = select.poll()
     ended.register(handle, select.POLLIN)
+    # Its number may have gone to another process before the handle was opened, which would never end for us.
     while process.is_running() and not ended.poll():
         pass

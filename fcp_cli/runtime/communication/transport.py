@@ -93,6 +93,7 @@ class GroupChannel:
         In round j every member sends to the j-th after it and receives from the j-th before it: at most one send and
         one receive per batch, the same rounds in the same order on all members.
         """
+        # All rounds are issued before the first is waited for: each has tensors of its own, so none needs another.
         under_way = []
         for distance in range(1, len(self.ranks)):
             to, source = ((self.index + step) % len(self.ranks) for step in (distance, -distance))

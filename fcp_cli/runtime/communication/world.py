@@ -102,6 +102,7 @@ def gather_rows(world: World, own: Tensor, device: torch.device | None = None) -
     begin = sum(counts[: world.rank])
     told = torch.zeros((sum(counts), *own.shape[1:]), dtype=own.dtype, device="cpu" if device is None else device)
     told[begin : begin + len(own)] = own
+    # The same on all ranks, so that none waits alone.
     if len(told):
         _sum(world, told, device)
     return list(torch.split(told, counts))

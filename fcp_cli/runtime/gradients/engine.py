@@ -74,6 +74,7 @@ class EngineSync(GradientSync):
         self.loss_factor = _divisor(engine)
         if not self._has_begun:
             self._begin()
+        # The class's own: on the instance a method that does nothing keeps the script from moving the boundary.
         type(engine).set_gradient_accumulation_boundary(engine, self._reduces_waves and is_last)
         self._asked_step = None  # only the step after the last micro-batch is a batch's last step
 
@@ -139,6 +140,7 @@ def _without_flush(engine: Any) -> Iterator[None]:
     """Disable an engine's reductions within the block."""
     names = [name for name in dir(type(engine)) if name.startswith("_flush_coalesced_reduction")]
     names.append("allreduce_gradients")
+    # Attributes of the instance hide the methods of its class until they are popped.
     vars(engine).update(dict.fromkeys(names, lambda *_: None))
     try:
         yield
