@@ -41,6 +41,7 @@ class PassAgreement:
             kind: `forward`, `backward` or `recomputed forward`.
             number: the number of the pass, among those of its kind on this ring.
         """
+        # From 1 on, so that zeros are no announcement.
         mine = (self._orders[ring] + 1, _KINDS.index(kind), number)
         before = ring.ranks[ring.index - 1]
         theirs = torch.zeros(3, dtype=torch.int64, device="cpu")

@@ -41,6 +41,7 @@ def _trained_by(loss: Tensor) -> Iterator[nn.Parameter]:
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
+        # Only the nodes that accumulate a leaf's gradient have one.
         variable = getattr(node, "variable", None)
         if isinstance(variable, nn.Parameter):
             yield variable

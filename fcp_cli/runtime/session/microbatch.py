@@ -100,12 +100,14 @@ class LocalMicroBatch:
         """Return this rank's share of the loss from a sum of token losses (0-d) that the script computed itself."""
         self.loss_sum = loss_sum.detach()
         loss = loss_sum * self._guards.sync.loss_factor / self._denominator
+        # The checks are the host's, and would break a graph.
         if not torch.compiler.is_compiling():
             self._guards.see_loss(self.ring.place, self.row, self.loss_sum, loss)
         if not self._guards.sync.trains:
             return without_backward(loss, self.ring.place)
         if loss.requires_grad:
             self._losses += 1
+            # Runs first in the loss's backward, before any layer's own asks whether it may run.
             loss.register_hook(self._note_backward)  # type: ignore[no-untyped-call]
         return loss
 

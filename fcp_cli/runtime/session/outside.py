@@ -34,6 +34,7 @@ def outside() -> Iterator[None]:
     ring, was_outside = current_ring.get(), runs_outside.get()
     with ExitStack() as stack:
         if not was_outside:
+            # A copy, since a model may be freed meanwhile, and leave the dictionary.
             for model, switch in list(_switches.items()):
                 stack.enter_context(switch(model))
         current_ring.set(None)

@@ -179,6 +179,7 @@ class Session(RankJob):
                 tokens: int | Tensor = item.plan.loss_tokens
                 if counting == "rows":
                     tokens = item.plan.sequences
+                # With bad rows, too: the plan's own count has the tokens of those that are skipped.
                 elif counting == "labels" or bad:
                     tokens = torch.tensor(sum(shard.labelled_tokens for shard in item.shards), device=self.device)
                     self.world.all_reduce_sum(tokens)  # the sum stays on the device: the host does not wait for it

@@ -60,6 +60,7 @@ class Step(FollowedStep):
         self._sync = guards.sync
         self._shards = loaded.shards
         self._tokens = tokens
+        # A batch without labels has the loss 0, not 0 / 0.
         self._denominator = tokens.clamp(min=1) if isinstance(tokens, Tensor) else max(tokens, 1)
         self._microbatches: list[LocalMicroBatch] = []
         self._marks: list[tuple[Any, Any]] = []

@@ -89,6 +89,7 @@ class DeltaRule:
     def _runs(self, tokens: Tokens, lengths: tuple[int, ...], starts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Run it on runs of tokens; `starts` [H, Dk, Dv] is the state with which each begins, None an empty one."""
 
+        # A pack is a batch of one with a state for each of its `runs`.
         def batch(some: Tokens, **more: Any) -> tuple[Tensor, Tensor]:
             query, key, value, decay, strength = some
             out, left = self.call(

@@ -165,6 +165,7 @@ def _laid_out(starts: IntArray, before: IntArray, held: int) -> tuple[IntArray, 
         The rows laid out, and the positions of the own ones among them.
     """
     runs, reach = before.shape
+    # Each row stands `reach` further behind for its own run and for each before it.
     kept = np.arange(held) + reach * np.searchsorted(starts, np.arange(held), side="right")
     laid = np.empty(held + before.size, dtype=np.int64)
     laid[kept] = np.arange(held)

@@ -94,6 +94,7 @@ def carry(member: Ring, kind: str, transitions: Tensor, updates: Tensor) -> Wait
     up, down = (None if is_first else flat[0]), (None if is_last else flat[1])
     yield from _relay(member, kind, pieces, _Direction(up, before, outgoing(0), None if is_last else after))
     if is_last:
+        # Chunks d - 1 and d are both the last member's: the state turns round without a message.
         flat[1].copy_(outgoing(0)(slice(None)))
     yield from _relay(member, kind, pieces, _Direction(down, after, outgoing(1), None if is_first else before))
     return arriving
@@ -119,6 +120,7 @@ def _relay(member: Ring, kind: str, pieces: list[slice], direction: _Direction) 
     # An end of the ring has only one neighbour: nothing is sent to or from the other, which is set to itself.
     to = member.index if direction.to is None else direction.to
     sent = None
+    # One turn more than pieces: each turn sends what the one before computed.
     for piece in (*pieces, None):
         receive = None if piece is None or direction.arriving is None else direction.arriving[piece]
         if (handle := member.channel.start(kind, sent, to, receive, direction.source)) is not None:

@@ -219,6 +219,7 @@ def _around_ring(rule: StateRule, held: Tokens, member: Ring) -> Tensor:
         left = [every.to(of.dtype).index_copy(0, places, of) for every, of in zip(passed, left, strict=True)]
     states = _arriving(left[0], left[1], member)
     reads = zip(*(torch.split_with_sizes(part, lengths) for part in chunks.reads), strict=True)
+    # Runs alternate: the front and the back of each sequence.
     added = [rule.read(read, states[run % 2, run // 2]) for read, run in zip(reads, live.tolist(), strict=True)]
     return (chunks.out + torch.cat(added)).to(value.dtype)
 
