@@ -70,6 +70,7 @@ class FailedRank:
         """The lower, the likelier it failed first."""
         if self.own_error and not self.is_victim:
             return 3 if _WAITED.match(self.own_error) else 0
+        # A kill or a crash hits one rank by itself; it had no time to say so.
         if self.status < 0 and self.status not in (_ABORT, _TERMINATED):
             return 1
         if not self.is_victim:

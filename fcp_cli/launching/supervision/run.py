@@ -154,6 +154,7 @@ def run_command(
         refresh()
     stopped_by = received[0] if received else None
     is_failed = status != 0 and stopped_by is None
+    # A stopped rank first: all others can only say that they waited.
     failure = stopped.failure(ranks.log) or ranks.find_failure(status) if is_failed else None
     another_failed = failure is not None and failure.rank is not None and not failure.is_local_rank_0
     for output in outputs:
@@ -197,6 +198,7 @@ def _wait(
             answered = len(received)
             asked_at = ranks_seen_at = time.monotonic()
             _stop(process, ranks, announce, at_once=answered > 1)
+        # Not after Ctrl-C: the person who pressed it may wait for a long step, or press it again.
         elif answered and received[0] != signal.SIGINT and time.monotonic() - asked_at > grace_seconds:
             announce(f"the step did not end within {grace_seconds:.0f} s: stopping at once (see --grace)")
             processes.kill_tree(process.pid)

@@ -64,6 +64,7 @@ class StoppedRanks:
                 self._announce(f"{_name(pid, launcher)} is stopped (SIGSTOP); let it continue with: kill -CONT {pid}")
         self._since = {pid: self._since.get(pid, now) for pid in stopped}
         self._most = max(self._most, len(running))  # those that fail meanwhile, of a time-out, are no longer there
+        # If all ranks are stopped the node is suspended, and none waits for another.
         if not stopped or sum(pid != launcher for pid in stopped) == self._most:
             return False
         first = min(stopped, key=self._since.__getitem__)
