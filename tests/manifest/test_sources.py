@@ -311,15 +311,6 @@ def test_a_source_that_was_rewritten_is_an_error_in_every_kind(tmp_path: Path, k
         assert str(tmp_path / "d") in str(caught.value)
 
 
-def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
-    tree = write_tree(tmp_path / "tree", {"a.txt": b"abc"})
-    build(tree, tmp_path / "m.parquet")
-    reader = open_tokens(tmp_path / "m.parquet")
-    (tree / "a.txt").unlink()
-    with pytest.raises(ManifestError, match=r"cannot read .*a\.txt: No such file or directory"):
-        reader(0)
-
-
 @pytest.mark.parametrize("kind", sorted(WRITERS))
 def test_threads_may_read_at_once(tmp_path: Path, kind: str) -> None:
     rows = [[row] * (1 + row % 7) for row in range(200)]
@@ -350,105 +341,78 @@ def test_a_reader_keeps_a_bounded_number_of_row_groups(tmp_path: Path, monkeypat
     assert reads == [*range(50), 0]
 
 
-def damaged_index(content: bytes) -> Callable[[Path], Path]:
-    def write(root: Path) -> Path:
-        (root / "d.idx").write_bytes(content)
-        return root / "d.idx"
+Writer = Callable[[Path], Path]
 
-    return write
+
+def raw(name: str, content: bytes) -> Writer:
+    return lambda root: write_tree(root, {name: content}) / name
+
+
+def lines(*records: Any) -> Writer:
+    return lambda root: write_jsonl(root / "d.jsonl", list(records))
+
+
+def parquet(**columns: list[Any]) -> Writer:
+    return lambda root: write_parquet(root / "d.parquet", columns)
 
 
 HEADER = b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little")
+# What is wrong with a source -> what writes it, the column that is named, and the beginning of the message.
+BAD: dict[str, tuple[Writer, str | None, str]] = {
+    "nothing there": (lambda root: root / "nothing", None, "there is no source nothing"),
+    "an unknown suffix": (raw("d.xyz", b"x"), None, "cannot recognize the kind of d.xyz by its name; choose with"),
+    "empty files alone": (
+        lambda root: write_tree(root / "t", {"a": b""}),
+        None,
+        "t holds no sequence with tokens; 1 skipped as empty",
+    ),
+    "lines of other fields": (lines({"a": 1, "b": 2}), None, "d.jsonl:1 has no field 'text'; its fields are a"),
+    "a number": (lines({"text": "x"}, {"text": 7}), None, "d.jsonl:2: field 'text' holds neither"),
+    "lists of one token": (lines({"text": [[1], [2]]}), None, "d.jsonl:1: field 'text' holds neither a text"),
+    "ragged lists": (lines({"text": [[1], [2, 3]]}), None, "d.jsonl:1: field 'text' holds neither a text"),
+    "a null token": (lines({"text": [1, None]}), None, "d.jsonl:1: field 'text' holds neither a text"),
+    "lines of lists": (lines([1]), None, "d.jsonl:1 is not a JSON object but a list"),
+    "a line that is no JSON": (raw("d.jsonl", b'{"text": "x"'), None, 'd.jsonl:1 is not JSON: b\'{"text"'),
+    "a damaged Parquet file": (raw("d.parquet", b"PAR1"), None, "d.parquet cannot be read as Parquet"),
+    "a damaged Arrow file": (raw("d.arrow", b"nonsense"), None, "d.arrow cannot be read as Arrow"),
+    "no column of a usual name": (parquet(a=[1], b=[2]), None, "d.parquet has no column of a usual name"),
+    "another column than is named": (parquet(a=[1]), "c", "d.parquet has no column 'c'; its columns are a; name"),
+    "fractions": (parquet(a=[1.5]), "a", "d.parquet: column 'a' is double; it must hold lists"),
+    "lists of texts": (parquet(a=[["x"]]), "a", "d.parquet: column 'a' is list<element: string>"),
+    "a null token of a column": (parquet(a=[[1, None]]), "a", "d.parquet: column 'a' holds 1 null tokens"),
+    "a negative length": (
+        parquet(a=[3, -2]),
+        "a",
+        "d.parquet: row 1 of column 'a' is -2; a length is at least 0; correct or drop that row",
+    ),
+    "a length beyond a plan's": (parquet(a=[2**40]), "a", "sequence 0 has 1099511627776 tokens; a plan holds 1 to"),
+    "another file with an index's name": (
+        raw("d.idx", b"something else"),
+        None,
+        "d.idx is not a Megatron index: it does not start with MMIDIDX",
+    ),
+    "the head of an index": (raw("d.idx", HEADER), None, "d.idx is not a Megatron index"),
+    "an unknown type of tokens": (
+        raw("d.idx", HEADER + b"\x07" + bytes(16)),
+        None,
+        "d.idx has index version 1 and token type 7",
+    ),
+    "an index cut short": (
+        raw("d.idx", HEADER + b"\x04" + b"\x09" + bytes(15)),
+        None,
+        "d.idx is truncated: 34 bytes, but 9 sequences need",
+    ),
+    "an index of nothing": (
+        raw("d.idx", HEADER + b"\x04" + bytes(16)),
+        None,
+        "d.idx holds no sequence with tokens",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("write", "column", "message"),
-    [
-        (lambda r: r / "nothing", None, "there is no source nothing"),
-        (
-            lambda r: write_tree(r, {"d.xyz": b"x"}) / "d.xyz",
-            None,
-            "cannot recognize the kind of d.xyz by its name; choose with",
-        ),
-        (lambda r: write_tree(r / "t", {"a": b""}), None, "t holds no sequence with tokens; 1 skipped as empty"),
-        (
-            lambda r: write_jsonl(r / "d.jsonl", [{"a": 1, "b": 2}]),
-            None,
-            "d.jsonl:1 has no field 'text'; its fields are a",
-        ),
-        (
-            lambda r: write_jsonl(r / "d.jsonl", [{"text": "x"}, {"text": 7}]),
-            None,
-            "d.jsonl:2: field 'text' holds neither",
-        ),
-        (
-            lambda r: write_jsonl(r / "d.jsonl", [{"text": [[1], [2]]}]),
-            None,
-            "d.jsonl:1: field 'text' holds neither a text",
-        ),
-        (
-            lambda r: write_jsonl(r / "d.jsonl", [{"text": [[1], [2, 3]]}]),
-            None,
-            "d.jsonl:1: field 'text' holds neither a text",
-        ),
-        (
-            lambda r: write_jsonl(r / "d.jsonl", [{"text": [1, None]}]),
-            None,
-            "d.jsonl:1: field 'text' holds neither a text",
-        ),
-        (lambda r: write_jsonl(r / "d.jsonl", [[1]]), None, "d.jsonl:1 is not a JSON object but a list"),
-        (lambda r: write_tree(r, {"d.jsonl": b'{"text": "x"'}) / "d.jsonl", None, 'd.jsonl:1 is not JSON: b\'{"text"'),
-        (lambda r: write_tree(r, {"d.parquet": b"PAR1"}) / "d.parquet", None, "d.parquet cannot be read as Parquet"),
-        (lambda r: write_tree(r, {"d.arrow": b"nonsense"}) / "d.arrow", None, "d.arrow cannot be read as Arrow"),
-        (
-            lambda r: write_parquet(r / "d.parquet", {"a": [1], "b": [2]}),
-            None,
-            "d.parquet has no column of a usual name",
-        ),
-        (
-            lambda r: write_parquet(r / "d.parquet", {"a": [1]}),
-            "c",
-            "d.parquet has no column 'c'; its columns are a; name",
-        ),
-        (
-            lambda r: write_parquet(r / "d.parquet", {"a": [1.5]}),
-            "a",
-            "d.parquet: column 'a' is double; it must hold lists",
-        ),
-        (
-            lambda r: write_parquet(r / "d.parquet", {"a": [["x"]]}),
-            "a",
-            "d.parquet: column 'a' is list<element: string>",
-        ),
-        (
-            lambda r: write_parquet(r / "d.parquet", {"a": [[1, None]]}),
-            "a",
-            "d.parquet: column 'a' holds 1 null tokens",
-        ),
-        (
-            lambda r: write_parquet(r / "d.parquet", {"a": [3, -2]}),
-            "a",
-            "d.parquet: row 1 of column 'a' is -2; a length is at least 0; correct or drop that row",
-        ),
-        (
-            lambda r: write_parquet(r / "d.parquet", {"a": [2**40]}),
-            "a",
-            "sequence 0 has 1099511627776 tokens; a plan holds 1 to",
-        ),
-        (damaged_index(b"something else"), None, "d.idx is not a Megatron index: it does not start with MMIDIDX"),
-        (damaged_index(HEADER), None, "d.idx is not a Megatron index"),
-        (damaged_index(HEADER + b"\x07" + bytes(16)), None, "d.idx has index version 1 and token type 7"),
-        (
-            damaged_index(HEADER + b"\x04" + b"\x09" + bytes(15)),
-            None,
-            "d.idx is truncated: 34 bytes, but 9 sequences need",
-        ),
-        (damaged_index(HEADER + b"\x04" + bytes(16)), None, "d.idx holds no sequence with tokens"),
-    ],
-)
-def test_a_bad_source_is_one_line_and_leaves_nothing(
-    tmp_path: Path, write: Callable[[Path], Path], column: str | None, message: str
-) -> None:
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_source_is_one_line_and_leaves_nothing(tmp_path: Path, case: str) -> None:
+    write, column, message = BAD[case]
     source = write(tmp_path)
     before = set(tmp_path.iterdir())
     with pytest.raises(ManifestError) as caught:
