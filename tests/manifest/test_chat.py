@@ -272,48 +272,32 @@ def test_records_with_a_text_are_no_chat_and_those_with_a_picture_are_media(tmp_
     assert (detect_kind(both), detect_kind(seen)) == ("jsonl", "media")
 
 
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        (
-            {"messages": []},
-            snapshot("ManifestError: here: 'messages' must be a list of turns with 'role' and 'content'"),
-        ),
-        (
-            {"messages": [{"role": "narrator", "content": "a"}]},
-            snapshot(
-                "ManifestError: here: a turn of 'messages' is of 'narrator'; roles are assistant, function, gpt, human, model, observation, system, tool, user"
-            ),
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            snapshot(
-                "ManifestError: here: a turn of 'messages' holds a part of type 'image'; chat data is text alone, and --kind media reads conversations about images and videos"
-            ),
-        ),
-        (
-            {"messages": [{"role": "user", "content": 3}]},
-            snapshot("ManifestError: here: 'messages' holds '3' where a text belongs"),
-        ),
-        (
-            {"input_ids": [1, 2], "labels": [1]},
-            snapshot("ManifestError: here has 2 input_ids but 1 labels; give as many"),
-        ),
-        (
-            {"input_ids": ["a"], "labels": [1]},
-            snapshot("ManifestError: here: input_ids and labels must be flat lists of whole numbers"),
-        ),
-        (
-            {"question": "a"},
-            snapshot(
-                "ManifestError: here has none of messages, conversations, prompt + completion, instruction + output, input_ids + labels; its fields are question"
-            ),
-        ),
-    ],
+RECORDS: dict[str, dict[str, Any]] = {
+    "no turns": {"messages": []},
+    "an unknown role": {"messages": [{"role": "narrator", "content": "a"}]},
+    "a picture": {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+    "a number in place of a text": {"messages": [{"role": "user", "content": 3}]},
+    "fewer labels than tokens": {"input_ids": [1, 2], "labels": [1]},
+    "tokens that are texts": {"input_ids": ["a"], "labels": [1]},
+    "other fields": {"question": "a"},
+}
+RECORDS_MESSAGES = snapshot(
+    {
+        "no turns": "ManifestError: here: 'messages' must be a list of turns with 'role' and 'content'",
+        "an unknown role": "ManifestError: here: a turn of 'messages' is of 'narrator'; roles are assistant, function, gpt, human, model, observation, system, tool, user",
+        "a picture": "ManifestError: here: a turn of 'messages' holds a part of type 'image'; chat data is text alone, and --kind media reads conversations about images and videos",
+        "a number in place of a text": "ManifestError: here: 'messages' holds '3' where a text belongs",
+        "fewer labels than tokens": "ManifestError: here has 2 input_ids but 1 labels; give as many",
+        "tokens that are texts": "ManifestError: here: input_ids and labels must be flat lists of whole numbers",
+        "other fields": "ManifestError: here has none of messages, conversations, prompt + completion, instruction + output, input_ids + labels; its fields are question",
+    }
 )
-def test_a_record_that_is_no_conversation_is_one_line(checkpoint: Path, record: dict[str, Any], message: str) -> None:
-    with raises(message):
-        ChatEncoder(checkpoint, "assistant")(record, "here")
+
+
+@pytest.mark.parametrize("case", RECORDS)
+def test_a_record_that_is_no_conversation_is_one_line(checkpoint: Path, case: str) -> None:
+    with raises(RECORDS_MESSAGES[case]):
+        ChatEncoder(checkpoint, "assistant")(RECORDS[case], "here")
 
 
 def test_a_template_that_fails_names_the_record(tmp_path: Path) -> None:

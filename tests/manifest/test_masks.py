@@ -80,63 +80,33 @@ def test_chunk_pairs_cost_less_than_causal_attention(tmp_path: Path) -> None:
     assert table.eta[0] == pytest.approx(-0.45, abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("mask", "column", "message"),
-    [
-        (
-            "prefix:shape",
-            [4, 7, -1, 0],
-            snapshot(
-                "ManifestError: FOLDER/d.parquet: sequence 2, column 'shape': a prefix has -1 tokens; it has 0 or more; correct the data"
-            ),
-        ),
-        (
-            "prefix:shape",
-            [4, 7, 9, 0],
-            snapshot(
-                "ManifestError: FOLDER/d.parquet: sequence 2, column 'shape': it has 8 tokens, but its mask has a span up to token 9; correct the data"
-            ),
-        ),
-        (
-            "prefix:shape",
-            ["a", "b", "c", "d"],
-            snapshot(
-                "ManifestError: FOLDER/d.parquet: sequence 0, column 'shape': 'a' is not a whole number of tokens; correct the data"
-            ),
-        ),
-        (
-            "segments:shape",
-            [[0, 3], [], [], []],
-            snapshot(
-                "ManifestError: FOLDER/d.parquet: sequence 0, column 'shape': '[0, 3]' is not a list of [start, stop] of spans; correct the data"
-            ),
-        ),
-        (
-            "segments:shape",
-            [[[5, 7], [0, 3]], [], [], []],
-            snapshot(
-                "ManifestError: FOLDER/d.parquet: sequence 0, column 'shape': span (0, 3) of a mask does not follow token 7; spans are (start, stop), ascending; correct the data"
-            ),
-        ),
-        (
-            "pairs:shape",
-            [[2, 3], [], [1, 2], None],
-            snapshot(
-                "ManifestError: FOLDER/d.parquet: sequence 2, column 'shape': it has 8 tokens, but its mask has chunk pairs of 6 tokens, which cannot be cut; correct the data"
-            ),
-        ),
-        (
-            "prefix:other",
-            [4, 7, 1, 0],
-            snapshot(
-                "ManifestError: FOLDER/d.parquet has no column 'other' for --mask; its columns are input_ids, shape"
-            ),
-        ),
-    ],
+WRONG: dict[str, tuple[str, list[Any]]] = {
+    "a negative prefix": ("prefix:shape", [4, 7, -1, 0]),
+    "a prefix beyond its sequence": ("prefix:shape", [4, 7, 9, 0]),
+    "a prefix as text": ("prefix:shape", ["a", "b", "c", "d"]),
+    "spans that are numbers": ("segments:shape", [[0, 3], [], [], []]),
+    "spans out of order": ("segments:shape", [[[5, 7], [0, 3]], [], [], []]),
+    "chunks that do not make the sequence": ("pairs:shape", [[2, 3], [], [1, 2], None]),
+    "another column": ("prefix:other", [4, 7, 1, 0]),
+}
+WRONG_MESSAGES = snapshot(
+    {
+        "a negative prefix": "ManifestError: FOLDER/d.parquet: sequence 2, column 'shape': a prefix has -1 tokens; it has 0 or more; correct the data",
+        "a prefix beyond its sequence": "ManifestError: FOLDER/d.parquet: sequence 2, column 'shape': it has 8 tokens, but its mask has a span up to token 9; correct the data",
+        "a prefix as text": "ManifestError: FOLDER/d.parquet: sequence 0, column 'shape': 'a' is not a whole number of tokens; correct the data",
+        "spans that are numbers": "ManifestError: FOLDER/d.parquet: sequence 0, column 'shape': '[0, 3]' is not a list of [start, stop] of spans; correct the data",
+        "spans out of order": "ManifestError: FOLDER/d.parquet: sequence 0, column 'shape': span (0, 3) of a mask does not follow token 7; spans are (start, stop), ascending; correct the data",
+        "chunks that do not make the sequence": "ManifestError: FOLDER/d.parquet: sequence 2, column 'shape': it has 8 tokens, but its mask has chunk pairs of 6 tokens, which cannot be cut; correct the data",
+        "another column": "ManifestError: FOLDER/d.parquet has no column 'other' for --mask; its columns are input_ids, shape",
+    }
 )
-def test_what_is_no_mask_of_its_sequence_is_named(tmp_path: Path, mask: str, column: list[Any], message: str) -> None:
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_no_mask_of_its_sequence_is_named(tmp_path: Path, case: str) -> None:
+    mask, column = WRONG[case]
     source = write_parquet(tmp_path / "d.parquet", {"input_ids": ROWS, "shape": column})
-    with raises(message):
+    with raises(WRONG_MESSAGES[case]):
         build(source, tmp_path / "m.parquet", column="input_ids", mask=mask)
 
 

@@ -229,69 +229,44 @@ def test_without_a_reader_of_videos_the_columns_that_help_are_named(
         counted(source)
 
 
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ({"a.mp4": b"", "a.json": b'{"width": 4, "height": 4, "duration": 2}'},
-         snapshot("ManifestError: FOLDER/s.tar: a: a video needs 'frames', or 'duration' in seconds and 'fps'")),
-        ({"a.png": b"no picture at all"}, snapshot('ManifestError: FOLDER/s.tar: a.png has no header of an image that is known')),
-        ({"a.png": png(448, 448)}, snapshot("ManifestError: FOLDER/s.tar: a: 'text_tokens' is missing; it must be a whole number >= 0")),
-        ({"a.json": b"{"}, snapshot("ManifestError: FOLDER/s.tar: a.json is not JSON: b'{'")),
-    ],
-)  # fmt: skip
-def test_a_bad_sample_of_a_tar_is_named(files: dict[str, bytes], message: str, tmp_path: Path) -> None:
-    with raises(message):
-        counted(write_tar(tmp_path / "s.tar", files))
-    assert [path.name for path in tmp_path.iterdir()] == ["s.tar"]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        (
-            "s.tar",
-            b"x" * 600,
-            snapshot("ManifestError: FOLDER/s.tar cannot be read as an uncompressed tar: there is no header at byte 0"),
-        ),
-        (
-            "s.json",
-            b"{}",
-            snapshot("ManifestError: FOLDER/s.json is not a list of records; one record per line is .jsonl"),
-        ),
-        (
-            "s.json",
-            b"[",
-            snapshot("ManifestError: FOLDER/s.json is not JSON: Expecting value: line 1 column 2 (char 1)"),
-        ),
-        (
-            "s.json",
-            b'[{"image": "gone.png", "text_tokens": 1}]',
-            snapshot("ManifestError: FOLDER/s.json, record 1: gone.png: cannot read it: No such file or directory"),
-        ),
-        (
-            "s.json",
-            b'[{"conversations": [1]}]',
-            snapshot(
-                "ManifestError: FOLDER/s.json, record 1: 'conversations' must be a list of objects with a text under 'value'"
-            ),
-        ),
-        (
-            "s.csv",
-            b"width,text_tokens\n4,1\n",
-            snapshot("ManifestError: FOLDER/s.csv, row 1: 'height' is missing; its columns are width, text_tokens"),
-        ),
-        (
-            "s.csv",
-            b"a,b\n1\n",
-            snapshot(
-                "ManifestError: FOLDER/s.csv cannot be read as CSV (CSV parse error: Expected 2 columns, got 1: 1): truncated, damaged or another format; copy or make it again"
-            ),
-        ),
-    ],
+FILES: dict[str, tuple[str, bytes]] = {
+    "a video without a rate": (
+        "s.tar",
+        tar({"a.mp4": b"", "a.json": b'{"width": 4, "height": 4, "duration": 2}'}),
+    ),
+    "no picture": ("s.tar", tar({"a.png": b"no picture at all"})),
+    "a picture without text": ("s.tar", tar({"a.png": png(448, 448)})),
+    "a sample of damaged JSON": ("s.tar", tar({"a.json": b"{"})),
+    "no tar": ("s.tar", b"x" * 600),
+    "an object in place of a list": ("s.json", b"{}"),
+    "damaged JSON": ("s.json", b"["),
+    "an image that is gone": ("s.json", b'[{"image": "gone.png", "text_tokens": 1}]'),
+    "turns that are numbers": ("s.json", b'[{"conversations": [1]}]'),
+    "a table without heights": ("s.csv", b"width,text_tokens\n4,1\n"),
+    "a row cut short": ("s.csv", b"a,b\n1\n"),
+}
+FILES_MESSAGES = snapshot(
+    {
+        "a video without a rate": "ManifestError: FOLDER/s.tar: a: a video needs 'frames', or 'duration' in seconds and 'fps'",
+        "no picture": "ManifestError: FOLDER/s.tar: a.png has no header of an image that is known",
+        "a picture without text": "ManifestError: FOLDER/s.tar: a: 'text_tokens' is missing; it must be a whole number >= 0",
+        "a sample of damaged JSON": "ManifestError: FOLDER/s.tar: a.json is not JSON: b'{'",
+        "no tar": "ManifestError: FOLDER/s.tar cannot be read as an uncompressed tar: there is no header at byte 0",
+        "an object in place of a list": "ManifestError: FOLDER/s.json is not a list of records; one record per line is .jsonl",
+        "damaged JSON": "ManifestError: FOLDER/s.json is not JSON: Expecting value: line 1 column 2 (char 1)",
+        "an image that is gone": "ManifestError: FOLDER/s.json, record 1: gone.png: cannot read it: No such file or directory",
+        "turns that are numbers": "ManifestError: FOLDER/s.json, record 1: 'conversations' must be a list of objects with a text under 'value'",
+        "a table without heights": "ManifestError: FOLDER/s.csv, row 1: 'height' is missing; its columns are width, text_tokens",
+        "a row cut short": "ManifestError: FOLDER/s.csv cannot be read as CSV (CSV parse error: Expected 2 columns, got 1: 1): truncated, damaged or another format; copy or make it again",
+    }
 )
-def test_a_bad_file_is_named(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_bad_file_is_named(tmp_path: Path, case: str) -> None:
+    name, content = FILES[case]
     (tmp_path / name).write_bytes(content)
-    with raises(message):
+    with raises(FILES_MESSAGES[case]):
         counted(tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == [name]
 

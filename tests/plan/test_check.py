@@ -264,71 +264,36 @@ def test_a_length_over_the_limit_is_found(tmp_path: Path) -> None:
     assert any("50000 tokens, over 40000" in finding for finding in findings(rewritten(plan, overlong=report)))
 
 
-@pytest.mark.lengthy
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        (
-            "num_ranks",
-            0,
-            snapshot(
-                "PlanError: FOLDER/edited-plan.parquet: the plan's metadata cannot be used: num_ranks is 0; it must be a whole number of at least 1; use the fcp that made the plan, or make it again with 'fcp plan'"
-            ),
-        ),
-        (
-            "global_batch_size",
-            "512",
-            snapshot(
-                "PlanError: FOLDER/edited-plan.parquet: the plan's metadata cannot be used: global_batch_size is '512'; it must be a whole number of at least 1; use the fcp that made the plan, or make it again with 'fcp plan'"
-            ),
-        ),
-        (
-            "epochs",
-            True,
-            snapshot(
-                "PlanError: FOLDER/edited-plan.parquet: the plan's metadata cannot be used: epochs is True; it must be a whole number of at least 1; use the fcp that made the plan, or make it again with 'fcp plan'"
-            ),
-        ),
-        (
-            "sync",
-            "never",
-            snapshot(
-                "PlanError: FOLDER/edited-plan.parquet: the plan's metadata cannot be used: sync is 'never'; it must be one of iteration, microbatch; use the fcp that made the plan, or make it again with 'fcp plan'"
-            ),
-        ),
-        (
-            "padding_multiple",
-            0,
-            snapshot(
-                "PlanError: FOLDER/edited-plan.parquet: the plan's metadata cannot be used: padding_multiple is 0; it must be a whole number of at least 1 or absent; use the fcp that made the plan, or make it again with 'fcp plan'"
-            ),
-        ),
-        (
-            "step_limit",
-            0,
-            snapshot(
-                "PlanError: FOLDER/edited-plan.parquet: the plan's metadata cannot be used: step_limit is 0; it must be a whole number of at least 1 or absent; use the fcp that made the plan, or make it again with 'fcp plan'"
-            ),
-        ),
-        (
-            "cost_profile",
-            None,
-            snapshot(
-                "PlanError: FOLDER/edited-plan.parquet: the plan's metadata cannot be used: cost_profile is None; it must be a text; use the fcp that made the plan, or make it again with 'fcp plan'"
-            ),
-        ),
-        (
-            "overlong",
-            OverlongReport(sequences=-1),
-            snapshot(
-                "PlanError: FOLDER/edited-plan.parquet: the plan's metadata cannot be used: overlong.sequences is -1; it must be a whole number of at least 0; use the fcp that made the plan, or make it again with 'fcp plan'"
-            ),
-        ),
-    ],
+METADATA: dict[str, tuple[str, Any]] = {
+    "no ranks": ("num_ranks", 0),
+    "a batch size as text": ("global_batch_size", "512"),
+    "a truth value of epochs": ("epochs", True),
+    "an unknown sync": ("sync", "never"),
+    "a multiple of nothing": ("padding_multiple", 0),
+    "a limit of no steps": ("step_limit", 0),
+    "no cost profile": ("cost_profile", None),
+    "fewer sequences than none": ("overlong", OverlongReport(sequences=-1)),
+}
+METADATA_MESSAGES = snapshot(
+    {
+        "no ranks": "PlanError: FOLDER/edited-plan.parquet: the plan's metadata cannot be used: num_ranks is 0; it must be a whole number of at least 1; use the fcp that made the plan, or make it again with 'fcp plan'",
+        "a batch size as text": "PlanError: FOLDER/edited-plan.parquet: the plan's metadata cannot be used: global_batch_size is '512'; it must be a whole number of at least 1; use the fcp that made the plan, or make it again with 'fcp plan'",
+        "a truth value of epochs": "PlanError: FOLDER/edited-plan.parquet: the plan's metadata cannot be used: epochs is True; it must be a whole number of at least 1; use the fcp that made the plan, or make it again with 'fcp plan'",
+        "an unknown sync": "PlanError: FOLDER/edited-plan.parquet: the plan's metadata cannot be used: sync is 'never'; it must be one of iteration, microbatch; use the fcp that made the plan, or make it again with 'fcp plan'",
+        "a multiple of nothing": "PlanError: FOLDER/edited-plan.parquet: the plan's metadata cannot be used: padding_multiple is 0; it must be a whole number of at least 1 or absent; use the fcp that made the plan, or make it again with 'fcp plan'",
+        "a limit of no steps": "PlanError: FOLDER/edited-plan.parquet: the plan's metadata cannot be used: step_limit is 0; it must be a whole number of at least 1 or absent; use the fcp that made the plan, or make it again with 'fcp plan'",
+        "no cost profile": "PlanError: FOLDER/edited-plan.parquet: the plan's metadata cannot be used: cost_profile is None; it must be a text; use the fcp that made the plan, or make it again with 'fcp plan'",
+        "fewer sequences than none": "PlanError: FOLDER/edited-plan.parquet: the plan's metadata cannot be used: overlong.sequences is -1; it must be a whole number of at least 0; use the fcp that made the plan, or make it again with 'fcp plan'",
+    }
 )
-def test_metadata_that_nothing_could_work_with_is_refused(plan: Path, key: str, value: Any, message: str) -> None:
+
+
+@pytest.mark.lengthy
+@pytest.mark.parametrize("case", METADATA)
+def test_metadata_that_nothing_could_work_with_is_refused(plan: Path, case: str) -> None:
+    key, value = METADATA[case]
     edited = rewritten(plan, **{key: value})
-    with raises(message):
+    with raises(METADATA_MESSAGES[case]):
         findings(edited)
 
 

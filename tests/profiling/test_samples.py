@@ -167,39 +167,27 @@ def test_a_request_survives_its_file(tmp_path: Path) -> None:
     assert read_measurement(tmp_path / "request.json") == request
 
 
-@pytest.mark.parametrize(
-    ("header", "message"),
-    [
-        (
-            {"degrees": [1, 0]},
-            snapshot(
-                "ProfileError: FOLDER/samples.jsonl, first line: degrees[1] is 0; it must be a whole number of at least 1; give another --samples, or begin again with --fresh"
-            ),
-        ),
-        (
-            {"rank": 2},
-            snapshot(
-                "ProfileError: FOLDER/samples.jsonl, first line: unknown key rank; did you mean ranks? give another --samples, or begin again with --fresh"
-            ),
-        ),
-        (
-            {"layers": None},
-            snapshot(
-                "ProfileError: FOLDER/samples.jsonl, first line: layers is None; it must be a list; give another --samples, or begin again with --fresh"
-            ),
-        ),
-        (
-            {"format": "fcp-samples/9"},
-            snapshot(
-                "ProfileError: FOLDER/samples.jsonl holds no samples of 'fcp profile' (fcp-samples/1); give another --samples, or remove it"
-            ),
-        ),
-    ],
+HEADERS: dict[str, dict[str, Any]] = {
+    "a degree of 0": {"degrees": [1, 0]},
+    "a misspelt key": {"rank": 2},
+    "no layers": {"layers": None},
+    "another format": {"format": "fcp-samples/9"},
+}
+HEADERS_MESSAGES = snapshot(
+    {
+        "a degree of 0": "ProfileError: FOLDER/samples.jsonl, first line: degrees[1] is 0; it must be a whole number of at least 1; give another --samples, or begin again with --fresh",
+        "a misspelt key": "ProfileError: FOLDER/samples.jsonl, first line: unknown key rank; did you mean ranks? give another --samples, or begin again with --fresh",
+        "no layers": "ProfileError: FOLDER/samples.jsonl, first line: layers is None; it must be a list; give another --samples, or begin again with --fresh",
+        "another format": "ProfileError: FOLDER/samples.jsonl holds no samples of 'fcp profile' (fcp-samples/1); give another --samples, or remove it",
+    }
 )
-def test_a_damaged_first_line_is_named(tmp_path: Path, header: dict[str, Any], message: str) -> None:
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_a_damaged_first_line_is_named(tmp_path: Path, case: str) -> None:
     path = _file(tmp_path)
-    path.write_text(json.dumps({**json.loads(path.read_text()), **header}) + "\n")
-    with raises(message):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **HEADERS[case]}) + "\n")
+    with raises(HEADERS_MESSAGES[case]):
         read_samples(path)
 
 

@@ -39,37 +39,24 @@ def test_every_tile_is_a_part_and_read_when_asked() -> None:
     assert asked == [(2, 3)]
 
 
-@pytest.mark.parametrize(
-    ("ids", "pixels", "message"),
-    [
-        (
-            TILE[:3],
-            torch.zeros(1, 3, 8, 8),
-            snapshot(
-                "RunError: a sequence has 3 placeholders (token 60), 4 for each tile, but 1 tiles; give the processor's pixel_values of this very sequence"
-            ),
-        ),
-        (
-            TILE,
-            torch.zeros(2, 3, 8, 8),
-            snapshot(
-                "RunError: a sequence has 4 placeholders (token 60), 4 for each tile, but 2 tiles; give the processor's pixel_values of this very sequence"
-            ),
-        ),
-        (
-            TILE,
-            None,
-            snapshot(
-                "RunError: a sequence has 4 placeholders (token 60), 4 for each tile, but no tiles; give the processor's pixel_values of this very sequence"
-            ),
-        ),
-        (
-            [*TILE[:2], 5, *TILE[:2]],
-            torch.zeros(1, 3, 8, 8),
-            snapshot("RunError: the 4 placeholders from token 0 on are not all together"),
-        ),
-    ],
+WRONG: dict[str, tuple[list[int], Any]] = {
+    "fewer placeholders than tiles make": (TILE[:3], torch.zeros(1, 3, 8, 8)),
+    "more tiles than placeholders": (TILE, torch.zeros(2, 3, 8, 8)),
+    "no tiles": (TILE, None),
+    "placeholders apart": ([*TILE[:2], 5, *TILE[:2]], torch.zeros(1, 3, 8, 8)),
+}
+WRONG_MESSAGES = snapshot(
+    {
+        "fewer placeholders than tiles make": "RunError: a sequence has 3 placeholders (token 60), 4 for each tile, but 1 tiles; give the processor's pixel_values of this very sequence",
+        "more tiles than placeholders": "RunError: a sequence has 4 placeholders (token 60), 4 for each tile, but 2 tiles; give the processor's pixel_values of this very sequence",
+        "no tiles": "RunError: a sequence has 4 placeholders (token 60), 4 for each tile, but no tiles; give the processor's pixel_values of this very sequence",
+        "placeholders apart": "RunError: the 4 placeholders from token 0 on are not all together",
+    }
 )
-def test_tiles_that_do_not_fit_the_placeholders_are_refused(ids: list[int], pixels: Any, message: str) -> None:
-    with raises(message):
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_tiles_that_do_not_fit_the_placeholders_are_refused(case: str) -> None:
+    ids, pixels = WRONG[case]
+    with raises(WRONG_MESSAGES[case]):
         visual_sequence(config(), ids, pixel_values=pixels)

@@ -329,62 +329,48 @@ def test_a_newer_checkpoint_says_them_in_one_file(tmp_path: Path) -> None:
     assert processor.image(3000, 4000).tokens <= 256 * 7 + 2
 
 
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ({}, snapshot("ManifestError: cannot read FOLDER/preprocessor_config.json: No such file or directory")),
-        (
-            {"preprocessor_config": "{"},
-            snapshot(
-                "ManifestError: FOLDER/preprocessor_config.json is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
-            ),
-        ),
-        (
-            {"preprocessor_config": {"image_processor_type": "CLIP"}},
-            snapshot(
-                "ManifestError: FOLDER has the image processor 'CLIP'; fcp knows Qwen-VL's, InternVL's, Gemma 3's and Gemma 4's"
-            ),
-        ),
-        (
-            {"preprocessor_config": QWEN_IMAGES, "video_preprocessor_config": {"video_processor_type": "Qwen2VLVideo"}},
-            snapshot(
-                "ManifestError: FOLDER has the video processor 'Qwen2VLVideo'; fcp knows Qwen3VLVideoProcessor and Qwen2VLVideoProcessor"
-            ),
-        ),
-        (
-            {
-                "preprocessor_config": QWEN_IMAGES,
-                "video_preprocessor_config": {**QWEN_VIDEOS, "cap_pixels_per_frame": True},
-            },
-            snapshot("ManifestError: FOLDER caps the pixels of each video frame, which fcp does not model yet"),
-        ),
-        (
-            {
-                "preprocessor_config": QWEN25_IMAGES,
-                "video_preprocessor_config": {
-                    "video_processor_type": "Qwen2VLVideoProcessor",
-                    "do_sample_frames": True,
-                    "num_frames": 8,
-                },
-            },
-            snapshot(
-                "ManifestError: FOLDER takes num_frames of each video, which fcp does not model; set fps in its place"
-            ),
-        ),
-        (
-            {
-                "preprocessor_config": {**QWEN_IMAGES, "size": {"shortest_edge": 1}},
-                "video_preprocessor_config": QWEN_VIDEOS,
-            },
-            snapshot(
-                "ManifestError: FOLDER/preprocessor_config.json has no 'longest_edge', which the number of visual tokens depends on"
-            ),
-        ),
-    ],
+FOREIGN: dict[str, dict[str, Any]] = {
+    "no file": {},
+    "a damaged file": {"preprocessor_config": "{"},
+    "an unknown image processor": {"preprocessor_config": {"image_processor_type": "CLIP"}},
+    "an unknown video processor": {
+        "preprocessor_config": QWEN_IMAGES,
+        "video_preprocessor_config": {"video_processor_type": "Qwen2VLVideo"},
+    },
+    "a cap on pixels of frames": {
+        "preprocessor_config": QWEN_IMAGES,
+        "video_preprocessor_config": {**QWEN_VIDEOS, "cap_pixels_per_frame": True},
+    },
+    "a number of frames": {
+        "preprocessor_config": QWEN25_IMAGES,
+        "video_preprocessor_config": {
+            "video_processor_type": "Qwen2VLVideoProcessor",
+            "do_sample_frames": True,
+            "num_frames": 8,
+        },
+    },
+    "a size that is half said": {
+        "preprocessor_config": {**QWEN_IMAGES, "size": {"shortest_edge": 1}},
+        "video_preprocessor_config": QWEN_VIDEOS,
+    },
+}
+FOREIGN_MESSAGES = snapshot(
+    {
+        "no file": "ManifestError: cannot read FOLDER/preprocessor_config.json: No such file or directory",
+        "a damaged file": "ManifestError: FOLDER/preprocessor_config.json is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
+        "an unknown image processor": "ManifestError: FOLDER has the image processor 'CLIP'; fcp knows Qwen-VL's, InternVL's, Gemma 3's and Gemma 4's",
+        "an unknown video processor": "ManifestError: FOLDER has the video processor 'Qwen2VLVideo'; fcp knows Qwen3VLVideoProcessor and Qwen2VLVideoProcessor",
+        "a cap on pixels of frames": "ManifestError: FOLDER caps the pixels of each video frame, which fcp does not model yet",
+        "a number of frames": "ManifestError: FOLDER takes num_frames of each video, which fcp does not model; set fps in its place",
+        "a size that is half said": "ManifestError: FOLDER/preprocessor_config.json has no 'longest_edge', which the number of visual tokens depends on",
+    }
 )
-def test_a_checkpoint_of_another_family_is_refused(tmp_path: Path, files: dict[str, Any], message: str) -> None:
-    with raises(message):
-        open_processor(checkpoint(tmp_path, **files))
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_a_checkpoint_of_another_family_is_refused(tmp_path: Path, case: str) -> None:
+    with raises(FOREIGN_MESSAGES[case]):
+        open_processor(checkpoint(tmp_path, **FOREIGN[case]))
 
 
 def test_an_unknown_processor_is_named() -> None:
