@@ -50,44 +50,6 @@ def test_an_edited_plan_is_one_line(plan: Path, tmp_path: Path) -> None:
     )
 
 
-def test_a_foreign_parquet_is_not_a_plan(tmp_path: Path) -> None:
-    path = tmp_path / "data.parquet"
-    pq.write_table(pa.table({"text": ["a"]}), path)
-    with raises(
-        snapshot(
-            "PlanError: FOLDER/data.parquet is a Parquet file but not a plan; make one with 'fcp plan MANIFEST -o plan.parquet'"
-        )
-    ):
-        read_proven(path)
-
-
-def test_a_missing_plan_names_the_command_that_makes_it(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="make one with 'fcp plan MANIFEST -o"):
-        read_proven(tmp_path / "plan.parquet")
-
-
-def test_missing_torch_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    hide(monkeypatch, "torch")
-    with raises(
-        snapshot(
-            "RunError: torch is not installed here, and training needs it; run: pip install 'pillow>=12.3.0' 'scipy>=1.10' 'tokenizers>=0.20' 'torch>=2.7' 'transformers>=5.3'"
-        )
-    ):
-        devices.find_machine()
-
-
-def test_missing_transformers_names_the_pip_line(monkeypatch: pytest.MonkeyPatch, plan: Path) -> None:
-    hide(monkeypatch, "transformers")
-    metadata = read_proven(plan)
-    with raises(
-        snapshot(
-            "RunError: transformers is not installed here, and the bundled trainer needs it; run: pip install 'pillow>=12.3.0' 'scipy>=1.10' 'tokenizers>=0.20' 'torch>=2.7' 'transformers>=5.3'"
-        )
-    ):
-        preflight.check_trainer(metadata, plan, needs_transformers=True)
-    preflight.check_trainer(metadata, plan, needs_transformers=False)
-
-
 def hide(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     """Let a package look as if it were not installed."""
     real = importlib.util.find_spec
@@ -98,15 +60,29 @@ def hide(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", find)
 
 
-def test_more_steps_than_planned_is_an_error(plan: Path) -> None:
-    metadata = read_proven(plan)
-    preflight.check_steps(plan, metadata, 3)
+@pytest.mark.parametrize("package", ["torch", "transformers"])
+def test_a_missing_library_is_named_with_the_pip_line(
+    package: str, plan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hide(monkeypatch, package)
+    needs = {
+        "torch": "torch is not installed here, and training needs it",
+        "transformers": "transformers is not installed here, and the bundled trainer needs it",
+    }
     with raises(
-        snapshot(
-            "RunError: --steps is 4, but FOLDER/plan.parquet ends after 3; plan more with 'fcp plan --epochs', or leave --steps out"
-        )
+        f"RunError: {needs[package]}; run: pip install 'pillow>=12.3.0' 'scipy>=1.10' 'tokenizers>=0.20' 'torch>=2.7' 'transformers>=5.3'"
     ):
-        preflight.check_steps(plan, metadata, 4)
+        if package == "torch":
+            devices.find_machine()
+        preflight.check_trainer(read_proven(plan), plan, needs_transformers=True)
+    if package == "transformers":
+        preflight.check_trainer(read_proven(plan), plan, needs_transformers=False)
+
+
+def test_all_steps_of_a_plan_may_be_asked_for(plan: Path) -> None:
+    preflight.check_steps(plan, read_proven(plan), 3)
+    with pytest.raises(RunError, match=r"--steps is 4, but .*/plan\.parquet ends after 3"):
+        preflight.check_steps(plan, read_proven(plan), 4)
 
 
 def test_a_finished_run_has_nothing_to_resume_and_another_plan_is_refused(plan: Path, tmp_path: Path) -> None:
@@ -213,37 +189,28 @@ def test_a_full_disk_is_found_before_the_start(tmp_path: Path, monkeypatch: pyte
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("node_rank", "address", "message"),
-    [
-        (0, None, snapshot("UsageError: --nodes 2 needs --master-addr: the address of node 0, the same on every node")),
-        (
-            0,
-            "-x",
-            snapshot("UsageError: --master-addr is '-x'; it must be the name or the address of node 0"),
-        ),
-        (
-            0,
-            "localhost",
-            snapshot(
-                "UsageError: --master-addr localhost means another machine on each of 2 nodes; give node 0's address"
-            ),
-        ),
-        (
-            None,
-            "10.0.0.1",
-            snapshot("UsageError: --nodes 2 needs --node-rank, 0 to 1, on each node; --dry-run prints all commands"),
-        ),
-        (2, "10.0.0.1", snapshot("UsageError: --node-rank is 2; with --nodes 2 it must be 0 to 1")),
-    ],
+# What two nodes are given -> number of this node, address of node 0, and run folder.
+NODES: dict[str, tuple[int | None, str | None, Path | None]] = {
+    "no address": (0, None, Path("run")),
+    "no host": (0, "-x", Path("run")),
+    "an address that each node has": (0, "localhost", Path("run")),
+    "no number": (None, "10.0.0.1", Path("run")),
+    "a number beyond the nodes": (2, "10.0.0.1", Path("run")),
+    "no folder that they share": (1, "10.0.0.1", None),
+}
+NODES_MESSAGES = snapshot(
+    {
+        "no address": "UsageError: --nodes 2 needs --master-addr: the address of node 0, the same on every node",
+        "no host": "UsageError: --master-addr is '-x'; it must be the name or the address of node 0",
+        "an address that each node has": "UsageError: --master-addr localhost means another machine on each of 2 nodes; give node 0's address",
+        "no number": "UsageError: --nodes 2 needs --node-rank, 0 to 1, on each node; --dry-run prints all commands",
+        "a number beyond the nodes": "UsageError: --node-rank is 2; with --nodes 2 it must be 0 to 1",
+        "no folder that they share": "UsageError: --nodes 2 needs --run-dir: a folder that all nodes share, the same on every node",
+    }
 )
-def test_several_nodes_must_be_able_to_meet(node_rank: int | None, address: str | None, message: str) -> None:
-    with raises(message):
-        preflight.check_nodes(2, node_rank, address, Path("run"))
 
 
-def test_several_nodes_must_write_to_one_place() -> None:
-    with raises(
-        snapshot("UsageError: --nodes 2 needs --run-dir: a folder that all nodes share, the same on every node")
-    ):
-        preflight.check_nodes(2, 1, "10.0.0.1", None)
+@pytest.mark.parametrize("case", NODES)
+def test_several_nodes_must_be_able_to_meet_and_write_to_one_place(case: str) -> None:
+    with raises(NODES_MESSAGES[case]):
+        preflight.check_nodes(2, *NODES[case])

@@ -121,31 +121,9 @@ def test_numbers_and_texts_that_no_column_holds_are_one_line(tmp_path: Path, val
     assert not (tmp_path / "m.parquet").exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "causal",
-            snapshot(
-                "UsageError: --mask causal: it is full, prefix:COLUMN, segments:COLUMN, types:COLUMN or pairs:COLUMN"
-            ),
-        ),
-        (
-            "prefix",
-            snapshot(
-                "UsageError: --mask prefix: it is full, prefix:COLUMN, segments:COLUMN, types:COLUMN or pairs:COLUMN"
-            ),
-        ),
-        (
-            "full:shape",
-            snapshot(
-                "UsageError: --mask full:shape: it is full, prefix:COLUMN, segments:COLUMN, types:COLUMN or pairs:COLUMN"
-            ),
-        ),
-    ],
-)
-def test_what_is_no_rule_is_named(text: str, message: str) -> None:
-    with raises(message):
+@pytest.mark.parametrize("text", ["causal", "prefix", "full:shape"])
+def test_what_is_no_rule_is_named(text: str) -> None:
+    with raises(f"UsageError: --mask {text}: it is full, prefix:COLUMN, segments:COLUMN, types:COLUMN or pairs:COLUMN"):
         mask_rule(text)
 
 

@@ -27,7 +27,8 @@ from tests.training.picture_runs import write_vision_checkpoint
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
 
-RECORD: dict[str, Any] = {"image": "a.png", "caption": "it is"}
+CAPTION: dict[str, Any] = {"caption": "it is"}
+RECORD = {**CAPTION, "image": "a.png"}
 
 
 def built(folder: Path, record: dict[str, Any], **options: Any) -> BuiltManifest:
@@ -40,28 +41,6 @@ def folder(tmp_path: Path) -> Path:
     write_processor(tmp_path / "checkpoint", "qwen3_vl")
     picture(40, 60, seed=0).save(tmp_path / "a.png")
     return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "record", "message"),
-    [
-        ("gone.png", None, {"image": "gone.png"}, snapshot('ManifestError: FOLDER/data.jsonl:2: FOLDER/gone.png: cannot read it: No such file or directory; --bad-rows skip leaves such records out')),
-        ("b.png", b"no picture at all", {"image": "b.png"}, snapshot('ManifestError: FOLDER/data.jsonl:2: FOLDER/b.png has no header of an image that is known; --bad-rows skip leaves such records out')),
-        ("b.mp4", b"no video at all", {"video": "b.mp4"}, snapshot('ManifestError: FOLDER/data.jsonl:2: FOLDER/b.mp4: cannot read it as a video: Invalid data found when processing input; --bad-rows skip leaves such records out')),
-        ("", None, {"image": "https://example.org/a.png"}, snapshot('ManifestError: FOLDER/data.jsonl:2: https://example.org/a.png is not on this machine; download it and name the file')),
-        ("", None, {"image": ["a.png", "a.png"], "caption": None, "conversations": [{"from": "human", "value": "<image>"}]}, snapshot('ManifestError: FOLDER/data.jsonl:2 names 2 images but has places for 1; put <image> into its texts for each')),
-        ("", None, {"image": "a.png", "caption": "<image> and <image>"}, snapshot('ManifestError: FOLDER/data.jsonl:2 has more places for images than the 1 image it names')),
-        ("", None, {"image": 7}, snapshot("ManifestError: FOLDER/data.jsonl:2: a picture is '7'; it must be a path or bytes")),
-    ],
-    ids=["missing", "no picture", "no video", "elsewhere", "no place for it", "too many places", "no name"],
-)  # fmt: skip
-def test_a_bad_picture_ends_the_build_or_is_left_out(
-    name: str, content: bytes | None, record: dict[str, Any], message: str, folder: Path
-) -> None:
-    if content is not None:
-        (folder / name).write_bytes(content)
-    with raises(message):
-        built(folder, RECORD | {"image": None} | record)
 
 
 def write_sound(path: Path) -> None:
@@ -84,46 +63,76 @@ def write_header(path: Path) -> None:
         container.start_encoding()
 
 
-@pytest.mark.parametrize(
-    ("write", "message"),
-    [
-        (
-            write_sound,
-            snapshot(
-                "ManifestError: FOLDER/data.jsonl:2: FOLDER/a.mkv has no video stream; --bad-rows skip leaves such records out"
-            ),
-        ),
-        (
-            write_header,
-            snapshot(
-                "ManifestError: FOLDER/data.jsonl:2: FOLDER/a.mkv: cannot read it as a video: End of file; --bad-rows skip leaves such records out"
-            ),
-        ),
-        (
-            lambda path: write_clip(path, 1, 32, 48, 4),
-            snapshot("ManifestError: FOLDER/data.jsonl:2: a video needs at least 2 frames; leave the record out"),
-        ),
-    ],
-    ids=["sound alone", "no frames", "one frame"],
-)
-def test_a_video_without_frames_ends_the_build(write: Callable[[Path], Any], message: str, folder: Path) -> None:
-    pytest.importorskip("av")
-    write(folder / "a.mkv")
-    with raises(message):
-        built(folder, {"video": "a.mkv", "caption": "it is"})
-
-
-def test_a_template_that_fails_on_a_row_names_row_and_file(folder: Path) -> None:
-    (folder / "checkpoint" / "chat_template.jinja").write_text(
+def write_strict_template(path: Path) -> None:
+    path.write_text(
         "{% if messages | length > 2 %}{{ raise_exception('no more than one answer') }}{% endif %}{{ messages[0].role }}"
     )
-    turns = [{"from": who, "value": "so"} for who in ("human", "gpt", "human", "gpt")]
-    with raises(
-        snapshot(
-            "ManifestError: FOLDER/data.jsonl:2: the chat template of FOLDER/checkpoint fails: no more than one answer"
-        )
-    ):
-        built(folder, {"conversations": turns})
+
+
+def asked(content: Any) -> dict[str, Any]:
+    """A conversation whose first turn is this, about the picture."""
+    turns = [{"role": "user", "content": content}, {"role": "assistant", "content": "b"}]
+    return {"messages": turns, "image": "a.png"}
+
+
+# What is wrong -> the file that is written for it, what writes it, and the record.
+BAD: dict[str, tuple[str, Callable[[Path], Any] | None, dict[str, Any]]] = {
+    "no file": ("", None, {**CAPTION, "image": "gone.png"}),
+    "no picture": ("b.png", lambda path: path.write_bytes(b"no picture at all"), {**CAPTION, "image": "b.png"}),
+    "no video": ("b.mp4", lambda path: path.write_bytes(b"no video at all"), {**CAPTION, "video": "b.mp4"}),
+    "sound alone": ("b.mkv", write_sound, {**CAPTION, "video": "b.mkv"}),
+    "no frames": ("b.mkv", write_header, {**CAPTION, "video": "b.mkv"}),
+    "one frame": ("b.mkv", lambda path: write_clip(path, 1, 32, 48, 4), {**CAPTION, "video": "b.mkv"}),
+    "a picture elsewhere": ("", None, {**CAPTION, "image": "https://example.org/a.png"}),
+    "more pictures than places": (
+        "",
+        None,
+        {"image": ["a.png", "a.png"], "conversations": [{"from": "human", "value": "<image>"}]},
+    ),
+    "more places than pictures": ("", None, {"image": "a.png", "caption": "<image> and <image>"}),
+    "a number in place of a name": ("", None, {**CAPTION, "image": 7}),
+    "a template that fails": (
+        "checkpoint/chat_template.jinja",
+        write_strict_template,
+        {"conversations": [{"from": who, "value": "so"} for who in ("human", "gpt", "human", "gpt")]},
+    ),
+    "a mark of the checkpoint's": ("", None, asked("<|image_pad|> look")),
+    "a part of another service's": (
+        "",
+        None,
+        asked([{"type": "input_image", "image_url": "a.png"}, {"type": "text", "text": "look"}]),
+    ),
+    "a part without its text": ("", None, asked([{"type": "text", "content": "look"}])),
+}
+BAD_MESSAGES = snapshot(
+    {
+        "no file": "ManifestError: FOLDER/data.jsonl:2: FOLDER/gone.png: cannot read it: No such file or directory; --bad-rows skip leaves such records out",
+        "no picture": "ManifestError: FOLDER/data.jsonl:2: FOLDER/b.png has no header of an image that is known; --bad-rows skip leaves such records out",
+        "no video": "ManifestError: FOLDER/data.jsonl:2: FOLDER/b.mp4: cannot read it as a video: Invalid data found when processing input; --bad-rows skip leaves such records out",
+        "sound alone": "ManifestError: FOLDER/data.jsonl:2: FOLDER/b.mkv has no video stream; --bad-rows skip leaves such records out",
+        "no frames": "ManifestError: FOLDER/data.jsonl:2: FOLDER/b.mkv: cannot read it as a video: End of file; --bad-rows skip leaves such records out",
+        "one frame": "ManifestError: FOLDER/data.jsonl:2: a video needs at least 2 frames; leave the record out",
+        "a picture elsewhere": "ManifestError: FOLDER/data.jsonl:2: https://example.org/a.png is not on this machine; download it and name the file",
+        "more pictures than places": "ManifestError: FOLDER/data.jsonl:2 names 2 images but has places for 1; put <image> into its texts for each",
+        "more places than pictures": "ManifestError: FOLDER/data.jsonl:2 has more places for images than the 1 image it names",
+        "a number in place of a name": "ManifestError: FOLDER/data.jsonl:2: a picture is '7'; it must be a path or bytes",
+        "a template that fails": "ManifestError: FOLDER/data.jsonl:2: the chat template of FOLDER/checkpoint fails: no more than one answer",
+        "a mark of the checkpoint's": "ManifestError: FOLDER/data.jsonl:2 has 1 picture, but the text that FOLDER/checkpoint's chat template makes of it has 2 marks for them (<|image_pad|>, <|video_pad|>); they must be as many, of the same kinds in the same order. Texts mark their places by <image> and <video>; the template writes the checkpoint's own marks",
+        "a part of another service's": 'ManifestError: FOLDER/data.jsonl:2: a turn of \'messages\' holds a part of type \'input_image\'; known are text, image, image_url, video and video_url, as in {"type": "image", "image": PATH}',
+        "a part without its text": "ManifestError: FOLDER/data.jsonl:2: 'messages' holds 'None' where a text belongs",
+    }
+)
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_picture_ends_the_build_in_one_line_that_names_its_row(case: str, folder: Path) -> None:
+    name, write, record = BAD[case]
+    if name.endswith((".mp4", ".mkv")):
+        pytest.importorskip("av")
+    if write is not None:
+        write(folder / name)
+    with raises(BAD_MESSAGES[case]):
+        built(folder, record)
 
 
 def test_unreadable_pictures_can_be_left_out_of_a_manifest(folder: Path) -> None:
@@ -162,52 +171,30 @@ def test_a_turn_that_names_its_picture_in_another_way_is_told_how(content: Any, 
         built(folder, record)
 
 
-def remove(folder: Path) -> None:
-    (folder / "a.png").unlink()
-
-
-def shorten(folder: Path) -> None:
-    (folder / "a.png").write_bytes(png(picture(40, 60, seed=0))[:200])
-
-
-def grow(folder: Path) -> None:
-    picture(41, 60, seed=0).save(folder / "a.png")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            remove,
-            snapshot(
-                "RunError: row 1 of the manifest (FOLDER/data.jsonl at byte 26): FOLDER/a.png cannot be decoded: No such file or directory"
-            ),
-        ),
-        (
-            shorten,
-            snapshot(
-                "RunError: row 1 of the manifest (FOLDER/data.jsonl at byte 26): FOLDER/a.png cannot be decoded: image file is truncated"
-            ),
-        ),
-        (
-            grow,
-            snapshot(
-                "RunError: row 1 of the manifest (FOLDER/data.jsonl at byte 26): FOLDER/a.png is 41 x 60 pixels, but the manifest counted 40 x 60: it changed since"
-            ),
-        ),
-    ],
-    ids=["removed", "cut", "of another size"],
+# What happens to the picture after its manifest is built.
+CHANGES: dict[str, Callable[[Path], Any]] = {
+    "removed": Path.unlink,
+    "cut short": lambda file: file.write_bytes(png(picture(40, 60, seed=0))[:200]),
+    "of another size": lambda file: picture(41, 60, seed=0).save(file),
+}
+CHANGES_MESSAGES = snapshot(
+    {
+        "removed": "RunError: row 1 of the manifest (FOLDER/data.jsonl at byte 26): FOLDER/a.png cannot be decoded: No such file or directory",
+        "cut short": "RunError: row 1 of the manifest (FOLDER/data.jsonl at byte 26): FOLDER/a.png cannot be decoded: image file is truncated",
+        "of another size": "RunError: row 1 of the manifest (FOLDER/data.jsonl at byte 26): FOLDER/a.png is 41 x 60 pixels, but the manifest counted 40 x 60: it changed since",
+    }
 )
-def test_a_picture_that_changed_since_is_named_when_it_is_decoded(
-    change: Callable[[Path], None], message: str, tmp_path: Path
-) -> None:
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_picture_that_changed_since_is_named_when_it_is_decoded(tmp_path: Path, case: str) -> None:
     write_vision_checkpoint(tmp_path / "checkpoint", "qwen3_vl")
     picture(40, 60, seed=0).save(tmp_path / "a.png")
     built(tmp_path, RECORD)
     visuals = open_visuals(settings(tmp_path), model_config(str(tmp_path / "checkpoint")))
     assert visuals is not None
-    change(tmp_path)
-    with raises(message):
+    CHANGES[case](tmp_path / "a.png")
+    with raises(CHANGES_MESSAGES[case]):
         visuals(1).parts[0].pixels()
 
 
@@ -246,36 +233,25 @@ def lose_column(folder: Path) -> None:
     pq.write_table(table.drop_columns(["pictures"]), folder / "m.parquet")
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lose_processor,
-            snapshot(
-                "ManifestError: cannot read FOLDER/checkpoint/preprocessor_config.json: No such file or directory"
-            ),
-        ),
-        (
-            change_processor,
-            snapshot(
-                "ManifestError: the processor of FOLDER/checkpoint is not the one that FOLDER/m.parquet was counted with: its settings changed; build and plan again: fcp manifest build FOLDER/data.jsonl --kind media --processor FOLDER/checkpoint --train-on assistant -o FOLDER/m.parquet, then fcp plan FOLDER/m.parquet"
-            ),
-        ),
-        (
-            lose_column,
-            snapshot(
-                "ManifestError: FOLDER/m.parquet has no column 'pictures', which has the paths of images; build and plan again: fcp manifest build FOLDER/data.jsonl --kind media --processor FOLDER/checkpoint --train-on assistant -o FOLDER/m.parquet, then fcp plan FOLDER/m.parquet"
-            ),
-        ),
-    ],
-    ids=["processor gone", "processor changed", "no column of pictures"],
+MISFITS: dict[str, Callable[[Path], None]] = {
+    "no processor": lose_processor,
+    "another processor": change_processor,
+    "no column of pictures": lose_column,
+}
+MISFITS_MESSAGES = snapshot(
+    {
+        "no processor": "ManifestError: cannot read FOLDER/checkpoint/preprocessor_config.json: No such file or directory",
+        "another processor": "ManifestError: the processor of FOLDER/checkpoint is not the one that FOLDER/m.parquet was counted with: its settings changed; build and plan again: fcp manifest build FOLDER/data.jsonl --kind media --processor FOLDER/checkpoint --train-on assistant -o FOLDER/m.parquet, then fcp plan FOLDER/m.parquet",
+        "no column of pictures": "ManifestError: FOLDER/m.parquet has no column 'pictures', which has the paths of images; build and plan again: fcp manifest build FOLDER/data.jsonl --kind media --processor FOLDER/checkpoint --train-on assistant -o FOLDER/m.parquet, then fcp plan FOLDER/m.parquet",
+    }
 )
-def test_a_manifest_that_does_not_fit_its_checkpoint_any_more_is_refused(
-    change: Callable[[Path], None], message: str, folder: Path
-) -> None:
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_a_manifest_that_does_not_fit_its_checkpoint_any_more_is_refused(folder: Path, case: str) -> None:
     built(folder, RECORD)
-    change(folder)
-    with raises(message):
+    MISFITS[case](folder)
+    with raises(MISFITS_MESSAGES[case]):
         open_pictures(folder / "m.parquet")
 
 

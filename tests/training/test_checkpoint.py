@@ -163,49 +163,30 @@ def test_a_damaged_file_is_named_with_what_was_saved_and_the_checkpoint_to_resum
     )
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (
-            lambda path: (path / "state.safetensors").write_bytes(bytes(500)),
-            snapshot(
-                "RunError: FOLDER/step-00000005/state.safetensors has 500 bytes, but 2,344 were saved; no checkpoint before it is left: restore step-00000005 from a copy, or start a new run without --resume"
-            ),
-        ),
-        (
-            lambda path: (path / "state.safetensors").unlink(),
-            snapshot(
-                "RunError: FOLDER/step-00000005/state.safetensors is missing or unreadable: No such file or directory; no checkpoint before it is left: restore step-00000005 from a copy, or start a new run without --resume"
-            ),
-        ),
-        (
-            lambda path: (path / "rng-00001.safetensors").write_bytes(b"more"),
-            snapshot(
-                "RunError: FOLDER/step-00000005/rng-00001.safetensors is not listed in checkpoint.json; no checkpoint before it is left: restore step-00000005 from a copy, or start a new run without --resume"
-            ),
-        ),
-        (
-            lambda path: (path / "checkpoint.json").unlink(),
-            snapshot(
-                "RunError: cannot read FOLDER/step-00000005/checkpoint.json: No such file or directory; no checkpoint before it is left: restore step-00000005 from a copy, or start a new run without --resume"
-            ),
-        ),
-        (
-            lambda path: (path / "checkpoint.json").write_text("{"),
-            snapshot(
-                "RunError: FOLDER/step-00000005/checkpoint.json is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1); no checkpoint before it is left: restore step-00000005 from a copy, or start a new run without --resume"
-            ),
-        ),
-    ],
-    ids=["truncated", "missing", "extra", "no header", "half a header"],
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "a file cut short": lambda path: (path / "state.safetensors").write_bytes(bytes(500)),
+    "a file missing": lambda path: (path / "state.safetensors").unlink(),
+    "a file more": lambda path: (path / "rng-00001.safetensors").write_bytes(b"more"),
+    "no header": lambda path: (path / "checkpoint.json").unlink(),
+    "half a header": lambda path: (path / "checkpoint.json").write_text("{"),
+}
+DAMAGES_MESSAGES = snapshot(
+    {
+        "a file cut short": "RunError: FOLDER/step-00000005/state.safetensors has 500 bytes, but 2,344 were saved; no checkpoint before it is left: restore step-00000005 from a copy, or start a new run without --resume",
+        "a file missing": "RunError: FOLDER/step-00000005/state.safetensors is missing or unreadable: No such file or directory; no checkpoint before it is left: restore step-00000005 from a copy, or start a new run without --resume",
+        "a file more": "RunError: FOLDER/step-00000005/rng-00001.safetensors is not listed in checkpoint.json; no checkpoint before it is left: restore step-00000005 from a copy, or start a new run without --resume",
+        "no header": "RunError: cannot read FOLDER/step-00000005/checkpoint.json: No such file or directory; no checkpoint before it is left: restore step-00000005 from a copy, or start a new run without --resume",
+        "half a header": "RunError: FOLDER/step-00000005/checkpoint.json is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1); no checkpoint before it is left: restore step-00000005 from a copy, or start a new run without --resume",
+    }
 )
-def test_a_checkpoint_of_other_files_is_refused_before_anything_starts(
-    tmp_path: Path, damage: Callable[[Path], None], message: str
-) -> None:
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_a_checkpoint_of_other_files_is_refused_before_anything_starts(tmp_path: Path, case: str) -> None:
     path = save(tmp_path, make(0).state)
-    damage(path)
+    DAMAGES[case](path)
     assert checkpoints(tmp_path) == [path]  # never silently an older one
-    with raises(message):
+    with raises(DAMAGES_MESSAGES[case]):
         require_files(path, read_header(path))
 
 
@@ -326,32 +307,24 @@ def test_an_error_in_the_background_is_raised_at_the_next_step_and_names_the_fil
     assert checkpoints(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"plan_hash": "b" * 64},
-            snapshot(
-                "RunError: step-00000005 was made under the plan aaaaaaaaaaaa, but this one is bbbbbbbbbbbb; resume with that plan, or start a new run without --resume"
-            ),
-        ),
-        (
-            {"num_ranks": 8},
-            snapshot(
-                "RunError: step-00000005 was made with num ranks 1, but this run has 8; start a new run without --resume"
-            ),
-        ),
-        (
-            {"model": "big"},
-            snapshot(
-                "RunError: step-00000005 was made with model tiny, but this run has big; start a new run without --resume"
-            ),
-        ),
-    ],
+OTHERS: dict[str, dict[str, object]] = {
+    "another plan": {"plan_hash": "b" * 64},
+    "other ranks": {"num_ranks": 8},
+    "another model": {"model": "big"},
+}
+OTHERS_MESSAGES = snapshot(
+    {
+        "another plan": "RunError: step-00000005 was made under the plan aaaaaaaaaaaa, but this one is bbbbbbbbbbbb; resume with that plan, or start a new run without --resume",
+        "other ranks": "RunError: step-00000005 was made with num ranks 1, but this run has 8; start a new run without --resume",
+        "another model": "RunError: step-00000005 was made with model tiny, but this run has big; start a new run without --resume",
+    }
 )
-def test_resuming_under_other_conditions_is_refused(change: dict[str, object], message: str) -> None:
-    wanted = replace(HEADER, **change)  # type: ignore[arg-type]
-    with raises(message):
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_resuming_under_other_conditions_is_refused(case: str) -> None:
+    wanted = replace(HEADER, **OTHERS[case])  # type: ignore[arg-type]
+    with raises(OTHERS_MESSAGES[case]):
         check_header(HEADER, wanted, plan_metadata(plan_hash=wanted.plan_hash), checkpoint=Path("step-00000005"))
 
 

@@ -114,51 +114,35 @@ def test_a_resumed_run_drops_evaluations_that_it_makes_again(folder: Path) -> No
     ]
 
 
-@pytest.mark.parametrize(
-    ("words", "plan", "message"),
-    [
-        (
-            ("--eval-manifest", "HERE/lengths.parquet"),
-            "bare.parquet",
-            snapshot(
-                "error: HERE/bare.parquet has no cost profile to plan HERE/lengths.parquet with; give its plan by --eval-plan"
-            ),
-        ),
-        (
-            ("--eval-manifest", "HERE/lengths.parquet", "--eval-plan", "HERE/other.parquet"),
-            "plan.parquet",
-            snapshot(
-                "error: HERE/other.parquet was not made from HERE/lengths.parquet; plan again with 'fcp plan HERE/lengths.parquet --ranks 1', or drop --eval-plan"
-            ),
-        ),
-        (
-            ("--eval-every", "5"),
-            "plan.parquet",
-            snapshot("error: --eval-every needs --eval-manifest, the held-out rows"),
-        ),
-        (
-            ("--wandb", "tests"),
-            "plan.parquet",
-            snapshot("error: --wandb needs wandb, which is not installed; run: pip install wandb"),
-        ),
-        (
-            ("--lora", "r=4"),
-            "plan.parquet",
-            snapshot("error: --lora needs peft, which is not installed; run: pip install 'peft>=0.18'"),
-        ),
-    ],
+MISSING: dict[str, tuple[tuple[str, ...], str]] = {
+    "a plan without a cost profile": (("--eval-manifest", "HERE/lengths.parquet"), "bare.parquet"),
+    "a plan of other rows": (
+        ("--eval-manifest", "HERE/lengths.parquet", "--eval-plan", "HERE/other.parquet"),
+        "plan.parquet",
+    ),
+    "nothing to evaluate": (("--eval-every", "5"), "plan.parquet"),
+    "wandb": (("--wandb", "tests"), "plan.parquet"),
+    "peft": (("--lora", "r=4"), "plan.parquet"),
+}
+MISSING_MESSAGES = snapshot(
+    {
+        "a plan without a cost profile": "error: HERE/bare.parquet has no cost profile to plan HERE/lengths.parquet with; give its plan by --eval-plan",
+        "a plan of other rows": "error: HERE/other.parquet was not made from HERE/lengths.parquet; plan again with 'fcp plan HERE/lengths.parquet --ranks 1', or drop --eval-plan",
+        "nothing to evaluate": "error: --eval-every needs --eval-manifest, the held-out rows",
+        "wandb": "error: --wandb needs wandb, which is not installed; run: pip install wandb",
+        "peft": "error: --lora needs peft, which is not installed; run: pip install 'peft>=0.18'",
+    }
 )
+
+
+@pytest.mark.parametrize("case", MISSING)
 def test_what_is_missing_is_one_line(
-    folder: Path,
-    words: tuple[str, ...],
-    plan: str,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: str
 ) -> None:
+    words, plan = MISSING[case]
     monkeypatch.setattr("fcp_cli.training.settings.importlib.util.find_spec", lambda name: None)
     assert (
         run(folder, f"refused {len(words)} {plan}", *(word.replace("HERE", str(folder)) for word in words), plan=plan)
         > 0
     )
-    assert capsys.readouterr().err.splitlines()[-1].replace(str(folder), "HERE") == message
+    assert capsys.readouterr().err.splitlines()[-1].replace(str(folder), "HERE") == MISSING_MESSAGES[case]

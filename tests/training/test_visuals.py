@@ -18,7 +18,7 @@ from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.synth import Scale, write_media_records
 from fcp_cli.manifest.tokens import open_media
 from fcp_cli.vision.processors import open_processor
-from tests.manifest.datasets import build
+from tests.manifest.datasets import build, write_jsonl
 from tests.messages import raises
 from tests.training.small_runs import write_small_plan
 
@@ -74,34 +74,24 @@ def test_a_row_is_the_same_on_every_rank_and_its_pixels_are_those_of_its_part(tm
         assert torch.equal(part.pixels(), again.pixels())
 
 
-@pytest.mark.parametrize(
-    ("processor", "model", "message"),
-    [
-        (
-            "internvl",
-            "qwen3-vl-tiny",
-            snapshot(
-                "RunError: FOLDER/sizes.jsonl was counted with the processor internvl, but the model is of the family qwen3-vl; build the manifest again with --processor qwen3-vl"
-            ),
-        ),
-        (
-            "qwen3-vl",
-            "qwen2.5-vl-7b",
-            snapshot(
-                "RunError: FOLDER/sizes.jsonl was counted with the processor qwen3-vl, but the model is of the family qwen2.5-vl; build the manifest again with --processor qwen2.5-vl"
-            ),
-        ),
-        (
-            "qwen3-vl",
-            "internvl3-2b",
-            snapshot(
-                "RunError: FOLDER/sizes.jsonl was counted with the processor qwen3-vl, but the model is of the family internvl; build the manifest again with --processor internvl"
-            ),
-        ),
-    ],
+FAMILIES: dict[str, tuple[str, str]] = {
+    "InternVL's sizes for Qwen3-VL": ("internvl", "qwen3-vl-tiny"),
+    "Qwen3-VL's sizes for Qwen2.5-VL": ("qwen3-vl", "qwen2.5-vl-7b"),
+    "Qwen3-VL's sizes for InternVL": ("qwen3-vl", "internvl3-2b"),
+}
+FAMILIES_MESSAGES = snapshot(
+    {
+        "InternVL's sizes for Qwen3-VL": "RunError: FOLDER/sizes.jsonl was counted with the processor internvl, but the model is of the family qwen3-vl; build the manifest again with --processor qwen3-vl",
+        "Qwen3-VL's sizes for Qwen2.5-VL": "RunError: FOLDER/sizes.jsonl was counted with the processor qwen3-vl, but the model is of the family qwen2.5-vl; build the manifest again with --processor qwen2.5-vl",
+        "Qwen3-VL's sizes for InternVL": "RunError: FOLDER/sizes.jsonl was counted with the processor qwen3-vl, but the model is of the family internvl; build the manifest again with --processor internvl",
+    }
 )
-def test_a_manifest_of_another_family_is_refused(processor: str, model: str, message: str, tmp_path: Path) -> None:
-    with raises(message):
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_a_manifest_of_another_family_is_refused(tmp_path: Path, case: str) -> None:
+    processor, model = FAMILIES[case]
+    with raises(FAMILIES_MESSAGES[case]):
         visuals(manifest_of(tmp_path, processor), model)
 
 
@@ -119,44 +109,48 @@ def run(folder: Path, *words: str, model: str = "qwen3vl-tiny") -> list[dict[str
 )
 def test_the_tiny_model_trains_on_images_and_clips(words: tuple[str, ...], tmp_path: Path) -> None:
     manifest_of(tmp_path)
-    steps = run(tmp_path, *words, "--learning-rate", "1e-2", "--warmup-steps", "0")
-    assert len(steps) == 1
-    assert all(0 < step["loss"] < 8 and step["grad_norm"] > 0 for step in steps)
+    (step,) = run(tmp_path, *words, "--learning-rate", "1e-2", "--warmup-steps", "0")
+    assert_learns(step)
+
+
+def write_tiny(folder: Path, architecture: str, kind: str, images: dict[str, Any]) -> str:
+    """A description of a small model with one encoder block, and its processor of images of 56 pixels."""
+    document = yaml.safe_load((shipped("profiles") / "models" / "qwen3-vl-tiny.yaml").read_text())
+    tower = {"depth": 1, "hidden_size": 16, "num_heads": 2, "ffn_size": 16, "out_hidden_size": 128, "merge_size": 2}
+    tower |= {"kind": kind, "patch_size": 14, "temporal_patch_size": 1, "image_size": 56}
+    document |= {"name": "tiny", "aliases": [], "architecture": architecture, "vision": tower}
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(document))
+    settings = {"image_processor": {"size": {"height": 56, "width": 56}, **images}, "image_seq_length": 4}
+    (folder / "processor_config.json").write_text(json.dumps(settings))
+    return str(folder / "tiny.yaml")
+
+
+def build_sizes(folder: Path, records: list[dict[str, Any]]) -> Path:
+    """The manifest of sizes as the folder's processor counts them."""
+    source = write_jsonl(folder / "sizes.jsonl", records)
+    build(source, folder / "lengths.parquet", kind="media", processor=str(folder))
+    return folder / "lengths.parquet"
+
+
+def assert_learns(step: dict[str, Any]) -> None:
+    assert 0 < step["loss"] < 8 and step["grad_norm"] > 0
 
 
 def test_a_small_internvl_trains_on_the_same_sizes(tmp_path: Path) -> None:
-    document = yaml.safe_load((shipped("profiles") / "models" / "qwen3-vl-tiny.yaml").read_text())
-    tower = {"depth": 1, "hidden_size": 16, "num_heads": 2, "ffn_size": 16, "out_hidden_size": 128, "merge_size": 2}
-    document |= {"name": "internvl-tiny", "aliases": [], "architecture": "internvl", "vision": {
-        **tower, "kind": "internvit", "patch_size": 14, "temporal_patch_size": 1, "image_size": 56
-    }}  # fmt: skip
-    (tmp_path / "internvl-tiny.yaml").write_text(yaml.safe_dump(document))
-    images: dict[str, Any] = {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 56, "width": 56}}
-    images |= {"min_patches": 1, "max_patches": 4, "crop_to_patches": True}
-    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": images, "image_seq_length": 4}))
+    images = {"min_patches": 1, "max_patches": 4, "crop_to_patches": True}
+    model = write_tiny(tmp_path, "internvl", "internvit", {"image_processor_type": "GotOcr2ImageProcessor", **images})
     manifest_of(tmp_path, str(tmp_path), fps=0.5)
-    (step,) = run(tmp_path, model=str(tmp_path / "internvl-tiny.yaml"))
-    assert 0 < step["loss"] < 8
-    assert step["grad_norm"] > 0
+    (step,) = run(tmp_path, model=model)
+    assert_learns(step)
 
 
 def test_a_small_gemma_trains_on_images_and_their_crops(tmp_path: Path) -> None:
-    document = yaml.safe_load((shipped("profiles") / "models" / "qwen3-vl-tiny.yaml").read_text())
-    tower = {"depth": 1, "hidden_size": 16, "num_heads": 2, "ffn_size": 16, "out_hidden_size": 128, "merge_size": 2}
-    document |= {"name": "gemma-tiny", "aliases": [], "architecture": "gemma3", "vision": {
-        **tower, "kind": "siglip", "patch_size": 14, "temporal_patch_size": 1, "image_size": 56
-    }}  # fmt: skip
-    (tmp_path / "gemma-tiny.yaml").write_text(yaml.safe_dump(document))
-    images: dict[str, Any] = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 56, "width": 56}}
-    images |= {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 10}
-    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": images, "image_seq_length": 4}))
+    images = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 10}
+    model = write_tiny(tmp_path, "gemma3", "siglip", {"image_processor_type": "Gemma3ImageProcessor", **images})
     sizes = [{"height": 30, "width": 40 + 20 * row} for row in range(ROWS)]
-    lines = [json.dumps({"text_tokens": 9, "images": [size]}) + "\n" for size in sizes]
-    (tmp_path / "sizes.jsonl").write_text("".join(lines))
-    build(tmp_path / "sizes.jsonl", tmp_path / "lengths.parquet", kind="media", processor=str(tmp_path))
-    (step,) = run(tmp_path, model=str(tmp_path / "gemma-tiny.yaml"))
-    assert 0 < step["loss"] < 8
-    assert step["grad_norm"] > 0
+    build_sizes(tmp_path, [{"text_tokens": 9, "images": [size]} for size in sizes])
+    (step,) = run(tmp_path, model=model)
+    assert_learns(step)
 
 
 def test_a_frozen_encoder_has_nothing_to_train() -> None:
@@ -164,15 +158,6 @@ def test_a_frozen_encoder_has_nothing_to_train() -> None:
     trained = {name.split(".")[1] for name, parameter in built.named_parameters() if parameter.requires_grad}
     assert trained == {"language_model"}
     assert not any(parameter.requires_grad for parameter in built.base_model.visual.parameters())
-
-
-def test_a_vision_model_on_text_alone_leaves_its_encoder_as_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": "ab" * n}) + "\n" for n in range(1, ROWS + 1)))
-    build(tmp_path / "texts.jsonl", tmp_path / "lengths.parquet", kind="jsonl")
-    assert len(run(tmp_path)) == 1
-    assert "the vision encoder of qwen3vl-tiny is frozen" in capsys.readouterr().err
 
 
 def write_gemma4(folder: Path) -> str:
@@ -186,31 +171,30 @@ def write_gemma4(folder: Path) -> str:
     return str(folder / "gemma4")
 
 
-def test_a_gemma4_trains_on_text_alone_beside_its_frozen_encoder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("family", ["qwen3-vl", "gemma4"])
+def test_a_vision_model_on_text_alone_freezes_its_encoder(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": "ab" * n}) + "\n" for n in range(1, ROWS + 1)))
-    build(tmp_path / "texts.jsonl", tmp_path / "lengths.parquet", kind="jsonl")
-    assert len(run(tmp_path, model=write_gemma4(tmp_path))) == 1
-    assert "gemma4 is frozen" in capsys.readouterr().err
+    texts = write_jsonl(tmp_path / "texts.jsonl", [{"text": "ab" * n} for n in range(1, ROWS + 1)])
+    build(texts, tmp_path / "lengths.parquet", kind="jsonl")
+    model = "qwen3vl-tiny" if family == "qwen3-vl" else write_gemma4(tmp_path)
+    assert len(run(tmp_path, model=model)) == 1
+    assert f"the vision encoder of {model} is frozen" in capsys.readouterr().err
 
 
 def test_a_gemma4_trains_on_images_of_any_shape(tmp_path: Path) -> None:
     images = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 2, "pooling_kernel_size": 2}
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": {**images, "max_soft_tokens": 70}}))
     sizes = [{"height": 3 + 5 * row, "width": 40} for row in range(ROWS)]
-    lines = [json.dumps({"text_tokens": 9, "images": [size] * (row % 3)}) + "\n" for row, size in enumerate(sizes)]
-    (tmp_path / "sizes.jsonl").write_text("".join(lines))
-    manifest = tmp_path / "lengths.parquet"
-    build(tmp_path / "sizes.jsonl", manifest, kind="media", processor=str(tmp_path))
+    records = [{"text_tokens": 9, "images": [size] * (row % 3)} for row, size in enumerate(sizes)]
+    manifest = build_sizes(tmp_path, records)
     model = write_gemma4(tmp_path)
     fetch = visuals(manifest, model)
     for row, size in enumerate(sizes):
         grid = open_processor(str(tmp_path)).image(size["height"], size["width"]).grid
         assert [part.grid for part in fetch(row).parts] == [grid[1:]] * (row % 3)
     (step,) = run(tmp_path, model=model)
-    assert 0 < step["loss"] < 8
-    assert step["grad_norm"] > 0
+    assert_learns(step)
 
 
 def test_a_gemma4_refuses_images_that_another_processor_counted(tmp_path: Path) -> None:
