@@ -87,6 +87,7 @@ def beside_language(
     forward, backward = shares.forward_share, 1.0 - shares.forward_share
     start = end = 0.0  # of a wave's language model
     waits = []
+    # A recurrence: a wave starts when its pictures are there and the wave before has ended.
     for number, (encoding, computing) in enumerate(zip(encoder, language, strict=True)):
         before = backward * encoder[number - 2] if number > 1 else 0.0
         ready = start + forward * encoding + before
@@ -94,6 +95,7 @@ def beside_language(
         waits.append(start - end)
         end = start + computing
     before = backward * encoder[-2] if len(encoder) > 1 else 0.0
+    # Behind the last wave come the backwards of the last two.
     waits[-1] += max(end, start + before) + backward * encoder[-1] - end
     return np.repeat(np.array(waits), np.diff(first, append=len(wave)))
 
@@ -279,6 +281,7 @@ def planned_sequences(step: StepPlan, manifest: LengthTable | None) -> LengthTab
 def ranks_together(rank_offsets: IntArray, ranks: Int32Array, ranks_per_node: int) -> IntArray:
     """Return [groups] the greatest number that divides how many ranks each group has on every one of its nodes."""
     node = ranks // ranks_per_node
+    # Runs of ranks on one node; a group's first rank begins a run, too.
     begins = np.concatenate(([True], node[1:] != node[:-1]))
     begins[rank_offsets[:-1]] = True
     first = np.flatnonzero(begins)
@@ -287,4 +290,5 @@ def ranks_together(rank_offsets: IntArray, ranks: Int32Array, ranks_per_node: in
 
 def crosses_nodes(rank_offsets: IntArray, ranks: Int32Array, ranks_per_node: int) -> npt.NDArray[np.bool_]:
     """Return [groups] whether each group's ranks lie on more than one node; ranks ascend within a group."""
+    # Ascending ranks: the first and the last tell.
     return np.asarray(ranks[rank_offsets[:-1]] // ranks_per_node != ranks[rank_offsets[1:] - 1] // ranks_per_node)

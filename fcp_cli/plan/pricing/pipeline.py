@@ -76,8 +76,10 @@ class Pipeline:
         assert prices.rank_tokens is not None
         head = self.head_share * prices.language_seconds
         again = self.mean_recompute_seconds * prices.rank_tokens
+        # What all blocks share: the encoder, the head and recomputation are given to single stages below.
         even = np.maximum(prices.seconds - prices.encoder_seconds - head - again, 0.0) / self.virtual_stages
         blocks = np.repeat(even[:, None], stages * self.virtual_stages, axis=1)
+        # Times the stages: the profile's seconds are the mean over all devices, of which one does it all.
         blocks[:, 0] += stages * prices.encoder_seconds
         blocks[:, -1] += stages * head
         sends = self.send_seconds + self.send_seconds_per_token * prices.rank_tokens

@@ -40,6 +40,7 @@ def pipeline_of(profile: CostProfile, ranks: JobRanks, recipe: Recipe | None, *,
     recomputes = recipe.recomputes_matrices
     spec = known_model(profile.model)
     if spec is None:
+        # A backward multiplies twice as much as a forward, and repeats it if layers recompute.
         unknown = 1 / 4 if recomputes else 1 / 3
         return Pipeline(
             virtual_stages=ranks.virtual_stages, forward_share=1.0 if profile.phase == "forward" else unknown
@@ -77,6 +78,7 @@ def _tokens_in_flight(
     last = replace(recipe, recompute=levels[-1].recompute)
     kept = sum(count * kept_bytes(spec, kind, last, precision) for kind, count in spec.kinds.items())
     left = 1.0 - plain_loss_bytes(spec, precision) * tokens / (kept * levels[-1].tokens)
+    # No room beside the logits: all layers recompute.
     held[-1] = held[-1] / left if left > 0 else math.inf
     return held
 
@@ -86,6 +88,7 @@ def with_recomputation(profile: CostProfile, pipeline: Pipeline | None) -> CostP
     if pipeline is None or not pipeline.recompute_seconds_per_token:
         return profile
     coefficients = profile.coefficients
+    # `Pipeline.block_seconds` takes the mean off again, and gives each stage its own.
     linear = coefficients.linear_seconds_per_token + pipeline.mean_recompute_seconds
     found = replace(profile, coefficients=replace(coefficients, linear_seconds_per_token=linear))
     return replace(found, text=dump_cost_profile(found))

@@ -89,6 +89,7 @@ def _spoken(text: str, where: str) -> tuple[Any, str]:
     words = [word.strip() for word in text.split(",")]
     if all("=" in word for word in words):
         return dict(word.split("=", 1) for word in words), where
+    # One number is the list of a single rank; any other word names a file.
     if len(words) > 1 or _is_number(text):
         return words, where
     document = parse_yaml(read_text(Path(text), error=UsageError, label=f"{where}: "), name=text, error=UsageError)

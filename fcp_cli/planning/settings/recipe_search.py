@@ -147,6 +147,7 @@ def quickest_recipe(
     first = [index for index, one in enumerate(held) if one.fit.key == usual.key]
     by_bound = sorted(range(len(held)), key=lambda index: bounds[index])
     # One of each kind is planned, at any bound: rivals are priced under it, too.
+    # Reversed, so that of each kind the one with the least bound stays.
     anyway = [*first, *{_kind(held[index]): index for index in reversed(by_bound)}.values()]
     for index in [*anyway, *by_bound]:
         if index in drafts:
