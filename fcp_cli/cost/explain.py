@@ -79,6 +79,7 @@ def _reached_by_attention(c: Coefficients, *, per_token: float, fixed: float = 0
     full, windowed, window = c.attention_seconds_per_token2, c.window_seconds_per_token2, c.window_tokens
     if not full + windowed:
         return None
+    # The positive root of (full + windowed) L^2 = per_token L + fixed; the other one is negative.
     within = (per_token + math.sqrt(per_token * per_token + 4 * (full + windowed) * fixed)) / (2 * (full + windowed))
     if not windowed or within <= window:
         return within

@@ -327,6 +327,7 @@ def _starts(terms: _Terms, tiers: Sequence[str], prior: CostProfile, *, with_sha
     rates = [_ring_unit(c) / getattr(prior.bandwidth, name) for name in tiers]
     ring = [max(c.ring_hop_seconds, 1e-6), *(max(rate, 1e-15) for rate in rates)] if tiers else []
     share = [_START_SHARE] if with_share else []
+    # A ring ten or a hundred times as dear outlasts attention, so that the fit begins on its side of the maximum.
     scales = (1.0, 10.0, 100.0) if tiers else (1.0,)
     return [np.concatenate([np.maximum(solution, floor), scale * np.array(ring), share]) for scale in scales]
 
@@ -347,6 +348,7 @@ def _robust_fit(terms: _Terms, tiers: Sequence[str], start: FloatArray) -> tuple
     upper[ring.stop :] = 1.0 / _START_SHARE
     parameters = robust_least_squares(residuals, start, (lower * start, upper * start))
     error = terms.seconds_of(parameters, tiers) / terms.seconds - 1.0
+    # The solver's own loss, without the pull of the prior: starts are compared by the samples alone.
     soft = 2.0 * (np.sqrt(1.0 + (error / OUTLIER_RELATIVE_ERROR) ** 2) - 1.0)
     return parameters, float(soft.sum())
 

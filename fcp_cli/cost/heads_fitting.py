@@ -59,6 +59,7 @@ def fit_heads(samples: Sequence[Sample], profile: CostProfile, prior: Heads) -> 
         return predicted_seconds(samples, replace(profile, heads=heads))
 
     # Seconds are linear in both.
+    # As good as no bytes: the share of the bandwidth is the inverse of this, which may not be 0.
     rest = predicted(1e-12, 0.0)
     columns = np.stack([predicted(1.0, 0.0) - rest, predicted(1e-12, 1.0) - rest], axis=1)
     start = np.array([1.0 / prior.bandwidth_share, max(prior.exchange_seconds, _LEAST_SECONDS)])

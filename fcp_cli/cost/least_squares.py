@@ -39,6 +39,7 @@ def robust_least_squares(
     """Return the bounded parameters of least squared relative error, outliers counted linearly; `start` is > 0."""
     from scipy.optimize import least_squares  # of the extra `fit`, which computed profiles do without
 
+    # In multiples of the start: seconds of a pair of tokens and of a micro-batch differ by many powers of ten.
     found = least_squares(
         lambda scaled: relative_errors(scaled * start),
         np.ones(len(start)),

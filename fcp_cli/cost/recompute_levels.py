@@ -50,6 +50,7 @@ def recomputation_lines(levels: Sequence[RecomputeLevel]) -> FloatArray:
 def convex(levels: Sequence[RecomputeLevel]) -> tuple[RecomputeLevel, ...]:
     """Return the levels of the lower convex hull of seconds over tokens: others gain nothing over a mix of two."""
     kept: list[RecomputeLevel] = []
+    # Of equally many tokens the dearer first, so that the cheaper one replaces it.
     for level in sorted(levels, key=lambda one: (one.tokens, -one.seconds_per_token)):
         while kept and (kept[-1].tokens == level.tokens or kept[-1].seconds_per_token >= level.seconds_per_token):
             kept.pop()  # holds no more tokens, and takes no less time
@@ -106,6 +107,7 @@ def layers_by_level(levels: Sequence[RecomputeLevel], tokens: int, layers: int) 
 
 def whole_layers(share: float, layers: int) -> int:
     """Return how many of some layers are at least a share of them."""
+    # A share that is whole but for rounding must not cost a layer more.
     return min(layers, math.ceil(layers * share - _ROUNDING))
 
 
@@ -131,6 +133,7 @@ def seconds_by_stage(levels: Sequence[RecomputeLevel], held: Sequence[float]) ->
 
 def cheapest_tokens(levels: Sequence[RecomputeLevel], fixed_seconds: float) -> int:
     """Return the tokens of a micro-batch at which a token takes the least of its fixed seconds and recomputation."""
+    # On a line a token takes slope + (fixed - subtracted) / tokens, which falls as long as `fixed` is the larger.
     for level, (_slope, subtracted) in zip(levels, recomputation_lines(levels), strict=False):
         if subtracted >= fixed_seconds:
             return level.tokens
