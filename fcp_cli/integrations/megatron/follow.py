@@ -174,7 +174,7 @@ class Follower:
             "forward_step_func": partial(_planned_forward_step, arguments["forward_step_func"]),
             "data_iterator": batches if isinstance(given, list) else batches[0],
             "num_microbatches": len(step.shards),
-            "micro_batch_size": 1,
+            "micro_batch_size": 1,  # a row of the plan is one pack
         }
 
     def _probe(self, step: LocalStep) -> str:
@@ -253,6 +253,7 @@ class Follower:
     def check_forward(self, microbatch: PlannedMicroBatch, chunk: int, *, read: int) -> None:
         """Check that the forward of a chunk of the model that just ended followed the plan."""
         place = f"step {microbatch.row.step}, micro-batch {microbatch.row.order}"
+        # Other processes may be given batches by this one, and stages in the middle read none.
         is_first = parallel_state.is_pipeline_first_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
         if is_first and not chunk and not read:
             raise RunError(f"{place}: the script's forward step never asked its data iterator for the batch")

@@ -163,6 +163,7 @@ class _Forward:
 
 def _hook_roll(module: ModuleType) -> None:
     """Newer models call it in its own module, older ones import it by name."""
+    # `wraps` leaves a mark, so that a second model does not hook it twice.
     original: Callable[..., tuple[Tensor, Tensor]] | None = getattr(module, _ROLL, None)
     if original is None or hasattr(original, "__wrapped__"):
         return

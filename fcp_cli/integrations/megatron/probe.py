@@ -125,6 +125,7 @@ class _MadeUp:
 def _tiny(row: MicroBatch, multiple: int) -> MicroBatch:
     """Two short sequences that the degree does not divide, on the row's ranks; others than in every other row."""
     lengths = (multiple * (2 * row.degree + 3), multiple * (row.degree + 1))
+    # Places of rows do not meet: these sequences are far shorter than 2^20 tokens.
     first = row.order << 20
     return replace(row, sequences=(first, first + lengths[0]), lengths=lengths)
 
@@ -149,6 +150,7 @@ def _attended(
     if positions.dim() == 3:  # [1, axes, tokens]; Megatron wants the axes first
         positions = positions.transpose(0, 1)
     hidden = batch[_HIDDEN].permute(2, 0, 1).to(weight.device, weight.dtype).contiguous()
+    # The gradient of the output: another one for each token, and the same with and without the ring.
     wanted = hidden.roll(1, dims=-1)
     hidden.requires_grad_()
     is_split = model.config.sequence_parallel

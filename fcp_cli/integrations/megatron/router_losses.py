@@ -131,6 +131,7 @@ def _balancing_loss(
     """
     experts = scores.shape[1]
     counts = scores.new_zeros(len(lengths) + 1, experts, dtype=torch.float32)
+    # The last row takes the padding, and is dropped.
     counts = counts.index_add_(0, owners, routing_map.to(counts))[:-1]
     if router.config.sequence_parallel:
         dist.all_reduce(counts, group=parallel_state.get_tensor_model_parallel_group())

@@ -170,6 +170,7 @@ def _check_memory(plan: Path, groups: int, device: torch.device) -> None:
     """Raise RunError, on all processes, if one is in more groups than its device has memory for."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, (groups, most_groups(device)))
+    # The process that lacks most room speaks for all, so that all stop with the same line.
     groups, most = max(found, key=lambda own: own[0] - own[1])
     if groups > most:
         raise RunError(
