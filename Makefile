@@ -131,8 +131,7 @@ $(TARGETS_STAMP): pyproject.toml
 test-targets: $(TARGETS_STAMP)
 	$(TARGETS_VENV)/bin/python -m pytest tests/launching/test_real_tools.py
 
-# Manifests from a real server of S3 with faults, from Azure's emulator where npm is, and by real Ray with a worker killed; all are
-# started and ended by the tests.
+# Manifests from a real server of S3 with faults, and from Azure's emulator where npm is; both are started and ended by the tests.
 STORES_VENV  ?= .venv-stores
 STORES_STAMP := $(STORES_VENV)/.installed
 

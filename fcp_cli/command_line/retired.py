@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+_SHARDS: Final = "count part I of N with --shard I/N in a job of any scheduler, and merge with 'fcp manifest merge'"
 RETIRED: Final[dict[tuple[str, str], str]] = {
     ("compare", "--embeddings-cached"): "a frozen encoder's outputs are not cached",
     ("compare", "--stress"): "no effect it simulated changed which strategy is ahead",
@@ -11,6 +12,9 @@ RETIRED: Final[dict[tuple[str, str], str]] = {
     ("launch", "--planner"): "rank 0 plans for all nodes",
     ("launch", "--random-weights"): "write --weights random",
     ("launch", "--warmup-ratio"): "write --warmup-steps X, which below 1 is a share of the schedule",
+    ("manifest build", "--on"): _SHARDS,
+    ("manifest build", "--sbatch-option"): _SHARDS,
+    ("manifest build", "--shards"): _SHARDS,
     ("manifest build", "--text-field"): "write --column",
     ("plan", "--emit"): "Megatron's interface for planners is a proposal that nothing reads",
     ("plan", "--embeddings-cached"): "a frozen encoder's outputs are not cached",

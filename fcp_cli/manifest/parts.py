@@ -182,17 +182,15 @@ def part_identity(source: DivisibleSource, part: Part) -> PartHeader:
     )
 
 
-def counted_rows(path: Path, identity: PartHeader, part: Part) -> int | None:
+def counted_rows(path: Path, identity: PartHeader) -> int | None:
     """Return the rows of a file that holds a part of this content; None if it does not.
 
     Args:
         path: the file, which need not be there.
-        identity: the identity of any part of the source.
-        part: which one the file should hold.
+        identity: that of the part.
     """
-    wanted = replace(identity, index=part.index, count=part.count)
     with suppress(ManifestError), readable(path):
-        if path.exists() and replace(_part_header(path), skipped={}, counted_ids=0, largest_token=-1) == wanted:
+        if path.exists() and replace(_part_header(path), skipped={}, counted_ids=0, largest_token=-1) == identity:
             return int(open_footer(path).num_rows)
     return None
 

@@ -79,7 +79,7 @@ def test_a_retired_option_is_answered_with_its_replacement_or_why_there_is_none(
 
     config = tmp_path / "fcp.yaml"
     first, *inner = command.split()
-    config.write_text(f"{first}: {{{''.join(f'{word}: {{' for word in inner)}{flag[2:]}: x{'}' * len(inner)}}}")
+    config.write_text(f"{first}: {{{''.join(f'{word}: {{' for word in inner)}'{flag[2:]}': x{'}' * len(inner)}}}")
     read = CliRunner().invoke(app, ["--config", str(config), "list"])
     assert str(read.exception) == f"{config}: {command!r} has no option {flag[2:]!r}{instead}"
 

@@ -22,7 +22,7 @@ SURFACE = {
     """,
     "manifest build": """
         SOURCE --output -o --tokenizer --kind --column --include --exclude --train-on
-        --processor --bad-rows --mask --vocab-size --workers --shard --on --shards --sbatch-option --json
+        --processor --bad-rows --mask --vocab-size --workers --shard --json
     """,
     "manifest merge": """
         PART --output -o --json

@@ -41,7 +41,6 @@ EXCEPTIONS = {
     "fcp_cli/machine/processes.py:_stat": _SYSTEM,
     "fcp_cli/machine/processes.py:command_of": _SYSTEM,
     "fcp_cli/machine/processes.py:environment_of": _SYSTEM,
-    "fcp_cli/manifest/engines.py:_counted_part": _OWN,
     "fcp_cli/manifest/parts.py:counted_rows": _NOT_YET,
     "fcp_cli/manifest/sources/detect.py:_made_by_fcp": _NOT_YET,
     "fcp_cli/models/weights.py:_conversion": _NOT_YET,

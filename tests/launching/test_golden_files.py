@@ -168,5 +168,5 @@ def test_a_schema_finds_a_misspelt_field() -> None:
 
 def test_every_shipped_template_is_used_by_a_target() -> None:
     used = {name for target in TARGETS.values() for name in (target.template, *target.others)}
-    included, of_manifests = {"cann.sh", "pod.yaml"}, {"manifest.sbatch"}
-    assert {path.name.removesuffix(".j2") for path in shipped("launchers").iterdir()} == used | included | of_manifests
+    included = {"cann.sh", "pod.yaml"}
+    assert {path.name.removesuffix(".j2") for path in shipped("launchers").iterdir()} == used | included

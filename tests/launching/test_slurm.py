@@ -184,32 +184,3 @@ def test_a_name_of_node_0_that_does_not_resolve_is_said_within_seconds(slurm: Sl
     assert re.search(
         r"error: node 0: \S+ cannot find node 0 by the name no-such-node\.invalid \(.*\); let the", job.log
     )
-
-
-def test_an_array_counts_a_manifest_whose_merge_waits_for_all_parts(slurm: SlurmCluster, tmp_path: Path) -> None:
-    (tmp_path / "d.jsonl").write_text("".join(json.dumps({"text": "x" * (n % 90)}) + "\n" for n in range(1, 5000)))
-    build = ("manifest", "build", "d.jsonl")
-    assert run_fcp(*build, "-o", "whole.parquet", folder=tmp_path).returncode == 0
-    on_slurm = (*build, "-o", "m.parquet", "--on", "slurm", "--shards", "4")
-    array, merge = submit_parts(slurm, tmp_path, *on_slurm, "--sbatch-option=--hold")
-    slurm.run("scancel", f"{array}_3")
-    for job in (array, merge):
-        slurm.run("scontrol", "release", str(job))
-    wait_until(lambda: "DependencyNeverSatisfied" in slurm.run("scontrol", "show", "job", str(merge)).stdout)
-    parts = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "m.parquet.parts").glob("*.parquet")}
-    assert sorted(parts) == [f"part-{number}-of-4.parquet" for number in (1, 2, 4)]
-    assert not (tmp_path / "m.parquet").exists()
-    # The same command counts the lost part alone.
-    slurm.run("scancel", str(merge))
-    _, merge = submit_parts(slurm, tmp_path, *on_slurm, count=1)
-    assert slurm.wait_for(merge, "COMPLETED", "FAILED", "CANCELLED") == "COMPLETED"
-    assert (tmp_path / "m.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
-    now = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "m.parquet.parts").glob("*.parquet")}
-    assert parts.items() <= now.items()
-
-
-def submit_parts(slurm: SlurmCluster, folder: Path, *words: str, count: int = 4) -> tuple[int, int]:
-    done = run_fcp(*words, folder=folder, **slurm.variables)
-    found = re.search(rf"submitted {count} parts? as job (\d+), and their merge as job (\d+)", done.stderr)
-    assert found is not None, done.stderr
-    return int(found[1]), int(found[2])

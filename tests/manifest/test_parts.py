@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from functools import partial
 from pathlib import Path
@@ -212,3 +213,17 @@ def test_a_file_that_grows_while_it_is_read_ends_its_part(tmp_path: Path) -> Non
     with raises(snapshot("ManifestError: FOLDER/d.jsonl: d.jsonl changed while it was read; build again")):
         write_part(opened(source), opened(source), WHOLE, tmp_path / "part.parquet", advance=grow)
     assert not (tmp_path / "part.parquet").exists()
+
+
+@pytest.mark.processes
+def test_a_part_is_counted_again_only_if_its_content_is_another(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "d.jsonl", TEXTS)
+    part = ["manifest", "build", "d.jsonl", "--tokenizer", "bytes", "--shard", "1/2", "-o", "part.parquet"]
+    assert "wrote" in fcp(*part, cwd=tmp_path).stderr
+    before = (tmp_path / "part.parquet").stat().st_mtime_ns
+    again = fcp(*part, "--json", cwd=tmp_path)
+    assert "kept" in again.stderr
+    assert json.loads(again.stdout)["sequences"] > 90
+    assert (tmp_path / "part.parquet").stat().st_mtime_ns == before
+    write_jsonl(tmp_path / "d.jsonl", [*TEXTS, {"text": "more"}])
+    assert "wrote" in fcp(*part, cwd=tmp_path).stderr

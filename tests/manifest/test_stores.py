@@ -1,4 +1,4 @@
-"""A real server of S3, and Azure's emulator, behind a proxy that fails, and real Ray with a worker killed: nothing is lost, nothing is twice.
+"""A real server of S3, and Azure's emulator, behind a proxy that fails: nothing is lost, nothing is twice.
 
 Run by `make test-stores`.
 """
@@ -10,7 +10,6 @@ import io
 import json
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -228,18 +227,6 @@ def test_what_is_missing_in_azure_is_one_line(tmp_path: Path, azure: int) -> Non
     assert not list(tmp_path.iterdir())
 
 
-def ray_workers() -> list[int]:
-    """Processes that count a part for Ray now."""
-    found = []
-    for process in Path("/proc").iterdir():
-        try:
-            if process.name.isdecimal() and b"ray::_counted_part" in (process / "cmdline").read_bytes():
-                found.append(int(process.name))
-        except OSError:
-            continue
-    return found
-
-
 def wait_for(condition: Callable[[], Any]) -> Any:
     ends = time.monotonic() + _LIMIT_SECONDS
     while time.monotonic() < ends:
@@ -247,39 +234,3 @@ def wait_for(condition: Callable[[], Any]) -> Any:
             return found
         time.sleep(0.02)
     raise TimeoutError
-
-
-def test_a_killed_worker_of_ray_changes_nothing_and_parts_are_never_counted_again(tmp_path: Path) -> None:
-    source, tokenizer = tmp_path / "all.jsonl", write_tokenizer(tmp_path / "tokenizer.json")
-    source.write_bytes(LINES * 3)
-    options = ["manifest", "build", str(source), "--tokenizer", str(tokenizer)]
-    whole, output = tmp_path / "whole.parquet", tmp_path / "m.parquet"
-    assert fcp([*options, "-o", str(whole)]).returncode == 0
-    command = [sys.executable, "-m", "fcp_cli", *options, "--on", "ray", "--shards", "8", "-o", str(output)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as building:
-        first = wait_for(ray_workers)
-        os.kill(first[0], signal.SIGKILL)
-        _, errors = building.communicate(timeout=_LIMIT_SECONDS)
-    assert building.returncode == 0, errors
-    assert output.read_bytes() == whole.read_bytes()
-    parts = sorted((tmp_path / "m.parquet.parts").iterdir())
-    assert len(parts) == 8
-    # One part is lost, and another holds a build of other data: both are counted again, the others are not.
-    parts[0].unlink()
-    parts[1].write_bytes(parts[2].read_bytes())
-    kept = {part: part.stat().st_mtime_ns for part in parts[2:]}
-    output.unlink()
-    again = fcp([*options, "--on", "ray", "--shards", "8", "-o", str(output)])
-    assert again.returncode == 0, again.stderr
-    assert "6 of 8 parts counted already" in again.stderr
-    assert output.read_bytes() == whole.read_bytes()
-    assert {part: part.stat().st_mtime_ns for part in parts[2:]} == kept
-
-
-def test_a_fault_in_the_data_is_the_one_line_of_a_task_of_ray(tmp_path: Path) -> None:
-    source = tmp_path / "d.jsonl"
-    source.write_text('{"text": "a"}\n' * 50 + '{"txet": "b"}\n')
-    done = fcp(["manifest", "build", str(source), "--on", "ray", "--shards", "3", "-o", str(tmp_path / "m.parquet")])
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].endswith("has no field 'text'; its fields are txet; name one with --column")
-    assert not (tmp_path / "m.parquet").exists()

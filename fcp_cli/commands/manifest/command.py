@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -73,11 +71,6 @@ def build(options: BuildOptions) -> None:
     if workers > 1 and isinstance(rows, DivisibleSource) and rows.parts > 1:
         reopen = partial(open_source, source, kind, reading, output=output.absolute(), files=files)
         rows = CountedByWorkers(source=rows, reopen=reopen, workers=workers, part=part)
-    if options.on is None and (options.shards or options.sbatch_option):
-        raise UsageError("--shards and --sbatch-option are for --on; one part of N is --shard I/N")
-    if options.on is not None:
-        _build_on(options.on, opened, _reopening(source, kind, reading, files), options)
-        return
     if options.shard is not None:
         _build_part(opened, rows, part, options)
         return
@@ -88,7 +81,7 @@ def _build_part(opened: Source, rows: Source, part: Part, options: BuildOptions)
     from fcp_cli.manifest.parts import counted_rows, divisible, part_identity, write_part
 
     whole = divisible(opened)
-    count = counted_rows(options.output, part_identity(whole, part), part)
+    count = counted_rows(options.output, part_identity(whole, part))
     verb = "kept" if count is not None else "wrote"
     if count is None:
         with progress() as bar:
@@ -98,46 +91,6 @@ def _build_part(opened: Source, rows: Source, part: Part, options: BuildOptions)
         print_json({"part": str(options.output), "shard": options.shard, "sequences": count})
     note(f"{verb} {counted(count, 'sequence')} of part {options.shard} in {options.output}; next, with all parts:")
     note("fcp manifest merge PARTS -o lengths.parquet")
-
-
-def _build_on(engine: str, opened: Source, reopen: Callable[[], Source], options: BuildOptions) -> None:
-    from fcp_cli.manifest.engines import count_on_ray, part_folder
-    from fcp_cli.manifest.parts import MergedParts
-    from fcp_cli.manifest.table.header import build_options
-    from fcp_cli.reading.remote import data_path
-
-    name, scheme, _ = engine.partition("://")
-    if options.sbatch_option and name != "slurm":
-        raise UsageError(f"--sbatch-option is for --on slurm, not --on {engine}")
-    if name not in ("ray", "slurm") or (scheme and name == "slurm"):
-        raise UsageError(f"--on {engine} is neither ray, ray://HOST:PORT nor slurm")
-    if options.shard is not None:
-        raise UsageError("--shard counts one part here, and --on counts all of them elsewhere; use one of them")
-    folder = part_folder(opened, options.output, name, options.shards)
-    missing = folder.missing()
-    note(f"{folder.path}: {folder.count - len(missing)} of {counted(folder.count, 'part')} counted already")
-    if missing and name == "slurm":
-        from fcp_cli.launching.targets.manifest_array import submit_build
-
-        sources = [str(data_path(word).absolute()) for word in options.source]
-        words = [*sources, *build_options(opened.describe())]
-        for line in submit_build(folder, missing, words, options.output, options.sbatch_option):
-            note(line)
-        return
-    with progress() as bar:
-        task = bar.add_task("counting parts", total=folder.count, completed=folder.count - len(missing))
-        for _ in count_on_ray(folder, missing, reopen, engine if scheme else None) if missing else ():
-            bar.advance(task)
-    _report_built(_build(MergedParts(folder.files), "merging", options.output), options.json)
-
-
-def _reopening(source: Path, kind: str, reading: SourceOptions, files: tuple[Path, ...]) -> Callable[[], Source]:
-    """Return a function that can also open a source from another folder."""
-    from fcp_cli.manifest.sources.detect import open_source
-
-    if Path(reading.tokenizer).exists():
-        reading = replace(reading, tokenizer=str(Path(reading.tokenizer).absolute()))
-    return partial(open_source, source.absolute(), kind, reading, files=files)
 
 
 def _build(rows: Source, title: str, output: Path) -> BuiltManifest:

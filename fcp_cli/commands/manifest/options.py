@@ -107,21 +107,5 @@ class BuildOptions:
             group="Many nodes",
         ),
     ] = None
-    on: Annotated[
-        str | None,
-        Opt(
-            "Count in Ray tasks or a Slurm array job, and merge; finished parts are kept in OUTPUT.parts.",
-            metavar="ray|ray://HOST:PORT|slurm",
-            unset="processes of this machine",
-            common=True,
-        ),
-    ] = None
-    shards: Annotated[
-        int | None, Opt("Parts to make with --on.", min=1, max=100_000, unset="one per 256 MiB of text")
-    ] = None
-    sbatch_option: Annotated[
-        tuple[str, ...],
-        Opt("Option of sbatch for --on slurm, e.g. --sbatch-option=--partition=cpu; repeatable.", metavar="OPTION"),
-    ] = ()
     json: Annotated[bool, Opt("Print the summary as one JSON document.", common=True, group="Options")] = False
     typed: Annotated[frozenset[str], Typed()] = frozenset()

@@ -125,10 +125,10 @@ def _are_texts(value: Any) -> bool:
 
 def build_command(source: Mapping[str, Any], manifest: Path) -> str:
     """Return the `fcp manifest build` line that makes `manifest` again from a recorded source."""
-    return shlex.join(["fcp", "manifest", "build", source["path"], *build_options(source), "-o", str(manifest)])
+    return shlex.join(["fcp", "manifest", "build", source["path"], *_build_options(source), "-o", str(manifest)])
 
 
-def build_options(source: Mapping[str, Any]) -> list[str]:
+def _build_options(source: Mapping[str, Any]) -> list[str]:
     """Return the options of `fcp manifest build` that a recorded source was read with."""
     words = ["--kind", source["kind"]]
     for pattern in source.get("include", []):
