@@ -34,7 +34,7 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.online.settings import stream_batching, stream_metadata
-from fcp_cli.planning.online.stream import StreamPlanner, Window
+from fcp_cli.planning.online.stream import StreamPlanner
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.settings.pipelines import pipeline_of
 from fcp_cli.planning.solvers import make_solver, names_under
@@ -121,15 +121,13 @@ def speeds() -> Iterator[Case]:
 
 
 def streams() -> Iterator[Case]:
-    """Batches whose lengths arrive while the run trains, one at a time and several that are shared out anew."""
-    for sync, window in product(SYNCS, (1, 3)):
+    """A batch whose lengths arrive while the run trains."""
+    for sync in SYNCS:
         problem = _problem(16, 16_384, sync)
-        table = family_table("commoncrawl", sequences=64 * window, seed=0)
-        batching = stream_batching(None, None, window)
+        table = family_table("commoncrawl", sequences=64, seed=0)
         solver = make_solver("fcp", GlobalBatches(table, problem, _settings(table)))
-        planner = StreamPlanner(stream_metadata(problem, solver, None, batching))
-        steps = planner.plan(Window(first_step=4, first_sequence=100, sizes=[64] * window, table=table))
-        yield f"streams {window} {sync}", steps
+        planner = StreamPlanner(stream_metadata(problem, solver, None, stream_batching(None, None)))
+        yield f"streams 1 {sync}", [planner.plan(table, step=4, first_sequence=100)]
 
 
 def encoders() -> Iterator[Case]:

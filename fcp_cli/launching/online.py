@@ -7,7 +7,7 @@ from fcp_cli.errors import UsageError
 from fcp_cli.launching.request import LOCAL, STREAM_OPTIONS, LaunchRequest
 from fcp_cli.plan.metadata.online import OnlineOptions, OnlineSettings
 from fcp_cli.planning.fcp.solver import solver_of
-from fcp_cli.planning.online.settings import require_fitting, stream_batching, stream_metadata
+from fcp_cli.planning.online.settings import stream_batching, stream_metadata
 from fcp_cli.planning.settings.options import PlanRequest
 from fcp_cli.planning.settings.problem_settings import FOLDER_PROFILE, resolve_problem
 from fcp_cli.planning.settings.recipe_search import unknown_lengths
@@ -31,9 +31,8 @@ def online_settings(request: LaunchRequest, target: str, assumed: Assumptions) -
         )
     wanted = PlanRequest(profile=request.profile, model=request.model, ranks=request.ranks)
     problem, _budget = resolve_problem(wanted, assumed, data=unknown_lengths())
-    batching = stream_batching(request.global_batch_size, request.global_batch_tokens, request.reorder_window)
+    batching = stream_batching(request.global_batch_size, request.global_batch_tokens)
     given = {name: value for name in STREAM_OPTIONS if (value := getattr(request, name)) is not None}
     options = OnlineOptions(**given)
-    require_fitting(batching, options)
     metadata = stream_metadata(problem, solver_of(problem), request.global_batch_size, batching)
     return OnlineSettings(metadata=metadata, options=options)

@@ -216,15 +216,6 @@ class LaunchRequest:
             unset="over",
         ),
     ] = None
-    reorder_window: Annotated[
-        int | None,
-        Opt(
-            "Consecutive batches of an online job that may exchange sequences.",
-            min=1,
-            max=MOST_AHEAD,
-            unset="1",
-        ),
-    ] = None
     refit_every: Annotated[
         int | None, Opt("Steps between refits of an online job to its measurements.", min=1, unset="never")
     ] = None

@@ -93,7 +93,7 @@ def resolve(request: LaunchRequest, find_machine: Callable[[], LocalDevices], as
 
 def _refuse_without_online(request: LaunchRequest, *, has_profile: bool) -> None:
     """Refuse options of streams; a job whose loop has its plan made may have a profile."""
-    for name in (name for name in (*STREAM_OPTIONS, "reorder_window") if getattr(request, name) is not None):
+    for name in (name for name in STREAM_OPTIONS if getattr(request, name) is not None):
         raise UsageError(f"--{name.replace('_', '-')} is for --online; a plan is made before its run")
     names = (*(() if has_profile else ("profile",)), "global_batch_size", "global_batch_tokens")
     for name in (name for name in names if getattr(request, name) is not None):

@@ -19,7 +19,7 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batching.batches import batch_of
 from fcp_cli.planning.fcp.solver import solver_of
-from fcp_cli.planning.online.settings import require_fitting, stream_batching, stream_metadata
+from fcp_cli.planning.online.settings import stream_batching, stream_metadata
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.settings.options import PlanRequest
 from fcp_cli.planning.settings.problem_settings import resolve_problem
@@ -129,7 +129,6 @@ class Planner:
         *,
         global_batch_size: int | None = None,
         global_batch_tokens: int | None = None,
-        reorder_window: int | None = None,
         **options: Any,
     ) -> OnlineSettings:
         """Return the `planner` argument of `fcp_cli.runtime.start` for a stream whose settings differ from the
@@ -138,15 +137,13 @@ class Planner:
         Args:
             global_batch_size: sequences per optimizer step.
             global_batch_tokens: maximum tokens per optimizer step, instead. Neither: the stream yields whole batches.
-            reorder_window: number of consecutive batches that may exchange sequences; None: all keep their order.
             options: fields of `OnlineOptions`: ahead, stream_begins, refit_every.
 
         Raises:
             UsageError: both sizes are given, or a value cannot be used.
         """
-        batching = stream_batching(global_batch_size, global_batch_tokens, reorder_window)
+        batching = stream_batching(global_batch_size, global_batch_tokens)
         given = validated(options, OnlineOptions, where="the planner's settings cannot be used", error=UsageError)
-        require_fitting(batching, given)
         return OnlineSettings(
             metadata=stream_metadata(self.problem, self._solver, global_batch_size, batching), options=given
         )

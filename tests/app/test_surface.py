@@ -72,7 +72,7 @@ SURFACE = {
         --on-nan --grad-ring-dtype --seed
         --checkpoint-every --keep --accept-unrecorded --async-save --no-async-save --length-column --log-every --bad-rows --decode-workers
         --online --profile --global-batch-size --global-batch-tokens --ahead --stream-begins
-        --reorder-window --refit-every
+        --refit-every
     """,
     "check": """
         PLAN --manifest --length-column --json

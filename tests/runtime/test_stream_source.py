@@ -27,7 +27,7 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.online.serving import Service
 from fcp_cli.runtime.communication.connections import Connections
 from fcp_cli.runtime.online import source
-from fcp_cli.runtime.online.items import ReadWindow
+from fcp_cli.runtime.online.items import ReadBatch
 from fcp_cli.runtime.online.source import StreamSource
 from fcp_cli.verification.emulation import Meeting, ThreadTransport, run_ranks
 from fcp_cli.verification.order import check_order
@@ -85,20 +85,20 @@ class PlanningInProcess:
     def adopt(self, refit: Any) -> None:
         self._service.answer(Message({"kind": "adopt", "refit": refit}, b""))
 
-    def plan(self, window: ReadWindow) -> list[StepPlan]:
-        answer = self._service.answer(self._message("window", window))
+    def plan(self, batch: ReadBatch) -> list[StepPlan]:
+        answer = self._service.answer(self._message("batch", batch))
         assert answer is not None
         return steps_of(answer[1])
 
-    def compare(self, window: ReadWindow) -> None:
-        self._service.answer(self._message("trained", window))
+    def compare(self, batch: ReadBatch) -> None:
+        self._service.answer(self._message("trained", batch))
 
     def close(self, end_step: int, *, is_stopped: bool) -> None:
         self._service.answer(Message({"kind": "close", "end_step": end_step}, b""))
 
-    def _message(self, kind: str, window: ReadWindow) -> Message:
-        facts = {"first_step": window.first_step, "first_sequence": window.first_sequence, "sizes": window.sizes}
-        return Message({"kind": kind, **facts}, table_bytes(window.columns()))
+    def _message(self, kind: str, batch: ReadBatch) -> Message:
+        facts = {"step": batch.step, "first_sequence": batch.first_sequence}
+        return Message({"kind": kind, **facts}, table_bytes(batch.columns()))
 
 
 @pytest.fixture
@@ -163,11 +163,8 @@ def test_all_ranks_follow_the_same_steps_and_know_the_ids_of_their_sequences(
     assert written == [step for step, _ in found[0]]
 
 
-@pytest.mark.parametrize("window", [1, 2])
-def test_a_run_that_is_left_and_begun_again_follows_the_same_steps(
-    tmp_path: Path, planner: Planner, window: int
-) -> None:
-    plan, rule = tmp_path / "plan.parquet", {"global_batch_size": 3, "reorder_window": window}
+def test_a_run_that_is_left_and_begun_again_follows_the_same_steps(tmp_path: Path, planner: Planner) -> None:
+    plan, rule = tmp_path / "plan.parquet", {"global_batch_size": 3}
     whole = follow(tmp_path / "whole.parquet", lengths, planner.online(**rule))[0]
     before = follow(plan, lengths, planner.online(**rule), most=3)
     after = follow(plan, lengths, planner.online(**rule), first=3)

@@ -39,12 +39,6 @@ class OnlineSettings:
     metadata: PlanMetadata
     options: OnlineOptions
 
-    @property
-    def window(self) -> int:
-        """Return how many batches in a row share their sequences out."""
-        batching = self.metadata.batching
-        return batching.reorder_window or 1 if batching is not None else 1
-
     def to_json(self) -> str:
         return json.dumps({"metadata": json.loads(self.metadata.to_json()), "options": asdict(self.options)})
 

@@ -104,7 +104,7 @@ class Batching:
         by: `tokens`: the next sequences that have at most so many tokens together, one at least; `given`: the stream
             gave whole batches; `sequences`: so many each.
         tokens: most tokens of a batch by tokens; None by other rules.
-        reorder_window: so many batches in a row shared their sequences out anew; None: they are in the data's order.
+        reorder_window: of plans of earlier versions: so many batches of a stream shared their sequences out anew.
     """
 
     by: Literal["sequences", "tokens", "given"] = "sequences"

@@ -119,8 +119,6 @@ class OnlineJournal:
             The plan's metadata, with totals and hash.
         """
         metadata = self._metadata()
-        if metadata.batching is not None and metadata.batching.reorder_window and end_step is not None:
-            end_step = -(-end_step // metadata.batching.reorder_window) * metadata.batching.reorder_window
         sizes = [len(step.sequences) for step in self.steps(end_step)]
         if not (rows := sum(sizes)):
             raise PlanError(f"nothing was planned for {self.path} yet")

@@ -1,4 +1,4 @@
-"""Answers a training job: windows of lengths in, planned steps out, all of them kept in the journal of a plan."""
+"""Answers a training job: batches of lengths in, planned steps out, all of them kept in the journal of a plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fcp_cli.plan.file.messages import Message, read_message, steps_bytes, table
 from fcp_cli.plan.metadata.online import OnlineSettings, settings_of_json
 from fcp_cli.plan.metadata.refits import ScheduledRefit
 from fcp_cli.planning.online.journal import OnlineJournal, table_of_columns
-from fcp_cli.planning.online.stream import StreamPlanner, Window
+from fcp_cli.planning.online.stream import StreamPlanner
 from fcp_cli.validation import validated
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Service:
 
     def answer(self, message: Message) -> tuple[dict[str, Any], bytes] | None:
         """Return the answer to one message, or None if it needs none."""
-        if message.kind == "window":
+        if message.kind == "batch":
             return self._plan(message)
         if message.kind == "measured":
             return self._refit(message)
@@ -95,13 +95,8 @@ class Service:
 
     def _plan(self, message: Message) -> tuple[dict[str, Any], bytes]:
         facts, columns = message.facts, table_of(message.table)
-        window = Window(
-            first_step=facts["first_step"],
-            first_sequence=facts["first_sequence"],
-            sizes=facts["sizes"],
-            table=table_of_columns(columns, name="the stream"),
-        )
-        steps = self._planner.plan(window)
+        table = table_of_columns(columns, name="the stream")
+        steps = [self._planner.plan(table, step=facts["step"], first_sequence=facts["first_sequence"])]
         self._journal.append(columns, steps)
         return {"kind": "steps"}, steps_bytes(steps)
 

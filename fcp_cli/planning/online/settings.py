@@ -4,39 +4,21 @@ from __future__ import annotations
 
 from fcp_cli import __version__
 from fcp_cli.errors import UsageError
-from fcp_cli.plan.metadata.online import OnlineOptions
 from fcp_cli.plan.metadata.plan_metadata import Batching, ManifestReference, PlanMetadata
 from fcp_cli.planning.problem import Problem, Solver
 
 
-def stream_batching(
-    global_batch_size: int | None, global_batch_tokens: int | None, reorder_window: int | None
-) -> Batching | None:
-    """Return how the batches of a stream are formed; None: of so many sequences, in order."""
+def stream_batching(global_batch_size: int | None, global_batch_tokens: int | None) -> Batching | None:
+    """Return how the batches of a stream are formed; None: of so many sequences."""
     given = {"global_batch_size": global_batch_size, "global_batch_tokens": global_batch_tokens}
-    for name, value in {**given, "reorder_window": reorder_window}.items():
+    for name, value in given.items():
         if value is not None and value < 1:
             raise UsageError(f"{name} is {value}; it must be a whole number of at least 1")
     if global_batch_size is not None and global_batch_tokens is not None:
         raise UsageError("global_batch_size and global_batch_tokens both say what a step trains; give one of them")
-    window = None if reorder_window in (None, 1) else reorder_window
     if global_batch_tokens is not None:
-        return Batching(by="tokens", tokens=global_batch_tokens, reorder_window=window)
-    if global_batch_size is None:
-        return Batching(by="given", reorder_window=window)
-    return None if window is None else Batching(reorder_window=window)
-
-
-def require_fitting(batching: Batching | None, options: OnlineOptions) -> None:
-    """Refuse options that contradict each other."""
-    if batching is not None and batching.reorder_window is not None:
-        if options.stream_begins == "here":
-            raise UsageError(
-                "reorder_window exchanges sequences that a stream that continues from here does not return; use one of "
-                "the two"
-            )
-        if options.ahead == 0:
-            raise UsageError("ahead is 0, but reorder_window reads batches before the steps that train them")
+        return Batching(by="tokens", tokens=global_batch_tokens)
+    return Batching(by="given") if global_batch_size is None else None
 
 
 def stream_metadata(

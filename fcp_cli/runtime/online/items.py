@@ -1,10 +1,9 @@
-"""Items of a stream: sequences by their ids and lengths, or as rows with their tokens; read in whole windows."""
+"""Items of a stream: sequences by their ids and lengths, or as rows with their tokens; read in whole batches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -69,26 +68,17 @@ def row_of(given: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReadWindow:
-    """Batches that are planned together.
+class ReadBatch:
+    """The sequences of one step.
 
     Attributes:
-        first_step: the step of the first batch.
-        first_sequence: number in the stream of the first sequence.
-        batches: their sequences.
+        step: the step that trains them.
+        first_sequence: number in the stream of the first one.
     """
 
-    first_step: int
+    step: int
     first_sequence: int
-    batches: Sequence[Sequence[Item]]
-
-    @property
-    def items(self) -> list[Item]:
-        return [item for batch in self.batches for item in batch]
-
-    @property
-    def sizes(self) -> list[int]:
-        return [len(batch) for batch in self.batches]
+    items: Sequence[Item]
 
     def columns(self) -> pa.Table:
         """Return the planner process's message about the sequences."""
@@ -107,12 +97,11 @@ class ReadWindow:
             ) from error
 
 
-def read_windows(stream: Iterable[Any], settings: OnlineSettings, *, step: int, sequence: int) -> Iterator[ReadWindow]:
-    """Read a stream in whole windows; the first has the number `step`, and its first sequence `sequence`."""
-    batches = _batches(iter(stream), settings, sequence)
-    while window := list(islice(batches, settings.window)):
-        yield ReadWindow(first_step=step, first_sequence=sequence, batches=window)
-        step, sequence = step + len(window), sequence + sum(map(len, window))
+def read_batches(stream: Iterable[Any], settings: OnlineSettings, *, step: int, sequence: int) -> Iterator[ReadBatch]:
+    """Read a stream in whole batches; the first has the number `step`, and its first sequence `sequence`."""
+    for place, items in enumerate(_batches(iter(stream), settings, sequence)):
+        yield ReadBatch(step=step + place, first_sequence=sequence, items=items)
+        sequence += len(items)
 
 
 def _batches(stream: Iterator[Any], settings: OnlineSettings, sequence: int) -> Iterator[list[Item]]:

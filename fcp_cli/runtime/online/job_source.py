@@ -60,20 +60,20 @@ class JobSource(StreamSource):
         while True:
             yield rows.popleft() if rows else None
 
-    def _begin_process(self, begins: int) -> dict[str, Any]:
+    def _begin_process(self, first_step: int) -> dict[str, Any]:
         assert self._planner is not None
         self._process = self._planner
         return dict(self._planner.opened)
 
-    def _begin_reading(self, begins: int, opened: Mapping[str, Any]) -> Callable[[], None] | None:
+    def _begin_reading(self, first_step: int, opened: Mapping[str, Any]) -> Callable[[], None] | None:
         return None
 
-    def _plan_window(self, due: int) -> bytes:
+    def _plan_steps(self, due: int) -> bytes:
         assert self._planner is not None
         if due >= self.settings.metadata.end_step:
             return joined_message({"state": END})
         self._fit_times(due)
-        steps = self._planner.plan(due, _FIRST_STEPS if due == self._begins else _STEPS_AT_ONCE)
+        steps = self._planner.plan(due, _FIRST_STEPS if due == self._first_step else _STEPS_AT_ONCE)
         return joined_message({"state": STEPS}, steps_bytes(steps))
 
     def _fit_times(self, due: int) -> None:
@@ -87,7 +87,7 @@ class JobSource(StreamSource):
 
     def _note_given(self, facts: Mapping[str, Any], steps: list[StepPlan], due: int) -> None:
         for step in steps:
-            if self._rows is not None and step.step >= self._first_step:
+            if self._rows is not None:
                 for order in orders_of_rank(step, self._control.rank):
                     self._rows.extend(step.microbatch(int(order)).sequences)
 

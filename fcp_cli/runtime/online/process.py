@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +16,7 @@ from fcp_cli.plan.metadata.job_facts import JobFacts, PlanningWish
 from fcp_cli.plan.metadata.online import OnlineSettings
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.runtime.online.early import planner_process
-from fcp_cli.runtime.online.items import ReadWindow
+from fcp_cli.runtime.online.items import ReadBatch
 
 
 class PlanningProcess:
@@ -78,19 +78,19 @@ class PlanningProcess:
 
 
 class StreamProcess(PlanningProcess):
-    """Plans windows of a stream."""
+    """Plans batches of a stream."""
 
     def __init__(self, settings: OnlineSettings, plan: Path, first_step: int) -> None:
         super().__init__({"settings": settings.to_json(), "plan": str(plan), "first_step": first_step})
 
-    def plan(self, window: ReadWindow) -> list[StepPlan]:
-        """Return the planned steps of a window."""
-        self._tell("window", _facts_of(window), table_bytes(window.columns()))
+    def plan(self, batch: ReadBatch) -> list[StepPlan]:
+        """Return the planned step of a batch."""
+        self._tell("batch", _facts_of(batch), table_bytes(batch.columns()))
         return steps_of(self._answer().table)
 
-    def compare(self, window: ReadWindow) -> None:
-        """Have a window compared with the one trained before; the next answer says if it differs."""
-        self._tell("trained", _facts_of(window), table_bytes(window.columns()))
+    def compare(self, batch: ReadBatch) -> None:
+        """Have a batch compared with the one trained before; the next answer says if it differs."""
+        self._tell("trained", _facts_of(batch), table_bytes(batch.columns()))
 
     def adopt(self, refit: Mapping[str, Any]) -> None:
         """Plan by a refit from its first step on."""
@@ -116,6 +116,5 @@ class JobProcess(PlanningProcess):
         return steps_of(self._answer().table)
 
 
-def _facts_of(window: ReadWindow) -> dict[str, Any]:
-    sizes: Sequence[int] = window.sizes
-    return {"first_step": window.first_step, "first_sequence": window.first_sequence, "sizes": sizes}
+def _facts_of(batch: ReadBatch) -> dict[str, Any]:
+    return {"step": batch.step, "first_sequence": batch.first_sequence}

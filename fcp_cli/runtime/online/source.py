@@ -1,6 +1,6 @@
-"""One rank's part in planning while training: windows of a stream in, planned steps out, the same on all ranks.
+"""One rank's part in planning while training: batches of a stream in, planned steps out, the same on all ranks.
 
-Three threads: one reads the stream, one has windows planned and agrees on them with the other ranks, and the training
+Three threads: one reads the stream, one has them planned and agrees on them with the other ranks, and the training
 loop takes steps. Both others run ahead of the loop by a limited number of steps, counted from the step that it asks
 for: all ranks ask for the same steps, so all ranks exchange messages equally often, and a rank that leaves its loop
 leaves none waiting.
@@ -26,11 +26,11 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.runtime.data.followed_plans import note_follower
 from fcp_cli.runtime.data.loader import Fetch
 from fcp_cli.runtime.online.control import Control, on_rank_0
-from fcp_cli.runtime.online.items import ReadWindow, read_windows, row_of
+from fcp_cli.runtime.online.items import ReadBatch, read_batches, row_of
 from fcp_cli.runtime.online.measured import Measured, Refits
 from fcp_cli.runtime.online.process import StreamProcess
 
-STEPS, END, _FAULT, _LEFT = range(4)  # a rank's state of the next window
+STEPS, END, _FAULT, _LEFT = range(4)  # a rank's state of the next steps
 _LEAVING_SECONDS: Final = 10.0  # that a rank waits for the others when it leaves its loop
 _LOOK_SECONDS: Final = 0.05
 
@@ -66,7 +66,7 @@ class StreamSource:
         self._stream = stream
         self._process: Any = None  # a PlanningProcess, on rank 0
         self._planned: queue.SimpleQueue[StepPlan | BaseException | None] = queue.SimpleQueue()
-        self._windows: queue.SimpleQueue[ReadWindow | BaseException | None] = queue.SimpleQueue()
+        self._batches: queue.SimpleQueue[ReadBatch | BaseException | None] = queue.SimpleQueue()
         self._given: dict[int, tuple[Any, bool]] = {}  # sequence -> id or row, and whether it is a row
         self._wanted = -1  # step that may be planned
         self._changed = threading.Condition()
@@ -78,14 +78,12 @@ class StreamSource:
     def open(self, first_step: int) -> None:
         """Begin with a step; every rank calls it, with the same one."""
         self._agree_on_settings()
-        window = self.settings.window
-        begins = first_step - first_step % window
-        opened = on_rank_0(self._control, lambda: self._begin_process(begins))
-        self._refits = Refits(self.settings.options.refit_every, opened, begins)
-        self._adopt(self._refits.in_force(begins))
+        opened = on_rank_0(self._control, lambda: self._begin_process(first_step))
+        self._refits = Refits(self.settings.options.refit_every, opened, first_step)
+        self._adopt(self._refits.in_force(first_step))
         note_follower(self.path)
-        self._first_step, self._begins = first_step, begins
-        self._reads = self._begin_reading(begins, opened)
+        self._first_step = first_step
+        self._reads = self._begin_reading(first_step, opened)
         if self._control.rank == 0 and self._reads is not None:
             self._start(self._reads, "fcp-stream")
         self._start(self._agree, "fcp-planner")
@@ -167,49 +165,48 @@ class StreamSource:
                 f"launch as many, or plan for them: Planner(..., ranks={self._control.size})"
             )
 
-    def _begin_process(self, begins: int) -> dict[str, Any]:
-        self._process = StreamProcess(self.settings, self.path, begins)
+    def _begin_process(self, first_step: int) -> dict[str, Any]:
+        self._process = StreamProcess(self.settings, self.path, first_step)
         return dict(self._process.opened)
 
     def _is_allowed(self, step: int) -> bool:
-        """Wait until a window that begins with this step may be planned; False once the loop is left before that."""
+        """Wait until this step may be planned; False once the loop is left before that."""
         with self._changed:
             self._changed.wait_for(lambda: self._wanted >= step or self._is_left)
             return self._wanted >= step
 
-    def _begin_reading(self, begins: int, opened: Mapping[str, Any]) -> Callable[[], None] | None:
+    def _begin_reading(self, first_step: int, opened: Mapping[str, Any]) -> Callable[[], None] | None:
         """Return a function that reads the stream in a thread; None: there is nothing to read."""
         over = self.settings.options.stream_begins == "over"
-        step, sequence = (0, 0) if over else (begins, int(opened["first_sequence"]))
+        step, sequence = (0, 0) if over else (first_step, int(opened["first_sequence"]))
 
         def read() -> None:
             try:
-                windows = read_windows(self._stream, self.settings, step=step, sequence=sequence)
+                batches = read_batches(self._stream, self.settings, step=step, sequence=sequence)
                 due = step
-                while self._is_allowed(max(due, begins)):
-                    window = next(windows, None)
-                    if window is None:
+                while self._is_allowed(max(due, first_step)):
+                    batch = next(batches, None)
+                    if batch is None:
                         break
-                    due = window.first_step + len(window.batches)
-                    self._windows.put(window)
-                self._windows.put(None)
+                    due = batch.step + 1
+                    self._batches.put(batch)
+                self._batches.put(None)
             except BaseException as error:  # any error of the stream: the job must not wait for it
-                self._windows.put(error)
+                self._batches.put(error)
 
         return read
 
     def _agree(self) -> None:
-        """Have one window after the other planned, on all ranks, until the stream ends or one of them fails."""
-        due = self._begins
+        """Have one step after the other planned, on all ranks, until the stream ends or one of them fails."""
+        due = self._first_step
         try:
             while self._is_allowed(due):
                 self._refit(due)
-                steps = self._next_window(due)
+                steps = self._next_steps(due)
                 if steps is None:
                     break
                 for step in steps:
-                    if step.step >= self._first_step:
-                        self._planned.put(step)
+                    self._planned.put(step)
                 due = steps[-1].step + 1
             if due == 0 and not self._is_left:
                 raise RunError("the stream ended before its first sequence; a run needs a step to train")
@@ -234,9 +231,9 @@ class StreamSource:
         if refit is not None and self._process is not None:
             self._process.adopt(refit)
 
-    def _next_window(self, due: int) -> list[StepPlan] | None:
-        """Return the next window's steps; None if the stream has ended or the loop was left. Every rank calls it."""
-        told = self._plan_window(due) if self._control.rank == 0 else b""
+    def _next_steps(self, due: int) -> list[StepPlan] | None:
+        """Return the steps planned next; None if the stream has ended or the loop was left. Every rank calls it."""
+        told = self._plan_steps(due) if self._control.rank == 0 else b""
         facts, table = _split(self._control.from_rank(0, told))
         state, fault = int(facts["state"]), str(facts.get("fault", ""))
         steps = steps_of(table) if state == STEPS else []
@@ -250,31 +247,31 @@ class StreamSource:
             raise RunError(self._control.from_rank(states.index(_FAULT), fault.encode()).decode())
         return steps if state == STEPS and _LEFT not in states else None
 
-    def _plan_window(self, due: int) -> bytes:
-        """Return the planned window as a message, or why there is none."""
+    def _plan_steps(self, due: int) -> bytes:
+        """Return the steps that are planned next as a message, or why there are none."""
         assert self._process is not None
         try:
-            window = self._take_window()
-            while window is not None and window.first_step + len(window.batches) <= self._begins:
-                self._process.compare(window)
-                window = self._take_window()
-            if window is None:
+            batch = self._take_batch()
+            while batch is not None and batch.step < self._first_step:
+                self._process.compare(batch)
+                batch = self._take_batch()
+            if batch is None:
                 return joined_message({"state": _LEFT if self._is_left else END})
-            steps = self._process.plan(window)
+            steps = self._process.plan(batch)
         except Exception as error:
             return joined_message({"state": _FAULT, "fault": _line(error)})
-        items = window.items
+        items = batch.items
         for place, item in enumerate(items):
-            self._given[window.first_sequence + place] = (item.given, item.is_row)
+            self._given[batch.first_sequence + place] = (item.given, item.is_row)
         ids = None if items and items[0].is_row else [item.given for item in items]
-        facts = {"state": STEPS, "ids": ids, "first_sequence": window.first_sequence}
+        facts = {"state": STEPS, "ids": ids, "first_sequence": batch.first_sequence}
         return joined_message(facts, steps_bytes(steps))
 
-    def _take_window(self) -> ReadWindow | None:
-        """Return the window that was read next; None at the end, or when the loop is left before it is there."""
+    def _take_batch(self) -> ReadBatch | None:
+        """Return the batch that was read next; None at the end, or when the loop is left before it is there."""
         while True:
             try:
-                found = self._windows.get(timeout=_LOOK_SECONDS if self._is_left else 0.5)
+                found = self._batches.get(timeout=_LOOK_SECONDS if self._is_left else 0.5)
             except queue.Empty:
                 if self._is_left:
                     return None
@@ -284,7 +281,7 @@ class StreamSource:
             return found
 
     def _note_given(self, facts: Mapping[str, Any], steps: list[StepPlan], due: int) -> None:
-        """Record the sequences of a window; a rank that does not plan reads its own rows."""
+        """Record the sequences of the steps; a rank that does not plan reads its own rows."""
         if self._control.rank == 0:
             return
         if facts.get("ids") is not None:
@@ -296,19 +293,19 @@ class StreamSource:
         if self._reads is not None:
             self._start(self._reads, "fcp-stream")
             self._reads = None
-        window = self._take_window()
-        while window is not None and window.first_step + len(window.batches) <= self._begins:
-            window = self._take_window()
-        if (window is None) != (not steps) and not self._is_left:
-            ends, goes_on = (self._control.rank, 0) if window is None else (0, self._control.rank)
+        batch = self._take_batch()
+        while batch is not None and batch.step < self._first_step:
+            batch = self._take_batch()
+        if (batch is None) != (not steps) and not self._is_left:
+            ends, goes_on = (self._control.rank, 0) if batch is None else (0, self._control.rank)
             raise RunError(f"the stream of rank {ends} ends before step {due}, that of rank {goes_on} goes on; {_SAME}")
-        if window is None:
+        if batch is None:
             return
         lengths = {
             int(row): int(length) for step in steps for row, length in zip(step.sequences, step.lengths, strict=True)
         }
-        for place, item in enumerate(window.items):
-            number = window.first_sequence + place
+        for place, item in enumerate(batch.items):
+            number = batch.first_sequence + place
             if lengths.get(number) != item.length:
                 raise RunError(
                     f"sequence {number} of the stream of rank {self._control.rank} has {item.length} tokens, where the "

@@ -64,11 +64,9 @@ def planned(
     said = io.BytesIO()
     facts = {"kind": "open", "settings": online.to_json(), "plan": str(plan), "first_step": first_step}
     write_message(said, facts)
-    for place in range(0, len(batches), online.window):
-        window = [list(batch) for batch in batches[place : place + online.window]]
-        facts = {"kind": "window", "first_step": first_step + place, "first_sequence": first_sequence}
-        facts["sizes"] = [len(batch) for batch in window]
-        table = table_of([length for batch in window for length in batch])
+    for place, batch in enumerate(batches):
+        facts = {"kind": "batch", "step": first_step + place, "first_sequence": first_sequence}
+        table = table_of(list(batch))
         write_message(said, facts, table_bytes(length_columns(table)))
         first_sequence += len(table)
     if end_step is not None:
@@ -151,21 +149,6 @@ def test_what_a_killed_run_left_can_be_finished_though_its_last_window_is_torn(t
     assert list(check_plan(plan, manifest=read_manifest(manifest_of(plan)))) == []
 
 
-def test_a_reorder_window_lets_long_sequences_share_a_step_and_loses_none(tmp_path: Path, profile: Path) -> None:
-    lengths = [*([30_000] + 7 * [900]) * 4]
-    seconds = {}
-    for window in (1, 4):
-        online = settings_for(profile, "microbatch", global_batch_size=8, reorder_window=window)
-        plan = tmp_path / f"{window}.parquet"
-        steps = steps_in(planned(plan, online, batches_of(lengths, online), end_step=2))
-        seconds[window] = sum(step.makespan_seconds for step in steps)
-        assert sorted(np.concatenate([step.sequences for step in steps]).tolist()) == list(range(32))
-        assert list(check_plan(plan, manifest=read_manifest(manifest_of(plan)))) == []
-        # A window that was begun is kept whole: its sequences are those of all its steps.
-        assert PlanReader(plan).metadata.steps == (2 if window == 1 else 4)
-    assert seconds[4] < 0.95 * seconds[1]
-
-
 @pytest.mark.parametrize(
     ("batches", "line"),
     [
@@ -209,5 +192,3 @@ def test_a_run_cannot_go_on_with_steps_that_were_never_planned_or_for_something_
 def test_settings_that_contradict_each_other_are_one_line(profile: Path) -> None:
     with raises("UsageError: global_batch_size and global_batch_tokens both say what a step trains; give one of them"):
         settings_for(profile, global_batch_size=1, global_batch_tokens=1)
-    with raises("UsageError: ahead is 0, but reorder_window reads batches before the steps that train them"):
-        settings_for(profile, global_batch_size=1, reorder_window=3, ahead=0)
