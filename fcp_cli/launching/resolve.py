@@ -72,7 +72,7 @@ def resolve(request: LaunchRequest, find_machine: Callable[[], LocalDevices], as
         metadata, planning, find_machine = unplanned_job(request, find_machine)
     elif online is None:
         plan, metadata = _plan(request, assumed)
-        check_ranks(plan, metadata, request.ranks)
+        check_ranks(plan, metadata, request.ranks, request.model)
         if request.program and request.plan is None:
             assumed.assume("--plan", plan, "it is in this folder; elsewhere, a trainer's script gets a plan of its own")
     else:
@@ -117,7 +117,7 @@ def _placed(
         nodes = nodes or len(hosts) or planned_nodes(metadata)
     runs_here = target == LOCAL and not request.dry_run
     machine = _machine(request, target, metadata, find_machine, assumed)
-    num_nodes, processes_per_node = place(plan, metadata, machine, nodes=nodes, must_fit=runs_here)
+    num_nodes, processes_per_node = place(plan, metadata, machine, nodes=nodes, must_fit=runs_here, model=request.model)
     if runs_here:
         preflight.check_nodes(num_nodes, request.node_rank, request.master_addr, request.run_dir)
     planned = planned_nodes(metadata)
@@ -190,7 +190,7 @@ def _with_program(request: LaunchRequest, job: Job, assumed: Assumptions) -> Job
 def resolve_own_command(request: LaunchRequest) -> dict[str, str]:
     """Check the plan for a command that starts the ranks itself, and return its environment."""
     plan, metadata = _plan(replace(request, dry_run=False), Assumptions())
-    check_ranks(plan, metadata, request.ranks)
+    check_ranks(plan, metadata, request.ranks, request.model)
     run_dir = run_dir_of(request, Path(request.program[0]).stem)
     (probe,) = _probe_variables(request, run_dir, metadata)
     return hooked_environment(plan=plan, run_dir=run_dir, probe=probe)

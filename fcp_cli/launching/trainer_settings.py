@@ -212,7 +212,7 @@ def _manifests(request: LaunchRequest, plan: Path, metadata: PlanMetadata, assum
         manifests = tuple(mixed_manifests(mixture, manifests, length_column=length_column))
         require_texts(manifests)
     elif (manifest := one_manifest(metadata, manifests)) and not is_assumed(metadata):
-        _check_manifest(manifest, length_column, plan, metadata)
+        _check_manifest(manifest, length_column, plan, metadata, request.model)
     kept = RunPaths(run_dir=request.run_dir).origin if request.resume and request.run_dir is not None else None
     for manifest in manifests:
         if has_tokens(manifest, length_column=length_column, kept=kept):
@@ -232,14 +232,15 @@ def _manifests(request: LaunchRequest, plan: Path, metadata: PlanMetadata, assum
     return tuple(manifest.absolute() for manifest in manifests)
 
 
-def _check_manifest(manifest: Path, length_column: str, plan: Path, metadata: PlanMetadata) -> None:
+def _check_manifest(manifest: Path, length_column: str, plan: Path, metadata: PlanMetadata, model: str | None) -> None:
     """Refuse a manifest that the plan was not made from: the run would train on its rows without an error."""
     from fcp_cli.manifest.read import read_manifest
 
     if read_manifest(manifest, length_column=length_column).content_hash() != metadata.manifest.content_hash:
+        again = plan_again(metadata, plan, manifest=str(manifest), given_model=model)
         raise RunError(
             f"{manifest} is not the manifest that {plan} was made from, or it was changed since; name the right "
-            f"one with --manifest, or plan again with: {plan_again(metadata, plan, manifest=str(manifest))}"
+            f"one with --manifest, or plan again with: {again}"
         )
 
 

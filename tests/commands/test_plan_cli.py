@@ -355,6 +355,9 @@ def test_a_launch_without_model_asks_for_the_folder_that_the_plan_was_made_for(f
     assert launched.stderr.endswith(
         "error: the plan was made for the model own, of which there is no folder here; name it with --model FOLDER\n"
     )
+    named = ("launch", "--model", "run/own", "--dry-run")
+    for refused in (fcp(*named, "--ranks", "3", cwd=folder), fcp(*named, "--loss", "plain", cwd=folder)):
+        assert " --model run/own --cluster " in refused.stderr.partition(" with: fcp plan lengths.parquet")[2]
 
 
 def test_a_plan_ends_with_a_verdict_and_json_holds_it_as_a_field(folder: Path) -> None:

@@ -252,10 +252,10 @@ def _remedy(job: Job, need: JobMemory) -> str:
 
 def _model_words(job: Job, spec: ModelSpec) -> list[str]:
     """Return the options of the model, and of the cluster if its times can be computed."""
-    planned = job.profile
+    planned, name = job.profile, job.model or spec.name
     if planned is None or planned.origin == "analytic":
-        return ["--model", spec.name, *(["--cluster", planned.cluster] if planned is not None else [])]
-    return [] if planned.model == spec.name else ["--model", spec.name]
+        return ["--model", name, *(["--cluster", planned.cluster] if planned is not None else [])]
+    return [] if planned.model == spec.name else ["--model", name]
 
 
 def check_recipe_of_plan(job: Job, settings: TrainSettings) -> None:

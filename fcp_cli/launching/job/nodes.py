@@ -15,12 +15,12 @@ from fcp_cli.reading.documents import parse_yaml
 THIS_MACHINE = "this-machine"
 
 
-def check_ranks(plan: Path, metadata: PlanMetadata, ranks: int | None) -> None:
-    """Check --ranks against the plan, which decides the number of ranks."""
+def check_ranks(plan: Path, metadata: PlanMetadata, ranks: int | None, model: str | None = None) -> None:
+    """Check --ranks against the plan, which decides the number of ranks; `model` is the given one."""
     if ranks is not None and ranks != metadata.num_ranks:
         raise RunError(
             f"{plan} is for {metadata.num_ranks} ranks, but --ranks is {ranks}; make a plan for {ranks} with: "
-            f"{plan_again(metadata, plan, ranks=ranks)}"
+            f"{plan_again(metadata, plan, ranks=ranks, given_model=model)}"
         )
 
 
@@ -62,7 +62,13 @@ def _devices_per_node(metadata: PlanMetadata) -> int | None:
 
 
 def place(
-    plan: Path, metadata: PlanMetadata, machine: LocalDevices, *, nodes: int | None, must_fit: bool
+    plan: Path,
+    metadata: PlanMetadata,
+    machine: LocalDevices,
+    *,
+    nodes: int | None,
+    must_fit: bool,
+    model: str | None = None,
 ) -> tuple[int, int]:
     """Spread the job over `nodes` machines; by default all of it runs here. Return machines and processes on each.
 
@@ -72,6 +78,7 @@ def place(
         machine: this one.
         nodes: the nodes, as given, or None.
         must_fit: whether this machine will run a part; else the nodes that the plan was made for are taken, too.
+        model: the given one, for messages.
     """
     processes = metadata.num_devices
     if nodes is None:
@@ -80,14 +87,16 @@ def place(
         raise UsageError(f"--nodes is {nodes}, which does not divide the {processes} processes of {plan}")
     per_node = processes // nodes
     if must_fit and per_node > machine.most_ranks:
-        raise RunError(_too_many(plan, metadata, machine, per_node, nodes))
+        raise RunError(_too_many(plan, metadata, machine, per_node, nodes, model))
     return nodes, per_node
 
 
-def _too_many(plan: Path, metadata: PlanMetadata, machine: LocalDevices, per_node: int, nodes: int) -> str:
+def _too_many(
+    plan: Path, metadata: PlanMetadata, machine: LocalDevices, per_node: int, nodes: int, model: str | None
+) -> str:
     here = f"{plan} needs {per_node} processes on this machine, which holds {machine.most_ranks} ({machine.describe()})"
     ranks = max(1, machine.most_ranks // (metadata.devices_per_rank))
-    fewer = f"plan for fewer ranks with: {plan_again(metadata, plan, ranks=ranks)}"
+    fewer = f"plan for fewer ranks with: {plan_again(metadata, plan, ranks=ranks, given_model=model)}"
     wanted = max(planned_nodes(metadata), nodes)
     if wanted == 1:
         cpu = "" if machine.device == "cpu" else "train on the CPU with --device cpu, or "

@@ -33,6 +33,7 @@ def plan_again(
     recipe: Recipe | None = None,
     changes: Sequence[str] = (),
     manifest: str | None = None,
+    given_model: str | None = None,
 ) -> str:
     """Return the whole command that makes a plan like this one, under a name of its own.
 
@@ -43,6 +44,7 @@ def plan_again(
         recipe: another recipe than the plan's.
         changes: words for further options that differ; an option in them replaces the plan's.
         manifest: another manifest than the plan's.
+        given_model: the --model of the command that failed: where the plan's own model is found, if it is that.
     """
     name = _another(plan, "" if ranks in (None, metadata.num_ranks) else f"-{ranks}-ranks")
     wanted = ranks or metadata.num_ranks
@@ -52,14 +54,14 @@ def plan_again(
     profile = _profile_of(metadata)
     recipe = None if model is not None else recipe or metadata.recipe
     options = [
-        *_basis(profile, model),
+        *_basis(profile, model or _own_model(profile, plan, given_model), is_other=model is not None),
         *_plain(metadata, profile, wanted, is_same_model=model is None),
         *(_recipe(recipe, wanted) if recipe is not None else ()),
         *_mixed(metadata),
     ]
     replaced = {word for word in changes if word.startswith("--")}
     kept = [word for option in options if option[0] not in replaced for word in option]
-    named = [] if metadata.mixture is not None else [manifest or metadata.manifest.argument]  # --mix names them
+    named = [] if metadata.mixture is not None else [manifest or _own_manifest(metadata, plan)]  # --mix names them
     words = ["fcp", "plan", *named, *kept, *changes, "-o", str(name)]
     return shlex.join(words)
 
@@ -80,11 +82,29 @@ def _profile_of(metadata: PlanMetadata) -> CostProfile | None:
         return None
 
 
-def _basis(profile: CostProfile | None, model: str | None) -> Iterator[list[str]]:
+def _own_manifest(metadata: PlanMetadata, plan: Path) -> str:
+    """Return the plan's manifest, of which the plan keeps the name alone, next to the plan if it is there."""
+    beside = plan.parent / metadata.manifest.name
+    return str(beside) if beside.exists() else metadata.manifest.argument
+
+
+def _own_model(profile: CostProfile | None, plan: Path, given: str | None) -> str:
+    """Return the argument that finds the plan's model, of which the plan keeps the name alone."""
+    from fcp_cli.models.model import known_model
+
+    if profile is None:
+        return ""
+    places = filter(None, (given, profile.model, str(plan.parent / profile.model)))
+    names = ((place, known_model(place)) for place in places)
+    found = (place for place, spec in names if spec is not None and spec.name == profile.model)
+    return next(found, f"PATH/TO/{profile.model}")
+
+
+def _basis(profile: CostProfile | None, model: str, *, is_other: bool) -> Iterator[list[str]]:
     if profile is not None and profile.origin == "analytic":
-        yield ["--model", model or profile.model]
+        yield ["--model", model]
         yield ["--cluster", profile.cluster]
-    elif model is not None:
+    elif is_other:
         yield ["--model", model]
     elif profile is not None:  # its file's name is not in the plan; without one fcp would plan for another model
         yield ["--profile", "profile.yaml"]

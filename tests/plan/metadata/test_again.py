@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.metadata.again import plan_again
 from fcp_cli.plan.metadata.plan_metadata import Continuation
 from tests.commands.planning_folder import fcp
+from tests.commands.test_plan_cli import SMALL_CONFIG
 
 COMPUTED = ("--model", "qwen3-8b", "--cluster", "h200-1x4")
 # Speeds of ranks are searched for seconds a step with more ranks.
@@ -85,6 +87,28 @@ def test_another_model_gets_a_recipe_of_its_own(computed: Path) -> None:
     words = again(computed, model="qwen3-tiny")
     assert words[words.index("--model") + 1] == "qwen3-tiny"
     assert "--zero" not in words
+
+
+def test_a_checkpoint_is_named_by_the_path_that_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "other"):
+        checkpoint(tmp_path / "models" / name)
+    (tmp_path / "data").mkdir()
+    metadata = PlanReader(planned(tmp_path / "data", "--model", "../models/mine", *COMPUTED[2:])).metadata
+    path = Path("data/plan.parquet")
+
+    words = shlex.split(plan_again(metadata, path, ranks=2, given_model="models/mine"))
+
+    assert words[:5] == ["fcp", "plan", "data/lengths.txt", "--model", "models/mine"]
+    assert fcp(*words[1:], cwd=tmp_path).returncode == 0
+    assert " --model PATH/TO/mine " in plan_again(metadata, path, given_model="models/other")
+    checkpoint(tmp_path / "data" / "mine")
+    assert " --model data/mine " in plan_again(metadata, path)
+
+
+def checkpoint(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(SMALL_CONFIG))
 
 
 def test_names_of_files_that_exist_are_not_taken(
