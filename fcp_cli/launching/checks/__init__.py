@@ -10,7 +10,7 @@ import os
 import sys
 from dataclasses import replace
 
-from fcp_cli.launching.checks import memory, nodes, plan, software, variables
+from fcp_cli.launching.checks import megatron_recipe, memory, nodes, plan, software, variables
 from fcp_cli.launching.checks.finding import LaunchFinding
 from fcp_cli.launching.job.commands import path_of_python
 from fcp_cli.launching.job.job import Job
@@ -47,6 +47,7 @@ CHECKS = (
     software.msrun,
     software.pdsh,
     software.script_arguments,
+    megatron_recipe.recipe_arguments,
 )
 
 _WAY_SECONDS = 10.0

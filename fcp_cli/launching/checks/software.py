@@ -9,6 +9,7 @@ from typing import Final
 from fcp_cli.extras import pip_install
 from fcp_cli.launching.checks.finding import LaunchFinding, error, warning
 from fcp_cli.launching.job.commands import interpreter_name
+from fcp_cli.launching.job.inject import without_entry
 from fcp_cli.launching.job.job import Job, argument
 from fcp_cli.machine.facts import Facts
 from fcp_cli.words import counted
@@ -25,7 +26,10 @@ _LAYERS_PER_BLOCK = "--num-layers-per-virtual-pipeline-stage"
 # Parts that Megatron counts as one more layer when it divides layers among stages.
 _COUNTED_AS_LAYERS = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 # Arguments by which a script is known to be Megatron's: others may mean something else by --global-batch-size.
-_OF_MEGATRON = (*PARALLEL_ARGUMENTS, "--micro-batch-size", "--train-iters", "--transformer-impl")
+_OF_MEGATRON = (
+    *(*PARALLEL_ARGUMENTS, "--micro-batch-size", "--train-iters", "--transformer-impl"),
+    *("--recompute-granularity", "--use-distributed-optimizer", "--use-megatron-fsdp"),
+)
 _SET_ENV = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
 
 
@@ -114,10 +118,9 @@ def _megatron_arguments(job: Job) -> Iterator[LaunchFinding]:
 
     Arguments may be absent because the script sets them itself; only those of Megatron-LM's own scripts are missed.
     """
-    is_its_own = bool(job.program) and Path(job.program[0]).name == "pretrain_gpt.py"
-    if not is_its_own and not any(argument(job.arguments, flag) is not None for flag in _OF_MEGATRON):
+    if not is_of_megatron(job):
         return
-    metadata = job.metadata
+    is_its_own, metadata = is_megatrons_own(job), job.metadata
     batch, steps = (_number(argument(job.arguments, flag)) for flag in ("--global-batch-size", "--train-iters"))
     if batch is not None and metadata.has_equal_batches and batch != metadata.global_batch_size:
         yield error(
@@ -148,6 +151,21 @@ def _megatron_arguments(job: Job) -> Iterator[LaunchFinding]:
         needed += ["--attention-dropout 0"] if dropout is None else []
         if needed:
             yield warning(f"pretrain_gpt.py stops before its first step under a plan, unless given {' '.join(needed)}")
+
+
+def script_name(job: Job) -> str:
+    """Return the name of a job's script, which the entry point of the hooks may run."""
+    return Path(next(iter(without_entry((*job.program, *job.arguments))), "")).name
+
+
+def is_megatrons_own(job: Job) -> bool:
+    """Whether a job's script is Megatron-LM's own, whose absent arguments are Megatron's defaults."""
+    return script_name(job) == "pretrain_gpt.py"
+
+
+def is_of_megatron(job: Job) -> bool:
+    """Whether a job's script is known to train with Megatron."""
+    return is_megatrons_own(job) or any(argument(job.arguments, flag) is not None for flag in _OF_MEGATRON)
 
 
 def _number(value: str | None) -> int | None:
