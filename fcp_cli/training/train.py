@@ -17,6 +17,7 @@ from fcp_cli.training.settings import parse_settings
 _INTERRUPTED = 130
 # gloo's words; it has no classes for them.
 _LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer")
+_GLOO_DECORATION = re.compile(r"^\[\S+:\d+\] | This is typically caused by .*")  # its source line, its advice
 _WAITED = re.compile(r"Timed out waiting (\d+)ms")
 
 
@@ -42,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_CONNECTION):
             # Another rank failed, and leaves its own error; torchrun is about to end this one.
-            print(f"lost the connection to another rank: {str(error).splitlines()[0]}", file=sys.stderr)
+            reason = _GLOO_DECORATION.sub("", str(error).splitlines()[0])
+            print(f"lost the connection to another rank: {reason}", file=sys.stderr)
             return 1
         if isinstance(error, RuntimeError) and (waited := _WAITED.search(str(error))):
             why = "it is stopped or slow, or the network between them is down; --rank-timeout is the time to wait"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from fcp_cli.launching.supervision import run as run_module
 from fcp_cli.launching.supervision.run import Screen, run_job
 from fcp_cli.machine import processes
 from tests.launching.jobs import local_job
+from tests.launching.test_failure import SUMMARY
 from tests.patience import PATIENCE_SECONDS, wait_until
 from tests.training.small_runs import ranks_in
 
@@ -100,6 +102,39 @@ def test_a_failed_job_says_who(job: Job) -> None:
     outcome = run_job(job, start=fake_for(job, status=3).start)
     assert outcome.failure is not None
     assert outcome.failure.summary().startswith("torchrun failed with status 3")
+
+
+class Victim(FakeRunner):
+    """Local rank 0 loses its peer, which torchrun and the peer's own output name."""
+
+    lost = ""
+
+    def start(self, argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> FakeRunner:
+        super().start(argv, environment, output)
+        output.write(SUMMARY.format(status=1).encode())
+        output.flush()
+        (self._rank_0 / "stderr.log").write_text(f"before\n{self.lost}\n")
+        peer = self._rank_0.with_name("1")
+        peer.mkdir()
+        (peer / "stderr.log").write_text("error: row 7 of the data has 3 tokens\n")
+        return self
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        "lost the connection to another rank: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error",
+        "[W1125 19:20:00.123456789 socket.cpp:460] [c10d] waitForInput: poll for socket failed\nframe #0: c10::Error",
+        "[rank0]: Traceback (most recent call last):\n[rank0]: RuntimeError: Connection closed by peer",
+    ],
+)
+def test_a_victims_lines_do_not_stand_above_the_cause(job: Job, capsys: pytest.CaptureFixture[str], lost: str) -> None:
+    runner = Victim(status=1, log_dir=job.run_dir / "logs")
+    runner.lost = lost
+    outcome = run_job(job, start=runner.start)
+    assert outcome.failure is not None
+    assert outcome.failure.summary() == f"rank 5 on {socket.gethostname()}: row 7 of the data has 3 tokens"
+    assert capsys.readouterr().err == "before\n"
 
 
 def test_ctrl_c_asks_the_ranks_and_then_ends_everything(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,7 +28,11 @@ from fcp_cli.reading.verified import verified_variable
 from fcp_cli.runs.metrics.follower import FileFollower
 
 _POLL_SECONDS = 0.1
-_TRACEBACK = b"Traceback (most recent call last)"
+# What a rank prints whose peer is gone: a traceback, the bundled trainer's line, or torch's log lines of C++.
+_OF_A_VICTIM = re.compile(
+    rb"Traceback \(most recent call last\)|lost the connection to another rank"
+    rb"|\[[WE]\d{4} \S+ \w+\.cpp:\d+\].*(recv|send|waitForInput|Broken pipe|(reset|closed) by peer)"
+)
 # A stopped launcher whose ranks have ended may wait five minutes for other nodes' launchers, which may be gone.
 _ALONE_SECONDS = 60.0
 _HELD_SECONDS = 10.0  # longer than from a lost connection to the end of the job
@@ -242,8 +247,8 @@ def _received_signals() -> Iterator[list[signal.Signals]]:
 class _RankOutput:
     """Copies one stream of local rank 0 to a stream of fcp while it is printed.
 
-    A traceback is held back for a while: if the job ends because another rank failed, rank 0 prints a long one about
-    its lost connection, which would stand above the error of the rank that failed.
+    A traceback, or a line about a lost connection, is held back for a while: if the job ends because another rank
+    failed, rank 0 prints one that would stand above the error of the rank that failed.
     """
 
     def __init__(self, ranks: NodeRanks, stream: str, target: str) -> None:
@@ -255,15 +260,15 @@ class _RankOutput:
         self._held_since = 0.0
 
     def copy_new(self, *, holds: bool = False) -> None:
-        """Copy new output; while it `holds`, tracebacks are held back: the rank waits for one that is stopped."""
+        """Copy new output; while it `holds`, nothing held back is released: the rank waits for one that is stopped."""
         if self._file is None:
             path = self._ranks.rank_0(self._stream)
             if path is None:
                 return
             self._file = FileFollower(path)
         new = self._file.read()
-        if not self._held and _TRACEBACK in new:
-            start = new.rfind(b"\n", 0, new.index(_TRACEBACK)) + 1  # torch writes [rank0]: before it
+        if not self._held and (found := _OF_A_VICTIM.search(new)):
+            start = new.rfind(b"\n", 0, found.start()) + 1  # torch writes [rank0]: before it
             self._write(new[:start])
             self._held, self._held_since = new[start:], time.monotonic()
         elif self._held:
