@@ -271,12 +271,12 @@ def test_a_sequence_that_changed_is_named_with_the_command_that_rebuilds(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("edited", "found"),
-    [(b'{"text": "longer"}\n{"text": "de"}\n', b'"}'), (b'{"text": "abc"}\n', b"")],
+    ("edited", "place", "found"),
+    [(b'{"text": "longer"}\n{"text": "de"}\n', " at byte 16", b'"}'), (b'{"text": "abc"}\n', ":2", b"")],
     ids=["a longer row", "a row less"],
 )
 def test_a_file_of_lines_that_changed_is_named_as_such_and_not_as_bad_json(
-    edited: bytes, found: bytes, tmp_path: Path
+    edited: bytes, place: str, found: bytes, tmp_path: Path
 ) -> None:
     write_tree(tmp_path, {"d.jsonl": b'{"text": "abc"}\n{"text": "de"}\n'})
     build(tmp_path / "d.jsonl", tmp_path / "m.parquet")
@@ -284,7 +284,7 @@ def test_a_file_of_lines_that_changed_is_named_as_such_and_not_as_bad_json(
     with pytest.raises(ManifestError) as caught:
         open_tokens(tmp_path / "m.parquet")(1)
     assert str(caught.value) == (
-        f"the data changed since the manifest was built, so its row 1 cannot be read: {tmp_path}/d.jsonl at byte 16 is not "
+        f"the data changed since the manifest was built, so its row 1 cannot be read: {tmp_path}/d.jsonl{place} is not "
         f"JSON: {found!r}; build and plan again: fcp manifest build {tmp_path}/d.jsonl --kind jsonl --column text -o "
         f"{tmp_path}/m.parquet, then fcp plan {tmp_path}/m.parquet"
     )

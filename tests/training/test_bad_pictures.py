@@ -179,9 +179,9 @@ CHANGES: dict[str, Callable[[Path], Any]] = {
 }
 CHANGES_MESSAGES = snapshot(
     {
-        "removed": "RunError: row 1 of the manifest (FOLDER/data.jsonl at byte 26): FOLDER/a.png cannot be decoded: No such file or directory",
-        "cut short": "RunError: row 1 of the manifest (FOLDER/data.jsonl at byte 26): FOLDER/a.png cannot be decoded: image file is truncated",
-        "of another size": "RunError: row 1 of the manifest (FOLDER/data.jsonl at byte 26): FOLDER/a.png is 41 x 60 pixels, but the manifest counted 40 x 60: it changed since",
+        "removed": "RunError: row 1 of the manifest (FOLDER/data.jsonl:2): FOLDER/a.png cannot be decoded: No such file or directory",
+        "cut short": "RunError: row 1 of the manifest (FOLDER/data.jsonl:2): FOLDER/a.png cannot be decoded: image file is truncated",
+        "of another size": "RunError: row 1 of the manifest (FOLDER/data.jsonl:2): FOLDER/a.png is 41 x 60 pixels, but the manifest counted 40 x 60: it changed since",
     }
 )
 
@@ -213,7 +213,7 @@ def test_a_video_with_fewer_frames_than_its_header_says_is_named(tmp_path: Path)
     assert visuals is not None
     with raises(
         snapshot(
-            "RunError: row 1 of the manifest (FOLDER/data.jsonl at byte 26): FOLDER/a.mp4 has 5 frames, but the manifest counted 12"
+            "RunError: row 1 of the manifest (FOLDER/data.jsonl:2): FOLDER/a.mp4 has 5 frames, but the manifest counted 12"
         )
     ):
         visuals(1).parts[-1].pixels()

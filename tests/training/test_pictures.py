@@ -120,7 +120,7 @@ def test_a_bad_row_is_skipped_and_counted(tmp_path: Path, capsys: pytest.Capture
     shown = capsys.readouterr().err
     assert "1 bad row" in shown
     lines = [line for line in shown.splitlines() if "row 7" in line]
-    name = f"row 7 of the manifest ({tmp_path}/data.jsonl at byte"
+    name = f"row 7 of the manifest ({tmp_path}/data.jsonl:8)"
     assert len(lines) == 2 and lines[0].startswith(f"error: {name}") and lines[1].startswith(f"step 1: skipped {name}")
     assert lines[0].endswith("; to train on without such rows: --bad-rows skip, or start(skip_bad_rows=True)")
     assert "skip_bad_rows" not in lines[1]

@@ -13,7 +13,15 @@ import pyarrow as pa
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.manifest.sources.base import WHOLE, FileSpan, ItemGroup, Part, RowBatch, item_groups, names_below
-from fcp_cli.manifest.sources.records import BATCH_RECORDS, SourceRecord, has_lines, record_at, records_of, units_of
+from fcp_cli.manifest.sources.records import (
+    BATCH_RECORDS,
+    SourceRecord,
+    has_lines,
+    place_of,
+    record_at,
+    records_of,
+    units_of,
+)
 from fcp_cli.manifest.table.header import LEARNED_COLUMN
 from fcp_cli.manifest.tokenizing.chat import ChatEncoder, Encoded
 from fcp_cli.reading.inputs import is_compressed
@@ -116,5 +124,4 @@ class ChatTokens:
         return encoded.tokens, encoded.labels
 
     def place(self, row: int) -> str:
-        file = self._source.files[self._shards[row]]
-        return f"{file} at {'byte' if has_lines(file) else 'record'} {self._records[row]}"
+        return place_of(self._source.files[self._shards[row]], int(self._records[row]))

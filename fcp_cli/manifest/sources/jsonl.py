@@ -14,6 +14,7 @@ import pyarrow as pa
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.sources.base import WHOLE, FileSpan, ItemGroup, Part, RowBatch, item_groups, names_below
+from fcp_cli.manifest.sources.line_place import LinePlace
 from fcp_cli.manifest.tokenizing.tokenizer import Tokenizer, utf8
 from fcp_cli.reading.documents import decode_record
 from fcp_cli.reading.inputs import (
@@ -39,7 +40,7 @@ class JsonLine(NamedTuple):
     """A line that is not blank.
 
     Attributes:
-        place: the place of the line, for messages: FILE:NUMBER, or FILE at byte N if lines before it were not read.
+        place: the place of the line, for messages: FILE:NUMBER, or FILE at byte N in a tar.
         byte_offset: its byte offset in its file, or in the content of a compressed one.
         content: the bytes of the line, with its end.
         done: bytes of the file that were read for it.
@@ -161,7 +162,7 @@ class JsonLinesTokens:
         return self._source.tokenizer.encode(value) if isinstance(value, bytes) else value
 
     def place(self, row: int) -> str:
-        return f"{self._source.files[self._shards[row]]} at byte {self._byte_offsets[row]}"
+        return LinePlace(self._source.files[self._shards[row]], int(self._byte_offsets[row]))
 
 
 def usual_field(file: Path) -> str:
@@ -263,7 +264,7 @@ def _lines_between(
             done = stored_bytes_read(stream) - packed
             packed += done
         if content.strip():
-            place = f"{file} at byte {offset}" if start or member else f"{file}:{number}"
+            place = LinePlace(file, offset) if start or member else f"{file}:{number}"
             yield JsonLine(place, offset, content, done)
         offset += len(content)
 

@@ -10,6 +10,7 @@ from typing import IO, Any
 
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.sources.jsonl import json_lines, json_record, line_at, size_of
+from fcp_cli.manifest.sources.line_place import LinePlace
 from fcp_cli.manifest.sources.shards import DATA_SUFFIXES, open_shard, python_rows, table_rows
 from fcp_cli.reading.documents import read_records
 from fcp_cli.reading.inputs import cached_by_file, open_input
@@ -55,18 +56,25 @@ def records_of(
         share, rest = divmod(size_of(file), max(len(records), 1))
         for number, record in enumerate(records):
             done = share + (rest if number == 0 else 0)
-            yield SourceRecord(record=record, place=f"{file}, record {number + 1}", at=number, done=done)
+            yield SourceRecord(record=record, place=place_of(file, number), at=number, done=done)
         return
     shard, number = open_shard(file), start
     for batch in shard.batches(list(shard.schema.names), batch_rows, start, stop):
         for record in python_rows(batch, file):
-            yield SourceRecord(record=record, place=f"{file}, row {number}", at=number, done=1)
+            yield SourceRecord(record=record, place=place_of(file, number), at=number, done=1)
             number += 1
 
 
 def has_lines(file: Path) -> bool:
     """Return whether a file holds JSON lines: it is neither a table nor one JSON list."""
     return file.suffix not in (*DATA_SUFFIXES, ".json")
+
+
+def place_of(file: Path, at: int) -> str:
+    """Return the place of the record at `SourceRecord.at`, for messages."""
+    if has_lines(file):
+        return LinePlace(file, at)
+    return f"{file}, record {at + 1}" if file.suffix == ".json" else f"{file}, row {at}"
 
 
 def units_of(file: Path) -> int:

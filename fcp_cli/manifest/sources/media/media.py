@@ -23,6 +23,7 @@ from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.sources.base import RowBatch, grouped
 from fcp_cli.manifest.sources.jsonl import json_record, line_at
+from fcp_cli.manifest.sources.line_place import LinePlace
 from fcp_cli.manifest.sources.media.media_readers import TEXT_COLUMNS, media_units, read_media
 from fcp_cli.manifest.sources.records import SourceRecord
 from fcp_cli.manifest.table.checks import LONGEST_TOKENS
@@ -124,8 +125,8 @@ class MediaRecords:
 
     def __call__(self, row: int) -> tuple[tuple[Visual, ...], tuple[Visual, ...]]:
         """Return (images, videos) of one row."""
-        line, place = line_at(self.path, int(self._byte_offsets[row])), f"{self.path} at byte {self._byte_offsets[row]}"
-        return visuals_of(json_record(line, place), self.processor, place)
+        place = LinePlace(self.path, int(self._byte_offsets[row]))
+        return visuals_of(json_record(line_at(self.path, place.byte_offset), place), self.processor, place)
 
 
 def _turns(record: dict[str, Any], place: str) -> list[str]:

@@ -19,7 +19,7 @@ from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.sources.jsonl import json_record
 from fcp_cli.manifest.sources.media.media_readers import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from fcp_cli.manifest.sources.media.picture_refs import CellPicture, Picture, TarPicture, refer
-from fcp_cli.manifest.sources.records import record_at, records_of, tar_samples
+from fcp_cli.manifest.sources.records import place_of, record_at, records_of, tar_samples
 from fcp_cli.manifest.sources.shards import DATA_SUFFIXES, table_rows
 from fcp_cli.manifest.tokenizing.chat import PICTURE_FIELDS
 from fcp_cli.reading.tar import TarMember, tar_content
@@ -80,10 +80,10 @@ def conversation_at(file: Path, at: int, pictures: tuple[int, int]) -> Conversat
             raise ManifestError(f"{file} at byte {at} is gone; build the manifest again")
         record, place = found[0], f"{file}: {found[1]}"
     elif file.suffix in DATA_SUFFIXES:
-        place = f"{file}, row {at}"
+        place = place_of(file, at)
         record = _of_table(file, at, place, dict(zip(("image", "video"), pictures, strict=True)))
     else:
-        place = f"{file} at {'record' if file.suffix == '.json' else 'byte'} {at}"
+        place = place_of(file, at)
         record = record_at(file, at, place)
     return _conversation(record, file, place, at, 0)
 
