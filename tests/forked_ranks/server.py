@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,6 +31,8 @@ LARGEST_REQUEST = 1 << 17
 _READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "TORCHDYNAMO", "TORCHINDUCTOR", "TORCH_COMPILE", "NUMBA_", "PYTHONWARNINGS")
 # PyTorch reads it when it compiles, and sets it in the environment of every process that only asks where it would.
 _READ_LATER = "TORCHINDUCTOR_CACHE_DIR"
+# What most programs import sooner or later, whichever they are: once for all of them, where there is one server for all.
+_OF_MOST = ("pandas", "peft", "pydantic.type_adapter", "rich.console", "torch._inductor.compile_fx")
 # What a program imports only when it runs.
 _LATER = {
     "fcp_cli.training.train": (
@@ -48,7 +50,17 @@ _LATER = {
         "fcp_cli.app",
         "fcp_cli.launching.resolve",
         "fcp_cli.launching.checks",
+        "fcp_cli.launching.job.document",
+        "fcp_cli.launching.supervision.run",
+        "fcp_cli.launching.supervision.run_progress",
         "fcp_cli.machine.facts",
+        "pandas",
+    ),
+    "fcp_cli.runtime": (
+        "fcp_cli.integrations.transformers",
+        "fcp_cli.runtime.injection.install",
+        "fcp_cli.runtime.online.early",
+        "fcp_cli.runtime.session.rank_job",
         "pandas",
     ),
 }
@@ -61,6 +73,7 @@ def serve(listener: socket.socket, modules: list[str]) -> None:
     began = _read_at_import(dict(os.environ))
     for module in modules:
         importlib.import_module(module)
+    _import_what_is_there(_OF_MOST if modules else ())
     gc.freeze()
     keepers: dict[str, socket.socket] = {}
     waiting = selectors.DefaultSelector()
@@ -80,6 +93,12 @@ def serve(listener: socket.socket, modules: list[str]) -> None:
             for handle in handles:
                 os.close(handle)
             connection.close()
+
+
+def _import_what_is_there(modules: Sequence[str]) -> None:
+    for module in modules:
+        with suppress(ImportError):
+            importlib.import_module(module)
 
 
 def _read_at_import(environment: dict[str, str]) -> dict[str, str]:
@@ -105,9 +124,7 @@ class _Keeper:
         program: str = request["program"][0]
         sys.path[:0] = [entry for entry in _path_of(request) if entry not in sys.path]
         importlib.import_module(program)
-        for module in _LATER.get(program, ()):
-            with suppress(ImportError):
-                importlib.import_module(module)
+        _import_what_is_there(_LATER.get(program, ()))
         if program == "torch.distributed.run":
             importlib.import_module("rank_forking").fork_ranks()
         if program not in _PACKAGES:
