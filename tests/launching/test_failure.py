@@ -117,12 +117,6 @@ def test_torchrun_that_fails_by_itself_is_told_so(tmp_path: Path) -> None:
     assert failure.summary() == f"torchrun failed with status 2 before any rank did; see {tmp_path / 'torchrun.log'}"
 
 
-def test_nodes_that_do_not_meet_are_told_in_one_line(tmp_path: Path) -> None:
-    said = "torch.distributed.DistStoreError: Timed out after 51 seconds waiting for clients. 1/2 clients joined."
-    failure = TorchrunRanks(write_logs(tmp_path, torchrun=said, ranks={})).find_failure(1)
-    assert failure.summary().startswith("only 1 of 2 nodes came together in time; start the others")
-
-
 def test_a_node_with_victims_only_points_to_the_others(tmp_path: Path) -> None:
     lost = "RuntimeError: Connection closed by peer"
     logs = write_logs(tmp_path, torchrun=SUMMARY.format(status=1), ranks={1: lost, 2: lost})

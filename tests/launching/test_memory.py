@@ -31,7 +31,6 @@ from fcp_cli.planning.settings.settings import resolve
 from fcp_cli.recipe import LayerRecompute, Recipe
 from fcp_cli.training.settings import TrainSettings
 from tests.launching.jobs import GPUS, job, local_job, plan_metadata
-from tests.messages import raises
 from tests.runtime.plans import Row, levels_profile, write_plan
 
 H100S = replace(GPUS, device_memory_bytes=80 * 10**9)
@@ -247,15 +246,6 @@ def test_a_plan_for_accelerators_may_be_tried_on_a_cpu_under_any_settings() -> N
     of_cpus = replace(tried, metadata=replace(tried.metadata, recipe=Recipe(zero_stage=3, precision="fp32")))
     with pytest.raises(Exception, match="not for --recompute full"):
         check_recipe_of_plan(of_cpus, settings)
-
-
-def test_weights_that_are_gathered_per_microbatch_need_a_plan_in_waves() -> None:
-    with raises(
-        snapshot(
-            "UsageError: --zero 3 gathers weights in every micro-batch, of which ranks run different numbers under sync iteration; give --zero 2, or plan with 'fcp plan --sync microbatch'"
-        )
-    ):
-        check_recipe_of_plan(local_job(), settings_of("qwen3-tiny", zero="3"))
 
 
 def test_a_plan_without_any_option_and_the_launch_of_its_model_are_one_job(

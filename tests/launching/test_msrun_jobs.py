@@ -9,11 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from inline_snapshot import snapshot
 
 from fcp_cli.errors import RunError
 from fcp_cli.launching.job.inject import is_mindspore_script
@@ -261,24 +259,6 @@ def test_when_fcp_is_killed_its_ranks_stop_and_msrun_ends(msrun: str, folder: Pa
     job.wait()
     wait_until(lambda: processes_in(folder) == [])
     assert sorted(path.name for path in folder.glob("stopped-*")) == [f"stopped-{rank}" for rank in range(4)]
-
-
-@pytest.fixture
-def no_msrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if importlib.util.find_spec("mindspore") is not None:
-        pytest.skip("mindspore is installed, and msrun with it")
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    yield
-
-
-def test_without_msrun_one_line_says_what_to_install(no_msrun: None, folder: Path) -> None:
-    done = run_fcp(*launch("--", write_script(folder, _TELL)), folder=folder)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == snapshot(
-        "error: msrun is neither next to this Python nor on PATH; it comes with MindSpore: pip install "
-        "'mindspore>=2.7' 'numpy<2' 'pyarrow<26'"
-    )
-    assert not (folder / "runs").exists()
 
 
 def test_a_script_of_mindspore_s_runs_in_the_scheduler_too(folder: Path) -> None:

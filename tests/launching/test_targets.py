@@ -33,35 +33,6 @@ def test_the_options_tell_the_target() -> None:
     assert choose_target(ClusterOptions(image="fcp:1", target="volcano")) == "volcano"
 
 
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        (
-            ClusterOptions(target="slurm", image="x"),
-            snapshot(
-                "--image is for --target trainjob or pytorchjob or skypilot or dstack or jobset or volcano, not for slurm"
-            ),
-        ),
-        (
-            ClusterOptions(job_name="a"),
-            snapshot(
-                "--job-name is for --target slurm or trainjob or pytorchjob or skypilot or dstack or ray or jobset or volcano, not for local"
-            ),
-        ),
-        (
-            ClusterOptions(template=Path("a.j2")),
-            snapshot(
-                "--template is for --target scripts or slurm or trainjob or pytorchjob or skypilot or dstack or ray or jobset or volcano, not for local"
-            ),
-        ),
-    ],
-)
-def test_an_option_without_meaning_is_refused(request_: ClusterOptions, message: str) -> None:
-    with pytest.raises(UsageError) as error:
-        choose_target(request_)
-    assert str(error.value) == message
-
-
 def test_a_hostfile_takes_comments_and_slots(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("# rack 1\nnode-a slots=8\n\n  10.0.0.2   # spare\nroot@node-c\n[fe80::1%eth0]\nfe80::2\n")

@@ -36,18 +36,6 @@ def state_of(path: Path) -> RunState:
     return state
 
 
-def test_only_whole_new_lines_are_given(lines: list[str], tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    tail = MetricsTail(path, joins_with=WINDOW_STEPS)
-    assert tail.poll() == []
-    path.write_text(lines[0] + lines[1] + lines[2][:50])
-    assert [record["kind"] for record in tail.poll()] == ["run", "step"]
-    assert tail.poll() == []
-    with path.open("a") as file:
-        file.write(lines[2][50:])
-    assert [record.get("step") for record in tail.poll()] == [1]
-
-
 def test_a_replaced_file_is_read_from_its_top(lines: list[str], tmp_path: Path) -> None:
     path, new = tmp_path / "metrics.jsonl", tmp_path / "new.jsonl"
     path.write_text("".join(lines[:3]))
@@ -56,12 +44,6 @@ def test_a_replaced_file_is_read_from_its_top(lines: list[str], tmp_path: Path) 
     new.write_text("".join(lines[:2]))
     new.replace(path)
     assert [record.get("step") for record in tail.poll()] == [None, 0]
-
-
-def test_damaged_lines_are_passed_over(lines: list[str], tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(lines[0] + "garbage\n" + '{"kind":"step","step":1}\n' + lines[3])
-    assert [record.get("step") for record in MetricsTail(path, joins_with=WINDOW_STEPS).poll()] == [None, 2]
 
 
 def test_of_a_long_run_only_the_last_steps_are_read(plan: Path, lines: list[str], tmp_path: Path) -> None:

@@ -74,17 +74,6 @@ def test_an_empty_file_is_refused_in_one_line(tmp_path: Path) -> None:
         open_run(path)
 
 
-def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"kind":"run","loss":1}\n')
-    with raises(
-        snapshot(
-            'RunError: FOLDER/metrics.jsonl is not the metrics of a run: expected a first line with "format": "fcp-metrics/1"'
-        )
-    ):
-        open_run(path)
-
-
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with raises(snapshot("RunError: FOLDER/gone.jsonl does not exist; name the folder that 'fcp launch' printed")):
         open_run(tmp_path / "gone.jsonl")
