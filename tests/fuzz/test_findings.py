@@ -43,32 +43,6 @@ def test_a_manifest_with_other_rows_than_the_plans_is_refused(tmp_path: Path) ->
         )
 
 
-def test_masks_with_nulls_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "m.parquet"
-    pairs = {
-        b"fcp": json.dumps(
-            {"format": "fcp-manifest/1", "source": {"path": "x", "kind": "megatron", "mask": "segments:spans"}}
-        ).encode()
-    }
-    table = pa.table({"length": [5, 6], "eta": [0.5, 0.5], "mask": [[1, 2], None]}).replace_schema_metadata(pairs)
-    write_parquet(table, path)
-    with raises(
-        snapshot("ManifestError: FOLDER/m.parquet: the column mask must hold lists of whole numbers without nulls")
-    ):
-        read_manifest(path)
-
-
-def test_a_layer_type_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    document = {"model_type": "qwen3", "num_hidden_layers": 2, "layer_types": [{"a": 1}, "full_attention"]}
-    (tmp_path / "config.json").write_text(json.dumps(document))
-    with raises(
-        snapshot(
-            "ProfileError: FOLDER/config.json: layer_types has {'a': 1}; known: full_attention, sliding_attention, linear_attention"
-        )
-    ):
-        load_hf_config(tmp_path / "config.json")
-
-
 def test_a_legend_shows_degrees_that_have_a_colour() -> None:
     assert DegreeColours([2, 4]).encoding([1, 2])["legend"]["values"] == ["2"]
 
@@ -76,26 +50,6 @@ def test_a_legend_shows_degrees_that_have_a_colour() -> None:
 def test_clips_of_too_many_frames_a_second_are_refused(tmp_path: Path) -> None:
     result = fcp("manifest", "synth", "openvid", "--fps", "1e308", "-o", "sizes.jsonl", cwd=tmp_path)
     assert assert_one_error_line(result, 2).startswith("error: --fps is 1e308; it must be at most 1000; see")
-
-
-def test_a_source_with_values_of_other_types_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "m.parquet"
-    pairs = {
-        b"fcp": json.dumps(
-            {"format": "fcp-manifest/1", "source": {"path": "x", "kind": "text", "mask": ["full"]}}
-        ).encode()
-    }
-    write_parquet(pa.table({"length": [5], "eta": [0.5]}).replace_schema_metadata(pairs), path)
-    with raises(snapshot("ManifestError: FOLDER/m.parquet: its source is damaged: tokenizer is None; build it again")):
-        read_manifest(path)
-
-
-def test_a_source_with_control_characters_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "m.parquet"
-    pairs = {b"fcp": json.dumps({"source": {"path": "\x1b[2J", "kind": "text", "tokenizer": "bytes"}}).encode()}
-    write_parquet(pa.table({"length": [5]}).replace_schema_metadata(pairs), path)
-    with raises(snapshot("ManifestError: FOLDER/m.parquet: its source is damaged: path is '\\x1b[2J'; build it again")):
-        open_tokens(path)
 
 
 def test_a_video_without_a_decoder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,35 +121,57 @@ class _Files:
     files: tuple[tuple[str, int, int], ...]
 
 
-def test_layers_of_attention_that_are_no_list_are_refused(tmp_path: Path) -> None:
-    document = {"model_type": "bamba", "num_hidden_layers": 2, "attn_layer_indices": "~"}
-    (tmp_path / "config.json").write_text(json.dumps(document))
-    with raises(snapshot("ProfileError: FOLDER/config.json: attn_layer_indices is '~'; it must be a list of layers")):
+LINES: dict[str, object] = {"kind": "jsonl", "column": "text", "tokenizer": "bytes", "files": ["d.jsonl"]}
+LAYERS: dict[str, dict[str, object]] = {
+    "a kind that is no text": {"model_type": "qwen3", "layer_types": [{"a": 1}, "full_attention"]},
+    "layers that are no list": {"model_type": "bamba", "attn_layer_indices": "~"},
+}
+LAYERS_MESSAGES = snapshot(
+    {
+        "a kind that is no text": "ProfileError: FOLDER/config.json: layer_types has {'a': 1}; known: full_attention, sliding_attention, linear_attention",
+        "layers that are no list": "ProfileError: FOLDER/config.json: attn_layer_indices is '~'; it must be a list of layers",
+    }
+)
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_layers_of_a_configuration_that_are_none_are_refused(case: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2, **LAYERS[case]}))
+    with raises(LAYERS_MESSAGES[case]):
         load_hf_config(tmp_path / "config.json")
 
 
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        (
-            {"shard": [7, 0], "byte_offset": [0, 1]},
-            "ManifestError: FOLDER/m.parquet: the column shard names files beyond the 1 of its source",
-        ),
-        (
-            {"shard": ["a", "b"], "byte_offset": [0, 1]},
-            "ManifestError: FOLDER/m.parquet: the column shard is of string; build the manifest again",
-        ),
-        (
-            {"shard": [0, None], "byte_offset": [0, 1]},
-            "ManifestError: FOLDER/m.parquet: the column shard has nulls; build the manifest again",
-        ),
-    ],
+# What is wrong with a manifest of two rows -> columns beside its lengths, and what its header says of the source.
+MANIFESTS: dict[str, tuple[dict[str, list[object]], dict[str, object]]] = {
+    "masks with nulls": ({"eta": [0.5, 0.5], "mask": [[1, 2], None]}, {"kind": "megatron", "mask": "segments:spans"}),
+    "a mask that is a list": ({"eta": [0.5, 0.5]}, {"kind": "text", "mask": ["full"]}),
+    "control characters": ({}, {"path": "\x1b[2J", "kind": "text", "tokenizer": "bytes"}),
+    "files beyond those of the source": ({"shard": [7, 0], "byte_offset": [0, 1]}, LINES),
+    "files as texts": ({"shard": ["a", "b"], "byte_offset": [0, 1]}, LINES),
+    "a row without a file": ({"shard": [0, None], "byte_offset": [0, 1]}, LINES),
+}
+MANIFESTS_MESSAGES = snapshot(
+    {
+        "masks with nulls": "ManifestError: FOLDER/m.parquet: the column mask must hold lists of whole numbers without nulls",
+        "a mask that is a list": "ManifestError: FOLDER/m.parquet: its source is damaged: tokenizer is None; build it again",
+        "control characters": "ManifestError: FOLDER/m.parquet: its source is damaged: path is '\\x1b[2J'; build it again",
+        "files beyond those of the source": "ManifestError: FOLDER/m.parquet: the column shard names files beyond the 1 of its source",
+        "files as texts": "ManifestError: FOLDER/m.parquet: the column shard is of string; build the manifest again",
+        "a row without a file": "ManifestError: FOLDER/m.parquet: the column shard has nulls; build the manifest again",
+    }
 )
-def test_rows_that_lie_nowhere_are_refused(columns: dict[str, list[object]], message: str, tmp_path: Path) -> None:
-    data = write_jsonl(tmp_path / "d.jsonl", [{"text": "abc"}, {"text": "def"}])
-    source = {"path": str(data), "kind": "jsonl", "column": "text", "tokenizer": "bytes", "files": ["d.jsonl"]}
-    header = {b"fcp": json.dumps({"format": "fcp-manifest/1", "source": source}).encode()}
-    table = pa.table({"length": [3, 3], **columns}).replace_schema_metadata(header)
+
+
+@pytest.mark.parametrize("case", MANIFESTS)
+def test_a_manifest_whose_rows_lie_nowhere_is_refused(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "d.jsonl", [{"text": "abc"}, {"text": "def"}])
+    columns, source = MANIFESTS[case]
+    header = json.dumps({"format": "fcp-manifest/1", "source": {"path": "d.jsonl", **source}}).encode()
+    table = pa.table({"length": [3, 3], **columns}).replace_schema_metadata({b"fcp": header})
     write_parquet(table, tmp_path / "m.parquet")
-    with raises(message):
+    with raises(MANIFESTS_MESSAGES[case]):
+        read_manifest(tmp_path / "m.parquet")
         open_tokens(tmp_path / "m.parquet")

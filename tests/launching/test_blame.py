@@ -85,37 +85,25 @@ def test_a_log_without_a_summary_blames_nobody() -> None:
     assert failed_ranks("usage: torchrun ...", {0: ("error: x",)}) == []
 
 
-@pytest.mark.parametrize(
-    ("log", "problem"),
-    [
-        (
-            "DistNetworkError: The server socket has failed to listen on any local network address. port: 29614, "
-            "useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
-            snapshot("port 29614 of this machine is in use by another process; give all nodes another --master-port"),
-        ),
-        (
-            "torch.distributed.DistStoreError: Timed out after 9 seconds waiting for clients. 1/2 clients joined.",
-            snapshot(
-                "only 1 of 2 nodes came together in time; start the others with the same plan and --master-addr, or wait "
-                "longer with --join-timeout"
-            ),
-        ),
-        (
-            "The client socket has timed out after 8000ms while trying to connect to (10.0.0.9, 29613).",
-            snapshot(
-                "node 0 does not answer at 10.0.0.9:29613; start it, make sure that --master-addr and --master-port are "
-                "its own, or wait longer with --join-timeout"
-            ),
-        ),
-        (
-            "torch.distributed.DistNetworkError: Ping failed, invalid value returned from server. Expected: 18690",
-            snapshot(
-                "the process at --master-addr and --master-port is not node 0 of this job; give node 0's address and a "
-                "free port"
-            ),
-        ),
-        ("usage: torchrun", snapshot("")),
-    ],
+LOGS: dict[str, str] = {
+    "a port in use": "DistNetworkError: The server socket has failed to listen on any local network address. port: 29614, "
+    "useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
+    "nodes that never came": "torch.distributed.DistStoreError: Timed out after 9 seconds waiting for clients. 1/2 clients joined.",
+    "a node 0 that does not answer": "The client socket has timed out after 8000ms while trying to connect to (10.0.0.9, 29613).",
+    "another process in node 0's place": "torch.distributed.DistNetworkError: Ping failed, invalid value returned from server. Expected: 18690",
+    "torchrun's own usage": "usage: torchrun",
+}
+LOGS_MESSAGES = snapshot(
+    {
+        "a port in use": "port 29614 of this machine is in use by another process; give all nodes another --master-port",
+        "nodes that never came": "only 1 of 2 nodes came together in time; start the others with the same plan and --master-addr, or wait longer with --join-timeout",
+        "a node 0 that does not answer": "node 0 does not answer at 10.0.0.9:29613; start it, make sure that --master-addr and --master-port are its own, or wait longer with --join-timeout",
+        "another process in node 0's place": "the process at --master-addr and --master-port is not node 0 of this job; give node 0's address and a free port",
+        "torchrun's own usage": "",
+    }
 )
-def test_why_nodes_did_not_meet_is_one_line_with_its_mend(log: str, problem: str) -> None:
-    assert meeting_problem(log) == problem
+
+
+@pytest.mark.parametrize("case", LOGS)
+def test_why_nodes_did_not_meet_is_one_line_with_its_mend(case: str) -> None:
+    assert meeting_problem(LOGS[case]) == LOGS_MESSAGES[case]

@@ -140,37 +140,6 @@ def test_unreadable_pictures_can_be_left_out_of_a_manifest(folder: Path) -> None
     assert (found.rows, found.skipped) == (1, {"unreadable": 1})
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (
-            "<|image_pad|> look",
-            snapshot(
-                "ManifestError: FOLDER/data.jsonl:2 has 1 picture, but the text that FOLDER/checkpoint's chat template makes of it has 2 marks for them (<|image_pad|>, <|video_pad|>); they must be as many, of the same kinds in the same order. Texts mark their places by <image> and <video>; the template writes the checkpoint's own marks"
-            ),
-        ),
-        (
-            [{"type": "input_image", "image_url": "a.png"}, {"type": "text", "text": "look"}],
-            snapshot(
-                'ManifestError: FOLDER/data.jsonl:2: a turn of \'messages\' holds a part of type \'input_image\'; known are text, image, image_url, video and video_url, as in {"type": "image", "image": PATH}'
-            ),
-        ),
-        (
-            [{"type": "text", "content": "look"}],
-            snapshot("ManifestError: FOLDER/data.jsonl:2: 'messages' holds 'None' where a text belongs"),
-        ),
-    ],
-    ids=["a mark of the checkpoint's", "a part of another service's", "no text"],
-)
-def test_a_turn_that_names_its_picture_in_another_way_is_told_how(content: Any, message: str, folder: Path) -> None:
-    record = {
-        "messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "b"}],
-        "image": "a.png",
-    }
-    with raises(message):
-        built(folder, record)
-
-
 # What happens to the picture after its manifest is built.
 CHANGES: dict[str, Callable[[Path], Any]] = {
     "removed": Path.unlink,

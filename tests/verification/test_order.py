@@ -88,79 +88,49 @@ def test_ranks_that_run_microbatches_in_different_orders_deadlock() -> None:
         check_order(log)
 
 
-@pytest.mark.parametrize(
-    ("log", "message"),
-    [
-        pytest.param(
-            {0: [send(1, 0), receive(2, 1)], 1: [send(2, 0), receive(0, 1)], 2: [send(0, 0), receive(1, 1)]},
-            snapshot(
-                "RunError: deadlock: rank 0 waits forever in batch 0: send to rank 1 on ring (8 bytes kv); rank 1 is in batch 0: send to rank 2 on ring (8 bytes kv)"
-            ),
-            id="a cycle of waits",
-        ),
-        pytest.param(
-            {0: [send(1, 0), collective("all_reduce", 1)], 1: [collective("all_reduce", 0), receive(0, 1)]},
-            snapshot(
-                "RunError: deadlock: rank 0 waits forever in batch 0: send to rank 1 on ring (8 bytes kv); rank 1 is in batch 0: all_reduce on world (4 bytes)"
-            ),
-            id="a collective between two halves of an exchange",
-        ),
-        pytest.param(
-            {0: [send(1, 0)], 1: []},
-            snapshot("RunError: rank 0: send to rank 1 on ring (8 bytes kv) is never received"),
-            id="a send without its receive",
-        ),
-        pytest.param(
-            {0: [], 1: [receive(0, 0)]},
-            snapshot("RunError: rank 1: recv from rank 0 on ring (8 bytes kv) is never sent"),
-            id="a receive without its send",
-        ),
-        pytest.param(
-            {0: [send(1, 0, size=16)], 1: [receive(0, 0)]},
-            snapshot(
-                "RunError: rank 0: send to rank 1 on ring (16 bytes kv), its number 0 there, meets on rank 1 another message: recv from rank 0 on ring (8 bytes kv)"
-            ),
-            id="unequal bytes",
-        ),
-        pytest.param(
-            {0: [replace(send(1, 0), content="dkv")], 1: [receive(0, 0)]},
-            snapshot(
-                "RunError: rank 0: send to rank 1 on ring (8 bytes dkv), its number 0 there, meets on rank 1 another message: recv from rank 0 on ring (8 bytes kv)"
-            ),
-            id="a message that meets the wrong one of equal size",
-        ),
-        pytest.param(
-            {0: [send(1, 0), send(1, 0)], 1: [receive(0, 0), receive(0, 1)]},
-            snapshot("RunError: rank 0, batch 0: more than one send to rank 1 on ring (8 bytes kv) in one batch"),
-            id="two sends to one peer in a batch",
-        ),
-        pytest.param(
-            {0: [send(0, 0), receive(0, 0)]},
-            snapshot("RunError: rank 0, batch 0: send to rank 0 on ring (8 bytes kv) is to itself"),
-            id="a message to oneself",
-        ),
-        pytest.param(
-            {
-                0: [collective("all_reduce", 0), collective("all_gather", 1)],
-                1: [collective("all_gather", 0), collective("all_reduce", 1)],
-            },
-            snapshot(
-                "RunError: rank 1: collective 0 is all_gather on world (4 bytes), but rank 0 issues all_reduce on world (4 bytes)"
-            ),
-            id="collectives in another order",
-        ),
-        pytest.param(
-            {0: [collective("all_reduce", 0)], 1: []},
-            snapshot("RunError: rank 1 issues 0 collectives on world, but rank 0 issues 1"),
-            id="a missing collective",
-        ),
-    ],
+# What ranks record -> what is wrong with it.
+REFUSED: dict[str, dict[int, list[Operation]]] = {
+    "a cycle of waits": {
+        0: [send(1, 0), receive(2, 1)],
+        1: [send(2, 0), receive(0, 1)],
+        2: [send(0, 0), receive(1, 1)],
+    },
+    "a collective between two halves of an exchange": {
+        0: [send(1, 0), collective("all_reduce", 1)],
+        1: [collective("all_reduce", 0), receive(0, 1)],
+    },
+    "a send without its receive": {0: [send(1, 0)], 1: []},
+    "a receive without its send": {0: [], 1: [receive(0, 0)]},
+    "unequal bytes": {0: [send(1, 0, size=16)], 1: [receive(0, 0)]},
+    "a message that meets the wrong one of equal size": {0: [replace(send(1, 0), content="dkv")], 1: [receive(0, 0)]},
+    "two sends to one peer in a batch": {0: [send(1, 0), send(1, 0)], 1: [receive(0, 0), receive(0, 1)]},
+    "a message to oneself": {0: [send(0, 0), receive(0, 0)]},
+    "collectives in another order": {
+        0: [collective("all_reduce", 0), collective("all_gather", 1)],
+        1: [collective("all_gather", 0), collective("all_reduce", 1)],
+    },
+    "a missing collective": {0: [collective("all_reduce", 0)], 1: []},
+}
+REFUSALS = snapshot(
+    {
+        "a cycle of waits": "RunError: deadlock: rank 0 waits forever in batch 0: send to rank 1 on ring (8 bytes kv); rank 1 is in batch 0: send to rank 2 on ring (8 bytes kv)",
+        "a collective between two halves of an exchange": "RunError: deadlock: rank 0 waits forever in batch 0: send to rank 1 on ring (8 bytes kv); rank 1 is in batch 0: all_reduce on world (4 bytes)",
+        "a send without its receive": "RunError: rank 0: send to rank 1 on ring (8 bytes kv) is never received",
+        "a receive without its send": "RunError: rank 1: recv from rank 0 on ring (8 bytes kv) is never sent",
+        "unequal bytes": "RunError: rank 0: send to rank 1 on ring (16 bytes kv), its number 0 there, meets on rank 1 another message: recv from rank 0 on ring (8 bytes kv)",
+        "a message that meets the wrong one of equal size": "RunError: rank 0: send to rank 1 on ring (8 bytes dkv), its number 0 there, meets on rank 1 another message: recv from rank 0 on ring (8 bytes kv)",
+        "two sends to one peer in a batch": "RunError: rank 0, batch 0: more than one send to rank 1 on ring (8 bytes kv) in one batch",
+        "a message to oneself": "RunError: rank 0, batch 0: send to rank 0 on ring (8 bytes kv) is to itself",
+        "collectives in another order": "RunError: rank 1: collective 0 is all_gather on world (4 bytes), but rank 0 issues all_reduce on world (4 bytes)",
+        "a missing collective": "RunError: rank 1 issues 0 collectives on world, but rank 0 issues 1",
+    }
 )
-def test_an_order_that_hangs_or_mixes_messages_up_is_refused_and_names_the_operation(
-    log: dict[int, list[Operation]], message: str
-) -> None:
-    with raises(message):
-        check_order(log)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_order_that_hangs_or_mixes_messages_up_is_refused_and_names_the_operation(case: str) -> None:
+    with raises(REFUSALS[case]):
+        check_order(REFUSED[case])
 
 
 def test_the_same_cycle_in_one_batch_per_rank_passes() -> None:
