@@ -19,7 +19,7 @@ from tests.runtime.plans import Row, make_step
 pytest.importorskip("transformers")
 pytest.importorskip("datasets", reason="the examples read data by datasets")
 
-from tests.runtime.vision_models import FAMILIES
+from tests.runtime.vision_families import FAMILIES
 from tests.runtime.workers.vision_trainer_worker import collate
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]

@@ -29,8 +29,8 @@ from tests.manifest.picture_checkpoint import (
     processor,
     write_processor,
 )
-from tests.runtime import gemma3_vision_models
-from tests.runtime.grid_inputs import IMAGE
+from tests.runtime.vision_families import FAMILIES
+from tests.runtime.vision_inputs import IMAGE
 from tests.training.picture_runs import config
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
@@ -93,7 +93,7 @@ def test_so_are_those_of_gemma_3_with_their_masks() -> None:
         return {"input_ids": ids, "labels": ids, "token_type_ids": types, "pixel_values": pixels}
 
     pictures = Pictures()
-    rows = RowSizes(pictures, collate, range(ROWS), config=gemma3_vision_models.config())
+    rows = RowSizes(pictures, collate, range(ROWS), config=FAMILIES["gemma3"].config())
     found = [rows[row] for row in range(ROWS)]
     pictures.mend()
     assert found == [rows._of_pixels(row) for row in range(ROWS)]

@@ -14,7 +14,8 @@ from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from tests.runtime.launch import torchrun
 from tests.runtime.trainer_outcomes import Outcomes, read_outcomes, require_equal
-from tests.runtime.vision_models import FAMILIES, Family
+from tests.runtime.vision_families import FAMILIES, Family
+from tests.runtime.vision_inputs import image_spans
 from tests.runtime.vision_trainer_plans import NUM_ROWS, write_vision_plan
 
 pytestmark = [pytest.mark.hf, pytest.mark.distributed]
@@ -74,7 +75,7 @@ def test_a_job_without_a_plan_counts_its_pictures_and_repeats_its_run_bit_for_bi
 ) -> None:
     metadata, rows = made_plan(folder, "qwen3_vl")
     inputs = [FAMILIES["qwen3_vl"].inputs_of(row) for row in range(NUM_ROWS)]
-    grids = [torch.cat((one.image_grid_thw, one.video_grid_thw)) for one in inputs]
+    grids = [torch.cat((one.pictures["image_grid_thw"], one.pictures["video_grid_thw"])) for one in inputs]
     assert rows.length_tokens.tolist() == [len(one.input_ids) for one in inputs]
     assert rows.vision_patches is not None and rows.vision_patch_pairs is not None
     assert rows.vision_patches.tolist() == [int(grid.prod(1).sum()) for grid in grids]
@@ -101,7 +102,7 @@ def test_a_job_without_a_plan_knows_a_frozen_encoder_and_the_masks_of_gemma_3(re
         assert metadata.recipe is not None and metadata.recipe.freeze_vision
     metadata, rows = made_plan(remaining, "gemma3")
     assert metadata.masks is not None and metadata.masks.of_rows(len(rows)).mask(1) == segments(
-        FAMILIES["gemma3"].image_spans(1)
+        image_spans(FAMILIES["gemma3"].inputs_of(1))
     )
 
 

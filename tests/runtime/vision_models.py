@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,36 +22,11 @@ from fcp_cli.verification.emulation import Meeting, ThreadTransport, run_ranks
 from fcp_cli.verification.replay import Replayed, take_gradient
 from fcp_cli.vision import families
 from fcp_cli.vision.parts import VisualSequence
-from tests.runtime import (
-    gemma3_vision_models,
-    gemma4_vision_models,
-    internvl_models,
-    internvl_moe_models,
-    qwen2_5_vl_models,
-    qwen3_5_models,
-    qwen3_5_moe_models,
-    qwen3_vl_models,
-    qwen3_vl_moe_models,
-)
 from tests.runtime.linear_models import InDouble
 from tests.runtime.models import Recomputation, Wrapping, recompute, wrap
 from tests.runtime.plans import Row
+from tests.runtime.vision_families import FAMILIES, Family
 from tests.runtime.visual_shards import visual_shard
-
-Family = Literal[
-    "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "internvl", "internvl_moe", "gemma3", "gemma4"
-]
-FAMILIES: dict[Family, Any] = {
-    "qwen3_vl": qwen3_vl_models,
-    "qwen3_vl_moe": qwen3_vl_moe_models,
-    "qwen3_5": qwen3_5_models,
-    "qwen3_5_moe": qwen3_5_moe_models,
-    "qwen2_5_vl": qwen2_5_vl_models,
-    "internvl": internvl_models,
-    "internvl_moe": internvl_moe_models,
-    "gemma3": gemma3_vision_models,
-    "gemma4": gemma4_vision_models,
-}
 
 NO_GRADIENT = "k_proj.bias"
 """Weights that a loss does not depend on: they move all scores of a query alike."""

@@ -10,7 +10,9 @@ from fcp_cli.masks import MaskRows
 from fcp_cli.plan.metadata.masks import planned_masks
 from tests.runtime.plans import Row, write_plan
 from tests.runtime.trainer_plans import GLOBAL_BATCH
-from tests.runtime.vision_models import FAMILIES, Family, rows
+from tests.runtime.vision_families import FAMILIES, Family
+from tests.runtime.vision_inputs import image_spans
+from tests.runtime.vision_models import rows
 
 NUM_ROWS = 3 * GLOBAL_BATCH
 
@@ -51,7 +53,8 @@ def _four_ranks(family: Family) -> list[list[Row]]:
 
 
 def _image_masks(family: Family) -> MaskRows:
-    numbers = [[number for pair in FAMILIES[family].image_spans(row) for number in pair] for row in range(NUM_ROWS)]
+    spans = [image_spans(FAMILIES[family].inputs_of(row)) for row in range(NUM_ROWS)]
+    numbers = [[number for pair in of_row for number in pair] for of_row in spans]
     return MaskRows(
         "segments", np.cumsum([0, *map(len, numbers)]), np.array([one for of_row in numbers for one in of_row])
     )

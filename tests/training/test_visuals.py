@@ -27,7 +27,7 @@ pytest.importorskip("transformers")
 from fcp_cli.training.pictures.visuals import SyntheticVisuals
 from fcp_cli.training.train import main
 from fcp_cli.training.weights.models import build_model, model_config
-from tests.runtime import gemma4_vision_models
+from tests.runtime.vision_families import FAMILIES
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
 
@@ -163,7 +163,7 @@ def test_a_frozen_encoder_has_nothing_to_train() -> None:
 def write_gemma4(folder: Path) -> str:
     """The configuration of a small Gemma 4 with its encoder, for the bytes of texts."""
     text: dict[str, Any] = {"vocab_size": 300, "vocab_size_per_layer_input": 300, "hidden_size_per_layer_input": 0}
-    config = gemma4_vision_models.config(**text)
+    config = FAMILIES["gemma4"].config(**text)
     config.vision_config.position_embedding_size = 160
     config.image_token_id, config.video_token_id, config.audio_token_id = 290, 291, 292
     (folder / "gemma4").mkdir()

@@ -17,11 +17,12 @@ from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.recipe import Recipe
 from fcp_cli.training.settings import TrainSettings
-from tests.runtime import qwen3_vl_models as vision
-from tests.runtime.grid_inputs import Inputs
 from tests.runtime.models import LEVELS
 from tests.runtime.plans import Row, levels_profile, write_plan
+from tests.runtime.vision_families import FAMILIES
+from tests.runtime.vision_inputs import Inputs
 
+_VISION = FAMILIES["qwen3_vl"]
 NUM_RANKS = 4
 STEPS = 7
 SAVED_STEPS = 4
@@ -153,12 +154,12 @@ def write_inputs(folder: Path) -> None:
     for name in ("qwen3", "llama"):
         config = transformers.AutoConfig.for_model(name, **_TEXT, tie_word_embeddings=name == "qwen3")
         family.from_config(config).save_pretrained(folder / name)
-    vision.model().save_pretrained(folder / "qwen3_vl")
+    _VISION.model().save_pretrained(folder / "qwen3_vl")
     held_out: dict[str, Any] = {"iteration": [[(group, -1) for group in groups] for groups in _ITERATION[:2]]}
     held_out["microbatch"] = [[(group, wave) for wave, groups in enumerate(_WAVES[0]) for group in groups]]
     for sync, layout in held_out.items():
         _write_plan(folder / f"held-out-{sync}.parquet", layout, _text_length, sync)  # type: ignore[arg-type]
-    for what, length_of in (("text", _text_length), ("pictures", lambda row: len(vision.inputs_of(row).input_ids))):
+    for what, length_of in (("text", _text_length), ("pictures", lambda row: len(_VISION.inputs_of(row).input_ids))):
         iteration = [[(group, -1) for group in _ITERATION[step % 3]] for step in range(STEPS)]
         waves = [
             [(group, wave) for wave, groups in enumerate(_WAVES[step % 2]) for group in groups] for step in range(STEPS)
@@ -196,14 +197,14 @@ def _text(row: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
 
 
 def _picture_inputs(row: int) -> Inputs:
-    inputs = vision.inputs_of(row)
+    inputs = _VISION.inputs_of(row)
     return replace(inputs, labels=np.full_like(inputs.labels, -100)) if row % 4 == 0 else inputs
 
 
 def fetch_of(case: Case) -> Callable[[int], Any]:
     if case.family != "qwen3_vl":
         return _text
-    return lambda row: vision.sequence(inputs := _picture_inputs(row), inputs.labels)
+    return lambda row: _VISION.sequence(inputs := _picture_inputs(row), inputs.labels)
 
 
 def train_alone(
@@ -270,7 +271,7 @@ def _step(model: Any, rows: list[int], case: Case) -> float:
     if case.family == "qwen3_vl":
         inputs = [_picture_inputs(row) for row in rows]
         labels = [torch.from_numpy(one.labels) for one in inputs]
-        forwards = [partial(vision.logits_alone, model, one) for one in inputs]
+        forwards = [partial(_VISION.logits_alone, model, one) for one in inputs]
     else:
         texts = [_text(row) for row in rows]
         labels = [torch.from_numpy(one) for _, one in texts]

@@ -17,8 +17,9 @@ from tests.runtime.plans import Row, write_plan
 
 pytest.importorskip("transformers")
 
-from tests.runtime.grid_inputs import IMAGE, VIDEO
-from tests.runtime.vision_models import FAMILIES, Family, assert_exchange_keeps_encoder_gradients
+from tests.runtime.vision_families import FAMILIES, Family
+from tests.runtime.vision_inputs import IMAGE, VIDEO
+from tests.runtime.vision_models import assert_exchange_keeps_encoder_gradients
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
 
@@ -45,7 +46,7 @@ def positions_of_transformers(family: Family, row: int) -> np.ndarray[Any, np.dt
     """[3, tokens]"""
     inputs = FAMILIES[family].inputs_of(row)
     ids = torch.from_numpy(inputs.input_ids)[None]
-    given = {name: getattr(inputs, name) for name in ("image_grid_thw", "video_grid_thw", *ROTATED[family])}
+    given = {name: inputs.pictures[name] for name in ("image_grid_thw", "video_grid_thw", *ROTATED[family])}
     types = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
     wanted, _ = bare(family).get_rope_index(ids, mm_token_type_ids=types, **given)
     found: np.ndarray[Any, np.dtype[np.int64]] = wanted[:, 0].numpy()

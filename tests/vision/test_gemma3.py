@@ -10,10 +10,12 @@ from fcp_cli.masks import CAUSAL, segments
 pytest.importorskip("transformers")
 
 from fcp_cli.vision.gemma3 import visual_sequence
-from tests.runtime.gemma3_vision_models import config
-from tests.runtime.grid_inputs import IMAGE
+from tests.runtime.vision_families import FAMILIES
+from tests.runtime.vision_inputs import IMAGE
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
+
+config = FAMILIES["gemma3"].config
 
 TILE = [IMAGE] * 4
 

@@ -14,10 +14,12 @@ from fcp_cli.masks import CAUSAL, Mask, segments
 pytest.importorskip("transformers")
 
 from fcp_cli.vision.gemma4 import visual_sequence
-from tests.runtime.gemma4_vision_models import MOST_PATCHES, PATCH, config, positions
-from tests.runtime.grid_inputs import IMAGE
+from tests.runtime.vision_families import FAMILIES
+from tests.runtime.vision_inputs import IMAGE, MOST_PATCHES, PATCH, positions_of_patches
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
+
+config = FAMILIES["gemma4"].config
 
 # Images of 4 x 2 and 2 x 6 patches, of which 2 x 2 become a token.
 GRIDS = [(4, 2), (2, 6)]
@@ -26,7 +28,11 @@ PIXELS = torch.zeros(2, MOST_PATCHES, 3 * PATCH**2)
 
 
 def sequence(ids: list[int] = IDS, **changes: Any) -> Any:
-    given = {"pixel_values": PIXELS, "image_position_ids": torch.stack([positions(*grid) for grid in GRIDS]), **changes}
+    given = {
+        "pixel_values": PIXELS,
+        "image_position_ids": torch.stack([positions_of_patches(*grid) for grid in GRIDS]),
+        **changes,
+    }
     return visual_sequence(given.pop("config", config()), ids, **given)
 
 
@@ -79,7 +85,7 @@ def test_positions_are_those_of_transformers_image_processor() -> None:
         ([*IDS, IMAGE + 2], {}, "has audio placeholders"),
         (
             IDS,
-            {"image_position_ids": torch.stack([positions(*grid).flip(-1) for grid in GRIDS])},
+            {"image_position_ids": torch.stack([positions_of_patches(*grid).flip(-1) for grid in GRIDS])},
             "image_position_ids of image 0 are not those of 2 rows of 4 patches",
         ),
     ],

@@ -13,10 +13,12 @@ from tests.messages import raises
 pytest.importorskip("transformers")
 
 from fcp_cli.vision.internvl import visual_sequence
-from tests.runtime.grid_inputs import IMAGE
-from tests.runtime.internvl_models import config
+from tests.runtime.vision_families import FAMILIES
+from tests.runtime.vision_inputs import IMAGE
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
+
+config = FAMILIES["internvl"].config
 
 TILE = [IMAGE] * 4
 

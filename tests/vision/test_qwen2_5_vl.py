@@ -14,10 +14,12 @@ from tests.messages import raises
 pytest.importorskip("transformers")
 
 from fcp_cli.vision.qwen2_5_vl import visual_sequence
-from tests.runtime.grid_inputs import IMAGE, PATCH_VALUES, VIDEO
-from tests.runtime.qwen2_5_vl_models import config, model
+from tests.runtime.vision_families import FAMILIES
+from tests.runtime.vision_inputs import IMAGE, PATCH_VALUES, VIDEO
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
+
+config = FAMILIES["qwen2_5_vl"].config
 
 
 def test_times_are_rounded_as_transformers_rounds_them_whatever_kind_of_number_a_second_is() -> None:
@@ -37,7 +39,7 @@ _MODEL: list[Any] = []
 
 
 def model_positions(*arguments: Any) -> Any:
-    _MODEL[:] = _MODEL or [model().model]
+    _MODEL[:] = _MODEL or [FAMILIES["qwen2_5_vl"].model().model]
     ids, types, grid, seconds = arguments
     return _MODEL[0].get_rope_index(ids, mm_token_type_ids=types, video_grid_thw=grid, second_per_grid_ts=seconds)
 
@@ -46,7 +48,7 @@ def test_the_work_of_a_part_is_the_multiplications_that_its_encoder_makes() -> N
     """Counted by torch over the blocks, windows at the edges cut off; patch embedding and merger left out."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    tower = model().model.visual.eval()
+    tower = FAMILIES["qwen2_5_vl"].model().model.visual.eval()
     tower.set_attn_implementation("eager")
     for height, width in ((2, 2), (4, 4), (8, 8), (6, 10), (2, 14), (12, 16)):
         ids, pixels = [IMAGE] * (height * width // 4), torch.zeros(height * width, PATCH_VALUES)

@@ -12,10 +12,12 @@ from fcp_cli.errors import RunError
 pytest.importorskip("transformers")
 
 from fcp_cli.vision.qwen3_vl import visual_sequence
-from tests.runtime.grid_inputs import END, IMAGE, PATCH_VALUES, START, VIDEO
-from tests.runtime.qwen3_vl_models import config
+from tests.runtime.vision_families import FAMILIES
+from tests.runtime.vision_inputs import END, IMAGE, PATCH_VALUES, START, VIDEO
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
+
+config = FAMILIES["qwen3_vl"].config
 
 
 def test_a_video_is_cut_into_its_frame_pairs_and_read_when_asked() -> None:

@@ -26,8 +26,8 @@ from fcp_cli.errors import FcpError
 from fcp_cli.integrations.mindspeed_mm.engine import hook_engine, hook_sharding
 from fcp_cli.verification.replay import take_gradient
 from tests.patience import PATIENCE_SECONDS
-from tests.runtime.grid_inputs import IMAGE, VIDEO
-from tests.runtime.qwen3_vl_models import inputs_of
+from tests.runtime.vision_families import FAMILIES
+from tests.runtime.vision_inputs import IMAGE, VIDEO
 from tests.runtime.vision_models import VisionCase, unmodified
 from tests.runtime.workers.leave import leave_job
 
@@ -104,7 +104,7 @@ def stand_ins() -> tuple[ModuleType, ModuleType]:
 def collate(items: list[int]) -> dict[str, Any]:
     """One row as a processor gives it, padded as MindSpeed-MM's collators pad."""
     (row,) = items
-    inputs = inputs_of(row)
+    inputs = FAMILIES["qwen3_vl"].inputs_of(row)
     tokens = torch.from_numpy(inputs.input_ids)
     padding = -len(tokens) % PAD
     labels = torch.nn.functional.pad(torch.from_numpy(inputs.labels), (0, padding), value=-100)
@@ -114,10 +114,7 @@ def collate(items: list[int]) -> dict[str, Any]:
         "attention_mask": torch.nn.functional.pad(torch.ones_like(tokens), (0, padding))[None],
         "position_ids": torch.arange(len(labels)).expand(3, 1, -1),
     }
-    if len(inputs.image_grid_thw):
-        batch |= {"pixel_values": inputs.pixel_values, "image_grid_thw": inputs.image_grid_thw}
-    if len(inputs.video_grid_thw):
-        batch |= {"pixel_values_videos": inputs.pixel_values_videos, "video_grid_thw": inputs.video_grid_thw}
+    batch |= inputs.visual
     return batch
 
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
-from tests.runtime.vision_models import FAMILIES, Family
+from tests.runtime.vision_families import FAMILIES, Family
 from tests.runtime.vision_trainer_plans import NUM_ROWS
 from tests.runtime.workers.trainer_worker import Cases, common_arguments, main, outcome
 
@@ -39,19 +39,12 @@ def collate(items: list[Any], *, family: Family) -> dict[str, torch.Tensor]:
     def padded(values: Any, value: int) -> torch.Tensor:
         return torch.tensor([[*of_row, *[value] * (longest - len(of_row))] for of_row in values])
 
-    config = FAMILIES[family].config()
     ids = padded([item.input_ids for item in items], PADDING)
     mask = padded([[1] * len(item.input_ids) for item in items], 0)
     batch = {"input_ids": ids, "attention_mask": mask, "labels": padded([item.labels for item in items], -100)}
-    videos = getattr(config, "video_token_id", -1)
-    types = (ids == config.image_token_id).long() + 2 * (ids == videos).long()
-    if family == "gemma3":
-        batch["token_type_ids"] = types
-    elif family != "internvl":
-        batch["mm_token_type_ids"] = types
-    names = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
-    for name in (*names, "image_position_ids"):
-        values = [getattr(item, name) for item in items if len(getattr(item, name, ()))]
+    batch |= FAMILIES[family].token_types(ids)
+    for name in items[0].pictures:
+        values = [item.visual[name] for item in items if name in item.visual]
         if values:
             joined = torch.cat(values)
             batch[name] = joined.float() if name.startswith("pixel") else joined
@@ -60,13 +53,8 @@ def collate(items: list[Any], *, family: Family) -> dict[str, torch.Tensor]:
 
 def model(family: Family, *, frozen: bool = False) -> Any:
     """In fp32; no weights zero or alike, as initialisation leaves some."""
-    import transformers
-
     torch.manual_seed(0)
-    # Test models of Gemma compute in fp64.
-    kinds = {"gemma3": "Gemma3ForConditionalGeneration", "gemma4": "Gemma4ForConditionalGeneration"}
-    models = FAMILIES[family]
-    made: Any = getattr(transformers, kinds[family])(models.config()) if family in kinds else models.model()
+    made = FAMILIES[family].plain_model()
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
