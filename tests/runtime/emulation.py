@@ -1,22 +1,54 @@
-"""All members of a ring in one process."""
+"""All members of a ring in one process, and how far they may be from plain attention."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
 from benchmarks.lockstep import LockstepTransport, run_lockstep
 from fcp_cli.runtime.agreement.grad_ring import GradRingDtype
+from fcp_cli.runtime.kernels import AttentionKernel
+from fcp_cli.runtime.kernels.cpu import CpuKernel
 from fcp_cli.runtime.layouts.layout import ShardLayout, shard_layout
+from fcp_cli.runtime.ring_attention import ring_passes
 from fcp_cli.runtime.ring_attention.passes import group_backward, group_forward
 from fcp_cli.runtime.ring_attention.ring import AttentionSpec, Ring
 from fcp_cli.verification.emulation import Mailbox
 from fcp_cli.verification.order import Operation
 from fcp_cli.verification.recording import RecordingTransport
-from tests.runtime.reference import Example
+from tests.runtime.reference import Example, absolute_error, relative_error
 
 # Relative and absolute; a sink's gradient sums over all rows.
 TOLERANCES_OF_SINKS = {torch.float64: (0.0, 1e-12), torch.float32: (2e-5, 2e-6), torch.bfloat16: (5e-2, 5e-2)}
+
+
+class GatheringCpuKernel(CpuKernel):
+    """All sequences in one call, whose rows the ring then has to gather and scatter, as on a GPU."""
+
+    packed = True
+
+
+def use_kernel(monkeypatch: pytest.MonkeyPatch, kernel: AttentionKernel) -> None:
+    """Have rings call a kernel, whatever their tensors are."""
+    monkeypatch.setattr(ring_passes, "select_kernel", lambda device_type, dtype: kernel)
+
+
+def require_exact(example: Example, degree: int, heads_degree: int = 1, dtype: torch.dtype = torch.float64) -> None:
+    """Require the results of plain attention: in fp64 within 1e-12, in fp32 within 2e-6 of their size."""
+    for found, expected in zip(run_emulated(example, degree, dtype, heads_degree), example.results, strict=True):
+        if dtype == torch.float64:
+            assert absolute_error(found, expected) <= 1e-12, (degree, heads_degree)
+        else:
+            assert relative_error(found, expected) <= 2e-6, (degree, heads_degree)
+
+
+def require_error_of_one_device(found: tuple[Tensor, ...], example: Example) -> None:
+    """Require of results in bf16 at most twice the error that one device has."""
+    alone = run_emulated(example, 1, torch.bfloat16)
+    assert found[0].dtype == alone[0].dtype == torch.bfloat16
+    for one, own, expected in zip(found, alone, example.results, strict=True):
+        assert relative_error(one, expected) <= 2 * relative_error(own, expected)
 
 
 def run_emulated(

@@ -21,8 +21,7 @@ from fcp_cli.runtime.kernels.cudnn import CudnnKernel, aten_operators, packs_sou
 from fcp_cli.runtime.kernels.dense import DenseKernel
 from fcp_cli.runtime.kernels.probe import Signature
 from fcp_cli.runtime.layouts.layout import Segments
-from fcp_cli.runtime.ring_attention import ring_passes
-from tests.runtime.emulation import run_emulated
+from tests.runtime.emulation import require_exact, use_kernel
 from tests.runtime.fake_cuda import FakeCudnn, FakeFlash, install_fa3, install_fa4, registered
 from tests.runtime.reference import make_example, relative_error
 
@@ -353,10 +352,9 @@ def test_rings_of_split_packs_compute_plain_attention(
     degree: int, cudnn: FakeCudnn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = ChosenKernel(mixed_preference())
-    monkeypatch.setattr(ring_passes, "select_kernel", lambda device_type, dtype: chosen)
+    use_kernel(monkeypatch, chosen)
     example = make_example((40, 1600, 13, 1500), (2, 1), 64, dtype=torch.float32)
-    for found, expected in zip(run_emulated(example, degree, torch.float32), example.results, strict=True):
-        assert relative_error(found, expected) <= 2e-6
+    require_exact(example, degree, dtype=torch.float32)
     kinds = {f"{kernel} {direction}" for kernel in ("dense", "flash") for direction in ("forward", "backward")}
     assert kinds <= set(cudnn.calls)
 
@@ -497,11 +495,9 @@ def test_a_ring_whose_calls_run_different_kernels_computes_plain_attention(
 ) -> None:
     monkeypatch.setattr(available, "aten_operators", lambda: cudnn.operators(packs=packs))
     chosen = ChosenKernel(Preference(asked="cudnn"))
-    monkeypatch.setattr(ring_passes, "select_kernel", lambda device_type, dtype: chosen)
+    use_kernel(monkeypatch, chosen)
     for lengths in ((40, 52, 67, 101), (5, 13, 37, 101, 1)):
-        example = make_example(lengths, (4, 2), 64, dtype=torch.float32)
-        for found, expected in zip(run_emulated(example, degree, torch.float32), example.results, strict=True):
-            assert relative_error(found, expected) <= 2e-6
+        require_exact(make_example(lengths, (4, 2), 64, dtype=torch.float32), degree, dtype=torch.float32)
     form = "packed" if packs else "dense"
     expected_calls = {f"{kernel} {direction}" for kernel in (form, "flash") for direction in ("forward", "backward")}
     assert expected_calls <= set(cudnn.calls), "rows of one token run on flash attention"

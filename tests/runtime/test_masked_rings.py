@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import numpy as np
@@ -10,11 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from fcp_cli.masks import CAUSAL, Mask, chunk_pairs, full, prefix, segments
-from fcp_cli.runtime.kernels.cpu import CpuKernel
 from fcp_cli.runtime.kernels.npu import NpuKernel
 from fcp_cli.runtime.layouts.layout import (
     Hop,
@@ -22,18 +18,19 @@ from fcp_cli.runtime.layouts.layout import (
     RingLayout,
     Rows,
     Segments,
-    ShardLayout,
     ZigZagLayout,
     shard_layout,
 )
-from fcp_cli.runtime.ring_attention import ring_passes
-from fcp_cli.runtime.ring_attention.attention import attention
-from fcp_cli.runtime.ring_attention.ring import Ring
-from fcp_cli.verification.emulation import Mailbox, ThreadTransport
 from tests.masks import Masked, all_masked, seen
-from tests.runtime.emulation import run_emulated, unshard
+from tests.runtime.emulation import (
+    GatheringCpuKernel,
+    require_error_of_one_device,
+    require_exact,
+    run_emulated,
+    use_kernel,
+)
 from tests.runtime.fake_npu import FakeNpu
-from tests.runtime.reference import absolute_error, make_example, relative_error
+from tests.runtime.reference import Example, make_example
 
 pytestmark = pytest.mark.torch
 
@@ -66,88 +63,38 @@ def masks_of(pack: list[Masked]) -> tuple[Mask, ...]:
     return tuple(one.mask for one in pack)
 
 
-def layout_of(pack: list[Masked], degree: int) -> ShardLayout:
-    return shard_layout(lengths_of(pack), degree, 1, masks_of(pack))
+def example_of(name: str, heads: tuple[int, int] = (4, 2), dtype: torch.dtype = torch.float64) -> Example:
+    pack = PACKS[name]
+    return make_example(lengths_of(pack), heads, head_dim=8, masks=masks_of(pack), dtype=dtype)
 
 
 @pytest.mark.parametrize("name", PACKS)
 def test_any_degree_computes_what_one_process_does_in_fp64(name: str) -> None:
-    pack = PACKS[name]
-    example = make_example(lengths_of(pack), (4, 2), head_dim=8, masks=masks_of(pack))
     for degree in range(1, 9):
-        for found, expected in zip(run_emulated(example, degree, torch.float64), example.results, strict=True):
-            assert absolute_error(found, expected) <= 1e-12, degree
+        require_exact(example_of(name), degree)
 
 
 @pytest.mark.parametrize(("shared", "ring"), [(2, 1), (2, 2), (4, 2)])
 def test_sets_that_share_heads_follow_masks_around_their_ring(shared: int, ring: int) -> None:
-    pack = PACKS["mixed"]
-    example = make_example(lengths_of(pack), (8, 2), head_dim=8, masks=masks_of(pack))
-    found = run_emulated(example, shared * ring, torch.float64, shared)
-    for one, expected in zip(found, example.results, strict=True):
-        assert absolute_error(one, expected) <= 1e-12
-
-
-class GatheringCpuKernel(CpuKernel):
-    """All sequences in one call, whose rows the ring then has to gather and scatter, as on a GPU."""
-
-    packed = True
+    require_exact(example_of("mixed", (8, 2)), shared * ring, shared)
 
 
 @pytest.mark.parametrize("degree", [1, 3, 4])
 def test_calls_of_all_sequences_together_give_the_same(degree: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_passes, "select_kernel", lambda device_type, dtype: GatheringCpuKernel())
-    pack = PACKS["mixed"]
-    example = make_example(lengths_of(pack), (3, 1), head_dim=8, masks=masks_of(pack))
-    for found, expected in zip(run_emulated(example, degree, torch.float64), example.results, strict=True):
-        assert absolute_error(found, expected) <= 1e-12
+    use_kernel(monkeypatch, GatheringCpuKernel())
+    require_exact(example_of("mixed", (3, 1)), degree)
 
 
 def test_the_npu_operator_needs_no_mask_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = NpuKernel(FakeNpu(head_major=True))
-    monkeypatch.setattr(ring_passes, "select_kernel", lambda device_type, dtype: kernel)
-    pack = PACKS["mixed"]
-    example = make_example(lengths_of(pack), (4, 2), dtype=torch.float32, masks=masks_of(pack))
-    for found, expected in zip(run_emulated(example, 3, torch.float32), example.results, strict=True):
-        assert relative_error(found, expected) <= 2e-6
+    use_kernel(monkeypatch, NpuKernel(FakeNpu(head_major=True)))
+    require_exact(example_of("mixed", dtype=torch.float32), 3, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("name", ["segments", "pairs", "mixed"])
 def test_in_bf16_a_masked_ring_adds_less_error_than_one_device_has(name: str) -> None:
-    pack = PACKS[name]
-    example = make_example(lengths_of(pack), (4, 2), dtype=torch.bfloat16, masks=masks_of(pack))
-    alone = run_emulated(example, 1, torch.bfloat16)
-    assert alone[0].dtype == alone[1].dtype == torch.bfloat16
+    example = example_of(name, dtype=torch.bfloat16)
     for degree in (3, 8):
-        for found, own, expected in zip(
-            run_emulated(example, degree, torch.bfloat16), alone, example.results, strict=True
-        ):
-            assert relative_error(found, expected) <= 2 * relative_error(own, expected)
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_attention_follows_the_masks_of_its_ring(recompute: bool) -> None:
-    """Through autograd, with and without recomputation."""
-    pack = PACKS["mixed"]
-    example = make_example(lengths_of(pack), (4, 2), masks=masks_of(pack))
-    layout, mailbox, ranks = layout_of(pack, 3), Mailbox(), (0, 1, 2)
-
-    def step(rank: int) -> list[Tensor]:
-        ring = Ring(layout, rank, ranks, ThreadTransport(mailbox, rank))
-        own = torch.from_numpy(layout.index(rank))
-        leaves = [tensor[own].transpose(0, 1)[None].requires_grad_() for tensor in (example.q, example.k, example.v)]
-
-        def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attention(q, k, v, ring=ring)
-
-        out = checkpoint(block, *leaves, use_reentrant=False) if recompute else block(*leaves)
-        torch.autograd.backward(out, example.grad_out[own].transpose(0, 1)[None])
-        return [leaf.grad[0].transpose(0, 1) for leaf in leaves if leaf.grad is not None]
-
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        shards = list(pool.map(step, ranks))
-    for parts, expected in zip(zip(*shards, strict=True), example.results[1:], strict=True):
-        assert absolute_error(unshard(layout, list(parts)), expected) <= 1e-12
+        require_error_of_one_device(run_emulated(example, degree, torch.bfloat16), example)
 
 
 @given(pack=few_packs, degree=st.integers(1, 7), packed=st.booleans())

@@ -18,8 +18,8 @@ from fcp_cli.runtime.ring_attention.passes import group_forward
 from fcp_cli.runtime.ring_attention.ring import AttentionSpec, Ring
 from fcp_cli.verification.emulation import Mailbox
 from fcp_cli.verification.order import check_order
-from tests.runtime.emulation import run_emulated, run_recorded
-from tests.runtime.reference import absolute_error, can_share, make_example, relative_error
+from tests.runtime.emulation import require_error_of_one_device, require_exact, run_emulated, run_recorded
+from tests.runtime.reference import can_share, make_example, relative_error
 
 pytestmark = pytest.mark.torch
 
@@ -37,19 +37,13 @@ def test_any_sets_and_rings_compute_plain_attention_in_fp64(shared: int, ring: i
     assert heads_for(shared)
     for heads in heads_for(shared):
         for lengths in LENGTHS:
-            example = make_example(lengths, heads, head_dim=8)
-            found = run_emulated(example, shared * ring, torch.float64, shared)
-            for one, expected in zip(found, example.results, strict=True):
-                assert absolute_error(one, expected) <= 1e-12, (heads, lengths)
+            require_exact(make_example(lengths, heads, head_dim=8), shared * ring, shared)
 
 
 @pytest.mark.parametrize(("shared", "ring"), [(2, 2), (4, 1), (4, 2)])
 def test_replicated_key_heads_in_bf16_stay_within_twice_the_error_of_one_device(shared: int, ring: int) -> None:
     example = make_example((5, 7, 13, 37, 101), (8, 2), dtype=torch.bfloat16)
-    alone = run_emulated(example, 1, torch.bfloat16)
-    found = run_emulated(example, shared * ring, torch.bfloat16, shared)
-    for one, own, expected in zip(found, alone, example.results, strict=True):
-        assert relative_error(one, expected) <= 2 * relative_error(own, expected)
+    require_error_of_one_device(run_emulated(example, shared * ring, torch.bfloat16, shared), example)
 
 
 def test_a_set_exchanges_rows_of_exact_length_and_its_rings_carry_its_share_of_the_heads() -> None:

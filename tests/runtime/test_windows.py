@@ -1,8 +1,11 @@
-"""Attention in sliding windows and with sinks, all members in one process."""
+"""Attention in sliding windows, with sinks and with soft caps on scores, all members in one process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,15 +18,16 @@ from fcp_cli.runtime.kernels import AttentionKernel, cpu
 from fcp_cli.runtime.kernels.cpu import CpuKernel
 from fcp_cli.runtime.kernels.dense import DenseKernel
 from fcp_cli.runtime.kernels.npu import NpuKernel
+from fcp_cli.runtime.kernels.select import capped_kernel
 from fcp_cli.runtime.layouts.layout import Segments, shard_layout
 from fcp_cli.runtime.recomputation.recompute import keep_attention
 from fcp_cli.runtime.ring_attention.attention import attention
 from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.runtime.session.outside import outside
 from fcp_cli.verification.order import check_order
-from tests.runtime.emulation import run_emulated, run_recorded
+from tests.runtime.emulation import require_exact, run_emulated, run_recorded
 from tests.runtime.fake_npu import FakeNpu
-from tests.runtime.reference import Example, absolute_error, make_example, relative_error
+from tests.runtime.reference import absolute_error, make_example, relative_error
 
 pytestmark = pytest.mark.torch
 
@@ -167,56 +171,50 @@ def test_the_cpu_kernel_computes_blocks_of_queries_with_the_keys_of_their_window
     assert pairs <= 1200 * (128 + 2 * 50)  # by windows and blocks, not by lengths: 1200 x 1200
 
 
-def leaves(example: Example) -> list[Tensor]:
-    assert example.sinks is not None
-    batched = [tensor.transpose(0, 1)[None] for tensor in (example.q, example.k, example.v)]
-    return [tensor.clone().requires_grad_() for tensor in (*batched, example.sinks)]
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "images"])
+@pytest.mark.parametrize("window", [None, 9])
+def test_any_group_computes_capped_attention_in_fp64(window: int | None, masked: bool) -> None:
+    """softcap * tanh(score / softcap), as in Gemma 2."""
+    given: dict[str, Any] = {"head_dim": 8, "window": window}
+    given["masks"] = (segments([(3, 20), (30, 57)]), CAUSAL, CAUSAL) if masked else ()
+    example, plain = (make_example((57, 13, 1), (4, 2), **given, softcap=cap) for cap in (0.7, None))
+    assert absolute_error(example.dq, plain.dq) > 0.1, "the cap is felt"
+    for degree, shared in ((1, 1), (2, 1), (5, 1), (4, 2)):
+        require_exact(example, degree, shared)
 
 
-def gradients(example: Example) -> tuple[Tensor, ...]:
-    assert example.dsinks is not None
-    return (*(tensor.transpose(0, 1)[None] for tensor in (example.dq, example.dk, example.dv)), example.dsinks)
+KINDS: dict[str, dict[str, Any]] = {
+    "sinks": {"window": 20, "has_sinks": True},
+    "soft cap": {"window": 12, "softcap": 0.7},
+    "sinks and soft cap": {"window": 12, "has_sinks": True, "softcap": 0.7},
+}
 
 
 @pytest.mark.parametrize("how", ["plain", "recomputed", "attention kept", "compiled", "outside"])
-def test_autograd_gives_the_gradients_of_sinks_however_the_layer_runs(how: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_autograd_gives_the_gradients_of_one_process_however_the_layer_runs(kind: str, how: str) -> None:
     lengths = (90,) if how == "outside" else (90, 37)
-    example = make_example(lengths, (4, 2), window=20, has_sinks=True)
-    ring, given = Ring(shard_layout(lengths, 1)), leaves(example)
+    example = make_example(lengths, (4, 2), **KINDS[kind])
+    ring = None if how == "outside" else Ring(shard_layout(lengths, 1))
+    batched = [tensor.transpose(0, 1)[None].clone().requires_grad_() for tensor in (example.q, example.k, example.v)]
+    given = batched if example.sinks is None else [*batched, example.sinks.clone().requires_grad_()]
 
-    def layer(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
-        of = None if how == "outside" else ring
-        return attention(q, k, v, ring=of, window=20, sinks=sinks) * 1.0
+    def layer(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return attention(q, k, v, ring=ring, window=example.window, sinks=sinks, softcap=example.softcap) * 1.0
 
-    def run(*tensors: Tensor) -> Tensor:
-        if how == "recomputed":
-            return checkpoint(layer, *tensors, use_reentrant=False)  # type: ignore[no-any-return]
-        if how == "attention kept":
-            return checkpoint(layer, *tensors, use_reentrant=False, context_fn=keep_attention)  # type: ignore[no-any-return]
-        if how == "compiled":
-            return torch.compile(layer, backend="aot_eager", fullgraph=True)(*tensors)
-        with outside():
-            return layer(*tensors)
-
-    out = layer(*given) if how == "plain" else run(*given)
-    assert absolute_error(out[0].transpose(0, 1).detach(), example.out) <= 1e-12
-    found = torch.autograd.grad(out, given, example.grad_out.transpose(0, 1)[None])
-    for one, expected in zip(found, gradients(example), strict=True):
-        assert absolute_error(one, expected) <= 1e-12
-
-
-def test_two_forwards_before_a_backward_keep_their_windows() -> None:
-    first, second = (make_example((90,), (4, 2), seed=seed, window=w, has_sinks=True) for seed, w in ((0, 8), (1, 30)))
-    given = [leaves(example) for example in (first, second)]
-    ring = Ring(shard_layout((90,), 1))
-    outs = [
-        attention(*tensors[:3], ring=ring, window=example.window, sinks=tensors[3])
-        for tensors, example in zip(given, (first, second), strict=True)
-    ]
-    for example, tensors, out in zip((first, second), given, outs, strict=True):
-        found = torch.autograd.grad(out, tensors, example.grad_out.transpose(0, 1)[None])
-        for one, expected in zip(found, gradients(example), strict=True):
-            assert absolute_error(one, expected) <= 1e-12
+    run: Callable[..., Tensor] = layer
+    if how == "compiled":
+        run = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    elif how in ("recomputed", "attention kept"):
+        kept = {"context_fn": keep_attention} if how == "attention kept" else {}
+        run = partial(checkpoint, layer, use_reentrant=False, **kept)
+    with outside() if ring is None else nullcontext():
+        out = run(*given)
+    grads = torch.autograd.grad(out, given, example.grad_out.transpose(0, 1)[None])
+    for one, expected in zip((out.detach(), *grads), example.results, strict=False):
+        assert absolute_error(one[0].transpose(0, 1), expected) <= 1e-12
+    if example.dsinks is not None:
+        assert absolute_error(grads[3], example.dsinks) <= 1e-12
 
 
 def test_what_cannot_be_is_named() -> None:
@@ -228,3 +226,9 @@ def test_what_cannot_be_is_named() -> None:
         attention(q, q, q, ring=masked, window=3)
     with pytest.raises(RunError, match=r"sinks of shape \(2,\) do not fit the 4 query heads: give one for each"):
         attention(q, q, q, ring=ring, sinks=torch.zeros(2))
+    with pytest.raises(
+        RunError, match=r"no attention kernel .*bfloat16 on cuda has soft caps on scores \(softcap=50.0\)"
+    ):
+        capped_kernel("cuda", torch.bfloat16, 50.0)
+    with pytest.raises(RunError, match=r"softcap=0\.0; scores are capped at a number above 0"):
+        capped_kernel("cpu", torch.float32, 0.0)
