@@ -16,7 +16,7 @@ from fcp_cli.plan.file.writer import plan_writer
 from fcp_cli.plan.metadata.masks import PlannedMasks
 from fcp_cli.plan.metadata.plan_metadata import EncoderBalance, ManifestReference, PlanMetadata, Sync
 from fcp_cli.plan.pricing.pipeline import Pipeline
-from fcp_cli.plan.step import StepPlan
+from fcp_cli.plan.step import MicroBatch, StepPlan
 from fcp_cli.recipe import Recipe
 
 
@@ -120,6 +120,22 @@ def make_step(rows: Sequence[Row], *, step: int, first_sequence: int, shares_hea
         makespan_seconds=float(seconds.sum()),
         bound_seconds=float(seconds.max()),
         heads_degree=np.array([row.heads_degree for row in rows], dtype=np.int32) if shares_heads else None,
+    )
+
+
+def microbatch(
+    lengths: Sequence[int], ranks: Sequence[int] = (0,), *, step: int = 0, order: int = 0, first_sequence: int = 0
+) -> MicroBatch:
+    """One micro-batch of a plan, whose sequences are numbered on from `first_sequence`."""
+    return MicroBatch(
+        step=step,
+        order=order,
+        wave=-1,
+        ranks=tuple(ranks),
+        sequences=tuple(range(first_sequence, first_sequence + len(lengths))),
+        lengths=tuple(lengths),
+        start_seconds=0.0,
+        seconds=1.0,
     )
 
 

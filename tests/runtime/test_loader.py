@@ -19,22 +19,14 @@ from fcp_cli.runtime.data.loader import begin_shard, fetches_labels, load_shard
 from fcp_cli.runtime.data.steps import load_steps
 from fcp_cli.runtime.layouts.layout import shard_layout
 from fcp_cli.runtime.loss.labels import IGNORED
-from tests.runtime.plans import Row, write_plan
+from tests.runtime.plans import Row, microbatch, write_plan
 
 pytestmark = pytest.mark.torch
 
 
-def microbatch(lengths: Sequence[int], degree: int) -> MicroBatch:
-    return MicroBatch(
-        step=0,
-        order=0,
-        wave=-1,
-        ranks=tuple(range(10, 10 + degree)),
-        sequences=tuple(range(100, 100 + len(lengths))),
-        lengths=tuple(lengths),
-        start_seconds=0.0,
-        seconds=0.0,
-    )
+def on_ranks(lengths: Sequence[int], degree: int) -> MicroBatch:
+    """Rows from 100 on, on ranks from 10 on."""
+    return microbatch(lengths, range(10, 10 + degree), first_sequence=100)
 
 
 def numbered(row: int) -> np.ndarray[Any, Any]:
@@ -46,7 +38,7 @@ def numbered(row: int) -> np.ndarray[Any, Any]:
 def test_the_shards_of_a_ring_hold_every_token_once_with_its_position_and_next_token(
     lengths: list[int], degree: int
 ) -> None:
-    row = microbatch(lengths, degree)
+    row = on_ranks(lengths, degree)
     layout = shard_layout(row.lengths, degree)
     seen = []
     for member, rank in enumerate(row.ranks):
@@ -63,43 +55,43 @@ def test_the_shards_of_a_ring_hold_every_token_once_with_its_position_and_next_t
 
 @pytest.mark.parametrize(("lengths", "degree", "rank"), [((), 1, 10), ((1,), 4, 12)], ids=["idle", "fewer than ranks"])
 def test_a_rank_without_tokens_gets_one_that_counts_nothing(lengths: tuple[int, ...], degree: int, rank: int) -> None:
-    shard = load_shard(microbatch(lengths, degree), numbered, rank=rank)
+    shard = load_shard(on_ranks(lengths, degree), numbered, rank=rank)
     assert shard.input_ids.shape == (1, 1)
     assert shard.position_ids.tolist() == [[0]]
     assert shard.labels.tolist() == [[IGNORED]]
 
 
 def test_sequences_longer_than_planned_are_cut() -> None:
-    shard = load_shard(microbatch([3], 1), numbered, rank=10)
+    shard = load_shard(on_ranks([3], 1), numbered, rank=10)
     assert shard.input_ids.tolist() == [[100_000, 100_001, 100_002]]
     assert shard.labels.tolist() == [[100_001, 100_002, IGNORED]]
 
 
 def test_a_sequence_shorter_than_planned_is_named() -> None:
     with pytest.raises(RunError, match="row 100 of the data has 200 tokens but 201 in the plan"):
-        load_shard(microbatch([201], 1), numbered, rank=10)
+        load_shard(on_ranks([201], 1), numbered, rank=10)
 
 
 @pytest.mark.parametrize("values", [[7, 8, 9], (np.array([7, 8, 9], dtype=np.uint16), None), torch.tensor([7, 8, 9])])
 def test_tokens_may_be_lists_arrays_or_tensors(values: Any) -> None:
     tokens = values[0] if isinstance(values, tuple) else values
-    assert load_shard(microbatch([3], 1), lambda row: tokens, rank=10).input_ids.tolist() == [[7, 8, 9]]
+    assert load_shard(on_ranks([3], 1), lambda row: tokens, rank=10).input_ids.tolist() == [[7, 8, 9]]
 
 
 def test_given_labels_belong_to_their_tokens_and_are_shifted() -> None:
-    shard = load_shard(microbatch([4], 1), lambda row: ([1, 2, 3, 4, 5], [-100, -100, 3, 4, 5]), rank=10, labelled=True)
+    shard = load_shard(on_ranks([4], 1), lambda row: ([1, 2, 3, 4, 5], [-100, -100, 3, 4, 5]), rank=10, labelled=True)
     assert shard.input_ids.tolist() == [[1, 2, 3, 4]]
     assert shard.labels.tolist() == [[-100, 3, 4, -100]]
 
 
 def test_labels_of_another_length_are_refused() -> None:
     with pytest.raises(RunError, match="row 100 of the data has 4 tokens but 3 labels"):
-        load_shard(microbatch([4], 1), lambda row: ([1, 2, 3, 4], [1, 2, 3]), rank=10, labelled=True)
+        load_shard(on_ranks([4], 1), lambda row: ([1, 2, 3, 4], [1, 2, 3]), rank=10, labelled=True)
 
 
 def test_labels_for_some_rows_only_are_refused() -> None:
     with pytest.raises(RunError, match="fetch returned labels for row 100 of the data, unlike for the first"):
-        load_shard(microbatch([2], 1), lambda row: ([1, 2], [1, 2]), rank=10)
+        load_shard(on_ranks([2], 1), lambda row: ([1, 2], [1, 2]), rank=10)
 
 
 def test_all_ranks_ask_the_first_sequence_whether_there_are_labels(tmp_path: Path) -> None:

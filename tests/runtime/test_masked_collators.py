@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +23,7 @@ from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.runtime.data.planned_masks import with_planned_masks
 from fcp_cli.verification.emulation import Meeting, run_ranks
 from fcp_cli.verification.replay import Replayed, gradients_on_rank, thread_session
-from tests.runtime.launch import torchrun
+from tests.runtime.launch import run_worker
 from tests.runtime.plans import Row, write_plan
 
 pytestmark = pytest.mark.hf
@@ -44,7 +43,7 @@ from tests.runtime.gemma3_models import (  # noqa: E402
     norms_in_fp64,
     tokens_of,
 )
-from tests.runtime.workers.gemma3_worker import CASES, ITERATION, WAVES  # noqa: E402
+from tests.runtime.workers.decoder_worker import CASES, ITERATION, WAVES  # noqa: E402
 
 _building = threading.Lock()  # weights are drawn from one random state
 
@@ -84,14 +83,14 @@ def test_processes_train_gemma_3_with_images_and_windows_as_one(tmp_path: Path) 
     for name, (sync, rows) in plans.items():
         masks = planned_masks(kept())
         write_plan(tmp_path / name, [rows], num_ranks=4, sync=sync, rows=3, masked_sequences=2, masks=masks)
-    torchrun("-m", "tests.runtime.workers.gemma3_worker", str(tmp_path), num_ranks=4)
+    left = run_worker("decoder_worker", tmp_path, "gemma3", num_ranks=4)
+    assert {name: len(ranks) for name, ranks in left.items()} == dict.fromkeys(CASES["gemma3"], 4)
     with norms_in_fp64():
         gradient, loss = expected()
-    for name in CASES:
-        for rank in range(4):
-            found: Replayed = pickle.loads((tmp_path / f"{name}-{rank}.pickle").read_bytes())
-            assert np.abs(found.gradients[0] - gradient).max() <= 1e-12, (name, rank)
-            assert abs(found.losses[0] - loss) <= 1e-12
+    for name, ranks in left.items():
+        for found in ranks:
+            assert np.abs(found.gradients[0] - gradient).max() <= 1e-12, name
+            assert abs(found.losses[0] - loss) <= 1e-12, name
 
 
 def rows_of(folder: Path, batch: Mapping[str, Any], **planned: Any) -> CollatedRows:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,6 @@ from fcp_cli.errors import RunError
 from fcp_cli.integrations.hugging_face.data.rows import CollatedRows
 from fcp_cli.masks import CAUSAL, Mask, MaskedSequence, chunk_pairs, full, prefix, segments
 from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.agreement.plan_agreement import require_causal
 from fcp_cli.runtime.data.loader import load_shard
 from fcp_cli.runtime.loss.labels import IGNORED
@@ -30,7 +28,7 @@ from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, ring_atten
 from fcp_cli.verification.replay import Replayed, gradients_on_rank, take_gradient, thread_session
 from fcp_cli.vision.parts import VisualSequence
 from tests.masks import Masked, seen
-from tests.runtime.plans import Row, write_plan
+from tests.runtime.plans import Row, microbatch, write_plan
 
 pytestmark = pytest.mark.torch
 
@@ -86,19 +84,6 @@ def test_a_step_over_masked_sequences_has_the_gradient_of_one_process(tmp_path: 
         assert np.abs(replayed.gradients - expected).max() <= 1e-12
 
 
-def microbatch(lengths: Sequence[int], degree: int = 1) -> MicroBatch:
-    return MicroBatch(
-        step=0,
-        order=0,
-        wave=-1,
-        ranks=tuple(range(degree)),
-        sequences=tuple(range(len(lengths))),
-        lengths=tuple(lengths),
-        start_seconds=0.0,
-        seconds=0.0,
-    )
-
-
 def test_noisy_tokens_have_positions_of_their_clean_ones_and_own_labels_stay_where_they_are() -> None:
     tokens = np.arange(10, 16)
     found = MaskedSequence(tokens=tokens, labels=tokens + 100, mask=chunk_pairs([1, 2]), own_labels=True)
@@ -147,7 +132,7 @@ def test_ranks_of_a_ring_that_get_other_masks_notice() -> None:
     digests = []
     for mask in (prefix(3), prefix(4), CAUSAL):
         rows = [MaskedSequence(tokens=np.arange(10), mask=mask)]
-        shard = load_shard(microbatch([10], 2), rows.__getitem__, rank=0)
+        shard = load_shard(microbatch([10], (0, 1)), rows.__getitem__, rank=0)
         assert shard.digest is not None
         digests.append(shard.digest.digests[0])
     assert len(set(digests)) == 3

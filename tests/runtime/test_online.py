@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from fcp_cli.plan.metadata.online import manifest_of
 from fcp_cli.verification.model import TinyLanguageModel, plain_attend
 from fcp_cli.verification.replay import gradients_alone
 from tests.planning.examples import PROFILE
-from tests.runtime.launch import torchrun
+from tests.runtime.launch import run_worker
 from tests.runtime.workers.online_worker import CONFIG, tokens_of
 
 pytestmark = [pytest.mark.torch, pytest.mark.distributed, pytest.mark.full]
@@ -25,18 +24,20 @@ pytestmark = [pytest.mark.torch, pytest.mark.distributed, pytest.mark.full]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What four ranks left of all cases."""
     folder = tmp_path_factory.mktemp("online")
     (folder / "profile.yaml").write_text(PROFILE)
-    torchrun("-m", "tests.runtime.workers.online_worker", str(folder), num_ranks=4)
     return folder
 
 
-def left(folder: Path, case: str) -> list[dict[str, Any]]:
-    return [pickle.loads((folder / f"{case}-{rank}.pickle").read_bytes()) for rank in range(4)]
+@pytest.fixture(scope="module")
+def left(folder: Path) -> dict[str, list[Any]]:
+    """What each of four ranks left of each case."""
+    return run_worker("online_worker", folder, num_ranks=4)
 
 
-def test_lengths_drawn_at_run_time_train_as_under_the_plan_made_before_and_as_in_one_process(folder: Path) -> None:
+def test_lengths_drawn_at_run_time_train_as_under_the_plan_made_before_and_as_in_one_process(
+    folder: Path, left: dict[str, list[Any]]
+) -> None:
     plan = folder / "online.parquet"
     assert len({len(row.ranks) for step in PlanReader(plan).steps() for row in step.microbatches()}) > 1
     with torch.random.fork_rng():
@@ -45,7 +46,7 @@ def test_lengths_drawn_at_run_time_train_as_under_the_plan_made_before_and_as_in
         model = TinyLanguageModel(CONFIG, plain_attend)
         alone = gradients_alone(plan, tokens_of, model, model)
         torch.set_default_dtype(before)
-    for online, offline in zip(left(folder, "online"), left(folder, "offline"), strict=True):
+    for online, offline in zip(left["online"], left["offline"], strict=True):
         assert len(online["losses"]) == 6 and online["lengths"] == offline["lengths"]
         assert online["losses"] == offline["losses"]
         for one, other in zip(online["gradients"], offline["gradients"], strict=True):
@@ -54,21 +55,27 @@ def test_lengths_drawn_at_run_time_train_as_under_the_plan_made_before_and_as_in
         np.testing.assert_allclose(np.stack(online["gradients"]), alone.gradients, rtol=0, atol=1e-12)
 
 
-def test_what_was_planned_is_a_plan_and_a_run_begun_again_ends_with_the_same(folder: Path) -> None:
+def test_what_was_planned_is_a_plan_and_a_run_begun_again_ends_with_the_same(
+    folder: Path, left: dict[str, list[Any]]
+) -> None:
     whole, restarted = folder / "online.parquet", folder / "restarted.parquet"
     assert list(check_plan(whole, manifest=read_manifest(manifest_of(whole)))) == []
-    assert left(folder, "restarted")[1]["losses"] == left(folder, "online")[1]["losses"]
+    assert left["restarted"][1]["losses"] == left["online"][1]["losses"]
     steps = [list(PlanReader(path).steps()) for path in (whole, restarted)]
     assert [step.to_dict() for step in steps[0]] == [step.to_dict() for step in steps[1]]
 
 
-def test_a_batch_that_depends_on_the_step_before_is_not_asked_for_before_it(folder: Path) -> None:
-    assert [found["trained"] for found in left(folder, "policy")] == 4 * [[0, 1, 2, 3]]
+def test_a_batch_that_depends_on_the_step_before_is_not_asked_for_before_it(
+    folder: Path, left: dict[str, list[Any]]
+) -> None:
+    assert [found["trained"] for found in left["policy"]] == 4 * [[0, 1, 2, 3]]
     assert [len(step.sequences) for step in PlanReader(folder / "policy.parquet").steps()] == [2, 3, 4, 5]
 
 
-def test_a_rank_that_is_thirty_percent_slower_gets_less_work_once_it_was_measured(folder: Path) -> None:
-    found = left(folder, "slow")[0]
+def test_a_rank_that_is_thirty_percent_slower_gets_less_work_once_it_was_measured(
+    folder: Path, left: dict[str, list[Any]]
+) -> None:
+    found = left["slow"][0]
     plan = folder / "slow.parquet"
     refits = PlanReader(plan).metadata.refits
     assert refits is not None and refits[0].first_step == 4 and list(check_plan(plan)) == []
@@ -77,8 +84,10 @@ def test_a_rank_that_is_thirty_percent_slower_gets_less_work_once_it_was_measure
     assert np.median(found["slow"][8:]) < 0.9 * np.median(found["blind"][8:])
 
 
-def test_rows_of_a_data_loader_with_a_shuffle_buffer_are_trained_as_they_come(folder: Path) -> None:
-    found = left(folder, "rows")
+def test_rows_of_a_data_loader_with_a_shuffle_buffer_are_trained_as_they_come(
+    folder: Path, left: dict[str, list[Any]]
+) -> None:
+    found = left["rows"]
     assert len({tuple(rank["losses"]) for rank in found}) == 1 and len(found[0]["losses"]) == 6
     lengths = np.sort(read_manifest(manifest_of(folder / "rows.parquet")).length_tokens)
     assert lengths.tolist() == sorted(len(tokens_of(number)) for number in range(36))

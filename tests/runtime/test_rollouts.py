@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from fcp_cli.runtime.session.token_values import token_log_probs
 from fcp_cli.verification.model import TinyLanguageModel, plain_attend
 from fcp_cli.verification.replay import take_gradient
 from tests.planning.examples import PROFILE
-from tests.runtime.launch import torchrun
+from tests.runtime.launch import run_worker
 from tests.runtime.workers.rollout_worker import ARRIVALS, BATCH, CONFIG, RATE, advantages, policy_loss, tokens_of
 
 pytestmark = pytest.mark.torch
@@ -29,15 +28,15 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What four ranks left that scored rollouts and trained on them."""
     folder = tmp_path_factory.mktemp("rollouts")
     (folder / "profile.yaml").write_text(PROFILE)
-    torchrun("-m", "tests.runtime.workers.rollout_worker", str(folder), num_ranks=4)
     return folder
 
 
-def learned(folder: Path) -> list[dict[str, Any]]:
-    return [pickle.loads((folder / f"learned-{rank}.pickle").read_bytes()) for rank in range(4)]
+@pytest.fixture(scope="module")
+def left(folder: Path) -> dict[str, list[Any]]:
+    """What each of four ranks left that scored rollouts and trained on them."""
+    return run_worker("rollout_worker", folder, num_ranks=4)
 
 
 def log_probs(model: TinyLanguageModel, number: int) -> Tensor:
@@ -49,7 +48,7 @@ def log_probs(model: TinyLanguageModel, number: int) -> Tensor:
 
 @pytest.mark.distributed
 @pytest.mark.full
-def test_log_probabilities_and_the_training_on_them_equal_one_process(folder: Path) -> None:
+def test_log_probabilities_and_the_training_on_them_equal_one_process(folder: Path, left: dict[str, list[Any]]) -> None:
     policy = TinyLanguageModel(CONFIG, plain_attend)
     reference = TinyLanguageModel(CONFIG, plain_attend, seed=1)
     trained = list(PlanReader(folder / "training.parquet").steps())
@@ -74,7 +73,7 @@ def test_log_probabilities_and_the_training_on_them_equal_one_process(folder: Pa
                 assert parameter.grad is not None
                 parameter.sub_(RATE * parameter.grad)
         gradients.append(take_gradient(policy))
-    for found in learned(folder):
+    for found in left["learned"]:
         for name, alone in scored.items():
             assert found[name].keys() == alone.keys() == set(range(sum(ARRIVALS)))
             for row, values in alone.items():
@@ -84,7 +83,7 @@ def test_log_probabilities_and_the_training_on_them_equal_one_process(folder: Pa
 
 @pytest.mark.distributed
 @pytest.mark.full
-def test_the_passes_have_sound_plans_of_their_own(folder: Path) -> None:
+def test_the_passes_have_sound_plans_of_their_own(folder: Path, left: dict[str, list[Any]]) -> None:
     plans = {name: PlanReader(folder / f"{name}.parquet") for name in ("forward", "training")}
     assert [reader.metadata.phase for reader in plans.values()] == ["forward", None]
     assert [reader.metadata.steps for reader in plans.values()] == [2, 4]
@@ -96,9 +95,9 @@ def test_the_passes_have_sound_plans_of_their_own(folder: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.full
-def test_a_loop_that_trains_under_a_plan_of_forward_passes_stops_with_one_line(folder: Path) -> None:
-    for rank, found in enumerate(learned(folder)):
-        assert found["refusal"].endswith(
+def test_a_loop_that_trains_under_a_plan_of_forward_passes_stops_with_one_line(left: dict[str, list[Any]]) -> None:
+    for rank, said in enumerate(left["under a plan of forward passes"]):
+        assert said.endswith(
             f"rank {rank}: the plan is of forward passes (phase forward), whose micro-batches have no backward; train "
             "under a plan that was made without --phase forward"
         )

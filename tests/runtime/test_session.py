@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 import shutil
 from collections.abc import Sequence
@@ -38,7 +37,7 @@ from fcp_cli.verification.replay import (
     thread_session,
     tiny_config,
 )
-from tests.runtime.launch import torchrun
+from tests.runtime.launch import run_worker
 from tests.runtime.models import VOCAB_SIZE, Case, assert_agrees, build, expected
 from tests.runtime.plans import Row, random_steps, sharing_heads, write_plan
 from tests.runtime.workers.session_worker import GRADIENT_CASES, ITERATION, MORE_CASES, WAVES
@@ -362,13 +361,8 @@ def gloo_job(*, full: bool) -> dict[str, list[Any]]:
     import tempfile
 
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_inputs(folder)
-        torchrun("-m", "tests.runtime.workers.session_worker", name, *(["full"] if full else []), num_ranks=NUM_RANKS)
-        found: dict[str, list[Any]] = {}
-        for path in sorted(folder.glob("*.pickle")):
-            found.setdefault(path.stem.rpartition("-")[0], []).append(pickle.loads(path.read_bytes()))
-        return found
+        write_inputs(Path(name))
+        return run_worker("session_worker", Path(name), *(["full"] if full else []), num_ranks=NUM_RANKS)
 
 
 @pytest.mark.distributed

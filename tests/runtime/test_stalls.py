@@ -14,6 +14,7 @@ from fcp_cli.runtime.communication.world import rank_timeout
 from fcp_cli.runtime.guards.stalls import Watch, watch_for
 from fcp_cli.runtime.metrics.timing import Clock
 from tests.messages import raises
+from tests.runtime.plans import microbatch
 
 pytestmark = pytest.mark.torch
 
@@ -29,9 +30,7 @@ class Device(Clock):
 
 
 def row(order: int, *ranks: int) -> MicroBatch:
-    return MicroBatch(
-        step=7, order=order, wave=-1, ranks=ranks, sequences=(1,), lengths=(9,), start_seconds=0.0, seconds=1.0
-    )
+    return microbatch((9,), ranks, step=7, order=order)
 
 
 def test_a_rank_names_those_that_it_shares_heads_with() -> None:
@@ -54,8 +53,8 @@ def test_a_rank_names_step_ring_and_neighbours_that_the_device_waits_for() -> No
     device = Device()
     watch = Watch(3, device, 10.0, lines.append)
     # The host has left both long ago; the device has done the first one.
-    for number, microbatch in enumerate((row(0, 3), row(4, 0, 2, 3, 1), row(5, 3))):
-        watch.begin(7, microbatch).end = float(number)
+    for number, one in enumerate((row(0, 3), row(4, 0, 2, 3, 1), row(5, 3))):
+        watch.begin(7, one).end = float(number)
     device.passed = {0.0}
     for now in (0.0, 9.0, 11.0, 12.0, 30.0):
         watch.look(now)

@@ -9,17 +9,15 @@ import torch
 from torch import Tensor
 
 from fcp_cli.errors import RunError
-from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.layouts.layout import shard_layout
 from fcp_cli.runtime.session.token_values import collect, part_of
 from fcp_cli.verification.emulation import Meeting, ThreadWorld, run_ranks
+from tests.runtime.plans import microbatch
 
 pytestmark = pytest.mark.torch
 
 LENGTHS = (5, 2)
-ROW = MicroBatch(
-    step=0, order=0, wave=-1, ranks=(0, 1), sequences=(7, 3), lengths=LENGTHS, start_seconds=0.0, seconds=1.0
-)
+ROW = replace(microbatch(LENGTHS, (0, 1)), sequences=(7, 3))
 VALUES = {7: torch.arange(5.0), 3: 10 + torch.arange(2.0)}
 
 

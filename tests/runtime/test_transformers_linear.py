@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from fcp_cli.verification.emulation import Meeting, run_ranks
 from fcp_cli.verification.order import check_order
 from fcp_cli.verification.recording import RecordingTransport, RecordingWorld
 from fcp_cli.verification.replay import Replayed, gradients_on_rank, synthetic_tokens, thread_session
-from tests.runtime.launch import torchrun
+from tests.runtime.launch import run_worker
 from tests.runtime.models import Recomputation
 from tests.runtime.plans import Row, random_steps, write_plan
 
@@ -37,7 +36,7 @@ from tests.runtime.linear_models import (  # noqa: E402
     loss_under_a_plan,
     model_under_a_plan,
 )
-from tests.runtime.workers.linear_worker import CASES, ITERATION, WAVES  # noqa: E402
+from tests.runtime.workers.decoder_worker import CASES, ITERATION, WAVES  # noqa: E402
 
 ROWS = (Row([0, 1, 2], [2, 75]), Row([1], [6, 3]))
 _building = threading.Lock()  # weights are drawn from one random state
@@ -108,11 +107,13 @@ def test_processes_train_as_one(tmp_path: Path) -> None:
     plans: dict[str, Sync] = {ITERATION: "iteration", WAVES: "microbatch"}
     for name, sync in plans.items():
         write_plan(tmp_path / name, random_steps(4, 2, sync=sync, seed=5), num_ranks=4, sync=sync)
-    torchrun("-m", "tests.runtime.workers.linear_worker", str(tmp_path), num_ranks=4)
-    for name, (kind, plan, _, _) in CASES.items():
-        alone = linear_alone(tmp_path / plan, synthetic_tokens(tmp_path / plan, 61), kind)
-        for rank in range(4):
-            require_equal(pickle.loads((tmp_path / f"{name}-{rank}.pickle").read_bytes()), alone)
+    found = run_worker("decoder_worker", tmp_path, "linear", num_ranks=4)
+    for name, case in CASES["linear"].items():
+        plan = tmp_path / case.plan
+        alone = linear_alone(plan, synthetic_tokens(plan, 61), case.kind)
+        assert len(found[name]) == 4
+        for rank in found[name]:
+            require_equal(rank, alone)
 
 
 def test_what_the_hooks_stand_for_is_there() -> None:

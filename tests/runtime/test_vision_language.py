@@ -22,10 +22,9 @@ from tests.runtime.plans import Row, write_plan
 
 pytest.importorskip("transformers")
 
+from tests.runtime.vision_families import FAMILIES, Family
 from tests.runtime.vision_models import (
-    FAMILIES,
     NO_GRADIENT,
-    Family,
     VisionCase,
     alone,
     build,

@@ -17,6 +17,7 @@ import pytest
 
 from tests.forked_ranks.rank_forking import SHARED
 from tests.runtime.launch import ROOT, torchrun
+from tests.runtime.plans import microbatch
 from tests.training.small_runs import run_fcp
 
 pytest.importorskip("megatron.core.package_info", reason="needs megatron-core: pip install megatron-core")
@@ -60,7 +61,6 @@ def test_packs_of_its_own_data_set_are_cut_apart_as_its_collation_lays_them(mult
 
     from fcp_cli.integrations.megatron.data.bridge import Cycle
     from fcp_cli.integrations.megatron.data.samples import find_samples, load_shard
-    from fcp_cli.plan.step import MicroBatch
     from tests.runtime.megatron.bridge_train import file_of_bridge
 
     with pytest.MonkeyPatch.context() as patch:
@@ -96,16 +96,7 @@ def test_packs_of_its_own_data_set_are_cut_apart_as_its_collation_lays_them(mult
     samples = find_samples(Cycle(DataLoader(packs, batch_sampler=sampler, collate_fn=packs.collate_fn)))
     for at, pack in enumerate(tokens):
         kept = [len(sequence) - 1 for sequence in pack]
-        row = MicroBatch(
-            step=0,
-            wave=-1,
-            order=0,
-            ranks=(0, 1),
-            sequences=(at,),
-            lengths=(sum(kept),),
-            start_seconds=0.0,
-            seconds=0.0,
-        )
+        row = microbatch((sum(kept),), (0, 1), first_sequence=at)
         shards = [load_shard(row, samples, rank=rank) for rank in range(2)]
         assert all(shard.layout.lengths == tuple(kept) for shard in shards)
         found, labels = (torch.cat([shard.batch[name][0] for shard in shards]) for name in ("tokens", "labels"))

@@ -23,18 +23,16 @@ from fcp_cli.integrations.megatron.data.samples import (
     mask_of,
 )
 from fcp_cli.masks import CAUSAL, Mask, MaskRows, chunk_pairs, full, prefix, segments
-from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.data.cursor import RankStep
 from fcp_cli.runtime.data.steps import LoadedStep
 from tests.masks import Masked, seen
+from tests.runtime.plans import microbatch
 
 pytestmark = pytest.mark.torch
 
 LENGTH = 8
 PLANNED = 6
-ROW = MicroBatch(
-    step=0, wave=-1, order=0, ranks=(0,), sequences=(0,), lengths=(PLANNED,), start_seconds=0.0, seconds=0.0
-)
+ROW = microbatch((PLANNED,))
 
 
 def load(**item: Any) -> dict[str, Tensor]:

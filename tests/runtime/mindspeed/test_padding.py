@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from fcp_cli.integrations.megatron.data.samples import LocalShard, Samples, load_shard
-from fcp_cli.plan.step import MicroBatch
+from tests.runtime.plans import microbatch
 
 pytestmark = pytest.mark.torch
 
@@ -19,16 +21,7 @@ SAMPLES = Samples(
 
 
 def shards(degree: int, sequences: tuple[int, ...]) -> list[LocalShard]:
-    row = MicroBatch(
-        step=0,
-        order=0,
-        wave=-1,
-        ranks=tuple(range(degree)),
-        sequences=sequences,
-        lengths=tuple(LENGTHS[at] for at in sequences),
-        start_seconds=0.0,
-        seconds=0.0,
-    )
+    row = replace(microbatch([LENGTHS[at] for at in sequences], range(degree)), sequences=sequences)
     return [load_shard(row, SAMPLES, rank=rank, even_chunks=True) for rank in range(degree)]
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,13 +20,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fcp_cli import Planner
 from fcp_cli.arrays import IntArray
-from fcp_cli.errors import FcpError
 from fcp_cli.runtime.session.microbatch import LocalMicroBatch
 from fcp_cli.runtime.session.session import Session
 from fcp_cli.runtime.session.start import start
 from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, ring_attend
 from fcp_cli.verification.replay import take_gradient
-from tests.runtime.workers.leave import leave_job
+from tests.runtime.workers.leave import join_job, leave_cases, leave_job
 
 CPU = torch.device("cpu")
 CONFIG = TinyConfig()
@@ -96,6 +94,10 @@ def run_cases(folder: Path) -> None:
         settings = planner.online(**{**RULE, **options})
         return start(folder / f"{name}.parquet", fetch, stream=stream, planner=settings, device=CPU)
 
+    def offline() -> dict[str, Any]:
+        dist.barrier()  # rank 0 has written the plan
+        return followed(start(folder / "online.parquet", tokens_of, device=CPU))
+
     def restarted() -> dict[str, Any]:
         first = followed(online("restarted", drawn()), most=3)
         second = followed(online("restarted", drawn()), first_step=2)
@@ -153,25 +155,18 @@ def run_cases(folder: Path) -> None:
     rows = DataLoader(Shuffled(), batch_size=None, num_workers=2)
     cases: dict[str, Callable[[], dict[str, Any]]] = {
         "online": lambda: followed(online("online", drawn())),
-        "offline": lambda: followed(start(folder / "online.parquet", tokens_of, device=CPU)),
+        "offline": offline,
         "restarted": restarted,
         "policy": on_policy,
         "slow": slow,
         "rows": lambda: followed(online("rows", rows, None)),
     }
-    for name, case in cases.items():
-        try:
-            found = case()
-        except FcpError as error:
-            found = {"error": str(error)}
-        (folder / f"{name}-{dist.get_rank()}.pickle").write_bytes(pickle.dumps(found))
-        dist.barrier()
+    leave_cases(folder, cases)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    dist.init_process_group("gloo")
+    join_job()
     run_cases(Path(sys.argv[1]))
     leave_job()

@@ -5,27 +5,21 @@ Run by torchrun as `-m tests.runtime.workers.session_worker FOLDER [full]`. The 
 
 from __future__ import annotations
 
-import faulthandler
-import pickle
 import sys
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from fcp_cli.errors import FcpError
 from fcp_cli.runtime.loss import chunked_loss
 from fcp_cli.runtime.recomputation import offload
 from fcp_cli.runtime.session.start import start
 from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, plain_attend, ring_attend
 from fcp_cli.verification.replay import Replayed, gradients_on_rank
-from tests.patience import PATIENCE_SECONDS
 from tests.runtime.models import VOCAB_SIZE, Case, build, wrap
-from tests.runtime.workers.leave import leave_job
+from tests.runtime.workers.leave import join_job, leave_cases, leave_job
 
 REFUSED_WRAPPINGS = (
     "ddp beside a parameter",
@@ -161,24 +155,13 @@ def error_cases(folder: Path, rank: int) -> Mapping[str, Callable[[], Any]]:
 
 
 def main(folder: Path, *, full: bool) -> None:
-    faulthandler.dump_traceback_later(PATIENCE_SECONDS, exit=True)
-    torch.set_num_threads(1)
+    rank = join_job()
     chunked_loss.LOGITS_BYTES = 600  # several blocks of a small vocabulary
     offload.LEAST_BYTES = 1
-    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_SECONDS))
-    rank = dist.get_rank()
-
-    def leave(name: str, result: Any) -> None:
-        (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(result))
-
-    for name in [name for name in GRADIENT_CASES if (name in MORE_CASES) == full]:
-        leave(name, gradient_case(folder, name))
-    for name, run in ({} if full else error_cases(folder, rank)).items():
-        try:
-            run()
-            leave(name, "no error")
-        except (FcpError, AssertionError) as error:  # torch refuses HSDP without names itself
-            leave(name, str(error))
+    names = [name for name in GRADIENT_CASES if (name in MORE_CASES) == full]
+    leave_cases(folder, {name: partial(gradient_case, folder, name) for name in names})
+    if not full:
+        leave_cases(folder, error_cases(folder, rank), AssertionError)  # torch refuses HSDP without names itself
     leave_job()
 
 
