@@ -67,9 +67,8 @@ def run_recorded(
     heads_degree: int = 1,
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], dict[int, list[Operation]]]:
     """As `run_emulated`, with what every rank sent and received."""
-    layout, mailbox = shard_layout(example.lengths, len(ranks), heads_degree, example.masks), Mailbox()
-    recorders = [RecordingTransport(LockstepTransport(mailbox, rank)) for rank in ranks]
-    members = [Ring(layout, i, ranks, recorder, grad_dtype) for i, recorder in enumerate(recorders)]
+    layout = shard_layout(example.lengths, len(ranks), heads_degree, example.masks)
+    members, recorders = recorded_members(layout, ranks, grad_dtype)
     shards = [_shard(example, layout, i, dtype) for i in range(len(ranks))]
     sinks = None if example.sinks is None else example.sinks.to(dtype)
     spec = AttentionSpec(example.scale, example.window, example.softcap)
@@ -96,7 +95,16 @@ def run_recorded(
         assert example.dsinks is not None
         found, (rtol, atol) = torch.stack(of_sinks).double().sum(0), TOLERANCES_OF_SINKS[dtype]
         torch.testing.assert_close(found, example.dsinks, rtol=rtol, atol=atol)
-    return (out, dq, dk, dv), {rank: recorder.operations for rank, recorder in zip(ranks, recorders, strict=True)}
+    return (out, dq, dk, dv), {rank: recorder.operations for rank, recorder in recorders.items()}
+
+
+def recorded_members(
+    layout: ShardLayout, ranks: tuple[int, ...], grad_dtype: GradRingDtype = "fp32"
+) -> tuple[list[Ring], dict[int, RecordingTransport]]:
+    """Return the members of a group for `run_lockstep`, and the recorders of their messages by rank."""
+    mailbox = Mailbox()
+    recorders = {rank: RecordingTransport(LockstepTransport(mailbox, rank)) for rank in ranks}
+    return [Ring(layout, i, ranks, recorder, grad_dtype) for i, recorder in enumerate(recorders.values())], recorders
 
 
 def _shard(example: Example, layout: ShardLayout, index: int, dtype: torch.dtype) -> tuple[Tensor, ...]:

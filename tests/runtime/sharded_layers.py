@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -60,3 +61,22 @@ def on_ranks(
 def require_equal(found: Shards, wanted: Shards) -> None:
     for one, other in zip(found, wanted, strict=True):
         assert float((one - other).abs().max()) <= 1e-12
+
+
+def bytes_of_first_member(lengths: tuple[int, ...], degree: int, run: Callable[[Ring], None]) -> int:
+    """Bytes that the first member of a group keeps for the backward of what all run."""
+    layout, held = shard_layout(lengths, degree), {}
+    kept: Shards = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        held[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        kept.append(tensor)
+        return tensor
+
+    def of_member(meeting: Meeting, rank: int) -> None:
+        ring = Ring(layout, rank, tuple(range(degree)), ThreadTransport(meeting.mailbox, rank, 60.0))
+        with nullcontext() if rank else torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            run(ring)
+
+    run_ranks(degree, of_member)
+    return sum(held.values())

@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.lockstep import LockstepTransport, run_lockstep
+from benchmarks.lockstep import run_lockstep
 from fcp_cli.runtime.layouts.layout import shard_layout
 from fcp_cli.runtime.ring_attention.ring import Ring
-from fcp_cli.verification.emulation import Mailbox
 from fcp_cli.verification.order import Operation, check_order
-from fcp_cli.verification.recording import RecordingTransport
-from tests.runtime.emulation import run_recorded
+from tests.runtime.emulation import recorded_members, run_recorded
 from tests.runtime.reference import make_example
 
 pytestmark = pytest.mark.torch
@@ -25,15 +23,12 @@ def pairs(operations: dict[int, list[Operation]]) -> set[frozenset[int]]:
 
 @pytest.mark.parametrize("shared", [1, 2, 3, 6])
 def test_every_member_gets_the_same_sum_from_members_that_it_meets_in_attention(shared: int) -> None:
-    mailbox = Mailbox()
-    recorders = [RecordingTransport(LockstepTransport(mailbox, rank)) for rank in RANKS]
-    layout = shard_layout((30, 5), len(RANKS), shared)
-    members = [Ring(layout, i, RANKS, recorder) for i, recorder in enumerate(recorders)]
+    members, recorders = recorded_members(shard_layout((30, 5), len(RANKS), shared), RANKS)
     own = [torch.randn(2, 4, dtype=torch.float64) for _ in RANKS]
     found = run_lockstep([member.summed(part) for member, part in zip(members, own, strict=True)])
     for total in found:
         torch.testing.assert_close(total, torch.stack(own).sum(0), rtol=0, atol=1e-14)
-    operations = {rank: recorder.operations for rank, recorder in zip(RANKS, recorders, strict=True)}
+    operations = {rank: recorder.operations for rank, recorder in recorders.items()}
     check_order(operations)
     _, attention = run_recorded(make_example((30, 5), (6, 6), 4), RANKS, heads_degree=shared)
     assert pairs(operations) <= pairs(attention)

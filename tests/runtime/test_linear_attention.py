@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.lockstep import LockstepTransport, run_lockstep
+from benchmarks.lockstep import run_lockstep
 from fcp_cli.errors import RunError
 from fcp_cli.masks import CAUSAL, full
 from fcp_cli.memory.activations import state_bytes
@@ -30,10 +30,10 @@ from fcp_cli.runtime.states.linear_attention import DeltaRule, DeltaTokens
 from fcp_cli.runtime.states.linear_convolution import short_convolution
 from fcp_cli.runtime.states.linear_states import carry
 from fcp_cli.runtime.states.state_layers import run_rule
-from fcp_cli.verification.emulation import Mailbox, Meeting, ThreadTransport, run_ranks
+from fcp_cli.verification.emulation import Mailbox, ThreadTransport
 from fcp_cli.verification.order import check_order
-from fcp_cli.verification.recording import RecordingTransport
-from tests.runtime.sharded_layers import GROUPS, PACKS, Shards, on_ranks, require_equal
+from tests.runtime.emulation import recorded_members
+from tests.runtime.sharded_layers import GROUPS, PACKS, Shards, bytes_of_first_member, on_ranks, require_equal
 
 pytestmark = pytest.mark.torch
 
@@ -128,31 +128,35 @@ def test_a_recomputed_layer_computes_the_same(keeps: bool) -> None:
     assert {ring.context.forward_calls for ring in rings} == {1}
 
 
-def test_states_travel_in_pieces_whose_order_cannot_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
-    degree, sequences = 4, 3
+@pytest.mark.parametrize(
+    ("degree", "factor"), [(4, (KEY_SIZE, KEY_SIZE)), (3, (1, 1))], ids=["matrices", "what is left of each state"]
+)
+def test_states_travel_in_pieces_whose_order_cannot_deadlock(
+    degree: int, factor: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linear attention multiplies states by matrices, state spaces by one factor of a head."""
+    sequences = 3
     generator = torch.Generator().manual_seed(0)
-    times = torch.randn(2 * degree, sequences, HEADS, KEY_SIZE, KEY_SIZE, generator=generator, dtype=torch.float64)
+    times = torch.randn(2 * degree, sequences, HEADS, *factor, generator=generator, dtype=torch.float64)
     plus = torch.randn(2 * degree, sequences, HEADS, KEY_SIZE, SIZE, generator=generator, dtype=torch.float64)
     state, states = torch.zeros_like(plus[0]), []
     for chunk in range(2 * degree):
         states.append(state)
-        state = times[chunk] @ state + plus[chunk]
+        state = (times[chunk] * state if factor == (1, 1) else times[chunk] @ state) + plus[chunk]
     each = KEY_SIZE * SIZE * 8
     for piece_bytes in (1, 5 * each, 1 << 20):
         monkeypatch.setattr(linear_states, "PIECE_BYTES", piece_bytes)
-        mailbox, layout = Mailbox(), shard_layout((9, 9, 9), degree)
-        recorders = [RecordingTransport(LockstepTransport(mailbox, rank)) for rank in range(degree)]
-        members = [Ring(layout, i, (0, 1, 2, 3), recorder) for i, recorder in enumerate(recorders)]
+        members, recorders = recorded_members(shard_layout((9, 9, 9), degree), tuple(range(degree)))
         own = [[i, 2 * degree - 1 - i] for i in range(degree)]
         found = run_lockstep(
             [carry(member, "state", times[o], plus[o]) for member, o in zip(members, own, strict=True)]
         )
         for arrived, o in zip(found, own, strict=True):
             torch.testing.assert_close(arrived, torch.stack([states[chunk] for chunk in o]), rtol=0, atol=1e-12)
-        operations = {rank: recorder.operations for rank, recorder in enumerate(recorders)}
+        operations = {rank: recorder.operations for rank, recorder in recorders.items()}
         check_order(operations)
         sent = [sum(op.num_bytes for op in ops if op.verb == "send") for ops in operations.values()]
-        assert sent == [sequences * HEADS * each * ways for ways in (1, 2, 2, 1)]
+        assert sent == [sequences * HEADS * each * ways for ways in (1, *[2] * (degree - 2), 1)]
 
 
 def convolved(weight: Tensor) -> Callable[[Tensor], Tensor]:
@@ -219,28 +223,13 @@ def kept_bytes(length: int, sequences: int, degree: int) -> int:
         begun = given["initial_state"] if start is None else start
         return Kernel.apply(query, key, value, g, beta, begun)  # type: ignore[no-untyped-call]
 
-    layout, held = shard_layout((length,) * sequences, degree), {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        held[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        kept.append(tensor)
-        return tensor
-
-    def run(meeting: Meeting, rank: int) -> int:
-        ring = Ring(layout, rank, tuple(range(degree)), ThreadTransport(meeting.mailbox, rank, 60.0))
+    def run(ring: Ring) -> None:
         sizes = ((KEY_HEADS, KEY_SIZE), (KEY_HEADS, KEY_SIZE), (HEADS, SIZE), (HEADS,), (HEADS,))
         inputs = [torch.ones(1, ring.tokens, *size, dtype=torch.bfloat16, requires_grad=True) for size in sizes]
         inputs[3] = torch.ones(1, ring.tokens, HEADS, requires_grad=True)
-        rule = DeltaRule(call=kernel, takes_packs=True, options={})
-        if rank:
-            run_rule(rule, DeltaTokens(*inputs), ring)
-            return 0
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            run_rule(rule, DeltaTokens(*inputs), ring)
-        return sum(held.values())
+        run_rule(DeltaRule(call=kernel, takes_packs=True, options={}), DeltaTokens(*inputs), ring)
 
-    kept: Shards = []
-    return run_ranks(degree, run)[0]
+    return bytes_of_first_member((length,) * sequences, degree, run)
 
 
 def test_memory_counts_what_rings_keep_beside_one_rank() -> None:

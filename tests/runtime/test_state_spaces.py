@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.lockstep import LockstepTransport, run_lockstep
 from fcp_cli.errors import RunError
 from fcp_cli.memory.activations import state_bytes
 from fcp_cli.memory.precision import precision_of
@@ -22,13 +21,10 @@ from fcp_cli.recipe import Recipe
 from fcp_cli.runtime.layouts.layout import shard_layout
 from fcp_cli.runtime.recomputation.recompute import keep_attention
 from fcp_cli.runtime.ring_attention.ring import Ring
-from fcp_cli.runtime.states.linear_states import carry
 from fcp_cli.runtime.states.state_layers import run_rule
 from fcp_cli.runtime.states.state_spaces import Scan, ScanTokens
-from fcp_cli.verification.emulation import Mailbox, Meeting, ThreadTransport, run_ranks
-from fcp_cli.verification.order import check_order
-from fcp_cli.verification.recording import RecordingTransport
-from tests.runtime.sharded_layers import GROUPS, PACKS, Shards, on_ranks, require_equal
+from fcp_cli.verification.emulation import Mailbox, ThreadTransport
+from tests.runtime.sharded_layers import GROUPS, PACKS, Shards, bytes_of_first_member, on_ranks, require_equal
 
 pytestmark = pytest.mark.torch
 
@@ -122,25 +118,6 @@ def test_a_recomputed_scan_computes_the_same(keeps: bool) -> None:
     assert {ring.context.forward_calls for ring in rings} == {1}
 
 
-def test_states_of_which_a_factor_is_left_travel_as_others_do() -> None:
-    degree, sequences = 3, 2
-    generator = torch.Generator().manual_seed(0)
-    times = torch.rand(2 * degree, sequences, HEADS, 1, 1, generator=generator, dtype=torch.float64)
-    plus = torch.randn(2 * degree, sequences, HEADS, STATE, HEAD_SIZE, generator=generator, dtype=torch.float64)
-    state, states = torch.zeros_like(plus[0]), []
-    for chunk in range(2 * degree):
-        states.append(state)
-        state = times[chunk] * state + plus[chunk]
-    mailbox, layout = Mailbox(), shard_layout((9,) * sequences, degree)
-    recorders = [RecordingTransport(LockstepTransport(mailbox, rank)) for rank in range(degree)]
-    members = [Ring(layout, i, tuple(range(degree)), recorder) for i, recorder in enumerate(recorders)]
-    own = [[i, 2 * degree - 1 - i] for i in range(degree)]
-    found = run_lockstep([carry(member, "state", times[o], plus[o]) for member, o in zip(members, own, strict=True)])
-    for arrived, o in zip(found, own, strict=True):
-        torch.testing.assert_close(arrived, torch.stack([states[chunk] for chunk in o]), rtol=0, atol=1e-12)
-    check_order({rank: recorder.operations for rank, recorder in enumerate(recorders)})
-
-
 def test_heads_of_state_spaces_that_ranks_cannot_share_are_refused() -> None:
     layout, transport = shard_layout((9, 26), 3, 3), ThreadTransport(Mailbox(), 0)
     inputs, parameters, _ = example((9, 26), 2)
@@ -165,29 +142,15 @@ def kept_bytes(length: int, sequences: int, degree: int) -> int:
     def kernel(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, **_: Any) -> Any:
         return Kernel.apply(x, dt, b, c)  # type: ignore[no-untyped-call]
 
-    layout, held = shard_layout((length,) * sequences, degree), {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        held[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        kept.append(tensor)
-        return tensor
-
-    def run(meeting: Meeting, rank: int) -> int:
-        ring = Ring(layout, rank, tuple(range(degree)), ThreadTransport(meeting.mailbox, rank, 60.0))
+    def run(ring: Ring) -> None:
         sizes = ((1, STATE), (1, STATE), (HEADS, HEAD_SIZE))
         tokens = [torch.ones(1, ring.tokens, *size, dtype=torch.bfloat16, requires_grad=True) for size in sizes]
         tokens.append(torch.ones(1, ring.tokens, HEADS, requires_grad=True))
         decay = -torch.ones(HEADS, requires_grad=True)
         rule = Scan(call=kernel, takes_packs=False, decay=decay, skip=None, chunk_size=length)
-        if rank:
-            run_rule(rule, tuple(tokens), ring)
-            return 0
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            run_rule(rule, tuple(tokens), ring)
-        return sum(held.values())
+        run_rule(rule, tuple(tokens), ring)
 
-    kept: Shards = []
-    return run_ranks(degree, run)[0]
+    return bytes_of_first_member((length,) * sequences, degree, run)
 
 
 def test_memory_counts_what_rings_keep_of_state_spaces() -> None:
