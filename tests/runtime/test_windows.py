@@ -206,7 +206,7 @@ def test_autograd_gives_the_gradients_of_one_process_however_the_layer_runs(kind
     if how == "compiled":
         run = torch.compile(layer, backend="aot_eager", fullgraph=True)
     elif how in ("recomputed", "attention kept"):
-        kept = {"context_fn": keep_attention} if how == "attention kept" else {}
+        kept: dict[str, Any] = {"context_fn": keep_attention} if how == "attention kept" else {}
         run = partial(checkpoint, layer, use_reentrant=False, **kept)
     with outside() if ring is None else nullcontext():
         out = run(*given)

@@ -163,7 +163,7 @@ def test_a_damaged_file_is_named_with_what_was_saved_and_the_checkpoint_to_resum
     )
 
 
-DAMAGES: dict[str, Callable[[Path], None]] = {
+DAMAGES: dict[str, Callable[[Path], Any]] = {
     "a file cut short": lambda path: (path / "state.safetensors").write_bytes(bytes(500)),
     "a file missing": lambda path: (path / "state.safetensors").unlink(),
     "a file more": lambda path: (path / "rng-00001.safetensors").write_bytes(b"more"),

@@ -74,12 +74,12 @@ def test_a_row_is_the_same_on_every_rank_and_its_pixels_are_those_of_its_part(tm
         assert torch.equal(part.pixels(), again.pixels())
 
 
-FAMILIES: dict[str, tuple[str, str]] = {
+OTHER_FAMILIES: dict[str, tuple[str, str]] = {
     "InternVL's sizes for Qwen3-VL": ("internvl", "qwen3-vl-tiny"),
     "Qwen3-VL's sizes for Qwen2.5-VL": ("qwen3-vl", "qwen2.5-vl-7b"),
     "Qwen3-VL's sizes for InternVL": ("qwen3-vl", "internvl3-2b"),
 }
-FAMILIES_MESSAGES = snapshot(
+OTHER_FAMILIES_MESSAGES = snapshot(
     {
         "InternVL's sizes for Qwen3-VL": "RunError: FOLDER/sizes.jsonl was counted with the processor internvl, but the model is of the family qwen3-vl; build the manifest again with --processor qwen3-vl",
         "Qwen3-VL's sizes for Qwen2.5-VL": "RunError: FOLDER/sizes.jsonl was counted with the processor qwen3-vl, but the model is of the family qwen2.5-vl; build the manifest again with --processor qwen2.5-vl",
@@ -88,10 +88,10 @@ FAMILIES_MESSAGES = snapshot(
 )
 
 
-@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize("case", OTHER_FAMILIES)
 def test_a_manifest_of_another_family_is_refused(tmp_path: Path, case: str) -> None:
-    processor, model = FAMILIES[case]
-    with raises(FAMILIES_MESSAGES[case]):
+    processor, model = OTHER_FAMILIES[case]
+    with raises(OTHER_FAMILIES_MESSAGES[case]):
         visuals(manifest_of(tmp_path, processor), model)
 
 
@@ -116,7 +116,7 @@ def test_the_tiny_model_trains_on_images_and_clips(words: tuple[str, ...], tmp_p
 def write_tiny(folder: Path, architecture: str, kind: str, images: dict[str, Any]) -> str:
     """A description of a small model with one encoder block, and its processor of images of 56 pixels."""
     document = yaml.safe_load((shipped("profiles") / "models" / "qwen3-vl-tiny.yaml").read_text())
-    tower = {"depth": 1, "hidden_size": 16, "num_heads": 2, "ffn_size": 16, "out_hidden_size": 128, "merge_size": 2}
+    tower: dict[str, Any] = {"depth": 1, "hidden_size": 16, "num_heads": 2, "ffn_size": 16, "out_hidden_size": 128, "merge_size": 2}
     tower |= {"kind": kind, "patch_size": 14, "temporal_patch_size": 1, "image_size": 56}
     document |= {"name": "tiny", "aliases": [], "architecture": architecture, "vision": tower}
     (folder / "tiny.yaml").write_text(yaml.safe_dump(document))

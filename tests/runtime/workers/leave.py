@@ -29,10 +29,11 @@ def join_job() -> int:
 
 def leave_cases(folder: Path, cases: Mapping[str, Callable[[], Any]], *more_errors: type[Exception]) -> None:
     """Run cases in turn, and leave as `CASE-RANK.pickle` what each returns, or the text of its error."""
+    expected: tuple[type[Exception], ...] = (FcpError, *more_errors)
     for name, run in cases.items():
         try:
             found = run()
-        except (FcpError, *more_errors) as error:
+        except expected as error:
             found = str(error)
         (folder / f"{name}-{dist.get_rank()}.pickle").write_bytes(pickle.dumps(found))
 
