@@ -116,7 +116,14 @@ def test_the_tiny_model_trains_on_images_and_clips(words: tuple[str, ...], tmp_p
 def write_tiny(folder: Path, architecture: str, kind: str, images: dict[str, Any]) -> str:
     """A description of a small model with one encoder block, and its processor of images of 56 pixels."""
     document = yaml.safe_load((shipped("profiles") / "models" / "qwen3-vl-tiny.yaml").read_text())
-    tower: dict[str, Any] = {"depth": 1, "hidden_size": 16, "num_heads": 2, "ffn_size": 16, "out_hidden_size": 128, "merge_size": 2}
+    tower: dict[str, Any] = {
+        "depth": 1,
+        "hidden_size": 16,
+        "num_heads": 2,
+        "ffn_size": 16,
+        "out_hidden_size": 128,
+        "merge_size": 2,
+    }
     tower |= {"kind": kind, "patch_size": 14, "temporal_patch_size": 1, "image_size": 56}
     document |= {"name": "tiny", "aliases": [], "architecture": architecture, "vision": tower}
     (folder / "tiny.yaml").write_text(yaml.safe_dump(document))
