@@ -65,6 +65,8 @@ def resolve_continuation(
         )
     if metadata.phase == "forward":
         profile = forward_profile(profile)
+    if metadata.encoder_ranks is not None:
+        assumptions.assume("--encoder-ranks", "none", f"the run had {metadata.encoder_ranks}; now all ranks encode")
     tensor, pipeline = devices_of_rank(profile, metadata.tensor_parallel, metadata.pipeline_parallel, assumptions)
     shape = JobRanks(num_ranks=ranks, ranks_per_node=ranks_per_node, tensor_parallel=tensor, pipeline_parallel=pipeline)
     return PlanInputs(

@@ -7,15 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from fcp_cli.console import Assumptions
 from fcp_cli.errors import OverlongError, PlanError
+from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.check import check_plan
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.metadata.plan_metadata import pack_rows, unpack_rows
+from fcp_cli.planning.batching.batches import BatchSettings
 from fcp_cli.planning.dataset.run import make_plan
+from fcp_cli.planning.encoder_balance import set_aside
 from fcp_cli.planning.settings.continuation import remaining_steps, settings_of
+from fcp_cli.planning.settings.options import PlanRequest
+from fcp_cli.planning.settings.resumed import resolve_continuation
 from fcp_cli.planning.settings.settings import PlanInputs
 from tests.plan.plans import rewritten, small_plan
 from tests.planning.examples import example_problem, long_tail
@@ -61,6 +69,23 @@ def test_what_is_left_keeps_its_batches_and_step_numbers(tmp_path: Path, sync: A
     assert (metadata.first_step, metadata.steps, metadata.end_step) == (first_step, 8 - first_step, 8)
     assert metadata.continues is not None
     assert metadata.continues.plan_hash == PlanReader(plan).metadata.plan_hash
+
+
+def test_that_ranks_no_longer_encode_alone_is_said(tmp_path: Path) -> None:
+    manifest, plan = tmp_path / "lengths.parquet", tmp_path / "plan.parquet"
+    pq.write_table(pa.table({"length": TABLE.length_tokens, "vision_patches": TABLE.length_tokens}), manifest)
+    table, assumptions = read_manifest(manifest), Assumptions()
+    inputs = PlanInputs(
+        table=table,
+        problem=set_aside(example_problem("microbatch"), 2),
+        settings=BatchSettings(global_batch_size=15),
+    )
+    make_plan(plan, inputs, solver_name="static")
+    rest = resolve_continuation(
+        PlanRequest(ranks=12), assumptions, plan=plan, first_step=1, manifest=manifest, length_column="length"
+    )
+    assert (rest.problem.num_ranks, rest.problem.encoder_ranks, rest.problem.encoder_balance) == (12, None, "wave")
+    assert assumptions.assumed["--encoder-ranks"] == "none (the run had 2; now all ranks encode)"
 
 
 def test_a_continuation_can_be_continued(tmp_path: Path) -> None:
