@@ -96,6 +96,7 @@ def fit_profile(samples: Sequence[Sample], prior: CostProfile, *, held_out: Sequ
     tiers = [name for name, used in (("intra_node", terms.intra), ("inter_node", terms.inter)) if used.any()]
     profile = _fitted(terms, tiers, prior.on_common_ground(), with_share=False)
     held_out_percent: dict[str, float] = {}
+    # No ring was measured, so the prior's exposed share stays, and the fit without one beside it.
     if prior.common_ground is not None and not tiers:
         profile = _with_ground(_fitted(terms, tiers, prior, with_share=False), profile)
     elif tiers and any(sample.degree > 1 and not sample.silent for sample in held_out):

@@ -110,6 +110,7 @@ def group_terms(
     hops = sets - 1.0
     has_ring = np.minimum(hops, 1.0)  # 0 or 1
     copies = np.maximum(1.0, heads_degree / prices.key_value_heads)  # ranks of a set that hold the same key/value head
+    # Of a token's exchange each rank keeps its own part: (u - 1) / u of it travels.
     exchanged = prices.exchange[sets_cross_nodes] + copies * prices.key_value_exchange[sets_cross_nodes]
     return GroupTerms(
         prices.chunk * hops / degree,
@@ -176,6 +177,7 @@ def halo_messages(sets: Number, shortest_tokens: Number, reach: Number) -> Numbe
         shortest_tokens: the tokens of the shortest sequence of the pack.
         reach: how many tokens back a token looks; see `UnitPrices`.
     """
+    # A chunk has shortest / (2 sets) tokens, and each round brings those of one.
     rounds = np.ceil(2.0 * sets * reach / shortest_tokens)
     return np.minimum(2.0 * rounds, sets + 1.0) * np.minimum(sets - 1.0, 1.0)
 

@@ -115,6 +115,7 @@ class Work:
 
     def packed(self, first: IntArray) -> Work:
         """Add up the work of packs, which lie back to back and begin at `first`; none of them is empty."""
+        # `reduceat` gives an empty slice the value behind it, not 0: no pack may be empty.
         windows = self.windows
         return Work(
             attention_seconds=np.add.reduceat(self.attention_seconds, first),
@@ -161,6 +162,7 @@ def causal_work(length_tokens: IntArray, coefficients: Coefficients) -> Work:
     """Return the work of causal sequences of text."""
     length = length_tokens.astype(np.float64)
     return Work(
+        # Without windows whose halos travel: these hide no ring, and are work of their own.
         attention_seconds=attention_seconds(
             replace(coefficients, window_seconds_per_token2=0.0) if coefficients.halo_bytes_per_token else coefficients,
             length,
@@ -221,6 +223,7 @@ def _with_vision(seconds: FloatArray, table: LengthTable, profile: CostProfile) 
 
 def encoder_seconds(work: Work, profile: CostProfile) -> FloatArray:
     """Return the part of the linear seconds that the tokens do not explain: the vision encoder's."""
+    # Text has nothing left but rounding, which may be less than 0.
     return np.maximum(work.linear_seconds - profile.coefficients.linear_seconds_per_token * work.tokens, 0.0)
 
 
@@ -271,6 +274,7 @@ def group_terms(
     return formula.group_terms(
         np.asarray(degree, dtype=np.float64),
         np.asarray(heads_degree, dtype=np.float64),
+        # Positions in the pairs of prices, inside a node and across nodes.
         np.asarray(crosses_nodes, dtype=np.int64),
         np.asarray(sets_cross_nodes, dtype=np.int64),
         unit_prices(profile),

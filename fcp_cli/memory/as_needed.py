@@ -31,6 +31,7 @@ def as_needed_bytes(
         memory_of: returns the memory of a rank under a recipe that all its layers follow.
     """
     number, count = layers_by_level(levels, tokens, spec.num_layers)
+    # Nothing lies below level 0, by which all layers then run.
     pair = [replace(recipe, recompute=levels[max(place, 0)].recompute) for place in (number - 1, number)]
     memories = [memory_of(one) for one in pair]
     low, high = (memory.total_bytes(tokens) for memory in memories)

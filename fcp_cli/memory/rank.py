@@ -187,6 +187,7 @@ class _MicroBatch:
         flight.
         """
         spec, recipe, precision = self.state.spec, self.state.recipe, self.state.precision
+        # Layers that the backward does not reach keep nothing for it.
         reached = backward_of(spec, recipe).layers
         kept = sum(
             count

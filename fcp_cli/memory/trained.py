@@ -136,6 +136,7 @@ def _backward_of_rest(spec: ModelSpec, sizes: Mapping[str, int]) -> Backward:
     head = table if spec.tied_embeddings else "lm_head.weight"
     is_reached_whole = table in sizes or any(_is_vision(name, spec) for name in sizes)
     trained = [layer for layer in range(spec.num_layers) if _size_of_layer(spec, sizes, layer)]
+    # A backward ends at the first trained layer; a trained table or encoder lies before all of them.
     reached = spec.num_layers - (0 if is_reached_whole else min(trained, default=spec.num_layers))
     is_head_alone = not reached and set(sizes) == {head}
     kinds = spec.layer_kinds
@@ -232,6 +233,7 @@ def _weights(spec: ModelSpec) -> Iterator[tuple[str, int]]:
         matrices = spec.matrices(kind)
         for name, matrix in matrices.items():
             yield _weight(spec, layer, name, matrix), matrix.parameters
+        # A layer's norms and biases go by the name of one of them, since the description counts them together.
         vectors = spec.layer_parameters(kind) - sum(matrix.parameters for matrix in matrices.values())
         yield f"{root}layers.{layer}.input_layernorm.weight", vectors
     yield f"{root}norm.weight", spec.root_vectors

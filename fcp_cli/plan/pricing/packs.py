@@ -158,6 +158,7 @@ def microbatch_prices(
         sets_cross_nodes=heads_degree is not None
         and ranks_together(rank_offsets, ranks, per_node)[working] % shared != 0,
     )
+    # A group of one rank has nothing to share.
     wide = np.flatnonzero(degree > 1)
     if attention is not None and len(wide):
         _choices, found = _by_heads(attention, pack.take(wide), working[wide], packs, per_node, profile)
@@ -181,6 +182,7 @@ def quickest_heads(attention: SplitAttention, packs: PlacedPacks, setup: PlanSet
     pack, working = _working_packs(packs, setup, profile)
     wide = np.flatnonzero(degree[working] > 1)
     choices, seconds = _by_heads(attention, pack.take(wide), working[wide], packs, setup.ranks_per_node, profile)
+    # argmin takes the first of equals, and choices rise: the fewest.
     best[working[wide]] = choices[seconds.argmin(axis=0), 0]
     return best
 

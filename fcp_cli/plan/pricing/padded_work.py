@@ -22,6 +22,7 @@ def padded_work(work: Work, degree: npt.ArrayLike, multiple: int | None, profile
     if multiple is None:
         return work
     tokens = padded_tokens(work.tokens, degree, multiple)
+    # Kernels run the padding, too: attention grows with the square of the length, in windows with the length.
     growth = tokens / work.tokens
     added = profile.coefficients.linear_seconds_per_token * (tokens - work.tokens)
     windows = work.windows

@@ -146,6 +146,7 @@ def _waves_in_parts(parts: list[RankPart], order: IntArray, limit_seconds: float
     answers = [written]
     for part in parts[1:]:
         answers.append(microbatch.follow(targets, widths, part.sequences, part.inputs))
+        # Not alike after all: its waves leave sequences over.
         if answers[-1][2]:
             return None
     found = [
@@ -258,11 +259,13 @@ def gather(order: IntArray, groups: Groups) -> Assignment:
     group_of, wave, degree, first_rank, key = groups
     sizes = np.bincount(group_of, minlength=len(wave))
     firsts = np.full(len(wave), len(order))
+    # Positions are by falling work: the first of a group is its longest sequence.
     np.minimum.at(firsts, group_of, np.arange(len(order)))
     by = np.lexsort((firsts, key, wave))
     by = by[sizes[by] > 0]
     place = np.full(len(wave), -1)
     place[by] = np.arange(len(by))
+    # Stable, so that each group's sequences stay in the order of the search.
     members = np.argsort(place[group_of], kind="stable")
     rank_offsets = offsets_of(degree[by])
     ranks = np.repeat(first_rank[by] - rank_offsets[:-1], degree[by]) + np.arange(rank_offsets[-1])

@@ -56,6 +56,7 @@ def assign_at_speeds(batch: Batch, problem: Problem, speeds: Speeds, solve: Solv
     best, seconds, step_seconds = None, np.inf, 0.0
     for share in _HOPS:
         even = solve(problem.num_ranks, share * step_seconds, batch)
+        # Of the first answer, whose share is 0; the others' hops are dearer by shares of it.
         step_seconds = step_seconds or makespan_seconds(even, batch, problem)
         tried = _candidates(even, batch, problem, each, partial(solve, problem.num_ranks, share * step_seconds))
         for one in chain(_fast_ranks_only(batch, problem, each, solve), tried) if not share else tried:

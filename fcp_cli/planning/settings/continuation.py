@@ -60,8 +60,10 @@ def remaining_steps(reader: PlanReader, first_step: int) -> RemainingSteps:
 def _trained_before(reader: PlanReader, first_step: int) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
     """Return [manifest rows] whether the epoch of `first_step` has trained each in the steps before."""
     metadata = reader.metadata
+    # A batch never crosses an epoch, and each epoch has all rows anew: only this one's steps count.
     epoch_start = first_step - first_step % max(metadata.steps_per_epoch, 1)
     trained = np.zeros(metadata.manifest.rows, dtype=np.bool_)
+    # The first steps of this epoch are not in this plan, but in the run that it continues.
     if metadata.continues is not None and epoch_start < metadata.first_step:
         trained |= unpack_rows(metadata.continues.trained, metadata.manifest.rows)
     for step in reader.steps(epoch_start):
@@ -97,6 +99,7 @@ class RemainingBatches(GlobalBatches):
         self.problem = problem
         self.settings = settings
         self.overlong = remaining.overlong
+        # As planned: overlong ones may have been cut.
         lengths = table.length_tokens.copy()
         lengths[remaining.rows] = remaining.lengths
         self.table = replace(table, length_tokens=lengths)

@@ -48,6 +48,7 @@ def devices_of_rank(
 ) -> tuple[int, int]:
     """Return the tensor- and pipeline-parallel devices of a rank: as given, else as the cost profile has them."""
     given = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
+    # A block of notes in the file: what is no number there says nothing.
     known = {name: value for name in given if isinstance(value := profile.measurement.get(name), int)}
     for name, value in known.items():
         if not 1 <= value <= MOST_RANKS:
