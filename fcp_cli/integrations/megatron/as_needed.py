@@ -39,6 +39,7 @@ def recompute_as_needed(
     if reason is not None:
         raise RunError(f"the plan recomputes layers as needed, but {reason}, or plan with --recompute selective")
     config, layers = model.config, model.decoder.layers
+    # Under sequence parallelism a process has one of so many parts of the rank's tokens, and levels count all.
     rows = config.tensor_model_parallel_size if config.sequence_parallel else 1
     share = None
     if pipeline is not None:

@@ -83,6 +83,7 @@ def _forward(original: Callable[..., Any], place: int, *args: Any, **kwargs: Any
             "batches of its data iterator"
         )
     sequences = _sequences(microbatch)
+    # The caller gave it by position.
     if len(args) > place:
         return original(*args[:place], sequences, *args[place + 1 :], **kwargs)
     return original(*args, **{**kwargs, PARAMS: sequences})
@@ -138,6 +139,7 @@ def _core_attention(
         raise RunError("the model adds a bias to attention scores, which a plan cannot follow")
     ring = sequences.ring
     if sequences.packed is not None:
+        # Transformer Engine's ring calls no attention of ours that would count.
         ring.attention_calls += 1
         packed = (tensor.squeeze(1) for tensor in (query, key, value))
         run = partial(original, *packed, None, *args)

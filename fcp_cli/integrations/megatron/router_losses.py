@@ -108,7 +108,7 @@ def _z_loss(router: Any, original: Callable[..., Tensor], logits: Tensor, *args:
         return original(logits, *args, **kwargs)
     is_planned = _own(router, sequences.owners) < len(sequences.lengths)
     total = (torch.logsumexp(logits, dim=-1).square() * is_planned).sum()
-    pack = max(sum(sequences.lengths), 1)
+    pack = max(sum(sequences.lengths), 1)  # an idle row has no token
     _record(router, "z_loss", total.detach() * len(sequences.lengths) / pack)
     return _attached(logits, coefficient * total)
 

@@ -125,6 +125,7 @@ def _unseen(found: Sequence[FailedRank], words: Mapping[int, Sequence[str]]) -> 
             status=1,
             words=without_noise(words[local_rank]),
         )
+        # A rank that had said nothing may have ended well, and a victim's words blame nobody.
         if (rank.own_error or rank.raised) and not rank.is_victim:
             yield rank
 

@@ -104,6 +104,7 @@ class TorchrunRanks:
     def rank_0(self, stream: str) -> Path | None:
         """Return the file of a stream of local rank 0; None until it has been started."""
         found = sorted(self._log_dir.glob(f"*/attempt_*/0/{stream}.log"))
+        # Of several attempts the latest.
         return found[-1] if found else None
 
     def must_end(self, pid: int) -> bool:

@@ -63,6 +63,7 @@ class UlyssesExchange:
         """
         size, own = self._size, self._tokens[self._place]
         sizes = [tensor.shape[2] for tensor in tensors]
+        # One message for all: a row holds the heads of one member of each tensor, side by side.
         columns = self._columns([tensor.shape[1] for tensor in tensors], sizes)
         sent = tensors[0].new_empty(size, own, columns[-1].stop)
         received = sent.new_empty(sum(self._tokens), columns[-1].stop)

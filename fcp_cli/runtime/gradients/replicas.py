@@ -109,6 +109,7 @@ def _buckets(model: nn.Module) -> Iterator[list[nn.Parameter]]:
         if not parameter.requires_grad:
             continue
         kind = (parameter.dtype, parameter.device)
+        # A parameter is never cut: the last one of a bucket may exceed its size.
         if bucket and (held_bytes >= _BUCKET_BYTES or kind != (bucket[0].dtype, bucket[0].device)):
             yield bucket
             bucket, held_bytes = [], 0

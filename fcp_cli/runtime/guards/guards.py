@@ -81,6 +81,7 @@ class Guards:
     def note_backwards(self, rings: Iterable[Ring]) -> None:
         """Note the backwards of a step that is over: a loop may hold them back until its last micro-batch."""
         if self._passes is not None:
+            # Later steps are held against the counts of this one, without messages.
             self._passes.end_step()
             self._passes = None
         self._most_backwards = max(self._most_backwards, *(ring.context.backward_calls for ring in rings))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 _VARIABLE = "FCP_TRITON"
 
+# `(a!)` marks a tensor that is written to, so that torch neither reorders nor drops the call.
 _SCHEMAS = {
     "merge_rows": "(Tensor source, Tensor(a!) into, Tensor(b!)? also, Tensor(c!) lse, Tensor? positions, Tensor part, "
     "Tensor part_lse) -> ()",

@@ -280,6 +280,7 @@ class HaloRoutes:
         return self._from_others(member, np.unique(np.concatenate((self._before(runs), self._after(runs)))))
 
     def _from_others(self, member: int, rows: IntArray) -> _Needed:
+        # A row's chunk is the last one that starts no later.
         owners = self._members[np.searchsorted(self._starts, rows, side="right") - 1]
         others = owners != member
         return _Needed(rows[others], member - owners[others])

@@ -91,6 +91,7 @@ def add_pair(total: Pair, rows: Rows, first: Tensor, second: Tensor) -> None:
         add(total[1], total[1], None, rows, second)
         return
     if _fuses(total):
+        # A view that begins with the rows needs no positions.
         positions = None if rows.span is not None else _positions(rows, total.device)
         halves = total if rows.span is None else total[:, rows.span[0] : rows.span[1]]
         fused.add_pair_rows(halves, positions, first, second)

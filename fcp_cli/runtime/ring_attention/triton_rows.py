@@ -164,7 +164,7 @@ def _add_pair_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = column < width
     source = row * width + column
-    half = tl.program_id(2).to(tl.int64)
+    half = tl.program_id(2).to(tl.int64)  # 0: keys, 1: values
     if half == 0:
         share = tl.load(first + source, mask=is_column, other=0.0).to(tl.float32)
     else:
@@ -232,7 +232,7 @@ def _take_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
     values = tl.load(third + source * third_row + head[:, None] * third_head + dim[None, :], mask=is_element)
     tl.store(third_taken + to, values, mask=is_element)
     sums = tl.load(lse + source * lse_row + head * lse_head, mask=is_head)
-    tl.store(lse_taken + head * rows + row, sums, mask=is_head)
+    tl.store(lse_taken + head * rows + row, sums, mask=is_head)  # [H, n]
 
 
 def take_rows(

@@ -55,6 +55,7 @@ class LocalMicroBatch:
         rows = None if shard.labelled is None else shard.labelled.to(device, non_blocking=True)
         ring.context.labels = Labels(values=self.labels, rows=rows)
         ring.context.model_tokens = shard.input_ids.shape[1]
+        # Until the backward of a loss begins that this micro-batch made.
         ring.context.loss_missing = f"{ring.place}: {OTHER_LOSS if guards.sync.trains else NO_TRAINING}"
         self.pack_labels = shard.pack_labels
         self.loss_sum: Tensor | None = None

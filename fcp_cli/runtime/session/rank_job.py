@@ -93,6 +93,7 @@ class RankJob:
         """
         world = ProcessWorld()
         rank = world.rank if peers is None else peers.index(world.rank)
+        # Collective in the order of these arguments, the same on all processes.
         return cls(
             plan=plan,
             metadata=metadata,

@@ -86,6 +86,7 @@ def start(
         source=source,
         skip_bad_rows=skip_bad_rows,
     )
+    # The rings of a stream are not known yet: connections are opened before each step.
     if source is None:
         session.connect()
     if session.watch is not None:

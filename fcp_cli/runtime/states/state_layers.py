@@ -114,7 +114,7 @@ def in_batches(tokens: Tokens, lengths: tuple[int, ...], block: int, batch: Batc
     """
     if len(lengths) == 1:
         return batch(tokens)
-    outs: list[Tensor] = [tokens[0]] * len(lengths)
+    outs: list[Tensor] = [tokens[0]] * len(lengths)  # placeholders: groups come in another order
     lefts = list(outs)
     ends = np.cumsum(lengths)
     for group in _alike(lengths, block):

@@ -52,6 +52,7 @@ def look_ahead(
     """
     masks = [item[mask] if mask in item else torch.ones(next(iter(item.values())).shape[-1]) for item in items]
     counts = [[float(_moved(one, place).sum()) for one in masks] for place in range(places + 1)]
+    # At least 1: a sequence too short to have a loss so far ahead gets a weight, but none of its tokens counts.
     ratios = [
         [one.new_full(one.shape, own / max(ahead, 1.0)) for one, own, ahead in zip(masks, counts[0], row, strict=True)]
         for row in counts[1:]
