@@ -330,7 +330,7 @@ class RootGroup(VerbGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            raise Interrupted("interrupted; nothing was left half-written") from None
+            raise Interrupted("interrupted; no file was left half-written") from None
         except _WRONG_USAGE as error:
             raise _one_line(error) from None
 
@@ -359,7 +359,7 @@ def _one_line(error: Any) -> Exception:
         near = replacement(unknown[1]) or _meant(unknown[1], context.command.commands)
         message = f"there is no command {unknown[1]!r}{near}"
     elif extra := re.match(r"got unexpected extra argument\S* \((.*)\)$", message):
-        message = f"there is no place for the argument {extra[1]}"
+        message = f"unexpected argument {extra[1]}"
     elif isinstance(error, typer.BadParameter) and error.param is not None:
         message = _wrong_value(error) if kind == "BadParameter" else message
         message += _origin(context, error.param.name)

@@ -7,7 +7,7 @@ from typing import Final
 _SHARDS: Final = "count part I of N with --shard I/N in a job of any scheduler, and merge with 'fcp manifest merge'"
 RETIRED: Final[dict[tuple[str, str], str]] = {
     ("compare", "--embeddings-cached"): "a frozen encoder's outputs are not cached",
-    ("compare", "--stress"): "no effect it simulated changed which strategy is ahead",
+    ("compare", "--stress"): "no effect it simulated changed the ranking of strategies",
     ("launch", "--cache-embeddings"): "a frozen encoder runs in every epoch",
     ("launch", "--planner"): "rank 0 plans for all nodes",
     ("launch", "--random-weights"): "write --weights random",
@@ -17,11 +17,11 @@ RETIRED: Final[dict[tuple[str, str], str]] = {
     ("manifest build", "--sbatch-option"): _SHARDS,
     ("manifest build", "--shards"): _SHARDS,
     ("manifest build", "--text-field"): "write --column",
-    ("plan", "--emit"): "Megatron's interface for planners is a proposal that nothing reads",
+    ("plan", "--emit"): "no engine reads Megatron's proposed interface for planners",
     ("plan", "--embeddings-cached"): "a frozen encoder's outputs are not cached",
-    ("plan", "--robust"): "it gained 2 % at most, where all rings of a node share one link, and lost as much elsewhere",
+    ("plan", "--robust"): "it gained at most 2 %, if all rings of a node share one link, and lost as much otherwise",
     ("plan", "--tokenizer"): "count the tokens of texts with 'fcp manifest build --tokenizer', and plan the manifest",
-    ("profile", "--share"): "send the profile itself: nothing read the shared file",
+    ("profile", "--share"): "send the profile itself; nothing reads the shared file",
     ("profile", "--hf-config"): "write --model, which takes a config.json",
 }
 """Command and flag -> what to write instead, or why nothing replaces it."""

@@ -26,7 +26,7 @@ def check(
     length_column: Annotated[str, Opt("Column of the manifest with lengths.")] = "length",
     json: Annotated[bool, Opt("Print the findings as one JSON document on stdout.")] = False,
 ) -> None:
-    """Prove a plan: order, coverage, token budget, times, bounds, hash.
+    """Check a plan: order, coverage, token budget, times, bounds, hash.
 
     Exit status 0 for a sound plan, 1 for any other.
     """

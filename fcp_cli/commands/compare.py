@@ -41,7 +41,7 @@ class CompareOptions(PlanRequest):
             "Strategies, e.g. fcp,static, or all.",
             group="Strategies",
             metavar="NAME,...",
-            unset="all but flexsp",
+            unset="all but flexsp, hydraulis and executions without rings",
             common=True,
         ),
     ] = None
@@ -88,9 +88,9 @@ def compare(options: CompareOptions) -> None:
         print_result(line)
     if "flexsp" in names:
         limit = f"{options.milp_seconds:g} s (--milp-seconds)"
-        note(f"flexsp stops each integer program after {limit}: its row depends on speed")
+        note(f"flexsp stops each integer program after {limit}: its row depends on this machine's speed")
     elif options.solvers is None:
-        note("flexsp is left out, since it takes minutes a step; --solvers all adds it")
+        note("flexsp (minutes per step), hydraulis and executions without rings are skipped; --solvers all adds them")
 
 
 def _names(solvers: str | None, profile: CostProfile | None = None) -> list[str]:

@@ -100,9 +100,9 @@ def _inspect_plan(file: PlanFile, manifest: Sequence[Path], json: bool) -> None:
         document["warnings"] = file.problems
         print_json(document)
         return
-    text = "not known without --manifest, for the plan's times depend on more than lengths"
+    text = "unknown without --manifest, because the plan's times depend on more than lengths"
     if metadata.refits:
-        text = "not known, for times were measured anew while the run planned"
+        text = "unknown, because the cost profile was refitted during the run"
     if found is not None:
         text = speedup_text(found[0], found[1], len(sample), summary.steps)
     print_plan(results(), metadata, summary, extra={"speed-up": text})

@@ -89,7 +89,7 @@ class PlanOptions(PlanRequest):
         int | None, Opt("Maximum number of distinct ring neighbours per rank.", min=1, max=MOST_RANKS, unset="no limit")
     ] = None
     workers: Annotated[
-        int | None, Opt("Planning processes.", min=1, max=MOST_WORKERS, unset="as many as pay", group="Search")
+        int | None, Opt("Planning processes.", min=1, max=MOST_WORKERS, unset="automatic", group="Search")
     ] = None
     json: Annotated[bool, Opt("Print the summary as one JSON document.", common=True, group="Output")] = False
     typed: Annotated[frozenset[str], Typed()] = frozenset()
@@ -125,7 +125,7 @@ def plan(options: PlanOptions) -> None:
         if options.json:
             raise UsageError("--json and -o - both want stdout; write the plan to a file")
         if options.resume:
-            raise UsageError("--resume continues a file, which -o - is not; write the plan to a file")
+            raise UsageError("--resume cannot continue a plan on stdout; write the plan to a file")
     options = with_counted_model(_with_its_attention(options, assumptions), assumptions)
     inputs = resolve(
         options, assumptions, most_peers=options.max_peers, max_degree=options.max_degree
@@ -143,13 +143,13 @@ def _merge(options: PlanOptions) -> None:
     from fcp_cli.plan.file.parts import merge_parts
 
     if surplus := sorted(options.typed - {"merge", "output", "json"}):
-        raise UsageError(f"--merge takes its settings from the parts; leave --{surplus[0].replace('_', '-')} out")
+        raise UsageError(f"--merge takes its settings from the parts; drop --{surplus[0].replace('_', '-')}")
     parts = [part for path in options.merge for part in (sorted(path.glob("*.parquet")) if path.is_dir() else [path])]
     if not parts:
         raise UsageError(f"--merge {options.merge[0]}: the folder has no .parquet file")
     output = options.output or _PLAN
     if str(output) == "-":
-        raise UsageError("--merge writes a file, not to stdout; name one with -o")
+        raise UsageError("--merge cannot write to stdout; name a file with -o")
     refuse_to_overwrite(output, *parts)
     metadata = merge_parts(parts, output)
     if options.json:
@@ -179,7 +179,7 @@ def _with_its_attention(options: PlanOptions, assumptions: Assumptions) -> PlanO
     attention = strategy(options.solver).attention
     if attention is None or "attention" in options.typed:
         return options
-    assumptions.assume("--attention", attention, f"--solver {options.solver} splits heads so")
+    assumptions.assume("--attention", attention, f"--solver {options.solver} requires this")
     return replace(options, attention=attention)
 
 
@@ -191,7 +191,7 @@ def _finish(output: Path, options: PlanOptions) -> None:
     journal = OnlineJournal(output)
     if not journal.exists:
         raise UsageError(
-            f"no run that planned {output} while it trained was stopped; name the MANIFEST to resume planning"
+            f"{output} has no journal of a run that planned while training; name the MANIFEST to resume planning"
         )
     metadata = journal.finish()
     if options.json:
@@ -214,17 +214,17 @@ def _continue(options: PlanOptions, run_dir: Path) -> None:
 
     for name in ("steps", "shard", *(option.name for option in options_of(PlanRequest))):
         if name in options.typed and name not in _MAY_CHANGE:
-            raise UsageError(f"--{name.replace('_', '-')} cannot change within a run; leave it out of --continue-from")
+            raise UsageError(f"--{name.replace('_', '-')} cannot change within a run; drop it")
     if options.ranks is None and not options.mix:
-        raise UsageError("--continue-from needs --ranks: how many continue the run; or --mix: the weights from now on")
+        raise UsageError("--continue-from needs --ranks (how many continue the run) or --mix (the new weights)")
     if options.mix and options.manifest is not None:
-        raise UsageError(f"--mix names its manifests; leave {options.manifest} out")
+        raise UsageError(f"--mix names its manifests; drop {options.manifest}")
     mixed = mixed_files(options.mix)
     manifest = mixed[0] if mixed else options.manifest
     run = plan_at_step(run_dir, manifest, options.length_column) or read_trained_run(run_dir, manifest=manifest)
     output = options.output or Path(f"plan-from-step-{run.first_step}.parquet")
     if str(output) == "-":
-        raise UsageError("--continue-from writes a file, not to stdout; name one with -o")
+        raise UsageError("--continue-from cannot write to stdout; name a file with -o")
     refuse_to_overwrite(output, run.plan, run.manifest, options.profile, *mixed)
     assumptions = Assumptions()
     inputs = resolve_continuation(
@@ -391,7 +391,7 @@ def _show(result: PlanResult, extra: dict[str, Any]) -> None:
     per_step = duration(extra["planning_milliseconds_per_step"] / 1e3)
     planning = f"{per_step} per step, {duration(extra['planning_seconds'])} in all"
     if extra["loading_seconds"] > _WORTH_SAYING_SECONDS:
-        planning += f", and {duration(extra['loading_seconds'])} to load the planner, or compile it"
+        planning += f", and {duration(extra['loading_seconds'])} to load or compile the planner"
     lines = {"speed-up": static, "planning": planning}
     limits = {"degree": "no rings, which costs", "group": "{} groups cost", "peer": "{} peers cost"}
     for name in (name for name in _LIMITS if name in extra):

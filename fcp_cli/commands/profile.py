@@ -108,7 +108,7 @@ def _named(path: Path) -> CostProfile:
     if not path.exists() and not path.suffix.startswith(".y"):
         with suppress(ProfileError):  # no such model: the error names the file then
             path = shipped_profile_path(str(path).removesuffix(f"-{EXAMPLE_CLUSTER}"))
-            note(f"there is no file of that name; this is the example {path.name}")
+            note(f"no such file; this is the example {path.name}")
     return load_cost_profile(path)
 
 
@@ -146,9 +146,9 @@ def fit(
     if result.held_out_after_percent > result.held_out_before_percent:
         note("warning: the refit predicts held-out micro-batches worse than the profile before; train more steps")
     if result.kept:
-        note(f"kept as they were, since no micro-batch shows them: {', '.join(result.kept)}")
+        note(f"unchanged, because no micro-batch exercises them: {', '.join(result.kept)}")
     if any(run.hides_encoder for run in runs):
-        note("warning: the plan counted no work of the vision encoder: its time is inside the fitted figures")
+        note("warning: the plan has no vision-encoder work, so the encoder's time is inside the fitted figures")
     _write(result.profile, output)
     if json:
         print_json(_refit_document(result, output))

@@ -51,7 +51,7 @@ def report(
 
     if plan.is_dir():
         if metrics is not None:
-            raise UsageError(f"{plan} is a folder of a run, which has its own metrics; leave --metrics out")
+            raise UsageError(f"{plan} is a folder of a run, which has its own metrics; drop --metrics")
         metrics = plan
         plan, manifest = _of_a_run(metrics, manifest)
     if not output.parent.is_dir():
@@ -93,7 +93,7 @@ def _of_a_run(folder: Path, manifest: tuple[Path, ...]) -> tuple[Path, tuple[Pat
         if not manifest and all(path.is_file() for path in launched.manifests):
             manifest = launched.manifests
     if not plan.is_file():
-        raise RunError(f"{folder} holds no plan.parquet; name the plan: fcp report PLAN --metrics {folder}")
+        raise RunError(f"{folder} has no plan.parquet; name the plan: fcp report PLAN --metrics {folder}")
     return plan, manifest
 
 
@@ -132,7 +132,7 @@ def _draw_run(
     try:
         run = open_run(metrics, plan=file.metadata)
     except RunError as error:
-        return None, None, [f"{error}; the page shows the plan alone"]
+        return None, None, [f"{error}; the page shows only the plan"]
     chosen = frozenset(picture.chosen_steps())
     measured = RunPicture(plan=file.metadata, chosen=chosen)
     every = max(1, run.path.stat().st_size // _METRICS_BYTES)
@@ -155,7 +155,7 @@ def _speedup(file: PlanFile, sample: list[StepPlan], longest: int, table: Length
     found = static_speedup(sample, problem, longest_tokens=longest, manifest=table)
     if found is None:
         if file.metadata.refits:
-            return Speedup(factor=None, remark="times were measured anew while the run planned")
+            return Speedup(factor=None, remark="the cost profile was refitted during the run")
         return Speedup(factor=None, remark="times depend on more than lengths: give --manifest")
     factor, solver = found
     where = "" if len(sample) == file.metadata.steps else f", on {len(sample)} of {file.metadata.steps:,} steps"

@@ -41,7 +41,7 @@ def verify(
     from fcp_cli.verification.verify import verify as verify_plan
 
     if path is not None and plan is not None:
-        raise UsageError(f"two plans are named, {path} and --plan {plan}; name one")
+        raise UsageError(f"two plans are given, {path} and --plan {plan}; give one")
     verification = verify_plan(
         path or plan or Path("plan.parquet"),
         num_steps=steps,
@@ -101,5 +101,5 @@ def _how(verification: Verification) -> str:
         ranks += f"; lengths scaled by {verification.scale:.3g} to at most {longest}"
     if verification.unknown_masks:
         masked = counted(verification.unknown_masks, "sequence")
-        ranks += f"; {masked} with masks are replayed as causal, since the plan does not say which masks"
+        ranks += f"; {masked} with masks are replayed as causal, because the plan does not contain the masks"
     return f"{verification.plan}: {ranks}"

@@ -74,7 +74,7 @@ def _latest() -> Path:
     launches = RUNS.glob("*/launch.json")
     newest = max(launches, key=lambda path: (path.lstat().st_mtime_ns, path.parent.name), default=None)
     if newest is None:
-        raise RunError(f"there is no run below {RUNS}; name the folder that 'fcp launch' printed")
+        raise RunError(f"found no run in {RUNS}; name the folder that 'fcp launch' printed")
     note(f"assumed RUN_DIR = {newest.parent} (launched last)")
     return newest.parent
 

@@ -43,7 +43,7 @@ def test_the_version_is_printed_alone(tmp_path: Path) -> None:
         (("pan",), ("there is no command 'pan'; did you mean 'plan'? See '", " --help'")),
         (("plan", "a", "--rank", "3"), ("there is no option --rank; did you mean --ranks? See", " plan --help'")),
         (("plan", "a", "--ranks"), ("--ranks needs a value; see '", " plan --help'")),
-        (("plan", "a", "b"), ("there is no place for the argument b; see '", " plan --help'")),
+        (("plan", "a", "b"), ("unexpected argument b; see '", " plan --help'")),
         (("plan", "a", "--ranks", "0"), ("--ranks is 0; it must be at least 1; see '", " plan --help'")),
         (("plan", "a", "--ranks", "two"), ("--ranks is 'two'; it must be a whole number; see '", " plan --help'")),
         (("plan", "a", "--headroom", "1"), ("--headroom is 1; it must be below 1; see '", " plan --help'")),

@@ -100,7 +100,7 @@ def test_the_table_fits_80_columns(folder: Path) -> None:
     assert result.returncode == 0
     rows = result.stdout[result.stdout.index("strategy") :].splitlines()
     assert max(len(row) for row in rows) <= 80
-    assert "flexsp is left out" in result.stderr
+    assert "flexsp (minutes per step), hydraulis and executions without rings are skipped" in result.stderr
     assert "…" not in result.stdout
     assert "assumed --profile = profile.yaml" in result.stderr
 

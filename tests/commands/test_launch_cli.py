@@ -208,13 +208,13 @@ def test_a_head_node_without_torch_still_prints_commands(fcp: Fcp, monkeypatch: 
         (("--inject", "env"), 2, "--inject is for a script or command of your own, given after --"),
         (("--inject", "env", "--nodes", "2", "--", "bash"), 2, "--nodes is for jobs that fcp starts; give it "
          "to bash itself"),
-        (("--inject", "env", "--json", "--", "bash"), 2, "--json with --inject env needs --dry-run: the output of the "
-         "command is its own"),
+        (("--inject", "env", "--json", "--", "bash"), 2, "--json with --inject env needs --dry-run: the "
+         "command itself writes to stdout"),
         (("--inject", "env", "--", "./no.sh"), 1, "cannot start ./no.sh: No such file or directory; --inject env runs "
          "a command that starts the ranks itself, like 'bash train.sh' or 'torchrun ...'; leave it out for a Python "
          "script"),
         (("--probe",), 2, "--probe and --no-probe are for a script of your own, given after --; see also 'fcp verify'"),
-        (("--probe", "--inject", "none", "--", "x.py"), 2, "--probe needs the hooks that --inject none leaves out"),
+        (("--probe", "--inject", "none", "--", "x.py"), 2, "--probe needs hooks, which --inject none disables"),
         (("--resume",), 1, "there is no run in the folder runs to resume; name one with --run-dir"),
         (("--", "nope.py"), 2, "there is no script nope.py, neither here nor on PATH"),
         (("--", "--x", "3"), 2, "after -- comes a script or '-m MODULE', not --x; the trainer's options go before --"),
@@ -434,7 +434,7 @@ def test_a_script_that_trains_without_the_plan_ends_the_whole_job_with_one_line(
 def test_preflight_checks_and_starts_nothing(fcp: Fcp, folder: Path) -> None:
     before = sorted(folder.rglob("*"))
     result = fcp("--preflight")
-    assert (result.status, result.out.splitlines()[-1]) == (0, "preflight: all is well")
+    assert (result.status, result.out.splitlines()[-1]) == (0, "preflight: no problem found")
     assert sorted(folder.rglob("*")) == before
 
 

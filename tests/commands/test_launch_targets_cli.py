@@ -137,7 +137,7 @@ def test_without_sbatch_nothing_is_written(fcp: Fcp, tmp_path: Path, monkeypatch
          "--host-network is for --target trainjob or pytorchjob or jobset or volcano, not for slurm"),
         (("--sbatch-option", "gpu"),
          "--sbatch-option 'gpu' is not one option of sbatch; give it as --sbatch-option=--partition=gpu"),
-        (("--target", "slurm", "--force"), "--force replaces files in the folder of -o; give that, too"),
+        (("--target", "slurm", "--force"), "--force replaces files in the folder of -o; give -o too"),
         (("-o", "job"), "-o writes the files of a cluster job; name one with --target, or see --dry-run"),
         (("--image", "--privileged"), "--image is '--privileged'; it must be the name of an image, as registry/team/fcp:1.0"),
         (("--image", "i", "--namespace", "a.b"),

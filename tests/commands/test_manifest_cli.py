@@ -77,9 +77,9 @@ def test_build_counts_writes_and_says_what_is_next(fcp: Any, tmp_path: Path) -> 
     printed = lines(outcome.err)
     assert printed[0] == "reading src as text"
     assert printed[1].startswith("warning: the tokens of texts are their bytes, about four times as many as")
-    assert printed[2] == "left out 1 empty sequence"
+    assert printed[2] == "skipped 1 empty sequence"
     counted = fcp("manifest", "build", "src", "--include", "*.py", "--tokenizer", "bytes")
-    assert lines(counted.err)[1] == "left out 1 empty sequence"
+    assert lines(counted.err)[1] == "skipped 1 empty sequence"
     assert printed[-1] == snapshot("wrote lengths.parquet; next: fcp plan lengths.parquet")
     assert (tmp_path / "lengths.parquet").is_file()
 
@@ -221,7 +221,7 @@ def test_ctrl_c_while_building_leaves_nothing(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         _, printed = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 130
-    assert printed.decode().splitlines()[-1] == "error: interrupted; nothing was left half-written"
+    assert printed.decode().splitlines()[-1] == "error: interrupted; no file was left half-written"
     assert list(tmp_path.iterdir()) == [fifo]
 
 

@@ -92,12 +92,12 @@ def test_a_run_that_still_trains_is_refused_until_it_has_ended(fcp: Fcp, folder:
 
 def test_what_it_needs_and_what_cannot_change_is_named(fcp: Fcp, folder: Path) -> None:
     assert fcp() == snapshot(
-        (2, "error: --continue-from needs --ranks: how many continue the run; or --mix: the weights from now on")
+        (2, "error: --continue-from needs --ranks (how many continue the run) or --mix (the new weights)")
     )
     for words in (("--seed", "1"), ("--global-batch-size", "8"), ("--sync", "microbatch"), ("--epochs", "2")):
         assert fcp("--ranks", "3", *words) == (
             2,
-            f"error: {words[0]} cannot change within a run; leave it out of --continue-from",
+            f"error: {words[0]} cannot change within a run; drop it",
         )
     status, message = fcp("--ranks", "3", "-o", "plan.parquet", "--profile", PROFILE)
     assert (status, message) == snapshot(

@@ -77,7 +77,7 @@ def test_a_step_may_have_so_many_tokens_in_place_of_so_many_sequences(folder: Pa
         (("--max-groups", "4", "--solver", "static"), 2, "--max-groups works with --solver fcp only"),
         (("--solver", "statik"), 2, "; did you mean 'static'?"),
         (("--solver", "statik", "--profile", "no.yaml"), 2, "--solver is 'statik'; it must be one of fcp, "),
-        (("--resume", "-o", "-"), 2, "--resume continues a file"),
+        (("--resume", "-o", "-"), 2, "--resume cannot continue a plan on stdout"),
         (("--resume",), 1, "nothing to resume"),
     ],
 )
@@ -92,7 +92,7 @@ def test_a_strategy_that_splits_heads_brings_its_attention(folder: Path, solver:
     (folder / "profile.yaml").write_text(dump_cost_profile(profile))
     result = fcp("plan", "dataset.parquet", *EIGHT_RANKS, "--solver", solver, cwd=folder)
     assert result.returncode == 0, result.stderr
-    assert f"assumed --attention = {attention} (--solver {solver} splits heads so)" in result.stderr
+    assert f"assumed --attention = {attention} (--solver {solver} requires this)" in result.stderr
     assert PlanReader(folder / "plan.parquet").metadata.attention == attention
     result = fcp("plan", "dataset.parquet", *EIGHT_RANKS, "--solver", solver, "--attention", "ring", cwd=folder)
     assert f"--solver {solver} splits heads; add --attention {attention}" in assert_one_error_line(result, 2)

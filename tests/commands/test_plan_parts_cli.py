@@ -46,7 +46,7 @@ def test_parts_that_cannot_be_are_one_line(folder: Path) -> None:
         (("dataset.parquet", *OPTIONS, "--steps", "0"), "--steps is 0; it must be at least 1"),
         (("dataset.parquet", *OPTIONS, "--steps", "7:9"), "--steps 7:9 is not a range of the plan's steps, 0:4"),
         (("--merge", "none.parquet"), "there is no plan none.parquet"),
-        (("--merge", "b.parquet", "--seed", "1"), "--merge takes its settings from the parts; leave --seed out"),
+        (("--merge", "b.parquet", "--seed", "1"), "--merge takes its settings from the parts; drop --seed"),
         (("--mix", "b.parquet:1", "dataset.parquet"), "--mix names its manifests"),
         (("--mix", "b.parquet:1", "--global-batch-tokens", "9"), "--mix counts sequences of a step"),
     ):

@@ -75,7 +75,7 @@ def test_the_next_command_uses_a_profile_of_another_name(fcp: Fcp) -> None:
 @pytest.mark.parametrize("name", ["qwen3-vl-8b", "Qwen/Qwen3-VL-8B", "qwen3-vl-8b-example-8x8"])
 def test_show_finds_the_example_of_a_model_by_its_name(fcp: Fcp, name: str) -> None:
     shown = fcp("profile", "show", name)
-    assert shown.err == "there is no file of that name; this is the example qwen3-vl-8b-example-8x8.yaml\n"
+    assert shown.err == "no such file; this is the example qwen3-vl-8b-example-8x8.yaml\n"
     assert "qwen3-vl-8b on example-8x8" in shown.out
 
 
@@ -107,7 +107,7 @@ def test_fit_shows_the_error_before_and_after(tmp_path: Path, fcp: Fcp) -> None:
     document = json.loads(done.out)
     assert document["micro_batches_fitted"] + document["micro_batches_held_out"] == 38
     assert document["held_out_error_percent"]["after"] < 1 < document["held_out_error_percent"]["before"]
-    assert "kept as they were, since no micro-batch shows them: bandwidth_bytes_per_second.inter_node" in done.err
+    assert "unchanged, because no micro-batch exercises them: bandwidth_bytes_per_second.inter_node" in done.err
     assert load_cost_profile(tmp_path / "fitted.yaml").origin == "fitted"
 
 

@@ -146,7 +146,7 @@ def test_a_run_is_shown_by_its_folder_alone(plan: Path, tmp_path: Path) -> None:
     target = tmp_path / "report.html"
     missing = fcp("report", run, "-o", target)
     assert (missing.returncode, target.exists()) == (1, False)
-    assert missing.stderr == f"error: {run} holds no plan.parquet; name the plan: fcp report PLAN --metrics {run}\n"
+    assert missing.stderr == f"error: {run} has no plan.parquet; name the plan: fcp report PLAN --metrics {run}\n"
     (run / "plan.parquet").write_bytes(plan.read_bytes())
     assert fcp("report", run, "-o", target).returncode == 0
     page = target.read_text()
@@ -187,7 +187,7 @@ def test_the_metrics_of_another_plan_are_named_on_the_page_and_left_out(plan: Pa
     assert result.returncode == 0
     assert "is of another plan" in result.stderr
     page = (tmp_path / "report.html").read_text()
-    assert "the page shows the plan alone" in page
+    assert "the page shows only the plan" in page
     assert charts_of(page).keys() == PLAN_CHARTS
 
 

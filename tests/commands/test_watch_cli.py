@@ -152,7 +152,7 @@ def test_without_a_folder_it_takes_the_run_that_was_launched_last(plan: Path, tm
 
 def test_where_there_is_no_run_it_says_so(tmp_path: Path) -> None:
     message = assert_one_error_line(fcp("watch", cwd=tmp_path), 1)
-    assert message == "error: there is no run below runs; name the folder that 'fcp launch' printed"
+    assert message == "error: found no run in runs; name the folder that 'fcp launch' printed"
 
 
 def test_an_empty_run_says_so(tmp_path: Path) -> None:

@@ -177,9 +177,7 @@ def test_sigterm_to_a_job_that_hangs_ends_it_when_its_time_is_up(folder: Path) -
     assert time.monotonic() - asked_at < MOST_SECONDS
     assert "the step did not end within 2 s: stopping at once (see --grace)" in printed
     last = printed.splitlines()[-1]
-    assert last.startswith(
-        "error: interrupted; the script wrote no checkpoint that fcp knows of, begin again with: fcp"
-    )
+    assert last.startswith("error: interrupted; fcp found no checkpoint of the script; start again with: fcp")
     assert last.endswith("-- script.py stuck")
     wait_until(lambda: ranks_in(folder) == [])
 

@@ -194,7 +194,7 @@ def test_the_command_prints_a_table_and_one_json_document(plan: Path) -> None:
 
 def test_two_plans_are_refused() -> None:
     shown = CliRunner().invoke(app, ["verify", "a.parquet", "--plan", "b.parquet"])
-    assert "two plans are named, a.parquet and --plan b.parquet; name one" in str(shown.exception)
+    assert "two plans are given, a.parquet and --plan b.parquet; give one" in str(shown.exception)
 
 
 @pytest.mark.usefixtures("on_threads")

@@ -57,7 +57,7 @@ def _refuse_unused(options: LaunchRequest) -> None:
                 "--probe and --no-probe are for a script of your own, given after --; see also 'fcp verify'"
             )
     if options.probe and options.inject == "none":
-        raise UsageError("--probe needs the hooks that --inject none leaves out")
+        raise UsageError("--probe needs hooks, which --inject none disables")
     if options.inject == "env" and options.online:
         raise UsageError("--online is for jobs that fcp starts, --inject env for commands that start their own ranks")
     if options.inject == "env" and (options.explain or options.preflight):
@@ -79,7 +79,7 @@ def _launch_own_command(options: LaunchRequest) -> None:
                 f"--{name.replace('_', '-')} is for jobs that fcp starts; give it to {options.program[0]} itself"
             )
     if options.json and not options.dry_run:
-        raise UsageError("--json with --inject env needs --dry-run: the output of the command is its own")
+        raise UsageError("--json with --inject env needs --dry-run: the command itself writes to stdout")
     environment = resolve_own_command(options)
     if not options.dry_run:
         become(options.program, environment)
@@ -114,7 +114,7 @@ def _run_preflight(options: LaunchRequest) -> None:
         _show_memory(memory)
         _show_findings(findings)
         counts = [(errors, "error"), (len(findings) - errors, "warning")]
-        print_result(f"preflight: {', '.join(counted(*one) for one in counts if one[0]) or 'all is well'}")
+        print_result(f"preflight: {', '.join(counted(*one) for one in counts if one[0]) or 'no problem found'}")
     if errors:
         raise typer.Exit(1)
 
@@ -129,7 +129,7 @@ def _launch(options: LaunchRequest) -> None:
 
 def _launch_job(job: Job, options: LaunchRequest, owned: Ownership | None = None) -> None:
     if options.force and options.output is None:
-        raise UsageError("--force replaces files in the folder of -o; give that, too")
+        raise UsageError("--force replaces files in the folder of -o; give -o too")
     if options.output is not None and job.cluster is None:
         raise UsageError("-o writes the files of a cluster job; name one with --target, or see --dry-run")
     findings, memory = _findings(job)
@@ -192,7 +192,7 @@ def _show_findings(findings: list[LaunchFinding], *, starts: bool = True) -> Non
     """Print the findings; errors that only affect a launch from here are warnings if nothing is launched."""
     for finding in findings:
         if finding.severity == "error" and not starts:
-            note(f"warning: a launch from here would stop: {finding.message}")
+            note(f"warning: a launch from this machine would fail: {finding.message}")
         elif finding.severity == "error":
             print_error(finding.message)
         else:

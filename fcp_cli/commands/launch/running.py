@@ -74,7 +74,7 @@ def _predicted_time(job: Job) -> str | None:
         seconds = seconds[steps < last]
     if not len(seconds) or not seconds.sum():
         return None
-    basis = {"analytic": ", computed and not measured"}.get(job.profile.origin if job.profile is not None else "", "")
+    basis = {"analytic": ", computed, not measured"}.get(job.profile.origin if job.profile is not None else "", "")
     return (
         f"planned: a step takes {duration(float(seconds.mean()))}, {counted(len(seconds), 'step')} "
         f"{duration(float(seconds.sum()))}{basis}"
@@ -144,7 +144,7 @@ def _stop_message(job: Job, resume: str) -> str:
         return _script_stop_message(job)
     saved = checkpoints(job.paths.checkpoints)
     if not saved:
-        return "interrupted before the first checkpoint; nothing was kept but the metrics"
+        return "interrupted before the first checkpoint; only the metrics were kept"
     step = int(saved[-1].name.removeprefix(PREFIX))
     return f"interrupted; {counted(step, 'step')} {'is' if step == 1 else 'are'} saved, continue with: {resume}"
 
@@ -156,7 +156,7 @@ def _script_stop_message(job: Job) -> str:
 
     stopped = read_stopped(job.run_dir)
     if stopped is None:
-        return f"interrupted; the script wrote no checkpoint that fcp knows of, begin again with: {again_command(job)}"
+        return f"interrupted; fcp found no checkpoint of the script; start again with: {again_command(job)}"
     steps, folder = counted(stopped.step, "step"), from_here(Path(stopped.checkpoint))
     return f"interrupted; {steps} saved in {folder}, continue with: {again_command(job)}"
 

@@ -61,7 +61,7 @@ def build(options: BuildOptions) -> None:
         mask=options.mask,
     )
     if files and kind not in LISTED_KINDS:
-        raise UsageError(f"--kind {kind} reads one source; {len(files)} were named")
+        raise UsageError(f"--kind {kind} reads one source; {len(files)} were given")
     opened = _opened(source, kind, reading, output, files)
     _note_unused(opened.describe(), reading)
     _note_assumed(opened.describe(), options)
@@ -103,10 +103,10 @@ def _build(rows: Source, title: str, output: Path) -> BuiltManifest:
 
 def _report_built(built: BuiltManifest, json: bool) -> None:
     if built.unlearned:
-        unlearned = counted(built.unlearned, "sequence")
-        note(f"{unlearned} of {built.rows:,} with no token that is learned: they take time and train nothing")
+        rows = counted(built.rows, "sequence")
+        note(f"no token is trained in {built.unlearned:,} of {rows}: they take time but train nothing")
     for reason, count in built.skipped.items():
-        note(f"left out {counted(count, f'{reason} sequence')}")
+        note(f"skipped {counted(count, f'{reason} sequence')}")
     _report(built.path, built.table, built.source, json=json, extra={"skipped": built.skipped})
     note(f"wrote {built.path}; next: fcp plan {built.path}")
 
@@ -234,7 +234,7 @@ def _note_unused(description: dict[str, Any], options: SourceOptions) -> None:
     if (options.include != ("*",) or options.exclude) and kind != "text":
         note(f"--include and --exclude are not used for {kind}; they choose files of a folder of text")
     if options.train_on != "assistant" and kind != "chat" and not has_pixels:
-        note(f"--train-on is not used for {kind}: every token is learned")
+        note(f"--train-on is not used for {kind}: every token is trained")
     if options.vocab_size is not None and kind != "megatron":
         note(f"--vocab-size is not used for {kind}; it follows from the tokens")
 

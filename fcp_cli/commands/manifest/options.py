@@ -42,7 +42,7 @@ class BuildOptions:
         Opt(
             "Field or column with texts, token ids or lengths.",
             common=True,
-            unset="the first of a usual name: text, input_ids, tokens, content, length, num_tokens",
+            unset="the first found of text, input_ids, tokens, content, length, num_tokens",
         ),
     ] = None
     include: Annotated[
@@ -95,7 +95,7 @@ class BuildOptions:
     ] = None
     workers: Annotated[
         int | None,
-        Opt("Counting processes.", min=1, max=MOST_WORKERS, unset="as many as pay", common=True, group="Many nodes"),
+        Opt("Counting processes.", min=1, max=MOST_WORKERS, unset="automatic", common=True, group="Many nodes"),
     ] = None
     shard: Annotated[
         str | None,
