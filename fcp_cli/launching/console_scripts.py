@@ -33,11 +33,21 @@ _HEAD_BYTES: Final = 4096
 _LAUNCHERS: Final = frozenset({"accelerate", "accelerate-launch", "torchrun", "deepspeed", "msrun", "mpirun"})
 
 
-def python_program(words: Sequence[str], assumed: Assumptions, *, python: str = sys.executable) -> tuple[str, ...]:
-    """Return a script or `-m MODULE` with its arguments, which every rank runs as Python."""
+def python_program(
+    words: Sequence[str], assumed: Assumptions, *, python: str = sys.executable, may_be_elsewhere: bool = False
+) -> tuple[str, ...]:
+    """Return a script or `-m MODULE` with its arguments, which every rank runs as Python.
+
+    Args:
+        words: the words after `--`.
+        assumed: receives what was made of them.
+        python: the interpreter of the ranks.
+        may_be_elsewhere: whether nothing is started, so that only the job's machines need the script.
+    """
     first, *rest = words
     if _PYTHON.match(Path(first).name) and not (Path(first).is_file() and b"\0" not in _head(Path(first))):
-        return python_program(_after_interpreter(first, rest), assumed, python=python)
+        words = _after_interpreter(first, rest)
+        return python_program(words, assumed, python=python, may_be_elsewhere=may_be_elsewhere)
     if Path(first).name in _LAUNCHERS:
         return _without_launcher(Path(first).name, rest, assumed)
     name = rest[0] if first == "-m" and rest else Path(first).name
@@ -52,6 +62,9 @@ def python_program(words: Sequence[str], assumed: Assumptions, *, python: str = 
             _require_python(Path(first), python)
         return tuple(words)
     on_path = shutil.which(first)
+    if on_path is None and may_be_elsewhere and Path(first).suffix == ".py":
+        assumed.warn(f"there is no script {first} here; the machines of the job need it at this path")
+        return tuple(words)
     if on_path is None:
         raise UsageError(f"there is no script {first}, neither here nor on PATH")
     _require_python(Path(on_path), python)

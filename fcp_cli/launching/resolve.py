@@ -32,6 +32,7 @@ from fcp_cli.launching.targets.options import (
 from fcp_cli.launching.trainer_settings import model_of_run, recorded_settings, run_dir_of, trainer_settings
 from fcp_cli.machine.devices import LocalDevices, find_machine_without_torch
 from fcp_cli.machine.network import free_ports, interface_towards
+from fcp_cli.models.model import load_model
 from fcp_cli.plan.file.proven import read_proven
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.recipe import RecipeRequest
@@ -55,10 +56,13 @@ def resolve(request: LaunchRequest, find_machine: Callable[[], LocalDevices], as
         request = _as_before(request, assumed)
     if request.program:
         python = request.cluster.python or sys.executable
-        request = replace(request, program=python_program(request.program, assumed, python=python))
+        starts_nothing = request.dry_run or request.output is not None
+        program = python_program(request.program, assumed, python=python, may_be_elsewhere=starts_nothing)
+        request = replace(request, program=program)
     if is_mindspore(request):
         request = for_mindspore(request, assumed)
     target, planning = choose_target(request.cluster), None
+    _require_model(request, target)
     unplanned = has_plan_made(request, target, DEFAULT_PLAN)
     online = None
     if request.online:
@@ -89,6 +93,15 @@ def resolve(request: LaunchRequest, find_machine: Callable[[], LocalDevices], as
     )
     job = replace(job, variables=variables, environment={**job.environment, **set_by_fcp(variables)})
     return job if job.target == LOCAL else for_cluster(request.cluster, job, assumed)
+
+
+def _require_model(request: LaunchRequest, target: str) -> None:
+    """Refuse a mistyped --model before it is compared with anything; a path may be one of the job's machines."""
+    if request.model is None or Path(request.model).exists():
+        return
+    is_elsewhere = "/" in request.model and (target != LOCAL or request.dry_run)
+    if not is_elsewhere:
+        load_model(request.model)
 
 
 def _refuse_without_online(request: LaunchRequest, *, has_profile: bool) -> None:

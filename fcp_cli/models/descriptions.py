@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from fcp_cli.errors import ProfileError
 from fcp_cli.files import shipped
 from fcp_cli.reading.documents import parse_yaml, read_text
 from fcp_cli.words import nearest_words
 
+_YAML: Final = (".yaml", ".yml")
 Kind = Literal["model", "cluster"]
 
 
@@ -29,15 +30,29 @@ def find_shipped(name: str, *, kind: Kind) -> Path:
     """Return the shipped description of that name or alias; case, dashes and an organisation prefix do not matter."""
     if _is_path(name):
         what = "a YAML, a config.json or the folder of a checkpoint" if kind == "model" else "a YAML"
-        raise ProfileError(f"{name} is not {what}, or does not exist; names of shipped {kind}s: 'fcp list {kind}s'")
+        near = nearest_words(name, _files_near(name, kind), most=3)
+        hint = f"nearest: {', '.join(near)}" if near else f"names of shipped {kind}s: 'fcp list {kind}s'"
+        raise ProfileError(f"{name} is not {what}, or does not exist; {hint}")
     names, path = _shipped_names(kind), _shipped_path(name, kind)
     if path is not None:
         return path
     keys = {_key(candidate): candidate for candidate in names}
-    near = nearest_words(_key(name), keys, most=3, cutoff=0.5)
-    hint = f"nearest: {', '.join(keys[key] for key in near)}" if near else f"known: {', '.join(shipped_names(kind))}"
+    near = nearest_words(name, _files_near(name, kind), most=3)
+    near += [keys[key] for key in nearest_words(_key(name), keys, most=3, cutoff=0.5)]
+    hint = f"nearest: {', '.join(near[:3])}" if near else f"known: {', '.join(shipped_names(kind))}"
     other = "or give a YAML or the folder of a checkpoint" if kind == "model" else "or give a YAML"
     raise ProfileError(f"unknown {kind} {name!r}; {hint}; {other}")
+
+
+def _files_near(name: str, kind: Kind) -> list[str]:
+    """Return the descriptions in the folder that a name would be in, written as it is."""
+    start = name[: name.rfind("/") + 1]
+    try:
+        found = list(Path(start).expanduser().iterdir())
+    except (OSError, RuntimeError):
+        return []
+    files = (one for one in found if one.suffix in _YAML or (kind == "model" and (one / "config.json").is_file()))
+    return [f"{start}{one.name}" for one in files]
 
 
 def is_shipped(name: str, *, kind: Kind) -> bool:

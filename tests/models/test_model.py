@@ -97,6 +97,22 @@ def test_an_unknown_model_lists_the_nearest() -> None:
         load_model("qwen3-9b")
 
 
+def test_an_unknown_model_lists_the_nearest_checkpoint_here_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path / "checkpoint", tmp_path / "runs" / "mine", tmp_path / "chekpoin"):
+        folder.mkdir(parents=True)
+    for name in ("checkpoint", "runs/mine"):
+        (tmp_path / folder / "config.json").touch()
+    near = "ProfileError: unknown model 'chekpoint'; nearest: checkpoint; or give a YAML or the folder of a checkpoint"
+    with raises(near):
+        load_model("chekpoint")
+    missing = "is not a YAML, a config.json or the folder of a checkpoint, or does not exist"
+    with raises(f"ProfileError: ./runs/mien {missing}; nearest: ./runs/mine"):
+        load_model("./runs/mien")
+
+
 @pytest.mark.parametrize("path", ["./Qwen3-8B", "/models/Qwen/Qwen3-8B", "models/Qwen/Qwen3-8B"])
 def test_the_path_of_a_folder_that_is_missing_is_not_the_shipped_model_of_its_name(path: str) -> None:
     with pytest.raises(ProfileError) as error:

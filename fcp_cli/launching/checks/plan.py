@@ -15,7 +15,7 @@ from fcp_cli.launching.job.nodes import THIS_MACHINE, planned_cluster
 from fcp_cli.machine.facts import Facts
 from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.cluster import known_cluster
-from fcp_cli.models.model import load_model
+from fcp_cli.models.model import known_model, load_model
 from fcp_cli.plan.metadata.again import plan_again
 
 _OPEN_FILES_PER_RANK = 4  # a rank's sockets to another: gloo pairs of two groups, the store
@@ -46,7 +46,9 @@ def profile_model(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     profile = job.profile
     if profile is not None and job.model is not None and not _is_same_model(profile.model, job.model):
         again = f" a profile from 'fcp profile --model {job.model}'"
-        if profile.origin == "analytic":
+        if profile.origin == "analytic" and known_model(job.model) is None:
+            again = f" --model {job.model} on a machine that has it"
+        elif profile.origin == "analytic":
             again = f": {plan_again(job.metadata, job.plan, model=job.model)}"
         yield warning(
             f"{job.plan} was made with the cost profile of {profile.model}, not of {job.model}: its times and token "
