@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,24 @@ ROOT = Path(__file__).parents[2]
 
 def torchrun(*program: str, num_ranks: int, **environment: str) -> None:
     """Run `program` (as after `torchrun`) on gloo ranks; a failing rank fails the test with what it said."""
+    _run([*torchrun_argv(num_ranks), *program], ROOT, environment)
+
+
+def forked(module: str, *words: str, folder: Path = ROOT) -> str:
+    """Run a module as `python -m` does, but with PyTorch imported before, and return what it printed."""
+    return _run([sys.executable, "-m", "tests.forked_ranks", module, *words], folder, {})
+
+
+def forked_script(script: Path, *words: str, folder: Path) -> None:
+    """Run a script as `python` does, but with PyTorch imported before."""
+    forked("tests.forked_ranks.script", str(script), *words, folder=folder)
+
+
+def _run(command: list[str], folder: Path, environment: dict[str, str]) -> str:
     path = os.pathsep.join([environment.pop("PYTHONPATH", str(ROOT)), os.environ["PYTHONPATH"]])
     done = subprocess.run(
-        [*torchrun_argv(num_ranks), *program],
-        cwd=ROOT,
+        command,
+        cwd=folder,
         env={**os.environ, **shared(), "OMP_NUM_THREADS": "1", **environment, "PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -28,6 +43,7 @@ def torchrun(*program: str, num_ranks: int, **environment: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-6000:]
+    return done.stdout
 
 
 def run_worker(worker: str, folder: Path, *words: str, num_ranks: int) -> dict[str, list[Any]]:

@@ -12,8 +12,8 @@ import torch
 
 from tests.commands.planning_folder import fcp
 from tests.forked_ranks import shared_by_scripts
-from tests.patience import PATIENCE_SECONDS
 from tests.planning.examples import PROFILE
+from tests.runtime.launch import forked_script
 from tests.training.small_runs import run_fcp
 
 ROOT = Path(__file__).parents[2]
@@ -52,8 +52,7 @@ def launched(folder: Path, kind: str, *, batch_size: int = 4) -> subprocess.Comp
 
 @pytest.mark.parametrize("kind", ["clears after", "supervised"])
 def test_losses_and_weights_are_those_of_the_script_without_a_plan(folder: Path, kind: str) -> None:
-    alone = subprocess.run([sys.executable, SCRIPT, kind, "4"], cwd=folder, check=False, timeout=PATIENCE_SECONDS)
-    assert alone.returncode == 0
+    forked_script(SCRIPT, kind, "4", folder=folder)
     planned = launched(folder, kind)
     assert planned.returncode == 0, planned.stderr
     expected = torch.load(folder / "trained.alone")

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from fcp_cli.models.shipped import shipped_profile_path
 from fcp_cli.runs.checkpoints.checkpoint_header import checkpoints
-from tests.patience import PATIENCE_SECONDS
 from tests.runs.records import read_metrics
-from tests.runtime.launch import ROOT
+from tests.runtime.launch import forked
 from tests.training.small_runs import run_fcp, write_manifest, write_small_plan
 from tests.training.workers.kill_worker import SETTINGS, STEPS
 
@@ -25,16 +21,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.hf]
 def killed(folder: Path, kills: int) -> Path:
     """A folder with runs that were never killed, killed and resumed on as many ranks, and cut off at the last kill."""
     write_small_plan(folder / "plan.parquet", write_manifest(folder), steps=STEPS)
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.training.workers.kill_worker", str(folder), str(kills)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    forked("tests.training.workers.kill_worker", str(folder), str(kills))
     return folder
 
 

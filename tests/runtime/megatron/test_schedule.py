@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from fcp_cli.simulation.order import device_order
-from tests.runtime.launch import ROOT
+from tests.runtime.launch import forked
 
 pytest.importorskip("megatron.core.package_info", reason="needs megatron-core: pip install megatron-core")
 pytestmark = pytest.mark.megatron
@@ -35,10 +33,8 @@ def test_only_stages_that_exchange_both_directions_at_once_wait_for_lengths_in_a
     """In a step of as many micro-batches as stages; see `schedule_worker`."""
     sizes = [(stages, chunks) for stages in (2, 3, 4, 8) for chunks in (2, 3)]
     wanted = [f"{p},{v},{m},{kind}" for p, v in sizes for m in (p, 3 * p) for kind in ("one", "ahead")]
-    command = [sys.executable, "-m", "tests.runtime.megatron.schedule_worker", *wanted, "4,2,8,both", "4,2,4,both"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == {
+    printed = forked("tests.runtime.megatron.schedule_worker", *wanted, "4,2,8,both", "4,2,4,both")
+    assert json.loads(printed.splitlines()[-1]) == {
         **dict.fromkeys([*wanted, "4,2,8,both"], True),
         "4,2,4,both": False,
     }
