@@ -107,16 +107,16 @@ def test_a_model_without_attention_is_refused(name: str) -> None:
         prepare(STATE_SPACES[name].build())
 
 
-def test_latent_attention_whose_values_have_a_size_of_their_own_is_trained(tmp_path: Path) -> None:
-    check(FAMILIES["deepseek_v3, dense"], tmp_path)
-
-
-def test_windows_and_sinks_are_trained(tmp_path: Path) -> None:
-    check(FAMILIES["gpt_oss"], tmp_path)
-
-
-@pytest.mark.parametrize("name", ["llama4_text, tuned", "llama, dynamic"])
-def test_a_model_that_counts_positions_itself_is_refused(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("deepseek_v3, dense", id="latent attention whose values have a size of their own"),
+        pytest.param("gpt_oss", id="windows and sinks"),
+        pytest.param("llama4_text, tuned", id="queries scaled by counted positions"),
+        pytest.param("llama, dynamic", id="rotations that grow with counted positions"),
+    ],
+)
+def test_examples_of_families_are_trained_as_in_one_process_or_refused_in_one_line(name: str, tmp_path: Path) -> None:
     check(FAMILIES[name], tmp_path)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ class Rank:
 
 
 Loop = Callable[[Rank], Any]
+OfMicroBatch = Callable[[Rank, LocalMicroBatch], None]
 
 
 def run(
@@ -71,37 +72,53 @@ def train(step: Step, at: Rank) -> None:
         backward(batch.loss(at.logits(batch)))
 
 
-def own_mean(logits: Tensor, batch: LocalMicroBatch) -> Tensor:
-    return functional.cross_entropy(logits[0], batch.labels[0])
+LOOPS: dict[str, Loop] = {}
+"""Name of each wrong loop -> it."""
 
 
+def wrong(loop: Loop) -> Loop:
+    LOOPS[loop.__name__] = loop
+    return loop
+
+
+def wrong_in_a_micro_batch(run: OfMicroBatch) -> OfMicroBatch:
+    """Add the loop that runs each micro-batch in this way."""
+
+    def loop(at: Rank) -> None:
+        for step in at.session.steps(at.model):
+            for batch in step:
+                run(at, batch)
+
+    LOOPS[run.__name__] = loop
+    return run
+
+
+@wrong
 def backward_after_the_loop(at: Rank) -> None:
     for step in at.session.steps(at.model):
         losses = [batch.loss(at.logits(batch)) for batch in step]
         backward(torch.stack(losses).sum())
 
 
-def backward_never(at: Rank) -> None:
-    for step in at.session.steps(at.model):
-        for batch in step:
-            batch.loss(at.logits(batch))
+@wrong_in_a_micro_batch
+def backward_never(at: Rank, batch: LocalMicroBatch) -> None:
+    batch.loss(at.logits(batch))
 
 
-def backward_of_some(at: Rank) -> None:
+@wrong_in_a_micro_batch
+def backward_of_some(at: Rank, batch: LocalMicroBatch) -> None:
     """Of those alone that no other rank takes part in."""
-    for step in at.session.steps(at.model):
-        for batch in step:
-            loss = batch.loss(at.logits(batch))
-            if batch.ring.degree > 1:
-                backward(loss)
+    loss = batch.loss(at.logits(batch))
+    if batch.ring.degree > 1:
+        backward(loss)
 
 
-def mean_of_a_rank(at: Rank) -> None:
-    for step in at.session.steps(at.model):
-        for batch in step:
-            backward(own_mean(at.logits(batch), batch))
+@wrong_in_a_micro_batch
+def mean_of_a_rank(at: Rank, batch: LocalMicroBatch) -> None:
+    backward(functional.cross_entropy(at.logits(batch)[0], batch.labels[0]))
 
 
+@wrong
 def second_model(at: Rank) -> None:
     scale = nn.Linear(VOCAB_SIZE, VOCAB_SIZE, dtype=torch.float64)
     for step in at.session.steps(at.model):
@@ -109,55 +126,52 @@ def second_model(at: Rank) -> None:
             backward(batch.loss(scale(at.logits(batch))))
 
 
+@wrong
 def no_model(at: Rank) -> None:
     for step in at.session.steps():
         train(step, at)
 
 
-def evaluation_inside(at: Rank) -> None:
-    for step in at.session.steps(at.model):
-        for batch in step:
-            loss = batch.loss(at.logits(batch))
-            with torch.no_grad():
-                at.model(torch.arange(40)[None], torch.arange(40)[None])
-            backward(loss)
+@wrong_in_a_micro_batch
+def evaluation_inside(at: Rank, batch: LocalMicroBatch) -> None:
+    loss = batch.loss(at.logits(batch))
+    with torch.no_grad():
+        at.model(torch.arange(40)[None], torch.arange(40)[None])
+    backward(loss)
 
 
-def one_more_forward(at: Rank) -> None:
+@wrong_in_a_micro_batch
+def one_more_forward(at: Rank, batch: LocalMicroBatch) -> None:
     """On one rank, which says so before the other waits for it."""
-    for step in at.session.steps(at.model):
-        for batch in step:
-            if at.rank == 1 and batch.row.order == 3:
-                at.logits(batch)
-            backward(batch.loss(at.logits(batch)))
+    if at.rank == 1 and batch.row.order == 3:
+        at.logits(batch)
+    backward(batch.loss(at.logits(batch)))
 
 
-def one_more_forward_at_once(at: Rank) -> None:
+@wrong_in_a_micro_batch
+def one_more_forward_at_once(at: Rank, batch: LocalMicroBatch) -> None:
     """In the first micro-batch, where no number is known from others before."""
-    for step in at.session.steps(at.model):
-        for batch in step:
-            if at.rank == 1 and step.index == 0 and batch.row.order == 0:
-                at.logits(batch)
-            backward(batch.loss(at.logits(batch)))
+    if at.rank == 1 and batch.row.step == 0 and batch.row.order == 0:
+        at.logits(batch)
+    backward(batch.loss(at.logits(batch)))
 
 
-def one_more_forward_after_its_backward(at: Rank) -> None:
-    for step in at.session.steps(at.model):
-        for batch in step:
-            backward(batch.loss(at.logits(batch)))
-            if at.rank == 1 and step.index == 0 and batch.row.order == 0:
-                at.logits(batch)
+@wrong_in_a_micro_batch
+def one_more_forward_after_its_backward(at: Rank, batch: LocalMicroBatch) -> None:
+    backward(batch.loss(at.logits(batch)))
+    if at.rank == 1 and batch.row.step == 0 and batch.row.order == 0:
+        at.logits(batch)
 
 
-def one_more_backward_at_once(at: Rank) -> None:
-    for step in at.session.steps(at.model):
-        for batch in step:
-            loss = batch.loss(at.logits(batch))
-            if at.rank == 1 and batch.row.order == 0:
-                backward(loss, retain_graph=True)
-            backward(loss)
+@wrong_in_a_micro_batch
+def one_more_backward_at_once(at: Rank, batch: LocalMicroBatch) -> None:
+    loss = batch.loss(at.logits(batch))
+    if at.rank == 1 and batch.row.order == 0:
+        backward(loss, retain_graph=True)
+    backward(loss)
 
 
+@wrong
 def one_more_forward_before_all_backwards(at: Rank) -> None:
     """In a loop that holds its backwards back."""
     for step in at.session.steps(at.model):
@@ -170,48 +184,24 @@ def one_more_forward_before_all_backwards(at: Rank) -> None:
                 backward(torch.stack(losses).sum())
 
 
-def one_more_backward(at: Rank) -> None:
-    for step in at.session.steps(at.model):
-        for batch in step:
-            loss = batch.loss(at.logits(batch))
-            if at.rank == 1 and step.index == 1 and batch.ring.degree > 1:
-                backward(loss, retain_graph=True)
-            backward(loss)
+@wrong_in_a_micro_batch
+def one_more_backward(at: Rank, batch: LocalMicroBatch) -> None:
+    loss = batch.loss(at.logits(batch))
+    if at.rank == 1 and batch.row.step == 1 and batch.ring.degree > 1:
+        backward(loss, retain_graph=True)
+    backward(loss)
 
 
+@wrong
 def other_first_step(at: Rank) -> None:
     for step in at.session.steps(at.model, first_step=at.rank):
         train(step, at)
 
 
-def infinite_loss(at: Rank) -> None:
-    for step in at.session.steps(at.model):
-        for batch in step:
-            logits = at.logits(batch)
-            bad = at.rank == 1 and step.index == 1 and batch.row.order == 2
-            backward(batch.loss(logits * float("nan") if bad else logits))
-
-
-LOOPS: Mapping[str, Loop] = {
-    loop.__name__: loop
-    for loop in (
-        backward_after_the_loop,
-        backward_never,
-        backward_of_some,
-        mean_of_a_rank,
-        second_model,
-        no_model,
-        evaluation_inside,
-        one_more_forward,
-        one_more_forward_at_once,
-        one_more_forward_after_its_backward,
-        one_more_forward_before_all_backwards,
-        one_more_backward,
-        one_more_backward_at_once,
-        other_first_step,
-        infinite_loss,
-    )
-}
+@wrong_in_a_micro_batch
+def infinite_loss(at: Rank, batch: LocalMicroBatch) -> None:
+    bad = at.rank == 1 and batch.row.step == 1 and batch.row.order == 2
+    backward(batch.loss(at.logits(batch) * (float("nan") if bad else 1.0)))
 
 
 def random_tokens(tokens: Fetch, rank: int) -> Fetch:

@@ -15,9 +15,11 @@ from tests.runtime.mindspeed.sources import STAND_IN, real_sources
 from tests.runtime.plans import Row, write_plan
 
 pytest.importorskip("megatron.core.package_info", reason="needs megatron-core: pip install megatron-core")
+
+from tests.runtime.megatron.test_gradients import NUM_RANKS, PIPELINE, TENSOR, WAVES, worst_share_error
+
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 
-NUM_RANKS = 4
 # {3,1}, {1,3}, {2,2}, {4}; groups that are not contiguous, unequal numbers of micro-batches, an idle rank.
 SWITCHING = (
     (Row([0, 1, 2], [7, 30]), Row([3], [5, 1]), Row([0, 1], [13]), Row([2, 3], [41, 2, 3])),
@@ -25,32 +27,17 @@ SWITCHING = (
     (Row([0, 2], [17, 4]), Row([1, 3], [9]), Row([1], [5]), Row([0, 1, 3], [20, 1]), Row([3], [6]), Row([0], [8])),
     (Row([0, 1, 2], [10, 11, 12, 13, 14, 15, 16, 17]), Row([3])),
 )
-WAVES = (
-    (Row([0, 1, 2], [7, 30], 0), Row([3], [5, 1], 0), Row([0, 3], [13], 1), Row([1, 2], [41, 2, 3], 1)),
-    (Row([0, 1, 2, 3], [9, 8, 7, 6, 5], 0), Row([0, 2], [1, 2], 1), Row([1], [4], 1), Row([3], (), 1)),
-)
 # All heads shared; sets of two on a ring; as many ranks as query heads, more than key/value heads; rings beside sets.
 SHARING_HEADS = (
     (Row([0, 1], [7, 30], heads_degree=2), Row([2, 3], [5, 1]), Row([0, 1, 2, 3], [41, 2, 3, 9], heads_degree=2)),
     (Row([0, 1, 2, 3], [33, 5, 1], heads_degree=4), Row([0, 2], [17, 4], heads_degree=2), Row([1, 3], [8, 2, 1])),
     (Row([0, 1, 2], [10, 11]), Row([3], [12, 3, 4]), Row([2, 3], [6, 1, 9], heads_degree=2)),
 )
-# On two ranks of two stages each.
-PIPELINE = (
-    (Row([0, 1], [7, 30], 0), Row([0], [5], 1), Row([1], [13], 1)),
-    (Row([0], [9], 0), Row([1], [21], 0), Row([0, 1], [1, 6], 1), Row([0], (), 2), Row([1], (), 2)),
-)
 EQUAL = ("switching", "core attention recomputed", "two forwards recomputed", "without patch manager",
          "keys and values kept", "mrope recomputed", "sharing heads recomputed", "hybrid mrope", "own ring recomputed",
          "own ring sharing heads", "double ring")  # fmt: skip
 FULL_EQUAL = ("recomputed", "two forwards", "mrope", "sharing heads", "ulysses", "ulysses on rings", "hybrid",
               "own ring", "own ring, core attention recomputed", "own ring mrope", "keys gathered", "adaptive", "no ring")  # fmt: skip
-# As SWITCHING, of two ranks with two processes each.
-TENSOR = (
-    (Row([0, 1], [7, 30]), Row([0], [5]), Row([1], [13])),
-    (Row([0, 1], [9]), Row([1], [21]), Row([0, 1], [1, 6])),
-    (Row([0], [9, 3, 4, 11]), Row([1])),
-)
 SHARES = ("sequence recomputed", "pipeline recomputed")
 FULL_SHARES = ("tensor", "pipeline", "own ring pipeline")
 
@@ -87,14 +74,6 @@ def worst_error(folder: Path, case: str) -> float:
     alone: np.ndarray = pickle.loads((folder / f"{case}-alone.pickle").read_bytes())
     errors = [float(np.abs(found_by(folder, case, rank)[0] - alone).max()) for rank in range(NUM_RANKS)]
     return max(errors) / float(np.abs(alone).max())
-
-
-def worst_share_error(folder: Path, case: str) -> float:
-    """Likewise, of the four processes' shares."""
-    errors: list[float] = [
-        pickle.loads((folder / f"{case}-{process}.pickle").read_bytes()) for process in range(NUM_RANKS)
-    ]
-    return max(errors)
 
 
 @pytest.mark.parametrize("case", EQUAL)
