@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fcp_cli.runtime.layouts.layout import shard_layout
 from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.verification.emulation import Meeting, ThreadTransport, run_ranks
+from fcp_cli.verification.recording import RecordingTransport
 from tests.runtime.emulation import unshard
 
 PACKS = [(1,), (3, 1, 2), (9, 26), (6, 6, 6)]
 GROUPS = [(degree, 1) for degree in range(1, 9)] + [(2, 2), (4, 2), (6, 2), (4, 4)]
 """Degrees, each with how many members share the heads."""
 
+WIDTH = 24
+"""Of the hidden states of layers."""
 Shards = list[Tensor]
 
 
@@ -80,3 +84,39 @@ def bytes_of_first_member(lengths: tuple[int, ...], degree: int, run: Callable[[
 
     run_ranks(degree, of_member)
     return sum(held.values())
+
+
+class Passes(NamedTuple):
+    """What forwards and backwards on one rank leave: gradients, contents of what was sent, and rings."""
+
+    grads: list[Tensor]
+    sent: list[str]
+    rings: list[Ring]
+
+
+def train_layers(
+    layers: Sequence[Sequence[nn.Module]],
+    packs: Sequence[tuple[int, ...]],
+    run_of: Callable[[int], Callable[..., Tensor]],
+) -> list[Passes]:
+    """All forwards of packs through each rank's layers [1, tokens, WIDTH] on one ring, then their backwards.
+
+    `run_of(rank)` runs a layer: (its number, it, hidden states, ring) -> hidden states.
+    """
+
+    def one(meeting: Meeting, rank: int) -> Passes:
+        record, run, losses = RecordingTransport(ThreadTransport(meeting.mailbox, rank)), run_of(rank), []
+        members = tuple(range(len(layers)))
+        rings = [Ring(shard_layout(pack, len(layers)), rank, members, record) for pack in packs]
+        for number, ring in enumerate(rings):
+            draw = torch.Generator().manual_seed(rank + 10 * number)
+            hidden = torch.randn(1, ring.tokens, WIDTH, generator=draw, dtype=torch.float64)
+            for index, layer in enumerate(layers[rank]):
+                hidden = run(index, layer, hidden, ring)
+            losses.append(hidden.square().sum())
+        for loss in losses:
+            torch.autograd.backward(loss)
+        grads = [weight.grad for layer in layers[rank] for weight in layer.parameters() if weight.grad is not None]
+        return Passes(grads, [one.content for one in record.operations if one.verb == "send"], rings)
+
+    return run_ranks(len(layers), one)

@@ -19,14 +19,13 @@ from fcp_cli.runtime.layouts.layout import shard_layout
 from fcp_cli.runtime.recomputation.as_needed import LayerLevels
 from fcp_cli.runtime.ring_attention.attention import attention
 from fcp_cli.runtime.ring_attention.ring import Ring
-from fcp_cli.verification.emulation import Meeting, ThreadTransport, run_ranks
-from fcp_cli.verification.recording import RecordingTransport
 from tests.runtime.models import LEVELS
 from tests.runtime.plans import Row, write_plan
+from tests.runtime.sharded_layers import WIDTH, Passes, train_layers
 
 pytestmark = pytest.mark.torch
 
-WIDTH, HEADS, LAYERS = 24, 3, 5
+HEADS, LAYERS = 3, 5
 
 
 class Block(nn.Module):
@@ -46,31 +45,12 @@ class Block(nn.Module):
         return out
 
 
-def train(
-    levels: tuple[RecomputeLevel, ...], lengths: tuple[tuple[int, ...], ...], *, frozen: int = 0
-) -> list[tuple[list[Tensor], list[str]]]:
-    """All forwards of some packs on a ring of two, then their backwards: gradients of each rank, and what it sent."""
+def train(levels: tuple[RecomputeLevel, ...], packs: tuple[tuple[int, ...], ...], *, frozen: int = 0) -> list[Passes]:
+    """Layers over some packs on a ring of two, the first `frozen` without gradients."""
     built = [[Block() for _ in range(LAYERS)] for _ in range(2)]
-    for blocks in built:
-        for block in blocks[:frozen]:
-            block.requires_grad_(False)
-
-    def one(meeting: Meeting, rank: int) -> tuple[list[Tensor], list[str]]:
-        record, chosen = RecordingTransport(ThreadTransport(meeting.mailbox, rank)), LayerLevels(levels, layers=LAYERS)
-        losses = []
-        for number, pack in enumerate(lengths):
-            ring = Ring(shard_layout(pack, 2), rank, (0, 1), record)
-            draw = torch.Generator().manual_seed(rank + 10 * number)
-            hidden = torch.randn(1, ring.tokens, WIDTH, generator=draw, dtype=torch.float64)
-            for index, block in enumerate(built[rank]):
-                hidden = chosen.run(index, block, hidden, ring)
-            losses.append(hidden.square().sum())
-        for loss in losses:
-            torch.autograd.backward(loss)
-        grads = [p.grad for block in built[rank] for p in block.parameters() if p.grad is not None]
-        return grads, [operation.content for operation in record.operations if operation.verb == "send"]
-
-    return run_ranks(2, one)
+    for block in (block for blocks in built for block in blocks[:frozen]):
+        block.requires_grad_(False)
+    return train_layers(built, packs, lambda rank: LayerLevels(levels, layers=LAYERS).run)
 
 
 NEVER = (RecomputeLevel(recompute="none", tokens=1 << 20),)
@@ -81,9 +61,9 @@ def test_micro_batches_of_any_levels_have_the_gradients_and_messages_of_none(fro
     """Of 3 to 40 tokens a rank; an odd token lets the ranks of one ring choose other numbers of layers."""
     packs = ((6,), (13,), (21, 2), (39,), (80,))
     for found, expected in zip(train(LEVELS, packs, frozen=frozen), train(NEVER, packs, frozen=frozen), strict=True):
-        assert len(found[0]) == 4 * (LAYERS - frozen)
-        assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(found[0], expected[0], strict=True))
-        assert found[1] == expected[1]
+        assert len(found.grads) == 4 * (LAYERS - frozen)
+        assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(found.grads, expected.grads, strict=True))
+        assert found.sent == expected.sent
 
 
 def test_the_first_layers_have_the_dearer_level() -> None:

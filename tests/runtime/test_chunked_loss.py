@@ -42,31 +42,31 @@ def gradients(loss: Tensor, *leaves: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss * 0.3, leaves))
 
 
+def require_as_of_whole_logits(hidden: Tensor, head: nn.Linear, given: Labels) -> None:
+    """Compare the loss and the gradients of hidden states and head."""
+    leaves = (hidden, *(weight for weight in head.parameters() if weight.isfinite().all()))
+    each = nn.functional.cross_entropy(head(hidden)[0], given.values[0], ignore_index=IGNORED, reduction="none")
+    plain = each.sum() if given.weights is None else (each * given.weights[0]).sum()
+    chunked = head_loss_sum(hidden, head, given)
+    assert abs(float(chunked.detach() - plain.detach())) <= 1e-12 * max(1.0, float(plain.detach()))
+    for found, wanted in zip(gradients(chunked, *leaves), gradients(plain, *leaves), strict=True):
+        assert float((found - wanted).abs().max()) <= 1e-12
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize("columns", [1, 100, 256, 512, 2000])
 def test_loss_and_gradients_are_those_of_whole_logits(
     columns: int, share: float, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hidden, head = example(bias=bias)
     monkeypatch.setattr(chunked_loss, "LOGITS_BYTES", 4 * columns * TOKENS)
-    leaves = (hidden, *head.parameters())
-    plain = token_loss_sum(head(hidden), labels(share).values)
-    chunked = head_loss_sum(hidden, head, labels(share))
-    assert abs(float(chunked.detach() - plain.detach())) <= 1e-12 * max(1.0, float(plain.detach()))
-    for found, wanted in zip(gradients(chunked, *leaves), gradients(plain, *leaves), strict=True):
-        assert float((found - wanted).abs().max()) <= 1e-12
+    require_as_of_whole_logits(*example(bias=bias), labels(share))
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_weighted_losses_are_those_of_whole_logits(share: float) -> None:
-    hidden, head = example(bias=True)
-    found, weights = labels(share), torch.rand(1, TOKENS, dtype=torch.float64)
-    each = nn.functional.cross_entropy(head(hidden)[0], found.values[0], ignore_index=IGNORED, reduction="none")
-    plain, chunked = (each * weights[0]).sum(), head_loss_sum(hidden, head, replace(found, weights=weights))
-    leaves = (hidden, *head.parameters())
-    for one, other in zip((chunked, *gradients(chunked, *leaves)), (plain, *gradients(plain, *leaves)), strict=True):
-        assert float((one - other).detach().abs().max()) <= 1e-12
+    weights = torch.rand(1, TOKENS, dtype=torch.float64)
+    require_as_of_whole_logits(*example(bias=True), replace(labels(share), weights=weights))
 
 
 def test_extreme_logits_neither_overflow_nor_vanish() -> None:
@@ -83,12 +83,7 @@ def test_entries_that_a_bias_rules_out_count_nothing(monkeypatch: pytest.MonkeyP
     with torch.no_grad():
         head.bias.masked_fill_(torch.ones(VOCABULARY).index_fill(0, known.values[0], 0.0).bool(), -torch.inf)
     monkeypatch.setattr(chunked_loss, "LOGITS_BYTES", 4 * TOKENS)  # in most blocks of one column nothing is left
-    plain, chunked = token_loss_sum(head(hidden), known.values), head_loss_sum(hidden, head, known)
-    assert float(chunked.detach()) == pytest.approx(float(plain.detach()), rel=1e-12)
-    for found, wanted in zip(
-        gradients(chunked, hidden, head.weight), gradients(plain, hidden, head.weight), strict=True
-    ):
-        assert float((found - wanted).abs().max()) <= 1e-12
+    require_as_of_whole_logits(hidden, head, known)
 
 
 def test_the_host_never_waits_for_a_value() -> None:

@@ -16,13 +16,12 @@ from fcp_cli.runtime.layouts.layout import shard_layout
 from fcp_cli.runtime.recomputation.recompute import keep_attention, keep_products
 from fcp_cli.runtime.ring_attention.attention import attention
 from fcp_cli.runtime.ring_attention.ring import Ring
-from fcp_cli.verification.emulation import Meeting, ThreadTransport, run_ranks
-from fcp_cli.verification.recording import RecordingTransport
+from tests.runtime.sharded_layers import WIDTH, Passes, train_layers
 
 pytestmark = pytest.mark.torch
 
 LENGTHS = (5, 1, 30)
-WIDTH, HEADS = 24, 3
+HEADS = 3
 Run: TypeAlias = Callable[["Layer", Tensor, Ring], Tensor]
 
 
@@ -63,28 +62,10 @@ def full(layer: Layer, hidden: Tensor, ring: Ring) -> Tensor:
     return out
 
 
-def train(run: Run, *, degree: int, at_once: int = 1) -> list[tuple[list[Tensor], list[str], list[Ring]]]:
-    """Two layers over some packs, all forwards before the backwards: per rank gradients, what was sent, and the rings."""
-    layout = shard_layout(LENGTHS, degree)
+def train(run: Run, *, degree: int, at_once: int = 1) -> list[Passes]:
+    """Two layers over some packs."""
     built = [[Layer(), Layer()] for _ in range(degree)]  # from one seed, which threads would share
-
-    def one(meeting: Meeting, rank: int) -> tuple[list[Tensor], list[str], list[Ring]]:
-        record = RecordingTransport(ThreadTransport(meeting.mailbox, rank))
-        layers = built[rank]
-        rings = [Ring(layout, rank, tuple(range(degree)), record) for _ in range(at_once)]
-        losses = []
-        for number, ring in enumerate(rings):
-            draw = torch.Generator().manual_seed(rank + 10 * number)
-            hidden = torch.randn(1, ring.tokens, WIDTH, generator=draw, dtype=torch.float64)
-            for layer in layers:
-                hidden = run(layer, hidden, ring)
-            losses.append(hidden.square().sum())
-        for loss in losses:
-            torch.autograd.backward(loss)
-        grads = [parameter.grad for layer in layers for parameter in layer.parameters() if parameter.grad is not None]
-        return grads, [operation.content for operation in record.operations if operation.verb == "send"], rings
-
-    return run_ranks(degree, one)
+    return train_layers(built, [LENGTHS] * at_once, lambda rank: lambda index, *given: run(*given))
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
@@ -94,13 +75,13 @@ def test_recomputed_layers_have_the_gradients_of_whole_ones(run: Run, degree: in
     for found, expected in zip(
         train(run, degree=degree, at_once=at_once), train(whole, degree=degree, at_once=at_once), strict=True
     ):
-        assert len(found[0]) == len(expected[0]) == 12
-        assert all(map(torch.equal, found[0], expected[0]))
+        assert len(found.grads) == len(expected.grads) == 12
+        assert all(map(torch.equal, found.grads, expected.grads))
 
 
 def test_nothing_travels_again_where_attention_is_kept() -> None:
     """Degree 3, two layers of two attention calls: 2 hops of keys forward; backward 2 of keys and 2 of gradients."""
-    sent = {run: train(run, degree=3)[0][1] for run in (whole, elementwise, selective, full)}
+    sent = {run: train(run, degree=3)[0].sent for run in (whole, elementwise, selective, full)}
     assert sent[elementwise] == sent[selective] == sent[whole]
     assert (sent[whole].count("kv"), sent[whole].count("dkv")) == (4 * 2 * 2, 4 * 2)
     assert (sent[full].count("kv"), sent[full].count("dkv")) == (4 * 3 * 2, 4 * 2)
@@ -108,11 +89,11 @@ def test_nothing_travels_again_where_attention_is_kept() -> None:
 
 def test_kept_attention_counts_as_one_call() -> None:
     counts = {
-        run: [(r.attention_calls, r.context.backward_calls) for r in train(run, degree=1)[0][2]]
+        run: [(r.attention_calls, r.context.backward_calls) for r in train(run, degree=1)[0].rings]
         for run in (whole, full)
     }
     assert counts == {whole: [(4, 4)], full: [(8, 4)]}
-    assert [(r.attention_calls, r.context.backward_calls) for r in train(selective, degree=1)[0][2]] == [(4, 4)]
+    assert [(r.attention_calls, r.context.backward_calls) for r in train(selective, degree=1)[0].rings] == [(4, 4)]
 
 
 @pytest.mark.parametrize("run", [elementwise, selective])

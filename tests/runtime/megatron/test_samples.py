@@ -40,10 +40,15 @@ def load(**item: Any) -> dict[str, Tensor]:
     return dict(shard_of(item).batch)
 
 
+def samples_of(item: dict[str, Any], **settings: Any) -> Samples:
+    """A data set of one item of 8 tokens."""
+    dataset = [{"tokens": torch.arange(LENGTH), **item}]
+    return Samples(dataset=dataset, **{"collate": lambda items: items[0], "consumed": 0, **settings})
+
+
 def shard_of(item: dict[str, Any], *, degree: int = 1, member: int = 0) -> LocalShard:
     """The part of one rank of several of the first 6 tokens of an item of 8."""
-    samples = Samples(dataset=[{"tokens": torch.arange(LENGTH), **item}], collate=lambda items: items[0], consumed=0)
-    return load_shard(replace(ROW, ranks=tuple(range(degree))), samples, rank=member)
+    return load_shard(replace(ROW, ranks=tuple(range(degree))), samples_of(item), rank=member)
 
 
 def documents(*lengths: int) -> Tensor:
@@ -115,25 +120,27 @@ PREFIXES = MaskRows("prefix", np.array([0, 1]), np.array([4]))
 
 @pytest.mark.parametrize("item", [{}, {"mask": prefix(4)}])
 def test_a_plan_that_keeps_masks_gives_them_to_items_that_say_nothing(item: dict[str, Any]) -> None:
-    samples = Samples(
-        dataset=[{"tokens": torch.arange(LENGTH), **item}], collate=lambda _: {}, consumed=0, masks=PREFIXES
-    )
-    assert load_shard(ROW, samples, rank=0).layout.masks == (prefix(4),)
+    assert load_shard(ROW, samples_of(item, masks=PREFIXES), rank=0).layout.masks == (prefix(4),)
 
 
-def test_an_item_with_another_mask_than_it_was_planned_with_is_refused() -> None:
-    dataset = [{"tokens": torch.arange(LENGTH), "mask": prefix(3)}]
-    samples = Samples(dataset=dataset, collate=lambda _: {}, consumed=0, masks=PREFIXES, manifest="lengths.parquet")
-    with pytest.raises(RunError, match="row 0 of the data comes with another mask"):
-        load_shard(ROW, samples, rank=0)
-
-
-def test_rings_of_equal_chunks_follow_no_masks() -> None:
-    samples = Samples(dataset=[{"tokens": torch.arange(LENGTH), "mask": full()}], collate=lambda _: {}, consumed=0)
-    with pytest.raises(
-        RunError, match="row 0 of the data set has a mask, which rings of equal chunks do not follow; set"
-    ):
-        load_shard(ROW, samples, rank=0, even_chunks=True)
+@pytest.mark.parametrize(
+    ("mask", "settings", "even_chunks", "message"),
+    [
+        (
+            prefix(3),
+            {"masks": PREFIXES, "manifest": "lengths.parquet"},
+            False,
+            "row 0 of the data comes with another mask",
+        ),
+        (full(), {}, True, "row 0 of the data set has a mask, which rings of equal chunks do not follow; set"),
+    ],
+    ids=["other than planned", "in equal chunks"],
+)
+def test_a_mask_that_a_ring_cannot_follow_is_refused(
+    mask: Mask, settings: dict[str, Any], even_chunks: bool, message: str
+) -> None:
+    with pytest.raises(RunError, match=message):
+        load_shard(ROW, samples_of({"mask": mask}, **settings), rank=0, even_chunks=even_chunks)
 
 
 def test_a_pack_keeps_positions_that_run_on_and_its_rotary_ones_begin_anew() -> None:
@@ -180,7 +187,7 @@ def test_what_follows_a_token_is_what_follows_it_in_its_sequence_whoever_holds_t
     """A pack of sequences of 4 and 2 tokens; in the second, no token has a loss two places ahead."""
     mask = torch.tensor([1.0, 1, 0, 1, 1, 1, 1, 1])
     item = {"tokens": torch.arange(1, 9), "loss_mask": mask, "cu_seqlens": torch.tensor([0, 4, LENGTH])}
-    samples = Samples(dataset=[item], collate=lambda items: items[0], consumed=0)
+    samples = samples_of(item)
     found: dict[int, list[float]] = {}
     for member in range(degree):
         row = replace(ROW, ranks=tuple(range(degree)))
@@ -286,10 +293,7 @@ def test_a_step_for_a_gpu_lies_in_page_locked_memory(monkeypatch: pytest.MonkeyP
         return locked[-1]
 
     monkeypatch.setattr(Tensor, "pin_memory", pin)
-    samples = Samples(
-        dataset=[{"tokens": torch.arange(LENGTH)}], collate=lambda items: {**items[0], "n": 1}, consumed=0
-    )
-    shard = load_shard(ROW, samples, rank=0)
+    shard = load_shard(ROW, samples_of({}, collate=lambda items: {**items[0], "n": 1}), rank=0)
     plan = RankStep(
         step=0, rows=(ROW,), makespan_seconds=0.0, bound_seconds=0.0, tokens=PLANNED, loss_tokens=5, sequences=1
     )
