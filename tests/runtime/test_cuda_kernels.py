@@ -13,8 +13,8 @@ from torch import Tensor
 from fcp_cli.cost.attention_kernels import KernelTable, KernelTiming, Mask, Pack
 from fcp_cli.cost.kernel_names import KERNELS, KernelName
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.kernels import available, probe, select
-from fcp_cli.runtime.kernels.available import NamedKernel, UnavailableError, kernels_of
+from fcp_cli.runtime.kernels import AttentionKernel, available, probe, select
+from fcp_cli.runtime.kernels.available import UnavailableError, kernels_of
 from fcp_cli.runtime.kernels.cuda import CudaFlashKernel
 from fcp_cli.runtime.kernels.cuda_choice import ChosenKernel, Preference, asked_kernel
 from fcp_cli.runtime.kernels.cudnn import CudnnKernel, aten_operators, packs_soundly
@@ -51,7 +51,7 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCudnn]:
 
 
 def agrees(
-    kernel: NamedKernel,
+    kernel: AttentionKernel,
     segments: Segments,
     heads: tuple[int, int],
     sizes: tuple[int, int] = (64, 64),
@@ -89,8 +89,9 @@ CALLS = {
 def test_dense_cudnn_takes_equal_sequences_as_a_batch(
     call: str, heads: tuple[int, int], stats_dims: int, cudnn: FakeCudnn
 ) -> None:
+    """Values of another head size need no padding."""
     cudnn.stats_dims = stats_dims
-    agrees(CudnnKernel(cudnn.operators(packs=False)), CALLS[call], heads)
+    agrees(CudnnKernel(cudnn.operators(packs=False)), CALLS[call], heads, (96, 64) if call == "mixed" else (64, 64))
     batches = {"one": 1, "equal": 1, "mixed": 3, "hop": 2}[call]
     assert cudnn.calls == ["dense forward"] * batches + ["dense backward"] * batches
 
@@ -102,10 +103,6 @@ def test_packed_cudnn_takes_sequences_of_several_lengths_in_one_call(call: str, 
     agrees(CudnnKernel(cudnn.operators(packs=True), packs=True), CALLS[call], (4, 2))
     form = "packed" if call in ("mixed", "hop") else "dense"
     assert cudnn.calls == [f"{form} forward", f"{form} backward"]
-
-
-def test_values_of_another_head_size_need_no_padding_for_cudnn(cudnn: FakeCudnn) -> None:
-    agrees(CudnnKernel(cudnn.operators(packs=False)), CALLS["mixed"], (4, 2), (96, 64))
 
 
 def test_the_packed_form_of_cudnn_needs_a_release_that_keeps_its_graphs(cudnn: FakeCudnn) -> None:
@@ -233,9 +230,11 @@ def test_each_architecture_has_an_order(
     pretend(monkeypatch, capability)
     long = Segments((8192,), (8192,), causal=True)
     assert Preference().order(long) == tuple(expected)
+    assert Preference().favours("cudnn", "fa2", long) == (expected[0] == "cudnn")
     short = Segments((8191, 9000), (8191, 9000), causal=True)
     last = [name for name in expected if name != "cudnn"] + ["cudnn"]
     assert Preference().order(short) == tuple(last), "a graph for a new shape would not pay"
+    assert not Preference().favours("cudnn", "fa2", short)
     asked = Preference(asked="cudnn", excluded=frozenset({"fa3"})).order(short)
     assert asked[0] == "cudnn" and "fa3" not in asked
     monkeypatch.setattr("fcp_cli.runtime.kernels.cuda_choice.is_rocm", lambda: True)
@@ -297,23 +296,23 @@ def test_long_sequences_of_a_mixed_pack_run_on_cudnn_one_by_one_and_runs_of_othe
     chosen = ChosenKernel(mixed_preference())
     lengths = (5, 90, 600, 400, 1, 40, 450, 450, 12)
     segments = Segments(lengths, lengths, causal=True)
-    agrees(_named(chosen), segments, (4, 2))  # with its tests
+    agrees(chosen, segments, (4, 2))  # with its tests
     cudnn.calls.clear()
-    agrees(_named(chosen), segments, (4, 2))
+    agrees(chosen, segments, (4, 2))
     names = [call for call in cudnn.calls if call.endswith("forward")]
     dense, flash = "dense forward", "flash forward"
     assert names == [flash, dense, dense, flash, dense, flash], "neighbours of one shape are a batch"
     assert cudnn.calls.count("dense backward") == cudnn.calls.count("flash backward") == 3
     halves = tuple(length // 2 + 1 for length in lengths)
-    agrees(_named(chosen), Segments(halves, lengths, causal=False), (4, 2))  # a hop: half of a rank's queries, all keys
+    agrees(chosen, Segments(halves, lengths, causal=False), (4, 2))  # a hop: half of a rank's queries, all keys
 
 
 def test_packs_run_whole_where_no_kernel_is_split_off(cudnn: FakeCudnn) -> None:
     def calls(preference: Preference, segments: Segments) -> set[str]:
         chosen = ChosenKernel(preference)
-        agrees(_named(chosen), segments, (4, 2))
+        agrees(chosen, segments, (4, 2))
         cudnn.calls.clear()
-        agrees(_named(chosen), segments, (4, 2))
+        agrees(chosen, segments, (4, 2))
         return {call.split()[0] for call in cudnn.calls}
 
     mixed = Segments((30, 500), (30, 500), causal=True)
@@ -325,25 +324,19 @@ def test_packs_run_whole_where_no_kernel_is_split_off(cudnn: FakeCudnn) -> None:
     assert calls(replace(preference, excluded=frozenset(["cudnn"])), mixed) == {"flash"}
     many = (371, 362, 372, 363, 373, 364, 374, 365, 375, 366)
     chosen = ChosenKernel(preference)
-    agrees(_named(chosen), Segments(many, many, causal=True), (2, 2))
+    agrees(chosen, Segments(many, many, causal=True), (2, 2))
     cudnn.calls.clear()
-    agrees(_named(chosen), Segments(many, many, causal=True), (2, 2))
+    agrees(chosen, Segments(many, many, causal=True), (2, 2))
     assert cudnn.calls.count("dense forward") == 8, "the eight longest"
-
-
-def test_unmeasured_sequences_are_long_from_8192_tokens_on(cudnn: FakeCudnn) -> None:
-    preference = Preference()
-    for tokens, favoured in ((8191, False), (8192, True)):
-        assert preference.favours("cudnn", "fa2", Segments((tokens,), (tokens,), causal=True)) is favoured
 
 
 def test_a_split_pack_that_fails_runs_whole_from_then_on(cudnn: FakeCudnn, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     chosen = ChosenKernel(replace(mixed_preference(), report=lines.append))
     mixed = Segments((30, 500), (30, 500), causal=True)
-    agrees(_named(chosen), mixed, (4, 2))
+    agrees(chosen, mixed, (4, 2))
     monkeypatch.setattr(CudnnKernel, "backward", lambda *_: 1 / 0)
-    agrees(_named(chosen), mixed, (4, 2))
+    agrees(chosen, mixed, (4, 2))
     assert lines == ["warning: attention kernel cudnn failed and is not used any more: division by zero"]
 
 
@@ -424,7 +417,7 @@ def test_a_kernel_that_fails_in_a_run_is_dropped_once_and_said_so(
 ) -> None:
     lines: list[str] = []
     chosen = ChosenKernel(Preference(asked="cudnn", report=lines.append))
-    agrees(_named(chosen), CALLS["equal"], (4, 2))
+    agrees(chosen, CALLS["equal"], (4, 2))
     assert not lines
 
     def fail(*_: object, **__: object) -> None:
@@ -433,7 +426,7 @@ def test_a_kernel_that_fails_in_a_run_is_dropped_once_and_said_so(
     monkeypatch.setattr(CudnnKernel, "backward", fail)
     monkeypatch.setattr(CudnnKernel, "forward", fail)
     for _ in range(2):
-        agrees(_named(chosen), CALLS["equal"], (4, 2))
+        agrees(chosen, CALLS["equal"], (4, 2))
     assert lines == ["warning: attention kernel cudnn failed and is not used any more: cuDNN Frontend error: no engine"]
 
 
@@ -442,14 +435,14 @@ def test_what_no_other_kernel_would_mend_ends_the_run(
     error: Exception, cudnn: FakeCudnn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = ChosenKernel(Preference(asked="cudnn"))
-    agrees(_named(chosen), CALLS["equal"], (4, 2))
+    agrees(chosen, CALLS["equal"], (4, 2))
 
     def fail(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(CudnnKernel, "forward", fail)
     with pytest.raises(type(error)):
-        agrees(_named(chosen), CALLS["equal"], (4, 2))
+        agrees(chosen, CALLS["equal"], (4, 2))
     with pytest.raises(type(error)):
         probe.failure(CudnnKernel(cudnn.operators(packs=False)), SMALL, CPU)
 
@@ -468,24 +461,6 @@ def test_a_test_call_holds_under_autocast(cudnn: FakeCudnn) -> None:
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert probe.failure(Exact(cudnn.operators(packs=False)), SMALL._replace(dtype=torch.bfloat16), CPU) is None
-
-
-def test_an_error_of_the_last_kernel_is_shown(cudnn: FakeCudnn) -> None:
-    q = torch.zeros(10, 4, 264)
-    with pytest.raises(RunError, match="head_dim 264 does not fit"):
-        ChosenKernel(Preference()).forward(q, q, q, Segments((10,), (10,), causal=True), 1.0)
-
-
-def _named(chosen: ChosenKernel) -> NamedKernel:
-    class Named(ChosenKernel):
-        name: KernelName = "fa2"
-
-        def refusal(self, segments: Segments) -> str | None:
-            return None
-
-    named = Named(chosen.preference)
-    named._passed, named._dropped = chosen._passed, chosen._dropped
-    return named
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 5])

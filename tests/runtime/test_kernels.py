@@ -13,6 +13,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.runtime.kernels import AttentionKernel, cpu, cuda, lse_dtype, npu, select_kernel
 from fcp_cli.runtime.kernels.cpu import CpuKernel
 from fcp_cli.runtime.kernels.cuda import CudaFlashKernel, tokens_first
+from fcp_cli.runtime.kernels.cuda_choice import ChosenKernel, Preference
 from fcp_cli.runtime.kernels.dense import DenseKernel
 from fcp_cli.runtime.kernels.npu import NpuKernel
 from fcp_cli.runtime.layouts.layout import Segments
@@ -216,8 +217,9 @@ def test_the_cuda_kernel_refuses_a_log_sum_exp_of_unknown_shape() -> None:
 @pytest.mark.parametrize("head_dim", [12, 264])
 def test_the_cuda_kernel_names_a_head_dim_it_cannot_take(head_dim: int) -> None:
     q = torch.empty(10, 8, head_dim)
-    with pytest.raises(RunError, match=f"head_dim {head_dim} does not fit"):
-        CudaFlashKernel().forward(q, q, q, Segments((10,), (10,), causal=True), 1.0)
+    for kernel in (CudaFlashKernel(), ChosenKernel(Preference())):
+        with pytest.raises(RunError, match=f"head_dim {head_dim} does not fit"):
+            kernel.forward(q, q, q, Segments((10,), (10,), causal=True), 1.0)
 
 
 def test_kernels_are_chosen_by_device_and_type() -> None:

@@ -74,21 +74,20 @@ def is_running(pid: int) -> bool:
     return processes.started_ticks(pid) is not None
 
 
-def test_a_rank_ends_when_its_torchrun_is_killed(start: Callable[..., tuple[int, int]]) -> None:
-    launcher, rank = start(TORCHRUN, sys.executable, "rank.py")
-    os.kill(launcher, signal.SIGKILL)
-    wait_until(lambda: not is_running(rank))
-
-
-def test_a_rank_behind_a_shell_ends_when_its_torchrun_is_killed(start: Callable[..., tuple[int, int]]) -> None:
-    launcher, shell = start(TORCHRUN, "sh", "-c", f"{sys.executable} rank.py; exit $?")
-    (rank,) = processes.children(shell)
-    os.kill(launcher, signal.SIGKILL)
-    wait_until(lambda: not is_running(rank))
-
-
-def test_a_followed_script_ends_when_its_torchrun_is_killed(start: Callable[..., tuple[int, int]]) -> None:
-    launcher, rank = start(TORCHRUN, sys.executable, "-m", "fcp_cli.runtime", "--", "script.py")
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param((sys.executable, "rank.py"), id="rank"),
+        pytest.param(("sh", "-c", f"{sys.executable} rank.py; exit $?"), id="rank behind a shell"),
+        pytest.param((sys.executable, "-m", "fcp_cli.runtime", "--", "script.py"), id="followed script"),
+    ],
+)
+def test_a_rank_ends_when_its_torchrun_is_killed(
+    start: Callable[..., tuple[int, int]], command: tuple[str, ...]
+) -> None:
+    launcher, rank = start(TORCHRUN, *command)
+    if command[0] == "sh":
+        (rank,) = processes.children(rank)
     os.kill(launcher, signal.SIGKILL)
     wait_until(lambda: not is_running(rank))
 

@@ -10,12 +10,11 @@ import torch
 
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.pictures.visuals import VisualPack, VisualShard
+from fcp_cli.runtime.pictures.visuals import VisualPack, VisualShard, begin_visual_shard
 from fcp_cli.verification.emulation import Meeting
 from fcp_cli.verification.replay import thread_session
 from fcp_cli.vision.parts import VisualPart, VisualSequence
 from tests.runtime.plans import Row, write_plan
-from tests.runtime.visual_shards import visual_shard
 
 pytestmark = pytest.mark.torch
 
@@ -43,9 +42,9 @@ def pack(lengths: Sequence[int], parts: Sequence[Sequence[VisualPart]], ranks: S
 
 def wave(packs: Sequence[VisualPack]) -> list[VisualShard]:
     """The shards of all ranks, which are numbered as they stand in the packs."""
-    found = [visual_shard(packs, rank=rank) for rank in range(sum(len(pack.ranks) for pack in packs))]
-    assert None not in found
-    return [shard for shard in found if shard is not None]
+    begun = [begin_visual_shard(packs, rank=rank) for rank in range(sum(len(pack.ranks) for pack in packs))]
+    assert None not in begun
+    return [shard() for shard in begun if shard is not None]
 
 
 def test_ranks_of_a_wave_whose_sequences_have_no_images_encode_those_of_others() -> None:
@@ -79,7 +78,7 @@ def test_an_image_may_span_several_shards_and_its_pixels_are_read_once() -> None
 
 
 def test_a_pack_without_images_has_no_share() -> None:
-    assert visual_shard([pack((5, 6), [(), ()], (0, 1))], rank=0) is None
+    assert begin_visual_shard([pack((5, 6), [(), ()], (0, 1))], rank=0) is None
 
 
 def test_of_a_sequence_that_the_plan_cuts_the_tokens_left_are_filled() -> None:

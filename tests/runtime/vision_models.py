@@ -13,20 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.runtime.communication.row_exchange import exchange
-from fcp_cli.runtime.layouts.layout import shard_layout
 from fcp_cli.runtime.loss.token_loss import next_token_labels, token_loss_sum
-from fcp_cli.runtime.pictures.visuals import VisualPack
 from fcp_cli.runtime.session.microbatch import LocalMicroBatch
-from fcp_cli.verification.emulation import Meeting, ThreadTransport, run_ranks
 from fcp_cli.verification.replay import Replayed, take_gradient
-from fcp_cli.vision import families
 from fcp_cli.vision.parts import VisualSequence
 from tests.runtime.linear_models import InDouble
 from tests.runtime.models import Recomputation, Wrapping, recompute, wrap
 from tests.runtime.plans import Row
 from tests.runtime.vision_families import FAMILIES, Family
-from tests.runtime.visual_shards import visual_shard
 
 NO_GRADIENT = "k_proj.bias"
 """Weights that a loss does not depend on: they move all scores of a query alike."""
@@ -130,60 +124,3 @@ def _alone(case: VisionCase, plan: Path) -> Replayed:
         losses.append(total)
         gradients.append(take_gradient(model))
     return Replayed(losses=np.array(losses), gradients=np.stack(gradients))
-
-
-def assert_exchange_keeps_encoder_gradients(family: Family, numbers: Sequence[int], *, members: int) -> None:
-    """Members of a ring encode their shares and exchange them; one process encodes all in one call, exchanging nothing.
-
-    Every visual embedding has a random weight in the loss. The gradient of every parameter behind them, deepstack
-    mergers and projector included, must agree within 1e-11 of that parameter's own largest entry.
-    """
-    found = [FAMILIES[family].sequence(FAMILIES[family].inputs_of(number), None) for number in numbers]
-    layout = shard_layout(tuple(len(one.tokens) for one in found), members)
-    whole = shard_layout(layout.lengths, 1)
-    parts = [one.parts for one in found]
-    case = VisionCase(family=family)
-    models = [unmodified(case) for _ in range(members)]  # transformers sets dtypes globally: not on threads
-    rows = range(len(parts))
-    alone_shard = visual_shard([VisualPack(parts=parts, rows=rows, layout=whole, ranks=(0,))], rank=0)
-    assert alone_shard is not None
-    reference = unmodified(case)
-    encode = families.FAMILIES[family].encode
-    with InDouble():
-        embeddings = encode(reference.model, alone_shard.parts, alone_shard.pixels)
-    weights = torch.randn(embeddings.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    torch.autograd.backward((embeddings * weights).sum())
-    at_token = np.full(layout.total_tokens, -1)
-    bases = np.cumsum(layout.lengths) - layout.lengths
-    visual_tokens = np.concatenate(
-        [
-            base + np.arange(part.start_token, part.start_token + part.num_tokens)
-            for base, own in zip(bases, parts, strict=True)
-            for part in own
-        ]
-    )
-    at_token[visual_tokens] = np.arange(len(visual_tokens))
-
-    def run(meeting: Meeting, rank: int) -> None:
-        pack = VisualPack(parts=parts, rows=rows, layout=layout, ranks=tuple(range(members)))
-        shard = visual_shard([pack], rank=rank)
-        assert shard is not None
-        with InDouble():
-            embeddings = encode(models[rank].model, shard.parts, shard.pixels)
-        arrived = exchange(embeddings, shard.route, ThreadTransport(meeting.mailbox, rank, 120.0))
-        own = at_token[layout.index(rank)]
-        torch.autograd.backward((arrived * weights[own[own >= 0]]).sum())
-
-    run_ranks(members, run)
-    compared = 0
-    for name, parameter in reference.model.named_parameters():
-        if name.startswith("language_model") or name.endswith(NO_GRADIENT):
-            continue
-        summed = sum(
-            torch.zeros_like(parameter) if other.grad is None else other.grad
-            for other in (model.model.get_parameter(name) for model in models)
-        )
-        assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
-        assert (summed - parameter.grad).abs().max() <= 1e-11 * parameter.grad.abs().max(), name
-        compared += 1
-    assert compared > 10

@@ -19,7 +19,6 @@ pytest.importorskip("transformers")
 
 from tests.runtime.vision_families import FAMILIES, Family
 from tests.runtime.vision_inputs import IMAGE, VIDEO
-from tests.runtime.vision_models import assert_exchange_keeps_encoder_gradients
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
 
@@ -81,8 +80,3 @@ def test_every_shard_has_the_positions_of_transformers_at_its_tokens(
 @pytest.mark.parametrize(("family", "shape"), BLANK.items())
 def test_a_rank_without_pictures_encodes_as_little_as_can_be(family: Family, shape: tuple[int, int, int]) -> None:
     assert import_module(f"fcp_cli.vision.{family}").encode(bare(family), (), None).shape == shape
-
-
-@pytest.mark.parametrize("family", BLANK)
-def test_the_exchange_keeps_the_gradient_of_every_parameter_of_encoder_and_projector(family: Family) -> None:
-    assert_exchange_keeps_encoder_gradients(family, range(5), members=3)
