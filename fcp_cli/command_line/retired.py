@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Final
 
 _SHARDS: Final = "count part I of N with --shard I/N in a job of any scheduler, and merge with 'fcp manifest merge'"
+_TRACE: Final = "write --no-shuffle --global-batch-size N, for a trace in order with N rows a step"
 RETIRED: Final[dict[tuple[str, str], str]] = {
     ("compare", "--embeddings-cached"): "a frozen encoder's outputs are not cached",
+    ("compare", "--step-column"): _TRACE,
     ("compare", "--stress"): "no effect it simulated changed the ranking of strategies",
     ("launch", "--cache-embeddings"): "a frozen encoder runs in every epoch",
     ("launch", "--planner"): "rank 0 plans for all nodes",
@@ -20,6 +22,7 @@ RETIRED: Final[dict[tuple[str, str], str]] = {
     ("plan", "--emit"): "no engine reads Megatron's proposed interface for planners",
     ("plan", "--embeddings-cached"): "a frozen encoder's outputs are not cached",
     ("plan", "--robust"): "it gained at most 2 %, if all rings of a node share one link, and lost as much otherwise",
+    ("plan", "--step-column"): _TRACE,
     ("plan", "--tokenizer"): "count the tokens of texts with 'fcp manifest build --tokenizer', and plan the manifest",
     ("profile", "--share"): "send the profile itself; nothing reads the shared file",
     ("profile", "--hf-config"): "write --model, which takes a config.json",

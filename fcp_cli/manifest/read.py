@@ -27,7 +27,6 @@ from fcp_cli.manifest.table.checks import (
     empty_factors,
     is_list,
     length_column_of,
-    with_steps,
 )
 from fcp_cli.manifest.table.columns import new_column, release
 from fcp_cli.manifest.table.header import (
@@ -51,7 +50,7 @@ _BATCH_ROWS: Final = 1 << 17
 _LIST_BATCH_ROWS: Final = 1 << 10  # rows of token lists are heavy: 1024 rows of 100 k int32 tokens are 400 MB already
 
 
-def read_manifest(path: str | Path, *, length_column: str = "length", step_column: str | None = None) -> LengthTable:
+def read_manifest(path: str | Path, *, length_column: str = "length") -> LengthTable:
     """Read lengths and work factors of a manifest, or of data with a column of lengths.
 
     Args:
@@ -59,7 +58,6 @@ def read_manifest(path: str | Path, *, length_column: str = "length", step_colum
             length per line; `-` reads JSON lines from standard input (see `read_lengths_jsonl`).
         length_column: an integer column of tokens, or a list column that is measured by its list lengths. Where there
             is no `length`, the default finds a column of a usual name; the table records it.
-        step_column: the step column of a trace: the integer column with the step of each row; None: it is no trace.
 
     Returns:
         One entry per row; a null `eta` or vision column counts as 0, and a column of zeros is dropped.
@@ -70,7 +68,7 @@ def read_manifest(path: str | Path, *, length_column: str = "length", step_colum
     """
     path = Path(path)
     if str(path) == "-":
-        return read_lengths_jsonl(_text_lines(sys.stdin.buffer), length_column=length_column, step_column=step_column)
+        return read_lengths_jsonl(_text_lines(sys.stdin.buffer), length_column=length_column)
     files = manifest_files(path)
     if files[0].suffix in LINE_SUFFIXES or path.is_fifo():  # `fcp plan <(...)`
         if mistaken := another_kind(files[0], "manifest", may_be_text=True):
@@ -80,13 +78,12 @@ def read_manifest(path: str | Path, *, length_column: str = "length", step_colum
                 return read_lengths_jsonl(
                     _text_lines(stream),
                     length_column=length_column,
-                    step_column=step_column,
                     place=str(path),
                     name=path.name,
                 )
         except OSError as error:
             raise ManifestError(f"cannot read {path}: {error.strerror or error}") from error
-    table = _of_columns(path, [_open(file) for file in files], length_column, step_column)
+    table = _of_columns(path, [_open(file) for file in files], length_column)
     return table if table.eta is None else replace(table, masks=_masks(path))
 
 
@@ -110,7 +107,7 @@ def _masks(path: Path) -> MaskRows | None:
     return MaskRows(kind, np.concatenate(([0], np.cumsum(sizes))), column.flatten().to_numpy().astype(np.int64))
 
 
-def _of_columns(path: Path, shards: Sequence[DataFile], length_column: str, step_column: str | None) -> LengthTable:
+def _of_columns(path: Path, shards: Sequence[DataFile], length_column: str) -> LengthTable:
     """Read all shards of a table; the first determines the column of lengths."""
     rows = sum(int(shard.group_rows.sum()) for shard in shards)
     if rows == 0:
@@ -120,20 +117,17 @@ def _of_columns(path: Path, shards: Sequence[DataFile], length_column: str, step
     # Only columns that are there: zeros of a large manifest take as much room as other values.
     there = [name for name in FACTORS if any(field.name == name for shard in shards for field in shard.schema)]
     lengths, factors = new_column(rows, np.int64), empty_factors(rows, there)
-    steps = None if step_column is None else np.empty(rows, np.int64)
     start = 0
     for shard in shards:
-        for batch in _batches(shard, column, step_column):
+        for batch in _batches(shard, column):
             rows_here = slice(start, start + batch.num_rows)
             lengths[rows_here] = _lengths(batch.column(column), shard.path, column, start)
             for name in set(batch.schema.names) & set(factors):
                 factors[name][rows_here] = _factor(batch.column(name), shard.path, name)
-            if steps is not None and step_column is not None:
-                steps[rows_here] = _steps(batch.column(step_column), shard.path, step_column)
             start = rows_here.stop
             for filled in (lengths, *factors.values()):
                 release(filled)
-    return with_steps(checked_table(path.name, column, lengths, factors), steps, step_column)
+    return checked_table(path.name, column, lengths, factors)
 
 
 def _open(file: Path) -> DataFile:
@@ -156,17 +150,11 @@ def _can_be_length(kind: Any) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or is_list(kind))
 
 
-def _batches(shard: DataFile, length_column: str, step_column: str | None = None) -> Iterator[Any]:
+def _batches(shard: DataFile, length_column: str) -> Iterator[Any]:
     schema = shard.schema
-    if step_column is not None and step_column not in schema.names:
-        raise ManifestError(
-            f"{shard.path} has no column {step_column!r}; its columns are {', '.join(schema.names)}; name the one with "
-            "the step of each row with --step-column"
-        )
     if length_column not in schema.names:
         raise ManifestError(_missing_column(shard.path, schema, length_column))
     wanted = [length_column, *(name for name in FACTORS if name in schema.names and name != length_column)]
-    wanted += [step_column] if step_column is not None and step_column not in wanted else []
     yield from shard.batches(wanted, _LIST_BATCH_ROWS if is_list(schema.field(length_column).type) else _BATCH_ROWS)
 
 
@@ -220,14 +208,6 @@ def _factor(column: Any, file: Path, name: str) -> FloatArray | IntArray:
     raise ManifestError(
         f"{file}: column {name!r} is {kind}; it must be {'a number' if name == 'eta' else 'an integer'}"
     )
-
-
-def _steps(column: Any, file: Path, name: str) -> IntArray:
-    if not pa.types.is_integer(column.type):
-        raise ManifestError(f"{file}: column {name!r} is {column.type}; the step of a row must be an integer")
-    if column.null_count:
-        raise ManifestError(f"{file}: column {name!r} has {column.null_count} nulls; every row needs its step")
-    return _int64(column.cast(pa.int64(), safe=False))
 
 
 def _int64(column: Any) -> IntArray:

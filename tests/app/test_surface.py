@@ -50,7 +50,7 @@ SURFACE = {
     """,
     "plan": """
         MANIFEST --profile --model --cluster --attention-kernel --ranks --ranks-per-node --tokens-per-rank --rank-speeds --sync --headroom --attention
-        --tensor-parallel --pipeline-parallel --virtual-stages --padded-rings --no-padded-rings --phase --global-batch-tokens --step-column --encoder-balance
+        --tensor-parallel --pipeline-parallel --virtual-stages --padded-rings --no-padded-rings --phase --global-batch-tokens --encoder-balance
         --encoder-ranks --zero --shard-ranks --reduce
         --precision --recompute --loss --offload --freeze-vision --lora --freeze --global-batch-size --steps --epochs --seed
         --shuffle --no-shuffle --max-length --overlong --last-batch --length-column --output -o --solver --resume
@@ -82,7 +82,7 @@ SURFACE = {
     """,
     "compare": """
         MANIFEST --profile --model --cluster --attention-kernel --ranks --ranks-per-node --tokens-per-rank --rank-speeds --sync --headroom --attention
-        --tensor-parallel --pipeline-parallel --virtual-stages --padded-rings --no-padded-rings --phase --global-batch-tokens --step-column --encoder-balance
+        --tensor-parallel --pipeline-parallel --virtual-stages --padded-rings --no-padded-rings --phase --global-batch-tokens --encoder-balance
         --encoder-ranks --zero --shard-ranks --reduce
         --precision --recompute --loss --offload --freeze-vision --lora --freeze --global-batch-size --steps --epochs --seed
         --shuffle --no-shuffle --max-length --overlong --last-batch --length-column --solvers --milp-seconds --json

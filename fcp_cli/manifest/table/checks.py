@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -63,20 +62,6 @@ def checked_table(
         column: values if any(part.any() for _, part in chunked(values)) else None for column, values in factors.items()
     }
     return LengthTable(name=name, length_tokens=lengths, column=length_column, **kept)
-
-
-def with_steps(table: LengthTable, steps: IntArray | None, column: str | None) -> LengthTable:
-    """Return the table of a trace, whose rows follow each other step by step; any other table unchanged."""
-    if steps is None:
-        return table
-    falling = np.flatnonzero(steps[1:] < steps[:-1])
-    if len(falling):
-        row = int(falling[0]) + 1
-        raise ManifestError(
-            f"{table.name}: row {row} has step {steps[row]} in column {column!r}, after step {steps[row - 1]}; "
-            "sort the rows by it"
-        )
-    return replace(table, steps=steps)
 
 
 def _check_factor(name: str, column: str, values: FloatArray | IntArray, least: int, relation: str) -> None:

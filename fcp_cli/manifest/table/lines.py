@@ -11,7 +11,7 @@ import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.errors import ManifestError
-from fcp_cli.manifest.table.checks import FACTORS, checked_table, length_column_of, with_steps
+from fcp_cli.manifest.table.checks import FACTORS, checked_table, length_column_of
 from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.reading.documents import decode_record
 from fcp_cli.validation import shown
@@ -23,7 +23,6 @@ def read_lengths_jsonl(
     stream: Iterable[str],
     *,
     length_column: str = "length",
-    step_column: str | None = None,
     place: str = _STDIN,
     name: str = "stdin",
 ) -> LengthTable:
@@ -34,12 +33,11 @@ def read_lengths_jsonl(
     Args:
         stream: the lines.
         length_column: key of the length; if the first object has no `length`, the default finds a usual name.
-        step_column: the step column of a trace: key of the step of each line; None: it is no trace.
         place: source of the lines, for messages.
         name: the name of the table.
     """
     # Arrays of numbers: a list would hold an object for each of possibly millions of lengths.
-    lengths, etas, steps = array("q"), array("d"), array("q")
+    lengths, etas = array("q"), array("d")
     vision = {name: array("q") for name in FACTORS if name != "eta"}
     for number, line in _lines(stream, place):
         where = f"line {number} of {place}"
@@ -51,13 +49,6 @@ def read_lengths_jsonl(
         if length_column not in record:
             raise ManifestError(_without_length(record, where, length_column, place))
         lengths.append(_whole(record[length_column], where, length_column))
-        if step_column is not None:
-            if step_column not in record:
-                raise ManifestError(
-                    f"{where} has no {step_column!r}; its keys are {', '.join(record)}; name the one with the step of "
-                    "each line with --step-column"
-                )
-            steps.append(_whole(record[step_column], where, step_column))
         etas.append(_number(record.get("eta") or 0, where, "eta"))
         for factor, column in vision.items():
             column.append(_whole(record.get(factor) or 0, where, factor))
@@ -68,8 +59,7 @@ def read_lengths_jsonl(
         )
     factors: dict[str, FloatArray | IntArray] = {"eta": np.asarray(etas, np.float64)}
     factors |= {factor: np.asarray(column, np.int64) for factor, column in vision.items()}
-    table = checked_table(name, length_column, np.asarray(lengths, np.int64), factors)
-    return with_steps(table, None if step_column is None else np.asarray(steps, np.int64), step_column)
+    return checked_table(name, length_column, np.asarray(lengths, np.int64), factors)
 
 
 def _lines(stream: Iterable[str], place: str) -> Iterable[tuple[int, str]]:

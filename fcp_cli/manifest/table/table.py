@@ -26,7 +26,6 @@ class LengthTable:
         vision_patches: [rows] patches the vision encoder runs, or None.
         vision_patch_pairs: [rows] sum over frames or tiles of patches squared, or None.
         column: the column that the lengths were read from.
-        steps: [rows] of a trace: the step that each row belongs to, never falling; None unless requested.
         masks: the masks of all rows; None if the manifest was built without.
     """
 
@@ -36,7 +35,6 @@ class LengthTable:
     vision_patches: IntArray | None = None
     vision_patch_pairs: IntArray | None = None
     column: str = "length"
-    steps: IntArray | None = None
     masks: MaskRows | None = None
 
     def __len__(self) -> int:

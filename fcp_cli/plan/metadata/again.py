@@ -116,7 +116,6 @@ def _plain(
     """Yield the options of one value each that are not at their default."""
     batching, overlong = metadata.batching, metadata.overlong
     by_tokens = None if batching is None else batching.tokens
-    is_given = batching is not None and by_tokens is None and batching.by == "given"
     is_derived = profile is not None and profile.memory.tokens_per_rank() == metadata.tokens_per_rank
     speeds = metadata.rank_speeds or {} if ranks == metadata.num_ranks else {}
     values = {
@@ -129,8 +128,7 @@ def _plain(
         "rank_speeds": ",".join(f"{rank}={speed:g}" for rank, speed in speeds.items()) or None,
         "sync": metadata.sync if is_same_model else None,
         "global_batch_tokens": by_tokens,
-        "step_column": "COLUMN" if is_given else None,  # the plan does not keep its name
-        "global_batch_size": None if by_tokens is not None or is_given else metadata.global_batch_size,
+        "global_batch_size": None if by_tokens is not None else metadata.global_batch_size,
         "steps": metadata.step_limit,
         "epochs": metadata.epochs,
         "seed": metadata.seed,

@@ -106,9 +106,6 @@ class GlobalBatches:
         if settings.batching is not None and settings.batching.tokens is not None:
             lengths = self.table.length_tokens[self._epoch_rows(0, 0, self.sequences)]
             self._offsets = offsets_by_tokens(lengths, settings.batching.tokens)
-        elif settings.batching is not None and self.table.steps is not None:
-            steps = self.table.steps[self.rows]
-            self._offsets = np.append(np.flatnonzero(np.diff(steps, prepend=steps[:1] - 1)), len(steps))
         if not self.steps_per_epoch:
             raise ManifestError(_nothing_left(self))
 

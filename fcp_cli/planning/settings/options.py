@@ -146,13 +146,6 @@ class PlanRequest:
             unset="no limit",
         ),
     ] = None
-    step_column: Annotated[
-        str | None,
-        Opt(
-            "Column with the step of each row, for traces such as rollouts: batches as recorded.",
-            unset="none",
-        ),
-    ] = None
     steps: int | str | None = None  # an option of each command, with its own default
     epochs: Annotated[int, Opt("Passes over the data.", min=1, max=MOST_EPOCHS, common=True)] = 1
     seed: Annotated[int, Opt("Seed of shuffling and solver.", min=0)] = 0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from fcp_cli.console import Assumptions
 from fcp_cli.cost.profile import (
     CostProfile,
@@ -91,7 +89,7 @@ def resolve(
     settings = BatchSettings(
         global_batch_size=_global_batch_size(request, table, assumptions),
         seed=request.seed,
-        shuffle=request.shuffle and request.step_column is None,
+        shuffle=request.shuffle,
         epochs=request.epochs,
         last_batch=request.last_batch,
         max_length=request.max_length,
@@ -120,18 +118,14 @@ def _table(request: PlanRequest) -> tuple[LengthTable, Mixture | None]:
             raise UsageError(
                 f"--mix names its manifests; leave {request.manifest} out, or add --mix {request.manifest}:1"
             )
-        for flag, given in (
-            ("--step-column", request.step_column),
-            ("--global-batch-tokens", request.global_batch_tokens),
-        ):
-            if given is not None:
-                raise UsageError(
-                    f"--mix counts sequences of a step, which {flag} does not fix; give --global-batch-size"
-                )
+        if request.global_batch_tokens is not None:
+            raise UsageError(
+                "--mix counts sequences of a step, which --global-batch-tokens does not fix; give --global-batch-size"
+            )
         return read_mixture(request.mix, length_column=request.length_column)
     if request.manifest is None:
         raise UsageError("name the MANIFEST to plan, like 'fcp plan dataset.parquet', or a run with --continue-from")
-    return read_manifest(request.manifest, length_column=request.length_column, step_column=request.step_column), None
+    return read_manifest(request.manifest, length_column=request.length_column), None
 
 
 def _step_limit(steps: int | str | None) -> int | None:
@@ -153,28 +147,18 @@ def _warn_of_unpriced_vision(table: LengthTable, profile: CostProfile, assumptio
 
 def _batching(request: PlanRequest) -> Batching | None:
     """Return how batches are cut that are not of so many sequences."""
-    rules = {
-        "--step-column": request.step_column is not None,
-        "--global-batch-tokens": request.global_batch_tokens is not None,
-        "--global-batch-size": request.global_batch_size is not None,
-    }
-    named = [flag for flag, is_given in rules.items() if is_given]
-    if len(named) > 1:
-        raise UsageError(f"{' and '.join(named)} both say what a step trains; give one of them")
-    if not named or named == ["--global-batch-size"]:
+    if request.global_batch_tokens is None:
         return None
+    if request.global_batch_size is not None:
+        raise UsageError("--global-batch-tokens and --global-batch-size both say what a step trains; give one of them")
     for flag, given in (("--epochs", request.epochs > 1), ("--last-batch drop", request.last_batch == "drop")):
         if given:
-            raise UsageError(f"{named[0]} plans one epoch and all of it; leave {flag} out")
-    if request.global_batch_tokens is None:
-        return Batching(by="given")
+            raise UsageError(f"--global-batch-tokens plans one epoch and all of it; leave {flag} out")
     return Batching(by="tokens", tokens=request.global_batch_tokens)
 
 
 def _global_batch_size(request: PlanRequest, table: LengthTable, assumptions: Assumptions) -> int:
     rows = len(table)
-    if table.steps is not None:
-        return int(np.unique(table.steps, return_counts=True)[1].max())
     if request.global_batch_tokens is not None:  # about; the plan's metadata records the maximum
         return max(1, round(request.global_batch_tokens / float(table.length_tokens.mean())))
     if (given := request.global_batch_size) is not None:
