@@ -1,4 +1,4 @@
-"""Writes a manifest from a source: streamed, so that memory does not grow with the rows, and whole or not at all."""
+"""Write a manifest from a source: rows are streamed, so memory stays constant, and the file is replaced atomically."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class BuiltManifest:
 
     Attributes:
         path: the manifest.
-        table: its lengths and work factors, read back from the file.
-        source: its recorded source.
-        skipped: dropped sequences, by reason (`empty`: no tokens).
-        unlearned: sequences in it of which no token is learned.
+        table: lengths and work factors, read back from the file.
+        source: the `source` entry of its header.
+        skipped: number of dropped sequences by reason (`empty`: no tokens).
+        unlearned: number of sequences without a trained token.
     """
 
     path: Path
@@ -57,12 +57,12 @@ def build_manifest(source: Source, path: Path, *, advance: Callable[[int], None]
 
     Args:
         source: sequences to count.
-        path: the manifest; it is replaced only once the new one is whole.
-        advance: called with the units of the source (see `Source.units`) that were done since the last call.
+        path: the manifest; an existing one is replaced only once the new one is complete.
+        advance: called with the number of source units (see `Source.units`) completed since the last call.
 
     Raises:
         UsageError: `path` has the suffix of another format.
-        ManifestError: the source cannot be read, holds no sequence, or one that no plan can hold; or a file changed.
+        ManifestError: the source is unreadable or empty, a sequence is too long, or a file changed during the build.
         FcpError: the manifest cannot be written.
     """
     with replaced_atomically(_parquet(path)) as temporary:
@@ -84,12 +84,12 @@ def build_manifest(source: Source, path: Path, *, advance: Callable[[int], None]
 
 def _parquet(path: Path) -> Path:
     if path.suffix in NOT_PARQUET:
-        raise UsageError(f"a manifest is a Parquet file, which {path} would not be read as; name it .parquet with -o")
+        raise UsageError(f"a manifest is a Parquet file, but {path} is read as another format: name it .parquet")
     return path
 
 
 def _read_back(temporary: Path, path: Path) -> LengthTable:
-    """Read a manifest before it replaces another, as `fcp plan` will: nothing may fail after that."""
+    """Read the new manifest as `fcp plan` will, before it replaces the old one: after that, nothing may fail."""
     try:
         return replace(read_manifest(temporary), name=path.name)
     except ManifestError as error:
@@ -98,7 +98,7 @@ def _read_back(temporary: Path, path: Path) -> LengthTable:
 
 
 def counted_batches(batches: Iterable[RowBatch], source: Source) -> Iterator[RowBatch]:
-    """Yield batches of a source without their empty sequences, which count as skipped."""
+    """Yield the batches of a source without empty sequences, which are counted as skipped."""
     for batch in batches:
         lengths = batch.rows.column("length").to_numpy(zero_copy_only=False)
         bad = np.flatnonzero((lengths < 0) | (lengths > LONGEST_TOKENS))
@@ -114,14 +114,14 @@ def counted_batches(batches: Iterable[RowBatch], source: Source) -> Iterator[Row
 
 
 class RowWriter:
-    """Writes rows in row groups of one size, however they come: the same rows are the same bytes.
+    """Writes row groups of fixed size, however rows arrive, so that equal rows give equal bytes.
 
     Attributes:
-        rows: written so far.
-        skipped: sequences dropped, by reason.
-        largest_token: token id seen, or -1.
-        unlearned: sequences of which no token is learned.
-        counted_ids: sum of those of the batches.
+        rows: number of rows written so far.
+        skipped: number of dropped sequences by reason.
+        largest_token: largest token id seen, or -1.
+        unlearned: number of sequences without a trained token.
+        counted_ids: sum of `RowBatch.counted_ids`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -168,7 +168,7 @@ class RowWriter:
         self._file.add_key_value_metadata({METADATA_KEY.decode(): json.dumps(header)})
 
     def _flush(self) -> None:
-        # One chunk a column: the writer ends pages where chunks end.
+        # A single chunk per column: the writer ends a page where a chunk ends.
         table = pa.Table.from_batches(self._pending or [NO_ROWS]).combine_chunks()
         self._pending = []
         if self._file is None:

@@ -1,4 +1,4 @@
-"""A file of lengths, as `fcp plan` reads it, as the source of a manifest: it has no tokens."""
+"""Use a file of lengths, as `fcp plan` reads it, as a manifest source; it has no tokens."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fcp_cli.manifest.table.checks import FACTORS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthFile:
-    """Lengths, one per row, and factors in further columns.
+    """A length per row, and work factors in further columns.
 
     Attributes:
         path: the file.
-        column: the column with the lengths, of a table; None: `length`, or one of a usual name.
+        column: length column of a table; None: `length` or another common name.
     """
 
     path: Path

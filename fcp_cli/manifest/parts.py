@@ -1,6 +1,6 @@
-"""Parts of a source: counted by worker processes of one machine, or on several nodes into files that are merged.
+"""Counts a source in parts: in worker processes, or on several nodes into files that are merged later.
 
-Either way the manifest is the one that a single process writes, byte for byte.
+The manifest is byte-identical to the one that a single process writes.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ _source: DivisibleSource | None = None
 
 
 def parse_part(text: str) -> Part:
-    """Parse `--shard I/N`, in which I counts from 1."""
+    """Parse `--shard I/N`; I counts from 1."""
     index, _, count = text.partition("/")
     if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count) <= _MOST_PARTS):
-        raise UsageError(f"--shard {text} is not I/N, the I-th of N parts with I from 1 to N, as 3/16")
+        raise UsageError(f"--shard {text} is not of the form I/N with 1 <= I <= N, for example 3/16")
     return Part(int(index) - 1, int(count))
 
 
 def divisible(source: Source) -> DivisibleSource:
-    """Return a source that has parts."""
+    """Return `source` if it can be split into parts, else raise UsageError."""
     if not isinstance(source, DivisibleSource):
         kind = source.describe()["kind"]
-        raise UsageError(f"--shard is for JSON lines, conversations, Parquet and Arrow; {kind} is only read whole")
+        raise UsageError(f"--shard is for JSON lines, conversations, Parquet and Arrow; {kind} cannot be read in parts")
     return source
 
 
 def default_workers(source: Source) -> int:
-    """One process per usable core, but none that would have less to do than it takes to start it."""
+    """Return one process per usable core, but at most one per two parts: fewer would not repay its start-up."""
     parts = source.parts if isinstance(source, DivisibleSource) else 1
     return max(1, min(usable_cores(), parts // 2))
 
@@ -69,10 +69,10 @@ class CountedByWorkers:
     """A source that worker processes count, part by part.
 
     Attributes:
-        source: the source, or one part of it.
-        reopen: opens the whole source in a worker; it travels there.
+        source: the source, or a part of it.
+        reopen: picklable function that opens the complete source in a worker.
         workers: number of processes.
-        part: the part of of the whole `source` is.
+        part: which part of the complete source `source` is.
     """
 
     source: DivisibleSource
@@ -106,7 +106,7 @@ class CountedByWorkers:
 
 def _open(reopen: Callable[[], Source]) -> None:
     global _source
-    os.environ["RAYON_NUM_THREADS"] = "1"  # of the tokenizer: as many processes as cores count already
+    os.environ["RAYON_NUM_THREADS"] = "1"  # one tokenizer thread: there is already a process per core
     _source = divisible(reopen())
 
 
@@ -121,7 +121,7 @@ def _count_group(group: Any) -> list[RowBatch]:
 
 
 def _renumbered(parts: Iterable[Iterable[RowBatch]]) -> Iterator[RowBatch]:
-    """Yield the batches of consecutive parts, with ids that count from the first one."""
+    """Yield the batches of consecutive parts, with ids counted from the first part."""
     before = 0
     for batches in parts:
         counted_ids = 0
@@ -141,18 +141,18 @@ def _shifted(batch: RowBatch, by: int) -> RowBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartHeader:
-    """Header of the file of one part, JSON under the key of manifests.
+    """Header of a part file, stored as JSON under the metadata key of manifests.
 
     Attributes:
         format: `PART_FORMAT`.
-        source: the recorded source of the whole manifest, without its vocabulary.
-        index: the index of the part, from 0.
+        source: the `source` entry of the complete manifest, without `vocab_size`.
+        index: part index, from 0.
         count: number of parts.
-        files: name, bytes and time of the last change of each file of the source.
-        tokenizer: digest of the tokenizer's files; "" if tokens are bytes or counted already.
-        skipped: sequences dropped, by reason.
+        files: name, size in bytes and modification time of each source file.
+        tokenizer: digest of the tokenizer files; "" if no tokenizer file is used.
+        skipped: number of dropped sequences by reason.
         counted_ids: see `RowBatch`.
-        largest_token: token id seen, or -1.
+        largest_token: largest token id seen, or -1.
     """
 
     format: Literal["fcp-manifest-part/1"]
@@ -167,7 +167,7 @@ class PartHeader:
 
 
 def part_identity(source: DivisibleSource, part: Part) -> PartHeader:
-    """Return the header of a part that was not counted yet: two parts are of one content if theirs are equal."""
+    """Return the header of a part before it is counted; parts with equal headers have equal content."""
     description = source.describe()
     return PartHeader(
         format=PART_FORMAT,
@@ -196,7 +196,7 @@ def counted_rows(path: Path, identity: PartHeader) -> int | None:
 
 
 def _tokenizer_digest(description: dict[str, Any]) -> str:
-    """Return a digest of the files that make tokens of texts; "" if none does."""
+    """Return a digest of the tokenizer files, or "" if there are none."""
     name = description.get("tokenizer")
     if name in (None, "bytes"):
         return ""
@@ -208,14 +208,14 @@ def _tokenizer_digest(description: dict[str, Any]) -> str:
 
 
 def write_part(source: DivisibleSource, rows: Source, part: Part, path: Path, *, advance: Callable[[int], None]) -> int:
-    """Write the rows of a part to a file that `MergedParts` reads; return their number.
+    """Write the rows of a part to a file for `MergedParts`; return the number of rows.
 
     Args:
-        source: the whole source.
+        source: the complete source.
         rows: the rows of the part.
-        part: which one it is.
+        part: which part it is.
         path: the file to write.
-        advance: called with the units that were done since the last call.
+        advance: called with the number of units completed since the last call.
     """
     identity = part_identity(source, part)
     with replaced_atomically(path) as temporary, RowWriter(temporary) as writer:
@@ -232,7 +232,7 @@ def write_part(source: DivisibleSource, rows: Source, part: Part, path: Path, *,
 
 
 class MergedParts:
-    """All parts of a source, as a source of the whole manifest.
+    """All parts of a source, read back as one source.
 
     Args:
         paths: files of `write_part`, in any order.

@@ -1,4 +1,4 @@
-"""Reads lengths: columns to flat arrays, batch by batch, without a Python object per row; or lines of text."""
+"""Read lengths into flat arrays: table columns batch by batch without a Python object per row, or lines of text."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _text_lines(stream: IO[bytes]) -> Iterator[str]:
 
 
 def _masks(path: Path) -> MaskRows | None:
-    """Return the masks that a manifest was built with."""
+    """Return the masks of a manifest, or None if it was built without masks."""
     rule = (manifest_source(path) or {}).get("mask")
     if rule is None:
         return None
@@ -114,7 +114,7 @@ def _of_columns(path: Path, shards: Sequence[DataFile], length_column: str) -> L
         raise ManifestError(f"{path} has no rows: a manifest needs one row per sequence; see `fcp manifest build`")
     schema = shards[0].schema
     column = length_column_of(length_column, [field.name for field in schema if _can_be_length(field.type)])
-    # Only columns that are there: zeros of a large manifest take as much room as other values.
+    # Allocate only existing columns: in a large manifest, zeros take as much memory as other values.
     there = [name for name in FACTORS if any(field.name == name for shard in shards for field in shard.schema)]
     lengths, factors = new_column(rows, np.int64), empty_factors(rows, there)
     start = 0
@@ -134,12 +134,12 @@ def _open(file: Path) -> DataFile:
     if file.suffix in TABLE_SUFFIXES:
         return CsvShard(file)
     if file.suffix not in ARROW_SUFFIXES:
-        read_footer(file)  # refuses a plan, and formats to come
+        read_footer(file)  # rejects a plan and manifests of newer formats
     return open_shard(file)
 
 
 def remarks(table: LengthTable) -> list[str]:
-    """Return warnings about a manifest that are no errors, one line each."""
+    """Return warnings about a manifest, one line each."""
     first = int(table.length_tokens[0])
     if len(table) < 2 or bool((table.length_tokens != first).any()):
         return []
@@ -183,7 +183,7 @@ def _lengths(column: Any, file: Path, name: str, start: int) -> IntArray:
 
 
 def _whole_floats(column: Any, file: Path, name: str, start: int) -> Any:
-    """Convert a float column that holds whole numbers, as pandas writes integers with gaps; NaN is a gap."""
+    """Convert floats to integers, with NaN as null: pandas stores integers with missing values as floats."""
     values = column.to_numpy(zero_copy_only=False).astype(np.float64)
     gap = np.isnan(values)
     broken = np.flatnonzero(~gap & ((values != np.floor(values)) | (np.abs(values) > LONGEST_TOKENS)))

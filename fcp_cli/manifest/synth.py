@@ -1,7 +1,7 @@
-"""Made-up sizes of images and videos whose distributions follow published data sets; for tests, studies and rehearsals.
+"""Synthetic image and video sizes that follow the distributions of published data sets, for tests and studies.
 
-Every figure of a data set names its publication; figures without one are marked as assumed. No clip is
-copied: durations, sizes and captions are drawn from a seed.
+Each figure names its publication or is marked as assumed. No clip is copied: durations, sizes and captions are drawn
+from a seed.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class ClipSet:
 
     Attributes:
         seconds: draws a duration.
-        sizes: (height, width) of the frames, each with its share.
-        frames_per_second: the frames per second of the files.
-        caption_tokens: mean length of a caption.
-        sources: publication of each figure, or `assumed`.
+        sizes: share of each frame size (height, width).
+        frames_per_second: frame rate of the files.
+        caption_tokens: mean caption length in tokens.
+        sources: publication behind each figure, or `assumed`.
     """
 
     seconds: Callable[[_Draw], float]
@@ -41,11 +41,11 @@ class ClipSet:
 
 
 _INTERNVID_SHARES = {(0.5, 2.0): 0.36, (2.0, 4.0): 0.26, (4.0, 10.0): 0.23, (10.0, 20.0): 0.08, (20.0, 600.0): 0.07}
-"""Seconds from and to -> share of the clips, as published; none shorter than half a second is assumed."""
+"""Range of seconds -> published share of the clips; that no clip is shorter than 0.5 s is assumed."""
 
 
 def _internvid_seconds(draw: _Draw) -> float:
-    """Draw from the published shares, even within each; beyond 20 s they fall off to the published mean of 11.7."""
+    """Draw from the published shares, uniformly within each; above 20 s exponentially, to match the mean of 11.7 s."""
     spans = list(_INTERNVID_SHARES)
     least, most = spans[draw.choice(len(spans), p=list(_INTERNVID_SHARES.values()))]
     if least < 20.0:
@@ -59,7 +59,7 @@ def _cut_exponential(draw: _Draw, *, scale: float, most: float) -> float:
 
 CLIP_SETS: Mapping[str, ClipSet] = {
     "msrvtt": ClipSet(
-        # From 10 to 30 seconds, falling: an exponential cut there has the published mean of 14.8 with a scale of 5.3.
+        # An exponential with scale 5.3, truncated to 10 to 30 s, has the published mean of 14.8 s.
         seconds=lambda draw: 10.0 + _cut_exponential(draw, scale=5.3, most=20.0),
         sizes={(240, 320): 1.0},
         frames_per_second=30.0,
@@ -85,7 +85,7 @@ CLIP_SETS: Mapping[str, ClipSet] = {
         },
     ),
     "openvid": ClipSet(
-        # A mean of 7.2, most below 8, few beyond 64: a lognormal of median 5.2 and sigma 0.8.
+        # Lognormal with median 5.2 and sigma 0.8: mean 7.2 s, mostly below 8 s, few above 64 s.
         seconds=lambda draw: float(np.clip(draw.lognormal(math.log(5.2), 0.8), 2.0, 120.0)),
         sizes={(1080, 1920): 0.425, (720, 1280): 0.475, (512, 512): 0.10},
         frames_per_second=30.0,
@@ -101,22 +101,21 @@ CLIP_SETS: Mapping[str, ClipSet] = {
         },
     ),
 }
-"""By name; `mixed` is made of them."""
+"""Clip sets by name; `mixed` draws from all of them."""
 
 NAMES = (*CLIP_SETS, "mixed")
 
-_CHAT_TOKENS = 20  # assumed: the marks of a chat template and a short question
-_IMAGE_SIZES = ((480, 640), (640, 480), (768, 1024), (1080, 1920))  # assumed: usual sizes of photographs and screens
+_CHAT_TOKENS = 20  # assumed: chat template tokens and a short question
+_IMAGE_SIZES = ((480, 640), (640, 480), (768, 1024), (1080, 1920))  # assumed: common photo and screen sizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
-    """Departures from the data sets' own pictures.
+    """Overrides of published picture sizes and frame rates.
 
     Attributes:
-        short_side: pixels of every picture's shorter side, for small models; None keeps the published sizes.
-        frames_per_second: the frame rate of every clip, for models that take each frame they are given; None keeps the
-            files' own.
+        short_side: shorter side of all pictures in pixels, for small models; None keeps the published sizes.
+        frames_per_second: frame rate of all clips, for models that use every frame; None keeps the files' rate.
     """
 
     short_side: int | None = None
@@ -130,11 +129,11 @@ def media_records(name: str, rows: int, *, seed: int, scale: Scale = AS_PUBLISHE
     """Yield records as `fcp manifest build --kind media` reads them.
 
     Args:
-        name: one of `NAMES`. `mixed` is a fifth text only, a fifth one image, a fifth two to eight images, and the
-            rest clips of all three sets in equal shares; its shares are assumed.
-        rows: how many.
-        seed: the seed of the draw; a row does not depend on how many there are.
-        scale: factors on the pictures' sizes and durations.
+        name: one of `NAMES`. `mixed` is 20 % text only, 20 % one image, 20 % two to eight images, and 40 % clips of all
+            three sets in equal shares; these shares are assumed.
+        rows: number of records.
+        seed: random seed; a record does not depend on `rows`.
+        scale: overrides of sizes and frame rates.
     """
     for row in range(rows):
         draw = np.random.default_rng([seed, row])
@@ -144,7 +143,7 @@ def media_records(name: str, rows: int, *, seed: int, scale: Scale = AS_PUBLISHE
 def write_media_records(
     path: Path, name: str, rows: int, *, seed: int, scale: Scale = AS_PUBLISHED, advance: Callable[[int], None]
 ) -> None:
-    """Write `media_records` as JSON lines, whole or not at all; `advance` gets the rows done since its last call."""
+    """Write `media_records` atomically as JSON lines; `advance` gets the number of records since its last call."""
     if path.suffix != ".jsonl":
         raise UsageError(f"-o {path} must end in .jsonl: these are sizes, which 'fcp manifest build' counts")
     with replaced_atomically(path) as temporary, temporary.open("w", encoding="utf-8") as stream:

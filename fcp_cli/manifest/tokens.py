@@ -1,4 +1,4 @@
-"""The tokens behind a manifest row, for training: read again from the source, or made up from a seed."""
+"""Token access by manifest row, for training: read from the source, or synthetic."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ from fcp_cli.vision.processors import open_processor, recorded_processor
 
 
 class TokenReader(Protocol):
-    """Tokens by manifest row, with labels if the data marks the trained tokens. Thread-safe."""
+    """Random access to tokens by manifest row, with labels if the data marks trained tokens. Thread-safe."""
 
     @property
     def vocab_size(self) -> int:
         """One more than the largest token id."""
 
     def __call__(self, row: int) -> Any:
-        """Return the tokens of one sequence, [length] int64, or (tokens, labels); -100: not learned.
+        """Return the tokens of a sequence, [length] int64, or (tokens, labels); label -100 is not trained.
 
-        Of data with masks, these are a `MaskedSequence`.
+        Data with masks returns a `MaskedSequence`.
         """
 
 
 class SyntheticTokens:
-    """Random tokens of the right lengths, for a manifest without a source; a row is the same on every rank and run."""
+    """Random tokens for a manifest without a source; a row is the same on every rank and in every run."""
 
     def __init__(self, lengths: IntArray, vocab_size: int, seed: int) -> None:
         self._lengths = lengths
@@ -66,9 +66,9 @@ class SyntheticTokens:
 
 
 class CheckedTokens:
-    """Tokens of a source that is unchanged since the manifest was built from it.
+    """Validates tokens of a source against the manifest.
 
-    Every sequence must have its length, and only tokens that the vocabulary has, if one was given.
+    Raises ManifestError if a sequence's length changed, or if a token is outside the vocabulary, if that is given.
     """
 
     def __init__(self, tokens: SourceTokens, lengths: IntArray, remedy: str, *, entries: int | None = None) -> None:
@@ -107,12 +107,12 @@ class CheckedTokens:
 
 
 class MaskedTokens:
-    """Tokens with the masks that a manifest keeps.
+    """Combines tokens with the masks in a manifest.
 
     Args:
         tokens: the tokens of the sequences.
         rule: kind of the masks.
-        numbers: [rows] of each mask, as Arrow lists; None for masks without any.
+        numbers: [rows] Arrow lists of mask numbers; None if the kind needs none.
     """
 
     def __init__(self, tokens: CheckedTokens, rule: MaskRule, numbers: Any) -> None:
@@ -137,15 +137,14 @@ def open_tokens(
     kept: Path | None = None,
     entries: int | None = None,
 ) -> TokenReader:
-    """Open the data that a manifest was built from.
+    """Open the data from which a manifest was built.
 
     Args:
-        manifest_path: the manifest. A Parquet data set that was planned directly (its `length_column` holds lists) is
-            its own source.
-        source: the present location of the data, if it moved since the manifest was built.
+        manifest_path: the manifest, or a Parquet data set of token lists that was planned directly.
+        source: new location of the data, if it moved since the manifest was built.
         length_column: see `read_manifest`.
-        kept: a folder with a copy of the checkpoint's tokenizer, in case that is gone.
-        entries: the entries of the model's vocabulary; None: not checked.
+        kept: folder with a copy of the checkpoint's tokenizer, used if the original is gone.
+        entries: size of the model's vocabulary; None: not checked.
     """
     path = Path(manifest_path)
     recorded = manifest_source(path)
@@ -166,9 +165,7 @@ def open_tokens(
 
 
 def open_media(manifest_path: str | Path) -> MediaRecords | None:
-    """Open the sizes of images and videos that a manifest was built from; None if it was built from
-    something else than JSON lines of sizes.
-    """
+    """Open the media sizes from which a manifest was built; None if it was built from anything but JSON lines of sizes."""
     path = Path(manifest_path)
     source = manifest_source(path)
     if source is None or source["kind"] != "media" or not source["path"].endswith(".jsonl") or _has_pixels(source):
@@ -182,11 +179,11 @@ def open_media(manifest_path: str | Path) -> MediaRecords | None:
 
 
 def open_pictures(manifest_path: str | Path, *, kept: Path | None = None) -> PictureRecords | None:
-    """Open the conversations about pictures that a manifest was built from; None if it was built from others.
+    """Open the conversations about pictures from which a manifest was built; None if its source has none.
 
     Args:
         manifest_path: the manifest.
-        kept: a folder with a copy of the checkpoint's tokenizer and processor, in case those are gone.
+        kept: folder with a copy of the tokenizer and processor, used if the originals are gone.
     """
     path = Path(manifest_path)
     source = manifest_source(path)
@@ -203,7 +200,7 @@ def _remedy(source: dict[str, Any], path: Path) -> str:
 
 
 def _with_tokenizer(source: dict[str, Any], kept: Path | None) -> dict[str, Any]:
-    """Return a recorded source, with the copy of its tokenizer if that is gone."""
+    """Return a recorded source, with the copied tokenizer if the original is gone."""
     name = source.get("tokenizer")
     if kept is None or name in (None, "bytes") or Path(name).exists() or not (kept / "tokenizer.json").is_file():
         return source
@@ -282,7 +279,7 @@ def _tokenizer(source: dict[str, Any]) -> Any:
 
 
 def _integers(path: Path, name: str) -> IntArray:
-    """Return a column of integers that locate each row."""
+    """Return an integer column that locates each row."""
     column = _column(path, name)
     if not pa.types.is_integer(column.type):
         raise ManifestError(f"{path}: the column {name} is of {column.type}; build the manifest again")
@@ -291,7 +288,7 @@ def _integers(path: Path, name: str) -> IntArray:
 
 
 def _shards(path: Path, source: dict[str, Any]) -> IntArray:
-    """Return the file of each row, by its place in the list of the source."""
+    """Return for each row the index of its file in the source's file list."""
     shards, files = _integers(path, "shard"), _files(data_path(source["path"]), source)
     if len(shards) and not 0 <= shards.min() <= shards.max() < len(files):
         raise ManifestError(f"{path}: the column shard names files beyond the {len(files)} of its source")

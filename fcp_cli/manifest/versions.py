@@ -1,4 +1,4 @@
-"""Versions of the files of a source: whether one changed while it was read, or between parts."""
+"""Detects whether source files changed while they were read, or between parts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fcp_cli.manifest.sources.base import Source
 from fcp_cli.reading.remote import RemotePath, each, remembered_size, version_of
 
 Versions: TypeAlias = Sequence[tuple[str, int, int]]
-"""Name, bytes and time of the last change in ns of each file; of an object, a digest of entity tag and time."""
+"""Name, size in bytes and mtime in ns per file; for remote objects, a digest of entity tag and time replaces mtime."""
 
 
 def file_versions(source: Source) -> tuple[tuple[str, int, int], ...]:
-    """Return the versions of the files of a source, if it knows them: a folder of texts does not."""
+    """Return the versions of a source's files; () for a text tree, which has no file list."""
     files: Sequence[Path] = getattr(source, "files", ())
     return tuple((file.name, *version) for file, version in zip(files, each(_version, files), strict=True))
 
@@ -32,11 +32,11 @@ def _version(file: Path) -> tuple[int, int]:
 
 
 def differing(before: Versions, now: Versions) -> str:
-    """Return the name of the first file of another version, or ""."""
+    """Return the name of the first file whose version differs, or ""."""
     return next((one[0] for one, other in zip_longest(before, now, fillvalue=("", 0, 0)) if one != other), "")
 
 
 def require_unchanged(source: Source, before: Versions) -> None:
-    """Check that the files of a source are those that were read."""
+    """Raise ManifestError if a source file changed since `before`."""
     if changed := differing(before, file_versions(source)):
         raise ManifestError(f"{source.describe()['path']}: {changed} changed while it was read; build again")

@@ -1,7 +1,7 @@
-"""Reads untrusted text, JSON and YAML: bounded in size, depth and number of values.
+"""Reads untrusted text, JSON and YAML, with limits on size, depth and number of values.
 
-The result holds nothing but mappings with finite numbers, texts that UTF-8 can hold, lists, truth values
-and nulls, at most `MOST_DEPTH` deep, for any input, so that callers need no checks of its form.
+Documents consist of mappings, lists, finite numbers, valid UTF-8 strings, booleans and nulls, nested at most
+`MOST_DEPTH` deep, so that callers need not check for anything else.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ T = TypeVar("T")
 MOST_DEPTH: Final = 64
 MOST_VALUES: Final = 5_000_000
 MOST_BYTES: Final = 1 << 28
-MOST_LIST_BYTES: Final = 1 << 32  # of a data set that is one JSON list: Python needs some ten times as much for it
-MOST_YAML_BYTES: Final = 1 << 19  # the reader takes seconds for so much
-MOST_YAML_VALUES: Final = 200_000  # aliases make many of few
-_MOST_BITS: Final = 1000  # such integers are finite as floats, too; checkpoints hold numbers beyond 64 bits
+MOST_LIST_BYTES: Final = 1 << 32  # of a data set in one JSON list: Python needs about ten times its size
+MOST_YAML_BYTES: Final = 1 << 19  # takes seconds to parse
+MOST_YAML_VALUES: Final = 200_000  # aliases multiply values
+_MOST_BITS: Final = 1000  # such integers are finite as floats; checkpoints contain some beyond 64 bits
 
 
 class DamagedError(ValueError):
-    """A text that fails to parse; the message is one short line without the name of the file."""
+    """A text that cannot be parsed; the message is one short line without the file name."""
 
 
 class ImpossibleValueError(DamagedError):
-    """A value, named by its path, that no document of fcp may hold, though JSON or YAML would."""
+    """A value, named by its path, that JSON or YAML allows but fcp does not."""
 
 
 def read_text(path: Path, *, error: type[FcpError], label: str = "", most_bytes: int = MOST_BYTES) -> str:
-    """Return a text file, which is UTF-8.
+    """Return the content of a UTF-8 text file.
 
     Args:
         path: the file.
-        error: the class to raise.
-        label: precedes the path in messages, with a space behind it: "the model ".
-        most_bytes: larger files are refused.
+        error: exception class to raise.
+        label: precedes the path in messages, with a trailing space: "the model ".
+        most_bytes: size limit.
     """
     try:
         with open_input(path, most_bytes=most_bytes) as file:
             content = bytearray()
-            while piece := file.read(1 << 20):  # a pipe may have no end
+            while piece := file.read(1 << 20):  # a pipe may be endless
                 content += piece
                 if len(content) > most_bytes:
                     raise too_large(path, most_bytes)
@@ -66,21 +66,21 @@ def read_text(path: Path, *, error: type[FcpError], label: str = "", most_bytes:
 def decode_json(
     text: str | bytes, *, most_values: int = MOST_VALUES, constant: Callable[[str], Any] | None = None
 ) -> Any:
-    """Return the document of a JSON text; `constant` returns the value of NaN or Infinity, which are refused else."""
+    """Parse JSON; `constant` converts NaN and Infinity, which are rejected by default."""
     return bounded(_loaded(text, parse_constant=constant or _refuse_constant), most_values=most_values)
 
 
 def decode_record(line: str | bytes) -> Any:
-    """Return the JSON value of one record of a data set; numbers are not checked: data may hold NaN."""
+    """Parse a JSON record of a data set; numbers are not checked, since data may contain NaN."""
     value = _loaded(line)
     brackets = (b"[", b"{") if isinstance(line, bytes) else ("[", "{")
-    if sum(map(line.count, brackets)) > MOST_DEPTH:  # type: ignore[arg-type]  # only then can it be nested deeply
+    if sum(map(line.count, brackets)) > MOST_DEPTH:  # type: ignore[arg-type]  # else it cannot be nested deeply
         bounded(value, checks_values=False)
     return value
 
 
 def decode_shape(line: str | bytes, kind: type[T]) -> T:
-    """Parse one record of JSON as a dataclass or a TypedDict; fields that it does not name are skipped, not built."""
+    """Parse a JSON record into a dataclass or TypedDict; other fields are skipped without being built."""
     try:
         return msgspec.json.decode(line, type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as failure:
@@ -90,7 +90,7 @@ def decode_shape(line: str | bytes, kind: type[T]) -> T:
 def read_json(
     path: Path, *, error: type[FcpError], label: str = "", constant: Callable[[str], Any] | None = None
 ) -> Any:
-    """Return the value of a JSON file; `constant` is that of `decode_json`."""
+    """Parse a JSON file; for `constant` see `decode_json`."""
     text = read_text(path, error=error, label=label)
     try:
         return decode_json(text, constant=constant)
@@ -101,7 +101,7 @@ def read_json(
 
 
 def read_object(path: Path, *, error: type[FcpError], label: str = "") -> dict[str, Any]:
-    """Return the JSON object that a file holds."""
+    """Parse a JSON file that must hold an object."""
     document = read_json(path, error=error, label=label)
     if not isinstance(document, dict):
         raise error(f"{path} is not a JSON object but {kind_of(document)}")
@@ -109,7 +109,7 @@ def read_object(path: Path, *, error: type[FcpError], label: str = "") -> dict[s
 
 
 def read_records(path: Path, *, error: type[FcpError]) -> list[dict[str, Any]]:
-    """Return the records of a data set that is one JSON list of at most `MOST_LIST_BYTES`."""
+    """Parse a data set that is one JSON list of records, of at most `MOST_LIST_BYTES`."""
     text = read_text(path, error=error, most_bytes=MOST_LIST_BYTES)
     try:
         document = decode_record(text)
@@ -121,7 +121,7 @@ def read_records(path: Path, *, error: type[FcpError]) -> list[dict[str, Any]]:
 
 
 def parse_yaml(text: str, *, name: str, error: type[FcpError]) -> Any:
-    """Return the document of a YAML text; `name` names the file in messages."""
+    """Parse YAML; `name` is the file name for messages."""
     try:
         if len(text) > MOST_YAML_BYTES:
             raise DamagedError(f"it is larger than {MOST_YAML_BYTES >> 10} KiB")
@@ -140,20 +140,20 @@ def parse_yaml(text: str, *, name: str, error: type[FcpError]) -> Any:
 
 def _load_yaml(text: str) -> Any:
     if _SAME_TO_ALL.fullmatch(text):
-        with suppress(yaml.YAMLError):  # in libyaml's words, which not every PyYAML has
+        with suppress(yaml.YAMLError):  # on errors fall through: libyaml words them differently
             return yaml.load(text, Loader=_FastLoader)
     return yaml.load(text, Loader=_Loader)
 
 
 def bounded(document: Any, *, most_values: int = MOST_VALUES, checks_values: bool = True) -> Any:
-    """Return a document unchanged if it is within the bounds of this file.
+    """Return a document unchanged, or raise DamagedError if it exceeds the limits of this module.
 
     Args:
-        document: the document of JSON or YAML; one value may occur in many places, or within itself.
-        most_values: the most values in all, each counted at every occurrence.
-        checks_values: whether numbers must be finite, and texts such as UTF-8 can hold.
+        document: parsed JSON or YAML, in which a value may be shared or contain itself.
+        most_values: limit on the number of values; shared values count at every occurrence.
+        checks_values: whether to check that numbers are finite and strings valid UTF-8.
     """
-    # Of each mapping or list: itself, and the keys that lead to it, the nearest first.
+    # Each entry: container, depth, and the path of keys that leads to it, innermost first.
     waiting: deque[tuple[Any, int, _Place]] = deque([([document], 0, None)])
     while waiting:
         holder, depth, place = waiting.popleft()
@@ -172,7 +172,7 @@ def bounded(document: Any, *, most_values: int = MOST_VALUES, checks_values: boo
 
 
 def kind_of(value: Any) -> str:
-    """Return the type of a value of a document, for messages: "a list", "a text"."""
+    """Return the type of a value for messages: "a list", "a text"."""
     kinds = {dict: "a mapping", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
     return kinds.get(type(value), "a number")
 
@@ -194,11 +194,11 @@ def _loaded(text: str | bytes, **hooks: Any) -> Any:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _wrong(value: Any) -> str | None:
-    """Return the fault of a value that is neither mapping nor list, or None."""
+    """Describe what is wrong with a scalar, or return None."""
     if isinstance(value, float):
         return None if math.isfinite(value) else f"{value}; it must be a finite number"
     if isinstance(value, int):
@@ -216,15 +216,15 @@ def _path_of(place: _Place) -> str:
     while place is not None:
         place, key = place
         keys.append(key)
-    # The first element is the document itself.
+    # Skip the wrapper around the document.
     written = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys[-2::-1])
     return written.removeprefix(".").encode(errors="backslashreplace").decode() or "it"
 
 
 class _JsonTypes(yaml.constructor.SafeConstructor, yaml.resolver.Resolver):
-    """Builds JSON's types only: a date stays a text.
+    """Constructs JSON types only; a date stays a string.
 
-    50e9 (no dot, no sign) is the number that YAML 1.2 takes it for; YAML 1.1 has it as text.
+    50e9 (no dot, no sign) is a number as in YAML 1.2; in YAML 1.1 it is a string.
     """
 
     yaml_implicit_resolvers = {  # noqa: RUF012
@@ -233,13 +233,13 @@ class _JsonTypes(yaml.constructor.SafeConstructor, yaml.resolver.Resolver):
     }
 
     def flatten_mapping(self, node: Any) -> None:
-        """Merge the mappings of `<<`, which may double with every level."""
+        """Merge the mappings of `<<`, whose number may double with every level."""
         super().flatten_mapping(node)
         if len(node.value) > MOST_YAML_VALUES:
             raise yaml.constructor.ConstructorError(None, None, "it has too many values", node.start_mark)
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
-        """Build a value; one that does not fit its tag is a fault of the text, with its place."""
+        """Construct a value; if it does not fit its tag, raise a YAML error with its position."""
         try:
             kind = node.tag.rpartition(":")[2]
             if node.tag.startswith("tag:yaml.org,2002:") and kind not in _YAML_KINDS:
@@ -250,7 +250,7 @@ class _JsonTypes(yaml.constructor.SafeConstructor, yaml.resolver.Resolver):
             raise yaml.constructor.ConstructorError(None, None, value, node.start_mark) from failure
 
 
-# libyaml takes tabs, "?", "!", block scalars and some of Unicode in other places than PyYAML itself does.
+# libyaml and PyYAML differ on tabs, "?", "!", block scalars and some of Unicode.
 _SAME_TO_ALL: Final = re.compile(r'[\n "-=@-{}~]*')
 _YAML_KINDS: Final = ("null", "bool", "int", "float", "str", "seq", "map", "merge", "value")
 _JsonTypes.add_implicit_resolver(
@@ -263,4 +263,4 @@ class _Loader(_JsonTypes, yaml.SafeLoader):
 
 
 class _FastLoader(_JsonTypes, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Reads with libyaml, if PyYAML was built with it: seven times as fast, and short commands read little else."""
+    """Parses with libyaml if available: seven times as fast, which dominates the run time of short commands."""

@@ -1,6 +1,6 @@
-"""Opens files that a user named, and reads their lines, with bounds: no device, no folder, no endless line.
+"""Opens user-named files and reads their lines with limits: no devices, folders or endless lines.
 
-Failures are OSErrors whose `strerror` is the reason in a few words, as those of the system are.
+Failures are OSErrors whose `strerror` is a short reason, like those of the operating system.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fcp_cli.reading.remote import buffered
 _Content = TypeVar("_Content")
 
 MOST_LINE_BYTES: Final = 1 << 28
-"""A record of 256 MiB holds some 40 million token ids, or a conversation with dozens of pictures."""
+"""A 256 MiB record holds some 40 million token ids, or a conversation with dozens of images."""
 
 _COMPRESSIONS: Final = {".gz": "gzip", ".zst": "zstd"}
 
@@ -31,21 +31,21 @@ def open_input(path: Path, *, seekable: bool = False, most_bytes: int | None = N
     """Open a file for reading bytes: a regular one, or a pipe unless it must be `seekable`.
 
     Args:
-        path: the file; the null device is an empty one.
-        seekable: whether the format is read from its end, or twice.
-        most_bytes: larger files are refused; a pipe's size is unknown, so its reader counts.
+        path: the file; the null device reads as an empty file.
+        seekable: whether the reader seeks, which excludes pipes.
+        most_bytes: size limit; a pipe's size is unknown, so its reader must count.
     """
     require_input(path, seekable=seekable, most_bytes=most_bytes)
     return path.open("rb")
 
 
 def head_of(name: str, most_bytes: int) -> bytes:
-    """Return the first bytes of a regular file, in half the time of `open_input`; nothing if it cannot be read."""
+    """Return the first bytes of a regular file, or b"" if unreadable; twice as fast as `open_input`."""
     descriptor = -1
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK)  # do not wait for a pipe's writer
         return os.read(descriptor, most_bytes) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
-    except (OSError, ValueError):  # of a NUL in the name
+    except (OSError, ValueError):  # ValueError: NUL in the name
         return b""
     finally:
         if descriptor >= 0:
@@ -53,12 +53,12 @@ def head_of(name: str, most_bytes: int) -> bytes:
 
 
 def require_input(path: Path, *, seekable: bool = False, most_bytes: int | None = None) -> None:
-    """Check that `open_input` would open a path, for libraries that open files by name."""
+    """Check that `open_input` would accept a path, for libraries that open files by name."""
     status = path.stat()
     is_pipe = stat.S_ISFIFO(status.st_mode)
     if is_pipe and seekable:
         raise OSError(errno.ESPIPE, "it is a pipe, and this format is not read in order; save it as a file", str(path))
-    opened = is_pipe or stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)  # the system refuses folders
+    opened = is_pipe or stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)  # opening a folder fails anyway
     if not opened and not path.samefile(os.devnull):  # '--config /dev/null' names an empty file
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     if most_bytes is not None and stat.S_ISREG(status.st_mode) and status.st_size > most_bytes:
@@ -66,17 +66,17 @@ def require_input(path: Path, *, seekable: bool = False, most_bytes: int | None 
 
 
 def is_compressed(path: Path) -> bool:
-    """Return whether a file is compressed with gzip or zstd, by its name: it can only be read in order."""
+    """Return whether a file name ends in .gz or .zst: such files can only be read sequentially."""
     return path.suffix in _COMPRESSIONS
 
 
 def inner_suffix(path: Path) -> str:
-    """Return the suffix of a file, or if it is compressed, the one before."""
+    """Return the file suffix, ignoring a compression suffix."""
     return Path(path.stem).suffix if is_compressed(path) else path.suffix
 
 
 class _Unpacked(io.RawIOBase):
-    """Content of a compressed stream; `packed` is that stream. All members or frames of it are read."""
+    """Decompressed content of the stream `packed`, including all its gzip members or zstd frames."""
 
     def __init__(self, packed: BinaryIO, compression: str) -> None:
         import pyarrow as pa
@@ -99,16 +99,16 @@ class _Unpacked(io.RawIOBase):
 
 
 def open_records(path: Path, *, seekable: bool = False) -> BinaryIO:
-    """Open a file of records, and decompress it while reading if its name ends in `.gz` or `.zst`."""
+    """Open a file of records; decompress on the fly if its name ends in `.gz` or `.zst`."""
     stream = open_input(path, seekable=seekable)
     return buffered(_Unpacked(stream, _COMPRESSIONS[path.suffix])) if is_compressed(path) else stream
 
 
 class _Scratch:
-    """Contents of compressed files, one after another in a nameless temporary file."""
+    """Decompressed files, concatenated in an unnamed temporary file."""
 
     def __init__(self) -> None:
-        self.file = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as the process
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the process
         self.starts: dict[Path, int] = {}
         self.lock = threading.Lock()
 
@@ -119,14 +119,14 @@ def _scratch(process: int) -> _Scratch:
 
 
 def open_unpacked(path: Path, byte_offset: int) -> BinaryIO:
-    """Open the content of a compressed file at a byte. A process unpacks each file once, to disk."""
-    scratch = _scratch(os.getpid())  # forked workers share no position
+    """Open a compressed file's content at a byte offset; each process unpacks a file once, to disk."""
+    scratch = _scratch(os.getpid())  # forked workers must not share a file position
     with scratch.lock:
         if path not in scratch.starts:
             start = scratch.file.seek(0, os.SEEK_END)
             with open_records(path) as stream:
                 shutil.copyfileobj(stream, scratch.file, 1 << 20)
-            scratch.file.write(b"\n")  # ends a last line without an end
+            scratch.file.write(b"\n")  # terminates an unfinished last line
             scratch.file.flush()
             scratch.starts[path] = start
         opened = Path(f"/proc/self/fd/{scratch.file.fileno()}").open("rb")  # noqa: SIM115  returned
@@ -135,7 +135,7 @@ def open_unpacked(path: Path, byte_offset: int) -> BinaryIO:
 
 
 def stored_bytes_read(stream: IO[bytes]) -> int:
-    """Return the position in the file that a stream of `open_records` reads."""
+    """Return the position of an `open_records` stream in the stored (compressed) file."""
     raw = getattr(stream, "raw", None)
     return raw.packed.tell() if isinstance(raw, _Unpacked) else stream.tell()
 
@@ -145,7 +145,7 @@ def too_large(path: Path, most_bytes: int) -> OSError:
 
 
 def bounded_lines(stream: IO[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a stream, each with its end; the last may have none."""
+    """Yield the lines of a stream including line ends; raise OSError on a line above the limit."""
     number = 1
     while line := stream.readline(MOST_LINE_BYTES + 1):
         if len(line) > MOST_LINE_BYTES:
@@ -159,8 +159,8 @@ def cached_by_file(read: Callable[[Path], _Content], *, maxsize: int) -> Callabl
     """Cache the contents of files until they change.
 
     Args:
-        read: reads a file; its exceptions are not cached.
-        maxsize: files cached at most.
+        read: reads a file; exceptions are not cached.
+        maxsize: maximum number of cached files.
     """
 
     @lru_cache(maxsize=maxsize)
@@ -174,7 +174,7 @@ def cached_by_file(read: Callable[[Path], _Content], *, maxsize: int) -> Callabl
 
 
 def _version(file: Path) -> tuple[int, int, int] | None:
-    """Inode, size and time of the last change; None if the file is missing, which `read` reports in its own words."""
+    """Return inode, size and mtime; None if the file is missing, which `read` will report."""
     try:
         status = file.stat()
     except OSError:

@@ -1,7 +1,7 @@
-"""Opens Parquet files that anybody may have written, and reads their footers.
+"""Opens untrusted Parquet files and reads their footers.
 
-Checksums are verified if a file has them: Parquet's own of each page, and fcp's of the footer, for which Parquet has
-none. The latter precedes the footer, in bytes that Parquet leaves unused: `footer_mark`.
+Checksums are verified if present: Parquet's own per page, and fcp's of the footer, which Parquet does not protect. The
+latter precedes the footer, in bytes that Parquet leaves unused: see `footer_mark`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fcp_cli.words import first_sentence
 
 FOOTER_KEY: Final = b"fcp"
 FAILURES: Final = (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, MemoryError)
-"""Exceptions of pyarrow on a damaged file; FcpError is not among them."""
+"""Exceptions that pyarrow raises on damaged files; FcpError is not among them."""
 _MOST_VALUES: Final = 1_000_000
 END_BYTES: Final = 8  # the length of the footer, and the magic bytes
 _MARK: Final = b"fcp-crc\0"
@@ -31,7 +31,7 @@ _MARK_BYTES: Final = len(_MARK) + 4
 
 
 def open_parquet(path: Path, footer: Any = None) -> Any:
-    """Open a Parquet file; its names are known to be readable."""
+    """Open a Parquet file with valid column names; verify the footer unless `footer` is given."""
     require_input(path, seekable=True)
     if footer is None:
         _verify_footer(path)
@@ -41,7 +41,7 @@ def open_parquet(path: Path, footer: Any = None) -> Any:
 
 
 def open_footer(path: Path) -> Any:
-    """Read the footer of a Parquet file; its names are known to be readable."""
+    """Read and verify the footer of a Parquet file with valid column names."""
     require_input(path, seekable=True)
     _verify_footer(path)
     footer = pq.read_metadata(_by_ranges(path))
@@ -50,27 +50,27 @@ def open_footer(path: Path) -> Any:
 
 
 def _by_ranges(path: Path) -> Any:
-    """Return pyarrow's input for a file; of an object of a store it reads only the requested columns."""
+    """Return an input for pyarrow; for remote objects, one that fetches only requested ranges."""
     return path.open("rb", 0) if isinstance(path, RemotePath) else path
 
 
 def footer_size(end: bytes) -> int:
-    """Return the bytes from a footer to the end of its file, which its last eight bytes state."""
+    """Return the size of the footer including its 8-byte trailer, which states it."""
     return int.from_bytes(end[-END_BYTES:-4], "little") + END_BYTES
 
 
 def footer_mark(footer: bytes) -> bytes:
-    """Return the bytes before a footer that is checksummed; `footer` reaches to the end of the file."""
+    """Return the checksum mark that precedes a footer; `footer` extends to the end of the file."""
     return _MARK + zlib.crc32(footer).to_bytes(4, "little")
 
 
 def _verify_footer(path: Path) -> None:
-    """Compare a footer with its checksum; a file of another writer has none."""
+    """Verify the footer checksum, if the file has one: other writers add none."""
     with path.open("rb", 0 if isinstance(path, RemotePath) else -1) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - END_BYTES))
         before = size - footer_size(file.read()) - _MARK_BYTES
-        if before < 0:  # truncated: pyarrow says so
+        if before < 0:  # truncated: pyarrow reports it
             return
         file.seek(before)
         mark = file.read(_MARK_BYTES)
@@ -79,20 +79,20 @@ def _verify_footer(path: Path) -> None:
 
 
 def footer_document(pairs: Mapping[bytes, bytes] | None) -> Any:
-    """Return the JSON that fcp wrote among the key-value pairs of a footer; None if there is none."""
+    """Parse the JSON that fcp stored in a footer's key-value pairs, or return None."""
     text = (pairs or {}).get(FOOTER_KEY)
     return None if text is None else decode_json(text, most_values=_MOST_VALUES)
 
 
 def reason_of(failure: BaseException) -> str:
-    """Return why a file could not be read, in a few words."""
+    """Return a short reason why a file could not be read."""
     if isinstance(failure, UnicodeError):
         return "a name in it, or its own, is not UTF-8"
     return "it states more than fits into memory" if isinstance(failure, MemoryError) else first_sentence(failure)
 
 
 def require_names(schema: Any) -> None:
-    """Check that the columns' names are UTF-8 and distinct: pyarrow decodes them late, and allows repeated ones."""
+    """Check that column names are valid UTF-8 and unique: pyarrow decodes them lazily and allows duplicates."""
     name = next((name for name, count in Counter(schema.names).items() if count > 1), None)
     if name is not None:
         raise ValueError(f"it has two columns named {name!r}")

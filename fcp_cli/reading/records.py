@@ -1,4 +1,4 @@
-"""Append-only files of records, each with its length and digests, so that a truncated tail differs from damage."""
+"""Append-only record files with lengths and digests, so that a truncated tail is distinguishable from damage."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fcp_cli.reading.inputs import open_input
 from fcp_cli.reading.parquet import FAILURES, require_names
 from fcp_cli.words import first_sentence
 
-_STATED: Final = struct.Struct("<Q16s")  # bytes of the content, and its digest
-_HEADER_BYTES: Final = _STATED.size + 8  # with a digest of the two before
+_STATED: Final = struct.Struct("<Q16s")  # content size and digest
+_HEADER_BYTES: Final = _STATED.size + 8  # plus a digest of these two
 
 
 def write_record(file: IO[bytes], content: bytes) -> None:
@@ -28,7 +28,7 @@ def write_record(file: IO[bytes], content: bytes) -> None:
 
 
 def read_records(path: Path) -> Iterator[bytes]:
-    """Yield the contents of whole records; one that a kill cut off at the end of the file is skipped."""
+    """Yield the content of complete records; a truncated record at the end of the file is skipped."""
     size = path.stat().st_size
     with open_input(path, seekable=True) as file:
         number = 0
@@ -36,18 +36,18 @@ def read_records(path: Path) -> Iterator[bytes]:
             number += 1
             stated = header[: _STATED.size]
             if header[_STATED.size :] != _digest(stated, 8):
-                raise DamagedError(f"its record {number} is not as it was written")
+                raise DamagedError(f"its record {number} is damaged")
             num_bytes, digest = _STATED.unpack(stated)
             if num_bytes > size - file.tell():
                 return
             content = file.read(num_bytes)
             if _digest(content, 16) != digest:
-                raise DamagedError(f"its record {number} is not as it was written")
+                raise DamagedError(f"its record {number} is damaged")
             yield content
 
 
 def table_content(table: pa.Table) -> bytes:
-    """Return an Arrow table as the content of a record."""
+    """Serialize an Arrow table as record content."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
         writer.write_table(table)
@@ -55,7 +55,7 @@ def table_content(table: pa.Table) -> bytes:
 
 
 def table_of_content(content: bytes) -> Any:
-    """Return the Arrow table of a record; its offsets and texts are sound, and no value is null."""
+    """Deserialize and validate an Arrow table; null values are rejected."""
     try:
         with pa.ipc.open_stream(pa.py_buffer(content)) as reader:
             table = reader.read_all()

@@ -1,7 +1,7 @@
-"""Paths and files of object stores, by URL, read by ranges with retries and in bounded memory.
+"""Paths and files in object stores, given by URL and read in ranges, with retries and bounded memory.
 
-Every store that fsspec knows is one. A `RemotePath` is a `Path`, so that sources need not know where their files lie.
-Credentials are those of the store's own driver: environment variables, configuration files, roles of the machine.
+Any store that fsspec supports works. A `RemotePath` is a `Path`, so sources need not know where their files are.
+Credentials come from the store's driver: environment variables, configuration files, machine roles.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from fcp_cli.words import first_sentence
 
 _Answer = TypeVar("_Answer")
 
-_WAITS_SECONDS: Final = (0.25, 1.0, 4.0, 16.0)  # before each retry; stores that throttle ask for seconds
-_LEAST_WINDOW: Final = 1 << 17  # covers the header of a picture, or a record that is read by itself
+_WAITS_SECONDS: Final = (0.25, 1.0, 4.0, 16.0)  # before each retry; throttling stores ask for seconds
+_LEAST_WINDOW: Final = 1 << 17  # covers an image header or a single record
 _MOST_WINDOW: Final = 1 << 23
 _QUESTIONS: Final = 32
 _BUFFER_BYTES: Final = 1 << 16
-# Entity tags and times under the names that the drivers of S3, Google, Azure, the hub and HTTP give them.
+# Version fields (entity tags, times) in the drivers of S3, Google, Azure, the hub and HTTP.
 _VERSION_FIELDS: Final = (
     *("ETag", "etag", "VersionId", "generation", "md5Hash", "content_md5", "blob_id", "Content-MD5", "Digest"),
     *("LastModified", "last_modified", "Last-Modified", "updated", "mtime", "created"),
@@ -41,14 +41,14 @@ _DEFINITE: Final = (FileNotFoundError, PermissionError, IsADirectoryError, NotAD
 
 
 class StoreError(FcpError, OSError):
-    """A store failed to answer; `strerror` is the reason, `filename` the URL."""
+    """A store failed to answer; `strerror` is the reason and `filename` the URL."""
 
     def __str__(self) -> str:
         return f"cannot read {self.filename}: {self.strerror}"
 
 
 class RemotePath(PosixPath):
-    """URL of an object or a prefix of a store, as `scheme://container/key`."""
+    """URL of an object or prefix in a store: `scheme://container/key`."""
 
     def __str__(self) -> str:
         return super().__str__().replace(":/", "://", 1)
@@ -63,7 +63,7 @@ class RemotePath(PosixPath):
         return self
 
     def store(self) -> tuple[Any, str]:
-        """Return the fsspec file system of the URL and the name there."""
+        """Return the fsspec file system and the name in it."""
         url = str(self)
         try:
             from fsspec.core import url_to_fs
@@ -79,7 +79,7 @@ class RemotePath(PosixPath):
             raise StoreError(errno.EINVAL, first_sentence(error), url) from error
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """Return size and kind; a digest of entity tag and time replaces inode and time of the last change."""
+        """Return size and kind; a digest of version fields replaces inode and mtime."""
         system, name = self.store()
         info: Mapping[str, Any] = retried(lambda: system.info(name), str(self))
         if info["type"] == "directory":
@@ -116,22 +116,22 @@ class RemotePath(PosixPath):
             yield self._named(found)
 
     def _named(self, name: str) -> RemotePath:
-        """Return the URL of a listed name under the scheme that the user gave: a driver may have several."""
+        """Return the URL of a listed name with the user's scheme: a driver may have several."""
         return RemotePath(name if "://" in name else f"{str(self).partition('://')[0]}://{name}")
 
     def open(self, mode: str = "rb", buffering: int = -1, *args: Any, **options: Any) -> Any:
-        """Open for reading bytes: read ahead in a growing window, or by the ranges asked for if `buffering` is 0."""
+        """Open for binary reading, with growing read-ahead; with `buffering` 0, read only requested ranges."""
         if mode != "rb":
-            raise StoreError(errno.EROFS, f"stores are only read; mode {mode!r} is not", str(self))
+            raise StoreError(errno.EROFS, f"stores are read-only; mode {mode!r} is not supported", str(self))
         return RemoteFile(self, reads_ahead=False) if buffering == 0 else buffered(RemoteFile(self))
 
 
 class RemoteFile(io.RawIOBase):
-    """Bytes of an object, fetched by ranges; a range comes whole or is fetched again.
+    """Bytes of an object, fetched in ranges; an incomplete range is fetched again.
 
     Args:
         path: the object.
-        reads_ahead: fetch more than is asked for while reads follow each other, up to 8 MiB.
+        reads_ahead: whether sequential reads prefetch up to 8 MiB.
     """
 
     def __init__(self, path: RemotePath, *, reads_ahead: bool = True) -> None:
@@ -180,7 +180,7 @@ class RemoteFile(io.RawIOBase):
     def _hold(self, wanted: int) -> None:
         follows = self._at == self._held_at + len(self._held)
         self._window = min(2 * self._window, _MOST_WINDOW) if follows else _LEAST_WINDOW
-        self._held = memoryview(b"")  # never two windows at a time
+        self._held = memoryview(b"")  # free the old window first
         size = min(max(wanted, self._window if self._reads_ahead else 0), self._status.st_size - self._at)
         try:
             self._held, self._held_at = memoryview(retried(lambda: self._range(size), self.name)), self._at
@@ -202,18 +202,18 @@ def buffered(raw: io.RawIOBase) -> io.BufferedReader:
 
 
 def version_of(status: os.stat_result) -> tuple[int, int]:
-    """Return size and time of the last change in ns, or the digest that replaces it."""
+    """Return size and mtime in ns, or the digest that replaces mtime."""
     return status.st_size, status.st_mtime_ns
 
 
 @lru_cache(maxsize=1 << 20)
 def remembered_size(path: RemotePath) -> int:
-    """Return the bytes of an object as they were when first asked for: a build asks several times."""
+    """Return the size of an object when first queried, since a build queries it repeatedly."""
     return path.stat().st_size
 
 
 def each(ask: Callable[[Path], _Answer], files: Sequence[Path]) -> list[_Answer]:
-    """Return an answer for each file, in order; stores are asked for many at a time."""
+    """Apply `ask` to each file, in order; concurrently if any file is remote."""
     if not any(isinstance(file, RemotePath) for file in files):
         return [ask(file) for file in files]
     with ThreadPoolExecutor(_QUESTIONS) as pool:
@@ -221,7 +221,7 @@ def each(ask: Callable[[Path], _Answer], files: Sequence[Path]) -> list[_Answer]
 
 
 def data_path(text: str | Path) -> Path:
-    """Return the path of a file or folder with data that was named as a path or a URL."""
+    """Convert a path or URL to a path."""
     scheme, mark, rest = str(text).partition("://")
     if isinstance(text, Path) or not mark:
         return Path(text)
@@ -229,7 +229,7 @@ def data_path(text: str | Path) -> Path:
 
 
 def retried(ask: Callable[[], _Answer], url: str) -> _Answer:
-    """Return the answer of a store; transient failures are retried, each time after a longer wait."""
+    """Query a store; retry transient failures with growing delays."""
     for attempt in itertools.count():
         try:
             return ask()
@@ -241,18 +241,18 @@ def retried(ask: Callable[[], _Answer], url: str) -> _Answer:
                 reason = first_sentence(error) or type(error).__name__
                 attempts = f" ({attempt + 1} attempts)" if is_transient else ""
                 raise StoreError(getattr(error, "errno", None) or errno.EIO, f"{reason}{attempts}", url) from error
-        time.sleep(_WAITS_SECONDS[attempt] * random.uniform(0.5, 1.0))  # clients that failed together come back apart
+        time.sleep(_WAITS_SECONDS[attempt] * random.uniform(0.5, 1.0))  # jitter, so that clients do not retry together
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
 def _is_transient(error: Exception) -> bool:
-    """Return whether another attempt may succeed: the network's failures, throttling, and faults of the server."""
+    """Return whether a retry may succeed: network failures, throttling, server errors."""
     status = getattr(error, "status", None)
     if isinstance(status, int) and 400 <= status < 600:
         return status >= 500 or status in _TRANSIENT_STATUS
     if isinstance(error, _DEFINITE) or type(error).__name__ == "FileExpired":
         return False
-    # Clients derive their errors from these, or name their module; other errors of a driver are not transient.
+    # HTTP clients derive errors from these or define them in their modules; other errors are permanent.
     return isinstance(error, OSError | TimeoutError) or type(error).__module__.startswith(
         ("aiohttp", "asyncio", "httpx")
     )

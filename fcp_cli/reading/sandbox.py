@@ -1,8 +1,8 @@
-"""One environment for the templates of others: launch templates, and chat templates of checkpoints.
+"""Sandboxed jinja2 environment for foreign templates: launch templates and chat templates of checkpoints.
 
-Nothing of Python is within reach: attributes of texts, lists and mappings are named one by one, and so are functions,
-filters, tests and callables. All work is counted by the operations into which jinja2 compiles a template;
-`code_generator_class`, `finalize`, `concat`, `call` and `call_binop` are jinja2's own places for that.
+No Python object is reachable beyond an allowlist of attributes, functions, filters, tests and callables. All work is
+counted by the operations that jinja2 compiles a template into, through its hooks `code_generator_class`, `finalize`,
+`concat`, `call` and `call_binop`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fcp_cli.reading.template_functions import current_work, limited_work
 from fcp_cli.reading.work_limits import CALL, ITERATION, CountedLoop
 
 MOST_TEMPLATE_BYTES: Final = 1 << 18
-_FILE: Final = 50_000  # of a rendering's work: a few hundred files
+_FILE: Final = 50_000  # work units per file: allows a few hundred files
 
 _ATTRIBUTES: Final[tuple[tuple[Any, frozenset[str]], ...]] = (
     (str, functions.TEXT_METHODS),
@@ -47,7 +47,7 @@ _CALLABLE: Final = (BlockReference, LoopContext, Macro, Undefined, functions.Tex
 
 
 class _MeteredCode(CodeGenerator):
-    """Compiles templates so that loops, comparisons, slices and literals count their work."""
+    """Compiles templates so that loops, comparisons, slices and literals count work."""
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
         data = (text for part in node.body for text in (part, *part.find_all(nodes.TemplateData)))
@@ -102,7 +102,7 @@ class _MeteredCode(CodeGenerator):
 
 
 class _Generation(Extension):
-    """Reads `{% generation %}`, which marks the assistant's tokens for transformers; rendered here as its content."""
+    """Parses `{% generation %}`, with which transformers marks assistant tokens; renders its content."""
 
     tags: ClassVar[set[str]] = {"generation"}  # type: ignore[misc]
 
@@ -111,20 +111,20 @@ class _Generation(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
-@pass_environment  # keeps jinja2 from folding it into a constant
+@pass_environment  # prevents constant folding
 def _finalized(environment: Environment, value: Any) -> Any:
-    """Count a value before it is made a text."""
+    """Count a value before converting it to text."""
     return value if type(value) is str else current_work.get().read(value)
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Environment of the templates of others; `settings` are those of jinja2's environment."""
+    """Environment for foreign templates; `settings` are jinja2's environment settings."""
 
     code_generator_class = _MeteredCode
     intercepted_binops: ClassVar[frozenset[str]] = frozenset(("+", "*", "**", "%"))  # type: ignore[misc]
 
     def __init__(self, **settings: Any) -> None:
-        # Not optimized: constants would be computed before any work is counted.
+        # No optimizer: it would fold constants before work is counted.
         super().__init__(
             optimized=False,
             finalize=_finalized,
@@ -146,7 +146,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals = {"range": self.globals["range"], **functions.OWN_FUNCTIONS}
 
     def add_filter(self, name: str, function: Callable[..., str]) -> None:
-        """Give templates another filter, which reads its arguments once."""
+        """Add a filter that reads its arguments once."""
         self.filters[name] = functions.reading(function)
 
     def compiled(self, text: str, *, name: str = "template", file: str | None = None) -> Template:
@@ -221,10 +221,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return functions.TextFormat(self, text) if isinstance(text, str) and value.__name__ == "format" else None
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        # Named so that a template's own keyword arguments match no parameter.
+        # Parameter names that no keyword argument of a template can match.
         work = current_work.get()
         work.spend(CALL + len(args) + len(kwargs))
-        for name in ("_block_vars", "_loop_vars"):  # for functions that take a context; none here does
+        for name in ("_block_vars", "_loop_vars"):  # only for functions that take a context, which none here does
             kwargs.pop(name, None)
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str):
@@ -241,19 +241,19 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def rendered(template: Template, values: Mapping[str, Any]) -> str:
-    """Render a template of a sandbox within limits that grow with the values."""
+    """Render a sandboxed template; the work limit grows with the size of the values."""
     with limited_work(dict(values)):
         return template.render(values)
 
 
 class Folders(BaseLoader):
-    """Templates that others extend or include, in the first of `folders` that has them."""
+    """Loads included and extended templates from the first of `folders` that has them."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = folders
 
     def get_source(self, environment: Environment, template: str) -> tuple[str, str, None]:
-        """Read a template; raises TemplateNotFound, also for names that lead out of the folders."""
+        """Read a template; raise TemplateNotFound also for names outside the folders."""
         current_work.get().spend(_FILE)
         for folder in self._folders:
             file = folder.joinpath(*split_template_path(template))

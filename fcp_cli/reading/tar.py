@@ -1,7 +1,7 @@
-"""Walks through tars that anybody may have written: ustar, GNU's and pax.
+"""Iterates over untrusted tars: ustar, GNU and pax formats.
 
-Not by Python's `tarfile`, which takes four times as long for a header, keeps every one, and ends at a damaged one
-without an error.
+Python's `tarfile` takes four times as long per header, keeps all headers in memory, and stops silently at a damaged
+one.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import IO, Any, Final, NamedTuple
 from fcp_cli.errors import FcpError
 
 _BLOCK: Final = 512
-_MOST_EXTENDED_BYTES: Final = 1 << 20  # of a long name, or of a file's pax records
+_MOST_EXTENDED_BYTES: Final = 1 << 20  # limit on a long name or pax header
 _FILES: Final = (b"0", b"\0", b"7")
-_WITHOUT_CONTENT: Final = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders, pipes, of any size
+_WITHOUT_CONTENT: Final = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders, pipes
 _LONG_NAME: Final = b"L"
-_PAX: Final = (b"x", b"X", b"g")  # of the next file, and of all that follow
+_PAX: Final = (b"x", b"X", b"g")  # for the next file; "g" for all that follow
 _EXTENDED: Final = (_LONG_NAME, b"K", *_PAX)
 _SPARSE: Final = b"S"
 
@@ -28,10 +28,10 @@ class TarMember(NamedTuple):
     """A file in a tar.
 
     Attributes:
-        name: the name with its folders.
-        offset: first byte of its headers.
-        offset_data: first byte of its content.
-        size: bytes of its content.
+        name: path in the tar.
+        offset: byte offset of its first header.
+        offset_data: byte offset of its content.
+        size: content size in bytes.
     """
 
     name: str
@@ -45,12 +45,12 @@ class _Damaged(Exception):
 
 
 def tar_files(path: Path, stream: IO[bytes], *, error: type[FcpError]) -> Iterator[TarMember]:
-    """Yield the files in a tar that is not compressed.
+    """Yield the files in an uncompressed tar.
 
     Args:
-        path: the path for messages.
-        stream: the tar, read from its position; that may be moved while a file is read.
-        error: the class to raise.
+        path: path for messages.
+        stream: the tar, read from its current position; callers may seek between items.
+        error: exception class to raise.
     """
     try:
         yield from _members(stream)
@@ -61,7 +61,7 @@ def tar_files(path: Path, stream: IO[bytes], *, error: type[FcpError]) -> Iterat
 def tar_content(
     path: Path, stream: IO[bytes], member: TarMember, *, error: type[FcpError], most_bytes: int = 1 << 26
 ) -> bytes:
-    """Return the beginning of a file in a tar."""
+    """Return up to `most_bytes` of a file in a tar."""
     try:
         stream.seek(member.offset_data)
         return stream.read(min(member.size, most_bytes))
@@ -121,7 +121,7 @@ def _members(stream: IO[bytes]) -> Iterator[TarMember]:
         else:
             name = own.get(b"path", everywhere.get(b"path", name))
             if kind == _SPARSE or any(key.startswith(b"GNU.sparse") for key in own):
-                raise _Damaged(f"{_text(name)} is stored with holes; pack it without --sparse")
+                raise _Damaged(f"{_text(name)} is a sparse file; pack it without --sparse")
             if kind in _FILES and not name.endswith(b"/"):
                 yield TarMember(_text(name), first, content, size)
             own = {}
@@ -131,25 +131,25 @@ def _members(stream: IO[bytes]) -> Iterator[TarMember]:
 
 
 def _header(block: bytes, at: int) -> tuple[bytes, bytes, int]:
-    """Return kind, name and size of content; no kind at the zeros that end a tar."""
+    """Return kind, name and content size; an empty kind at the end-of-archive zeros."""
     fault = f"there is no header at byte {at}"
     if len(block) < _BLOCK or block[148] == 0:
         if not block.strip(b"\0"):
             return b"", b"", 0
         raise _Damaged(fault)
     stored = block[148:156]
-    # Adler's lower half is one more than the sum of all bytes, of which the checksum's own count as spaces.
+    # Adler-32's lower half is 1 + the byte sum; the checksum field itself counts as spaces.
     counted = (zlib.adler32(block) & 0xFFFF) - 1 - sum(stored) + 8 * ord(" ")
     if (counted - _number(stored, fault)) % 65521:
         raise _Damaged(fault)
     name = block[:100].partition(b"\0")[0]
-    if block[345] and block[257:263] == b"ustar\0":  # the first folders of a name; other formats keep times there
+    if block[345] and block[257:263] == b"ustar\0":  # prefix of the name; other formats store times here
         name = block[345:500].partition(b"\0")[0] + b"/" + name
     return block[156:157], name, _number(block[124:136], f"the header at byte {at} has an impossible size")
 
 
 def _number(field: bytes, fault: str) -> int:
-    if field[0] == 0x80:  # of eight bits a byte
+    if field[0] == 0x80:  # base-256 encoding
         return int.from_bytes(field[1:], "big")
     digits = field.partition(b"\0")[0].strip()
     if digits.strip(b"01234567"):
@@ -164,7 +164,7 @@ def _decimal(digits: bytes, at: int) -> int:
 
 
 def _records(content: bytes, at: int) -> dict[bytes, bytes]:
-    """Return the pax records that matter here: names, sizes and holes."""
+    """Parse the pax records used here: names, sizes and sparse maps."""
     if b" path=" not in content and b" size=" not in content and b" GNU.sparse" not in content:
         return {}
     found, start = dict[bytes, bytes](), 0

@@ -1,4 +1,4 @@
-"""Filters, methods and functions that templates may call, each with its work counted before it is done."""
+"""Filters, methods and functions for templates, whose work is counted before it is done."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ READING_METHODS: Final = _words(
     "capitalize count endswith find index isalnum isalpha isdecimal isdigit islower isnumeric isspace istitle isupper "
     "lower partition removeprefix removesuffix startswith swapcase title upper"
 )
-# Python compares every character with every other in the worst case.
+# Quadratic in the worst case.
 QUADRATIC_METHODS: Final = _words("lstrip rfind rindex rpartition rsplit rstrip strip")
 SPLITTING_METHODS: Final = _words("rsplit split splitlines")
 TEXT_METHODS: Final = frozenset((*READING_METHODS, *QUADRATIC_METHODS, *SPLITTING_METHODS, "format", "join", "replace"))
@@ -43,10 +43,10 @@ SIMPLE_TESTS: Final = _words(
 READING_TESTS: Final = _words("!= < <= == > >= eq equalto ge greaterthan gt in le lessthan lower lt ne upper")
 NUMBER_TESTS: Final = _words("divisibleby even odd")
 
-_MOST_DIGITS: Final = 4300  # Python's own limit, which its first releases of 3.10 lack
+_MOST_DIGITS: Final = 4300  # Python's own limit, missing in early 3.10 releases
 _MOST_INDENT: Final = 16
 _LONG_WIDTH: Final = re.compile(r"%(\([^)]{0,100}\))?[^a-zA-Z%]*?(\*|\d{3})")
-_PLAIN_TIME: Final = re.compile(r"([^%]|%[-_^#]?[A-Za-z%])*")  # glibc would pad to any width
+_PLAIN_TIME: Final = re.compile(r"([^%]|%[-_^#]?[A-Za-z%])*")  # glibc would pad to arbitrary widths
 _SORTING_PASSES: Final = 16
 
 current_work: ContextVar[RenderingLimit] = ContextVar("work of the template that is rendered")
@@ -54,7 +54,7 @@ current_work: ContextVar[RenderingLimit] = ContextVar("work of the template that
 
 @contextmanager
 def limited_work(given: Any) -> Iterator[None]:
-    """Count the work of a nested rendering with the values `given`."""
+    """Context manager: limit the work of a rendering with the values `given`."""
     token = current_work.set(RenderingLimit(given))
     try:
         yield
@@ -63,7 +63,7 @@ def limited_work(given: Any) -> Iterator[None]:
 
 
 def lazy(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that reads none of its arguments to their depths."""
+    """Wrap a filter that does not read its arguments deeply."""
 
     @wraps(function)
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -75,7 +75,7 @@ def lazy(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reading(function: Callable[..., Any], *, passes: int = 1) -> Callable[..., Any]:
-    """Return a filter or test that reads its arguments, and counts them before."""
+    """Wrap a filter or test that reads its arguments deeply; they are counted first."""
     first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @wraps(function)
@@ -90,14 +90,14 @@ def reading(function: Callable[..., Any], *, passes: int = 1) -> Callable[..., A
 
 
 def sorting(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that compares its values with each other."""
+    """Wrap a filter that sorts or compares its values."""
     return reading(function, passes=_SORTING_PASSES)
 
 
 def of_numbers(test: Callable[..., bool]) -> Callable[..., bool]:
-    """Wrap a template test that uses `%`, such as `divisibleby`, so that it refuses all but numbers.
+    """Wrap a template test that uses `%`, such as `divisibleby`, so that it accepts only numbers.
 
-    On a text, `%` formats, and could make a huge text.
+    On a string, `%` would format and could create a huge text.
     """
 
     @wraps(test)
@@ -126,7 +126,7 @@ def format_filter(text: Any, *args: Any, **kwargs: Any) -> str:
 
 
 class TextFormat:
-    """The method `format` of a text."""
+    """The `format` method of a template string."""
 
     def __init__(self, environment: Any, text: str) -> None:
         self._formatter, self._text = _Formatter(environment), text
@@ -150,7 +150,7 @@ class _Formatter(SandboxedFormatter):
 
 
 def call_text_method(text: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call a method of a text."""
+    """Call a string method."""
     work, name = current_work.get(), method.__name__
     if name == "join" and args:
         args = (_joinable(text, args[0]), *args[1:])
@@ -184,7 +184,7 @@ def join_filter(context: Any, values: Any, d: Any = "", attribute: Any = None) -
 def replace_filter(context: Any, text: Any, old: Any, new: Any, count: Any = None) -> str:
     work = current_work.get()
     text, old, new = (one if isinstance(one, str) else str(work.read(one)) for one in (text, old, new))
-    work.allow(6 * len(text) + (text.count(old) if old else len(text) + 1) * 6 * len(new))  # escaped, at worst
+    work.allow(6 * len(text) + (text.count(old) if old else len(text) + 1) * 6 * len(new))  # worst case: all escaped
     return do_replace(context, text, old, new, count)
 
 
@@ -219,7 +219,7 @@ def trim_filter(environment: Any, value: Any, chars: str | None = None) -> str:
 def json_filter(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Return JSON as transformers does: jinja2's own escapes HTML characters."""
+    """Serialize to JSON as transformers does: jinja2's own filter escapes HTML characters."""
     work = current_work.get()
     if not isinstance(value, str | dict | list | tuple):
         value = list(work.counted(value)) if isinstance(value, Iterator) else value
@@ -234,14 +234,14 @@ def json_filter(
 
 
 def strftime_now(text: str) -> str:
-    """Return the time of now in a format without widths."""
+    """Return the current time in a format without padding widths."""
     if len(text) > 1000 or not _PLAIN_TIME.fullmatch(text):
         raise WorkLimitError(f"{text!r:.40} is not a plain format of a time")
     return datetime.now().strftime(text)
 
 
 def raise_exception(message: Any) -> None:
-    """End the rendering, as chat templates do for conversations that they cannot render."""
+    """Abort the rendering, for conversations that a chat template rejects."""
     raise TemplateError(str(message))
 
 
@@ -250,7 +250,7 @@ def dictionary(*args: Any, **kwargs: Any) -> dict[Any, Any]:
 
 
 class TemplateNamespace(Namespace):
-    """Shows nothing of its attributes, which may name other namespaces many times over."""
+    """Hides its attributes in `repr`: namespaces may be nested exponentially."""
 
     def __repr__(self) -> str:
         return "<Namespace>"

@@ -1,6 +1,6 @@
-"""Content hashes of files that a job's launcher has read whole, so that its ranks on this machine need not read them.
+"""Content hashes of files that a job's launcher has already read, so that its ranks on this node need not.
 
-A rank trusts one for the very file that the launcher read: the same inode, size and times. It reads all others itself.
+A rank trusts a hash only for the same inode, size and times; it reads all other files itself.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _read_here: dict[str, str] = {}
 
 
 def content_hash_of(path: Path, compute: Callable[[], str], *, column: str = "") -> str:
-    """Return the content hash of a file, computed unless the launcher of this rank has read the same file.
+    """Return the content hash of a file; compute it unless this rank's launcher did.
 
     Args:
         path: the file.
-        compute: reads it, and returns the hash.
-        column: the column that the hash is of, if the file has others.
+        compute: reads the file and returns its hash.
+        column: hashed column, if the hash covers only one.
     """
-    if not path.is_file():  # reading it reports why, or it is a pipe, of which nothing is known before
+    if not path.is_file():  # missing, which `compute` reports, or a pipe
         return compute()
-    key = _key(path, column)  # before it is read: a file that changes meanwhile is another one
+    key = _key(path, column)  # taken before reading: a file that changes meanwhile gets another key
     known = None
     with suppress(ValueError, AttributeError):
         known = decode_json(os.environ.get(VARIABLE, "{}")).get(key)
@@ -41,7 +41,7 @@ def content_hash_of(path: Path, compute: Callable[[], str], *, column: str = "")
 
 
 def verified_variable() -> dict[str, str]:
-    """Return the variable by which ranks that this process starts learn the hashes that it computed."""
+    """Return the environment variable that passes the hashes computed here to ranks started by this process."""
     return {VARIABLE: json.dumps(_read_here)} if _read_here else {}
 
 

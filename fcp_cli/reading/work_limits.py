@@ -1,7 +1,7 @@
-"""Work of one template, counted as it is done: characters, items, loop iterations, calls.
+"""Counts the work of a template: characters, items, loop iterations, calls.
 
-A sandbox keeps a template from the machine, not from its time and memory: `"a" * 10**10` is harmless Python. Counts
-are exact and the same on every machine, so that ranks which render one row agree whether it is refused.
+A sandbox does not limit time and memory: `"a" * 10**10` is harmless Python. Counts are deterministic and the same on
+every machine, so that ranks agree on whether a row is rejected.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
-# A conversation may be rendered with some twenty passes over its text; ten times that is no template's need.
+# Rendering may take some twenty passes over a conversation; no template needs ten times that.
 WORK_BASE: Final = 5_000_000
 WORK_PER_UNIT: Final = 200
 VALUE_BASE: Final = 2_000_000
@@ -25,14 +25,14 @@ _SEQUENCES: Final = (list, tuple, set, frozenset, *_VIEWS)
 
 
 class WorkLimitError(Exception):
-    """A template does more work, or makes a larger value, than its input warrants."""
+    """A template does too much work or creates too large a value for its input."""
 
 
 class RenderingLimit:
-    """Work left to one rendering.
+    """Work budget of a rendering.
 
     Args:
-        given: values that the template is rendered with; long conversations may take more work.
+        given: values of the template; the budget grows with their size.
     """
 
     __slots__ = ("left", "most")
@@ -43,13 +43,13 @@ class RenderingLimit:
         self.most = VALUE_BASE + VALUE_PER_UNIT * (items + characters)
 
     def spend(self, units: int) -> None:
-        """Count work."""
+        """Spend work units; raise WorkLimitError if none are left."""
         self.left -= units
         if self.left < 0:
             raise WorkLimitError("it takes too much work: loops too often, or over too much text")
 
     def read(self, value: Any) -> Any:
-        """Count the whole of a value, its nested items and characters, as work, and return the value."""
+        """Count a value with all nested items and characters as work, and return it."""
         kind = type(value)
         if kind is str:
             self.spend(len(value))
@@ -59,7 +59,7 @@ class RenderingLimit:
         return value
 
     def allow(self, size: int) -> None:
-        """Count a value of `size` characters and items before it is made."""
+        """Count a value of `size` characters and items before creating it."""
         self.fit(size)
         self.spend(size)
 
@@ -72,7 +72,7 @@ class RenderingLimit:
             raise WorkLimitError(f"it makes a number of more than {MOST_BITS} bits")
 
     def made(self, value: Any) -> Any:
-        """Count a new value, and return it; an iterator counts its items as they are taken."""
+        """Count a new value and return it; items of an iterator are counted when taken."""
         kind = type(value)
         if kind is str:
             self.allow(len(value))
@@ -87,14 +87,14 @@ class RenderingLimit:
         return value
 
     def counted(self, values: Iterable[Any], cost: int = ITERATION) -> Iterator[Any]:
-        """Yield values, counting each."""
+        """Yield values, spending `cost` for each."""
         for value in values:
             self.spend(cost)
             yield value
 
 
 class CountedLoop:
-    """Iterable of a `for` loop: counts iterations, and has a length if the original does."""
+    """Iterable for a `for` loop that counts iterations; has a length if `values` has."""
 
     __slots__ = ("cost", "values", "work")
 
@@ -109,9 +109,9 @@ class CountedLoop:
 
 
 def measured(value: Any, *, most: int) -> tuple[int, int]:
-    """Return the numbers of items and characters of a value, each counted wherever it appears.
+    """Return (items, characters) of a value, counting shared parts at every occurrence.
 
-    Stops soon after the two exceed `most` together, so that values which share parts cost no more than that.
+    Stops soon after the sum exceeds `most`, so that values with shared parts cost no more than that.
     """
     items, characters = 0, 0
     waiting: list[tuple[Any, int]] = [((value,), 0)]

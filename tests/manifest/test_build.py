@@ -123,7 +123,9 @@ def test_a_name_that_would_not_be_read_as_parquet_is_refused_before_anything_is_
 ) -> None:
     target = tmp_path / f"lengths{suffix}"
     target.write_text("before")
-    with pytest.raises(UsageError, match=f"a manifest is a Parquet file, which .*lengths{suffix} would not be read as"):
+    with pytest.raises(
+        UsageError, match=f"a manifest is a Parquet file, but .*lengths{suffix} is read as another format"
+    ):
         build_manifest(Rows(1), target)
     assert target.read_text() == "before"
 

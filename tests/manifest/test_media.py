@@ -85,7 +85,7 @@ def test_a_media_manifest_has_no_tokens_and_knows_how_it_was_built(tmp_path: Pat
         ({"text_tokens": 1, "images": [{"height": 1, "width": 900}]}, "beyond the aspect ratio of 200"),
         (
             {"text_tokens": 1, "videos": [{**VIDEO, "frames": 1}]},
-            "a video needs at least 2 frames; leave the record out",
+            "a video needs at least 2 frames; drop the record",
         ),
     ],
 )

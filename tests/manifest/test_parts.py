@@ -169,8 +169,8 @@ def test_shards_of_several_commands_become_one_manifest(tmp_path: Path) -> None:
             "manifest merge 1.parquet none.parquet -o m.parquet": "error: there is no part none.parquet; `fcp manifest build SOURCE --shard I/N -o none.parquet` makes one",
             "manifest merge 1.parquet -o 1.parquet": "error: -o 1.parquet would overwrite the source; name another file with -o",
             "plan 1.parquet": "error: 1.parquet is a part of a length manifest, not a length manifest; 'fcp manifest merge' makes one of all parts",
-            "manifest build d.jsonl --shard 4/3": "error: --shard 4/3 is not I/N, the I-th of N parts with I from 1 to N, as 3/16",
-            "manifest build . --kind text --shard 1/2": "error: --shard is for JSON lines, conversations, Parquet and Arrow; text is only read whole",
+            "manifest build d.jsonl --shard 4/3": "error: --shard 4/3 is not of the form I/N with 1 <= I <= N, for example 3/16",
+            "manifest build . --kind text --shard 1/2": "error: --shard is for JSON lines, conversations, Parquet and Arrow; text cannot be read in parts",
         }
     )
     assert not (tmp_path / "m.parquet").exists()

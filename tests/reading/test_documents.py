@@ -47,7 +47,7 @@ MERGED = "\n".join(
         (nested(MOST_DEPTH + 2), "it is nested more than 64 deep"),
         ('{"a":' * 3000, "it is nested more than 64 deep"),
         ('{"a": [1, {"b": 1e999}]}', "a[1].b is inf; it must be a finite number"),
-        ('{"a": NaN}', "NaN is no number of JSON"),
+        ('{"a": NaN}', "NaN is not a JSON number"),
         ("7" * 5000, "a number has thousands of digits"),
         ("7" * 400, "it is too large for a float"),
         ('{"a": "\\ud800"}', "a is a text that UTF-8 cannot hold"),

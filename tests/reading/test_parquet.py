@@ -44,7 +44,7 @@ def lengths(count: int = 4) -> pa.Table:
         ('["fcp-plan/1"]', "it is a list, not a mapping"),
         (b'{"format": "fcp-plan/1", "many": [' + b"0," * 1_000_000 + b"0]}", "it has too many values"),
         (b'{"format": "\xff"}', "it is not UTF-8 text"),
-        ('{"format": "fcp-plan/1", "num_ranks": NaN}', "NaN is no number of JSON"),
+        ('{"format": "fcp-plan/1", "num_ranks": NaN}', "NaN is not a JSON number"),
         ("7" * 5000, "a number has thousands of digits"),
     ],
 )

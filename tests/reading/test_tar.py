@@ -136,7 +136,7 @@ def test_a_file_with_holes_is_refused(tmp_path: Path) -> None:
         info = tarfile.TarInfo("a.png")
         info.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": "a.png"}
         archive.addfile(info)
-    with pytest.raises(ManifestError, match=r"a\.png is stored with holes; pack it without --sparse"):
+    with pytest.raises(ManifestError, match=r"a\.png is a sparse file; pack it without --sparse"):
         read(path)
 
 

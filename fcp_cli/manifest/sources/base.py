@@ -1,4 +1,4 @@
-"""The interfaces that every kind of source has for the builder and for training."""
+"""Interfaces that each source implements, for manifest builds and for training."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowBatch:
-    """Manifest rows of a part of a source.
+    """A batch of manifest rows.
 
     Attributes:
-        rows: Arrow record batch with `id`, `length` and the columns that find the tokens again.
-        done: units of the source that this batch covers, for the progress bar.
-        largest_token: largest token id seen in a source that holds token ids.
-        skipped: sequences dropped before they were counted, by reason.
-        counted_ids: sequences, dropped ones included, if ids count from the beginning of a part; 0 if they are those of
-            the whole source.
-        places: the places of the rows, for messages; empty if their ids name them.
+        rows: Arrow record batch with `id`, `length` and the columns that locate the tokens.
+        done: source units that this batch covers, for the progress bar.
+        largest_token: largest token id seen, or -1 if unknown.
+        skipped: number of sequences dropped before counting, by reason.
+        counted_ids: number of sequences, including dropped ones, if ids count from the start of the part; 0 if ids are
+            unique in the complete source.
+        places: location of each row for messages; empty if the ids suffice.
     """
 
     rows: Any
@@ -45,10 +45,10 @@ class FileSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of `count` contiguous parts of a source, equal in units; the whole source by default.
+    """One of `count` contiguous parts of equal numbers of units; by default the complete source.
 
     Attributes:
-        index: the index of the part, from 0.
+        index: part index, from 0.
         count: number of parts.
     """
 
@@ -56,11 +56,11 @@ class Part:
     count: int = 1
 
     def span(self, units: int) -> tuple[int, int]:
-        """Return the first unit of the part, and the one after its last."""
+        """Return the half-open range of units of the part."""
         return units * self.index // self.count, units * (self.index + 1) // self.count
 
     def files(self, sizes: Sequence[int]) -> Iterator[FileSpan]:
-        """Yield the spans of the part in files of so many units each."""
+        """Yield the file spans of the part, given the number of units of each file."""
         start, stop = self.span(sum(sizes))
         for index, (end, size) in enumerate(zip(accumulate(sizes), sizes, strict=True)):
             first, last = max(start - (end - size), 0), min(stop - (end - size), size)
@@ -72,68 +72,68 @@ WHOLE = Part()
 
 
 class Source(Protocol):
-    """Sequences to be counted, in an order that is the same on every run."""
+    """Sequences to count, in the same order on every run."""
 
     @property
     def units(self) -> int | None:
-        """The sum that `done` will reach; None if it is unknown before the end."""
+        """Total of all `RowBatch.done`; None if unknown before the end."""
 
     def describe(self) -> dict[str, Any]:
-        """Return the JSON `source` of the manifest: `kind`, absolute `path`, and the settings that read the tokens."""
+        """Return the `source` entry of the header: `kind`, absolute `path`, and the settings for reading the tokens."""
 
     def batches(self) -> Iterator[RowBatch]:
-        """Count the sequences, some at a time."""
+        """Count the sequences, batch by batch."""
 
 
 @runtime_checkable
 class DivisibleSource(Source, Protocol):
-    """A source whose parts can be counted apart from each other, by several processes or on several nodes."""
+    """A source whose parts can be counted independently, in several processes or on several nodes."""
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files of the whole source, in the order of their rows."""
+        """The files of the complete source, in row order."""
 
     @property
     def parts(self) -> int:
-        """Number of parts that are worth a task each; 1 if the source is read whole."""
+        """Useful number of parts; 1 if the source cannot be split."""
 
     @property
     def is_streamed(self) -> bool:
-        """Whether one process reads for all that count: reading from the middle of a file would repeat work."""
+        """Whether a single process reads for all counting processes, as seeking into a file would repeat work."""
 
     def only(self, part: Part) -> DivisibleSource:
-        """Return the sequences of one part; `describe` stays the same, and ids that are counted begin at 0."""
+        """Return the sequences of a part; `describe` is unchanged, and counted ids start at 0."""
 
     def groups(self) -> Iterator[Any]:
-        """Read the sequences in order, some at a time, in a form that travels to the processes that count."""
+        """Read the sequences in order, in picklable groups for the counting processes."""
 
     def count(self, group: Any) -> RowBatch:
-        """Count one of `groups`."""
+        """Count the sequences of one group."""
 
 
 def place_of(source: Source, batch: RowBatch, row: int) -> str:
-    """Name the place of a row of a batch, for messages."""
+    """Return the location of a row of a batch, for messages."""
     if batch.places:
         return batch.places[row]
     return f"{source.describe()['path']}: sequence {batch.rows.column('id')[row].as_py()}"
 
 
 class SourceTokens(Protocol):
-    """Random access to the tokens of the sequences of a source, by manifest row. Any number of threads may call."""
+    """Random access to token sequences by manifest row. Thread-safe."""
 
     @property
     def vocab_size(self) -> int:
         """One more than the largest token id."""
 
     def __call__(self, row: int) -> IntArray | tuple[IntArray, IntArray]:
-        """Return [tokens] int64, as the source holds them now, or (tokens, labels) if it marks the trained tokens."""
+        """Return the current tokens, [tokens] int64, or (tokens, labels) if the source marks trained tokens."""
 
     def place(self, row: int) -> str:
-        """Name the place of a sequence, for messages."""
+        """Return the location of a sequence, for messages."""
 
 
 def grouped(items: Iterable[tuple[Item, int]], *, most_items: int, most_bytes: int) -> Iterator[list[Item]]:
-    """Group consecutive items into lists bounded in number and in bytes; each item comes with its size in bytes."""
+    """Group consecutive (item, size in bytes) pairs into lists of bounded length and size."""
     group: list[Item] = []
     group_bytes = 0
     for item, item_bytes in items:
@@ -147,7 +147,7 @@ def grouped(items: Iterable[tuple[Item, int]], *, most_items: int, most_bytes: i
 
 
 class ItemGroup(NamedTuple):
-    """Consecutive lines or records of file number `shard`; the first is number `start` of the part."""
+    """Consecutive lines or records of file number `shard`; the first one has index `start` in the part."""
 
     shard: int
     start: int
@@ -162,13 +162,13 @@ def item_groups(
     most_items: int,
     most_bytes: int,
 ) -> Iterator[ItemGroup]:
-    """Yield the items of a part of several files in groups, as `grouped` makes them.
+    """Yield the items of a part of several files in groups (see `grouped`).
 
     Args:
         part: the part.
-        sizes: units of each file.
+        sizes: number of units of each file.
         read: yields the items of a span with their sizes in bytes.
-        most_items, most_bytes: of a group.
+        most_items, most_bytes: limits of a group.
     """
     start = 0
     for span in part.files(sizes):
@@ -178,5 +178,5 @@ def item_groups(
 
 
 def names_below(path: Path, files: Sequence[Path]) -> list[str]:
-    """Return the names of the files of a source: below its folder, or of the file itself."""
+    """Return the names of source files, relative to the source's folder."""
     return [file.name if file == path else str(file.relative_to(path)) for file in files]

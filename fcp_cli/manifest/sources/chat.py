@@ -108,7 +108,7 @@ def _rows(group: list[SourceRecord], encoded: list[Encoded], shard: int, start: 
 
 
 class ChatTokens:
-    """Random access to the records by manifest row; gives tokens and labels."""
+    """Random access to (tokens, labels) by manifest row."""
 
     def __init__(self, source: ChatData, shards: IntArray, records: IntArray, vocab_size: int) -> None:
         self._source = source
@@ -119,7 +119,7 @@ class ChatTokens:
 
     def __call__(self, row: int) -> tuple[IntArray, IntArray]:
         file, at = self._source.files[self._shards[row]], int(self._records[row])
-        with self._lock:  # the tokenizer is none of several threads
+        with self._lock:  # the tokenizer is not thread-safe
             encoded = self._source.encoder(record_at(file, at, self.place(row)), self.place(row))
         return encoded.tokens, encoded.labels
 

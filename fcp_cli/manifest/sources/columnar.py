@@ -29,12 +29,12 @@ _CACHE_BYTES: Final = 256 << 20
 
 
 class ColumnGroup(NamedTuple):
-    """Consecutive rows of file number `shard` from its `row` on.
+    """Consecutive rows of file number `shard`, starting at `row`.
 
     Attributes:
-        first_id: the id of the first row.
-        values: the values of the column with tokens, texts or lengths.
-        copied: columns of the manifest that are the file's own.
+        first_id: id of the first row.
+        values: tokens, texts or lengths.
+        copied: columns that the manifest takes over from the file.
     """
 
     shard: int
@@ -50,11 +50,11 @@ class Columnar:
 
     Attributes:
         path: the file, or the folder that holds the shards.
-        shards: opened files in the order of their rows.
-        column: token ids (a list column), texts (string or binary) or lengths (integers).
-        content: which of them it is: `tokens`, `text` or `lengths`.
-        mask_column: goes along as `mask`; "" for none.
-        part: this part of the rows of all shards.
+        shards: opened files, in row order.
+        column: column with token ids (lists), texts (string or binary) or lengths (integers).
+        content: kind of that column: `tokens`, `text` or `lengths`.
+        mask_column: column copied as `mask`; "" for none.
+        part: the part of all rows to read.
     """
 
     path: Path
@@ -80,7 +80,7 @@ class Columnar:
 
     @property
     def parts(self) -> int:
-        # Arrow counts lists and copies lengths quicker than a process starts.
+        # Arrow counts lists and copies lengths faster than a process starts.
         return -(-(self.units or 1) // _PART_ROWS) if self.content == "text" else 1
 
     def only(self, part: Part) -> Columnar:
@@ -98,7 +98,7 @@ class Columnar:
 
     @property
     def is_streamed(self) -> bool:
-        return True  # parts of a row group would each read all of it
+        return True  # each part of a row group would read the entire group
 
     def batches(self) -> Iterator[RowBatch]:
         return map(self.count, self.groups())
@@ -122,11 +122,11 @@ class Columnar:
         return RowBatch(rows=pa.record_batch(rows), done=len(lengths), largest_token=largest)
 
     def _count(self, shard: DataFile, column: Any, *, row: int) -> tuple[Any, int]:
-        """Return lengths and the largest token of a part of a file that begins at its `row`."""
+        """Return the lengths and the largest token of rows from `row` on."""
         if self.content == "lengths":
             try:
                 lengths = pc.fill_null(column.cast(pa.int64()), 0)
-            except pa.ArrowInvalid as error:  # whole numbers without a sign may be beyond those with one
+            except pa.ArrowInvalid as error:  # uint64 values may overflow int64
                 where = f"{shard.path}: column {self.column!r}"
                 raise ManifestError(f"{where}: {first_sentence(error)}; correct or drop that row") from error
             negative = pc.index(pc.less(lengths, 0), True).as_py()
@@ -147,10 +147,10 @@ class Columnar:
 
 
 class ColumnarTokens:
-    """Random access by row of the data set, through a small cache of row groups.
+    """Random access by row of the data set, through a cache of row groups.
 
-    Groups that were read stay decoded until they exceed 256 MiB together. Shuffled rows of a Parquet file with huge
-    row groups therefore read slowly; Arrow files are mapped and do not.
+    Decoded row groups stay cached up to a total of 256 MiB. Shuffled reads from a Parquet file with huge row groups are
+    therefore slow; Arrow files are memory-mapped and stay fast.
     """
 
     def __init__(self, source: Columnar, rows: IntArray, vocab_size: int | None) -> None:
@@ -165,7 +165,7 @@ class ColumnarTokens:
 
     @property
     def vocab_size(self) -> int:
-        """Exact; if the manifest does not record it, the first use reads the whole column once."""
+        """Exact; if the manifest does not record it, the first access reads the entire column."""
         if self._vocab_size is None:
             self._vocab_size = 1 + max((batch.largest_token for batch in self._source.batches()), default=-1)
         return self._vocab_size
@@ -176,7 +176,7 @@ class ColumnarTokens:
         if index == len(self._groups):
             raise ManifestError(f"{self._source.path} has no row {source_row} any more")
         column = self._column(index)
-        # Groups are known by where they end, so the row counts from the end of its group.
+        # The row is counted from the end of its group, since only group ends are stored.
         value = column[source_row - int(self._group_ends[index]) + len(column)]
         if self._source.content == "text":
             text = value.as_py() or b""
@@ -202,7 +202,7 @@ class ColumnarTokens:
 def columnar(
     path: Path, shards: Sequence[DataFile], column: str | None, tokenizer: Tokenizer, *, mask_column: str = ""
 ) -> Columnar:
-    """Open the source; its column is found by name or by the usual names of such columns."""
+    """Open the source; without `column`, use a column with a common name."""
     schema = shards[0].schema
     usual = next((name for name in _USUAL_COLUMNS if name in schema.names and _content(schema.field(name).type)), None)
     column = column or usual
@@ -221,7 +221,7 @@ def columnar(
         )
     for shard in shards:
         if column not in shard.schema.names or _content(shard.schema.field(column).type) != content:
-            raise ManifestError(f"{shard.path} has no column {column!r} of {content} like {shards[0].path.name} has")
+            raise ManifestError(f"{shard.path} has no column {column!r} of {content}, unlike {shards[0].path.name}")
     return Columnar(
         path=path,
         shards=tuple(shards),
@@ -233,7 +233,7 @@ def columnar(
 
 
 def _own(values: Any) -> Any:
-    """Return values with separate buffers: pickling a slice would send the whole buffer."""
+    """Copy values into separate buffers: pickling a slice would send the entire buffer."""
     return pa.concat_arrays([values, values.slice(0, 0)])
 
 

@@ -1,4 +1,4 @@
-"""From a path that the user typed to the source that it is."""
+"""Detect and open the source behind a path that the user typed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SUFFIXES: Final = {
 }
 KINDS: Final = ("text", "chat", *_SUFFIXES)
 LISTED_KINDS: Final = ("jsonl", "chat", "parquet", "arrow", "media")
-"""Kinds of which several files make one source."""
+"""Kinds whose source may consist of several files."""
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json")
 _SPLITS: Final = "dataset_dict.json"  # `DatasetDict.save_to_disk` writes it next to the folders of its splits
 _SHARDED: Final = ("parquet", "arrow", "jsonl", "media")
@@ -49,19 +49,18 @@ _SHARDED: Final = ("parquet", "arrow", "jsonl", "media")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceOptions:
-    """Settings for reading a source; each concerns the kinds that have such a thing.
+    """Settings for reading a source; each applies to some kinds only.
 
     Attributes:
-        tokenizer: `bytes`, the path of a `tokenizer.json`, the folder of a checkpoint, or its name on the hub if
-            that is in the local cache.
-        column: field or column with the tokens, texts or lengths; None: the usual names.
-        include: globs of the files of a text tree.
+        tokenizer: `bytes`, a `tokenizer.json`, a checkpoint folder, or the hub name of a checkpoint in the local cache.
+        column: field or column with tokens, texts or lengths; None: try common names.
+        include: globs of files of a text tree to read.
         exclude: globs of files and folders of a text tree to skip.
-        processor: the processor of media, a published one by its name, or the folder of a checkpoint.
-        vocab_size: the vocab size of Megatron data, if known; saves reading its `.bin` for the largest token.
-        train_on: turns of chat data that are trained on.
+        processor: media processor: the name of a published one, or a checkpoint folder.
+        vocab_size: vocabulary size of Megatron data, if known; saves scanning its `.bin` for the largest token.
+        train_on: turns of chat data to train on.
         skips_bad: skip records whose images or videos fail to decode.
-        mask: the mask of the sequences, as `mask_rule` reads it; None: all are causal.
+        mask: mask rule (see `mask_rule`); None: all sequences are causal.
     """
 
     tokenizer: str = "bytes"
@@ -76,20 +75,20 @@ class SourceOptions:
 
 
 def detect_kind(path: Path, files: Sequence[Path] = ()) -> str:
-    """Detect the kind of a source by its suffix, and chat data by its first record.
+    """Detect the kind of a source from its suffix, and chat data from its first record.
 
-    A folder is of the kind of its files, else a text tree; a tar with JSON lines in it is read as those.
+    A folder has the kind of its files, else it is a text tree. A tar that contains JSON lines is read as JSON lines.
 
     Args:
         path: the source.
-        files: the files of it that were named one by one.
+        files: its files, if they were named one by one.
     """
     kind = _kind_by_name(files[0] if files else path)
     files = files or (_shard_paths(path, kind) if kind in _SHARDED and path.is_dir() else [path])
     if kind == "media" and files[0].suffix == ".tar":
         kind = "jsonl" if holds_lines(files[0]) else kind
     if kind in ("jsonl", "parquet", "arrow"):
-        with suppress(ManifestError, StopIteration):  # opening it reports errors
+        with suppress(ManifestError, StopIteration):  # errors are reported when the source is opened
             record = _first_record(files[0])
             if is_chat(record) and _is_about_pictures(record):
                 return "media"
@@ -99,7 +98,7 @@ def detect_kind(path: Path, files: Sequence[Path] = ()) -> str:
 
 
 def _first_record(file: Path) -> dict[str, Any]:
-    """Return the first record of a file; of a table only if its columns are those of conversations."""
+    """Return the first record of a file; of a table, only if its columns are those of conversations, else {}."""
     if file.suffix not in DATA_SUFFIXES:
         return next(records_of(file)).record
     shard = open_shard(file)
@@ -135,7 +134,7 @@ def _kind_by_name(path: Path) -> str:
 def open_source(
     path: Path, kind: str, options: SourceOptions, *, output: Path | None = None, files: Sequence[Path] = ()
 ) -> Source:
-    """Open a source to count its sequences, as `_open_source` does, which have masks if the options say so."""
+    """Open a source to count its sequences, with masks if the options name a rule."""
     if options.mask is None:
         return _open_source(path, kind, options, output, files)
     rule = mask_rule(options.mask)
@@ -153,19 +152,19 @@ def _open_source(
     named: Sequence[Path],
     mask_column: str = "",
 ) -> Source:
-    """Open a source to count its sequences.
+    """Open a source without masks.
 
     Args:
         path: the source.
         kind: one of `KINDS`.
         options: how to read it.
-        output: the manifest to be written, absolute; a text tree skips it, and it must not become a shard.
-        named: files that were named one by one.
-        mask_column: goes along with the lengths; "" for none.
+        output: absolute path of the manifest; a text tree skips it, and it must not become a shard.
+        named: files named one by one.
+        mask_column: column copied as `mask`; "" for none.
     """
     path = path.absolute()
     if kind == "megatron":
-        # Megatron's own --data-path is a prefix without a suffix, which may hold dots itself.
+        # Megatron's --data-path is a prefix without a suffix, which may contain dots.
         is_file = path.suffix in (".bin", ".idx")
         index = path.with_suffix(".idx") if is_file else path.with_name(f"{path.name}.idx")
         return MegatronIndex.open(index, vocab_size=options.vocab_size)
@@ -184,7 +183,7 @@ def _open_source(
     if not files:
         raise ManifestError(f"{path} holds no {' or '.join(_SUFFIXES[kind])} file")
     if kind == "jsonl":
-        each(size_of, files)  # asked for together, and remembered
+        each(size_of, files)  # query all sizes concurrently; they are cached
         column = options.column or usual_field(files[0])
         return JsonLines(path=path, files=tuple(files), column=column, tokenizer=tokenizer, mask_column=mask_column)
     return columnar(path, each(open_shard, files), options.column, tokenizer, mask_column=mask_column)
@@ -229,13 +228,13 @@ def _media(path: Path, options: SourceOptions, named: Sequence[Path]) -> MediaSi
 
 
 def _record_files(path: Path) -> list[Path]:
-    """Return the file itself, or the files of a folder that hold records."""
+    """Return the file itself, or the record files of a folder."""
     kind = next((kind for kind in ("parquet", "arrow", "jsonl") if path.is_dir() and _shard_paths(path, kind)), None)
     return [path] if kind is None else _shard_paths(path, kind)
 
 
 def _picture_files(path: Path, named: Sequence[Path]) -> list[Path]:
-    """Return the files of a source that holds pictures or their names; none if it holds only sizes."""
+    """Return the files with pictures or their names; [] if the source holds sizes only."""
     if not named and (path.suffix == ".tar" or (path.is_dir() and _shard_paths(path, "media"))):
         return media_files(path)
     files = list(named) or _record_files(path)
@@ -250,7 +249,7 @@ def _picture_files(path: Path, named: Sequence[Path]) -> list[Path]:
 
 
 def _shard_paths(folder: Path, kind: str) -> list[Path]:
-    suffixes = [suffix for suffix in _SUFFIXES[kind] if suffix != ".json"]  # folders hold .json files of every purpose
+    suffixes = [suffix for suffix in _SUFFIXES[kind] if suffix != ".json"]  # in folders, .json has many uses
     suffix_of = inner_suffix if kind == "jsonl" else attrgetter("suffix")
     files = sorted(file for file in folder.iterdir() if suffix_of(file) in suffixes and not file.name.startswith("."))
     if kind == "jsonl" and not files:
@@ -260,7 +259,7 @@ def _shard_paths(folder: Path, kind: str) -> list[Path]:
 
 
 def _made_by_fcp(file: Path) -> bool:
-    """Return whether a file is a manifest or a plan, which is no data of the folder."""
+    """Return whether fcp wrote the file: manifests and plans in a data folder are not data."""
     with suppress(ManifestError), readable(file):
         return bool(read_header(open_footer(file)))
-    return False  # its faults are reported when it is opened
+    return False  # errors are reported when the file is opened

@@ -1,4 +1,4 @@
-"""JSON lines: one record is one sequence, its text or its token ids under one field."""
+"""JSON lines: each record is a sequence, with a text or token ids in one field."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class JsonLines:
 
     Attributes:
         path: the file, or the folder that holds `files`.
-        files: the files, absolute, in the order of their rows.
-        column: the field with a text (tokenized) or with a list of token ids (read unchanged).
-        mask_column: the field that goes along as `mask`; "" for none.
-        part: the lines that begin in this part of the bytes of all files; ids count from its first line.
+        files: absolute paths, in row order.
+        column: field with a text (tokenized) or a list of token ids (used as is).
+        mask_column: field copied as `mask`; "" for none.
+        part: lines that begin in this part of the bytes of all files; ids count from its first line.
     """
 
     path: Path
@@ -140,7 +140,7 @@ class JsonLines:
         values = [json_record(line.content, line.place).get(self.mask_column) for line in lines]
         try:
             return pa.array(values)
-        except (pa.ArrowException, OverflowError, UnicodeError) as error:  # numbers past 64 bits, halves of surrogates
+        except (pa.ArrowException, OverflowError, UnicodeError) as error:  # integers beyond 64 bits, lone surrogates
             raise ManifestError(
                 f"{self.files[shard]}: field {self.mask_column!r} holds values of several kinds, or none of a mask "
                 f"({error}); correct the data"
@@ -148,7 +148,7 @@ class JsonLines:
 
 
 class JsonLinesTokens:
-    """Reads one line again by its byte offset."""
+    """Random access to tokens, by the byte offset of each line."""
 
     def __init__(self, source: JsonLines, shards: IntArray, byte_offsets: IntArray, vocab_size: int) -> None:
         self._source = source
@@ -166,8 +166,8 @@ class JsonLinesTokens:
 
 
 def usual_field(file: Path) -> str:
-    """Return the field of the first record with token ids or a text under a usual name, else `text`."""
-    with suppress(ManifestError, StopIteration):  # counting the lines reports unreadable ones
+    """Return the common field name under which the first record has token ids or a text, else `text`."""
+    with suppress(ManifestError, StopIteration):  # errors are reported when the lines are counted
         line = next(json_lines(file))
         record = json_record(line.content, line.place)
         return next((name for name in _USUAL_FIELDS if isinstance(record.get(name), str | list)), _USUAL_FIELDS[0])
@@ -175,7 +175,7 @@ def usual_field(file: Path) -> str:
 
 
 def token_value(line: bytes, column: str, place: str) -> bytes | IntArray:
-    """Return the text of a record as UTF-8 bytes, or its token ids; a null is an empty text.
+    """Return the text of a record as UTF-8 bytes, or its token ids; null is an empty text.
 
     Raises:
         ManifestError: the line is not a JSON object, or the field is missing or holds something else.
@@ -202,7 +202,7 @@ def _token_ids(value: Any) -> IntArray | None:
         return None
     try:
         tokens = np.asarray(value or np.empty(0, np.int64))
-    except ValueError:  # lists of several lengths inside
+    except ValueError:  # ragged nested lists
         return None
     return tokens.astype(np.int64) if tokens.ndim == 1 and tokens.dtype.kind in "iu" else None
 
@@ -211,7 +211,7 @@ def json_record(line: bytes, place: str) -> dict[str, Any]:
     """Parse the JSON object of one line; `place` names it in messages.
 
     Raises:
-        ManifestError: it is none.
+        ManifestError: the line is not a JSON object.
     """
     try:
         record = decode_record(line)
@@ -223,9 +223,9 @@ def json_record(line: bytes, place: str) -> dict[str, Any]:
 
 
 def json_lines(file: Path, start: int = 0, stop: int | None = None) -> Iterator[JsonLine]:
-    """Yield every line that is not blank and begins at byte `start` or later, and before `stop`.
+    """Yield each non-blank line that begins in the byte range [`start`, `stop`).
 
-    Lines of a compressed file all begin at its first byte. Of a tar, the members that end in `.jsonl` are read.
+    Lines of a compressed file all count as beginning at byte 0. Of a tar, only members with JSON lines are read.
 
     Raises:
         ManifestError: the file cannot be read.
@@ -251,7 +251,7 @@ def _lines_between(
     file: Path, stream: BinaryIO, start: int, stop: int | None, *, member: FileSpan | None = None
 ) -> Iterator[JsonLine]:
     offset, end = (0, None) if member is None else (member.start, member.stop)
-    if start > offset:  # the line that began before belongs to the part before
+    if start > offset:  # a line that began earlier belongs to the preceding part
         stream.seek(start - 1)
         offset = start + len(next(bounded_lines(stream), b"")) - 1
     packed = stored_bytes_read(stream) if is_compressed(file) else 0
@@ -276,19 +276,19 @@ def _line_members(tar: Path) -> list[FileSpan]:
     return [FileSpan(0, member.offset_data, member.offset_data + member.size) for member in lines]
 
 
-# The spans of a tar's members with JSON lines: every part of the tar begins with them.
+# Byte spans of a tar's JSON-lines members, cached: each part of the tar needs them.
 line_members = cached_by_file(_line_members, maxsize=1024)
 
 
 def holds_lines(tar: Path) -> bool:
-    """Return whether the first file in a tar is one of JSON lines; False if it cannot be read."""
+    """Return whether the first file of a tar holds JSON lines; False if the tar is unreadable."""
     with suppress(OSError, ManifestError), open_input(tar, seekable=True) as stream:
         return next((m.name.endswith(LINE_SUFFIXES) for m in tar_files(tar, stream, error=ManifestError)), False)
     return False
 
 
 def line_at(file: Path, byte_offset: int) -> bytes:
-    """Read the line that begins at a byte.
+    """Read the line at a byte offset.
 
     Raises:
         ManifestError: the file cannot be read.
@@ -307,10 +307,10 @@ def line_at(file: Path, byte_offset: int) -> bytes:
 
 
 def size_of(file: Path) -> int:
-    """Return the bytes of a file.
+    """Return the size of a file in bytes.
 
     Raises:
-        ManifestError: it cannot be read.
+        ManifestError: the file cannot be read.
     """
     try:
         return remembered_size(file) if isinstance(file, RemotePath) else file.stat().st_size

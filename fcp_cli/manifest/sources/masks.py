@@ -1,4 +1,4 @@
-"""Masks of sequences, read from a column of the data (`--mask`), and their form in a manifest."""
+"""Sequence masks: read from a data column (`--mask`) and stored in a manifest."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _WANTED: Final = {
 
 @dataclass(frozen=True, slots=True)
 class MaskRule:
-    """Kind and column of the masks of a data set.
+    """Kind and column of a data set's masks.
 
     Attributes:
-        kind: the kind of all of them.
-        column: the column with the numbers of each; "" for full ones, which have none.
+        kind: kind of all masks.
+        column: column with the numbers of each mask; "" for `full`, which needs none.
     """
 
     kind: MaskKind
@@ -38,7 +38,7 @@ class MaskRule:
         return f"{self.kind}:{self.column}" if self.column else self.kind
 
     def numbers(self, value: Any) -> list[int]:
-        """Return a value of the column in the manifest's form; a null is a causal sequence."""
+        """Convert a column value to the manifest's form; null means causal."""
         if value is None:
             return []
         flat = [value] if self.kind == "prefix" else value
@@ -50,7 +50,7 @@ class MaskRule:
         return list(token_types(flat).numbers) if self.kind == "types" else flat
 
     def mask(self, numbers: list[int]) -> Mask:
-        """Return the mask from its form in a manifest."""
+        """Build a mask from the manifest's form."""
         return mask_of(self.kind, numbers)
 
 
@@ -62,17 +62,17 @@ def mask_rule(text: str) -> MaskRule:
     """Parse the value of `--mask`."""
     kind, _, column = text.partition(":")
     if kind not in get_args(MaskKind) or bool(column) == (kind == "full"):
-        raise UsageError(f"--mask {text}: it is {_KINDS}")
+        raise UsageError(f"--mask {text} is not one of {_KINDS}")
     return MaskRule(cast(MaskKind, kind), column)
 
 
 @dataclass(frozen=True, slots=True)
 class MaskedSource:
-    """A source whose sequences have masks: adds `eta`, and the masks themselves if they differ.
+    """Adds masks to a source: an `eta` column, and the mask numbers unless all masks are `full`.
 
     Attributes:
-        source: gives the rule's column under the name `mask`, if the rule has one.
-        rule: the rule of its masks.
+        source: has the rule's column under the name `mask`, if the rule names one.
+        rule: kind and column of the masks.
     """
 
     source: Source

@@ -1,11 +1,11 @@
-"""Megatron-LM's indexed data set: lengths from the `.idx`, tokens (and the largest of them) from the `.bin`, if there.
+"""Megatron-LM's indexed data set: lengths from the `.idx`, tokens and the largest token id from the `.bin`, if present.
 
 Layout of `.idx` (Megatron-LM, `megatron/core/datasets/indexed_dataset.py`), little-endian:
 magic 9 bytes, version u64 = 1, token type u8, sequences u64, documents u64, then at byte 34
 sequence lengths int32, byte offsets into `.bin` int64, and the sequence index at each document's end int64.
 
-A manifest row is a sequence. They are the documents unless the data was split into sentences when it was made;
-document boundaries are not read, since Megatron-LM itself samples sequences through them.
+Each sequence is a manifest row. Sequences are documents, unless preprocessing split them into sentences. Document
+boundaries are not read: Megatron-LM itself samples across them.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class MegatronIndex:
 
     Attributes:
         path: the `.idx` file, absolute.
-        sequences: how many sequences it lists.
+        sequences: number of sequences.
         token_type: numpy type of a token in the `.bin`.
-        vocab_size: one more than the largest token id, if the user gives it; else the `.bin` is read for it.
+        vocab_size: one more than the largest token id, if given; else the `.bin` is scanned.
     """
 
     path: Path
@@ -96,7 +96,7 @@ class MegatronIndex:
             )
 
     def tokens(self) -> _Tokens:
-        """Map the whole `.bin`, or of a store, read its ranges: [tokens]."""
+        """Memory-map the `.bin`; in an object store, read ranges of it on access: [tokens]."""
         try:
             size = self.bin.stat().st_size // np.dtype(self.token_type).itemsize
             # An empty file cannot be mapped.
@@ -116,7 +116,7 @@ class MegatronIndex:
         return tokens[start : start + length]
 
     def _largest_token(self, tokens: _Tokens, ids: IntArray, lengths: IntArray) -> int:
-        """Find the largest token of the `.bin` between these sequences, in constant memory."""
+        """Find the largest token of a range of sequences, in constant memory."""
         first_byte, last_byte = (int(self.byte_offsets()[sequence]) for sequence in (ids[0], ids[-1]))
         self.span(tokens, int(ids[-1]), last_byte, int(lengths[-1]))
         start, stop = first_byte // tokens.itemsize, last_byte // tokens.itemsize + int(lengths[-1])
@@ -124,18 +124,18 @@ class MegatronIndex:
         return max((int(chunk.max()) for chunk in chunks), default=-1)
 
     def lengths(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """Map the tokens of each sequence from the file: [sequences]."""
+        """Memory-map the number of tokens of each sequence: [sequences]."""
         lengths: np.ndarray[Any, np.dtype[np.int32]] = _mapped(self.path, "<i4", _HEADER.size, self.sequences)
         return lengths
 
     def byte_offsets(self) -> IntArray:
-        """Map the start of each sequence in the `.bin` from the file: [sequences]."""
+        """Memory-map the byte offset of each sequence in the `.bin`: [sequences]."""
         starts: IntArray = _mapped(self.path, "<i8", _HEADER.size + 4 * self.sequences, self.sequences)
         return starts
 
 
 class _Ranges:
-    """Array in an object of a store; a slice or an item of it is one range. Any number of threads may read."""
+    """Array in a remote object; each index or slice reads a byte range. Thread-safe."""
 
     def __init__(self, path: RemotePath, kind: str, offset: int, count: int) -> None:
         self._file, self._kind = RemoteFile(path, reads_ahead=False), np.dtype(kind)
@@ -155,14 +155,14 @@ class _Ranges:
 
 
 def _mapped(path: Path, kind: str, offset: int, count: int) -> Any:
-    """Map `count` numbers of a numpy type from byte `offset` of a file on."""
+    """Memory-map `count` numbers of a numpy type from byte `offset` on."""
     if isinstance(path, RemotePath):
         return _Ranges(path, kind, offset, count)
     return np.memmap(path, kind, "r", offset, (count,))
 
 
 class MegatronTokens:
-    """Tokens of the `.bin` next to an index; `sequences` are the rows' numbers in it."""
+    """Random access to the tokens of a `.bin`; `sequences` maps rows to sequence indices."""
 
     def __init__(self, index: MegatronIndex, sequences: IntArray) -> None:
         self._index = index
@@ -179,7 +179,7 @@ class MegatronTokens:
 
     @cached_property
     def vocab_size(self) -> int:
-        """If the manifest was built without the `.bin`, the first use reads it whole, in constant memory."""
+        """One more than the largest token id; if not recorded, the first access scans the `.bin`."""
         if self._index.vocab_size is not None:
             return self._index.vocab_size
         return 1 + max((batch.largest_token for batch in self._index.batches()), default=-1)

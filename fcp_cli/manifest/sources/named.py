@@ -1,4 +1,4 @@
-"""The files that the arguments of a command name: paths, URLs and globs of either."""
+"""Resolve command-line arguments that name data: paths, URLs, and globs of either."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fcp_cli.reading.remote import RemotePath, data_path, retried
 
 
 def named_source(words: Sequence[str]) -> tuple[Path, tuple[Path, ...]]:
-    """Return the path of a source, and its files if they were named one by one or by a glob.
+    """Return the path of a source, and its files if several were named or a glob was used.
 
     Args:
-        words: one file, folder or prefix; or any number of files and globs, whose order is that of the rows. The files
-            that match a glob are in the order of their names.
+        words: one file, folder or prefix; or any number of files and globs, in row order. Files that match a glob are
+            in name order.
     """
     if len(words) == 1 and not _is_glob(words[0]):
         return data_path(words[0]), ()
@@ -44,7 +44,7 @@ def _matching(word: str) -> Iterator[Path]:
         system, name = path.store()
         found = [RemotePath(system.unstrip_protocol(one)) for one in retried(lambda: system.glob(name), word)]
     else:
-        found = [Path(one).absolute() for one in glob.glob(word, recursive=True) if Path(one).is_file()]  # noqa: PTH207  a word may be absolute
+        found = [Path(one).absolute() for one in glob.glob(word, recursive=True) if Path(one).is_file()]  # noqa: PTH207  the glob may be absolute
     if not found:
         raise ManifestError(f"no file matches {word}")
     yield from sorted(found)
@@ -53,7 +53,7 @@ def _matching(word: str) -> Iterator[Path]:
 def _is_glob(word: str) -> bool:
     path = data_path(word)
     if isinstance(path, RemotePath):
-        return "*" in word or "[" in word  # a question mark begins the query of a URL
+        return "*" in word or "[" in word  # in a URL, ? begins the query
     return glob.has_magic(word) and not path.exists()
 
 

@@ -1,4 +1,4 @@
-"""Records of JSON lines, JSON lists, Parquet, Arrow and WebDataset tars: in order, and one by one again."""
+"""Read records of JSON lines, JSON lists, Parquet, Arrow and WebDataset tars, in order or by position."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ BATCH_RECORDS = 1 << 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceRecord:
-    """One record of a file.
+    """A record of a file.
 
     Attributes:
         record: its fields.
-        place: its place, for messages.
-        at: the position to read it again from: the byte of its line in JSON lines, else its number in the file, from 0.
-        done: units of the source that it took.
+        place: location for messages.
+        at: where to read it again: byte offset of its line in JSON lines, else its index in the file.
+        done: source units read for it.
     """
 
     record: dict[str, Any]
@@ -39,11 +39,11 @@ class SourceRecord:
 def records_of(
     file: Path, start: int = 0, stop: int | None = None, *, batch_rows: int = BATCH_RECORDS
 ) -> Iterator[SourceRecord]:
-    """Yield the records of one file that begin at its unit `start` or later, and before `stop`.
+    """Yield the records of a file that begin in the range [`start`, `stop`) of its units.
 
     Args:
         file: JSON lines, one JSON list, Parquet or Arrow.
-        start, stop: bytes of lines, rows of tables; a JSON list is read whole.
+        start, stop: in bytes for lines, in rows for tables; ignored for a JSON list.
         batch_rows: rows of a table in memory at once.
     """
     if has_lines(file):
@@ -51,7 +51,7 @@ def records_of(
             record = json_record(line.content, line.place)
             yield SourceRecord(record=record, place=line.place, at=line.byte_offset, done=line.done)
         return
-    if file.suffix == ".json":  # one list, read whole: no part of it begins elsewhere
+    if file.suffix == ".json":  # a JSON list cannot be split
         records = read_records(file, error=ManifestError)
         share, rest = divmod(size_of(file), max(len(records), 1))
         for number, record in enumerate(records):
@@ -66,7 +66,7 @@ def records_of(
 
 
 def has_lines(file: Path) -> bool:
-    """Return whether a file holds JSON lines: it is neither a table nor one JSON list."""
+    """Return whether a file holds JSON lines, not a table or a JSON list."""
     return file.suffix not in (*DATA_SUFFIXES, ".json")
 
 
@@ -78,12 +78,12 @@ def place_of(file: Path, at: int) -> str:
 
 
 def units_of(file: Path) -> int:
-    """Return the sum of `SourceRecord.done` over a file: rows of a table, else bytes."""
+    """Return the units of a file, the total of `SourceRecord.done`: rows of a table, else bytes."""
     return int(open_shard(file).group_rows.sum()) if file.suffix in DATA_SUFFIXES else size_of(file)
 
 
 def record_at(file: Path, at: int, place: str) -> dict[str, Any]:
-    """Read one record again, from its `SourceRecord.at`."""
+    """Read a record again by its `SourceRecord.at`."""
     if has_lines(file):
         return json_record(line_at(file, at), place)
     if file.suffix == ".json":
@@ -95,12 +95,12 @@ def record_at(file: Path, at: int, place: str) -> dict[str, Any]:
     return rows.record(at, rows.columns, place)
 
 
-# One process reads the files of one data set; callers hold a lock.
+# Callers hold a lock.
 _cached_list = cached_by_file(partial(read_records, error=ManifestError), maxsize=4)
 
 
 def split_member(name: str) -> tuple[str, str]:
-    """Split a member's name into WebDataset's (key, suffix): the suffix begins at the first dot of the file's name."""
+    """Split a member name into WebDataset's (key, suffix), at the first dot of the file name."""
     folder, _, file = name.rpartition("/")
     stem, dot, suffix = file.partition(".")
     return f"{folder}/{stem}" if folder else stem, f"{dot}{suffix}".lower()
@@ -109,15 +109,15 @@ def split_member(name: str) -> tuple[str, str]:
 def tar_samples(
     path: Path, start: int, add: Callable[[dict[str, Any], IO[bytes], TarMember, str], None]
 ) -> Iterator[tuple[dict[str, Any], str, int, int]]:
-    """Yield the samples of a WebDataset: consecutive files whose names are the same up to the first dot.
+    """Yield the samples of a WebDataset tar: runs of files whose names agree up to the first dot.
 
     Args:
         path: the tar.
-        start: the first byte of the first sample to read.
-        add: adds a file with its suffix to the fields of its sample.
+        start: byte offset of the first sample to read.
+        add: adds a file to the fields of its sample.
 
     Yields:
-        Fields, key, first byte, and the bytes until the next sample.
+        Fields, key, byte offset, and number of bytes up to the next sample.
     """
     key, sample, begun = "", dict[str, Any](), start
     try:

@@ -1,4 +1,4 @@
-"""Parquet and Arrow files as lists of groups of rows that can be read one by one."""
+"""Parquet, Arrow and CSV files as lists of row groups that can be read independently."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DATA_SUFFIXES: Final = (*PARQUET_SUFFIXES, *ARROW_SUFFIXES)
 
 
 class DataFile(Protocol):
-    """One file of a data set."""
+    """A file of a data set."""
 
     path: Path
     schema: Any
@@ -32,17 +32,17 @@ class DataFile(Protocol):
 
     @property
     def group_rows(self) -> IntArray:
-        """[groups] rows of each group."""
+        """Number of rows per group: [groups]."""
 
     def read_group(self, group: int, column: str) -> Any:
-        """Read one column of one group as an Arrow array."""
+        """Read a column of a group as an Arrow array."""
 
     def batches(self, columns: list[str], rows: int, start: int = 0, stop: int | None = None) -> Iterator[Any]:
-        """Yield record batches of these columns from row `start` to before row `stop`, at most `rows` rows each."""
+        """Yield record batches of the rows in [`start`, `stop`), with at most `rows` rows each."""
 
 
 def _groups_of(group_rows: IntArray, start: int, stop: int | None) -> tuple[list[int], int]:
-    """Return the groups that hold rows `start` to `stop`, and the first row of the first one."""
+    """Return the groups that overlap rows [`start`, `stop`), and the first row of the first such group."""
     ends = np.cumsum(group_rows, dtype=np.int64)
     begins = ends - group_rows
     held = np.flatnonzero((ends > start) & (begins < (ends[-1:].sum() if stop is None else stop)))
@@ -50,7 +50,7 @@ def _groups_of(group_rows: IntArray, start: int, stop: int | None) -> tuple[list
 
 
 def _cut(batches: Iterable[Any], first: int, start: int, stop: int | None) -> Iterator[Any]:
-    """Yield rows `start` to `stop` of consecutive batches that begin at row `first`."""
+    """Yield rows [`start`, `stop`) of consecutive batches whose first row is number `first`."""
     for batch in batches:
         low = max(start - first, 0)
         high = batch.num_rows if stop is None else min(stop - first, batch.num_rows)
@@ -88,7 +88,7 @@ class ParquetShard:
 class ArrowShard:
     """An Arrow IPC file, or an IPC stream as the `datasets` library writes; its groups are its record batches.
 
-    Both are memory-mapped: nothing is copied unless the file is compressed. Of a store, the ranges of batches are read.
+    Local files are memory-mapped, without copies unless compressed. From an object store, ranges of batches are read.
     """
 
     is_arrow = True
@@ -106,8 +106,8 @@ class ArrowShard:
                 mapped.seek(0)
                 if ranges is not None:
                     why = "an Arrow stream has no index of its batches; copy it here, or store a file or Parquet"
-                    raise ManifestError(f"cannot read {path} where it lies: {why}") from None
-                # A stream has no index of its batches; listing them is cheap, since their data stays mapped.
+                    raise ManifestError(f"cannot read {path} remotely: {why}") from None
+                # A stream has no index of its batches, but listing them is cheap: their data stays mapped.
                 batches = list(pa.ipc.open_stream(mapped))
                 if not batches:
                     raise ManifestError(f"{path} has no rows") from None
@@ -130,7 +130,7 @@ class ArrowShard:
     def _checked(self, group: int, columns: list[str]) -> Any:
         batch = self._read(group).select(columns)
         with readable(self.path, kind="Arrow"):
-            batch.validate(full=True)  # Arrow follows the offsets of a file as they are, out of its memory
+            batch.validate(full=True)  # Arrow trusts the offsets in a file, even if they point outside its memory
         return batch
 
     def _read(self, group: int) -> Any:
@@ -139,7 +139,7 @@ class ArrowShard:
 
 
 class CsvShard:
-    """A `.csv` or `.tsv` file, in memory as one group; without a header line, a lone column is `length`."""
+    """A `.csv` or `.tsv` file, read into memory as one group; a single column without a header is `length`."""
 
     is_arrow = False
 
@@ -171,9 +171,7 @@ def open_shard(path: Path) -> DataFile:
 
 
 def python_rows(batch: Any, path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a record batch as Python values; times and dates, which may be finer or further than Python's,
-    are texts.
-    """
+    """Return rows as Python values; times and dates become strings: Python's types are narrower and coarser."""
     with readable(path, kind="rows"):
         columns = [column.cast(pa.string()) if _is_time(column.type) else column for column in batch.columns]
         rows: list[dict[str, Any]] = pa.RecordBatch.from_arrays(columns, names=batch.schema.names).to_pylist()
@@ -185,7 +183,7 @@ def _is_time(kind: Any) -> bool:
 
 
 class TableRows:
-    """Random access to the rows of a Parquet or Arrow file, through a small cache of groups of rows.
+    """Random access to rows of a Parquet or Arrow file, with a cache of row groups.
 
     Attributes:
         columns: names of all columns.
@@ -198,12 +196,12 @@ class TableRows:
         self.columns: tuple[str, ...] = tuple(self._shard.schema.names)
 
     def record(self, row: int, columns: Sequence[str], place: str) -> dict[str, Any]:
-        """Return some columns of a row; `place` names it in messages."""
+        """Return columns of a row; `place` is its location, for messages."""
         group = int(np.searchsorted(self._ends, row, side="right"))
         if row < 0 or group == len(self._ends):
             rows = int(self._ends[-1:].sum())
             raise ManifestError(f"{place} is gone: the file has {rows} rows; build the manifest again")
-        # Groups are known by where they end, so the row counts from the end of its group.
+        # The row is counted from the end of its group, since only group ends are stored.
         back = row - int(self._ends[group])
         return {name: cells[back + len(cells)].as_py() for name, cells in self._group(group, tuple(columns)).items()}
 

@@ -1,4 +1,4 @@
-"""A folder of text files: one file is one sequence, in the order of names within each folder."""
+"""A folder of text files: each file is a sequence; files are in name order within each folder."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from fcp_cli.manifest.tokenizing.tokenizer import ByteTokenizer, Tokenizer
 from fcp_cli.reading.inputs import open_input
 from fcp_cli.reading.remote import RemotePath
 
-_SNIFF_BYTES: Final = 8192  # a NUL byte this early marks a binary file, as for git and grep
+_SNIFF_BYTES: Final = 8192  # a NUL byte in here marks a binary file, as in git and grep
 _BATCH_FILES: Final = 1024
 _BATCH_BYTES: Final = 32 << 20
-_MOST_TEXT_BYTES: Final = 1 << 31  # one file is one sequence, whose length is 32 bits
+_MOST_TEXT_BYTES: Final = 1 << 31  # a sequence length has 32 bits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,9 +30,9 @@ class TextTree:
     """Text files under `root`; skips hidden names, binary files and links to folders.
 
     Attributes:
-        include: globs; a file is taken if one matches its name, or its path below `root` if the glob has a slash.
+        include: globs of files to read; one with a slash is matched with the path below `root`, else with the name.
         exclude: globs of files and folders to skip, matched in the same way.
-        output: the manifest being written, which is no part of the data set; absolute like `root`.
+        output: absolute path of the manifest being written, which is skipped.
     """
 
     root: Path
@@ -74,7 +74,7 @@ class TextTree:
         return RowBatch(rows=rows, done=len(names), skipped={"binary": len(names) - len(kept)})
 
     def _files(self, folder: Path, prefix: str) -> Iterator[tuple[str, int]]:
-        """Yield names below `root` and sizes in bytes."""
+        """Yield paths below `root`, with file sizes in bytes."""
         with _naming(folder):
             found: Iterable[Any] = folder.iterdir() if isinstance(folder, RemotePath) else os.scandir(folder)
             entries = sorted(found, key=lambda entry: entry.name)
@@ -86,12 +86,12 @@ class TextTree:
                 yield from self._files(path, f"{name}/")
             elif entry.is_file() and _matches(name, self.include):
                 with _naming(path):
-                    name.encode("utf-8")  # fails on a name that is no UTF-8, which the manifest could not hold
+                    name.encode("utf-8")  # raises if the name is not UTF-8: the manifest could not store it
                     yield name, entry.stat().st_size
 
 
 class TextTokens:
-    """Reads the files of a text manifest again; `ids` are their paths below `root`."""
+    """Random access to the tokens of text files; `ids` are paths below `root`."""
 
     def __init__(self, root: Path, ids: Any, tokenizer: Tokenizer) -> None:
         self._root = root
@@ -112,7 +112,7 @@ def _matches(name: str, globs: tuple[str, ...]) -> bool:
 
 
 def _text_bytes(path: Path) -> int:
-    """Return the size of a text file, read only as far as it takes to know that it is one; -1 for a binary file."""
+    """Return the size of a text file, or -1 for a binary one, reading only its first bytes."""
     with _naming(path), open_input(path) as file:
         return -1 if _is_binary(file.read(_SNIFF_BYTES)) else path.stat().st_size
 

@@ -1,4 +1,4 @@
-"""The rules that every manifest row obeys, from any source."""
+"""Validation of manifest rows from any source."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fcp_cli.manifest.table.columns import chunked, new_column
 from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.words import counted
 
-NULL: Final = int(np.iinfo(np.int64).min)  # stands for a null length until the check has named its row
+NULL: Final = int(np.iinfo(np.int64).min)  # stands for a null length until validation reports its row
 LONGEST_TOKENS: Final = 2**31 - 1  # a plan holds lengths as int32
 FACTORS: Final = ("eta", "vision_patches", "vision_patch_pairs")
 USUAL_LENGTHS: Final = (
     *("length", "lengths", "num_tokens", "n_tokens", "token_count", "seq_len", "seq_length"),
     *("input_ids", "tokens", "token_ids"),
 )
-"""Columns with lengths or token ids, as people name them; the first that there is and that can be one is taken."""
+"""Common names of columns with lengths or token ids, in order of preference."""
 
 
 def is_list(kind: Any) -> bool:
@@ -30,10 +30,10 @@ def is_list(kind: Any) -> bool:
 
 
 def length_column_of(wanted: str, usable: Collection[str]) -> str:
-    """Return the column to read: the wanted one or, if that is the default and missing, one of a usual name.
+    """Return the length column: `wanted`, or if that is the default and missing, a common name.
 
     Args:
-        wanted: a column; `length` is the default.
+        wanted: requested column; `length` is the default.
         usable: columns that hold whole numbers or lists.
     """
     if wanted != USUAL_LENGTHS[0]:
@@ -42,14 +42,14 @@ def length_column_of(wanted: str, usable: Collection[str]) -> str:
 
 
 def empty_factors(rows: int, names: Collection[str] = FACTORS) -> dict[str, FloatArray | IntArray]:
-    """Return one array of zeros per named optional column."""
+    """Return a zero-filled column for each named factor."""
     return {name: new_column(rows, np.float64 if name == "eta" else np.int64) for name in names}
 
 
 def checked_table(
     name: str, length_column: str, lengths: IntArray, factors: Mapping[str, FloatArray | IntArray]
 ) -> LengthTable:
-    """Return the table, without factors that are 0 throughout, if every value is one that a sequence can have."""
+    """Validate all values and return the table, without factors that are zero in all rows."""
     bad = np.concatenate(
         [first + np.flatnonzero((part <= 0) | (part > LONGEST_TOKENS)) for first, part in chunked(lengths)]
     )
@@ -57,7 +57,7 @@ def checked_table(
         raise ManifestError(_bad_length(name, length_column, lengths, bad))
     for column, values in factors.items():
         _check_factor(name, column, values, *((-1, ">") if column == "eta" else (0, ">=")))
-    # Leaving out factors of zeros keeps the content hash, and with it the plan, independent of whether they were given.
+    # Dropping all-zero factors makes the content hash, and with it the plan, independent of whether they were given.
     kept: dict[str, Any] = {
         column: values if any(part.any() for _, part in chunked(values)) else None for column, values in factors.items()
     }
@@ -81,7 +81,7 @@ def _bad_length(name: str, length_column: str, lengths: IntArray, bad: IntArray)
     row, value = int(bad[0]), int(lengths[bad[0]])
     shown = "null" if value == NULL else str(value)
     allowed = "lengths must be > 0 tokens" if value <= 0 else f"lengths must be at most {LONGEST_TOKENS} tokens"
-    every = "every row is such" if len(bad) == len(lengths) else f"{_rows(len(bad))} in all"
+    every = "all rows" if len(bad) == len(lengths) else f"{_rows(len(bad))} in all"
     return (
         f"{name}: row {row} of column {length_column!r} is {shown}; {allowed} ({every}); "
         "drop such rows or name another column with --length-column"

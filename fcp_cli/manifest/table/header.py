@@ -1,4 +1,4 @@
-"""The header of a manifest, JSON under the schema metadata key `fcp`, and the files that a manifest may consist of."""
+"""The manifest header, JSON under the schema metadata key `fcp`, and the files of a manifest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fcp_cli.words import has_control_characters
 METADATA_KEY: Final = FOOTER_KEY
 MANIFEST_FORMAT: Final = "fcp-manifest/1"
 LEARNED_COLUMN: Final = "learned_tokens"
-"""Column of chat data: tokens of a sequence that are learned."""
+"""Column of chat data: number of trained tokens of a sequence."""
 LINE_SUFFIXES: Final = (".jsonl", ".ndjson", ".txt")
 TABLE_SUFFIXES: Final = (".csv", ".tsv")
 NOT_PARQUET: Final = (*LINE_SUFFIXES, *TABLE_SUFFIXES, ".arrow", ".feather", ".ipc")
@@ -26,7 +26,7 @@ NOT_PARQUET: Final = (*LINE_SUFFIXES, *TABLE_SUFFIXES, ".arrow", ".feather", ".i
 
 @contextmanager
 def readable(path: Path, *, kind: str = "Parquet") -> Iterator[None]:
-    """Turn every way in which a data file can be unreadable into one line."""
+    """Context manager that turns any failure to read a data file into a one-line ManifestError."""
     try:
         yield
     except StoreError as error:
@@ -52,8 +52,8 @@ def manifest_files(path: Path) -> list[Path]:
 
 
 def _what_folder(path: Path) -> str:
-    """Describe a folder without a manifest, with the command that builds one from it."""
-    if any(path.glob("*/*.arrow")):  # DatasetDict.save_to_disk: a folder for each split
+    """Describe a folder without a manifest, and suggest a command that builds one."""
+    if any(path.glob("*/*.arrow")):  # DatasetDict.save_to_disk: a folder per split
         splits = sorted(file.parent.name for file in path.glob("*/*.arrow"))
         return (
             f"{path} holds the splits {', '.join(dict.fromkeys(splits))}; name the folder of one: `fcp plan "
@@ -63,7 +63,7 @@ def _what_folder(path: Path) -> str:
 
 
 def read_footer(file: Path) -> Any:
-    """Read the Parquet footer of one file of a manifest."""
+    """Read the Parquet footer of a manifest file."""
     if mistaken := another_kind(file, "manifest"):
         raise ManifestError(mistaken)
     with readable(file):
@@ -75,7 +75,7 @@ def read_footer(file: Path) -> Any:
 
 
 def read_header(footer: Any) -> dict[str, Any]:
-    """Return the header that `fcp` wrote into a footer; empty for a foreign file."""
+    """Return the header that fcp wrote into a footer; {} for a foreign file."""
     try:
         header = footer_document(footer.metadata)
     except ValueError:
@@ -84,7 +84,7 @@ def read_header(footer: Any) -> dict[str, Any]:
 
 
 def manifest_source(path: str | Path) -> dict[str, Any] | None:
-    """Return the recorded source of a built manifest; None for data planned without a build."""
+    """Return the recorded source of a built manifest, or None for data planned directly."""
     path = Path(path)
     files = manifest_files(path)
     if path.is_dir() or path.suffix in NOT_PARQUET:
@@ -99,7 +99,7 @@ _NEEDED: Final = {"chat": ("tokenizer", "train_on"), "text": ("tokenizer",), "js
 
 
 def _checked_source(source: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return a recorded source whose values have the types that `fcp manifest build` writes."""
+    """Validate the types of a recorded source, and return it."""
     kind = source.get("kind")
     needed = ("path", "kind", *(_NEEDED.get(kind, ()) if isinstance(kind, str) else ()))
     if source.get("content") == "pixels":
@@ -119,7 +119,7 @@ def _checked_source(source: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _are_texts(value: Any) -> bool:
-    # Messages and commands repeat them; a terminal would obey their control characters.
+    # These values appear in messages and commands, where a terminal would obey control characters.
     return isinstance(value, list) and all(isinstance(item, str) and not has_control_characters(item) for item in value)
 
 

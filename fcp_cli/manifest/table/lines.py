@@ -1,4 +1,4 @@
-"""Lengths as text: one JSON value per line, from a pipe or a file."""
+"""Read lengths from text: one JSON value per line, from a pipe or a file."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def read_lengths_jsonl(
     place: str = _STDIN,
     name: str = "stdin",
 ) -> LengthTable:
-    """Read one sequence per line: a whole number of tokens, or an object with `length` and the optional columns.
+    """Read a sequence per line: a number of tokens, or an object with `length` and the optional columns.
 
-    Blank lines are skipped. A list, as the line or under `length_column`, counts its items.
+    Blank lines are skipped. For a list, as the line or under `length_column`, the length is its number of items.
 
     Args:
         stream: the lines.

@@ -1,4 +1,4 @@
-"""A manifest in figures: how many tokens, how they are spread, and how much the longest sequences weigh."""
+"""Statistics of a manifest: token counts, length distribution, and the share of the longest sequences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PERCENTILES: Final = (50.0, 90.0, 99.0, 99.9)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bin:
-    """Sequences of `from_tokens` <= length < `to_tokens`; the bounds are neighbouring powers of two."""
+    """Sequences with `from_tokens` <= length < `to_tokens`; bounds are consecutive powers of two."""
 
     from_tokens: int
     to_tokens: int
@@ -24,12 +24,12 @@ class Bin:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ManifestSummary:
-    """Figures of a manifest.
+    """Statistics of a manifest.
 
     Attributes:
         percentiles: length in tokens at each of `PERCENTILES`, as an actual length of the manifest (nearest rank).
-        longest_percent_token_share: tokens in the longest 1 % of the sequences (at least one), over all tokens.
-        bins: histogram from the shortest to the longest length without gaps.
+        longest_percent_token_share: share of tokens in the longest 1 % of sequences (at least one sequence).
+        bins: histogram from the shortest to the longest length, without gaps.
     """
 
     rows: int
@@ -57,7 +57,7 @@ class ManifestSummary:
 
 
 def summarize(table: LengthTable) -> ManifestSummary:
-    """Compute the figures of all rows; sorts a copy of the lengths."""
+    """Summarize all rows; sorts a copy of the lengths."""
     lengths = np.sort(table.length_tokens)
     rows, tokens = len(lengths), int(lengths.sum())
     longest = lengths[rows - max(1, rows // 100) :]
@@ -74,7 +74,7 @@ def summarize(table: LengthTable) -> ManifestSummary:
 
 
 def _bins(lengths: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[Bin, ...]:
-    """Count ascending lengths over powers of two."""
+    """Histogram ascending lengths over powers of two."""
     first, last = int(lengths[0]).bit_length() - 1, int(lengths[-1]).bit_length()
     edges = [1 << power for power in range(first, last + 1)]
     cuts = np.searchsorted(lengths, edges)

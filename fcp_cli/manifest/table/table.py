@@ -1,4 +1,4 @@
-"""The part of a manifest that planning reads: lengths and work factors as flat arrays (contract `fcp-manifest/1`)."""
+"""Planner input from a manifest: lengths and work factors as flat arrays (contract `fcp-manifest/1`)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LengthTable:
 
     @property
     def argument(self) -> str:
-        """How an argument of a command line names this table's file; `-` for data that came from a pipe."""
+        """Command-line argument that names this table's file; `-` if it was piped."""
         return "-" if self.name == "stdin" else self.name
 
     def take(self, rows: IntArray) -> LengthTable:
@@ -52,7 +52,7 @@ class LengthTable:
         return LengthTable(name=self.name, column=self.column, **taken)
 
     def gather(self, rows: IntArray) -> LengthTable:
-        """Return the given rows, in the given order, by one pass over each column in its own order."""
+        """Return the given rows in the given order, with one sequential pass over each column."""
         order = np.argsort(rows)
         wanted = rows[order]
         found: dict[str, Any] = {}
@@ -65,7 +65,7 @@ class LengthTable:
         return LengthTable(name=self.name, column=self.column, **found)
 
     def content_hash(self) -> str:
-        """Hash the columns that planning reads (SHA-256); independent of file layout and writer."""
+        """SHA-256 of the columns that planning reads; independent of file layout and writer."""
         digest = hashlib.sha256(b"fcp-manifest/1")
         for column in (getattr(self, name) for name in _COLUMNS):
             if column is None:

@@ -1,17 +1,17 @@
-"""Turns a record of chat data into tokens, and marks those that are learned.
+"""Tokenizes chat records and marks the trained tokens.
 
-A record is one of these; the first that fits is taken:
+A record has one of these forms; the first match is used:
 
-    input_ids + labels              tokens, unchanged; a label of -100 is not learned
+    input_ids + labels              tokens as they are; label -100 is not trained
     messages, or conversations      turns of {"role", "content"} or ShareGPT's {"from", "value"}; optional `tools`
     prompt + completion             two texts, or two lists of turns
     instruction + output            Alpaca, with an optional `input` and `system`
 
-Turns are rendered by the chat template of the tokenizer (`chat_template`). An assistant's turn reaches from the
-template's generation prompt to the mark that ends its turn, which is learned with it.
+Turns are rendered by the tokenizer's chat template (`chat_template`). An assistant turn starts after the generation
+prompt and includes its end-of-turn token, which is trained too.
 
-Turns about pictures have contents in parts, with `{"type": "image"}` for each. The template's text there is replaced as
-the checkpoint's processor replaces it; visual tokens are never learned.
+Turns with images or videos ("pictures") have content parts such as `{"type": "image"}`. The placeholder that the
+template renders is expanded as the checkpoint's processor does; visual tokens are never trained.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fcp_cli.words import counted, first_line
 TrainOn = Literal["all", "assistant", "completion"]
 NOT_LEARNED: Final = -100
 PICTURE_FIELDS: Final = ("image", "images", "video", "videos")
-"""Fields of a record that name its images and videos."""
+"""Record fields that name images and videos."""
 
 _ROLES: Final = {
     "human": "user",
@@ -50,26 +50,26 @@ _ROLES: Final = {
     "function": "tool",
     "observation": "tool",
 }
-# Placeholder of a turn's content to find the template's text around it; no text holds private characters.
+# Stand-in for a turn's content, to find the template text around it; texts do not use private characters.
 _STAND_IN: Final = "\ue000fcp\ue001"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoded:
-    """One sequence: [tokens] int64 ids, and as labels the ids that are learned, else -100."""
+    """A sequence: [tokens] int64 ids, and labels, which are the ids of trained tokens and -100 elsewhere."""
 
     tokens: IntArray
     labels: IntArray
 
     @property
     def learned_tokens(self) -> int:
-        """Count the labels that a model is trained on: the first token has nothing before it to be predicted from."""
+        """Number of trained labels; the first token is never predicted, so its label does not count."""
         return int((self.labels[1:] != NOT_LEARNED).sum())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pictured:
-    """A picture of a conversation; they come in the order in which its turns name them."""
+    """A picture of a conversation, in the order of its turns."""
 
     visual: Visual
     is_video: bool
@@ -77,7 +77,7 @@ class Pictured:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rendered:
-    """A text with the spans [start, end) of characters that are learned, and visual tokens of each placeholder."""
+    """A rendered text, the [start, end) character spans that are trained, and the visual tokens of each placeholder."""
 
     text: str
     spans: Sequence[tuple[int, int]]
@@ -85,7 +85,7 @@ class _Rendered:
 
 
 def is_chat(record: Mapping[str, Any]) -> bool:
-    """Return whether a record is one of those above, by the names of its fields."""
+    """Return whether the field names of a record match one of the forms above."""
     return _form(record) is not None
 
 
@@ -101,13 +101,12 @@ def _form(record: Mapping[str, Any]) -> str | None:
 
 
 class ChatEncoder:
-    """The tokenizer of a checkpoint folder, with its chat template.
+    """Encodes chat records with the tokenizer and chat template of a checkpoint folder.
 
     Args:
-        folder: the folder with tokenizer.json, tokenizer_config.json and the chat template, as `save_pretrained`
-            writes them.
-        train_on: learn `all` tokens, those of every `assistant` turn, or those of the last turn (`completion`).
-        processor: the processor of the checkpoint, for images and videos; None accepts text only.
+        folder: has tokenizer.json, tokenizer_config.json and the chat template, as `save_pretrained` writes them.
+        train_on: train on `all` tokens, on every `assistant` turn, or on the last assistant turn (`completion`).
+        processor: the checkpoint's processor for images and videos; None: text only.
     """
 
     def __init__(self, folder: Path, train_on: TrainOn, processor: VisionProcessor | None = None) -> None:
@@ -132,7 +131,7 @@ class ChatEncoder:
         self._marks: Marks | None = None if processor is None else _marks_of(processor, self._tokenizer, folder)
 
     def __call__(self, record: Mapping[str, Any], place: str) -> Encoded:
-        """Encode one record."""
+        """Encode a record."""
         return self.many([record], [place])[0]
 
     def many(
@@ -141,12 +140,12 @@ class ChatEncoder:
         places: Sequence[str],
         pictures: Sequence[Sequence[Pictured]] | None = None,
     ) -> list[Encoded]:
-        """Encode records, their texts in one batch; raises as a call does.
+        """Encode records, tokenizing all texts in one batch.
 
         Args:
-            records: the records, as above.
-            places: the places of each, for messages.
-            pictures: the pictures of each.
+            records: records in the forms above.
+            places: location of each record, for messages.
+            pictures: pictures of each record.
         """
         rendered = [
             _given_tokens(record, place) if _form(record) == "tokens" else self._render(record, place)
@@ -165,7 +164,7 @@ class ChatEncoder:
         ]
 
     def _with_pictures(self, rendered: _Rendered, pictures: Sequence[Pictured], place: str) -> _Rendered:
-        """Write each picture as the processor does, at the template's mark."""
+        """Expand the template's placeholder of each picture as the processor does."""
         assert self.processor is not None and self._marks is not None
         marks = self._marks
         pattern = "|".join(map(re.escape, sorted({marks.image, marks.video})))
@@ -196,7 +195,7 @@ class ChatEncoder:
         # The template writes special tokens itself.
         try:
             found = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
-        except (TypeError, ValueError, OverflowError) as error:  # of its settings, or of texts that UTF-8 cannot hold
+        except (TypeError, ValueError, OverflowError) as error:  # bad tokenizer settings, or texts with lone surrogates
             raise ManifestError(f"the tokenizer of {self.folder} cannot encode: {first_line(error)}") from error
         return list(zip(found["input_ids"], found["offset_mapping"], strict=True))
 
@@ -220,7 +219,7 @@ class ChatEncoder:
 
     @cached_property
     def _pads(self) -> list[int]:
-        """Ids of visual tokens."""
+        """Ids of the visual pad tokens."""
         assert self._marks is not None
         return [self._tokenizer.convert_tokens_to_ids(pad) for pad in (self._marks.image_pad, self._marks.video_pad)]
 
@@ -249,13 +248,13 @@ class ChatEncoder:
         return _Rendered(text=text, spans=[self._span(text, turns, tools, index, place) for index in said])
 
     def _span(self, text: str, turns: list[dict[str, Any]], tools: Any, index: int, place: str) -> tuple[int, int]:
-        """Return the character span of the assistant's text in one turn."""
+        """Return the character span of an assistant turn."""
         before = self._template(turns[:index], tools, place, prompts=True) if index else ""
         until = self._template(turns[: index + 1], tools, place)
         if text.startswith(before) and text.startswith(until):
             return len(before), len(until.rstrip())
-        # A template may render a turn differently once others follow, e.g. if it drops earlier thoughts: find the text
-        # around the turn's content instead.
+        # A template may render a turn differently once others follow, for example drop earlier reasoning: locate the
+        # text around the turn's content instead.
         other = [*turns[:index], {**turns[index], "content": _STAND_IN}, *turns[index + 1 :]]
         around = self._template(other, tools, place)
         if _STAND_IN not in around:
@@ -297,7 +296,7 @@ def _given_tokens(record: Mapping[str, Any], place: str) -> Encoded:
 
 
 def _processor_template(folder: Path) -> str | None:
-    """Return the template of an older checkpoint's processor, from its own file; it is not the tokenizer's."""
+    """Return the template in an older checkpoint's chat_template.json, which differs from the tokenizer's, or None."""
     file = folder / "chat_template.json"
     if not file.is_file() or (folder / "chat_template.jinja").is_file():
         return None
@@ -315,7 +314,7 @@ def _marks_of(processor: VisionProcessor, tokenizer: Any, folder: Path) -> Marks
 
 
 def _turns(record: Mapping[str, Any], form: str, place: str, *, with_pictures: bool) -> list[dict[str, Any]]:
-    """Return the turns of a record as a chat template takes them."""
+    """Return the turns of a record in the form that chat templates take."""
     if form == "alpaca":
         asked = [_text(record[name], name, place) for name in ("instruction", "input") if record.get(name)]
         turns = [{"role": "user", "content": "\n\n".join(asked)}]
@@ -343,7 +342,7 @@ def _turn(turn: Mapping[str, Any], name: str, place: str, with_pictures: bool) -
     found = {key: value for key, value in turn.items() if key not in ("from", "value") and value is not None}
     content = turn.get("content", turn.get("value"))
     if with_pictures and has_pictures(content):
-        _joined([part for part in content if not _is_picture(part)], name, place, with_pictures)  # or templates drop it
+        _joined([part for part in content if not _is_picture(part)], name, place, with_pictures)
         return {**found, "role": _ROLES[role], "content": content}
     if isinstance(content, list):
         content = _joined(content, name, place, with_pictures)
@@ -351,7 +350,7 @@ def _turn(turn: Mapping[str, Any], name: str, place: str, with_pictures: bool) -
 
 
 def has_pictures(content: Any) -> bool:
-    """Return whether the content of a turn is in parts, with pictures among them."""
+    """Return whether the content of a turn is a list of parts that includes a picture."""
     return isinstance(content, list) and any(map(_is_picture, content))
 
 
@@ -360,7 +359,7 @@ def _is_picture(part: Any) -> bool:
 
 
 def _joined(parts: list[Any], name: str, place: str, with_pictures: bool) -> str:
-    """Return the text of a content in parts; pictures among them are media."""
+    """Join the text parts of a content; raise if it has other parts."""
     for part in parts:
         if not isinstance(part, dict) or part.get("type", "text") != "text":
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
@@ -373,5 +372,5 @@ def _joined(parts: list[Any], name: str, place: str, with_pictures: bool) -> str
 
 def _text(value: Any, name: str, place: str) -> str:
     if not isinstance(value, str):
-        raise ManifestError(f"{place}: {name!r} holds {str(value)[:40]!r} where a text belongs")
+        raise ManifestError(f"{place}: {name!r} holds {str(value)[:40]!r} instead of a text")
     return value

@@ -1,6 +1,6 @@
-"""Renders the chat templates of checkpoints: programs of others, so in a sandbox with limits.
+"""Renders the chat templates of checkpoints, which are foreign code, in a sandbox with work limits.
 
-As `apply_chat_template` of transformers renders them, which has the sandbox and no limits.
+The result equals that of transformers' `apply_chat_template`, which is sandboxed but unlimited.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from jinja2 import Template
 
-# Names of a turn's thoughts in data; templates read the first, or that of the model that they are from.
+# Field names of a turn's reasoning; templates read the first, or the name that their model uses.
 _THOUGHTS: Final = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -24,14 +24,14 @@ def render_chat(
     prompts: bool,
     special_tokens: Mapping[str, Any],
 ) -> str:
-    """Return a conversation as a text.
+    """Render a conversation as text.
 
     Args:
-        template: the template of the checkpoint.
+        template: the checkpoint's chat template.
         turns: the turns, each with `role` and `content`.
-        tools: JSON schemas of functions, or None.
-        prompts: end with the generation prompt of the assistant's turn.
-        special_tokens: the special tokens, by the names under which templates know them.
+        tools: JSON schemas of tool functions, or None.
+        prompts: whether to append the generation prompt.
+        special_tokens: special tokens by template variable.
     """
     from fcp_cli.reading.sandbox import rendered
 

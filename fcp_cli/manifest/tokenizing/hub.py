@@ -1,4 +1,4 @@
-"""Names of the Hugging Face hub, found in its local cache: nothing is downloaded while lengths are counted."""
+"""Look up Hugging Face hub names in the local cache; nothing is downloaded while counting lengths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAME: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def local_checkpoint(name: str) -> Path:
-    """Return the path itself if it exists, else the folder of that name in the hub's cache."""
+    """Return the path if it exists, else the cached snapshot of that hub name."""
     path = Path(name)
     if path.exists() or not _NAME.fullmatch(name) or path.suffix in (".json", ".model"):
         return path

@@ -1,4 +1,4 @@
-"""Text to tokens: bytes as they are, or a Hugging Face `tokenizer.json`. Building and reading use the same object."""
+"""Tokenizers for manifest builds and training: plain bytes, or a Hugging Face `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fcp_cli.extras import pip_install
 from fcp_cli.manifest.tokenizing.hub import local_checkpoint
 from fcp_cli.words import counted
 
-# The slowest tokenizers manage more; a pattern with endless backtracking does not.
+# Slow tokenizers are faster than this; a regular expression with runaway backtracking is not.
 _LEAST_BYTES_PER_SECOND = 20_000
 _LEAST_SECONDS = 10.0
 _PROBE = "a 1."
@@ -33,21 +33,21 @@ class Tokenizer(Protocol):
 
     @property
     def name(self) -> str:
-        """The name that the manifest records: `bytes`, or the path of the tokenizer file."""
+        """Name for the manifest: `bytes`, or the path of the tokenizer file."""
 
     @property
     def vocab_size(self) -> int:
         """One more than the largest token id."""
 
     def count(self, texts: Any) -> IntArray:
-        """Count the tokens of each text of an Arrow string or binary array; a null has none."""
+        """Count the tokens of each text of an Arrow string or binary array; null counts as 0."""
 
     def encode(self, text: bytes) -> IntArray:
         """Return the tokens of a text: [tokens] int64."""
 
 
 class ByteTokenizer:
-    """Every byte of the UTF-8 text is one token: no file, no training, the same everywhere."""
+    """Uses each UTF-8 byte as a token: no file, no training, the same everywhere."""
 
     name = "bytes"
     vocab_size = 256
@@ -61,7 +61,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A `tokenizer.json`, with the special tokens that its own post-processor adds, without truncation or padding."""
+    """A `tokenizer.json` without truncation or padding; its post-processor adds special tokens."""
 
     def __init__(self, path: Path) -> None:
         file = path / "tokenizer.json" if path.is_dir() else path
@@ -80,12 +80,12 @@ class FileTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.name = str(file.resolve())
-        # The library panics over some damage as late as here; in a batch, several of its threads would then hang.
+        # Some damage makes the library panic only here; in a batch, several of its threads would then hang.
         with _quiet_panics():
             self._within(len(_PROBE), self._probe)
 
     def _probe(self) -> None:
-        with suppress(Exception):  # it may know no such word, and a panic is no Exception
+        with suppress(Exception):  # the probe may be unknown; a panic is not an Exception
             self._tokenizer.encode(_PROBE)
 
     @cached_property
@@ -100,29 +100,29 @@ class FileTokenizer:
         read = [_text(text) for text in texts.cast(pa.large_binary()).to_pylist()]
         encodings = self._within(sum(map(len, read)), lambda: self._tokenizer.encode_batch_fast(read))
         counts = np.fromiter((len(encoding) for encoding in encodings), np.int64, len(encodings))
-        # A lone special token is no sequence: an empty text has no tokens, even if the post-processor adds some.
+        # An empty text has no tokens, even if the post-processor adds special ones.
         return np.where(ByteTokenizer().count(texts) == 0, 0, counts)
 
     def encode(self, text: bytes) -> IntArray:
         return np.asarray(self._tokenizer.encode(_text(text)).ids, np.int64)
 
     def count_inside(self, text: str) -> int:
-        """Count the tokens of a piece of a longer text, without the post-processor's special tokens."""
+        """Count the tokens of part of a text, without special tokens."""
         return len(self._tokenizer.encode(_text(utf8(text)), add_special_tokens=False))
 
     def _within(self, size: int, encode: Callable[[], Result]) -> Result:
-        """Let the library encode texts of so many characters, in a time that no sound tokenizer needs."""
+        """Run `encode` on `size` characters, with a timeout that no sound tokenizer reaches."""
         done: list[Result] = []
         failed: list[BaseException] = []
 
         def run() -> None:
             try:
                 done.append(encode())
-            except BaseException as error:  # a panic of the library is no Exception
+            except BaseException as error:  # a panic of the library is not an Exception
                 failed.append(error)
 
         seconds = _LEAST_SECONDS + size / _LEAST_BYTES_PER_SECOND
-        worker = threading.Thread(target=run, name="fcp-tokenizer", daemon=True)  # nothing else can leave it
+        worker = threading.Thread(target=run, name="fcp-tokenizer", daemon=True)  # may get stuck
         worker.start()
         worker.join(seconds)
         if done:
@@ -136,7 +136,7 @@ class FileTokenizer:
 
 @contextmanager
 def _quiet_panics() -> Iterator[None]:
-    """Hide the library's writes to standard error, which bypass Python."""
+    """Hide what the library writes directly to file descriptor 2."""
     kept = os.dup(2)
     try:
         with Path(os.devnull).open("wb") as nowhere:

@@ -33,7 +33,7 @@ def part_of_shard(text: str, first_step: int, steps: int) -> tuple[PlanPart, int
     """Parse `--shard I/N`: return the I-th of N nearly equal parts, and the number of its steps."""
     index, _, count = text.partition("/")
     if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
-        raise UsageError(f"--shard {text} is not I/N, the I-th of N parts with I from 1 to N, as 3/16")
+        raise UsageError(f"--shard {text} is not of the form I/N with 1 <= I <= N, for example 3/16")
     if int(count) > steps:
         raise UsageError(f"--shard {text} has more parts than the plan has steps, {steps}; give at most I/{steps}")
     first, last = ((int(index) - 1) * steps // int(count), int(index) * steps // int(count))

@@ -160,7 +160,7 @@ def test_what_a_killed_run_left_can_be_finished_though_its_last_window_is_torn(t
         ([[5], []], "batch 1 of the stream is empty; a step needs a sequence"),
         (
             [[5], [0]],
-            "the stream: row 0 of column 'length' is 0; lengths must be > 0 tokens (every row is such); drop such rows "
+            "the stream: row 0 of column 'length' is 0; lengths must be > 0 tokens (all rows); drop such rows "
             "or name another column with --length-column",
         ),
     ],

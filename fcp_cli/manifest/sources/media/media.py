@@ -1,12 +1,12 @@
-"""Sizes of images and videos, of which no pixel is read: one record is one sequence.
+"""Sizes of images and videos, without reading pixels; each record is a sequence.
 
 `{"id": "a", "text_tokens": 120, "images": [{"height": 720, "width": 1280}],
   "videos": [{"frames": 900, "height": 720, "width": 1280, "fps": 30}]}`
 
-`text_tokens` counts the whole rendered conversation, with the marks of its template and without the placeholders of
-images and videos (`<|image_pad|>`, `<|video_pad|>`, `<IMG_CONTEXT>`), which visual tokens replace. In its
-place may stand `conversations` (as LLaVA has them: a list of `{"from", "value"}`), `caption` or `text`, which a
-tokenizer counts; the marks of a ChatML template are then added.
+`text_tokens` counts the rendered conversation, including template tokens but without the placeholders of images and
+videos (`<|image_pad|>`, `<|video_pad|>`, `<IMG_CONTEXT>`), which visual tokens replace. Instead, a record may have
+`conversations` (as in LLaVA: a list of `{"from", "value"}`), `caption` or `text`, which are tokenized; the tokens of a
+ChatML template are then added.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from fcp_cli.vision.processor import VisionProcessor, Visual
 
 _BATCH_RECORDS: Final = 16_384
 _BATCH_BYTES: Final = 32 << 20
-_TURN_MARKS: Final = 4  # <|im_start|>, the role, <|im_end|>, a line break; the one before the text is counted with it
+_TURN_MARKS: Final = 4  # <|im_start|>, role, <|im_end|>, line break; the line break before a text is counted with it
 _PLACEHOLDERS: Final = ("<image>", "<video>")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaSizes:
-    """A source that gives the sizes of images and videos: JSON lines, a table, LLaVA-style JSON, a WebDataset.
+    """Source of image and video sizes: JSON lines, a table, LLaVA-style JSON or a WebDataset.
 
     Attributes:
         path: the file, or the folder that holds `files`, absolute.
-        files: the files in the order of their rows.
-        processor: computes from a size how many tokens and patches the model's family makes of it.
-        count_text: counts the tokens of the short texts that `processor` puts between visual tokens.
-        counted_by: what `count_text` counts by, for the manifest: a tokenizer file, or `rule`.
+        files: the files, in row order.
+        processor: computes tokens and patches from a size, for the model family.
+        count_text: counts the tokens of a text.
+        counted_by: recorded origin of `count_text`: a tokenizer file, or `rule`.
     """
 
     path: Path
@@ -92,7 +92,7 @@ class MediaSizes:
             if value >= 2**63:
                 raise ManifestError(f"{place}: its {name} is {value:.3g}; are the figures of the processor right?")
         return {
-            "id": str(record.get("id", row)).encode("utf-8", "replace").decode(),  # JSON may hold half a character
+            "id": str(record.get("id", row)).encode("utf-8", "replace").decode(),  # JSON may hold lone surrogates
             **sums,
             "num_images": len(images),
             "num_videos": len(videos),
@@ -100,23 +100,20 @@ class MediaSizes:
         }
 
     def _text_tokens(self, record: dict[str, Any], visuals: int, place: str) -> int:
-        """Return the record's figure, or count: a turn has the marks of ChatML, a picture those around it."""
+        """Return the record's `text_tokens`, or count its texts with ChatML tokens and image marks."""
         if "text_tokens" in record or not any(name in record for name in TEXT_COLUMNS):
             return _whole(record, "text_tokens", place, least=0)
         turns = _turns(record, place)
         if self.counted_by == "rule":
             raise ManifestError(f"{place}: texts are counted by a tokenizer; give its file with --tokenizer FILE")
-        # Tokenizers join a line break with white space after it, and no text across a picture.
+        # Tokenizers merge a line break with following white space, but never merge text across an image.
         pieces = (piece for turn in turns for piece in _pieces(f"\n{turn}"))
         text_tokens = sum(map(self.count_text, pieces)) + _TURN_MARKS * len(turns)
         return text_tokens + self.processor.template_marks * visuals
 
 
 class MediaRecords:
-    """The images and videos of each row of a manifest that was built from sizes; read again by byte offset.
-
-    Any number of threads may call it.
-    """
+    """Images and videos of each manifest row built from sizes, read again by byte offset. Thread-safe."""
 
     def __init__(self, path: Path, processor: VisionProcessor, byte_offsets: IntArray) -> None:
         self.path = path
@@ -130,7 +127,7 @@ class MediaRecords:
 
 
 def _turns(record: dict[str, Any], place: str) -> list[str]:
-    """Return the texts of a conversation, placeholders and all; a lone caption answers an empty question."""
+    """Return the texts of a conversation with placeholders; a lone caption answers an empty question."""
     if "conversations" not in record:
         caption = record["caption"] if "caption" in record else record["text"]
         if not isinstance(caption, str):
@@ -143,7 +140,7 @@ def _turns(record: dict[str, Any], place: str) -> list[str]:
 
 
 def _pieces(text: str) -> list[str]:
-    """Cut a text at its pictures."""
+    """Split a text at its image and video placeholders."""
     for placeholder in _PLACEHOLDERS[1:]:
         text = text.replace(placeholder, _PLACEHOLDERS[0])
     return [piece for piece in text.split(_PLACEHOLDERS[0]) if piece]
@@ -166,7 +163,7 @@ def _visual(size: dict[str, Any], processor: VisionProcessor, place: str) -> Vis
             return processor.image(height, width)
         return processor.video(_whole(size, "frames", place, least=1), height, width, _rate(size, place))
     except ValueError as error:
-        raise ManifestError(f"{place}: {error}; leave the record out") from error
+        raise ManifestError(f"{place}: {error}; drop the record") from error
 
 
 _MOST_RATE: Final = 1e6

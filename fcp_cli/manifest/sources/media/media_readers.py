@@ -1,6 +1,6 @@
-"""Reads sizes of images and videos from JSON lines, tables, LLaVA-style JSON, and WebDataset tars.
+"""Read image and video sizes from JSON lines, tables, LLaVA-style JSON and WebDataset tars.
 
-Every reader gives the same records (see `media`); no pixel is read, of pictures and videos only the headers.
+All readers yield the same records (see `media`). Only headers of images and videos are read, no pixels.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ TEXT_COLUMNS: Final = ("text_tokens", "conversations", "caption", "text")
 _FRAME_COLUMNS: Final = ("frames", "num_frames")
 IMAGE_SUFFIXES: Final = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 VIDEO_SUFFIXES: Final = (".mp4", ".webm", ".mkv", ".avi", ".mov")
-HEADER_BYTES: Final = 1 << 18  # more than any camera puts before a JPEG's size
-_HEAD_BYTES: Final = 4096  # most pictures have their sizes there
+HEADER_BYTES: Final = 1 << 18  # cameras write less before a JPEG's size
+_HEAD_BYTES: Final = 4096  # holds the size in most images
 _JPEG_SEGMENTS: Final = frozenset(range(0xC0, 0xFF)) - frozenset(range(0xD0, 0xDA))
 _JPEG_FRAMES: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _TABLE_ROWS: Final = 16_384
 
 
 def read_media(path: Path) -> Iterator[SourceRecord]:
-    """Yield the records of a file of sizes, by its suffix; `at` is -1 in a file without lines.
+    """Yield the records of a file of sizes, read by suffix; `at` is -1 in a file without lines.
 
-    They have `images` and `videos` with sizes, and one of `text_tokens`, `conversations`, `caption` and `text`.
+    Records have `images` and `videos` with sizes, and one of `text_tokens`, `conversations`, `caption` or `text`.
 
     Raises:
-        ManifestError: it cannot be read, or a record has no sizes.
+        ManifestError: the file cannot be read, or a record has no sizes.
     """
     if path.suffix == ".tar":
         yield from _tar(path)
@@ -60,10 +60,10 @@ def read_media(path: Path) -> Iterator[SourceRecord]:
 
 
 def media_files(path: Path) -> list[Path]:
-    """Return the file itself, or the tars of a folder in the order of their names.
+    """Return the file itself, or the tars of a folder in name order.
 
     Raises:
-        ManifestError: a folder without tars.
+        ManifestError: the folder has no tar.
     """
     if not path.is_dir():
         return [path]
@@ -74,12 +74,12 @@ def media_files(path: Path) -> list[Path]:
 
 
 def media_units(files: Sequence[Path]) -> int | None:
-    """Return the final sum of the records' `done`; None if it is unknown before the end."""
+    """Return the total of all `SourceRecord.done`; None if unknown before the end."""
     return None if any(file.suffix in TABLE_SUFFIXES for file in files) else sum(map(size_of, files))
 
 
 def _table(path: Path) -> Iterator[SourceRecord]:
-    """Read a table: a row is an image, or if it has frames or a duration, a video."""
+    """Read a table of metadata: a row with frames or a duration is a video, any other an image."""
     start = 0
     for batch in _table_batches(path):
         for row, values in enumerate(python_rows(batch, path), start=start + 1):
@@ -101,7 +101,7 @@ def _table_batches(path: Path) -> Iterator[Any]:
 
 
 def _from_metadata(values: dict[str, Any], place: str) -> dict[str, Any]:
-    """Make a record of a row of metadata: width, height, and frames, or duration and fps, for a video."""
+    """Convert a metadata row to a record: width, height and, for a video, frames or duration and fps."""
     missing = [name for name in ("width", "height") if values.get(name) is None]
     if missing:
         raise ManifestError(f"{place}: {missing[0]!r} is missing; its columns are {', '.join(values)}")
@@ -119,12 +119,12 @@ def _from_metadata(values: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _integer(value: Any) -> Any:
-    """Convert whole numbers that a table holds as floats, because of its nulls."""
+    """Convert integral floats to int: tables with nulls store integers as floats."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _with_sizes(record: dict[str, Any], folder: Path, place: str) -> dict[str, Any]:
-    """Add the sizes of the pictures that a record names, from its own fields or else from their headers."""
+    """Replace picture names by their sizes, from the record's fields or else from the files' headers."""
     if "video" in record and record.get("width") is not None:
         return _from_metadata(record, place)
     names = _names(record, "image", place)
@@ -141,7 +141,7 @@ def _head(folder: Path, name: str) -> bytes:
 
 
 def _names(record: dict[str, Any], kind: str, place: str) -> list[str]:
-    """Return a list of one path or several."""
+    """Return the paths of a field that holds a path or a list of paths."""
     named = record.get(kind) or []
     names = [named] if isinstance(named, str) else named
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -150,14 +150,14 @@ def _names(record: dict[str, Any], kind: str, place: str) -> list[str]:
 
 
 def _tar(path: Path) -> Iterator[SourceRecord]:
-    """Read a tar of WebDataset."""
+    """Read a WebDataset tar."""
     for sample, key, _begun, done in tar_samples(path, 0, partial(_add_member, path)):
         place = f"{path}: {key}"
         yield SourceRecord(record=_of_sample(sample, key, place), place=place, at=-1, done=done)
 
 
 def _add_member(path: Path, sample: dict[str, Any], stream: IO[bytes], member: TarMember, suffix: str) -> None:
-    """Add the fields of one file to its sample: the size of a picture, a caption, or metadata."""
+    """Add a file's fields to its sample: the size of an image, a caption, or metadata."""
     last, place = "." + suffix.rpartition(".")[2], f"{path}: {member.name}"
     read = partial(tar_content, path, stream, member, error=ManifestError)
     if last in IMAGE_SUFFIXES:
@@ -186,12 +186,12 @@ def _of_sample(sample: dict[str, Any], key: str, place: str) -> dict[str, Any]:
 
 
 def video_size(source: Path | IO[bytes] | io.RawIOBase, place: str) -> dict[str, float]:
-    """Read height, width, number of frames and frames per second from a video's container; no frame is decoded.
+    """Read height, width, frames and frames per second from a video container without decoding a frame.
 
-    Sizes are those of the stored frames; a camera's turn does not change how many tokens they become.
+    Sizes are those of stored frames; a rotation flag does not change the number of tokens.
 
     Raises:
-        ManifestError: PyAV is not installed, there is no such file, or it is no video that PyAV knows.
+        ManifestError: PyAV is not installed, or the file is missing or not a video that PyAV can read.
     """
     try:
         import av
@@ -216,7 +216,7 @@ def video_size(source: Path | IO[bytes] | io.RawIOBase, place: str) -> dict[str,
             size = {"height": stream.height, "width": stream.width, "frames": frames}
     except (av.FFmpegError, OSError) as error:
         raise ManifestError(f"{place}: cannot read it as a video: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:  # PyAV decodes tags of files as they are
+    except UnicodeDecodeError as error:  # PyAV decodes metadata tags strictly
         raise ManifestError(f"{place}: cannot read it as a video: a tag in it is not UTF-8") from error
     if min(size.values()) <= 0:
         raise ManifestError(f"{place}: its header has no size or length; give them together with the video")
@@ -224,10 +224,10 @@ def video_size(source: Path | IO[bytes] | io.RawIOBase, place: str) -> dict[str,
 
 
 def image_size(source: Path | io.BytesIO, place: str) -> dict[str, int]:
-    """Read height and width from a picture's header, turned as its EXIF orientation asks.
+    """Read height and width from an image header, with EXIF orientation applied.
 
     Raises:
-        ManifestError: there is no such file, or its header is of no kind that is known.
+        ManifestError: the file is missing, or its header has no known image format.
     """
     import imagesize
 
@@ -241,15 +241,15 @@ def image_size(source: Path | io.BytesIO, place: str) -> dict[str, int]:
     except ValueError as error:
         raise ManifestError(f"{place} has no readable header: {error}") from error
     if width <= 0 or height <= 0:
-        raise ManifestError(f"{place} has no header of an image that is known")
+        raise ManifestError(f"{place} has no header of a known image format")
     return {"height": round(height), "width": round(width)}
 
 
 def _usual_size(head: bytes) -> dict[str, int] | None:
-    """Return height and width of a PNG, or of a JPEG without EXIF, in a third of the time; None: of anything else.
+    """Return the size of a PNG or of a JPEG without EXIF, three times as fast as imagesize; None for anything else.
 
     Args:
-        head: first bytes of a file.
+        head: first bytes of the file.
     """
     frame = (0, 0)
     if head.startswith(b"\x89PNG\r\n\x1a\n") and head[12:16] == b"IHDR" and len(head) >= 24:
@@ -258,7 +258,7 @@ def _usual_size(head: bytes) -> dict[str, int] | None:
         return None
     else:
         at = 2
-        while head[at + 1 : at + 2] != b"\xda":  # the pixels: no EXIF, which may turn them, follows
+        while head[at + 1 : at + 2] != b"\xda":  # pixel data begins here, so there is no EXIF rotation
             if (
                 at + 10 > len(head)
                 or head[at] != 0xFF

@@ -1,9 +1,9 @@
-"""Reads conversations with the pictures they are about, from JSON, JSON lines, Parquet, Arrow and WebDataset tars.
+"""Reads conversations about images and videos from JSON, JSON lines, Parquet, Arrow and WebDataset tars.
 
-A record names its pictures in `image`, `images`, `video` or `videos` (one or several), or in the parts of its turns. In
-its texts `<image>` and `<video>` mark their places; without marks they come before the first question. A lone `caption`
-or `text` answers an empty question. Of a WebDataset sample, files with the suffixes of pictures are its pictures,
-`.txt` is its caption and `.json` holds further fields.
+A "picture" is an image or a video. A record names its pictures in `image`, `images`, `video` or `videos`, or in content
+parts of its turns. `<image>` and `<video>` in texts mark their positions; unmarked pictures come before the first
+question. A lone `caption` or `text` answers an empty question. In a WebDataset sample, image and video files are its
+pictures, `.txt` is the caption and `.json` holds further fields.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ from fcp_cli.manifest.tokenizing.chat import PICTURE_FIELDS
 from fcp_cli.reading.tar import TarMember, tar_content
 from fcp_cli.words import counted
 
-_BATCH_ROWS: Final = 64  # rows of a table hold whole pictures
+_BATCH_ROWS: Final = 64  # rows of a table may hold image data
 _PLACES: Final = re.compile("(<image>|<video>)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """One record, with its pictures apart.
+    """A record and references to its pictures.
 
     Attributes:
-        record: the record, as `manifest.tokenizing.chat` takes it, with `{"type": "image"}` at the place of a picture.
-        pictures: the pictures in the order of their places, with whether each is a video.
-        place: its place, for messages.
-        at: the position to read it again from: the byte of its line or of its sample, else its number in the file, from
-            0.
-        done: units of the source that it took.
+        record: input of `manifest.tokenizing.chat`, with `{"type": "image"}` in place of each image.
+        pictures: (picture, is video) in order of position.
+        place: location for messages.
+        at: where to read it again: byte offset of its line or sample, else its index in the file.
+        done: source units read for it.
     """
 
     record: dict[str, Any]
@@ -53,7 +52,7 @@ def read_conversations(file: Path) -> Iterator[Conversation]:
     """Yield the records of a file, in order.
 
     Raises:
-        ManifestError: it cannot be read, or a record does not name its pictures or their places.
+        ManifestError: the file cannot be read, or the pictures of a record do not match their marks.
     """
     if file.suffix == ".tar":
         for record, key, offset, done in tar_samples(file, 0, partial(_add_member, file)):
@@ -64,15 +63,15 @@ def read_conversations(file: Path) -> Iterator[Conversation]:
 
 
 def conversation_at(file: Path, at: int, pictures: tuple[int, int]) -> Conversation:
-    """Read one record again.
+    """Read a record again.
 
     Args:
         file: the file that holds it.
-        at: the at, as `Conversation.at` says.
-        pictures: how many images and videos it has; the bytes of a table's are not read for it.
+        at: see `Conversation.at`.
+        pictures: number of images and of videos, so that a table's image data need not be read.
 
     Raises:
-        ManifestError: it is gone, or is another record now.
+        ManifestError: the record is missing or has changed.
     """
     if file.suffix == ".tar":
         found = next(tar_samples(file, at, partial(_add_member, file)), None)
@@ -89,7 +88,7 @@ def conversation_at(file: Path, at: int, pictures: tuple[int, int]) -> Conversat
 
 
 def _of_table(file: Path, at: int, place: str, counts: Mapping[str, int]) -> dict[str, Any]:
-    """Return a row of a table with references to its pictures, whose bytes are not read."""
+    """Return a table row with references to its pictures, without reading image data."""
     rows = table_rows(file)
     record = rows.record(at, [name for name in rows.columns if name not in PICTURE_FIELDS], place)
     for name in rows.columns:
@@ -129,7 +128,7 @@ def _conversation(record: dict[str, Any], file: Path, place: str, at: int, done:
 
 
 def _as_turns(record: dict[str, Any], place: str) -> dict[str, Any]:
-    """Return a record of Alpaca, or of a caption, as turns; others as they are."""
+    """Convert Alpaca and caption records to turns; return others unchanged."""
     if record.get("messages") is not None or record.get("conversations") is not None:
         return record
     if record.get("instruction") is not None and record.get("output") is not None:
@@ -145,7 +144,7 @@ def _as_turns(record: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 class _Seen:
-    """The pictures of one record: those that its fields name, and those taken so far, in the order of their places."""
+    """Hands out the pictures that a record's fields name, and collects those used, in order of position."""
 
     def __init__(self, record: Mapping[str, Any], folder: Path, place: str) -> None:
         self._folder = folder
@@ -158,7 +157,7 @@ class _Seen:
         return len(self._named[kind]) - self._used[kind]
 
     def take(self, kind: str, own: Any = None) -> dict[str, Any]:
-        """Take the next picture of a kind, or the one that a part names itself; return the part for its place."""
+        """Use the next named picture of a kind, or `own` if the part names one; return the placeholder part."""
         if own is None:
             if not self.left(kind):
                 named = counted(len(self._named[kind]), kind)
@@ -186,7 +185,7 @@ def _listed(record: Mapping[str, Any], kind: str) -> list[Any]:
 
 
 def _with_parts(turn: Any, seen: _Seen) -> Any:
-    """Return a turn, with its content in parts if it holds pictures."""
+    """Return a turn; if it has pictures, its content is split into parts."""
     if not isinstance(turn, dict):
         return turn
     content = turn.get("content") if turn.get("content") is not None else turn.get("value")
@@ -214,13 +213,13 @@ def _part(part: Any, seen: _Seen) -> Any:
     kind = str(part.get("type", "")).removesuffix("_url")
     if kind not in ("image", "video"):
         return {name: value for name, value in part.items() if value is not None}
-    # Tables fill up the fields that a part does not have with nulls.
+    # In tables, fields that a part lacks are null.
     own = next((part[name] for name in (kind, f"{kind}_url", "path", "url") if part.get(name) is not None), None)
     return seen.take(kind, own)
 
 
 def _put_first(record: dict[str, Any], seen: _Seen) -> None:
-    """Put pictures that no text places before the first question."""
+    """Insert unmarked pictures before the first question."""
     kinds = [kind for kind in ("image", "video") for _ in range(seen.left(kind))]
     if not kinds:
         return

@@ -1,6 +1,6 @@
-"""Location of the bytes of a picture: a file, a member of a tar, a cell of a table, or the record itself.
+"""References to image and video data: a file, a tar member, a table cell, or bytes in the record.
 
-A reference is small and travels to the process that decodes the picture; only there its bytes are read.
+A reference is small and is sent to the process that decodes; only there is the data read.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Content: TypeAlias = "Path | io.BytesIO"
 
 
 class Picture(Protocol):
-    """A picture that has not been read."""
+    """A reference to an image or video that has not been read."""
 
     @property
     def name(self) -> str:
         """The file that holds it, for messages."""
 
     def content(self, most_bytes: int = -1) -> Content:
-        """Return its file, or its bytes: all, or the first so many."""
+        """Return its path or its bytes: all of them, or the first `most_bytes`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ class FilePicture:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TarPicture:
-    """A picture that is a member of an uncompressed tar, by its place in that file."""
+    """A picture in an uncompressed tar, located by byte offset."""
 
     path: Path
     member: str
@@ -71,7 +71,7 @@ class TarPicture:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CellPicture:
-    """One picture of a cell of a Parquet or Arrow file: bytes, `{"bytes", "path"}`, a path, or a list of such."""
+    """A picture in a table cell: bytes, `{"bytes", "path"}`, a path, or an item of a list of these."""
 
     path: Path
     row: int
@@ -92,7 +92,7 @@ class CellPicture:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldPicture:
-    """Bytes that a record holds itself."""
+    """A picture whose bytes are in the record."""
 
     name: str
     data: bytes = field(repr=False)
@@ -102,12 +102,12 @@ class HeldPicture:
 
 
 def refer(value: Any, folder: Path, place: str) -> Picture:
-    """Return the picture that a field names: a path, a data URL, bytes, `{"bytes", "path"}`, or a reference already.
+    """Return a reference for a field value: a path, a data URL, bytes, `{"bytes", "path"}`, or a reference already.
 
     Args:
-        value: the value of the field.
-        folder: the folder that a path counts from.
-        place: the place of the record, for messages.
+        value: field value.
+        folder: base folder of relative paths.
+        place: location of the record, for messages.
     """
     if isinstance(value, FilePicture | TarPicture | CellPicture | HeldPicture):
         return value
@@ -133,8 +133,8 @@ def _from_data_url(url: str, place: str) -> bytes:
             raise binascii.Error("not base64")
         return base64.b64decode(data, validate=True)
     except binascii.Error as error:
-        raise ManifestError(f"{place}: a picture has the data URL {url[:40]!r}, which is no base64") from error
+        raise ManifestError(f"{place}: a picture has the data URL {url[:40]!r}, which is not valid base64") from error
 
 
-# Only two groups: cells hold whole pictures.
+# Keep only two groups: cells hold image data.
 _rows = cached_by_file(partial(TableRows, kept_groups=2), maxsize=16)

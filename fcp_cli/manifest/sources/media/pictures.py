@@ -1,7 +1,7 @@
-"""Conversations about pictures, encoded by a checkpoint's own chat template and processor; their pixels are trained on.
+"""Conversations about images and videos, encoded by a checkpoint's chat template and processor, trained with pixels.
 
-To count, only headers of pictures are read. The manifest keeps their sizes in `pictures`, so that training lays out a
-row without opening any of them; who encodes one reads it.
+Counting reads only picture headers. The manifest keeps the sizes in `pictures`, so that training lays out a row without
+opening them; only the rank that encodes a picture reads its data.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fcp_cli.vision.processor import VisionProcessor, Visual
 PICTURES_COLUMN: Final = "pictures"
 _BATCH_RECORDS: Final = 1 << 8
 _BATCH_BYTES: Final = 8 << 20
-_MOST_PATCH_PAIRS: Final = 1 << 50  # sums over the pictures of a record stay numbers of 64 bits
+_MOST_PATCH_PAIRS: Final = 1 << 50  # keeps sums over a record within 64 bits
 _SIZE: Final = pa.struct([("frames", pa.int32()), ("height", pa.int32()), ("width", pa.int32()), ("fps", pa.float64())])
 
 
@@ -37,8 +37,8 @@ class PictureSize:
     """Size of a picture in pixels; an image has no `frames`.
 
     Attributes:
-        frames: the frames that the video's container holds.
-        fps: frames per second, if it is known.
+        frames: number of frames in the container.
+        fps: frames per second, if known.
     """
 
     height: int
@@ -47,7 +47,7 @@ class PictureSize:
     fps: float | None = None
 
     def visual(self, processor: VisionProcessor) -> Visual:
-        """Return its visual tokens under a processor; raises ValueError if the processor refuses it."""
+        """Return the visual tokens that a processor makes of it; ValueError if the processor rejects it."""
         if self.frames is None:
             return processor.image(self.height, self.width)
         return processor.video(self.frames, self.height, self.width, self.fps)
@@ -55,13 +55,13 @@ class PictureSize:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PictureData:
-    """Files of conversations.
+    """Files of conversations about pictures.
 
     Attributes:
         path: the file, or the folder that holds `files`, absolute.
-        files: the files in the order of their rows.
-        encoder: the encoder with a processor.
-        skips_bad: leave a record out whose picture cannot be read.
+        files: the files, in row order.
+        encoder: chat encoder with a processor.
+        skips_bad: skip records with unreadable pictures instead of raising.
     """
 
     path: Path
@@ -101,14 +101,14 @@ class PictureData:
                 start += len(kept)
 
     def _readable(self, group: Sequence[Conversation]) -> tuple[list[Conversation], list[list[PictureSize]]]:
-        """Return the records whose pictures have sizes, and those."""
+        """Return the records with readable pictures, and the sizes of these."""
         kept, sizes = [], []
         for one in group:
             try:
                 own = [_size_of(picture, one.place, is_video=is_video) for picture, is_video in one.pictures]
             except ManifestError as error:
                 if not self.skips_bad:
-                    raise ManifestError(f"{error}; --bad-rows skip leaves such records out") from error
+                    raise ManifestError(f"{error}; use --bad-rows skip to drop such records") from error
                 continue
             kept.append(one)
             sizes.append(own)
@@ -147,7 +147,7 @@ class PictureData:
 def encode(
     encoder: ChatEncoder, group: Sequence[Conversation], sizes: Sequence[Sequence[PictureSize]]
 ) -> list[Encoded]:
-    """Encode conversations whose pictures have these sizes."""
+    """Encode conversations, given the sizes of their pictures."""
     assert encoder.processor is not None
     pictures = [
         [Pictured(visual=_visual(size, encoder.processor, one.place), is_video=size.frames is not None) for size in own]
@@ -158,7 +158,7 @@ def encode(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PictureRow:
-    """One row for training: its tokens, and its pictures in the order of their tokens."""
+    """A training row: its tokens, and its pictures in token order."""
 
     encoded: Encoded
     pictures: tuple[Picture, ...]
@@ -168,7 +168,7 @@ class PictureRow:
 
 
 class PictureRecords:
-    """Random access to the conversations by manifest row. Any number of threads may call it."""
+    """Random access to conversations by manifest row. Thread-safe."""
 
     def __init__(self, source: PictureData, shards: IntArray, records: IntArray, sizes: Any, vocab_size: int) -> None:
         self._source = source
@@ -185,31 +185,31 @@ class PictureRecords:
 
     @property
     def processor(self) -> VisionProcessor:
-        """Processor that counted the lengths."""
+        """The processor with which lengths were counted."""
         assert self._source.encoder.processor is not None
         return self._source.encoder.processor
 
     @property
     def folder(self) -> Path:
-        """The checkpoint whose tokenizer and processor encode them."""
+        """Folder of the checkpoint whose tokenizer and processor are used."""
         return self._source.encoder.folder
 
     def __call__(self, row: int) -> tuple[IntArray, IntArray]:
-        """Return (tokens, labels) of one row."""
+        """Return (tokens, labels) of a row."""
         encoded = self.read(row).encoded
         return encoded.tokens, encoded.labels
 
     def read(self, row: int) -> PictureRow:
-        """Return one row, with no pixel read."""
+        """Return a row without reading pixels."""
         sizes = tuple(PictureSize(**values) for values in self._sizes[row].as_py())
         videos = sum(size.frames is not None for size in sizes)
         file, at = self._source.files[self._shards[row]], int(self._records[row])
-        with self._lock:  # the tokenizer is none of several threads
+        with self._lock:  # the tokenizer is not thread-safe
             found = conversation_at(file, at, (len(sizes) - videos, videos))
             if [is_video for _, is_video in found.pictures] != [size.frames is not None for size in sizes]:
                 raise ManifestError(
                     f"{found.place} has {len(found.pictures)} pictures, but the manifest counted {len(sizes)}: it "
-                    "changed since; build the manifest again"
+                    "has changed; build the manifest again"
                 )
             (encoded,) = encode(self._source.encoder, [found], [sizes])
         return PictureRow(
@@ -240,7 +240,7 @@ def _visual(size: PictureSize, processor: VisionProcessor, place: str) -> Visual
     try:
         found = size.visual(processor)
     except ValueError as error:
-        raise ManifestError(f"{place}: {error}; leave the record out") from error
+        raise ManifestError(f"{place}: {error}; drop the record") from error
     if found.patch_pairs > _MOST_PATCH_PAIRS:
         raise ManifestError(
             f"{place}: a picture of {found.patches:,} patches is more than any encoder takes; remove the record, or "
